@@ -1,0 +1,32 @@
+// Block hashes: SHA-256 chained over canonical CBOR, the interoperable form.
+//
+//   none_hash  = H(CBOR text string of the seed)
+//   hash of a block = H(CBOR of [parent hash, [token ids], extra keys or null])
+//
+// CBOR is RFC 8949, canonical: every integer in its shortest form. Extra keys come in encoded.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/block_pool.h"
+
+namespace kvcache {
+
+// The parent of a first block.
+Hash hash_seed(std::string_view seed);
+
+// Hashes blocks of one chain, one after the other; keeps its buffer between calls.
+class BlockHasher {
+ public:
+  // `extra` is the CBOR of the block's extra keys; empty means null. Throws std::invalid_argument
+  // on a negative token id.
+  Hash hash(const Hash& parent, const int32_t* tokens, int64_t num_tokens, std::string_view extra);
+
+ private:
+  std::vector<uint8_t> buffer_;
+};
+
+}  // namespace kvcache

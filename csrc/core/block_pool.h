@@ -1,0 +1,156 @@
+// The block pool: which block is free, held, cached, and under which hash.
+//
+// Arrays in, arrays out: every method serves a whole batch, and either serves it whole or throws /
+// says no with nothing changed. Knows block ids and 32-byte hashes; no requests, no tokens, no bytes
+// of KV. Plain C++17: no torch, no CUDA, no Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+using BlockId = int32_t;
+
+// Block 0 of every pool: never handed out, never cached, safe to read. As no list ever holds it, 0
+// also means "none" in every link below, so that zeroed memory is a valid pool of fresh blocks.
+inline constexpr BlockId kNullBlock = 0;
+
+struct Hash {
+  uint8_t bytes[32];
+  bool operator==(const Hash& other) const { return std::memcmp(bytes, other.bytes, 32) == 0; }
+};
+
+// Everything the pool knows about one block: exactly one cache line.
+struct alignas(64) Block {
+  Hash hash;          // valid while cached
+  int32_t ref_count;  // > 0: held
+  BlockId prev, next;            // the free list it is in, while free
+  BlockId bucket_next;           // next head of the same bucket of the hash index
+  BlockId older, younger;        // ring of blocks published under one (hash, group); see HashIndex
+  uint16_t group;                // cache group the hash belongs to
+  bool cached;                   // in the hash index
+};
+static_assert(sizeof(Block) == 64, "a block must stay one cache line");
+
+// First in, first out, linked through Block::prev/next: push at the tail, remove anywhere, O(1).
+// Released blocks enter at the tail, so the head is the least recently released one.
+class FreeList {
+ public:
+  BlockId head() const { return head_; }
+  void push(Block* blocks, BlockId id);
+  void remove(Block* blocks, BlockId id);
+
+ private:
+  BlockId head_ = kNullBlock;
+  BlockId tail_ = kNullBlock;
+};
+
+// (hash, group) -> blocks published under it, oldest first. Chained buckets of "heads"; each head is
+// the oldest of a ring of duplicates, so that insertion and removal stay O(1) however many there are.
+class HashIndex {
+ public:
+  HashIndex(Block* blocks, int64_t num_blocks);
+  BlockId find(const Hash& hash, uint16_t group) const;
+  void insert(BlockId id);  // hash and group of the block are set; joins the ring as the youngest
+  void erase(BlockId id);
+  void prefetch_bucket(const Hash& hash, uint16_t group) const;
+  void prefetch_head(const Hash& hash, uint16_t group) const;
+  size_t num_bytes() const { return sizeof(BlockId) << log2_size_; }
+
+ private:
+  size_t bucket_of(const Hash& hash, uint16_t group) const;
+
+  Block* blocks_;
+  int log2_size_;
+  ZeroedArray<BlockId> buckets_;
+};
+
+class BlockPool {
+ public:
+  // `num_blocks` counts the null block. Memory is zero pages until a block is first used.
+  explicit BlockPool(int64_t num_blocks);
+
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t num_total() const { return num_blocks_ - 1; }  // the null block never counts
+  int64_t num_free() const { return num_free_; }
+  int64_t num_cached() const { return num_cached_; }
+  int64_t num_evicted() const { return num_evicted_; }  // cached blocks taken for other content
+  int64_t peak_used() const { return peak_used_; }
+  size_t num_bytes() const;
+
+  bool is_cached(BlockId id) const { return at(id, "id").cached; }
+  int32_t ref_count(BlockId id) const { return at(id, "id").ref_count; }
+  // Whether a lookup of this hash may answer this block. Any id may be asked.
+  bool holds(BlockId id, const Hash& hash, uint16_t group) const {
+    return id > kNullBlock && id < num_blocks_ && blocks_[id].cached &&
+           blocks_[id].group == group && blocks_[id].hash == hash;
+  }
+
+  // n blocks with one reference each into `out`; false, and nothing changed, when fewer are free.
+  // Uncached blocks first, then cached ones (evicted: they lose their hash), each least recently
+  // released first.
+  bool allocate(int64_t n, BlockId* out);
+
+  // One more reference each; the block must be held, or free and cached (a hit). An id may repeat.
+  void retain(const BlockId* ids, int64_t n);
+
+  // One reference less each, in the order given (which is the order of eviction). Content and hash
+  // stay until the block is taken. Throws on a block that is not held, with nothing changed.
+  void release(const BlockId* ids, int64_t n);
+
+  // Makes held, uncached blocks findable under hashes[i] for `group`. Two blocks may share a hash.
+  void publish(const BlockId* ids, const Hash* hashes, int64_t n, uint16_t group);
+
+  // out[i]: the oldest block published under hashes[i], or -1. With `prefix`, everything from the
+  // first miss on is -1 and is not looked at. Returns the number of leading hits.
+  int64_t lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix, BlockId* out) const;
+
+  // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
+  // left as they are.
+  void evict(const BlockId* ids, int64_t n);
+
+  // Forgets every hash; false, and nothing changed, while any block is held.
+  bool reset();
+
+  // Of these ids, how many are free (so that a retain would take them out of `num_free`).
+  int64_t count_free(const BlockId* ids, int64_t n) const;
+
+  // Hashes (with group) of evicted blocks since the last call, oldest first; recorded on demand.
+  void record_evictions(bool on) { record_evictions_ = on; }
+  struct Evicted {
+    Hash hash;
+    uint16_t group;
+  };
+  std::vector<Evicted> drain_evicted() { return std::exchange(evicted_, {}); }
+
+  // Walks the whole pool and throws std::logic_error where an invariant does not hold. O(num_blocks).
+  void check_invariants() const;
+
+ private:
+  const Block& at(BlockId id, const char* what) const;
+  Block& at(BlockId id, const char* what) { return const_cast<Block&>(std::as_const(*this).at(id, what)); }
+  BlockId take_free();
+  void forget(BlockId id);  // drops the hash
+  FreeList& list_of(const Block& block) { return block.cached ? cached_free_ : uncached_free_; }
+  void note_use();
+
+  int64_t num_blocks_;
+  ZeroedArray<Block> blocks_;
+  HashIndex index_;
+  FreeList uncached_free_, cached_free_;
+  BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list
+  int64_t num_free_;
+  int64_t num_cached_ = 0;
+  int64_t num_evicted_ = 0;
+  int64_t peak_used_ = 0;
+  bool record_evictions_ = false;
+  std::vector<Evicted> evicted_;
+};
+
+}  // namespace kvcache

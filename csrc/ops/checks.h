@@ -1,0 +1,74 @@
+// Checks of op arguments, shared by the CPU and the CUDA side. Each error names the argument, what
+// came and what was expected, and comes before anything is written.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+namespace kvcache {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+[[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
+
+inline std::string shape_of(const Tensor& t) {
+  std::string text = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) text += (i ? ", " : "") + std::to_string(t.size(i));
+  return text + "]";
+}
+
+inline std::string device_of(const Tensor& t) {
+  if (t.is_cpu()) return "cpu";
+  return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
+}
+
+inline void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> any_of) {
+  std::string expected;
+  for (ScalarType type : any_of) {
+    if (t.scalar_type() == type) return;
+    expected += (expected.empty() ? "" : " or ") + std::string(torch::headeronly::toString(type));
+  }
+  fail(std::string(name) + " has dtype " + torch::headeronly::toString(t.scalar_type()) +
+       ": expected " + expected);
+}
+
+inline void check_dim(const Tensor& t, const char* name, int64_t dim, const char* shape) {
+  if (t.dim() != dim) fail(std::string(name) + " has shape " + shape_of(t) + ": expected " + shape);
+}
+
+inline void check_contiguous(const Tensor& t, const char* name) {
+  if (!t.is_contiguous()) fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
+}
+
+inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t expected,
+                       const char* why) {
+  if (t.size(dim) == expected) return;
+  fail(std::string(name) + " has shape " + shape_of(t) + ": expected size " +
+       std::to_string(expected) + " in dimension " + std::to_string(dim) + ", " + why);
+}
+
+inline void check_same_device(const Tensor& t, const char* name, const Tensor& other,
+                              const char* other_name) {
+  if (t.is_cpu() == other.is_cpu() && t.is_cuda() == other.is_cuda() &&
+      (t.is_cpu() || t.get_device_index() == other.get_device_index())) {
+    return;
+  }
+  fail(std::string(name) + " is on " + device_of(t) + ": expected " + device_of(other) +
+       ", where " + other_name + " is");
+}
+
+inline void check_same_dtype(const Tensor& t, const char* name, const Tensor& other,
+                             const char* other_name) {
+  if (t.scalar_type() == other.scalar_type()) return;
+  fail(std::string(name) + " has dtype " + torch::headeronly::toString(t.scalar_type()) +
+       ": expected " + torch::headeronly::toString(other.scalar_type()) + " as " + other_name +
+       " has");
+}
+
+}  // namespace kvcache

@@ -1,0 +1,100 @@
+// What a .cu file of this project needs, under nvcc and under the emulation: launches on torch's
+// current stream, the device guard, and the search for bad values that live on the device.
+#pragma once
+
+#ifdef __CUDACC__
+#include <cuda_runtime.h>
+#else
+#include "emul/cuda_emul.h"
+#endif
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/macros.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "ops/checks.h"
+
+#ifdef __CUDACC__
+#define KV_DYN_SHARED(T, name) extern __shared__ T name[]
+#define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)        \
+  do {                                                                   \
+    (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__);        \
+    STD_CUDA_KERNEL_LAUNCH_CHECK();                                      \
+  } while (0)
+#define KV_CUDA_CHECK(call) STD_CUDA_CHECK(call)
+// Registers `function` as the CUDA implementation of the op, or as the emulated one.
+#define KV_REGISTER_CUDA(op, function) \
+  STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
+#else
+#define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  emul::launch(grid, block, shared_bytes, [&] { (kernel)(__VA_ARGS__); })
+#define KV_CUDA_CHECK(call) (void)(call)
+#define KV_REGISTER_CUDA(op, function) \
+  STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CPU, m) { m.impl(op, TORCH_BOX(&function)); }
+#endif
+
+namespace kvcache {
+
+// The device of a tensor made current, and torch's current stream on it.
+#ifdef __CUDACC__
+struct OnDevice {
+  explicit OnDevice(const Tensor& t) : guard(t.get_device_index()) {
+    void* handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &handle));
+    stream = static_cast<cudaStream_t>(handle);
+  }
+  torch::stable::accelerator::DeviceGuard guard;
+  cudaStream_t stream;
+};
+#else
+struct OnDevice {
+  explicit OnDevice(const Tensor&) {}
+  cudaStream_t stream = nullptr;
+};
+#endif
+
+// KVCACHE_CHECKED=1: values that live on the device are checked before a kernel uses them, at the
+// price of a synchronisation. Otherwise kernels skip what is out of range.
+inline bool checked_mode() {
+  const char* value = std::getenv("KVCACHE_CHECKED");
+  return value != nullptr && value[0] == '1';
+}
+
+template <class Bad>
+__global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) {
+  const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < n && bad(i)) atomicMin(first, static_cast<unsigned long long>(i));
+}
+
+// The smallest i < n with bad(i), or -1. Synchronises: for the checked mode only.
+template <class Bad>
+int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
+  if (n == 0) return -1;
+  constexpr unsigned kThreads = 256;
+  void* first = nullptr;
+  unsigned long long found = 0;
+  KV_CUDA_CHECK(cudaMalloc(&first, sizeof(found)));
+  KV_CUDA_CHECK(cudaMemsetAsync(first, 0xFF, sizeof(found), stream));
+  KV_LAUNCH(first_bad_kernel<Bad>, dim3(unsigned((n + kThreads - 1) / kThreads)), dim3(kThreads), 0,
+            stream, bad, n, static_cast<unsigned long long*>(first));
+  KV_CUDA_CHECK(cudaMemcpyAsync(&found, first, sizeof(found), cudaMemcpyDeviceToHost, stream));
+  KV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  KV_CUDA_CHECK(cudaFree(first));
+  return found == ~0ull ? -1 : static_cast<int64_t>(found);
+}
+
+// One value of a device array, for an error message. Synchronises.
+template <class T>
+T fetch(const T* device_pointer, cudaStream_t stream) {
+  T value;
+  KV_CUDA_CHECK(
+      cudaMemcpyAsync(&value, device_pointer, sizeof(T), cudaMemcpyDeviceToHost, stream));
+  KV_CUDA_CHECK(cudaStreamSynchronize(stream));
+  return value;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,10 @@
+// For mathematics that the CPU op and the CUDA kernel share: one function, compiled for both.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define KV_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define KV_HOST_DEVICE inline
+#endif

@@ -1,0 +1,20 @@
+// Every op's schema, once: the library of the real ops and the one of the emulated kernels define
+// themselves from here. Mutations are declared; nothing aliases.
+#pragma once
+
+namespace kvcache {
+
+template <class Library>
+void define_schemas(Library& m) {
+  m.def(
+      "slot_mapping(Tensor block_table, Tensor row_indices, Tensor positions, int block_size, "
+      "Tensor(a!) out) -> ()");
+  m.def(
+      "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+      "Tensor slot_mapping) -> ()");
+  m.def(
+      "gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) key, "
+      "Tensor(b!) value) -> ()");
+}
+
+}  // namespace kvcache

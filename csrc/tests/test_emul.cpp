@@ -1,0 +1,364 @@
+// The emulator does what CUDA does: each test is one behaviour kernels rely on.
+
+#include <numeric>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "cuda_emul.h"
+
+namespace {
+
+constexpr unsigned kFull = 0xffffffffu;
+
+// Runs a kernel in one block.
+template <class F>
+void run_block(unsigned num_threads, F&& kernel) {
+  emul::launch(dim3(1), dim3(num_threads), 0, kernel);
+}
+
+__global__ void record_position(int* out) {
+  const unsigned block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+  const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  const unsigned position = block * blockDim.x * blockDim.y * blockDim.z + thread;
+  out[position] += int(position) + 1;
+}
+
+__global__ void __launch_bounds__(1024) block_sum(const int* in, int* out) {
+  __shared__ int partial[1024];
+  const unsigned t = threadIdx.x;
+  partial[t] = in[blockIdx.x * blockDim.x + t];
+  __syncthreads();
+  for (unsigned stride = blockDim.x / 2; stride > 0; stride /= 2) {
+    if (t < stride) partial[t] += partial[t + stride];
+    __syncthreads();
+  }
+  if (t == 0) out[blockIdx.x] = partial[0];
+}
+
+__global__ void reverse_in_dynamic_shared(int* data) {
+  KV_DYN_SHARED(int, buffer);
+  buffer[threadIdx.x] = data[threadIdx.x];
+  __syncthreads();
+  data[threadIdx.x] = buffer[blockDim.x - 1 - threadIdx.x];
+}
+
+__global__ void barrier_only_for_first_half() {
+  if (threadIdx.x < blockDim.x / 2) __syncthreads();
+  __syncwarp();
+}
+
+std::vector<int> iota(int n) {
+  std::vector<int> values(n);
+  std::iota(values.begin(), values.end(), 0);
+  return values;
+}
+
+}  // namespace
+
+TEST(every_thread_of_a_3d_grid_runs_once_with_its_own_index) {
+  const dim3 grid(3, 2, 4), block(5, 3, 2);
+  const int num_threads = 3 * 2 * 4 * 5 * 3 * 2;
+  std::vector<int> out(num_threads, 0);
+  emul::launch(grid, block, 0, [&] { record_position(out.data()); });
+  for (int i = 0; i < num_threads; ++i) CHECK_EQ(out[i], i + 1);
+}
+
+TEST(block_reduction_in_static_shared_memory) {
+  const std::vector<int> in = iota(4 * 128);
+  std::vector<int> out(4);
+  emul::launch(dim3(4), dim3(128), 0, [&] { block_sum(in.data(), out.data()); });
+  for (int b = 0; b < 4; ++b) CHECK_EQ(out[b], 128 * 128 * b + 127 * 128 / 2);
+}
+
+TEST(block_of_1024_threads) {
+  const std::vector<int> in = iota(1024);
+  int out = 0;
+  run_block(1024, [&] { block_sum(in.data(), &out); });
+  CHECK_EQ(out, 1023 * 1024 / 2);
+}
+
+TEST(dynamic_shared_memory_is_shared_by_the_block) {
+  std::vector<int> data = iota(100);
+  emul::launch(dim3(1), dim3(100), 100 * sizeof(int),
+               [&] { reverse_in_dynamic_shared(data.data()); });
+  for (int i = 0; i < 100; ++i) CHECK_EQ(data[i], 99 - i);
+}
+
+TEST(dynamic_shared_memory_is_aligned_and_poisoned_for_every_block) {
+  emul::launch(dim3(3), dim3(1), 17, [] {
+    KV_DYN_SHARED(unsigned char, buffer);
+    CHECK_EQ(reinterpret_cast<uintptr_t>(buffer) % 16, 0);
+    for (int i = 0; i < 17; ++i) CHECK_EQ(int(buffer[i]), 0xCD);
+    buffer[16] = 1;
+  });
+}
+
+TEST(syncthreads_votes_over_the_block) {
+  run_block(96, [] {
+    CHECK_EQ(__syncthreads_count(threadIdx.x % 3 == 0), 32);
+    CHECK_EQ(__syncthreads_or(threadIdx.x == 95), 1);
+    CHECK_EQ(__syncthreads_or(0), 0);
+    CHECK_EQ(__syncthreads_and(1), 1);
+    CHECK_EQ(__syncthreads_and(threadIdx.x != 40), 0);
+  });
+}
+
+TEST(shuffle_reads_any_lane) {
+  run_block(64, [] {
+    const int warp_base = int(threadIdx.x) / 32 * 32;
+    const int lane = int(threadIdx.x) % 32;
+    CHECK_EQ(__shfl_sync(kFull, int(threadIdx.x), 7), warp_base + 7);
+    CHECK_EQ(__shfl_sync(kFull, double(threadIdx.x), lane + 1), warp_base + (lane + 1) % 32);
+  });
+}
+
+TEST(shuffle_up_down_xor_keep_the_own_value_past_the_edge) {
+  run_block(32, [] {
+    const int lane = int(threadIdx.x);
+    CHECK_EQ(__shfl_up_sync(kFull, lane, 3), lane >= 3 ? lane - 3 : lane);
+    CHECK_EQ(__shfl_down_sync(kFull, lane, 5), lane + 5 < 32 ? lane + 5 : lane);
+    CHECK_EQ(__shfl_xor_sync(kFull, lane, 16), lane ^ 16);
+  });
+}
+
+TEST(shuffles_of_width_16_stay_in_their_half) {
+  run_block(32, [] {
+    const int lane = int(threadIdx.x), half = lane / 16 * 16;
+    CHECK_EQ(__shfl_sync(kFull, lane, 18, 16), half + 2);
+    CHECK_EQ(__shfl_up_sync(kFull, lane, 4, 16), lane - half >= 4 ? lane - 4 : lane);
+    CHECK_EQ(__shfl_down_sync(kFull, lane, 4, 16), lane - half < 12 ? lane + 4 : lane);
+    CHECK_EQ(__shfl_xor_sync(kFull, lane, 8, 16), lane ^ 8);
+  });
+}
+
+TEST(shuffle_xor_of_width_16_reaches_the_earlier_half_only) {
+  run_block(32, [] {
+    const int lane = int(threadIdx.x);
+    CHECK_EQ(__shfl_xor_sync(kFull, lane, 16, 16), lane < 16 ? lane : lane - 16);
+  });
+}
+
+TEST(back_to_back_shuffles_do_not_mix) {
+  run_block(64, [] {
+    int sum = int(threadIdx.x);
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kFull, sum, offset);
+    CHECK_EQ(sum, threadIdx.x < 32 ? 31 * 16 : 31 * 16 + 32 * 32);
+  });
+}
+
+TEST(ballot_any_all) {
+  run_block(32, [] {
+    const int lane = int(threadIdx.x);
+    CHECK_EQ(__ballot_sync(kFull, lane % 4 == 1), 0x22222222u);
+    CHECK_EQ(__any_sync(kFull, lane == 31), 1);
+    CHECK_EQ(__any_sync(kFull, 0), 0);
+    CHECK_EQ(__all_sync(kFull, 1), 1);
+    CHECK_EQ(__all_sync(kFull, lane != 0), 0);
+  });
+}
+
+TEST(last_partial_warp_votes_and_shuffles_among_its_lanes) {
+  run_block(40, [] {
+    const bool last = threadIdx.x >= 32;
+    CHECK_EQ(__ballot_sync(kFull, 1), last ? 0xffu : kFull);
+    CHECK_EQ(__all_sync(kFull, 1), 1);
+    CHECK_EQ(__shfl_sync(kFull, int(threadIdx.x), 7), last ? 39 : 7);
+  });
+}
+
+TEST(shuffle_from_a_lane_that_does_not_exist_is_poison) {
+  run_block(8, [] { CHECK_EQ(__shfl_sync(kFull, threadIdx.x, 20), 0xCDCDCDCDu); });
+}
+
+TEST(halves_of_a_warp_synchronize_apart_with_partial_masks) {
+  run_block(32, [] {
+    const int lane = int(threadIdx.x);
+    if (lane < 16) {
+      CHECK_EQ(__shfl_sync(0x0000ffffu, lane, 3), 3);
+      CHECK_EQ(__ballot_sync(0x0000ffffu, 1), 0x0000ffffu);
+    } else {
+      CHECK_EQ(__ballot_sync(0xffff0000u, lane > 29), 0xc0000000u);
+    }
+    __syncwarp();
+  });
+}
+
+TEST(active_mask_is_the_calling_lane) {
+  run_block(40, [] { CHECK_EQ(__activemask(), 1u << threadIdx.x % 32); });
+}
+
+TEST(atomics) {
+  int sum = 0, highest = -1, lowest = 1000, last = -1;
+  unsigned all_bits = 0, common_bits = kFull, owner = kFull;
+  float float_sum = 0;
+  emul::launch(dim3(4), dim3(64), 0, [&] {
+    const int i = int(blockIdx.x * 64 + threadIdx.x);
+    atomicAdd(&sum, i);
+    atomicAdd(&float_sum, 0.5f);
+    atomicMax(&highest, i);
+    atomicMin(&lowest, i);
+    atomicOr(&all_bits, 1u << i % 32);
+    atomicAnd(&common_bits, ~(1u << i % 16));
+    atomicCAS(&owner, kFull, unsigned(i));
+    CHECK_EQ(atomicExch(&last, i), i - 1);
+  });
+  CHECK_EQ(sum, 255 * 256 / 2);
+  CHECK_EQ(float_sum, 128.0f);
+  CHECK_EQ(highest, 255);
+  CHECK_EQ(lowest, 0);
+  CHECK_EQ(all_bits, kFull);
+  CHECK_EQ(common_bits, 0xffff0000u);
+  CHECK_EQ(owner, 0);
+  CHECK_EQ(last, 255);
+}
+
+TEST(atomic_add_of_an_int_wraps_around) {
+  int value = 0x7fffffff;
+  CHECK_EQ(atomicAdd(&value, 1), 0x7fffffff);
+  CHECK_EQ(value, -0x7fffffff - 1);
+}
+
+TEST(integer_functions) {
+  CHECK_EQ(__popc(0xf0u), 4);
+  CHECK_EQ(__popcll(0xf00000000ull), 4);
+  CHECK_EQ(__ffs(0), 0);
+  CHECK_EQ(__ffs(8), 4);
+  CHECK_EQ(__ffsll(1ll << 40), 41);
+  CHECK_EQ(__clz(0), 32);
+  CHECK_EQ(__clz(1), 31);
+  CHECK_EQ(min(3, -2), -2);
+  CHECK_EQ(max(int64_t{3}, int64_t{9}), 9);
+}
+
+TEST(exited_threads_do_not_take_part_in_later_barriers) {
+  int num_after = 0;
+  run_block(64, [&] {
+    if (threadIdx.x % 2 == 1) return;
+    __syncthreads();
+    CHECK_EQ(__syncthreads_count(1), 32);
+    CHECK_EQ(__ballot_sync(kFull, 1), 0x55555555u);
+    ++num_after;
+  });
+  CHECK_EQ(num_after, 32);
+}
+
+TEST(divergent_barrier_is_reported_with_block_counts_and_lines) {
+  const auto launch = [] { emul::launch(dim3(3), dim3(32), 0, barrier_only_for_first_half); };
+  CHECK_THROWS(launch(), "barrier deadlock in block (0,0,0), 32 threads: 16 waiting at");
+  CHECK_THROWS(launch(), "16 waiting at __syncwarp of 32 lanes (");
+  CHECK_THROWS(launch(), "test_emul.cpp:");
+}
+
+TEST(barriers_on_different_lines_do_not_match) {
+  const auto kernel = [] {
+    if (threadIdx.x < 16) __syncthreads();
+    __syncthreads();
+  };
+  CHECK_THROWS(run_block(32, kernel), "barrier deadlock");
+}
+
+TEST(mask_with_a_lane_that_never_arrives_is_reported) {
+  const auto kernel = [] {
+    if (threadIdx.x < 4) __shfl_sync(0xffu, 1, 0);
+    __syncthreads();
+  };
+  CHECK_THROWS(run_block(32, kernel), "4 waiting at __shfl_*sync of 8 lanes");
+}
+
+TEST(lane_outside_its_own_mask_is_reported) {
+  CHECK_THROWS(run_block(32, [] { __syncwarp(1); }), "lane 1 is not in its own mask");
+}
+
+TEST(next_launch_works_after_a_deadlock) {
+  CHECK_THROWS(run_block(32, barrier_only_for_first_half), "barrier deadlock");
+  const std::vector<int> in = iota(256);
+  int out = 0;
+  run_block(256, [&] { block_sum(in.data(), &out); });
+  CHECK_EQ(out, 255 * 128);
+}
+
+TEST(exception_of_a_thread_reaches_the_caller_and_the_next_launch_works) {
+  const auto throw_after_barrier = [] {
+    __syncthreads();
+    if (threadIdx.x == 33) throw std::out_of_range("thread 33");
+    __syncthreads();
+  };
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    CHECK_THROWS(run_block(64, throw_after_barrier), "thread 33");
+    int count = 0;
+    run_block(64, [&] { count = __syncthreads_count(1); });
+    CHECK_EQ(count, 64);
+  }
+}
+
+TEST(failed_check_in_a_kernel_reaches_the_caller) {
+  CHECK_THROWS(run_block(32, [] { CHECK_EQ(threadIdx.x / 31, 0); }), "1 != 0");
+}
+
+TEST(trap_throws_with_its_position) {
+  const auto kernel = [] {
+    if (blockIdx.x == 1 && threadIdx.x == 2) __trap();
+  };
+  CHECK_THROWS(emul::launch(dim3(2), dim3(4), 0, kernel), "block (1,0,0), thread (2,0,0)");
+}
+
+TEST(launch_from_a_kernel_is_rejected) {
+  const auto kernel = [] { run_block(1, [] {}); };
+  CHECK_THROWS(run_block(1, kernel), "can not launch a kernel");
+}
+
+TEST(invalid_launches_are_rejected) {
+  const auto launch = [](dim3 grid, dim3 block, size_t shared) {
+    emul::launch(grid, block, shared, [] {});
+  };
+  CHECK_THROWS(launch(dim3(0), dim3(1), 0), "grid must not be empty, got (0,1,1)");
+  CHECK_THROWS(launch(dim3(1), dim3(1, 0), 0), "block must not be empty");
+  CHECK_THROWS(launch(dim3(1), dim3(1025), 0), "block must be at most");
+  CHECK_THROWS(launch(dim3(1), dim3(32, 33), 0), "at most 1024 threads");
+  CHECK_THROWS(launch(dim3(1), dim3(1, 1, 65), 0), "block must be at most");
+  CHECK_THROWS(launch(dim3(1, 65536), dim3(1), 0), "at most 65535");
+  CHECK_THROWS(launch(dim3(1, 1, 65536), dim3(1), 0), "at most 65535");
+  CHECK_THROWS(launch(dim3(1), dim3(1), 227 * 1024 + 1), "at most 227 KiB");
+  launch(dim3(1), dim3(1), 227 * 1024);
+}
+
+TEST(two_os_threads_launch_at_the_same_time) {
+  const std::vector<int> in = iota(20 * 256);
+  std::vector<int> out[2] = {std::vector<int>(20), std::vector<int>(20)};
+  int num_threads = 0;
+  const auto work = [&](int which) {
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      emul::launch(dim3(20), dim3(256), 0, [&] {
+        block_sum(in.data(), out[which].data());
+        atomicAdd(&num_threads, 1);
+      });
+    }
+  };
+  std::thread first(work, 0), second(work, 1);
+  first.join();
+  second.join();
+  CHECK_EQ(num_threads, 2 * 20 * 20 * 256);
+  CHECK(out[0] == out[1]);
+  for (int b = 0; b < 20; ++b) CHECK_EQ(out[0][b], 256 * 256 * b + 255 * 128);
+}
+
+TEST(runtime_functions_work_on_host_memory) {
+  int* device = nullptr;
+  const int host[4] = {1, 2, 3, 4};
+  int back[4] = {};
+  cudaStream_t stream = nullptr;
+  CHECK_EQ(cudaMalloc(&device, sizeof(host)), cudaSuccess);
+  CHECK_EQ(cudaMemcpyAsync(device, host, sizeof(host), cudaMemcpyHostToDevice, stream),
+           cudaSuccess);
+  CHECK_EQ(cudaMemsetAsync(device, 0, sizeof(int), stream), cudaSuccess);
+  CHECK_EQ(cudaMemcpyAsync(back, device, sizeof(host), cudaMemcpyDeviceToHost, stream),
+           cudaSuccess);
+  CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+  CHECK_EQ(cudaFree(device), cudaSuccess);
+  CHECK_EQ(back[0], 0);
+  CHECK_EQ(back[3], 4);
+  CHECK_EQ(std::string(cudaGetErrorString(cudaSuccess)), "no error");
+}
+
+TEST_MAIN()

@@ -1,0 +1,43 @@
+"""kvcache: the KV-cache layer of an LLM inference engine as a library.
+
+Public names are imported when first used: the control plane (`BlockPool`, `KVCacheManager`,
+`Request`, `hash_blocks`, `StepPlan`) works where torch is not installed; the data plane
+(`BlockTable`, `KVStorage`, `Worker`, `ops`) imports it.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "BlockPool": "kvcache.allocator",
+    "KVCacheManager": "kvcache.allocator",
+    "PrefixCacheStats": "kvcache.allocator",
+    "Request": "kvcache.allocator",
+    "hash_blocks": "kvcache.allocator",
+    "Status": "kvcache.plan",
+    "StepPlan": "kvcache.plan",
+    "StepReport": "kvcache.plan",
+    "BlockTable": "kvcache.worker",
+    "KVStorage": "kvcache.worker",
+    "Worker": "kvcache.worker",
+}
+_MODULES = ("ops", "worker", "allocator", "replay", "plan")
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> object:
+    if name in _MODULES:
+        return importlib.import_module(f"kvcache.{name}")
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'kvcache' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,164 @@
+"""Builds the native libraries at first use, where no built ones are found.
+
+Into `$KVCACHE_JIT_DIR`, else `~/.cache/kvcache`, under a key of everything that matters (sources,
+flags, versions): what was built once is loaded at once, by every process. A lock that the kernel
+drops with its process keeps two from building at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+from kvcache import _build
+
+
+class BuildError(ImportError):
+    """A native library is missing and could not be built; says what is missing and what to run."""
+
+
+def build_core() -> ModuleType:
+    """Compiles and imports kvcache._core: a C++ compiler and pybind11's headers, no torch."""
+    root = _sources()
+    sources = _build.core_sources(root)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+
+    def build(folder: Path) -> None:
+        command = [
+            _build.cxx(),
+            *_build.CXX_FLAGS,
+            "-shared",
+            f"-I{root}",
+            f"-isystem{_build.pybind11_include()}",
+            f"-isystem{sysconfig.get_path('include')}",
+            *map(str, sources),
+            "-o",
+            str(folder / f"_core{suffix}"),
+            *_build.link_flags(),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise BuildError(f"building kvcache._core failed: {' '.join(command)}\n{done.stderr}")
+
+    library = _cached("_core", f"_core{suffix}", root, [], build)
+    spec = importlib.util.spec_from_file_location("kvcache._core", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["kvcache._core"] = module
+    return module
+
+
+def build_ops(name: str) -> Path:
+    """Builds and registers `libkvcache_cpu` or `libkvcache_cuda` by torch.utils.cpp_extension."""
+    import torch
+
+    root = _sources()
+    cuda = name == "libkvcache_cuda"
+    sources = _build.cuda_sources(root) if cuda else _build.cpu_sources(root)
+    facts = [torch.__version__, str(torch.version.cuda)]
+    if cuda:
+        facts += [str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
+
+    def build(folder: Path) -> None:
+        _require_ninja()
+        from torch.utils import cpp_extension
+
+        if cuda and cpp_extension.CUDA_HOME is None:
+            raise BuildError(
+                "torch is a CUDA build, but no CUDA toolkit was found: install one with nvcc and set "
+                "CUDA_HOME, or take a kvcache that was built with CUDA"
+            )
+        cpp_extension.load(
+            name=name,
+            sources=[str(source) for source in sources],
+            extra_cflags=[*_build.CXX_FLAGS, f"-D{_build.TORCH_TARGET}"],
+            extra_cuda_cflags=["-O3", "-DUSE_CUDA", f"-D{_build.TORCH_TARGET}"],
+            extra_include_paths=[str(root)],
+            build_directory=str(folder),
+            with_cuda=cuda,
+            is_python_module=False,
+        )
+
+    with _explained(name):
+        library = _cached(name, f"{name}.so", root, facts, build)
+    torch.ops.load_library(str(library))  # of the same file twice is one registration
+    return library
+
+
+def _sources() -> Path:
+    root = _build.source_root()
+    if root is None:
+        raise BuildError(
+            "kvcache has neither built libraries nor its sources: reinstall it, "
+            f"from a checkout by `{_build.INSTALL_HINT}`"
+        )
+    return root
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    """A missing tool as a BuildError that says what it was wanted for."""
+    try:
+        yield
+    except BuildError:
+        raise
+    except RuntimeError as error:
+        raise BuildError(f"building {name} failed: {error}") from error
+
+
+def _require_ninja() -> None:
+    # pip puts ninja beside the interpreter, which need not be on the PATH of who calls it directly.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), beside])
+    if shutil.which("ninja") is None:
+        raise BuildError(
+            "ninja is missing, which torch.utils.cpp_extension builds with: `pip install ninja`, "
+            f"or build ahead of time by `{_build.INSTALL_HINT}`"
+        )
+
+
+def _cached(
+    name: str, file: str, root: Path, facts: list[str], build: Callable[[Path], None]
+) -> Path:
+    """The path of `file`, built into a folder of its own where it is not there yet."""
+    base = Path(os.environ.get("KVCACHE_JIT_DIR") or Path.home() / ".cache" / "kvcache")
+    folder = base / f"{name}-{_key(root, facts)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError as error:
+        raise BuildError(f"cannot write {folder} ({error}): set KVCACHE_JIT_DIR") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            try:
+                _build.cxx()
+            except RuntimeError as error:
+                raise BuildError(f"building {name} failed: {error}") from error
+            print(f"kvcache: no built {name} found, building it in {folder} ...", file=sys.stderr)
+            build(folder)
+            (folder / "complete").touch()
+    return folder / file
+
+
+def _key(root: Path, facts: list[str]) -> str:
+    digest = hashlib.sha256()
+    parts = [*facts, sys.version, platform.machine(), os.environ.get("CXX", "")]
+    parts += [*_build.CXX_FLAGS, *_build.NVCC_FLAGS, str(root)]
+    digest.update("\0".join(parts).encode())
+    for path in sorted(p for p in root.rglob("*") if p.suffix in {".h", ".cpp", ".cu"}):
+        if "tests" not in path.parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,17 @@
+"""The control plane: which blocks. Works without torch."""
+
+from kvcache._native import core
+from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
+from kvcache.allocator.manager import KVCacheManager, PrefixCacheStats
+from kvcache.allocator.request import Request
+
+BlockPool = core.BlockPool
+
+__all__ = [
+    "DEFAULT_SEED",
+    "BlockPool",
+    "KVCacheManager",
+    "PrefixCacheStats",
+    "Request",
+    "hash_blocks",
+]

@@ -1,0 +1,230 @@
+"""The request-level manager: prefix caching, allocation, and the plan of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache._native import core
+from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator.request import Request
+from kvcache.plan import Status, StepPlan
+
+_NONE = np.empty(0, np.int32)
+_NO_REPLACE = np.empty((0, 3), np.int32)
+_SERVED = int(Status.SERVED)
+
+
+@dataclass(frozen=True)
+class PrefixCacheStats:
+    """Since the start or the last `clear_stats()`; requests that opted out of reading not counted."""
+
+    num_requests: int
+    query_tokens: int  # tokens of the requests that were admitted
+    hit_tokens: int  # of those, found in the cache
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per queried token, 0.0 before the first query."""
+        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+
+
+class KVCacheManager:
+    """Which blocks each request has, over one pool with prefix caching; one full-attention group.
+
+    `num_gpu_blocks` counts the null block 0. `max_model_len`: tokens. `num_preallocate_tokens`: when
+    a request needs a block, `ceil(num_preallocate_tokens / block_size)` more are taken with it, never
+    beyond `max_model_len` or what is free. `max_num_reqs`: rows, that is requests admitted at a time;
+    None for as many as come. `hash_seed` gives the parent of first blocks.
+
+    Two ways to drive it, the same code below: `step`, a whole batch per call, answered by a `StepPlan`
+    that a worker applies; or per request `get_computed_blocks`, `allocate_slots`, `append_slots`,
+    `free`, which answer block ids to a caller that keeps its own tables (their blocks stand in no
+    plan). Every error is a ValueError or TypeError that names the argument, and changes nothing.
+
+    >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+    >>> plan = manager.step(new=[Request("r1", range(40))])
+    >>> plan.rows, plan.append_ids[0]
+    (array([0], dtype=int32), array([1, 2, 3, 4, 5, 6, 7], dtype=int32))
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_gpu_blocks: int,
+        max_model_len: int,
+        sliding_window: int | None = None,
+        enable_caching: bool = True,
+        num_preallocate_tokens: int = 64,
+        *,
+        max_num_reqs: int | None = None,
+        hash_seed: str = DEFAULT_SEED,
+    ) -> None:
+        if sliding_window is not None:
+            raise ValueError(f"sliding_window is {sliding_window}: only None (full attention) so far")
+        if max_num_reqs is not None and max_num_reqs < 1:
+            raise ValueError(f"max_num_reqs is {max_num_reqs}: expected 1 or more, or None")
+        self._native = core.Manager(
+            block_size=block_size,
+            num_blocks=num_gpu_blocks,
+            max_model_len=max_model_len,
+            enable_caching=enable_caching,
+            num_preallocate_tokens=num_preallocate_tokens,
+            max_num_reqs=max_num_reqs or 0,
+        )
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self._parent = core.hash_seed(hash_seed)
+        self._rows: dict[str, int] = {}
+        self._num_steps = 0
+
+    @property
+    def pool(self) -> core.BlockPool:
+        """The block pool, for its counts (`num_free`, `num_cached`, `num_evicted`, ...)."""
+        return self._native.pool
+
+    @property
+    def stats(self) -> PrefixCacheStats:
+        """How much of what was asked for was found in the cache."""
+        return PrefixCacheStats(*self._native.stats)
+
+    def clear_stats(self) -> None:
+        """Starts the counts of `stats` anew."""
+        self._native.clear_stats()
+
+    def block_hashes(self, request: Request) -> np.ndarray:
+        """uint8[n, 32] of the request's full blocks, computed now where they are not yet."""
+        return self._chain(request).hashes()
+
+    def block_ids(self, request: Request) -> np.ndarray:
+        """int32[k]: the blocks of an admitted request, in the order of its tokens."""
+        return self._native.blocks(self.row(request))
+
+    def row(self, request: Request) -> int:
+        """The row of an admitted request; ValueError for any other."""
+        row = self._rows.get(request.request_id)
+        if row is None:
+            raise ValueError(f"request {request.request_id!r} is not admitted: it has no blocks")
+        return row
+
+    def step(
+        self,
+        rows: np.ndarray | Sequence[int] = (),
+        num_tokens: np.ndarray | Sequence[int] = (),
+        *,
+        new: Sequence[Request] = (),
+        new_num_tokens: Sequence[int] | None = None,
+        num_lookahead_tokens: int = 0,
+    ) -> StepPlan:
+        """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
+
+        A new request takes its longest cached prefix and slots for at most `new_num_tokens[j]` tokens
+        behind it (default: all it has). Served in the order given; what does not fit is answered
+        `WAIT` or `NEVER` (row -1 if new) and left exactly as it was. Blocks that fill with known
+        tokens become hits for later plans; lookahead slots are allocated and never cached.
+
+        Raises ValueError, with nothing changed, on an unknown row, a row or request named twice, no
+        tokens, or tokens beyond `max_model_len`.
+        """
+        if new_num_tokens is not None and len(new_num_tokens) != len(new):
+            raise ValueError(
+                f"new has {len(new)} requests, new_num_tokens {len(new_num_tokens)}: "
+                "expected as many"
+            )
+        entries = []
+        for i, request in enumerate(new):
+            asked = request.num_tokens if new_num_tokens is None else int(new_num_tokens[i])
+            entries.append(self._entry(request, asked))
+        if len(new) > 1 and len({request.request_id for request in new}) < len(new):
+            raise ValueError("new names a request twice")
+        delta = self._native.step(rows, num_tokens, entries, num_lookahead_tokens)
+        plan = self._plan(delta)
+        if new:
+            first = len(plan.rows) - len(new)
+            admitted = zip(new, plan.rows[first:].tolist())
+            self._rows.update((r.request_id, row) for r, row in admitted if row >= 0)
+        return plan
+
+    def get_computed_blocks(self, request: Request) -> tuple[np.ndarray, int]:
+        """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
+
+        At most `num_tokens - 1` tokens: the last one must run.
+        """
+        if not request.read_cache:
+            return _NONE, 0
+        ids = self._native.lookup(self._chain(request))
+        return ids, len(ids) * self.block_size
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_tokens: int,
+        computed_blocks: np.ndarray | Sequence[int] = _NONE,
+        num_lookahead_tokens: int = 0,
+    ) -> np.ndarray | None:
+        """Admits a request with these computed blocks and slots for `num_tokens` tokens behind them.
+
+        Returns its new blocks (int32[k], without the computed ones), or None when they do not fit,
+        with nothing changed. Computed blocks that are free do not count as free.
+        """
+        delta = self._native.step_with_computed(
+            self._entry(request, num_tokens), computed_blocks, num_lookahead_tokens
+        )
+        rows, status, computed, _, _, _, ids = delta
+        if status[0] != _SERVED:
+            return None
+        self._rows[request.request_id] = int(rows[0])
+        return ids[int(computed[0]) // self.block_size :]
+
+    def append_slots(
+        self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
+    ) -> np.ndarray | None:
+        """Slots for `num_tokens` more tokens: new blocks, empty when none is needed, None when full."""
+        delta = self._native.step(
+            [self.row(request)], [num_tokens], (), num_lookahead_tokens
+        )
+        return delta[6] if delta[1][0] == _SERVED else None
+
+    def free(self, request: Request) -> None:
+        """Gives a request's blocks back, tail first; unknown or already freed is a no-op.
+
+        The blocks keep content and hash until taken; the next plan clears the row.
+        """
+        row = self._rows.pop(request.request_id, None)
+        if row is not None:
+            self._native.free(row)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets every cached block; False, and nothing changed, while any block is in use."""
+        return self._native.reset_prefix_cache()
+
+    def check_invariants(self) -> None:
+        """Walks all state and raises RuntimeError where an invariant fails; for tests."""
+        self._native.check_invariants()
+
+    def _chain(self, request: Request) -> core.TokenChain:
+        return request.chain(self.block_size, self._parent)
+
+    def _entry(self, request: Request, num_tokens: int) -> tuple:
+        if request.request_id in self._rows:
+            raise ValueError(f"request {request.request_id!r} is admitted already")
+        return self._chain(request), num_tokens, request.read_cache, request.write_cache
+
+    def _plan(self, delta: tuple) -> StepPlan:
+        rows, status, computed, clear_rows, append_rows, append_splits, append_ids = delta
+        plan = StepPlan(
+            self._num_steps,
+            rows,
+            status,
+            computed,
+            clear_rows,
+            append_rows,
+            [append_splits],
+            [append_ids],
+            [_NO_REPLACE],
+        )
+        self._num_steps += 1
+        return plan

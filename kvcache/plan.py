@@ -1,0 +1,73 @@
+"""What crosses between the planes: one `StepPlan` per step, one `StepReport` back.
+
+The manager decides which blocks (control plane), the worker moves bytes (data plane). Both objects
+pickle, so the planes may live in two processes. No torch here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+
+PLAN_VERSION = 1
+
+
+class Status(IntEnum):
+    """Answer per asked row. `WAIT` and `NEVER` left the request exactly as it was."""
+
+    SERVED = 0
+    WAIT = 1  # does not fit now
+    NEVER = 2  # does not fit into the whole pool
+
+
+def _no_ids() -> np.ndarray:
+    return _NO_IDS
+
+
+def _no_pairs() -> np.ndarray:
+    return _NO_PAIRS
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+_NO_IDS = _frozen(np.empty(0, np.int32))
+_NO_PAIRS = _frozen(np.empty((0, 2), np.int32))
+
+
+@dataclass(slots=True, eq=False)
+class StepPlan:
+    """What a worker does before it runs a step.
+
+    Order of application: swap-out, copy, zero, swap-in, tables (clear, append, replace), slot
+    mapping. `append_splits`, `append_ids` and `replace` have one entry per cache group. All ids are
+    int32; a page is a device block.
+    """
+
+    step_id: int
+    rows: np.ndarray  # int32[b]: row of each asked request, in the order asked; -1 where not served
+    status: np.ndarray  # uint8[b]: Status
+    num_computed_tokens: np.ndarray  # int32[b]: where the row's new tokens start (hit length if new)
+    clear_rows: np.ndarray = field(default_factory=_no_ids)  # int32[k]: reset these first
+    append_rows: np.ndarray = field(default_factory=_no_ids)  # int32[r]
+    append_splits: list[np.ndarray] = field(default_factory=list)  # per group int32[r + 1]
+    append_ids: list[np.ndarray] = field(default_factory=list)  # per group int32[splits[-1]]
+    replace: list[np.ndarray] = field(default_factory=list)  # per group int32[m, 3]: row, column, id
+    swap_out: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: device page, host page
+    copy: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: source, destination page
+    zero: np.ndarray = field(default_factory=_no_ids)  # int32[n]: device pages to clear
+    swap_in: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: host page, device page
+    version: int = PLAN_VERSION
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a worker says once the step's bytes have moved."""
+
+    step_id: int
+    completed: bool
+    failed_pages: list[int] = field(default_factory=list)
