@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "cuda_emul.h"
+#include "emul/cuda_emul.h"
 
 namespace {
 

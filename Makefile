@@ -1,0 +1,72 @@
+# kvcache: every command of the project. `make demo` and `make test` need only Python 3.11+ with headers
+# and venv, g++ and make.
+PYTHON ?= python3
+# The torch that development pins. PIP_TORCH_ARGS reaches pip, for example the small CPU build:
+#   make demo PIP_TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH ?= 2.13.0
+PIP_TORCH_ARGS ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+GPU_RESULTS ?= benchmarks/results
+
+NATIVE := $(shell find csrc/core csrc/ops -type f)
+CLANG_FORMAT_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+
+.PHONY: demo test setup lint format ctest cuda-check sanitize bench gpu clean
+
+demo: setup
+	$(BIN)/kvcache demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+setup: $(VENV)/.built
+
+$(VENV)/.deps: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvcache: development needs Python 3.11 or newer, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip "setuptools>=77" wheel numpy "pybind11>=2.13" ninja
+	$(BIN)/python -m pip install --quiet $(PIP_TORCH_ARGS) "torch==$(TORCH)"
+	touch $@
+
+$(VENV)/.built: $(VENV)/.deps setup.py kvcache/_build.py $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,dev]"
+	touch $@
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CLANG_FORMAT_FILES)
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CLANG_FORMAT_FILES)
+
+# The C++ build by CMake, and its tests.
+ctest: setup
+	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python
+	$(BIN)/cmake --build build/cmake
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+
+# The core and its tests under AddressSanitizer and UndefinedBehaviourSanitizer.
+sanitize: setup
+	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DKVCACHE_SANITIZE=ON -DKVCACHE_OPS=OFF
+	$(BIN)/cmake --build build/sanitize
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# Compiles every kernel; needs nvcc, not a GPU.
+cuda-check: setup
+	$(BIN)/python benchmarks/cuda_check.py
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+# Build, test and measure on a machine with an NVIDIA GPU, with that machine's own python3.
+gpu:
+	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS)
+
+clean:
+	rm -rf build dist *.egg-info kvcache/*.so kvcache/csrc

@@ -1,0 +1,259 @@
+// The block pool against a plain model: lists and maps, no cleverness.
+#include "core/block_pool.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "tests/check.h"
+
+using kvcache::BlockId;
+using kvcache::BlockPool;
+using kvcache::Hash;
+
+namespace {
+
+Hash hash_of(uint32_t i) {
+  Hash hash{};
+  std::memcpy(hash.bytes, &i, sizeof(i));
+  return hash;
+}
+
+struct Model {
+  explicit Model(int n) : refs(n, 0), content(n, -1), age(n, 0) {
+    for (int id = 1; id < n; ++id) uncached.push_back(id);
+  }
+  std::vector<int> refs;
+  std::vector<int64_t> content;  // hash number, -1: none
+  std::vector<int64_t> age;      // when it was published
+  std::deque<int> uncached, cached;
+  int64_t clock = 0;
+
+  int64_t num_free() const { return static_cast<int64_t>(uncached.size() + cached.size()); }
+
+  std::vector<BlockId> allocate(int n) {
+    std::vector<BlockId> out;
+    for (int i = 0; i < n; ++i) {
+      std::deque<int>& list = uncached.empty() ? cached : uncached;
+      const int id = list.front();
+      list.pop_front();
+      content[id] = -1;
+      refs[id] = 1;
+      out.push_back(id);
+    }
+    return out;
+  }
+  void retain(int id) {
+    if (refs[id]++ == 0) cached.erase(std::find(cached.begin(), cached.end(), id));
+  }
+  void release(int id) {
+    if (--refs[id] == 0) (content[id] >= 0 ? cached : uncached).push_back(id);
+  }
+  void publish(int id, int64_t hash) {
+    content[id] = hash;
+    age[id] = clock++;
+  }
+  int lookup(int64_t hash) const {
+    int best = -1;
+    for (size_t id = 1; id < content.size(); ++id) {
+      if (content[id] == hash && (best < 0 || age[id] < age[best])) best = static_cast<int>(id);
+    }
+    return best;
+  }
+};
+
+void run_random(uint64_t seed, int num_blocks, int num_operations) {
+  std::mt19937_64 random(seed);
+  const auto below = [&](int64_t n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); };
+  BlockPool pool(num_blocks);
+  Model model(num_blocks);
+  std::vector<BlockId> held;  // once per reference
+  for (int step = 0; step < num_operations; ++step) {
+    switch (below(6)) {
+      case 0: {
+        const int n = below(4);
+        std::vector<BlockId> out(n);
+        const bool served = pool.allocate(n, out.data());
+        CHECK_EQ(served, n <= model.num_free());
+        if (!served) break;
+        CHECK(out == model.allocate(n));
+        held.insert(held.end(), out.begin(), out.end());
+        break;
+      }
+      case 1: {  // release a few references, in a random order
+        std::vector<BlockId> ids;
+        for (int n = below(4); n > 0 && !held.empty(); --n) {
+          const int i = below(static_cast<int64_t>(held.size()));
+          ids.push_back(held[i]);
+          held.erase(held.begin() + i);
+        }
+        pool.release(ids.data(), static_cast<int64_t>(ids.size()));
+        for (BlockId id : ids) model.release(id);
+        break;
+      }
+      case 2: {  // publish a held block under one of few hashes: duplicates are common
+        if (held.empty()) break;
+        const BlockId id = held[below(static_cast<int64_t>(held.size()))];
+        const int64_t number = below(num_blocks / 2 + 1);
+        const Hash hash = hash_of(static_cast<uint32_t>(number));
+        if (model.content[id] >= 0) {
+          CHECK_THROWS(pool.publish(&id, &hash, 1, 0), "already published");
+        } else {
+          pool.publish(&id, &hash, 1, 0);
+          model.publish(id, number);
+        }
+        break;
+      }
+      case 3: {  // look up, and take the hit
+        const int64_t number = below(num_blocks / 2 + 1);
+        const Hash hash = hash_of(static_cast<uint32_t>(number));
+        BlockId id = 0;
+        pool.lookup(&hash, 1, 0, true, &id);
+        CHECK_EQ(id, model.lookup(number));
+        if (id < 0) break;
+        pool.retain(&id, 1);
+        model.retain(id);
+        held.push_back(id);
+        break;
+      }
+      case 4: {  // a release that cannot be served changes nothing
+        std::vector<BlockId> ids(held.begin(), held.end());
+        ids.push_back(held.empty() ? 1 : held.front());
+        for (BlockId id : held) ids.push_back(id);
+        CHECK_THROWS(pool.release(ids.data(), static_cast<int64_t>(ids.size())), "more often");
+        break;
+      }
+      default: {
+        const BlockId id = 1 + below(num_blocks - 1);
+        if (below(8) != 0) break;
+        pool.evict(&id, 1);
+        if (model.content[id] >= 0 && model.refs[id] == 0) {
+          model.cached.erase(std::find(model.cached.begin(), model.cached.end(), id));
+          model.uncached.push_back(id);
+        }
+        model.content[id] = -1;
+      }
+    }
+    CHECK_EQ(pool.num_free(), model.num_free());
+    if (step % 16 == 0) pool.check_invariants();
+  }
+}
+
+TEST(agrees_with_the_model_on_random_operations) {
+  for (uint64_t seed = 0; seed < 40; ++seed) run_random(seed, 2 + static_cast<int>(seed) * 2, 3000);
+}
+
+TEST(null_block_is_never_handed_out) {
+  BlockPool pool(3);
+  BlockId ids[2];
+  CHECK(pool.allocate(2, ids));
+  CHECK_EQ(ids[0], 1);
+  CHECK_EQ(ids[1], 2);
+  CHECK(!pool.allocate(1, ids));
+  const BlockId null_block = 0;
+  CHECK_THROWS(pool.release(&null_block, 1), "expected 1 to 2");
+  CHECK_THROWS(pool.retain(&null_block, 1), "expected 1 to 2");
+}
+
+TEST(a_failed_release_restores_the_order_of_eviction) {
+  BlockPool pool(5);
+  BlockId ids[4];
+  CHECK(pool.allocate(4, ids));
+  pool.release(ids + 2, 1);
+  const BlockId bad[] = {ids[1], ids[0], ids[1]};
+  CHECK_THROWS(pool.release(bad, 3), "block 2 more often than it is held");
+  pool.check_invariants();
+  CHECK_EQ(pool.ref_count(ids[0]), 1);
+  CHECK_EQ(pool.ref_count(ids[1]), 1);
+  pool.release(ids, 1);
+  BlockId next[2];
+  CHECK(pool.allocate(2, next));
+  CHECK_EQ(next[0], ids[2]);
+  CHECK_EQ(next[1], ids[0]);
+}
+
+TEST(a_lookup_finds_the_oldest_of_duplicates_and_then_the_next) {
+  BlockPool pool(5);
+  BlockId ids[3];
+  CHECK(pool.allocate(3, ids));
+  const Hash hash = hash_of(7);
+  for (BlockId id : ids) pool.publish(&id, &hash, 1, 0);
+  BlockId found = 0;
+  for (BlockId id : ids) {
+    pool.lookup(&hash, 1, 0, true, &found);
+    CHECK_EQ(found, id);
+    pool.evict(&id, 1);
+  }
+  CHECK_EQ(pool.lookup(&hash, 1, 0, true, &found), 0);
+  CHECK_EQ(found, -1);
+}
+
+TEST(groups_do_not_see_each_others_blocks) {
+  BlockPool pool(3);
+  BlockId id, found;
+  CHECK(pool.allocate(1, &id));
+  const Hash hash = hash_of(1);
+  pool.publish(&id, &hash, 1, 3);
+  pool.lookup(&hash, 1, 2, true, &found);
+  CHECK_EQ(found, -1);
+  pool.lookup(&hash, 1, 3, true, &found);
+  CHECK_EQ(found, id);
+}
+
+TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
+  BlockPool pool(4);
+  BlockId ids[2];
+  CHECK(pool.allocate(2, ids));
+  const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3)};
+  pool.publish(&ids[0], &hashes[0], 1, 0);
+  pool.publish(&ids[1], &hashes[2], 1, 0);
+  BlockId found[3];
+  CHECK_EQ(pool.lookup(hashes, 3, 0, true, found), 1);
+  CHECK_EQ(found[2], -1);
+  CHECK_EQ(pool.lookup(hashes, 3, 0, false, found), 1);
+  CHECK_EQ(found[2], ids[1]);
+}
+
+TEST(evicted_hashes_are_drained_in_order) {
+  BlockPool pool(3);
+  pool.record_evictions(true);
+  BlockId ids[2];
+  CHECK(pool.allocate(2, ids));
+  const Hash hashes[] = {hash_of(1), hash_of(2)};
+  pool.publish(ids, hashes, 2, 0);
+  const BlockId tail_first[] = {ids[1], ids[0]};
+  pool.release(tail_first, 2);
+  CHECK(pool.allocate(2, ids));
+  const auto evicted = pool.drain_evicted();
+  CHECK_EQ(evicted.size(), size_t{2});
+  CHECK(evicted[0].hash == hashes[1] && evicted[1].hash == hashes[0]);
+  CHECK(pool.drain_evicted().empty());
+  CHECK_EQ(pool.num_evicted(), 2);
+}
+
+TEST(reset_needs_every_block_free) {
+  BlockPool pool(3);
+  BlockId id;
+  CHECK(pool.allocate(1, &id));
+  const Hash hash = hash_of(1);
+  pool.publish(&id, &hash, 1, 0);
+  CHECK(!pool.reset());
+  CHECK_EQ(pool.num_cached(), 1);
+  pool.release(&id, 1);
+  CHECK(pool.reset());
+  CHECK_EQ(pool.num_cached(), 0);
+  pool.check_invariants();
+}
+
+TEST(sizes_that_make_no_pool_are_refused) {
+  for (int64_t size : {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{1} << 31}) {
+    CHECK_THROWS(BlockPool{size}, ("num_blocks is " + std::to_string(size)).c_str());
+  }
+}
+
+}  // namespace
+
+TEST_MAIN()

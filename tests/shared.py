@@ -1,0 +1,18 @@
+"""Known answers and traces that lie beside the project; tests that need them say so when skipped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).resolve().parent.parent
+SHARED = REPO.parent / "shared"
+
+
+def shared_file(name: str) -> Path:
+    """The path of a file of `../shared`; skips the test where it is not there."""
+    path = SHARED / name
+    if not path.exists():
+        pytest.skip(f"{name} is not there: no folder 'shared' with it beside the project")
+    return path
