@@ -38,7 +38,12 @@ def compile_command(source: Path, obj: Path, name: str) -> list[str]:
             *include,
         ]
     else:
-        include = [f"-D{build.TORCH_TARGET}", "-isystem", str(build.torch_dir() / "include"), *include]
+        include = [
+            f"-D{build.TORCH_TARGET}",
+            "-isystem",
+            str(build.torch_dir() / "include"),
+            *include,
+        ]
     if source.suffix == ".cu":
         if build.cuda_home() is None:
             raise RuntimeError("KVCACHE_CUDA=1, but no nvcc was found: set CUDA_HOME")
@@ -85,7 +90,9 @@ class BuildPackage(build_py):
         super().run()
         if not self.editable_mode:
             target = Path(self.build_lib) / "kvcache" / "csrc"
-            shutil.copytree(ROOT, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tests"))
+            shutil.copytree(
+                ROOT, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tests")
+            )
 
 
 def extensions():

@@ -68,7 +68,9 @@ def build_ops(name: str) -> Path:
     sources = _build.cuda_sources(root) if cuda else _build.cpu_sources(root)
     facts = [torch.__version__, str(torch.version.cuda)]
     if cuda:
-        facts += [str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())]
+        facts += [
+            str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
+        ]
 
     def build(folder: Path) -> None:
         _require_ninja()
@@ -137,7 +139,8 @@ def _cached(
     folder = base / f"{name}-{_key(root, facts)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        # Beside the folder: within it, torch's own builder keeps a file of that name.
+        lock = folder.with_suffix(".lock").open("w")
     except OSError as error:
         raise BuildError(f"cannot write {folder} ({error}): set KVCACHE_JIT_DIR") from error
     with lock:
@@ -147,6 +150,8 @@ def _cached(
                 _build.cxx()
             except RuntimeError as error:
                 raise BuildError(f"building {name} failed: {error}") from error
+            # Torch waits for ever on what a killed build of its own left behind; we hold the lock.
+            (folder / "lock").unlink(missing_ok=True)
             print(f"kvcache: no built {name} found, building it in {folder} ...", file=sys.stderr)
             build(folder)
             (folder / "complete").touch()

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
+import sys
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -20,15 +22,14 @@ def _forced_jit() -> bool:
 
 
 def _load_core() -> ModuleType:
-    if not _forced_jit():
-        try:
-            module = importlib.import_module("kvcache._core")
-        except ModuleNotFoundError as error:
-            if error.name != "kvcache._core":
-                raise
-        else:
-            _found["_core"] = f"ahead of time, {module.__file__}"
-            return module
+    # Beside this file and nowhere else: an editable install would also find another checkout's.
+    spec = PathFinder.find_spec("kvcache._core", [str(_PACKAGE)])
+    if spec is not None and not _forced_jit():
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules["kvcache._core"] = module
+        _found["_core"] = f"ahead of time, {module.__file__}"
+        return module
     from kvcache import _jit
 
     module = _jit.build_core()

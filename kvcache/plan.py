@@ -51,12 +51,16 @@ class StepPlan:
     step_id: int
     rows: np.ndarray  # int32[b]: row of each asked request, in the order asked; -1 where not served
     status: np.ndarray  # uint8[b]: Status
-    num_computed_tokens: np.ndarray  # int32[b]: where the row's new tokens start (hit length if new)
+    num_computed_tokens: (
+        np.ndarray
+    )  # int32[b]: where the row's new tokens start (hit length if new)
     clear_rows: np.ndarray = field(default_factory=_no_ids)  # int32[k]: reset these first
     append_rows: np.ndarray = field(default_factory=_no_ids)  # int32[r]
     append_splits: list[np.ndarray] = field(default_factory=list)  # per group int32[r + 1]
     append_ids: list[np.ndarray] = field(default_factory=list)  # per group int32[splits[-1]]
-    replace: list[np.ndarray] = field(default_factory=list)  # per group int32[m, 3]: row, column, id
+    replace: list[np.ndarray] = field(
+        default_factory=list
+    )  # per group int32[m, 3]: row, column, id
     swap_out: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: device page, host page
     copy: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: source, destination page
     zero: np.ndarray = field(default_factory=_no_ids)  # int32[n]: device pages to clear

@@ -29,7 +29,13 @@ def build_library(asan: bool) -> Path:
     root = REPO / "csrc"
     sources = [*_build.cuda_sources(root), root / "emul" / "library.cpp"]
     flags = ["-O1", "-g1"] if asan else ["-O2"]
-    flags += ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-DKVCACHE_EMUL", "-Wno-unknown-pragmas"]
+    flags += [
+        "-std=c++17",
+        "-fPIC",
+        "-fvisibility=hidden",
+        "-DKVCACHE_EMUL",
+        "-Wno-unknown-pragmas",
+    ]
     flags += [f"-D{_build.TORCH_TARGET}", f"-isystem{_build.torch_dir() / 'include'}", f"-I{root}"]
     flags += ["-fsanitize=address", "-fno-omit-frame-pointer"] if asan else []
     folder = REPO / "build" / "emul" / _key(root, flags)

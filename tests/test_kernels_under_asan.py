@@ -14,9 +14,13 @@ KERNEL_TESTS = sorted(str(path) for path in (REPO / "tests").glob("test_*_op.py"
 
 
 def run_with_asan(*command):
-    runtime = subprocess.run(
-        [_build.cxx(), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
-    ).stdout.strip()
+    # libstdc++ too: loaded after ASan it would leave ASan's hook of `throw` without a target.
+    runtime = " ".join(
+        subprocess.run(
+            [_build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libstdc++.so")
+    )
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime,
@@ -43,6 +47,6 @@ def test_an_out_of_bounds_write_of_a_kernel_is_reported():
 @pytest.mark.skipif(ASAN, reason="this is the run under AddressSanitizer itself")
 def test_kernels_stay_inside_their_tensors():
     build_library(asan=True)
-    done = run_with_asan("-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS)
+    done = run_with_asan("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *KERNEL_TESTS)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert " passed" in done.stdout

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
 
-DTYPES = [torch.int8, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
+DTYPES = [
+    torch.int8,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+]
 
 
 def random_tensor(shape, dtype, generator):
@@ -92,9 +99,9 @@ def test_gather_reads_the_slots_and_zeroes_where_there_is_none(backend, case):
 
 def arguments(backend, **changes):
     def make(*shape, dtype=torch.float32):
-        return torch.arange(1, 1 + torch.Size(shape).numel(), dtype=dtype, device=backend.device).view(
-            shape
-        )
+        return torch.arange(
+            1, 1 + torch.Size(shape).numel(), dtype=dtype, device=backend.device
+        ).view(shape)
 
     call = {
         "key": make(3, 2, 4),

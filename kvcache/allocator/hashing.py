@@ -71,7 +71,9 @@ def encode_extra_keys(keys: Sequence[tuple] | None) -> bytes:
     return _encode(list(keys)) if keys else b""
 
 
-def request_extra_keys(request: Request, block_size: int, first: int, end: int) -> list[list[tuple]]:
+def request_extra_keys(
+    request: Request, block_size: int, first: int, end: int
+) -> list[list[tuple]]:
     """The extra keys of blocks `first` to `end - 1` of a request, in their fixed order.
 
     `("lora", name, path)` on every block; `("mm", identifier, image start - block start)` on every

@@ -63,7 +63,9 @@ class KVCacheManager:
         hash_seed: str = DEFAULT_SEED,
     ) -> None:
         if sliding_window is not None:
-            raise ValueError(f"sliding_window is {sliding_window}: only None (full attention) so far")
+            raise ValueError(
+                f"sliding_window is {sliding_window}: only None (full attention) so far"
+            )
         if max_num_reqs is not None and max_num_reqs < 1:
             raise ValueError(f"max_num_reqs is {max_num_reqs}: expected 1 or more, or None")
         self._native = core.Manager(
@@ -183,9 +185,7 @@ class KVCacheManager:
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
     ) -> np.ndarray | None:
         """Slots for `num_tokens` more tokens: new blocks, empty when none is needed, None when full."""
-        delta = self._native.step(
-            [self.row(request)], [num_tokens], (), num_lookahead_tokens
-        )
+        delta = self._native.step([self.row(request)], [num_tokens], (), num_lookahead_tokens)
         return delta[6] if delta[1][0] == _SERVED else None
 
     def free(self, request: Request) -> None:

@@ -25,10 +25,12 @@ class Worker:
     def apply(self, plan: StepPlan) -> StepReport:
         """Updates and uploads the tables. A plan that does not fit raises, and changes nothing."""
         self._check(plan)
-        for table, splits, ids, replace in zip(
-            self.tables, plan.append_splits, plan.append_ids, plan.replace, strict=True
-        ):
-            table.apply(plan.clear_rows, plan.append_rows, splits, ids, replace)
+        parts = zip(plan.append_splits, plan.append_ids, plan.replace, strict=True)
+        changes = [(plan.clear_rows, plan.append_rows, *part) for part in parts]
+        for table, change in zip(self.tables, changes, strict=True):
+            table.check(*change)
+        for table, change in zip(self.tables, changes, strict=True):
+            table.apply(*change)
             table.commit_block_table(table.max_num_reqs)
         return StepReport(plan.step_id, completed=True)
 
@@ -40,7 +42,7 @@ class Worker:
                 f"plan has {len(plan.append_ids)} groups: expected {len(self.tables)}, one per table"
             )
         for ids in plan.append_ids:
-            if len(ids) and not (0 < ids.min() and ids.max() < self.storage.num_blocks):
+            if len(ids) and not (ids.min() > 0 and ids.max() < self.storage.num_blocks):
                 raise ValueError(
                     f"append_ids holds blocks {ids.min()} to {ids.max()}: "
                     f"expected 1 to {self.storage.num_blocks - 1}, the blocks of the storage"

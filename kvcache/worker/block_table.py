@@ -11,6 +11,17 @@ from kvcache import ops
 from kvcache.worker.buffer import HostDeviceBuffer
 
 
+def _integers(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    array = np.ascontiguousarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    return array
+
+
+def _int32(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
+    return _integers(values, name).astype(np.int32, copy=False)
+
+
 class BlockTable:
     """Block ids per row, on the host with a mirror on the device, and the slot mapping of a step.
 
@@ -58,21 +69,25 @@ class BlockTable:
         self.max_num_blocks_per_req = max_num_blocks_per_req
         self.max_num_batched_tokens = max_num_batched_tokens
         self.device = torch.device(device)
-        self.block_table = self._buffer((max_num_reqs, max_num_blocks_per_req), torch.int32, pin_memory)
+        self.block_table = self._buffer(
+            (max_num_reqs, max_num_blocks_per_req), torch.int32, pin_memory
+        )
         self.num_blocks_per_row = np.zeros(max_num_reqs, np.int32)
         self.slot_mapping = self._buffer((max_num_batched_tokens,), torch.int64, pin_memory)
 
     def append_row(self, block_ids: Sequence[int] | np.ndarray, row: int) -> None:
         """Adds block ids behind those of a row; an empty list is a no-op, an overflow a ValueError."""
         self._check_row(row, "row")
-        self._append(np.asarray(block_ids, np.int32), row)
+        ids = _int32(block_ids, "block_ids")
+        self._check_width(int(self.num_blocks_per_row[row]), len(ids), row)
+        self._append(ids, row)
 
     def add_row(self, block_ids: Sequence[int] | np.ndarray, row: int) -> None:
         """Sets a row to these block ids."""
         self._check_row(row, "row")
-        ids = np.asarray(block_ids, np.int32)
+        ids = _int32(block_ids, "block_ids")
         self._check_width(0, len(ids), row)
-        self.num_blocks_per_row[row] = 0
+        self.clear_row(row)
         self._append(ids, row)
 
     def clear_row(self, row: int) -> None:
@@ -102,6 +117,48 @@ class BlockTable:
         self.block_table.np[[src, tgt]] = self.block_table.np[[tgt, src]]
         self.num_blocks_per_row[[src, tgt]] = self.num_blocks_per_row[[tgt, src]]
 
+    def check(
+        self,
+        clear_rows: np.ndarray,
+        append_rows: np.ndarray,
+        append_splits: np.ndarray,
+        append_ids: np.ndarray,
+        replace: np.ndarray,
+    ) -> None:
+        """ValueError where `apply` of the same would name an unknown row or column or overflow."""
+        for rows, name in (
+            (clear_rows, "clear_rows"),
+            (append_rows, "append_rows"),
+            (replace[:, 0], "replace"),
+        ):
+            if len(rows) and not (rows.min() >= 0 and rows.max() < self.max_num_reqs):
+                raise ValueError(
+                    f"{name} names rows {rows.min()} to {rows.max()}: "
+                    f"expected 0 to {self.max_num_reqs - 1}"
+                )
+        if len(append_splits) != len(append_rows) + 1 or append_splits[-1] != len(append_ids):
+            raise ValueError(
+                f"append_splits does not fit {len(append_rows)} append_rows and "
+                f"{len(append_ids)} append_ids"
+            )
+        counts = self.num_blocks_per_row.copy()
+        counts[clear_rows] = 0
+        np.add.at(counts, append_rows, np.diff(append_splits))
+        wide = np.flatnonzero(counts > self.max_num_blocks_per_req)
+        if len(wide):
+            raise ValueError(
+                f"row {wide[0]} would have {counts[wide[0]]} blocks: "
+                f"expected at most {self.max_num_blocks_per_req}"
+            )
+        columns = replace[:, 1]
+        if len(columns) and not (
+            columns.min() >= 0 and columns.max() < self.max_num_blocks_per_req
+        ):
+            raise ValueError(
+                f"replace names columns {columns.min()} to {columns.max()}: "
+                f"expected 0 to {self.max_num_blocks_per_req - 1}"
+            )
+
     def apply(
         self,
         clear_rows: np.ndarray,
@@ -110,11 +167,7 @@ class BlockTable:
         append_ids: np.ndarray,
         replace: np.ndarray,
     ) -> None:
-        """The table part of a `StepPlan` for this table's group: clears, appends, replacements.
-
-        Checked as a whole first: an unknown row or column or an overflow changes nothing.
-        """
-        self._check_plan(clear_rows, append_rows, append_splits, append_ids, replace)
+        """The table part of a `StepPlan` for this table's group, which `check` has let through."""
         for row in clear_rows.tolist():
             self.clear_row(row)
         splits = append_splits.tolist()
@@ -138,8 +191,8 @@ class BlockTable:
         self.slot_mapping.before_write()
         ops.slot_mapping(
             self.block_table.cpu,
-            torch.from_numpy(np.ascontiguousarray(req_indices, np.int32)),
-            torch.from_numpy(np.ascontiguousarray(positions, np.int64)),
+            torch.from_numpy(_int32(req_indices, "req_indices")),
+            torch.from_numpy(_integers(positions, "positions").astype(np.int64, copy=False)),
             self.block_size,
             self.slot_mapping.cpu,
         )
@@ -173,7 +226,6 @@ class BlockTable:
 
     def _append(self, ids: np.ndarray, row: int) -> None:
         start = int(self.num_blocks_per_row[row])
-        self._check_width(start, len(ids), row)
         self.block_table.before_write()
         self.block_table.np[row, start : start + len(ids)] = ids
         self.num_blocks_per_row[row] = start + len(ids)
@@ -193,35 +245,3 @@ class BlockTable:
     def _check_count(count: int, name: str, most: int) -> None:
         if not 0 <= count <= most:
             raise ValueError(f"{name} is {count}: expected 0 to {most}")
-
-    def _check_plan(self, clear_rows, append_rows, append_splits, append_ids, replace) -> None:
-        for rows, name in (
-            (clear_rows, "clear_rows"),
-            (append_rows, "append_rows"),
-            (replace[:, 0], "replace"),
-        ):
-            if len(rows) and not (0 <= rows.min() and rows.max() < self.max_num_reqs):
-                raise ValueError(
-                    f"{name} names rows {rows.min()} to {rows.max()}: "
-                    f"expected 0 to {self.max_num_reqs - 1}"
-                )
-        if len(append_splits) != len(append_rows) + 1 or append_splits[-1] != len(append_ids):
-            raise ValueError(
-                f"append_splits does not fit {len(append_rows)} append_rows and "
-                f"{len(append_ids)} append_ids"
-            )
-        counts = self.num_blocks_per_row.copy()
-        counts[clear_rows] = 0
-        np.add.at(counts, append_rows, np.diff(append_splits))
-        wide = np.flatnonzero(counts > self.max_num_blocks_per_req)
-        if len(wide):
-            raise ValueError(
-                f"row {wide[0]} would have {counts[wide[0]]} blocks: "
-                f"expected at most {self.max_num_blocks_per_req}"
-            )
-        columns = replace[:, 1]
-        if len(columns) and not (0 <= columns.min() and columns.max() < self.max_num_blocks_per_req):
-            raise ValueError(
-                f"replace names columns {columns.min()} to {columns.max()}: "
-                f"expected 0 to {self.max_num_blocks_per_req - 1}"
-            )

@@ -1,0 +1,22 @@
+"""Replay: recorded and generated workloads against the manager, measured and, on demand, verified.
+
+Works without torch unless `verify` is asked for.
+"""
+
+from kvcache.replay.chat import ChatShape, chat_workload
+from kvcache.replay.mooncake import TraceError, read_mooncake
+from kvcache.replay.replayer import Replayer, Series
+from kvcache.replay.report import Mismatch, ReplayReport
+from kvcache.replay.workload import WorkloadRequest
+
+__all__ = [
+    "ChatShape",
+    "Mismatch",
+    "ReplayReport",
+    "Replayer",
+    "Series",
+    "TraceError",
+    "WorkloadRequest",
+    "chat_workload",
+    "read_mooncake",
+]

@@ -1,0 +1,112 @@
+"""A generated multi-turn chat workload: conversations interleaved over shared system prompts."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.replay.content import VOCABULARY, prefix_keys
+from kvcache.replay.workload import WorkloadRequest
+
+_MS_PER_ANSWER_TOKEN = 20
+
+
+@dataclass(frozen=True)
+class ChatShape:
+    """What the conversations look like; ranges are (least, most), both included.
+
+    `num_conversations` run at a time; one that ends makes room for a new one. The first turn's
+    prompt is one of `num_system_prompts` and a user message; every later one is the whole history,
+    answers included, and a new user message. `mean_pause_ms` lies between answer and next turn.
+    """
+
+    num_conversations: int = 16
+    num_system_prompts: int = 3
+    system_tokens: tuple[int, int] = (200, 600)
+    user_tokens: tuple[int, int] = (20, 160)
+    answer_tokens: tuple[int, int] = (40, 300)
+    turns: tuple[int, int] = (1, 10)
+    mean_pause_ms: float = 20_000.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_conversations", "num_system_prompts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}: expected 1 or more")
+        for name in ("system_tokens", "user_tokens", "answer_tokens", "turns"):
+            least, most = getattr(self, name)
+            if not 1 <= least <= most:
+                raise ValueError(
+                    f"{name} is ({least}, {most}): expected 1 or more, and least before most"
+                )
+        if not self.mean_pause_ms >= 0:
+            raise ValueError(f"mean_pause_ms is {self.mean_pause_ms}: expected 0 or more")
+
+
+def chat_workload(
+    num_requests: int, seed: int = 0, shape: ChatShape | None = None
+) -> Iterator[WorkloadRequest]:
+    """`num_requests` turns in the order of their arrival; equal arguments, equal workload.
+
+    >>> [request.index for request in chat_workload(3, seed=1)]
+    [0, 1, 2]
+    """
+    if num_requests < 0:
+        raise ValueError(f"num_requests is {num_requests}: expected 0 or more")
+    return _Generator(np.random.default_rng(seed), shape or ChatShape()).run(num_requests)
+
+
+class _History:
+    """Tokens of one conversation with their content keys, grown by segments."""
+
+    def __init__(self, num_turns: int) -> None:
+        self.token_ids = np.empty(0, np.int32)
+        self.content = np.empty(0, np.int64)
+        self.turns_left = num_turns
+
+    def append(self, token_ids: np.ndarray) -> None:
+        before = int(self.content[-1]) if len(self.content) else 0
+        self.content = np.concatenate([self.content, prefix_keys(token_ids, before)])
+        self.token_ids = np.concatenate([self.token_ids, token_ids])
+
+
+class _Generator:
+    def __init__(self, rng: np.random.Generator, shape: ChatShape) -> None:
+        self.rng = rng
+        self.shape = shape
+        self.system_prompts = [
+            self._tokens(shape.system_tokens) for _ in range(shape.num_system_prompts)
+        ]
+
+    def run(self, num_requests: int) -> Iterator[WorkloadRequest]:
+        histories = [self._open() for _ in range(self.shape.num_conversations)]
+        turns = [(self._pause_ms(), i) for i in range(len(histories))]  # (when, which)
+        heapq.heapify(turns)
+        for index in range(num_requests):
+            now_ms, which = turns[0]
+            history = histories[which]
+            history.append(self._tokens(self.shape.user_tokens))
+            answer = self._tokens(self.shape.answer_tokens)
+            yield WorkloadRequest(index, now_ms, history.token_ids, len(answer), history.content)
+            history.append(answer)
+            history.turns_left -= 1
+            if history.turns_left == 0:
+                histories[which] = self._open()
+            answered_ms = now_ms + len(answer) * _MS_PER_ANSWER_TOKEN
+            heapq.heapreplace(turns, (answered_ms + self._pause_ms(), which))
+
+    def _open(self) -> _History:
+        history = _History(self._between(self.shape.turns))
+        history.append(self.system_prompts[self.rng.integers(len(self.system_prompts))])
+        return history
+
+    def _tokens(self, lengths: tuple[int, int]) -> np.ndarray:
+        return self.rng.integers(0, VOCABULARY, self._between(lengths), dtype=np.int32)
+
+    def _between(self, limits: tuple[int, int]) -> int:
+        return int(self.rng.integers(limits[0], limits[1], endpoint=True))
+
+    def _pause_ms(self) -> int:
+        return int(self.rng.exponential(self.shape.mean_pause_ms))

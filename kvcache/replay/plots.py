@@ -1,0 +1,118 @@
+"""The course of a replay as a figure: hit rate, evictions and blocks in use over the requests."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.replay.replayer import Series
+from kvcache.replay.report import ReplayReport
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_HITS, _EVICTIONS, _USED = "#1b7837", "#b2182b", "#2166ac"
+_GRAY = "#444444"
+_WINDOW_SHARE = 50  # moving values look back over 1/50 of the requests
+
+
+def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
+    """Writes the figure to `path`; needs matplotlib. OSError when it cannot be written."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # files only: works without a display
+    from matplotlib import pyplot as plt
+    from matplotlib.ticker import MaxNLocator
+
+    figure, panels = plt.subplots(
+        3, 1, sharex=True, figsize=(9, 8), height_ratios=(3, 2, 2), layout="constrained"
+    )
+    requests = np.arange(1, len(series.prompt_tokens) + 1)
+    _draw_hit_rate(panels[0], requests, series, report)
+    _draw_evictions(panels[1], requests, series)
+    _draw_used_blocks(panels[2], requests, series, report)
+    for axes in panels[1:]:
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_formatter("{x:,.0f}")
+    panels[2].set_xlabel("requests replayed")
+    panels[2].xaxis.set_major_locator(MaxNLocator(7, integer=True))
+    panels[2].xaxis.set_major_formatter("{x:,.0f}")
+    panels[2].set_xlim(0, max(len(requests), 1))
+    figure.suptitle(
+        _title(report), x=0.02, ha="left", fontsize=11, linespacing=1.5, parse_math=False
+    )
+    try:
+        figure.savefig(path, dpi=130)
+    finally:
+        plt.close(figure)
+
+
+def _title(report: ReplayReport) -> str:
+    rejected = f" ({report.rejected_requests:,} rejected)" if report.rejected_requests else ""
+    return (
+        f"Prefix cache replay of {report.trace}\n"
+        f"{report.requests:,} requests{rejected}, {report.concurrency} at a time, "
+        f"{report.capacity_blocks:,} blocks of {report.block_size} tokens"
+    )
+
+
+def _draw_hit_rate(axes: Axes, requests: np.ndarray, series: Series, report: ReplayReport) -> None:
+    hits, tokens = np.cumsum([0, *series.hit_tokens]), np.cumsum([0, *series.prompt_tokens])
+    since_start = hits[1:] / np.maximum(tokens[1:], 1)
+    recent = _moving_sum(series.hit_tokens) / np.maximum(_moving_sum(series.prompt_tokens), 1)
+    label = f"last {_window(len(requests)):,} requests"
+    axes.plot(requests, recent, color=_HITS, alpha=0.35, linewidth=1, label=label)
+    axes.plot(requests, since_start, color=_HITS, linewidth=2, label="since the start")
+    highest = max([0.1, *recent, *since_start])
+    axes.set_ylim(0, min(1.0, np.ceil(11 * highest) / 10))
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    _finish(axes, f"Token hit rate: {report.token_hit_rate:.2%} in all")
+
+
+def _draw_evictions(axes: Axes, requests: np.ndarray, series: Series) -> None:
+    evicted = np.array(series.evicted_blocks, np.int64)
+    axes.plot(requests, evicted, color=_EVICTIONS, linewidth=2)
+    axes.set_ylim(0, 1.05 * max([1, *evicted]))
+    _finish(axes, f"Evicted blocks, cumulative: {max([0, *evicted]):,} in all")
+
+
+def _draw_used_blocks(
+    axes: Axes, requests: np.ndarray, series: Series, report: ReplayReport
+) -> None:
+    window = _window(len(requests))
+    mean = _moving_sum(series.used_blocks) / np.minimum(requests, window)
+    axes.plot(
+        requests, series.used_blocks, color=_USED, alpha=0.35, linewidth=0.7, label="each request"
+    )
+    axes.plot(requests, mean, color=_USED, linewidth=2, label=f"mean of last {window:,}")
+    most = max([1, *series.used_blocks])
+    axes.set_ylim(0, 1.05 * most)
+    if report.capacity_blocks <= 1.3 * most:  # otherwise it would press the curve flat
+        axes.set_ylim(0, 1.05 * report.capacity_blocks)
+        axes.axhline(report.capacity_blocks, color=_GRAY, linewidth=1, ls="--", label="capacity")
+    _finish(
+        axes, f"Blocks in use: at most {report.peak_used_blocks:,} of {report.capacity_blocks:,}"
+    )
+
+
+def _finish(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color=_GRAY)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[1]:
+        place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.1}
+        axes.legend(ncols=3, frameon=False, fontsize=9, **place)  # above: inside it hides lines
+
+
+def _window(num_requests: int) -> int:
+    return max(num_requests // _WINDOW_SHARE, 1)
+
+
+def _moving_sum(values: list[int]) -> np.ndarray:
+    """Per entry the sum of it and those before it, within the window."""
+    sums = np.cumsum([0, *values])
+    ends = np.arange(1, len(values) + 1)
+    return sums[ends] - sums[np.maximum(ends - _window(len(values)), 0)]

@@ -1,0 +1,119 @@
+"""What a replay found: totals as data, as JSON and as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A token whose stored KV is not its own; `block_column`: its place in the block table."""
+
+    request: int
+    token: int
+    block_column: int
+    block_id: int
+
+    def __str__(self) -> str:
+        return (
+            f"request {self.request}, token {self.token}: wrong KV in block {self.block_id} "
+            f"(block column {self.block_column})"
+        )
+
+
+@dataclass
+class ReplayReport:
+    """Totals of one replay.
+
+    `requests`: all of the workload, of which `rejected_requests` did not fit into the pool;
+    `prompt_tokens`, `hit_blocks`, `hit_tokens` and `token_hit_rate` are over the others.
+    `num_blocks` counts the null block, `capacity_blocks` does not. `us_per_request`: microseconds
+    in the manager per request of the workload, by phase; `total` is the sum of the three. The last
+    four fields are None without verification: `verified_tokens` counts each served prompt token
+    once, `mismatches` every token found wrong, `mismatched_requests` has the first of each request.
+    """
+
+    trace: str
+    block_size: int
+    num_blocks: int
+    capacity_blocks: int
+    concurrency: int
+    requests: int
+    prompt_tokens: int
+    hit_blocks: int
+    hit_tokens: int
+    token_hit_rate: float
+    evicted_blocks: int
+    rejected_requests: int
+    peak_used_blocks: int
+    cached_blocks: int
+    us_per_request: dict[str, float]
+    verify_us_per_request: float | None = None
+    verified_tokens: int | None = None
+    mismatches: int | None = None
+    mismatched_requests: list[Mismatch] | None = field(default=None)
+
+    def to_dict(self) -> dict:
+        """The report as plain data for JSON; what verification adds is absent without it."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def report_table(report: ReplayReport) -> Table:
+    """The report as a rich table; needs the extra `cli`."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"Replay of {escape(report.trace)}", show_header=False, min_width=60)
+    table.add_column("what", style="cyan", no_wrap=True)
+    table.add_column("value", justify="right", style="bold", no_wrap=True)
+    table.add_column("note", style="dim")
+    for section in _sections(report):
+        for row in section:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
+    held = report.capacity_blocks * report.block_size
+    workload = [
+        ("requests", f"{report.requests:,}", f"{report.concurrency} at a time"),
+        ("rejected", f"{report.rejected_requests:,}", "did not fit into the pool"),
+        ("prompt tokens", f"{report.prompt_tokens:,}", "of the requests served"),
+    ]
+    cache = [
+        ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
+        ("hit blocks", f"{report.hit_blocks:,}", f"of {report.block_size} tokens"),
+        ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
+    ]
+    pool = [
+        ("capacity", f"{report.capacity_blocks:,}", f"blocks, {held:,} tokens"),
+        ("peak in use", f"{report.peak_used_blocks:,}", "blocks held at a time"),
+        ("cached at the end", f"{report.cached_blocks:,}", "blocks"),
+    ]
+    phases = {
+        "hash": "hash",
+        "step": "look up, allocate",
+        "free": "free",
+        "total": "manager, in all",
+    }
+    times = [
+        (name, f"{report.us_per_request[key]:,.1f}", "microseconds per request")
+        for key, name in phases.items()
+    ]
+    return [workload, cache, pool, times, _verification(report)]
+
+
+def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:
+    if report.mismatches is None:
+        return []
+    style = "red" if report.mismatches else "green"
+    return [
+        ("verified tokens", f"{report.verified_tokens:,}", "written or hit, read back, compared"),
+        ("mismatches", f"[{style}]{report.mismatches:,}[/]", "tokens with KV not their own"),
+        ("verification", f"{report.verify_us_per_request:,.1f}", "microseconds per request"),
+    ]

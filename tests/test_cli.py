@@ -1,0 +1,319 @@
+"""The command line: one JSON object, one line per error, and nothing imported without need."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvcache import cli
+from kvcache.cli import main
+
+from .shared import REPO
+
+LINE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
+TOTALS = {
+    "requests", "prompt_tokens", "hit_blocks", "hit_tokens", "token_hit_rate", "evicted_blocks",
+    "rejected_requests", "us_per_request", "block_size", "num_blocks", "capacity_blocks",
+    "peak_used_blocks", "cached_blocks", "trace",
+}  # fmt: skip
+
+
+@pytest.fixture
+def trace(tmp_path):
+    path = tmp_path / "small.jsonl"
+    path.write_text((json.dumps(LINE) + "\n") * 3)
+    return str(path)
+
+
+def run_json(capsys, *argv) -> dict:
+    """The one object on stdout of a successful replay, with nothing else said."""
+    assert main(["replay", *argv, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.count("\n") == 1
+    return json.loads(out)
+
+
+def spawn(*argv, **kwargs) -> subprocess.Popen:
+    command = [sys.executable, "-m", "kvcache.cli", *argv]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=REPO, **pipes, **kwargs)
+
+
+# --- replay ---------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_replayed(capsys, trace):
+    found = run_json(capsys, trace)
+    assert found.keys() >= TOTALS
+    assert "mismatches" not in found
+    assert found["trace"] == "small.jsonl"
+    assert (found["requests"], found["prompt_tokens"], found["hit_blocks"]) == (3, 1800, 2)
+    assert (found["block_size"], found["num_blocks"], found["capacity_blocks"]) == (
+        512, 10_001, 10_000,
+    )  # fmt: skip
+
+
+def test_options_reach_the_replay(capsys, trace):
+    found = run_json(
+        capsys, trace, "--block-size", "16", "--num-blocks", "101", "--limit", "2",
+        "--concurrency", "2", "--verify", "--device", "cpu",
+    )  # fmt: skip
+    assert (found["block_size"], found["num_blocks"], found["requests"]) == (16, 101, 2)
+    assert (found["concurrency"], found["hit_blocks"], found["peak_used_blocks"]) == (2, 37, 39)
+    assert (found["verified_tokens"], found["mismatches"]) == (1200, 0)
+
+
+def test_chats_are_replayed_without_a_trace(capsys):
+    found = run_json(capsys, "--seed", "5", "--requests", "30", "--num-blocks", "400")
+    assert (found["trace"], found["block_size"], found["requests"]) == ("chat (seed 5)", 16, 30)
+    same = run_json(capsys, "--seed", "5", "--requests", "30", "--num-blocks", "400")
+    other = run_json(capsys, "--seed", "6", "--requests", "30", "--num-blocks", "400")
+    assert found["hit_tokens"] == same["hit_tokens"] != other["hit_tokens"]
+
+
+def test_a_pool_too_small_rejects_and_succeeds(capsys, trace):
+    found = run_json(capsys, trace, "--num-blocks", "2")
+    assert (found["rejected_requests"], found["requests"], found["prompt_tokens"]) == (3, 3, 0)
+
+
+def test_the_table_tells_the_totals(capsys, trace):
+    pytest.importorskip("rich")
+    assert main(["replay", trace, "--verify"]) == 0
+    out, err = capsys.readouterr()
+    for text in ("small.jsonl", "1,800", "0.5689", "mismatches"):
+        assert text in out
+    assert err == ""
+
+
+def test_a_figure_is_drawn(capsys, trace, tmp_path):
+    pytest.importorskip("matplotlib")
+    run_json(capsys, trace, "--plot", str(tmp_path / "figure.png"))
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+
+
+def test_wrong_kv_is_named_and_exits_1(capsys, monkeypatch, trace):
+    from kvcache.replay.verifier import KVVerifier
+
+    monkeypatch.setattr(KVVerifier, "write", lambda *args: None)
+    assert main(["replay", trace, "--verify", "--json", "--limit", "1"]) == 1
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["mismatches"] == 600
+    assert found["mismatched_requests"] == [
+        {"request": 0, "token": 0, "block_column": 0, "block_id": 1}
+    ]
+    assert err == "kvcache: request 0, token 0: wrong KV in block 1 (block column 0)\n"
+
+
+def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
+    from kvcache.replay.verifier import KVVerifier
+
+    monkeypatch.setattr(KVVerifier, "write", lambda *args: None)
+    assert main(["replay", "--requests", "15", "--verify", "--json"]) == 1
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 11
+    assert err[-1] == "kvcache: wrong KV in 5 more requests"
+
+
+# --- demo and doctor ------------------------------------------------------------------------------
+
+
+def test_the_demo_says_what_it_showed(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    monkeypatch.setattr(cli, "_DEMO", ["--requests", "100", "--verify"])
+    assert main(["demo"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "Shown: 100 turns of interleaved chats" in out
+    assert "had exactly its own K and V." in out
+
+
+def test_the_doctor_looks_at_everything(capsys):
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    for name in ("python", "numpy", "torch", "_core", "libcrypto", "CPU ops", "nvcc", "ninja"):
+        assert name in out
+
+
+def test_the_doctor_works_without_rich_and_names_what_is_missing(capsys, monkeypatch):
+    def broken():
+        raise ImportError("no such thing\nand a long story")
+
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(cli, "_torch", broken)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "torch            missing: no such thing" in lines
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def error_of(capsys, *argv, code=2) -> str:
+    """The one line on stderr of a command that fails with this code and prints nothing else."""
+    assert main(list(argv)) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("kvcache: ") and err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    "option", ["--block-size", "--num-blocks", "--limit", "--concurrency", "--requests"]
+)
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "nan", "9" * 5000])
+def test_a_wrong_count_names_the_option(capsys, option, value):
+    if len(value) > 100 and option not in ("--block-size", "--num-blocks"):
+        value = "9" * 5001 + "x"
+    error = error_of(capsys, "replay", option, value, "--json")
+    assert f"{option} is '{value}': expected a whole number" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ([], "COMMAND"),
+        (["fly"], "'fly'"),
+        (
+            ["replay", "--fly"],
+            "'--fly' is unknown: expected an option that `kvcache replay --help`",
+        ),
+        (["replay", "--lim", "3"], "'--lim' is unknown"),
+        (["demo", "--json"], "'--json' is unknown"),
+        (["replay", "--limit"], "--limit: expected one argument"),
+        (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number, 0 or more"),
+        (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),
+        (["replay", "no/such.jsonl"], "TRACE is 'no/such.jsonl': expected an existing file"),
+        (["replay", "."], "TRACE is '.': expected a file, not a directory"),
+        (["replay", "--device", "abacus"], "--device is 'abacus': expected cpu, cuda or cuda:N"),
+        (["replay", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
+        (["replay", "--plot", "a.jpeg"], "--plot is 'a.jpeg': expected a file name that ends in"),
+        (["replay", "--verify", "--num-blocks", "2147483647"], "--num-blocks is 2147483647: too"),
+    ],
+)
+def test_wrong_usage_is_one_line(capsys, argv, says):
+    assert says in error_of(capsys, *argv)
+
+
+@pytest.mark.parametrize(("option", "value"), [("--seed", "3"), ("--requests", "3")])
+def test_chat_options_do_not_go_with_a_trace(capsys, trace, option, value):
+    says = f"{option} is {value}: expected only without TRACE"
+    assert says in error_of(capsys, "replay", trace, option, value)
+
+
+def test_cuda_without_cuda_is_refused(capsys):
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        name, says = "cuda:99", "--device is 'cuda:99': expected at most cuda:"
+    else:
+        name, says = "cuda", "--device is 'cuda': expected cpu"
+    assert says in error_of(capsys, "replay", "--device", name, "--json")
+
+
+def test_a_malformed_trace_is_one_line(capsys, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(json.dumps(LINE) + "\n{}\n")
+    error = error_of(capsys, "replay", str(path), "--json")
+    assert f"{path}, line 2: timestamp is missing" in error
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads all files")
+def test_an_unreadable_trace_is_one_line(capsys, trace):
+    os.chmod(trace, 0)
+    assert "expected a readable file" in error_of(capsys, "replay", trace, "--json")
+
+
+def test_the_table_needs_rich_and_json_does_not(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    error = error_of(capsys, "replay", "--requests", "5", code=1)
+    assert "rich is not installed" in error and "pip install 'kvcache[cli]'" in error
+    assert run_json(capsys, "--requests", "5")["requests"] == 5
+
+
+def test_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = str(tmp_path / "a.png")
+    error = error_of(capsys, "replay", "--json", "--plot", path, code=1)
+    assert "matplotlib is not installed, which --plot needs: pip install 'kvcache[cli]'" in error
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "unwanted"),
+    [
+        (["--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
+        (["replay", "--help"], ["torch", "numpy", "rich", "matplotlib", "kvcache._core"]),
+        (["replay", "--requests", "5", "--json"], ["torch", "rich", "matplotlib"]),
+    ],
+)
+def test_nothing_heavy_is_imported_without_need(argv, unwanted):
+    script = (
+        "import sys; from kvcache.cli import main; code = main(sys.argv[1:]); "
+        f"print([m for m in {unwanted!r} if m in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, *argv]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
+@pytest.mark.parametrize("argv", [["--json"], []])
+def test_a_closed_pipe_ends_quietly(argv):
+    if not argv:
+        pytest.importorskip("rich")
+    process = spawn("replay", "--requests", "5", *argv)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(60) == 130
+
+
+def test_progress_shows_on_a_terminal_and_not_beside_json(trace):
+    pytest.importorskip("rich")
+    assert "3/3" in terminal_output("replay", trace)
+    assert terminal_output("replay", trace, "--json") == ""
+
+
+def terminal_output(*argv) -> str:
+    """What a successful command writes to stderr when that is a terminal."""
+    terminal, stderr = os.openpty()
+    command = [sys.executable, "-m", "kvcache.cli", *argv]
+    environment = {**os.environ, "TERM": "xterm"}
+    done = subprocess.run(
+        command, cwd=REPO, stdout=subprocess.DEVNULL, stderr=stderr, env=environment
+    )
+    assert done.returncode == 0
+    os.set_blocking(terminal, False)
+    try:
+        return os.read(terminal, 1 << 16).decode()
+    except BlockingIOError:  # nothing was written
+        return ""
+    finally:
+        os.close(stderr)
+        os.close(terminal)
+
+
+def test_an_interrupt_ends_quietly(tmp_path):
+    fifo = tmp_path / "endless.jsonl"
+    os.mkfifo(fifo)
+    process = spawn("replay", str(fifo), "--json")
+    with open(fifo, "w") as trace:  # returns once the reader is there
+        trace.write(json.dumps(LINE) + "\n")
+        trace.flush()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "")
+
+
+def test_python_m_works_and_returns_the_code():
+    process = spawn("replay", "--limit", "0")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (2, "")
+    assert err == "kvcache: --limit is '0': expected a whole number, 1 or more\n"

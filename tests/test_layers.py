@@ -1,0 +1,122 @@
+"""Imports go downwards only; a room may touch what lies below it and nothing else."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.shared import REPO
+
+PACKAGE = REPO / "kvcache"
+GROUND = {"kvcache._native", "kvcache._build", "kvcache._jit", "kvcache.plan", "kvcache.specs"}
+
+# Room -> the rooms it may import, besides itself and the ground all stand on.
+MAY_IMPORT = {
+    "kvcache": set(),
+    "kvcache.plan": set(),
+    "kvcache._build": set(),
+    "kvcache._jit": set(),
+    "kvcache._native": set(),
+    "kvcache.ops": set(),
+    "kvcache.allocator": set(),
+    "kvcache.worker": {"kvcache.ops"},
+    "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
+    "kvcache.cli": {"kvcache.replay", "kvcache"},
+    "kvcache.__main__": {"kvcache.cli"},
+}
+TORCH_FREE = {"kvcache", "kvcache.plan", "kvcache.allocator", "kvcache._build", "kvcache.cli"}
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(REPO).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def imports_of(path: Path):
+    """(module, whether at import time) for every import, also those inside functions."""
+    tree = ast.parse(path.read_text())
+    parents = {c: node for node in ast.walk(tree) for c in ast.iter_child_nodes(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module]
+            if node.module == "kvcache":
+                names = [f"kvcache.{alias.name}" for alias in node.names]
+        else:
+            continue
+        at_import = True
+        above = parents.get(node)
+        while above is not None:
+            lazy = isinstance(above, ast.FunctionDef | ast.AsyncFunctionDef)
+            typing_only = isinstance(above, ast.If) and "TYPE_CHECKING" in ast.dump(above.test)
+            at_import &= not (lazy or typing_only)
+            above = parents.get(above)
+        yield from ((name, at_import) for name in names)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_go_downwards(path):
+    room = room_of(module_name(path))
+    allowed = MAY_IMPORT[room] | {room}
+    for name, _ in imports_of(path):
+        if not name.startswith("kvcache"):
+            continue
+        target = room_of(name)
+        below = target in allowed or target in GROUND
+        assert below, f"{path.relative_to(REPO)} imports {name}: {room} may not import {target}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_the_control_plane_does_not_name_torch(path):
+    if room_of(module_name(path)) in TORCH_FREE:
+        assert not [
+            n for n, at_import in imports_of(path) if at_import and n.split(".")[0] == "torch"
+        ]
+
+
+def test_core_has_no_torch_and_no_cuda():
+    for path in (REPO / "csrc" / "core").rglob("*"):
+        if path.suffix in {".h", ".cpp"}:
+            text = path.read_text()
+            assert "#include <torch" not in text and "cuda" not in text.replace("no CUDA", "")
+
+
+WITHOUT_TORCH = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch' (blocked)", name="torch")
+sys.meta_path.insert(0, Blocked())
+from kvcache import BlockPool, KVCacheManager, Request, StepPlan, hash_blocks
+manager = KVCacheManager(16, 100, 1000)
+request = Request("a", range(40))
+plan = manager.step(new=[request])
+assert plan.append_ids[0].size and isinstance(plan, StepPlan)
+manager.free(request)
+assert manager.get_computed_blocks(request)[1] == 32
+assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
+assert "torch" not in sys.modules
+try:
+    from kvcache import BlockTable
+except ModuleNotFoundError as error:
+    assert error.name == "torch"
+else:
+    raise AssertionError("the data plane imported without torch")
+print("works")
+"""
+
+
+def test_the_control_plane_works_where_torch_is_not_installed():
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True)
+    assert done.stdout == "works\n", done.stderr
