@@ -26,7 +26,7 @@ _HOME = {
 }
 _MODULES = ("ops", "worker", "allocator", "replay", "plan")
 
-__all__ = [*_HOME, *_MODULES]
+__all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> object:

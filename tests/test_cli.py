@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from kvcache import cli
+from kvcache import cli, doctor
 from kvcache.cli import main
 
 from .shared import REPO
@@ -146,7 +146,7 @@ def test_the_doctor_works_without_rich_and_names_what_is_missing(capsys, monkeyp
         raise ImportError("no such thing\nand a long story")
 
     monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setattr(cli, "_torch", broken)
+    monkeypatch.setattr(doctor, "_torch", broken)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "torch            missing: no such thing" in lines

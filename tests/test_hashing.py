@@ -133,7 +133,7 @@ def test_wrong_keywords_are_named():
         hash_blocks(range(50), 16, extra_keys=[None])
     with pytest.raises(ValueError, match="parent has 5 bytes: expected 32"):
         hash_blocks(range(50), 16, parent=b"short")
-    with pytest.raises(TypeError, match="extra key 1.5 has type float"):
+    with pytest.raises(TypeError, match=r"extra key 1\.5 has type float"):
         hash_blocks(range(16), 16, extra_keys=[[("x", 1.5)]])
     with pytest.raises(ValueError, match="does not fit in 64 bits"):
         encode_extra_keys([("x", 2**64)])

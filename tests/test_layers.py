@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.ops"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
-    "kvcache.cli": {"kvcache.replay", "kvcache"},
+    "kvcache.doctor": {"kvcache"},
+    "kvcache.cli": {"kvcache.replay", "kvcache.doctor"},
     "kvcache.__main__": {"kvcache.cli"},
 }
 TORCH_FREE = {"kvcache", "kvcache.plan", "kvcache.allocator", "kvcache._build", "kvcache.cli"}

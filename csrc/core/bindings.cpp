@@ -57,7 +57,7 @@ Int32Array int32_array(const py::handle& value, const char* name) {
                             ": expected a 32-bit integer");
     }
   }
-  return py::array_t<int32_t, py::array::c_style | py::array::forcecast>(array);
+  return py::array_t < int32_t, py::array::c_style | py::array::forcecast > (array);
 }
 
 HashArray hash_array(const py::handle& value, const char* name) {
@@ -65,7 +65,8 @@ HashArray hash_array(const py::handle& value, const char* name) {
     auto array = py::reinterpret_borrow<HashArray>(value);
     if (array.ndim() == 2 && array.shape(1) == sizeof(Hash)) return array;
   }
-  throw py::type_error(std::string(name) + ": expected a C-contiguous uint8 array of shape [n, 32]");
+  throw py::type_error(std::string(name) +
+                       ": expected a C-contiguous uint8 array of shape [n, 32]");
 }
 
 const Hash* as_hashes(const HashArray& array) {
@@ -112,8 +113,9 @@ void require_same_length(py::ssize_t a, const char* a_name, py::ssize_t b, const
 }
 
 void bind_hashing(py::module_& m) {
-  m.def("libcrypto_name", [] { return libcrypto_name(); },
-        "Name of the libcrypto in use, or None when the fallback is.");
+  m.def(
+      "libcrypto_name", [] { return libcrypto_name(); },
+      "Name of the libcrypto in use, or None when the fallback is.");
   m.def(
       "set_sha256_fallback",
       [](const py::function& digest, bool force) {
@@ -129,8 +131,9 @@ void bind_hashing(py::module_& m) {
             force);
       },
       py::arg("digest"), py::arg("force") = false);
-  m.def("hash_seed", [](const std::string& seed) { return as_bytes(hash_seed(seed)); },
-        py::arg("seed"));
+  m.def(
+      "hash_seed", [](const std::string& seed) { return as_bytes(hash_seed(seed)); },
+      py::arg("seed"));
 
   py::class_<TokenChain, std::shared_ptr<TokenChain>>(
       m, "TokenChain", "Tokens of one request and the hashes of its full blocks.")
@@ -164,7 +167,8 @@ void bind_hashing(py::module_& m) {
 }
 
 void bind_pool(py::module_& m) {
-  py::class_<BlockPool>(m, "BlockPool", R"(Which block is free, held and cached; int32 ids, no bytes.
+  py::class_<BlockPool>(m, "BlockPool",
+                        R"(Which block is free, held and cached; int32 ids, no bytes.
 
 Every call serves its whole batch or changes nothing. Block 0 is the null block: never handed out,
 never cached, not counted in `num_total` and `num_free`. Ids out of range, a release of a block that
@@ -303,17 +307,16 @@ void bind_manager(py::module_& m) {
            }),
            py::kw_only(), py::arg("block_size"), py::arg("num_blocks"), py::arg("max_model_len"),
            py::arg("enable_caching"), py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"))
-      .def("lookup", [](const Manager& self, TokenChain& chain) {
-        return copy_vector(self.lookup(chain));
-      })
+      .def("lookup",
+           [](const Manager& self, TokenChain& chain) { return copy_vector(self.lookup(chain)); })
       .def("step",
            [](Manager& self, const py::object& rows, const py::object& num_tokens,
               const py::sequence& requests, int64_t num_lookahead_tokens) {
              const Int32Array r = int32_array(rows, "rows");
              const Int32Array n = int32_array(num_tokens, "num_tokens");
              require_same_length(r.size(), "rows", n.size(), "num_tokens");
-             return as_tuple(self.step(r.data(), n.data(), r.size(), new_rows(requests),
-                                       num_lookahead_tokens));
+             return as_tuple(
+                 self.step(r.data(), n.data(), r.size(), new_rows(requests), num_lookahead_tokens));
            })
       .def("step_with_computed",
            [](Manager& self, const py::tuple& request, const py::object& computed,

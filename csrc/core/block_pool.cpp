@@ -51,7 +51,8 @@ size_t BlockPool::num_bytes() const {
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
   if (id <= kNullBlock || id >= num_blocks_) {
-    throw std::invalid_argument(named(what, id) + ": expected 1 to " + std::to_string(num_blocks_ - 1));
+    throw std::invalid_argument(named(what, id) + ": expected 1 to " +
+                                std::to_string(num_blocks_ - 1));
   }
   return blocks_[id];
 }
@@ -96,8 +97,8 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Block& block = at(ids[i], "ids");
     if (block.ref_count == 0 && !block.cached) {
-      throw std::invalid_argument(named("ids", ids[i]) +
-                                  ", which is free and not cached: expected a held or cached block");
+      throw std::invalid_argument(
+          named("ids", ids[i]) + ", which is free and not cached: expected a held or cached block");
     }
   }
   for (int64_t i = 0; i < n; ++i) {
@@ -142,7 +143,8 @@ void BlockPool::publish(const BlockId* ids, const Hash* hashes, int64_t n, uint1
       if (done + kPrefetchBlocks < n) index_.prefetch_bucket(hashes[done + kPrefetchBlocks], group);
       Block& block = at(ids[done], "ids");
       if (block.ref_count == 0) {
-        throw std::invalid_argument(named("ids", ids[done]) + ", which is free: expected a held one");
+        throw std::invalid_argument(named("ids", ids[done]) +
+                                    ", which is free: expected a held one");
       }
       if (block.cached) {
         throw std::invalid_argument(named("ids", ids[done]) + ", which is already published");
@@ -231,7 +233,8 @@ void BlockPool::check_invariants() const {
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];
     require(block.ref_count >= 0, "a negative reference count", id);
-    require(id < next_fresh_ || (block.ref_count == 0 && !block.cached), "a fresh block in use", id);
+    require(id < next_fresh_ || (block.ref_count == 0 && !block.cached), "a fresh block in use",
+            id);
     require(id >= next_fresh_ || listed[id] == (block.ref_count == 0), "neither held nor free", id);
     if (!block.cached) continue;
     ++num_cached;

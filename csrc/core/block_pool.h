@@ -1,8 +1,8 @@
 // The block pool: which block is free, held, cached, and under which hash.
 //
 // Arrays in, arrays out: every method serves a whole batch, and either serves it whole or throws /
-// says no with nothing changed. Knows block ids and 32-byte hashes; no requests, no tokens, no bytes
-// of KV. Plain C++17: no torch, no CUDA, no Python.
+// says no with nothing changed. Knows block ids and 32-byte hashes; no requests, no tokens, no
+// bytes of KV. Plain C++17: no torch, no CUDA, no Python.
 #pragma once
 
 #include <cstddef>
@@ -28,13 +28,13 @@ struct Hash {
 
 // Everything the pool knows about one block: exactly one cache line.
 struct alignas(64) Block {
-  Hash hash;          // valid while cached
-  int32_t ref_count;  // > 0: held
-  BlockId prev, next;            // the free list it is in, while free
-  BlockId bucket_next;           // next head of the same bucket of the hash index
-  BlockId older, younger;        // ring of blocks published under one (hash, group); see HashIndex
-  uint16_t group;                // cache group the hash belongs to
-  bool cached;                   // in the hash index
+  Hash hash;               // valid while cached
+  int32_t ref_count;       // > 0: held
+  BlockId prev, next;      // the free list it is in, while free
+  BlockId bucket_next;     // next head of the same bucket of the hash index
+  BlockId older, younger;  // ring of blocks published under one (hash, group); see HashIndex
+  uint16_t group;          // cache group the hash belongs to
+  bool cached;             // in the hash index
 };
 static_assert(sizeof(Block) == 64, "a block must stay one cache line");
 
@@ -51,8 +51,9 @@ class FreeList {
   BlockId tail_ = kNullBlock;
 };
 
-// (hash, group) -> blocks published under it, oldest first. Chained buckets of "heads"; each head is
-// the oldest of a ring of duplicates, so that insertion and removal stay O(1) however many there are.
+// (hash, group) -> blocks published under it, oldest first. Chained buckets of "heads"; each head
+// is the oldest of a ring of duplicates, so that insertion and removal stay O(1) however many there
+// are.
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks);
@@ -129,12 +130,15 @@ class BlockPool {
   };
   std::vector<Evicted> drain_evicted() { return std::exchange(evicted_, {}); }
 
-  // Walks the whole pool and throws std::logic_error where an invariant does not hold. O(num_blocks).
+  // Walks the whole pool and throws std::logic_error where an invariant does not hold.
+  // O(num_blocks).
   void check_invariants() const;
 
  private:
   const Block& at(BlockId id, const char* what) const;
-  Block& at(BlockId id, const char* what) { return const_cast<Block&>(std::as_const(*this).at(id, what)); }
+  Block& at(BlockId id, const char* what) {
+    return const_cast<Block&>(std::as_const(*this).at(id, what));
+  }
   BlockId take_free();
   void forget(BlockId id);  // drops the hash
   FreeList& list_of(const Block& block) { return block.cached ? cached_free_ : uncached_free_; }

@@ -153,8 +153,8 @@ void Manager::serve_running(int32_t row, int64_t num_tokens, int64_t num_lookahe
                             StepDelta* delta) {
   Row& r = rows_[row];
   const int64_t after = r.num_computed + num_tokens;
-  const Need want = need(static_cast<int64_t>(r.blocks.size()), after, after, num_lookahead,
-                         pool_.num_free());
+  const Need want =
+      need(static_cast<int64_t>(r.blocks.size()), after, after, num_lookahead, pool_.num_free());
   delta->rows.push_back(row);
   delta->status.push_back(static_cast<uint8_t>(want.status));
   delta->num_computed_tokens.push_back(static_cast<int32_t>(r.num_computed));
@@ -175,7 +175,8 @@ void Manager::serve_new(const NewRow& request, int64_t num_lookahead, StepDelta*
   const int64_t known = request.chain->num_tokens();
   const int64_t after = num_after(request, computed);
 
-  // Hits that are free stop being so when this request takes them: they cannot also be its new ones.
+  // Hits that are free stop being so when this request takes them: they cannot also be its new
+  // ones.
   Need want = need(num_hit, after, known, num_lookahead,
                    pool_.num_free() - pool_.count_free(hits.data(), num_hit));
   const bool no_row = free_rows_.empty() && options_.max_num_reqs > 0 &&
@@ -208,7 +209,8 @@ void Manager::serve_new(const NewRow& request, int64_t num_lookahead, StepDelta*
 void Manager::publish(Row& row) {
   if (!options_.enable_caching || !row.write_cache) return;
   // Full of real tokens: neither lookahead slots nor tokens that are not known yet count.
-  const int64_t num_full = std::min(row.num_computed, row.chain->num_tokens()) / options_.block_size;
+  const int64_t num_full =
+      std::min(row.num_computed, row.chain->num_tokens()) / options_.block_size;
   if (num_full <= row.num_published) return;
   const Hash* hashes = row.chain->hashes().data();
   pool_.publish(row.blocks.data() + row.num_published, hashes + row.num_published,

@@ -66,8 +66,8 @@ class Manager {
   // the last token must run. Changes nothing.
   std::vector<BlockId> lookup(TokenChain& chain) const;
 
-  // Serves running rows, then new ones, in the order given. Throws on a request that cannot be meant
-  // (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
+  // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
+  // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
   StepDelta step(const int32_t* rows, const int32_t* num_tokens, int64_t num_rows,
                  const std::vector<NewRow>& new_rows, int64_t num_lookahead_tokens);
 
@@ -116,7 +116,7 @@ class Manager {
   std::vector<Row> rows_;
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   std::vector<int32_t> clear_rows_;  // freed since the last step
-  int64_t num_rows_ = 0;  // in use
+  int64_t num_rows_ = 0;             // in use
   int64_t num_steps_ = 0;
   CacheStats stats_;
 };

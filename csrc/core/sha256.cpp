@@ -9,9 +9,9 @@ namespace kvcache {
 
 namespace {
 
-// The three-call interface of libcrypto: deprecated since 3.0 in favour of EVP, but present in every
-// release, and without EVP's allocation and algorithm look-up per digest, which cost as much as the
-// digest of a block itself.
+// The three-call interface of libcrypto: deprecated since 3.0 in favour of EVP, but present in
+// every release, and without EVP's allocation and algorithm look-up per digest, which cost as much
+// as the digest of a block itself.
 struct LibCrypto {
   const char* name = nullptr;
   int (*init)(void*) = nullptr;
@@ -20,7 +20,8 @@ struct LibCrypto {
 };
 
 LibCrypto open_libcrypto() {
-  for (const char* name : {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so", "libcrypto.dylib"}) {
+  for (const char* name :
+       {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so", "libcrypto.dylib"}) {
     void* library = dlopen(name, RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) continue;
     LibCrypto found;
@@ -28,8 +29,7 @@ LibCrypto open_libcrypto() {
     found.init = reinterpret_cast<int (*)(void*)>(dlsym(library, "SHA256_Init"));
     found.update =
         reinterpret_cast<int (*)(void*, const void*, size_t)>(dlsym(library, "SHA256_Update"));
-    found.final =
-        reinterpret_cast<int (*)(unsigned char*, void*)>(dlsym(library, "SHA256_Final"));
+    found.final = reinterpret_cast<int (*)(unsigned char*, void*)>(dlsym(library, "SHA256_Final"));
     if (found.init != nullptr && found.update != nullptr && found.final != nullptr) return found;
     dlclose(library);
   }
@@ -66,7 +66,8 @@ void sha256(const uint8_t* data, size_t size, uint8_t* out) {
     crypto.final(out, context);
     return;
   }
-  if (!fallback()) throw std::runtime_error("no libcrypto was found and no SHA-256 fallback is set");
+  if (!fallback())
+    throw std::runtime_error("no libcrypto was found and no SHA-256 fallback is set");
   fallback()(data, size, out);
 }
 

@@ -1,5 +1,5 @@
-// The tokens of one request and the hashes of its full blocks. Belongs to the request, so that hashes
-// computed once survive preemption.
+// The tokens of one request and the hashes of its full blocks. Belongs to the request, so that
+// hashes computed once survive preemption.
 #pragma once
 
 #include <cstdint>

@@ -9,8 +9,9 @@
 
 namespace kvcache {
 
-// Anonymous pages: page-aligned, zero, committed by the kernel on first touch. A pool of ten million
-// blocks is therefore built in microseconds, and only blocks that were ever used take memory.
+// Anonymous pages: page-aligned, zero, committed by the kernel on first touch. A pool of ten
+// million blocks is therefore built in microseconds, and only blocks that were ever used take
+// memory.
 template <class T>
 class ZeroedArray {
   static_assert(std::is_trivially_copyable_v<T>);

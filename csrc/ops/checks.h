@@ -28,7 +28,8 @@ inline std::string device_of(const Tensor& t) {
   return (t.is_cuda() ? "cuda:" : "device ") + std::to_string(t.get_device_index());
 }
 
-inline void check_dtype(const Tensor& t, const char* name, std::initializer_list<ScalarType> any_of) {
+inline void check_dtype(const Tensor& t, const char* name,
+                        std::initializer_list<ScalarType> any_of) {
   std::string expected;
   for (ScalarType type : any_of) {
     if (t.scalar_type() == type) return;
@@ -43,7 +44,8 @@ inline void check_dim(const Tensor& t, const char* name, int64_t dim, const char
 }
 
 inline void check_contiguous(const Tensor& t, const char* name) {
-  if (!t.is_contiguous()) fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
+  if (!t.is_contiguous())
+    fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
 }
 
 inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t expected,

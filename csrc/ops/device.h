@@ -20,10 +20,10 @@
 
 #ifdef __CUDACC__
 #define KV_DYN_SHARED(T, name) extern __shared__ T name[]
-#define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)        \
-  do {                                                                   \
-    (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__);        \
-    STD_CUDA_KERNEL_LAUNCH_CHECK();                                      \
+#define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  do {                                                            \
+    (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
+    STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
 #define KV_CUDA_CHECK(call) STD_CUDA_CHECK(call)
 // Registers `function` as the CUDA implementation of the op, or as the emulated one.
@@ -91,8 +91,7 @@ int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
 template <class T>
 T fetch(const T* device_pointer, cudaStream_t stream) {
   T value;
-  KV_CUDA_CHECK(
-      cudaMemcpyAsync(&value, device_pointer, sizeof(T), cudaMemcpyDeviceToHost, stream));
+  KV_CUDA_CHECK(cudaMemcpyAsync(&value, device_pointer, sizeof(T), cudaMemcpyDeviceToHost, stream));
   KV_CUDA_CHECK(cudaStreamSynchronize(stream));
   return value;
 }

@@ -14,8 +14,8 @@ __global__ void slot_mapping_kernel(SlotMapping m) {
   m.out[i] = i < m.num_tokens && m(i) ? kNoSlot : m.slot(i);
 }
 
-void slot_mapping_cuda(Tensor block_table, Tensor row_indices, Tensor positions,
-                       int64_t block_size, Tensor out) {
+void slot_mapping_cuda(Tensor block_table, Tensor row_indices, Tensor positions, int64_t block_size,
+                       Tensor out) {
   const SlotMapping m = checked_slot_mapping(block_table, row_indices, positions, block_size, out);
   if (m.num_out == 0) return;
   const OnDevice device(out);

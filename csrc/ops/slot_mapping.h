@@ -88,8 +88,8 @@ inline SlotMapping checked_slot_mapping(const Tensor& block_table, const Tensor&
     fail("row_indices[" + std::to_string(i) + "] is " + std::to_string(row) +
          ": expected -1 (a dummy request) to " + std::to_string(m.num_rows - 1));
   }
-  fail("positions[" + std::to_string(i) + "] is " + std::to_string(position) +
-       ": expected 0 to " + std::to_string(m.num_columns * m.block_size - 1) + ", as a row has " +
+  fail("positions[" + std::to_string(i) + "] is " + std::to_string(position) + ": expected 0 to " +
+       std::to_string(m.num_columns * m.block_size - 1) + ", as a row has " +
        std::to_string(m.num_columns) + " blocks of " + std::to_string(m.block_size));
 }
 

@@ -62,12 +62,12 @@ __global__ void token_io_kernel(TokenIo io) {
 template <int kBytes, Direction direction>
 void launch(const TokenIo& io, const OnDevice& device) {
   using Vector = typename VectorOf<kBytes>::type;
-  const int64_t vectors = std::max(io.k.num_heads * io.k.head_bytes,
-                                   io.v.num_heads * io.v.head_bytes) / kBytes;
+  const int64_t vectors =
+      std::max(io.k.num_heads * io.k.head_bytes, io.v.num_heads * io.v.head_bytes) / kBytes;
   const unsigned threads =
       static_cast<unsigned>(std::min<int64_t>((vectors + 31) / 32 * 32, kMaxThreads));
-  KV_LAUNCH((token_io_kernel<Vector, direction>), dim3(unsigned(io.num_tokens), 2), dim3(threads), 0,
-            device.stream, io);
+  KV_LAUNCH((token_io_kernel<Vector, direction>), dim3(unsigned(io.num_tokens), 2), dim3(threads),
+            0, device.stream, io);
 }
 
 template <Direction direction>

@@ -67,7 +67,9 @@ struct Model {
 
 void run_random(uint64_t seed, int num_blocks, int num_operations) {
   std::mt19937_64 random(seed);
-  const auto below = [&](int64_t n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); };
+  const auto below = [&](int64_t n) {
+    return static_cast<int>(random() % static_cast<uint64_t>(n));
+  };
   BlockPool pool(num_blocks);
   Model model(num_blocks);
   std::vector<BlockId> held;  // once per reference
