@@ -22,21 +22,16 @@ class Status(IntEnum):
     NEVER = 2  # does not fit into the whole pool
 
 
-def _no_ids() -> np.ndarray:
-    return _NO_IDS
-
-
-def _no_pairs() -> np.ndarray:
-    return _NO_PAIRS
-
-
-def _frozen(array: np.ndarray) -> np.ndarray:
+def _empty(*shape: int) -> np.ndarray:
+    array = np.empty(shape, np.int32)
     array.setflags(write=False)
     return array
 
 
-_NO_IDS = _frozen(np.empty(0, np.int32))
-_NO_PAIRS = _frozen(np.empty((0, 2), np.int32))
+# What empty sections of a plan share.
+NO_IDS = _empty(0)
+NO_PAIRS = _empty(0, 2)
+NO_REPLACE = _empty(0, 3)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,17 +49,17 @@ class StepPlan:
     num_computed_tokens: (
         np.ndarray
     )  # int32[b]: where the row's new tokens start (hit length if new)
-    clear_rows: np.ndarray = field(default_factory=_no_ids)  # int32[k]: reset these first
-    append_rows: np.ndarray = field(default_factory=_no_ids)  # int32[r]
+    clear_rows: np.ndarray = field(default_factory=lambda: NO_IDS)  # int32[k]: reset these first
+    append_rows: np.ndarray = field(default_factory=lambda: NO_IDS)  # int32[r]
     append_splits: list[np.ndarray] = field(default_factory=list)  # per group int32[r + 1]
     append_ids: list[np.ndarray] = field(default_factory=list)  # per group int32[splits[-1]]
     replace: list[np.ndarray] = field(
         default_factory=list
     )  # per group int32[m, 3]: row, column, id
-    swap_out: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: device page, host page
-    copy: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: source, destination page
-    zero: np.ndarray = field(default_factory=_no_ids)  # int32[n]: device pages to clear
-    swap_in: np.ndarray = field(default_factory=_no_pairs)  # int32[n, 2]: host page, device page
+    swap_out: np.ndarray = field(default_factory=lambda: NO_PAIRS)  # int32[n, 2]: device page, host page
+    copy: np.ndarray = field(default_factory=lambda: NO_PAIRS)  # int32[n, 2]: source, destination page
+    zero: np.ndarray = field(default_factory=lambda: NO_IDS)  # int32[n]: device pages to clear
+    swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)  # int32[n, 2]: host page, device page
     version: int = PLAN_VERSION
 
 

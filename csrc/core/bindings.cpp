@@ -21,44 +21,111 @@ namespace {
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
 using HashArray = py::array_t<uint8_t, py::array::c_style>;
 
-// An int32 array of any integer sequence: a C-contiguous int32 array as it is, everything else
-// through numpy, with the range checked. TypeError for floats, ValueError for values beyond int32.
-Int32Array int32_array(const py::handle& value, const char* name) {
-  if (py::isinstance<Int32Array>(value)) {
-    auto array = py::reinterpret_borrow<Int32Array>(value);
-    if (array.ndim() == 1) return array;
+// A new int32 array. Straight to numpy's constructor: a step makes several of these, and pybind11's
+// general one costs three times as much.
+Int32Array new_int32(py::ssize_t n) {
+  static const py::dtype dtype = py::dtype::of<int32_t>();
+  const auto& api = py::detail::npy_api::get();
+  Py_intptr_t size = n;
+  dtype.inc_ref();  // the constructor takes a reference
+  PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), 1, &size, nullptr,
+                                              nullptr, 0, nullptr);
+  if (array == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<Int32Array>(array);
+}
+
+Int32Array copy_int32(const std::vector<int32_t>& values) {
+  Int32Array out = new_int32(static_cast<py::ssize_t>(values.size()));
+  std::copy(values.begin(), values.end(), static_cast<int32_t*>(out.mutable_data()));
+  return out;
+}
+
+[[noreturn]] void fail_range(const char* name, py::ssize_t i, const py::handle& value) {
+  throw py::value_error(std::string(name) + "[" + std::to_string(i) + "] is " +
+                        py::cast<std::string>(py::str(value)) + ": expected a 32-bit integer");
+}
+
+bool fits_int32(int64_t v) {
+  return v >= std::numeric_limits<int32_t>::min() && v <= std::numeric_limits<int32_t>::max();
+}
+
+// int32 values of any one-dimensional integer sequence: a C-contiguous int32 array as it is, a list
+// or tuple of ints directly, everything else through numpy with the range checked. TypeError for
+// floats, ValueError for values beyond int32.
+class Int32Input {
+ public:
+  Int32Input(const py::handle& value, const char* name) {
+    if (py::isinstance<Int32Array>(value)) {
+      auto array = py::reinterpret_borrow<Int32Array>(value);
+      if (array.ndim() == 1) {
+        borrow(std::move(array));
+        return;
+      }
+    }
+    if ((PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) && copy_ints(value, name)) return;
+    borrow(convert(value, name));
   }
-  py::array array = py::array::ensure(value);
-  if (!array) {
-    PyErr_Clear();
-    throw py::type_error(std::string(name) + ": expected a one-dimensional array of integers");
+  Int32Input(const Int32Input&) = delete;
+
+  const int32_t* data() const { return data_; }
+  py::ssize_t size() const { return size_; }
+
+ private:
+  void borrow(Int32Array array) {
+    data_ = array.data();
+    size_ = array.size();
+    owner_ = std::move(array);
   }
-  const char kind = array.dtype().kind();
-  if (array.size() > 0 && kind != 'i' && kind != 'u') {
-    throw py::type_error(std::string(name) + " has dtype " +
-                         py::cast<std::string>(py::str(array.dtype())) + ": expected integers");
+
+  // False, for numpy to judge, when something in it is no Python int.
+  bool copy_ints(const py::handle& value, const char* name) {
+    PyObject** items = PySequence_Fast_ITEMS(value.ptr());
+    size_ = PySequence_Fast_GET_SIZE(value.ptr());
+    copy_.resize(static_cast<size_t>(size_));
+    for (py::ssize_t i = 0; i < size_; ++i) {
+      if (!PyLong_CheckExact(items[i])) return false;
+      int overflow = 0;
+      const int64_t v = PyLong_AsLongLongAndOverflow(items[i], &overflow);
+      if (overflow != 0 || !fits_int32(v)) fail_range(name, i, items[i]);
+      copy_[static_cast<size_t>(i)] = static_cast<int32_t>(v);
+    }
+    data_ = copy_.data();
+    return true;
   }
-  if (array.ndim() != 1) {
-    throw py::value_error(std::string(name) + " has " + std::to_string(array.ndim()) +
-                          " dimensions: expected 1");
+
+  static Int32Array convert(const py::handle& value, const char* name) {
+    py::array array = py::array::ensure(value);
+    if (!array) {
+      PyErr_Clear();
+      throw py::type_error(std::string(name) + ": expected a one-dimensional array of integers");
+    }
+    const char kind = array.dtype().kind();
+    if (array.size() > 0 && kind != 'i' && kind != 'u') {
+      throw py::type_error(std::string(name) + " has dtype " +
+                           py::cast<std::string>(py::str(array.dtype())) + ": expected integers");
+    }
+    if (array.ndim() != 1) {
+      throw py::value_error(std::string(name) + " has " + std::to_string(array.ndim()) +
+                            " dimensions: expected 1");
+    }
+    if (array.size() > 0 && array.itemsize() >= 4) check_range(array, name, kind == 'u');
+    return py::array_t < int32_t, py::array::c_style | py::array::forcecast > (array);
   }
-  if (array.size() > 0 && !(kind == 'i' && array.itemsize() <= 4)) {
+
+  static void check_range(const py::array& array, const char* name, bool is_unsigned) {
     using Wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-    const Wide wide(array);
-    const bool wrapped = kind == 'u' && array.itemsize() == 8;
+    const Wide wide(array);  // an unsigned value beyond int64 comes out negative
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
       const int64_t v = wide.data()[i];
-      if (v >= (wrapped ? 0 : std::numeric_limits<int32_t>::min()) &&
-          v <= std::numeric_limits<int32_t>::max()) {
-        continue;
-      }
-      throw py::value_error(std::string(name) + "[" + std::to_string(i) + "] is " +
-                            py::cast<std::string>(py::str(array.attr("item")(i))) +
-                            ": expected a 32-bit integer");
+      if (!fits_int32(v) || (is_unsigned && v < 0)) fail_range(name, i, array.attr("item")(i));
     }
   }
-  return py::array_t < int32_t, py::array::c_style | py::array::forcecast > (array);
-}
+
+  const int32_t* data_ = nullptr;
+  py::ssize_t size_ = 0;
+  py::object owner_;
+  std::vector<int32_t> copy_;
+};
 
 HashArray hash_array(const py::handle& value, const char* name) {
   if (py::isinstance<HashArray>(value)) {
@@ -92,11 +159,6 @@ HashArray copy_hashes(const Hash* hashes, size_t n) {
   HashArray out({n, sizeof(Hash)});
   if (n > 0) std::memcpy(out.mutable_data(), hashes, n * sizeof(Hash));
   return out;
-}
-
-template <class T>
-py::array_t<T> copy_vector(const std::vector<T>& values) {
-  return py::array_t<T>(static_cast<py::ssize_t>(values.size()), values.data());
 }
 
 uint16_t checked_group(int64_t group) {
@@ -147,7 +209,7 @@ void bind_hashing(py::module_& m) {
       .def(
           "append",
           [](TokenChain& self, const py::object& token_ids) {
-            const Int32Array tokens = int32_array(token_ids, "token_ids");
+            const Int32Input tokens(token_ids, "token_ids");
             self.append(tokens.data(), tokens.size());
           },
           py::arg("token_ids"))
@@ -160,7 +222,7 @@ void bind_hashing(py::module_& m) {
              }
              return copy_hashes(self.hashes().data(), self.hashes().size());
            })
-      .def("token_ids", [](const TokenChain& self) { return copy_vector(self.tokens()); })
+      .def("token_ids", [](const TokenChain& self) { return copy_int32(self.tokens()); })
       .def_property_readonly("block_size", &TokenChain::block_size)
       .def_property_readonly("num_tokens", &TokenChain::num_tokens)
       .def_property_readonly("num_full_blocks", &TokenChain::num_full_blocks);
@@ -185,7 +247,7 @@ is not held, a publish of a free or already published block: ValueError.
           "allocate",
           [](BlockPool& self, int64_t n) -> py::object {
             if (n > self.num_free()) return py::none();
-            Int32Array out(std::max<int64_t>(n, 0));
+            Int32Array out = new_int32(std::max<int64_t>(n, 0));
             self.allocate(n, out.mutable_data());
             return std::move(out);
           },
@@ -196,21 +258,21 @@ is not held, a publish of a free or already published block: ValueError.
       .def(
           "retain",
           [](BlockPool& self, const py::object& ids) {
-            const Int32Array array = int32_array(ids, "ids");
+            const Int32Input array(ids, "ids");
             self.retain(array.data(), array.size());
           },
           py::arg("ids"), "One more reference each; a block must be held, or free and cached.")
       .def(
           "release",
           [](BlockPool& self, const py::object& ids) {
-            const Int32Array array = int32_array(ids, "ids");
+            const Int32Input array(ids, "ids");
             self.release(array.data(), array.size());
           },
           py::arg("ids"), "One reference less each, in the order given: the order of eviction.")
       .def(
           "publish",
           [](BlockPool& self, const py::object& ids, const py::object& hashes, int64_t group) {
-            const Int32Array array = int32_array(ids, "ids");
+            const Int32Input array(ids, "ids");
             const HashArray hash = hash_array(hashes, "hashes");
             require_same_length(array.size(), "ids", hash.shape(0), "hashes");
             self.publish(array.data(), as_hashes(hash), array.size(), checked_group(group));
@@ -221,7 +283,7 @@ is not held, a publish of a free or already published block: ValueError.
           "lookup",
           [](const BlockPool& self, const py::object& hashes, int64_t group, bool prefix) {
             const HashArray hash = hash_array(hashes, "hashes");
-            Int32Array out(hash.shape(0));
+            Int32Array out = new_int32(hash.shape(0));
             self.lookup(as_hashes(hash), hash.shape(0), checked_group(group), prefix,
                         out.mutable_data());
             return out;
@@ -232,7 +294,7 @@ is not held, a publish of a free or already published block: ValueError.
       .def(
           "evict",
           [](BlockPool& self, const py::object& ids) {
-            const Int32Array array = int32_array(ids, "ids");
+            const Int32Input array(ids, "ids");
             self.evict(array.data(), array.size());
           },
           py::arg("ids"), "Forgets the hashes of these blocks, held or free.")
@@ -240,8 +302,8 @@ is not held, a publish of a free or already published block: ValueError.
       .def(
           "ref_counts",
           [](const BlockPool& self, const py::object& ids) {
-            const Int32Array array = int32_array(ids, "ids");
-            Int32Array out(array.size());
+            const Int32Input array(ids, "ids");
+            Int32Array out = new_int32(array.size());
             for (py::ssize_t i = 0; i < array.size(); ++i) {
               out.mutable_data()[i] = self.ref_count(array.data()[i]);
             }
@@ -255,7 +317,7 @@ is not held, a publish of a free or already published block: ValueError.
           [](BlockPool& self) {
             const auto evicted = self.drain_evicted();
             HashArray hashes({evicted.size(), sizeof(Hash)});
-            Int32Array groups(static_cast<py::ssize_t>(evicted.size()));
+            Int32Array groups = new_int32(static_cast<py::ssize_t>(evicted.size()));
             for (size_t i = 0; i < evicted.size(); ++i) {
               std::memcpy(hashes.mutable_data(i, 0), evicted[i].hash.bytes, sizeof(Hash));
               groups.mutable_data()[i] = evicted[i].group;
@@ -291,10 +353,11 @@ std::vector<NewRow> new_rows(const py::sequence& requests) {
 }
 
 py::tuple as_tuple(const StepDelta& delta) {
-  return py::make_tuple(copy_vector(delta.rows), copy_vector(delta.status),
-                        copy_vector(delta.num_computed_tokens), copy_vector(delta.clear_rows),
-                        copy_vector(delta.append_rows), copy_vector(delta.append_splits),
-                        copy_vector(delta.append_ids));
+  py::array_t<uint8_t> status(static_cast<py::ssize_t>(delta.status.size()), delta.status.data());
+  return py::make_tuple(copy_int32(delta.rows), std::move(status),
+                        copy_int32(delta.num_computed_tokens), copy_int32(delta.clear_rows),
+                        copy_int32(delta.append_rows), copy_int32(delta.append_splits),
+                        copy_int32(delta.append_ids));
 }
 
 void bind_manager(py::module_& m) {
@@ -308,12 +371,12 @@ void bind_manager(py::module_& m) {
            py::kw_only(), py::arg("block_size"), py::arg("num_blocks"), py::arg("max_model_len"),
            py::arg("enable_caching"), py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"))
       .def("lookup",
-           [](const Manager& self, TokenChain& chain) { return copy_vector(self.lookup(chain)); })
+           [](const Manager& self, TokenChain& chain) { return copy_int32(self.lookup(chain)); })
       .def("step",
            [](Manager& self, const py::object& rows, const py::object& num_tokens,
               const py::sequence& requests, int64_t num_lookahead_tokens) {
-             const Int32Array r = int32_array(rows, "rows");
-             const Int32Array n = int32_array(num_tokens, "num_tokens");
+             const Int32Input r(rows, "rows");
+             const Int32Input n(num_tokens, "num_tokens");
              require_same_length(r.size(), "rows", n.size(), "num_tokens");
              return as_tuple(
                  self.step(r.data(), n.data(), r.size(), new_rows(requests), num_lookahead_tokens));
@@ -321,7 +384,7 @@ void bind_manager(py::module_& m) {
       .def("step_with_computed",
            [](Manager& self, const py::tuple& request, const py::object& computed,
               int64_t num_lookahead_tokens) {
-             const Int32Array ids = int32_array(computed, "computed_blocks");
+             const Int32Input ids(computed, "computed_blocks");
              static const BlockId none = kNullBlock;  // an empty array may have no address
              std::vector<NewRow> rows = new_rows(py::make_tuple(request));
              rows[0].computed = ids.size() == 0 ? &none : ids.data();
@@ -330,7 +393,7 @@ void bind_manager(py::module_& m) {
            })
       .def("free", &Manager::free)
       .def("reset_prefix_cache", &Manager::reset_prefix_cache)
-      .def("blocks", [](const Manager& self, int32_t row) { return copy_vector(self.blocks(row)); })
+      .def("blocks", [](const Manager& self, int32_t row) { return copy_int32(self.blocks(row)); })
       .def("num_computed_tokens", &Manager::num_computed_tokens)
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)

@@ -1,6 +1,7 @@
 #include "core/block_pool.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <string>
 
@@ -26,27 +27,27 @@ std::string named(const char* what, BlockId id) {
 
 }  // namespace
 
-void FreeList::push(Block* blocks, BlockId id) {
-  blocks[id].prev = tail_;
-  blocks[id].next = kNullBlock;
-  (tail_ == kNullBlock ? head_ : blocks[tail_].next) = id;
+void FreeList::push(Link* links, BlockId id) {
+  links[id] = {tail_, kNullBlock};
+  (tail_ == kNullBlock ? head_ : links[tail_].next) = id;
   tail_ = id;
 }
 
-void FreeList::remove(Block* blocks, BlockId id) {
-  const Block& block = blocks[id];
-  (block.prev == kNullBlock ? head_ : blocks[block.prev].next) = block.next;
-  (block.next == kNullBlock ? tail_ : blocks[block.next].prev) = block.prev;
+void FreeList::remove(Link* links, BlockId id) {
+  const Link link = links[id];
+  (link.prev == kNullBlock ? head_ : links[link.prev].next) = link.next;
+  (link.next == kNullBlock ? tail_ : links[link.next].prev) = link.prev;
 }
 
 BlockPool::BlockPool(int64_t num_blocks)
     : num_blocks_(checked_size(num_blocks)),
       blocks_(static_cast<size_t>(num_blocks)),
+      links_(static_cast<size_t>(num_blocks)),
       index_(blocks_.data(), num_blocks),
       num_free_(num_blocks - 1) {}
 
 size_t BlockPool::num_bytes() const {
-  return sizeof(*this) + blocks_.num_bytes() + index_.num_bytes();
+  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + index_.num_bytes();
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
@@ -63,20 +64,24 @@ void BlockPool::forget(BlockId id) {
   --num_cached_;
 }
 
-BlockId BlockPool::take_free() {
-  if (next_fresh_ < num_blocks_) return next_fresh_++;
-  BlockId id = uncached_free_.head();
-  if (id != kNullBlock) {
-    uncached_free_.remove(blocks_.data(), id);
-    return id;
+void BlockPool::take_evicted(int64_t n, BlockId* out) {
+  // The list is walked first: then the blocks, and the index entries that their hashes lead to, are
+  // known far enough ahead to be loaded before they are needed.
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = cached_free_.head();
+    cached_free_.remove(links_.data(), out[i]);
+    __builtin_prefetch(&blocks_[out[i]], 1);
   }
-  id = cached_free_.head();
-  __builtin_prefetch(&blocks_[blocks_[id].next]);
-  cached_free_.remove(blocks_.data(), id);
-  if (record_evictions_) evicted_.push_back({blocks_[id].hash, blocks_[id].group});
-  forget(id);
-  ++num_evicted_;
-  return id;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kPrefetchBlocks < n) {
+      const Block& ahead = blocks_[out[i + kPrefetchBlocks]];
+      index_.prefetch_bucket(ahead.hash, ahead.group);
+    }
+    const Block& block = blocks_[out[i]];
+    if (record_evictions_) evicted_.push_back({block.hash, block.group});
+    forget(out[i]);
+  }
+  num_evicted_ += n;
 }
 
 void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num_free_); }
@@ -84,10 +89,15 @@ void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num
 bool BlockPool::allocate(int64_t n, BlockId* out) {
   if (n < 0) throw std::invalid_argument("n is " + std::to_string(n) + ": expected 0 or more");
   if (n > num_free_) return false;
-  for (int64_t i = 0; i < n; ++i) {
-    out[i] = take_free();
-    blocks_[out[i]].ref_count = 1;
+  int64_t done = std::min<int64_t>(n, num_blocks_ - next_fresh_);
+  std::iota(out, out + done, next_fresh_);
+  next_fresh_ += static_cast<BlockId>(done);
+  for (; done < n && uncached_free_.head() != kNullBlock; ++done) {
+    out[done] = uncached_free_.head();
+    uncached_free_.remove(links_.data(), out[done]);
   }
+  take_evicted(n - done, out + done);
+  for (int64_t i = 0; i < n; ++i) blocks_[out[i]].ref_count = 1;
   num_free_ -= n;
   note_use();
   return true;
@@ -105,7 +115,7 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
     if (i + kPrefetchBlocks < n) __builtin_prefetch(&blocks_[ids[i + kPrefetchBlocks]], 1);
     Block& block = blocks_[ids[i]];
     if (block.ref_count++ == 0) {
-      cached_free_.remove(blocks_.data(), ids[i]);
+      cached_free_.remove(links_.data(), ids[i]);
       --num_free_;
     }
   }
@@ -119,7 +129,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     const BlockId id = ids[i];
     if (id > kNullBlock && id < num_blocks_ && blocks_[id].ref_count > 0) {
       if (--blocks_[id].ref_count == 0) {
-        list_of(blocks_[id]).push(blocks_.data(), id);
+        list_of(blocks_[id]).push(links_.data(), id);
         ++num_free_;
       }
       continue;
@@ -127,7 +137,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     // Backwards, each push is the tail that is removed: the lists come back exactly as they were.
     for (int64_t j = i; j-- > 0;) {
       if (blocks_[ids[j]].ref_count++ > 0) continue;
-      list_of(blocks_[ids[j]]).remove(blocks_.data(), ids[j]);
+      list_of(blocks_[ids[j]]).remove(links_.data(), ids[j]);
       --num_free_;
     }
     at(id, "ids");  // throws where the id is not of this pool
@@ -166,7 +176,7 @@ int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint16_t group, bool pr
   int64_t num_leading = -1;
   for (int64_t i = 0; i < n; ++i) {
     if (i + 2 * kPrefetchBlocks < n) index_.prefetch_bucket(hashes[i + 2 * kPrefetchBlocks], group);
-    if (i + kPrefetchBlocks < n) index_.prefetch_head(hashes[i + kPrefetchBlocks], group);
+    if (i + kPrefetchBlocks < n) index_.prefetch_block(hashes[i + kPrefetchBlocks], group);
     const BlockId id = index_.find(hashes[i], group);
     out[i] = id == kNullBlock ? -1 : id;
     if (id != kNullBlock || num_leading >= 0) continue;
@@ -185,8 +195,8 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
     Block& block = blocks_[ids[i]];
     if (!block.cached) continue;
     if (block.ref_count == 0) {
-      cached_free_.remove(blocks_.data(), ids[i]);
-      uncached_free_.push(blocks_.data(), ids[i]);
+      cached_free_.remove(links_.data(), ids[i]);
+      uncached_free_.push(links_.data(), ids[i]);
     }
     if (record_evictions_) evicted_.push_back({block.hash, block.group});
     forget(ids[i]);
@@ -196,9 +206,9 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
 bool BlockPool::reset() {
   if (num_free_ != num_total()) return false;
   for (BlockId id = cached_free_.head(); id != kNullBlock; id = cached_free_.head()) {
-    cached_free_.remove(blocks_.data(), id);
+    cached_free_.remove(links_.data(), id);
     forget(id);
-    uncached_free_.push(blocks_.data(), id);
+    uncached_free_.push(links_.data(), id);
   }
   return true;
 }
@@ -217,11 +227,11 @@ void BlockPool::check_invariants() const {
   int64_t num_listed = 0;
   for (const FreeList* list : {&uncached_free_, &cached_free_}) {
     BlockId before = kNullBlock;
-    for (BlockId id = list->head(); id != kNullBlock; before = id, id = blocks_[id].next) {
+    for (BlockId id = list->head(); id != kNullBlock; before = id, id = links_[id].next) {
       require(!listed[id], "a block is in a free list twice", id);
       listed[id] = 1;
       ++num_listed;
-      require(blocks_[id].prev == before, "a free list is not linked backwards", id);
+      require(links_[id].prev == before, "a free list is not linked backwards", id);
       require(blocks_[id].ref_count == 0, "a block in a free list is held", id);
       require(blocks_[id].cached == (list == &cached_free_), "a block is in the wrong list", id);
       require(id < next_fresh_, "a fresh block is in a free list", id);

@@ -26,50 +26,75 @@ struct Hash {
   bool operator==(const Hash& other) const { return std::memcmp(bytes, other.bytes, 32) == 0; }
 };
 
-// Everything the pool knows about one block: exactly one cache line.
-struct alignas(64) Block {
+// What the pool knows about one block, besides its place in a free list.
+struct alignas(16) Block {
   Hash hash;               // valid while cached
-  int32_t ref_count;       // > 0: held
-  BlockId prev, next;      // the free list it is in, while free
-  BlockId bucket_next;     // next head of the same bucket of the hash index
   BlockId older, younger;  // ring of blocks published under one (hash, group); see HashIndex
+  int32_t ref_count;       // > 0: held
   uint16_t group;          // cache group the hash belongs to
   bool cached;             // in the hash index
 };
-static_assert(sizeof(Block) == 64, "a block must stay one cache line");
+static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
 
-// First in, first out, linked through Block::prev/next: push at the tail, remove anywhere, O(1).
-// Released blocks enter at the tail, so the head is the least recently released one.
+// Neighbours in a free list. Apart from Block and small, because eviction walks a list from its
+// head, where the next id is known only once the link was read: these stay in the processor's
+// caches.
+struct Link {
+  BlockId prev, next;
+};
+
+// First in, first out: push at the tail, remove anywhere, O(1). Released blocks enter at the tail,
+// so the head is the least recently released one.
 class FreeList {
  public:
   BlockId head() const { return head_; }
-  void push(Block* blocks, BlockId id);
-  void remove(Block* blocks, BlockId id);
+  void push(Link* links, BlockId id);
+  void remove(Link* links, BlockId id);
 
  private:
   BlockId head_ = kNullBlock;
   BlockId tail_ = kNullBlock;
 };
 
-// (hash, group) -> blocks published under it, oldest first. Chained buckets of "heads"; each head
-// is the oldest of a ring of duplicates, so that insertion and removal stay O(1) however many there
-// are.
+// (hash, group) -> blocks published under it, oldest first. A table of buckets, one cache line
+// each, searched without a branch per entry; entries hold 32 bits of the key, so that a search
+// touches a block only where it is almost surely the one. An entry is the oldest of a ring of
+// duplicates: insertion and removal stay O(1) however many there are.
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks);
   BlockId find(const Hash& hash, uint16_t group) const;
   void insert(BlockId id);  // hash and group of the block are set; joins the ring as the youngest
   void erase(BlockId id);
+  // Starts loading what `find` of the same key will read: first the bucket, then, once that has
+  // arrived, the block it names.
   void prefetch_bucket(const Hash& hash, uint16_t group) const;
-  void prefetch_head(const Hash& hash, uint16_t group) const;
-  size_t num_bytes() const { return sizeof(BlockId) << log2_size_; }
+  void prefetch_block(const Hash& hash, uint16_t group) const;
+  size_t num_bytes() const { return buckets_.num_bytes(); }
 
  private:
-  size_t bucket_of(const Hash& hash, uint16_t group) const;
+  static constexpr int kSlots = 7;
+  struct alignas(64) Bucket {
+    uint32_t tags[kSlots];   // 0: the slot is empty
+    uint32_t num_displaced;  // entries whose home is here or before, and that lie further on
+    BlockId ids[kSlots];
+  };
+  struct Place {
+    int64_t bucket;
+    int slot;  // -1: not found
+  };
+  static uint32_t tag_of(const Hash& hash, uint16_t group);
+  static unsigned slots_with(const Bucket& bucket, uint32_t tag);  // bit i: slot i has this tag
+  int64_t home_of(uint32_t tag) const {
+    return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
+  }
+  int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
+  Place place_of(uint32_t tag, const Hash& hash, uint16_t group) const;
+  void add(uint32_t tag, BlockId id);
 
   Block* blocks_;
-  int log2_size_;
-  ZeroedArray<BlockId> buckets_;
+  int64_t num_buckets_;
+  ZeroedArray<Bucket> buckets_;
 };
 
 class BlockPool {
@@ -139,13 +164,14 @@ class BlockPool {
   Block& at(BlockId id, const char* what) {
     return const_cast<Block&>(std::as_const(*this).at(id, what));
   }
-  BlockId take_free();
+  void take_evicted(int64_t n, BlockId* out);
   void forget(BlockId id);  // drops the hash
   FreeList& list_of(const Block& block) { return block.cached ? cached_free_ : uncached_free_; }
   void note_use();
 
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
+  ZeroedArray<Link> links_;
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
   BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list

@@ -2,54 +2,79 @@
 
 namespace kvcache {
 
-namespace {
-
-int log2_ceil(int64_t n) {
-  int bits = 1;
-  while ((int64_t{1} << bits) < n) ++bits;
-  return bits;
-}
-
-}  // namespace
-
 HashIndex::HashIndex(Block* blocks, int64_t num_blocks)
-    : blocks_(blocks), log2_size_(log2_ceil(num_blocks)), buckets_(size_t{1} << log2_size_) {}
+    // Four of seven slots taken when every block is cached: then 5 % of the buckets overflow.
+    : blocks_(blocks),
+      num_buckets_((num_blocks + 3) / 4),
+      buckets_(static_cast<size_t>(num_buckets_)) {}
 
-size_t HashIndex::bucket_of(const Hash& hash, uint16_t group) const {
+uint32_t HashIndex::tag_of(const Hash& hash, uint16_t group) {
   uint64_t word;
   std::memcpy(&word, hash.bytes, sizeof(word));
   // Hashes are uniform already; the multiplication also spreads ones that a caller made up.
   word = (word ^ (uint64_t{group} << 48)) * 0x9E3779B97F4A7C15ull;
-  return static_cast<size_t>(word >> (64 - log2_size_));
+  return static_cast<uint32_t>(word >> 32) | 1u;  // never that of an empty slot
+}
+
+unsigned HashIndex::slots_with(const Bucket& bucket, uint32_t tag) {
+  unsigned slots = 0;
+  for (int i = 0; i < kSlots; ++i) slots |= static_cast<unsigned>(bucket.tags[i] == tag) << i;
+  return slots;
+}
+
+HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint16_t group) const {
+  for (int64_t b = home_of(tag);; b = after(b)) {
+    const Bucket& bucket = buckets_[b];
+    for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
+      const int slot = __builtin_ctz(slots);
+      const Block& block = blocks_[bucket.ids[slot]];
+      if (block.group == group && block.hash == hash) return {b, slot};
+    }
+    if (bucket.num_displaced == 0) return {b, -1};
+  }
 }
 
 BlockId HashIndex::find(const Hash& hash, uint16_t group) const {
-  BlockId id = buckets_[bucket_of(hash, group)];
-  while (id != kNullBlock && !(blocks_[id].group == group && blocks_[id].hash == hash)) {
-    id = blocks_[id].bucket_next;
-  }
-  return id;
+  const Place place = place_of(tag_of(hash, group), hash, group);
+  return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
 }
 
 void HashIndex::prefetch_bucket(const Hash& hash, uint16_t group) const {
-  __builtin_prefetch(&buckets_[bucket_of(hash, group)]);
+  __builtin_prefetch(&buckets_[home_of(tag_of(hash, group))], 1);
 }
 
-void HashIndex::prefetch_head(const Hash& hash, uint16_t group) const {
-  __builtin_prefetch(&blocks_[buckets_[bucket_of(hash, group)]]);
+void HashIndex::prefetch_block(const Hash& hash, uint16_t group) const {
+  const uint32_t tag = tag_of(hash, group);
+  const Bucket& bucket = buckets_[home_of(tag)];
+  const unsigned slots = slots_with(bucket, tag);
+  if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
+}
+
+void HashIndex::add(uint32_t tag, BlockId id) {
+  for (int64_t b = home_of(tag);; b = after(b)) {
+    Bucket& bucket = buckets_[b];
+    const unsigned empty = slots_with(bucket, 0);
+    if (empty != 0) {
+      const int slot = __builtin_ctz(empty);
+      bucket.tags[slot] = tag;
+      bucket.ids[slot] = id;
+      return;
+    }
+    ++bucket.num_displaced;
+  }
 }
 
 void HashIndex::insert(BlockId id) {
   Block& block = blocks_[id];
-  const BlockId oldest = find(block.hash, block.group);
-  if (oldest == kNullBlock) {
-    BlockId& bucket = buckets_[bucket_of(block.hash, block.group)];
-    block.bucket_next = bucket;
+  const uint32_t tag = tag_of(block.hash, block.group);
+  const Place place = place_of(tag, block.hash, block.group);
+  if (place.slot < 0) {
     block.older = block.younger = id;
-    bucket = id;
+    add(tag, id);
     return;
   }
   // The ring is circular: what is "older" than the oldest is the youngest, where `id` goes in.
+  const BlockId oldest = buckets_[place.bucket].ids[place.slot];
   const BlockId youngest = blocks_[oldest].older;
   block.older = youngest;
   block.younger = oldest;
@@ -58,22 +83,30 @@ void HashIndex::insert(BlockId id) {
 }
 
 void HashIndex::erase(BlockId id) {
-  Block& block = blocks_[id];
-  const BlockId next_oldest = block.younger == id ? kNullBlock : block.younger;
-  blocks_[block.older].younger = block.younger;
-  blocks_[block.younger].older = block.older;
-
-  // Only the oldest of a ring stands in the bucket's chain; where `id` is not found, it was not it.
-  for (BlockId* link = &buckets_[bucket_of(block.hash, block.group)]; *link != kNullBlock;
-       link = &blocks_[*link].bucket_next) {
-    if (*link != id) continue;
-    if (next_oldest == kNullBlock) {
-      *link = block.bucket_next;
-    } else {
-      blocks_[next_oldest].bucket_next = block.bucket_next;
-      *link = next_oldest;
+  const Block& block = blocks_[id];
+  const uint32_t tag = tag_of(block.hash, block.group);
+  const bool alone = block.younger == id;
+  if (!alone) {
+    blocks_[block.older].younger = block.younger;
+    blocks_[block.younger].older = block.older;
+  }
+  const int64_t home = home_of(tag);
+  for (int64_t b = home;; b = after(b)) {
+    Bucket& bucket = buckets_[b];
+    for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
+      const int slot = __builtin_ctz(slots);
+      if (bucket.ids[slot] != id) continue;
+      if (!alone) {
+        bucket.ids[slot] = block.younger;  // the next oldest takes the entry over
+        return;
+      }
+      bucket.tags[slot] = 0;
+      for (int64_t passed = home; passed != b; passed = after(passed)) {
+        --buckets_[passed].num_displaced;
+      }
+      return;
     }
-    return;
+    if (bucket.num_displaced == 0) return;  // not the oldest of its ring: it has no entry
   }
 }
 

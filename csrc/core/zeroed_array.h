@@ -23,7 +23,7 @@ class ZeroedArray {
     data_ = static_cast<T*>(p);
 #ifdef MADV_HUGEPAGE
     // Random access over many megabytes is bound by TLB misses; a refusal only costs speed.
-    if (num_bytes_ >= (size_t{8} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
+    if (num_bytes_ >= (size_t{4} << 20)) (void)madvise(p, num_bytes_, MADV_HUGEPAGE);
 #endif
   }
   ~ZeroedArray() { munmap(data_, num_bytes_); }

@@ -10,10 +10,8 @@ import numpy as np
 from kvcache._native import core
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.request import Request
-from kvcache.plan import Status, StepPlan
+from kvcache.plan import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan
 
-_NONE = np.empty(0, np.int32)
-_NO_REPLACE = np.empty((0, 3), np.int32)
 _SERVED = int(Status.SERVED)
 
 
@@ -156,7 +154,7 @@ class KVCacheManager:
         At most `num_tokens - 1` tokens: the last one must run.
         """
         if not request.read_cache:
-            return _NONE, 0
+            return NO_IDS, 0
         ids = self._native.lookup(self._chain(request))
         return ids, len(ids) * self.block_size
 
@@ -164,7 +162,7 @@ class KVCacheManager:
         self,
         request: Request,
         num_tokens: int,
-        computed_blocks: np.ndarray | Sequence[int] = _NONE,
+        computed_blocks: np.ndarray | Sequence[int] = NO_IDS,
         num_lookahead_tokens: int = 0,
     ) -> np.ndarray | None:
         """Admits a request with these computed blocks and slots for `num_tokens` tokens behind them.
@@ -224,7 +222,11 @@ class KVCacheManager:
             append_rows,
             [append_splits],
             [append_ids],
-            [_NO_REPLACE],
+            [NO_REPLACE],
+            NO_PAIRS,
+            NO_PAIRS,
+            NO_IDS,
+            NO_PAIRS,
         )
         self._num_steps += 1
         return plan

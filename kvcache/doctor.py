@@ -1,0 +1,127 @@
+"""What `kvcache doctor` looks at: versions, native libraries and how they came, tools to build with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(rows: list[tuple[str, str, bool]]) -> Table:
+    """The rows of `diagnosis` as rich shows them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title="kvcache doctor")
+    shown.add_column("what", style="cyan", no_wrap=True)
+    shown.add_column("found", overflow="fold")
+    for name, found, ok in rows:
+        shown.add_row(name, Text(found, style="" if ok else "red"))
+    return shown
+
+
+def diagnosis() -> list[tuple[str, str, bool]]:
+    """(what, what was found, whether the library works with that)."""
+    import kvcache
+
+    rows = [
+        ("kvcache", kvcache.__version__, True),
+        ("python", f"{sys.version.split()[0]}, {sys.executable}", True),
+        _asked("numpy", _numpy, needed=True),
+        _asked("torch", _torch, needed=True),
+        _asked("_core", lambda: _native("_core"), needed=True),
+        _asked("libcrypto", _libcrypto),
+        _asked("CPU ops", lambda: _native("libkvcache_cpu"), needed=True),
+        _asked("CUDA ops", lambda: _native("libkvcache_cuda")),
+    ]
+    tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
+    extras = (("rich", _rich), ("matplotlib", _matplotlib))
+    return [*rows, *(_asked(name, ask) for name, ask in (*tools, *extras))]
+
+
+def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str, str, bool]:
+    try:
+        return name, ask(), True
+    except Exception as error:  # whatever is broken: that is what a doctor is asked for
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return name, f"missing: {lines[0]}", not needed
+
+
+def _numpy() -> str:
+    import numpy
+
+    return numpy.__version__
+
+
+def _torch() -> str:
+    import torch
+
+    if not torch.version.cuda:
+        return f"{torch.__version__}, without CUDA"
+    devices = f"{torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no device"
+    return f"{torch.__version__}, CUDA {torch.version.cuda}, {devices}"
+
+
+def _native(library: str) -> str:
+    from kvcache import _native
+
+    if library == "libkvcache_cuda":
+        import torch
+
+        if not torch.version.cuda:
+            return "not needed: torch is without CUDA"
+    if library != "_core":
+        _native.load_ops()
+    return _native.describe()[library]
+
+
+def _libcrypto() -> str:
+    from kvcache._native import core
+
+    return core.libcrypto_name() or "none: hashlib instead, slower"
+
+
+def _compiler() -> str:
+    from kvcache import _build
+
+    return _build.cxx()
+
+
+def _ninja() -> str:
+    from shutil import which
+
+    beside = Path(sys.executable).with_name("ninja")  # of a virtual environment not activated
+    found = which("ninja") or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise LookupError("pip install ninja; only builds at run time want it")
+    return found
+
+
+def _nvcc() -> str:
+    from kvcache import _build
+
+    home = _build.cuda_home()
+    if home is None:
+        raise LookupError("only CUDA builds want it")
+    return str(home / "bin" / "nvcc")
+
+
+def _rich() -> str:
+    return _version("rich")
+
+
+def _matplotlib() -> str:
+    return _version("matplotlib")
+
+
+def _version(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        raise LookupError("pip install 'kvcache[cli]'") from None
