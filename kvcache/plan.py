@@ -56,10 +56,16 @@ class StepPlan:
     replace: list[np.ndarray] = field(
         default_factory=list
     )  # per group int32[m, 3]: row, column, id
-    swap_out: np.ndarray = field(default_factory=lambda: NO_PAIRS)  # int32[n, 2]: device page, host page
-    copy: np.ndarray = field(default_factory=lambda: NO_PAIRS)  # int32[n, 2]: source, destination page
+    swap_out: np.ndarray = field(
+        default_factory=lambda: NO_PAIRS
+    )  # int32[n, 2]: device page, host page
+    copy: np.ndarray = field(
+        default_factory=lambda: NO_PAIRS
+    )  # int32[n, 2]: source, destination page
     zero: np.ndarray = field(default_factory=lambda: NO_IDS)  # int32[n]: device pages to clear
-    swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)  # int32[n, 2]: host page, device page
+    swap_in: np.ndarray = field(
+        default_factory=lambda: NO_PAIRS
+    )  # int32[n, 2]: host page, device page
     version: int = PLAN_VERSION
 
 

@@ -200,12 +200,15 @@ void bind_hashing(py::module_& m) {
   py::class_<TokenChain, std::shared_ptr<TokenChain>>(
       m, "TokenChain", "Tokens of one request and the hashes of its full blocks.")
       .def(py::init([](int64_t block_size, const std::string& parent,
-                       std::vector<std::string> block_extras, std::string later_extra) {
+                       std::vector<std::string> block_extras, std::string later_extra,
+                       bool read_cache, bool write_cache) {
              return std::make_shared<TokenChain>(block_size, hash_of(parent, "parent"),
-                                                 std::move(block_extras), std::move(later_extra));
+                                                 std::move(block_extras), std::move(later_extra),
+                                                 read_cache, write_cache);
            }),
            py::arg("block_size"), py::arg("parent"),
-           py::arg("block_extras") = std::vector<std::string>{}, py::arg("later_extra") = "")
+           py::arg("block_extras") = std::vector<std::string>{}, py::arg("later_extra") = "",
+           py::arg("read_cache") = true, py::arg("write_cache") = true)
       .def(
           "append",
           [](TokenChain& self, const py::object& token_ids) {
@@ -336,18 +339,13 @@ is not held, a publish of a free or already published block: ValueError.
                              "Bytes of the pool itself when every block was used once.");
 }
 
-// (chain, num_tokens, read_cache, write_cache)
-std::vector<NewRow> new_rows(const py::sequence& requests) {
-  std::vector<NewRow> out;
-  out.reserve(requests.size());
-  for (const py::handle& item : requests) {
-    const auto fields = py::cast<py::tuple>(item);
-    NewRow row;
-    row.chain = py::cast<std::shared_ptr<TokenChain>>(fields[0]);
-    row.num_tokens = py::cast<int64_t>(fields[1]);
-    row.read_cache = py::cast<bool>(fields[2]);
-    row.write_cache = py::cast<bool>(fields[3]);
-    out.push_back(std::move(row));
+std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens) {
+  require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
+                      "new_num_tokens");
+  std::vector<NewRow> out(chains.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
+    out[i].num_tokens = num_tokens.data()[i];
   }
   return out;
 }
@@ -374,22 +372,24 @@ void bind_manager(py::module_& m) {
            [](const Manager& self, TokenChain& chain) { return copy_int32(self.lookup(chain)); })
       .def("step",
            [](Manager& self, const py::object& rows, const py::object& num_tokens,
-              const py::sequence& requests, int64_t num_lookahead_tokens) {
+              const py::list& new_chains, const py::object& new_num_tokens,
+              int64_t num_lookahead_tokens) {
              const Int32Input r(rows, "rows");
              const Int32Input n(num_tokens, "num_tokens");
+             const Int32Input limits(new_num_tokens, "new_num_tokens");
              require_same_length(r.size(), "rows", n.size(), "num_tokens");
-             return as_tuple(
-                 self.step(r.data(), n.data(), r.size(), new_rows(requests), num_lookahead_tokens));
+             return as_tuple(self.step(r.data(), n.data(), r.size(), new_rows(new_chains, limits),
+                                       num_lookahead_tokens));
            })
       .def("step_with_computed",
-           [](Manager& self, const py::tuple& request, const py::object& computed,
-              int64_t num_lookahead_tokens) {
+           [](Manager& self, std::shared_ptr<TokenChain> chain, int64_t num_tokens,
+              const py::object& computed, int64_t num_lookahead_tokens) {
              const Int32Input ids(computed, "computed_blocks");
              static const BlockId none = kNullBlock;  // an empty array may have no address
-             std::vector<NewRow> rows = new_rows(py::make_tuple(request));
-             rows[0].computed = ids.size() == 0 ? &none : ids.data();
-             rows[0].num_computed_blocks = ids.size();
-             return as_tuple(self.step(nullptr, nullptr, 0, rows, num_lookahead_tokens));
+             NewRow request{std::move(chain), num_tokens};
+             request.computed = ids.size() == 0 ? &none : ids.data();
+             request.num_computed_blocks = ids.size();
+             return as_tuple(self.step(nullptr, nullptr, 0, {request}, num_lookahead_tokens));
            })
       .def("free", &Manager::free)
       .def("reset_prefix_cache", &Manager::reset_prefix_cache)

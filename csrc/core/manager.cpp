@@ -167,7 +167,7 @@ void Manager::serve_new(const NewRow& request, int64_t num_lookahead, StepDelta*
   std::vector<BlockId> hits;
   if (request.computed != nullptr) {
     hits.assign(request.computed, request.computed + request.num_computed_blocks);
-  } else if (request.read_cache) {
+  } else if (request.chain->read_cache()) {
     hits = lookup(*request.chain);
   }
   const int64_t num_hit = static_cast<int64_t>(hits.size());
@@ -198,16 +198,15 @@ void Manager::serve_new(const NewRow& request, int64_t num_lookahead, StepDelta*
   r.blocks = std::move(hits);
   r.num_computed = after;
   r.num_published = num_hit;
-  r.write_cache = request.write_cache;
   append_blocks(row, num_hit, want.num_new, delta);
-  if (!request.read_cache) return;
+  if (!request.chain->read_cache()) return;
   stats_.num_requests += 1;
   stats_.query_tokens += known;
   stats_.hit_tokens += computed;
 }
 
 void Manager::publish(Row& row) {
-  if (!options_.enable_caching || !row.write_cache) return;
+  if (!options_.enable_caching || !row.chain->write_cache()) return;
   // Full of real tokens: neither lookahead slots nor tokens that are not known yet count.
   const int64_t num_full =
       std::min(row.num_computed, row.chain->num_tokens()) / options_.block_size;

@@ -30,8 +30,6 @@ struct ManagerOptions {
 struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
-  bool read_cache = true;
-  bool write_cache = true;
   // Blocks the caller looked up before (allocate_slots); otherwise the step looks up itself.
   const BlockId* computed = nullptr;
   int64_t num_computed_blocks = -1;
@@ -89,8 +87,7 @@ class Manager {
     std::vector<BlockId> blocks;
     int64_t num_computed = 0;   // tokens with a slot and, once the plans ran, with KV in it
     int64_t num_published = 0;  // leading blocks that are in the index
-    bool write_cache = true;
-    int64_t last_step = -1;  // to notice a row that a step names twice
+    int64_t last_step = -1;     // to notice a row that a step names twice
   };
   struct Need {
     Status status;

@@ -7,11 +7,14 @@
 namespace kvcache {
 
 TokenChain::TokenChain(int64_t block_size, const Hash& parent,
-                       std::vector<std::string> block_extras, std::string later_extra)
+                       std::vector<std::string> block_extras, std::string later_extra,
+                       bool read_cache, bool write_cache)
     : block_size_(block_size),
       parent_(parent),
       block_extras_(std::move(block_extras)),
-      later_extra_(std::move(later_extra)) {
+      later_extra_(std::move(later_extra)),
+      read_cache_(read_cache),
+      write_cache_(write_cache) {
   if (block_size < 1) {
     throw std::invalid_argument("block_size is " + std::to_string(block_size) +
                                 ": expected 1 or more");

@@ -13,6 +13,7 @@ from kvcache.allocator.request import Request
 from kvcache.plan import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan
 
 _SERVED = int(Status.SERVED)
+_ALL = 2**31 - 1  # tokens: as many as the request has
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class KVCacheManager:
         self.block_size = block_size
         self.max_model_len = max_model_len
         self.enable_caching = enable_caching
-        self._parent = core.hash_seed(hash_seed)
+        self._chain_key = (block_size, core.hash_seed(hash_seed))
         self._rows: dict[str, int] = {}
         self._num_steps = 0
 
@@ -129,23 +130,14 @@ class KVCacheManager:
         Raises ValueError, with nothing changed, on an unknown row, a row or request named twice, no
         tokens, or tokens beyond `max_model_len`.
         """
-        if new_num_tokens is not None and len(new_num_tokens) != len(new):
-            raise ValueError(
-                f"new has {len(new)} requests, new_num_tokens {len(new_num_tokens)}: "
-                "expected as many"
-            )
-        entries = []
-        for i, request in enumerate(new):
-            asked = request.num_tokens if new_num_tokens is None else int(new_num_tokens[i])
-            entries.append(self._entry(request, asked))
+        chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
             raise ValueError("new names a request twice")
-        delta = self._native.step(rows, num_tokens, entries, num_lookahead_tokens)
-        plan = self._plan(delta)
-        if new:
-            first = len(plan.rows) - len(new)
-            admitted = zip(new, plan.rows[first:].tolist())
-            self._rows.update((r.request_id, row) for r, row in admitted if row >= 0)
+        limits = [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens
+        plan = self._plan(self._native.step(rows, num_tokens, chains, limits, num_lookahead_tokens))
+        for request, row in zip(reversed(new), reversed(plan.rows.tolist())):
+            if row >= 0:
+                self._rows[request.request_id] = row
         return plan
 
     def get_computed_blocks(self, request: Request) -> tuple[np.ndarray, int]:
@@ -171,7 +163,7 @@ class KVCacheManager:
         with nothing changed. Computed blocks that are free do not count as free.
         """
         delta = self._native.step_with_computed(
-            self._entry(request, num_tokens), computed_blocks, num_lookahead_tokens
+            self._new_chain(request), num_tokens, computed_blocks, num_lookahead_tokens
         )
         rows, status, computed, _, _, _, ids = delta
         if status[0] != _SERVED:
@@ -183,7 +175,7 @@ class KVCacheManager:
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
     ) -> np.ndarray | None:
         """Slots for `num_tokens` more tokens: new blocks, empty when none is needed, None when full."""
-        delta = self._native.step([self.row(request)], [num_tokens], (), num_lookahead_tokens)
+        delta = self._native.step([self.row(request)], [num_tokens], [], (), num_lookahead_tokens)
         return delta[6] if delta[1][0] == _SERVED else None
 
     def free(self, request: Request) -> None:
@@ -204,12 +196,12 @@ class KVCacheManager:
         self._native.check_invariants()
 
     def _chain(self, request: Request) -> core.TokenChain:
-        return request.chain(self.block_size, self._parent)
+        return request.chain(self._chain_key)
 
-    def _entry(self, request: Request, num_tokens: int) -> tuple:
+    def _new_chain(self, request: Request) -> core.TokenChain:
         if request.request_id in self._rows:
             raise ValueError(f"request {request.request_id!r} is admitted already")
-        return self._chain(request), num_tokens, request.read_cache, request.write_cache
+        return request.chain(self._chain_key)
 
     def _plan(self, delta: tuple) -> StepPlan:
         rows, status, computed, clear_rows, append_rows, append_splits, append_ids = delta

@@ -87,10 +87,11 @@ class Request:
         else:
             self._chain.append(token_ids)
 
-    def chain(self, block_size: int, parent: bytes) -> core.TokenChain:
-        """The native tokens and hashes for blocks of `block_size` after `parent`; made once."""
-        if self._chain_key == (block_size, parent):
+    def chain(self, key: tuple[int, bytes]) -> core.TokenChain:
+        """The native tokens and hashes for `key`, (block size, first parent hash); made once."""
+        if self._chain_key == key:
             return self._chain
+        block_size, parent = key
         tokens = self.token_ids
         extras: list[bytes] = []
         # Blocks behind the prompt's last one carry what every block carries: the adapter alone.
@@ -99,8 +100,10 @@ class Request:
             num_blocks = -(-len(tokens) // block_size)
             for keys in request_extra_keys(self, block_size, 0, num_blocks):
                 extras.append(encode_extra_keys(keys))
-        chain = core.TokenChain(block_size, parent, extras, later)
+        chain = core.TokenChain(
+            block_size, parent, extras, later, self.read_cache, self.write_cache
+        )
         chain.append(tokens)
-        self._chain, self._chain_key = chain, (block_size, parent)
+        self._chain, self._chain_key = chain, key
         self._token_ids = None
         return chain
