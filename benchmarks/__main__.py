@@ -1,0 +1,73 @@
+"""`python -m benchmarks`: CPU measurements, each beside its peer, in one table."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import control_plane
+from benchmarks.measure import Result
+
+SUITES = {"control": control_plane.all_results}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--only", choices=SUITES, help="one suite (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there as well")
+    args = parser.parse_args()
+    results = []
+    print(f"{'':58}{'ours':>12}{'peer':>12}{'ratio':>8}{'bar':>9}{'goal':>8}")
+    for suite in [args.only] if args.only else SUITES:
+        for result in SUITES[suite]():
+            results.append(result)
+            print("\n".join(lines_of(result)), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps(report(results), indent=1) + "\n")
+    return 0
+
+
+def lines_of(r: Result) -> Iterator[str]:
+    def cell(value: float | None, width: int) -> str:
+        return f"{'-' if value is None else f'{value:.3g}':>{width}}"
+
+    mark = {True: "", False: "  MISSED", None: ""}[r.reaches_bar]
+    ratio = "-" if r.ratio is None else f"{r.ratio:.1f}x"
+    yield (
+        f"{r.name[:57]:58}{cell(r.ours, 12)}{cell(r.peer, 12)}{ratio:>8}"
+        f"{cell(r.bar, 9)}{cell(r.goal, 8)}  {r.unit}{mark}"
+        + (f"  (peer: {r.peer_name})" if r.peer_name else "")
+    )
+
+
+def report(results: list[Result]) -> dict:
+    """The results with what they were measured on."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
+    ).stdout.strip()
+    return {
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
+        "python": platform.python_version(),
+        "commit": commit,
+        "results": [{**asdict(r), "ratio": r.ratio} for r in results],
+    }
+
+
+def processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

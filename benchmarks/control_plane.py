@@ -1,0 +1,113 @@
+"""Hashing, the pool, and the replay of the conversation trace."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from time import perf_counter
+
+import numpy as np
+
+from benchmarks import peers
+from benchmarks.measure import Result, median_times
+from kvcache import BlockPool, KVCacheManager, Request, hash_blocks
+
+TRACE = Path(__file__).resolve().parents[2] / "shared" / "traces" / "mooncake_conversation.jsonl"
+
+
+def hashing() -> Iterator[Result]:
+    """One prompt of 131,072 tokens, blocks of 16."""
+    tokens = np.random.default_rng(0).integers(0, 152_000, 131_072).astype(np.int32)
+    as_list, num_blocks = tokens.tolist(), len(tokens) // 16
+    raw = tokens.tobytes()
+
+    def slices() -> None:
+        parent = bytes(32)
+        for i in range(0, len(raw), 64):
+            parent = hashlib.sha256(parent + raw[i : i + 64]).digest()
+
+    assert bytes(hash_blocks(tokens, 16)[-1]) == peers.hash_blocks(as_list, 16)[-1]
+    ours, cbor, plain = median_times(
+        lambda: hash_blocks(tokens, 16), lambda: peers.hash_blocks(as_list, 16), slices
+    )
+    to_ns = 1e9 / num_blocks
+    name = "block hash, 16 tokens, SHA-256 over canonical CBOR"
+    yield Result(name, "ns/block", ours * to_ns, cbor * to_ns, "cbor2 + hashlib", 300, 130)
+    yield Result(
+        "  the same", "ns/block", ours * to_ns, plain * to_ns, "hashlib alone, raw bytes", 300, 130
+    )
+
+
+def pool() -> Iterator[Result]:
+    """A pool of a million blocks, and one of ten million."""
+    ours, peer = median_times(
+        lambda: BlockPool(1_000_001), lambda: peers.PrefixCache(1_000_001), rounds=3
+    )
+    yield Result("pool of 1 million blocks, construct", "s", ours, peer, "Python lists", 0.2, 0.05)
+    (ten,) = median_times(lambda: BlockPool(10_000_001), rounds=3)
+    yield Result("pool of 10 million blocks, construct", "s", ten, bar=2.0)
+    size = BlockPool(1_000_001).num_bytes / 1_000_001
+    yield Result("native pool", "bytes/block", size, bar=100, goal=64)
+
+
+def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
+    """Lookup, allocate and free per request of the trace; hashes given, 10,000 x 512 tokens."""
+    from kvcache.replay import read_mooncake
+
+    num_blocks = 10_000 * (512 // block_size) + 1
+    items = list(itertools.islice(read_mooncake(TRACE), num_requests))
+    times: dict[str, list[float]] = {"ours": [], "peer": [], "hash": []}
+    for _ in range(rounds):
+        requests = [Request(str(item.index), item.token_ids) for item in items]
+        manager = KVCacheManager(block_size, num_blocks, 2**31 - 1, num_preallocate_tokens=0)
+        start = perf_counter()
+        hashes = [manager.block_hashes(request) for request in requests]
+        times["hash"].append(perf_counter() - start)
+        times["ours"].append(_replay_ours(manager, requests))
+        as_bytes = [[row.tobytes() for row in each] for each in hashes]
+        lengths = [item.num_tokens for item in items]
+        seconds, num_hits = _replay_peer(as_bytes, lengths, block_size, num_blocks)
+        times["peer"].append(seconds)
+        # Both caches answer the same, or the comparison is of nothing.
+        assert num_hits == manager.stats.hit_tokens // block_size, (num_hits, manager.stats)
+    us = {name: statistics.median(taken) / len(items) * 1e6 for name, taken in times.items()}
+    blocks = round(sum(item.num_tokens for item in items) / len(items) / block_size)
+    name = f"trace replay, {block_size}-token blocks ({blocks} per request)"
+    bar, goal = {512: (6, 2), 16: (60, 20)}[block_size]
+    yield Result(name, "us/request", us["ours"], us["peer"], "Python dictionaries", bar, goal)
+    if block_size == 16:
+        yield Result("  hashing its prompts", "us/request", us["hash"], bar=200, goal=100)
+
+
+def _replay_ours(manager: KVCacheManager, requests: list[Request]) -> float:
+    start = perf_counter()
+    for request in requests:
+        manager.step(new=[request])
+        manager.free(request)
+    return perf_counter() - start
+
+
+def _replay_peer(
+    hashes: list[list[bytes]], lengths: list[int], block_size: int, num_blocks: int
+) -> tuple[float, int]:
+    cache, num_hits = peers.PrefixCache(num_blocks), 0
+    start = perf_counter()
+    for each, length in zip(hashes, lengths, strict=True):
+        hits = cache.lookup(each[: (length - 1) // block_size])
+        table = cache.allocate(hits, each, -(-length // block_size))
+        cache.free(table)
+        num_hits += len(hits)
+    return perf_counter() - start, num_hits
+
+
+def all_results() -> Iterator[Result]:
+    yield from hashing()
+    yield from pool()
+    if not TRACE.exists():
+        print("trace replay: SKIPPED, no ../shared/traces beside the project")
+        return
+    yield from replay(512, 12_031, rounds=5)
+    yield from replay(16, 1_500, rounds=3)

@@ -1,0 +1,58 @@
+"""Medians on a shared machine: what is compared is measured in turns, in one process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Result:
+    """One line of the report. `bar` and `goal` are what PEER_FIGURES asks for, in `unit`."""
+
+    name: str
+    unit: str
+    ours: float
+    peer: float | None = None
+    peer_name: str = ""
+    bar: float | None = None
+    goal: float | None = None
+    higher_is_better: bool = False
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better than the peer."""
+        if self.peer is None or not self.ours or not self.peer:
+            return None
+        return self.ours / self.peer if self.higher_is_better else self.peer / self.ours
+
+    @property
+    def reaches_bar(self) -> bool | None:
+        if self.bar is None:
+            return None
+        return self.ours >= self.bar if self.higher_is_better else self.ours <= self.bar
+
+
+def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
+    """Median seconds per call of each function, measured in turns so that noise meets all alike."""
+    times: list[list[float]] = [[] for _ in functions]
+    for function in functions:
+        function()  # warm caches, allocator and branch predictor
+    for _ in range(rounds):
+        for function, taken in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[], None]:
+    """`function` called `calls` times, as one thing to measure."""
+
+    def repeated() -> None:
+        for _ in range(calls):
+            function()
+
+    return repeated

@@ -1,0 +1,69 @@
+"""The plain forms that serving engines use, to measure against: one Python step per block."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+
+import cbor2
+
+
+def hash_blocks(token_ids: list[int], block_size: int, seed: str = "vllm-none-hash") -> list[bytes]:
+    """SHA-256 over canonical CBOR by libraries, block by block."""
+    parent = hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
+    hashes = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        content = [parent, token_ids[start : start + block_size], None]
+        parent = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+        hashes.append(parent)
+    return hashes
+
+
+class PrefixCache:
+    """Dictionary of hashes, ordered dictionary of free blocks, reference counts: per-block loops."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.refs = [0] * num_blocks
+        self.hash_of: list[bytes | None] = [None] * num_blocks
+        self.block_of: dict[bytes, int] = {}
+        self.free_blocks: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    def lookup(self, hashes: list[bytes]) -> list[int]:
+        hits = []
+        for block_hash in hashes:
+            block = self.block_of.get(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def allocate(self, hits: list[int], hashes: list[bytes], num_blocks: int) -> list[int] | None:
+        num_new = num_blocks - len(hits)
+        if num_new > len(self.free_blocks) - sum(self.refs[block] == 0 for block in hits):
+            return None
+        for block in hits:
+            if self.refs[block] == 0:
+                del self.free_blocks[block]
+            self.refs[block] += 1
+        new = []
+        for _ in range(num_new):
+            block, _ = self.free_blocks.popitem(last=False)
+            if self.hash_of[block] is not None:
+                del self.block_of[self.hash_of[block]]
+                self.hash_of[block] = None
+            self.refs[block] = 1
+            new.append(block)
+        table = hits + new
+        for i in range(len(hits), len(hashes)):
+            if hashes[i] not in self.block_of:
+                self.block_of[hashes[i]] = table[i]
+                self.hash_of[table[i]] = hashes[i]
+        return table
+
+    def free(self, table: list[int]) -> None:
+        for block in reversed(table):
+            self.refs[block] -= 1
+            if self.refs[block] == 0:
+                self.free_blocks[block] = None
+                if self.hash_of[block] is None:
+                    self.free_blocks.move_to_end(block, last=False)
