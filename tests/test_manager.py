@@ -249,7 +249,10 @@ def bad_calls():
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
     yield lambda m, a: m.step(new=[unknown], new_num_tokens=[0]), "num_tokens is 0"
     yield lambda m, a: m.step(new=[unknown, unknown]), "new names a request twice"
-    yield lambda m, a: m.step(new=[unknown], new_num_tokens=[1, 2]), "new has 1 entries, new_num_tokens has 2"
+    yield (
+        lambda m, a: m.step(new=[unknown], new_num_tokens=[1, 2]),
+        "new has 1 entries, new_num_t",
+    )
     yield lambda m, a: m.step(new=[a]), "request 'a' is admitted already"
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
     yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"

@@ -1,0 +1,45 @@
+"""What the README and examples/ show, run; and the examples of docstrings."""
+
+import doctest
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.shared import REPO
+
+DOCUMENTED = [
+    "kvcache.allocator.hashing",
+    "kvcache.allocator.manager",
+    "kvcache.allocator.request",
+    "kvcache.worker.apply",
+    "kvcache.worker.block_table",
+    "kvcache.worker.storage",
+]
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "examples").glob("*.py")), ids=lambda p: p.name)
+def test_examples_run(path):
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_docstring_examples(name):
+    module = importlib.import_module(name)
+    names = {**vars(importlib.import_module("kvcache")), **vars(module)}
+    for public in ("KVCacheManager", "Request", "BlockPool", "KVStorage", "BlockTable", "np"):
+        source = importlib.import_module("kvcache") if public != "np" else None
+        names[public] = getattr(source, public) if source else importlib.import_module("numpy")
+    failed, attempted = doctest.testmod(module, extraglobs=names)
+    assert attempted > 0 and failed == 0
+
+
+def test_readme_python_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (REPO / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        done = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
