@@ -9,7 +9,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 GPU_RESULTS ?= benchmarks/results
 
-NATIVE := $(shell find csrc/core csrc/ops -type f)
+NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
 
 .PHONY: demo test setup lint format ctest cuda-check sanitize bench gpu clean
@@ -59,7 +59,7 @@ sanitize: setup
 
 # Compiles every kernel; needs nvcc, not a GPU.
 cuda-check: setup
-	$(BIN)/python benchmarks/cuda_check.py
+	$(BIN)/python -m benchmarks.cuda_check
 
 bench: setup
 	$(BIN)/python -m benchmarks

@@ -13,7 +13,7 @@ manager = KVCacheManager(BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, max_num_reqs=MAX_REQS)
 # Data plane: the bytes. Block 0 is the null block in both.
 storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.float32)
 table = BlockTable(BLOCK_SIZE, MAX_REQS, MAX_LEN // BLOCK_SIZE, 512, False, "cpu", BLOCK_SIZE)
-worker = Worker(storage, [table])
+worker = Worker(storage, table)
 
 
 def run(request: Request) -> None:

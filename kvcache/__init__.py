@@ -17,11 +17,13 @@ _HOME = {
     "PrefixCacheStats": "kvcache.allocator",
     "Request": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
+    "ContextParallel": "kvcache.specs",
     "Status": "kvcache.plan",
     "StepPlan": "kvcache.plan",
     "StepReport": "kvcache.plan",
     "BlockTable": "kvcache.worker",
     "KVStorage": "kvcache.worker",
+    "MultiGroupBlockTable": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
 _MODULES = ("ops", "worker", "allocator", "replay", "plan")

@@ -34,7 +34,8 @@ def source_root() -> Path | None:
 
 
 def core_sources(root: Path) -> list[Path]:
-    return sorted((root / "core").rglob("*.cpp"))
+    folders = ("core", "worker", "python")
+    return [path for folder in folders for path in sorted((root / folder).rglob("*.cpp"))]
 
 
 def cpu_sources(root: Path) -> list[Path]:

@@ -20,19 +20,58 @@ _ops = torch.ops.kvcache
 
 
 def slot_mapping(
-    block_table: torch.Tensor,
-    row_indices: torch.Tensor,
+    tables: torch.Tensor,
+    groups: torch.Tensor,
+    num_rows: int,
+    rows: torch.Tensor,
+    query_start_loc: torch.Tensor | None,
     positions: torch.Tensor,
-    block_size: int,
     out: torch.Tensor,
 ) -> None:
-    """Slot of each token: `table[row, pos // block_size] * block_size + pos % block_size`.
+    """Slots of a step's tokens in all cache groups, in one launch, parallel over tokens.
 
-    block_table: int32[num_rows, num_columns] of block ids. row_indices: int32[n], the token's row, or
-    -1 for a token of a dummy request, whose slot is -1. positions: int64[n], in tokens. out:
-    int64[m], m >= n; entries from n on become -1. All contiguous and on one device.
+    tables: int32[...], all groups' tables one after the other. groups: int64[num_groups, 7] on the
+    CPU: offset of the group's table [num_rows, columns] in `tables`, columns, kernel block size,
+    context-parallel world size, rank, interleave, window (0: none). rows: int32[n], the row of each
+    token; or, with query_start_loc int32[r + 1] (where each request's tokens begin), int32[r], the
+    row of each request; -1 is a dummy request. positions: int64[n]. out: int64 or
+    int32[num_groups, m], m >= n.
+
+    With V = block size * world, o = position % V and I the interleave: column position // V; the
+    token is local if o // I % world == rank, at offset o // (world * I) * I + o % I of its block.
+    Everything else, and all behind the last token, is -1.
     """
-    _ops.slot_mapping(block_table, row_indices, positions, block_size, out)
+    _ops.slot_mapping(tables, groups, num_rows, rows, query_start_loc, positions, out)
+
+
+def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
+    """Puts a step's changes, for all groups, in place in the device's tables, in one launch.
+
+    tables: int32[...]. updates: int32[...] as `HostTables.pack` writes it: the number of segments, then
+    (start in tables, length, place of its values in updates) of each, then the values.
+    """
+    _ops.update_block_tables(tables, updates)
+
+
+def gather_block_tables(
+    tables: torch.Tensor,
+    groups: torch.Tensor,
+    num_rows: int,
+    idx_mapping: torch.Tensor,
+    num_computed_tokens: torch.Tensor | None,
+    max_num_tokens: int,
+    out: torch.Tensor,
+) -> None:
+    """Copies rows of all groups' tables into batch order, in one launch.
+
+    tables, groups: as for `slot_mapping`. idx_mapping: int32[n], the row of each request, -1 for a
+    padded one, which becomes all null. num_computed_tokens: int32[n] tokens before each request's
+    first query; entries that it can no longer see through the group's window become null. out: laid
+    out as tables, row i of each group being written up to the columns of `max_num_tokens` tokens.
+    """
+    _ops.gather_block_tables(
+        tables, groups, num_rows, idx_mapping, num_computed_tokens, max_num_tokens, out
+    )
 
 
 def write_kv(
@@ -67,5 +106,11 @@ def gather_kv(
 
 
 # The ops return nothing and only mutate: a fake one has nothing to make up.
-for _name in ("slot_mapping", "write_kv", "gather_kv"):
+for _name in (
+    "slot_mapping",
+    "update_block_tables",
+    "gather_block_tables",
+    "write_kv",
+    "gather_kv",
+):
     torch.library.register_fake(f"kvcache::{_name}", lambda *args: None)

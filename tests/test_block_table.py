@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import BlockTable, KVStorage, StepPlan, Worker
+from kvcache import BlockTable, ContextParallel, MultiGroupBlockTable
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -100,11 +100,13 @@ def test_slots_follow_the_formula(block_size, ids, data):
     [
         (lambda t: t.append_row([1], 4), "row is 4: expected 0 to 3"),
         (lambda t: t.add_row([1], -1), "row is -1: expected 0 to 3"),
-        (lambda t: t.clear_row(9), "row is 9"),
-        (lambda t: t.move_row(0, 7), "tgt is 7"),
-        (lambda t: t.swap_row(-2, 1), "src is -2"),
-        (lambda t: t.append_row([1, 2, 3, 4], 1), "row 1 has 2 blocks and would get 4 more"),
-        (lambda t: t.add_row(range(6), 1), "row 1 has 0 blocks and would get 6 more"),
+        (lambda t: t.clear_row(9), r"rows\[0\] is 9: expected 0 to 3"),
+        (lambda t: t.move_row(0, 7), r"tgt\[0\] is 7"),
+        (lambda t: t.swap_row(-2, 1), r"src\[0\] is -2"),
+        (lambda t: t.append_row([1, 2, 3, 4], 1), "row 1 .* has 2 blocks and would get 4 more"),
+        (lambda t: t.add_row(range(6), 1), "row 1 .* has 0 blocks and would get 6 more"),
+        (lambda t: t.append_row([-1], 1), r"block_ids\[0\] is -1: expected 0 to"),
+        (lambda t: t.append_row([2**31], 1), r"block_ids\[0\] is 2147483648"),
         (lambda t: t.commit_block_table(5), "num_reqs is 5: expected 0 to 4"),
         (lambda t: t.commit_slot_mapping(-1), "num_tokens is -1: expected 0 to 16"),
     ],
@@ -120,10 +122,10 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
 @pytest.mark.parametrize(
     ("rows", "positions", "message"),
     [
-        ([0, 4], [0, 0], r"row_indices\[1\] is 4"),
+        ([0, 4], [0, 0], r"rows\[1\] is 4"),
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
-        ([0], [0, 1], "row_indices has shape"),
-        ([0] * 17, [0] * 17, r"out has shape \[16\]: expected at least 17"),
+        ([0], [0, 1], "rows has shape"),
+        ([0] * 17, [0] * 17, r"out has shape \[1, 16\]: expected at least 17"),
     ],
 )
 def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions, message):
@@ -141,7 +143,8 @@ def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions,
         ((4, 0, 1, 1, False, "cpu", 4), "max_num_reqs is 0"),
         ((4, 1, -1, 1, False, "cpu", 4), "max_num_blocks_per_req is -1"),
         ((4, 1, 1, 0, False, "cpu", 4), "max_num_batched_tokens is 0"),
-        ((4, 1, 1, 1, False, "cpu", 2), "kernel_block_size is 2, block_size 4"),
+        ((4, 1, 1, 1, False, "cpu", 3), "kernel_block_size 3 does not divide block_size 4"),
+        ((4, 1, 1, 1, False, "cpu", -2), "kernel_block_size -2 does not divide block_size 4"),
     ],
 )
 def test_wrong_sizes_are_named(arguments, message):
@@ -149,121 +152,351 @@ def test_wrong_sizes_are_named(arguments, message):
         BlockTable(*arguments)
 
 
-def plan(**sections):
-    def ids(*values):
-        return np.array(values, np.int32)
-
-    base = {
-        "rows": ids(),
-        "status": np.empty(0, np.uint8),
-        "num_computed_tokens": ids(),
-        "append_splits": [ids(0)],
-        "append_ids": [ids()],
-        "replace": [np.empty((0, 3), np.int32)],
-    }
-    arrays = {
-        name: [np.array(v, np.int32) for v in value] if name in base and name != "rows" else value
-        for name, value in sections.items()
-    }
-    arrays = {
-        n: np.array(v, np.int32) if not isinstance(v, list | int) else v for n, v in arrays.items()
-    }
-    return StepPlan(7, **{**base, **arrays})
+def test_wrong_dtypes_are_named():
+    table = make()
+    with pytest.raises(TypeError, match="block_ids has dtype float64: expected integers"):
+        table.append_row([1.5], 0)
+    with pytest.raises(TypeError, match="positions has dtype float64: expected integers"):
+        table.compute_slot_mapping(np.array([0]), np.array([1.5]))
+    with pytest.raises(TypeError, match="positions is missing"):
+        table.compute_slot_mapping(np.array([0]))
+    with pytest.raises(ValueError, match="neither req_indices nor query_start_loc"):
+        table.compute_slot_mapping(positions=np.array([0]))
+    with pytest.raises(ValueError, match=r"req_indices\[0\] is 4294967296: expected int32"):
+        table.compute_slot_mapping(np.array([2**32]), np.array([0]))
 
 
-def worker():
-    storage = KVStorage(num_blocks=20, block_size=4, num_kv_heads=1, head_size=2)
-    return Worker(storage, [make()])
-
-
-def test_a_plan_clears_appends_and_replaces():
-    w = worker()
-    w.tables[0].add_row([7, 8], 2)
-    report = w.apply(
-        plan(
-            clear_rows=np.array([2]),
-            append_rows=np.array([2, 0]),
-            append_splits=[[0, 1, 3]],
-            append_ids=[[3, 4, 5]],
-            replace=[[(0, 1, 9)]],
-        )
-    )
-    assert content(w.tables[0]) == [[4, 9], [], [3], []]
-    assert (report.step_id, report.completed) == (7, True)
+def test_an_allocation_block_becomes_kernel_blocks():
+    table = BlockTable(32, 2, 3, 16, False, "cpu", 8)
+    table.add_row([5, 1], 0)
+    assert table.get_numpy_array()[0].tolist() == [20, 21, 22, 23, 4, 5, 6, 7, 0, 0, 0, 0]
+    assert table.num_blocks_per_row[0] == 8 and table.get_cpu_tensor().shape == (2, 12)
+    table.compute_slot_mapping(np.array([0, 0]), np.array([9, 33]))
+    assert table.slot_mapping.np[:2].tolist() == [21 * 8 + 1, 4 * 8 + 1]
+    with pytest.raises(ValueError, match="has 2 blocks and would get 2 more: expected at most 3"):
+        table.append_row([1, 2], 0)
 
 
 @pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"clear_rows": np.array([4])}, "clear_rows names rows 4 to 4: expected 0 to 3"),
-        (
-            {"append_rows": np.array([0]), "append_splits": [[0, 1]], "append_ids": [[20]]},
-            "blocks 20",
-        ),
-        (
-            {"append_rows": np.array([0]), "append_splits": [[0, 1]], "append_ids": [[0]]},
-            "blocks 0",
-        ),
-        (
-            {"append_rows": np.array([0]), "append_splits": [[0, 2]], "append_ids": [[1]]},
-            "append_splits",
-        ),
-        (
-            {"append_rows": np.array([0]), "append_splits": [[0, 6]], "append_ids": [[1] * 6]},
-            "row 0 would have 6 blocks: expected at most 5",
-        ),
-        ({"replace": [[(0, 5, 1)]]}, "replace names columns 5 to 5"),
-        ({"replace": [[(9, 1, 1)]]}, "replace names rows 9 to 9"),
-        ({"append_ids": [[], []]}, "plan has 2 groups: expected 1"),
-        ({"version": 99}, "plan has version 99: expected 1"),
-    ],
+    ("kernel_sizes", "chosen"),
+    [(None, 48), ([0], 48), ([32, 16], 16), ([0, 12], 12), ([-1, 48, 16], 48)],
 )
-def test_a_plan_that_does_not_fit_is_named_and_changes_nothing(sections, message):
-    w = worker()
-    w.tables[0].add_row([7, 8], 2)
-    with pytest.raises(ValueError, match=message):
-        w.apply(plan(**{"clear_rows": np.array([2]), **sections}))
-    assert content(w.tables[0]) == [[], [], [7, 8], []]
+def test_the_first_candidate_that_divides_is_the_kernel_size(kernel_sizes, chosen):
+    table = BlockTable(48, 2, 3, 16, False, "cpu", kernel_sizes=kernel_sizes)
+    assert table.kernel_block_size == chosen
+    table.add_row([1], 0)
+    # Slots also where it was not the first candidate that was taken.
+    table.compute_slot_mapping(np.array([0]), np.array([17]))
+    assert table.slot_mapping.np[0] == 48 + 17
 
 
-@pytest.mark.parametrize("section", ["swap_out", "copy", "zero", "swap_in"])
-def test_a_section_that_this_worker_cannot_apply_is_named(section):
-    w = worker()
-    with pytest.raises(NotImplementedError, match=section):
-        w.apply(plan(**{section: np.array([[1, 2]])}))
+def test_wrong_kernel_sizes_are_named():
+    with pytest.raises(ValueError, match=r"none of kernel_sizes \[32, 64\] divides block_size 48"):
+        BlockTable(48, 2, 3, 16, False, "cpu", kernel_sizes=[32, 64])
+    with pytest.raises(
+        ValueError, match=r"kernel_block_size is 16 and kernel_sizes \[16\]: expected"
+    ):
+        BlockTable(48, 2, 3, 16, False, "cpu", 16, kernel_sizes=[16])
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("device", DEVICES)
-def test_storage_gives_back_what_was_written(layout, device):
-    storage = KVStorage(6, 4, 2, 8, num_layers=3, dtype=torch.float16, device=device, layout=layout)
-    slots = torch.tensor([5, 23, -1, 4], device=device)
-    written = []
-    for layer in range(3):
-        key = torch.randn(4, 2, 8).half().to(device)
-        value = torch.randn(4, 2, 8).half().to(device)
-        storage.write(layer, key, value, slots)
-        key[2] = value[2] = 0
-        written.append((key, value))
-    for layer, (key, value) in enumerate(written):
-        found = storage.gather(layer, slots)
-        assert torch.equal(found[0], key) and torch.equal(found[1], value)
-        assert torch.equal(storage.key_cache(layer)[5, 3], key[1])
-    assert not storage.key_cache(0)[0].any()  # the null block is zero
+def test_context_parallel_spreads_tokens():
+    """World 4, interleave 2, blocks of 4: tokens 2-3 of every 8 are on rank 1."""
+    cp = ContextParallel(pcp_world_size=2, pcp_rank=0, dcp_world_size=2, dcp_rank=1)
+    table = BlockTable(4, 2, 3, 40, False, "cpu", 4, 2, context_parallel=cp)
+    table.add_row([7, 9], 0)
+    table.compute_slot_mapping(np.zeros(32, np.int32), np.arange(32))
+    slots = table.slot_mapping.np[:32].tolist()
+    local = {i: slot for i, slot in enumerate(slots) if slot >= 0}
+    assert local == {2: 28, 3: 29, 10: 30, 11: 31, 18: 36, 19: 37, 26: 38, 27: 39}
+    with pytest.raises(ValueError, match="cp_kv_cache_interleave_size 3 does not divide"):
+        BlockTable(4, 2, 3, 16, False, "cpu", 4, 3, context_parallel=cp)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_blocks": 0}, "num_blocks is 0"),
-        ({"head_size": -1}, "head_size is -1"),
-        ({"layout": "DNH"}, "layout is 'DNH': expected one of NHD, HND"),
-        ({"num_layers": 0}, "num_layers is 0"),
+        ({"pcp_world_size": 0}, "pcp_world_size is 0: expected 1 or more"),
+        ({"dcp_world_size": 2, "dcp_rank": 2}, "dcp_rank is 2: expected 0 to 1"),
+        ({"pcp_rank": -1}, "pcp_rank is -1: expected 0 to 0"),
     ],
 )
-def test_wrong_storage_sizes_are_named(change, message):
-    call = {"num_blocks": 2, "block_size": 4, "num_kv_heads": 1, "head_size": 8, **change}
+def test_wrong_parallel_sizes_are_named(change, message):
     with pytest.raises(ValueError, match=message):
-        KVStorage(**call)
-    with pytest.raises(ValueError, match="layer is 1: expected 0 to 0"):
-        KVStorage(2, 4, 1, 8).key_cache(1)
+        ContextParallel(**change)
+
+
+def test_rows_and_slots_are_longer_where_an_engine_pads():
+    cp = ContextParallel(pcp_world_size=2)
+    table = BlockTable(
+        4,
+        3,
+        2,
+        16,
+        False,
+        "cpu",
+        4,
+        context_parallel=cp,
+        num_speculative_tokens=2,
+        pcp_padding=True,
+        slot_mapping_dtype=torch.int32,
+    )
+    assert table.get_cpu_tensor().shape == (9, 2)
+    assert table.slot_mapping.cpu.shape == (16 + 2 * 2 * 3,)
+    assert table.slot_mapping.cpu.dtype == torch.int32
+    table.add_row([3], 8)
+    table.compute_slot_mapping(np.array([8, 8]), np.array([0, 1]))
+    assert table.slot_mapping.np[:3].tolist() == [12, -1, -1]
+
+
+def test_query_start_loc_gives_the_rows():
+    table = make()
+    table.add_row([3, 4], 0)
+    table.add_row([6], 1)
+    start, positions = np.array([0, 2, 3]), np.array([0, 5, 1])
+    table.compute_slot_mapping(query_start_loc=start, positions=positions)
+    assert table.slot_mapping.np[:4].tolist() == [12, 17, 25, -1]
+    table.compute_slot_mapping(np.array([1, -1]), positions % 4, query_start_loc=start)
+    assert table.slot_mapping.np[:4].tolist() == [24, 25, -1, -1]
+    with pytest.raises(ValueError, match="query_start_loc has 6 entries: expected 1 to 5"):
+        table.compute_slot_mapping(query_start_loc=np.arange(6), positions=np.arange(5))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_updates_reach_the_device_and_only_they(device):
+    tables = multi(device)
+    tables.add_row(([1, 2], [3]), 0)
+    tables.add_row(([5], [6]), 2)
+    tables.commit_updates()
+    tables.swap_row(0, 2)
+    tables.append_row(([9], []), 1)
+    tables.clear_row(0)
+    tables.commit_updates()
+    for table in tables:
+        assert torch.equal(table.get_device_tensor().cpu(), table.get_cpu_tensor())
+    if device != "cpu":  # what was not said to have changed is not uploaded
+        tables[0].get_numpy_array()[3, 0] = 99
+        tables.commit_updates()
+        assert int(tables[0].get_device_tensor()[3, 0]) == 0
+        tables.commit_block_table(4)
+        assert int(tables[0].get_device_tensor()[3, 0]) == 99
+
+
+def multi(device="cpu", **options):
+    return MultiGroupBlockTable(4, 64, 16, False, device, [8, 16], [8, 8], **options)
+
+
+def test_groups_have_their_own_widths_and_share_every_call():
+    tables = multi()
+    assert [table.get_cpu_tensor().shape for table in tables] == [(4, 8), (4, 8)]
+    assert [table.max_num_blocks_per_req for table in tables] == [8, 4]
+    tables.add_row(([5, 6], [2]), 1)
+    tables.compute_slot_mapping(np.array([1, 1]), np.array([1, 9]))
+    assert tables[0].slot_mapping.np[:3].tolist() == [41, 49, -1]
+    assert tables[1].slot_mapping.np[:3].tolist() == [33, 41, -1]
+    tables.move_row(1, 3)
+    assert content(tables[0]) == [[], [], [], [5, 6]]
+    assert content(tables[1]) == [[], [], [], [4, 5]]
+    tables[0].clear_row(3)
+    assert content(tables[0])[3] == [] and content(tables[1])[3] == [4, 5]
+
+
+def test_arrays_of_rows_are_one_call():
+    tables = multi()
+    for row in range(3):
+        tables.add_row(([row + 1], [row + 1]), row)
+    tables.swap_rows([0, 1], [1, 2])  # one after the other
+    assert content(tables[0]) == [[2], [3], [1], []]
+    tables.move_rows(np.array([2, 0]), np.array([3, 2]))
+    assert content(tables[0]) == [[], [3], [2], [1]]
+    tables.clear_rows([1, 3])
+    assert content(tables[0]) == [[], [], [2], []]
+    with pytest.raises(ValueError, match="src has 2 entries, tgt has 1"):
+        tables.move_rows([0, 1], [2])
+
+
+def test_an_overflow_in_one_group_changes_none():
+    tables = multi()
+    tables.add_row(([1], [1]), 0)
+    with pytest.raises(ValueError, match="row 0 of group 1 has 1 blocks and would get 4 more"):
+        tables.append_row(([2], [2, 3, 4, 5]), 0)
+    with pytest.raises(ValueError, match="block_ids has 1 groups: expected 2"):
+        tables.append_row(([2],), 0)
+    with pytest.raises(TypeError, match=r"block_ids\[1\] has dtype float64"):
+        tables.append_row(([2], [1.5]), 0)
+    assert content(tables[0])[0] == [1] and content(tables[1])[0] == [2, 3]
+
+
+def test_widths_under_context_parallelism_and_speculation():
+    cp = ContextParallel(dcp_world_size=4)
+    tables = MultiGroupBlockTable(
+        2,
+        100,
+        16,
+        False,
+        "cpu",
+        [8, 8, 8],
+        context_parallel=cp,
+        num_speculative_tokens=5,
+        replicated=[False, True, False],
+        max_num_blocks=[None, None, 9],
+    )
+    # max(ceil(100 / 32), 6), replicated: ceil(100 / 8), given
+    assert [table.max_num_blocks_per_req for table in tables] == [6, 13, 9]
+    assert tables[0].get_cpu_tensor().shape[0] == 2 * 6
+
+
+def test_replicated_groups_hold_every_token():
+    cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
+    tables = MultiGroupBlockTable(
+        2, 64, 16, False, "cpu", [4, 4], context_parallel=cp, replicated=[False, True]
+    )
+    tables.add_row(([3], [5]), 0)
+    tables.compute_slot_mapping(np.zeros(4, np.int32), np.arange(4))
+    assert tables[0].slot_mapping.np[:4].tolist() == [-1, 12, -1, 13]
+    assert tables[1].slot_mapping.np[:4].tolist() == [20, 21, 22, 23]
+
+
+def test_a_group_may_have_no_slot_mapping():
+    tables = multi(slot_mapping=[False, True])
+    tables.add_row(([5], [2]), 0)
+    tables.compute_slot_mapping(np.array([0]), np.array([1]))
+    assert tables[1].slot_mapping.np[0] == 33
+    with pytest.raises(ValueError, match="group 0 has no slot mapping"):
+        tables[0].slot_mapping  # noqa: B018
+    with pytest.raises(ValueError, match="group 0 has no slot mapping"):
+        tables[0].compute_slot_mapping(np.array([0]), np.array([1]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kernel_block_sizes",
+        "max_num_blocks",
+        "slot_mapping",
+        "replicated",
+        "windows",
+        "kernel_sizes",
+    ],
+)
+def test_lists_of_wrong_length_are_named_with_both_lengths(name):
+    options = {name: [[1]] * 3 if name == "kernel_sizes" else [1] * 3}
+    message = f"{name} has 3 entries, block_sizes has 2: expected as many"
+    with pytest.raises(ValueError, match=message):
+        MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 16], **options)
+
+
+def test_one_list_of_candidates_serves_all_groups():
+    tables = MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 16], kernel_sizes=[[16, 8]])
+    assert [table.kernel_block_size for table in tables] == [8, 16]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gather_gives_batch_order_without_what_left_the_window(device):
+    tables = multi(device, windows=[None, 9])
+    tables.add_row(([1, 2, 3], [4, 5]), 0)
+    tables.add_row(([6], [7]), 2)
+    tables.commit_updates()
+    idx = torch.tensor([2, 0, -1], dtype=torch.int32, device=device)
+    computed = torch.tensor([0, 23, 0], dtype=torch.int32, device=device)
+    full, windowed = tables.gather(idx, computed)
+    assert full[:, :4].tolist() == [[6, 0, 0, 0], [1, 2, 3, 0], [0, 0, 0, 0]]
+    # Token 23 sees 15 to 23: the first column, tokens 0 to 7, is out of its sight.
+    assert windowed[:, :4].tolist() == [[14, 15, 0, 0], [0, 9, 10, 11], [0, 0, 0, 0]]
+    address = full.data_ptr()
+    tables.clear_row(0)
+    tables.commit_updates()
+    full, _ = tables.gather(idx)  # a shorter batch: nothing of the longer one stays
+    assert full.data_ptr() == address and full.tolist() == [[6] + [0] * 7, [0] * 8, [0] * 8]
+
+
+def test_a_device_without_our_kernels_gets_copies():
+    """The meta device stands for one that torch can copy to, and nothing else."""
+    tables = multi("meta")
+    tables.add_row(([5], [2]), 0)
+    tables.compute_slot_mapping(np.array([0]), np.array([1]))
+    tables.commit_updates()
+    tables.commit_block_table(2)
+    tables.commit_slot_mapping(1)
+    tables.clear()
+    assert tables[0].get_device_tensor().device.type == "meta"
+    tables.add_row(([5], [2]), 0)
+    tables.compute_slot_mapping(np.array([0]), np.array([1]))
+    assert tables[0].slot_mapping.np[0] == 41
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_serves_later_steps():
+    """Captured once; then positions, tables and the batch change in place, and it is replayed."""
+    tables = MultiGroupBlockTable(8, 256, 64, True, "cuda", [16, 32], windows=[None, 20])
+    positions = torch.zeros(64, dtype=torch.int64, device="cuda")
+    start = torch.zeros(9, dtype=torch.int32, device="cuda")
+    rows = torch.full((8,), -1, dtype=torch.int32, device="cuda")
+    computed = torch.zeros(8, dtype=torch.int32, device="cuda")
+
+    def step():
+        tables.compute_slot_mapping(rows, positions, query_start_loc=start)
+        return tables.gather(rows, computed, max_num_tokens=256)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gathered = step()
+    generator = np.random.default_rng(0)
+    for _ in range(5):
+        for row in range(8):
+            tables.add_row((generator.integers(1, 99, 16), generator.integers(1, 99, 8)), row)
+        tables.commit_updates()
+        n = int(generator.integers(1, 8))
+        lengths = generator.integers(1, 8, n)
+        starts = np.concatenate([[0], np.cumsum(lengths), np.full(8 - n, lengths.sum())])
+        start.copy_(torch.from_numpy(starts))
+        chosen = np.concatenate([generator.permutation(8)[:n], np.full(8 - n, -1)])
+        rows.copy_(torch.from_numpy(chosen))
+        where = generator.integers(0, 256, 64)
+        positions.copy_(torch.from_numpy(where))
+        computed.fill_(100)
+        graph.replay()
+        torch.cuda.synchronize()
+        token_rows = np.repeat(chosen[:n], lengths)
+        for g, size in enumerate((16, 32)):
+            table = tables[g].get_numpy_array()
+            want = table[token_rows, where[: len(token_rows)] // size].astype(np.int64) * size
+            want += where[: len(token_rows)] % size
+            slots = tables[g].slot_mapping.gpu.cpu().numpy()
+            assert slots[: len(want)].tolist() == want.tolist()
+            assert set(slots[len(want) :].tolist()) <= {-1}
+            hidden = 0 if g == 0 else (100 - 20 + 1) // size
+            for i in range(8):
+                row = table[chosen[i]].copy() if chosen[i] >= 0 else np.zeros_like(table[0])
+                row[:hidden] = 0
+                assert gathered[g][i].tolist() == row.tolist()
+
+
+@pytest.mark.gpu
+def test_a_step_allocates_nothing_and_waits_for_nothing():
+    tables = MultiGroupBlockTable(64, 1024, 512, True, "cuda", [16, 16])
+    rows = torch.arange(64, dtype=torch.int32, device="cuda")
+    positions = torch.zeros(64, dtype=torch.int64, device="cuda")
+
+    def step():
+        for row in range(64):
+            tables[0].append_row([row + 1], row)
+        tables.commit_updates()
+        tables.compute_slot_mapping(rows, positions)
+        tables.gather(rows)
+
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    names = [event.key for event in profile.key_averages()]
+    waits = [n for n in names if "Synchronize" in n and "Event" not in n and "Device" not in n]
+    assert not waits and not [n for n in names if "cudaMalloc" in n]

@@ -7,8 +7,12 @@ namespace kvcache {
 template <class Library>
 void define_schemas(Library& m) {
   m.def(
-      "slot_mapping(Tensor block_table, Tensor row_indices, Tensor positions, int block_size, "
-      "Tensor(a!) out) -> ()");
+      "slot_mapping(Tensor tables, Tensor groups, int num_rows, Tensor rows, "
+      "Tensor? query_start_loc, Tensor positions, Tensor(a!) out) -> ()");
+  m.def("update_block_tables(Tensor(a!) tables, Tensor updates) -> ()");
+  m.def(
+      "gather_block_tables(Tensor tables, Tensor groups, int num_rows, Tensor idx_mapping, "
+      "Tensor? num_computed_tokens, int max_num_tokens, Tensor(a!) out) -> ()");
   m.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping) -> ()");

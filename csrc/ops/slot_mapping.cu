@@ -7,27 +7,49 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// One thread per entry of `out`: tokens first, then the tail behind them.
-__global__ void slot_mapping_kernel(SlotMapping m) {
+// One thread per entry of a group (y), tokens first, then the tail behind them: parallel over
+// tokens, however they are spread over requests.
+template <class Slot>
+__global__ void slot_mapping_kernel(const SlotMapping m) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= m.num_out) return;
-  m.out[i] = i < m.num_tokens && m(i) ? kNoSlot : m.slot(i);
+  const int g = static_cast<int>(blockIdx.y);
+  const int32_t row = m.row_of(i);
+  const bool none = row < 0 || m.bad_row(row) || m.bad_position(row, i);
+  static_cast<Slot*>(m.out)[g * m.num_out + i] =
+      static_cast<Slot>(none ? kNoSlot : m.slot(g, row, i));
 }
 
-void slot_mapping_cuda(Tensor block_table, Tensor row_indices, Tensor positions, int64_t block_size,
-                       Tensor out) {
-  const SlotMapping m = checked_slot_mapping(block_table, row_indices, positions, block_size, out);
-  if (m.num_out == 0) return;
-  const OnDevice device(out);
-  if (checked_mode()) {
-    const int64_t i = first_bad_on_device(m, m.num_tokens, device.stream);
-    if (i >= 0) {
-      fail_slot_mapping(m, i, fetch(m.row_indices + i, device.stream),
-                        fetch(m.positions + i, device.stream));
-    }
+void check_values(const SlotMapping& m, cudaStream_t stream) {
+  if (m.query_start != nullptr) {
+    const BadQueryStart bad{m.query_start, m.num_tokens};
+    const int64_t r = first_bad_on_device(bad, m.num_requests + 1, stream);
+    if (r >= 0) fail_query_start(r, m.num_tokens);
   }
-  KV_LAUNCH(slot_mapping_kernel, dim3(unsigned((m.num_out + kThreads - 1) / kThreads)),
-            dim3(kThreads), 0, device.stream, m);
+  const int64_t i = first_bad_on_device(m, m.num_tokens, stream);
+  if (i < 0) return;
+  int64_t at = i;
+  if (m.query_start != nullptr) {
+    at = 0;  // on the host again: the request of token i
+    while (at + 1 < m.num_requests && fetch(m.query_start + at + 1, stream) <= i) ++at;
+  }
+  fail_slot_mapping(m, i, fetch(m.rows + at, stream), fetch(m.positions + i, stream));
+}
+
+void slot_mapping_cuda(Tensor tables, Tensor groups, int64_t num_rows, Tensor rows,
+                       std::optional<Tensor> query_start_loc, Tensor positions, Tensor out) {
+  const SlotMapping m =
+      checked_slot_mapping(tables, groups, num_rows, rows, query_start_loc, positions, out);
+  if (m.num_out == 0 || m.groups.num_groups == 0) return;
+  const OnDevice device(out);
+  if (checked_mode()) check_values(m, device.stream);
+  const dim3 grid(static_cast<unsigned>((m.num_out + kThreads - 1) / kThreads),
+                  static_cast<unsigned>(m.groups.num_groups));
+  if (m.wide) {
+    KV_LAUNCH(slot_mapping_kernel<int64_t>, grid, dim3(kThreads), 0, device.stream, m);
+  } else {
+    KV_LAUNCH(slot_mapping_kernel<int32_t>, grid, dim3(kThreads), 0, device.stream, m);
+  }
 }
 
 }  // namespace

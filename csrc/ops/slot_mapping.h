@@ -1,15 +1,18 @@
-// Slot mapping: where in the paged cache each token's KV lives.
+// Slot mapping: where in the paged cache each token's KV lives, for all groups at once.
 //
-//   slot = table[row, position / block_size] * block_size + position % block_size
-//
-// A row of -1 is a dummy request: its tokens get slot -1, which every reader and writer skips.
+// The row of a token is given per token, or per request with the place where each request's tokens
+// begin. Row -1 is a dummy request. Tokens of dummy requests, tokens that another context-parallel
+// rank holds, and everything behind the last token get slot -1, which every reader and writer
+// skips.
 #pragma once
 
+#include <torch/csrc/stable/ops.h>
+
 #include <cstdint>
+#include <optional>
 #include <string>
 
-#include "ops/checks.h"
-#include "ops/host_device.h"
+#include "ops/table_groups.h"
 
 namespace kvcache {
 
@@ -17,80 +20,119 @@ inline constexpr int64_t kNoSlot = -1;
 
 // The arguments of one call, checked; plain data, as a kernel takes it.
 struct SlotMapping {
-  const int32_t* block_table;  // [num_rows, num_columns]
-  int64_t num_rows, num_columns;
-  const int32_t* row_indices;  // [num_tokens]
-  const int64_t* positions;    // [num_tokens]
+  TableGroups groups;
+  const int32_t* tables;
+  const int32_t* rows;         // [num_tokens], or [num_requests] with query_start_loc
+  const int32_t* query_start;  // [num_requests + 1], or null
+  int64_t num_requests;
+  const int64_t* positions;  // [num_tokens]
   int64_t num_tokens;
-  int64_t block_size;
-  int64_t* out;  // [num_out], num_out >= num_tokens
-  int64_t num_out;
+  int64_t num_out;  // entries per group, num_out >= num_tokens
+  bool wide;        // out is int64, else int32
+  void* out;        // [num_groups, num_out]
 
-  KV_HOST_DEVICE bool bad_row(int64_t i) const {
-    return row_indices[i] < -1 || row_indices[i] >= num_rows;
+  // The request that token i belongs to: the last that starts at or before i. -1: behind all.
+  KV_HOST_DEVICE int64_t request_of(int64_t i) const {
+    if (num_requests == 0 || i < query_start[0] || i >= query_start[num_requests]) return -1;
+    int64_t low = 0, high = num_requests;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (query_start[middle] <= i ? low : high) = middle;
+    }
+    return low;
   }
-  KV_HOST_DEVICE bool bad_position(int64_t i) const {
-    return row_indices[i] >= 0 && (positions[i] < 0 || positions[i] >= num_columns * block_size);
+  KV_HOST_DEVICE int32_t row_of(int64_t i) const {
+    if (i >= num_tokens) return -1;
+    if (query_start == nullptr) return rows[i];
+    const int64_t request = request_of(i);
+    return request < 0 ? -1 : rows[request];
   }
-  // Whether entry i cannot be served; it is never read beyond its own index.
-  KV_HOST_DEVICE bool operator()(int64_t i) const { return bad_row(i) || bad_position(i); }
-
-  // The slot of token i, which is not bad; -1 behind the last token.
-  KV_HOST_DEVICE int64_t slot(int64_t i) const {
-    if (i >= num_tokens || row_indices[i] < 0) return kNoSlot;
-    const int64_t column = positions[i] / block_size;
-    const int64_t block = block_table[row_indices[i] * num_columns + column];
-    return block * block_size + (positions[i] - column * block_size);
+  KV_HOST_DEVICE bool bad_row(int32_t row) const { return row < -1 || row >= groups.num_rows; }
+  KV_HOST_DEVICE bool bad_position(int32_t row, int64_t i) const {
+    return row >= 0 && (positions[i] < 0 || positions[i] >= groups.num_positions);
+  }
+  // Whether token i cannot be served; reads nothing beyond its own entries.
+  KV_HOST_DEVICE bool operator()(int64_t i) const {
+    const int32_t row = row_of(i);
+    return bad_row(row) || bad_position(row, i);
+  }
+  // Slot of token i, whose row and position are good, in group g.
+  KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t i) const {
+    const TableGroupView& group = groups.group[g];
+    const int32_t* ids = tables + group.offset + int64_t{row} * group.num_columns;
+    return group.slot(ids, static_cast<uint32_t>(positions[i]));
   }
 };
 
-inline SlotMapping checked_slot_mapping(const Tensor& block_table, const Tensor& row_indices,
-                                        const Tensor& positions, int64_t block_size,
-                                        const Tensor& out) {
-  check_dim(block_table, "block_table", 2, "[num_rows, num_columns]");
-  check_dim(row_indices, "row_indices", 1, "[num_tokens]");
+// Whether the starts of requests are no such: entry r goes back, or beyond the tokens.
+struct BadQueryStart {
+  const int32_t* query_start;
+  int64_t num_tokens;
+  KV_HOST_DEVICE bool operator()(int64_t r) const {
+    return query_start[r] < (r == 0 ? 0 : query_start[r - 1]) || query_start[r] > num_tokens;
+  }
+};
+
+inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& groups,
+                                        int64_t num_rows, const Tensor& rows,
+                                        const std::optional<Tensor>& query_start_loc,
+                                        const Tensor& positions, const Tensor& out) {
+  SlotMapping m{};
+  m.groups = checked_groups(groups, tables, num_rows);
+  check_dim(rows, "rows", 1, query_start_loc ? "[num_requests]" : "[num_tokens]");
+  check_dtype(rows, "rows", {ScalarType::Int});
+  check_contiguous(rows, "rows");
+  check_same_device(rows, "rows", tables, "tables");
   check_dim(positions, "positions", 1, "[num_tokens]");
-  check_dim(out, "out", 1, "[at least num_tokens]");
-  check_dtype(block_table, "block_table", {ScalarType::Int});
-  check_dtype(row_indices, "row_indices", {ScalarType::Int});
   check_dtype(positions, "positions", {ScalarType::Long});
-  check_dtype(out, "out", {ScalarType::Long});
-  check_contiguous(block_table, "block_table");
-  check_contiguous(row_indices, "row_indices");
   check_contiguous(positions, "positions");
+  check_same_device(positions, "positions", tables, "tables");
+  check_dim(out, "out", 2, "[num_groups, at least num_tokens]");
+  check_dtype(out, "out", {ScalarType::Long, ScalarType::Int});
   check_contiguous(out, "out");
-  check_same_device(row_indices, "row_indices", block_table, "block_table");
-  check_same_device(positions, "positions", block_table, "block_table");
-  check_same_device(out, "out", block_table, "block_table");
-  check_size(row_indices, "row_indices", 0, positions.size(0), "as positions has");
-  if (out.size(0) < positions.size(0)) {
+  check_same_device(out, "out", tables, "tables");
+  check_size(out, "out", 0, groups.size(0), "one row per group");
+  if (out.size(1) < positions.size(0)) {
     fail("out has shape " + shape_of(out) + ": expected at least " +
-         std::to_string(positions.size(0)) + " entries, one per position");
+         std::to_string(positions.size(0)) + " entries per group, one per position");
   }
-  if (block_size < 1) {
-    fail("block_size is " + std::to_string(block_size) + ": expected 1 or more");
+  if (query_start_loc) {
+    const Tensor& start = *query_start_loc;
+    check_dim(start, "query_start_loc", 1, "[num_requests + 1]");
+    check_dtype(start, "query_start_loc", {ScalarType::Int});
+    check_contiguous(start, "query_start_loc");
+    check_same_device(start, "query_start_loc", tables, "tables");
+    check_size(start, "query_start_loc", 0, rows.size(0) + 1, "one more than rows has");
+    m.query_start = start.const_data_ptr<int32_t>();
+    m.num_requests = rows.size(0);
+  } else {
+    check_size(rows, "rows", 0, positions.size(0), "as positions has");
   }
-  return {block_table.const_data_ptr<int32_t>(),
-          block_table.size(0),
-          block_table.size(1),
-          row_indices.const_data_ptr<int32_t>(),
-          positions.const_data_ptr<int64_t>(),
-          positions.size(0),
-          block_size,
-          out.mutable_data_ptr<int64_t>(),
-          out.size(0)};
+  m.tables = tables.const_data_ptr<int32_t>();
+  m.rows = rows.const_data_ptr<int32_t>();
+  m.positions = positions.const_data_ptr<int64_t>();
+  m.num_tokens = positions.size(0);
+  m.num_out = out.size(1);
+  m.wide = out.scalar_type() == ScalarType::Long;
+  m.out = out.mutable_data_ptr();
+  return m;
 }
 
-// Throws for entry i, whose values are given (they may have come from a device).
+// Throws for token i, whose row and position are given (they may have come from a device).
 [[noreturn]] inline void fail_slot_mapping(const SlotMapping& m, int64_t i, int32_t row,
                                            int64_t position) {
-  if (row < -1 || row >= m.num_rows) {
-    fail("row_indices[" + std::to_string(i) + "] is " + std::to_string(row) +
-         ": expected -1 (a dummy request) to " + std::to_string(m.num_rows - 1));
+  if (m.bad_row(row)) {
+    fail(std::string(m.query_start ? "the row of token " : "rows[") + std::to_string(i) +
+         (m.query_start ? " is " : "] is ") + std::to_string(row) +
+         ": expected -1 (a dummy request) to " + std::to_string(m.groups.num_rows - 1));
   }
   fail("positions[" + std::to_string(i) + "] is " + std::to_string(position) + ": expected 0 to " +
-       std::to_string(m.num_columns * m.block_size - 1) + ", as a row has " +
-       std::to_string(m.num_columns) + " blocks of " + std::to_string(m.block_size));
+       std::to_string(m.groups.num_positions - 1) + ", the tokens that a row has columns for");
+}
+
+[[noreturn]] inline void fail_query_start(int64_t r, int64_t num_tokens) {
+  fail("query_start_loc[" + std::to_string(r) + "] is wrong: expected numbers from 0 to " +
+       std::to_string(num_tokens) + ", the number of positions, that never decrease");
 }
 
 }  // namespace kvcache

@@ -64,7 +64,7 @@ class KVVerifier:
         self.table = BlockTable(
             block_size, max_num_reqs, num_blocks - 1, chunk_tokens, False, device, block_size
         )
-        self.worker = Worker(self.storage, [self.table])
+        self.worker = Worker(self.storage, self.table)
 
     def apply(self, plan: StepPlan) -> None:
         """Brings the block table to what the plan says; every plan, in order."""

@@ -1,4 +1,4 @@
-"""The worker's block table: which block holds which part of each row's tokens."""
+"""The worker's block tables: which block holds which part of each row's tokens."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache import ops
-from kvcache.worker.buffer import HostDeviceBuffer
-
-
-def _integers(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    array = np.ascontiguousarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    return array
-
-
-def _int32(values: Sequence[int] | np.ndarray, name: str) -> np.ndarray:
-    return _integers(values, name).astype(np.int32, copy=False)
+from kvcache.plan import StepPlan
+from kvcache.specs import ContextParallel
+from kvcache.worker.buffer import BufferView
+from kvcache.worker.table_set import Ids, TableLayout, TableSet
 
 
 class BlockTable:
-    """Block ids per row, on the host with a mirror on the device, and the slot mapping of a step.
+    """Block ids per row of one cache group, on the host with a mirror on the device, and its slots.
 
-    `block_table`: int32[max_num_reqs, max_num_blocks_per_req]. `slot_mapping`:
-    int64[max_num_batched_tokens]. Both have `.np`, `.cpu` and `.gpu` faces, one memory where the
-    device is the CPU, at addresses that never change: a CUDA graph captured once stays valid.
+    `block_table`: int32[rows, width], kernel blocks. `slot_mapping`: int64[max_num_batched_tokens].
+    Both have `.np`, `.cpu` and `.gpu` faces, one memory where the device is the CPU, at addresses
+    that never change: a CUDA graph captured once stays valid. `num_blocks_per_row`: int32[rows].
 
-    Changes go to the host side; `commit_block_table` and `commit_slot_mapping` upload them in the
-    order of the current stream, without waiting. The methods here may be called again at once (they
-    wait for a running upload by themselves); who writes into `.np` directly calls
-    `block_table.before_write()` first.
+    Sizes are in tokens, widths in allocation blocks. `kernel_block_size`: the attention kernel's
+    block, which must divide `block_size`; each id `b` becomes `ratio` ids from `b * ratio` on.
+    `kernel_sizes` instead: candidates, of which the first positive one that divides is taken, and
+    None or [0] means no split. `context_parallel` spreads tokens over workers, `cp_kv_cache_
+    interleave_size` (which must divide the kernel block) of them at a time; there are then
+    `1 + num_speculative_tokens` rows per request. `pcp_padding` lengthens the slot mapping by
+    `2 * pcp_world_size * max_num_reqs`. `slot_mapping_dtype`: torch.int64 or torch.int32.
+
+    Changes go to the host side. `commit_updates` brings the device up to date with all changes made
+    by the methods here; `commit_block_table` and `commit_slot_mapping` upload whole rows. All are
+    asynchronous, in the order of the current stream. The methods may be called again at once (they
+    wait for an upload that still reads by themselves); who writes into `.np` directly calls
+    `block_table.before_write()` first, and uploads by `commit_block_table`.
+
+    Devices that are neither CPU nor CUDA: tables and slots are computed on the CPU and copied.
 
     >>> table = BlockTable(16, 4, 8, 64, False, "cpu", 16)
     >>> table.add_row([7, 9], 0)
@@ -49,199 +51,449 @@ class BlockTable:
         max_num_batched_tokens: int,
         pin_memory: bool,
         device: torch.device | str,
-        kernel_block_size: int,
+        kernel_block_size: int | None = None,
+        cp_kv_cache_interleave_size: int = 1,
+        *,
+        kernel_sizes: Sequence[int] | None = None,
+        context_parallel: ContextParallel | None = None,
+        num_speculative_tokens: int = 0,
+        slot_mapping: bool = True,
+        replicated: bool = False,
+        window: int | None = None,
+        slot_mapping_dtype: torch.dtype = torch.int64,
+        pcp_padding: bool = False,
     ) -> None:
-        for name, value in (
-            ("block_size", block_size),
-            ("max_num_reqs", max_num_reqs),
-            ("max_num_blocks_per_req", max_num_blocks_per_req),
-            ("max_num_batched_tokens", max_num_batched_tokens),
-        ):
-            if value < 1:
-                raise ValueError(f"{name} is {value}: expected 1 or more")
-        if kernel_block_size != block_size:
-            raise ValueError(
-                f"kernel_block_size is {kernel_block_size}, block_size {block_size}: "
-                "expected them to be equal"
-            )
-        self.block_size = block_size
-        self.max_num_reqs = max_num_reqs
-        self.max_num_blocks_per_req = max_num_blocks_per_req
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.device = torch.device(device)
-        self.block_table = self._buffer(
-            (max_num_reqs, max_num_blocks_per_req), torch.int32, pin_memory
+        cp = context_parallel or ContextParallel()
+        layout = _layout(
+            _positive(block_size, "block_size"),
+            _kernel_size(block_size, kernel_block_size, kernel_sizes),
+            _positive(max_num_blocks_per_req, "max_num_blocks_per_req"),
+            ContextParallel() if replicated else cp,
+            cp_kv_cache_interleave_size,
+            window,
+            slot_mapping,
         )
-        self.num_blocks_per_row = np.zeros(max_num_reqs, np.int32)
-        self.slot_mapping = self._buffer((max_num_batched_tokens,), torch.int64, pin_memory)
+        self._show(
+            _table_set(
+                [layout],
+                cp,
+                max_num_reqs,
+                max_num_batched_tokens,
+                num_speculative_tokens,
+                pin_memory,
+                device,
+                slot_mapping_dtype,
+                pcp_padding,
+            ),
+            0,
+        )
 
-    def append_row(self, block_ids: Sequence[int] | np.ndarray, row: int) -> None:
-        """Adds block ids behind those of a row; an empty list is a no-op, an overflow a ValueError."""
-        self._check_row(row, "row")
-        ids = _int32(block_ids, "block_ids")
-        self._check_width(int(self.num_blocks_per_row[row]), len(ids), row)
-        self._append(ids, row)
+    @classmethod
+    def _of(cls, tables: TableSet, group: int) -> BlockTable:
+        self = cls.__new__(cls)
+        self._show(tables, group)
+        return self
 
-    def add_row(self, block_ids: Sequence[int] | np.ndarray, row: int) -> None:
-        """Sets a row to these block ids."""
-        self._check_row(row, "row")
-        ids = _int32(block_ids, "block_ids")
-        self._check_width(0, len(ids), row)
-        self.clear_row(row)
-        self._append(ids, row)
+    def _show(self, tables: TableSet, group: int) -> None:
+        self._tables, self._group = tables, group
+        self.layout = tables.layouts[group]
+        self.block_size = self.layout.block_size
+        self.kernel_block_size = self.layout.kernel_block_size
+        self.blocks_per_kv_block = self.layout.ratio
+        self.max_num_blocks_per_req = self.layout.max_num_blocks
+        self.max_num_reqs = tables.num_rows
+        self.device = tables.device
+        self.block_table: BufferView = tables.tables[group]
+        self.num_blocks_per_row: np.ndarray = tables.counts[group]
+
+    @property
+    def slot_mapping(self) -> BufferView:
+        """[max_num_batched_tokens]; ValueError for a group without slot mapping."""
+        return self._tables.slot_mapping(self._group)
+
+    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
+        """The table part of a step's plan; see `MultiGroupBlockTable.apply`."""
+        self._tables.apply(plan, num_blocks)
+
+    def append_row(self, block_ids: Ids, row: int) -> None:
+        """Adds allocation blocks behind those of a row; none is a no-op, an overflow a ValueError."""
+        self._tables.append_row(self._group, block_ids, row)
+
+    def add_row(self, block_ids: Ids, row: int) -> None:
+        """Sets a row to these allocation blocks."""
+        self._tables.append_row(self._group, block_ids, row, reset=True)
 
     def clear_row(self, row: int) -> None:
         """Empties a row: its ids become the null block."""
-        self._check_row(row, "row")
-        self.block_table.before_write()
-        self.block_table.np[row, : self.num_blocks_per_row[row]] = 0
-        self.num_blocks_per_row[row] = 0
+        self._tables.clear_rows([row], self._group)
 
     def move_row(self, src: int, tgt: int) -> None:
         """Row `tgt` takes over what `src` holds, and `src` is cleared; onto itself: nothing."""
-        self._check_row(src, "src")
-        self._check_row(tgt, "tgt")
-        if src == tgt:
-            return
-        self.clear_row(tgt)
-        n = self.num_blocks_per_row[src]
-        self.block_table.np[tgt, :n] = self.block_table.np[src, :n]
-        self.num_blocks_per_row[tgt] = n
-        self.clear_row(src)
+        self._tables.move_rows([src], [tgt], self._group)
 
     def swap_row(self, src: int, tgt: int) -> None:
         """Exchanges two rows."""
-        self._check_row(src, "src")
-        self._check_row(tgt, "tgt")
-        self.block_table.before_write()
-        self.block_table.np[[src, tgt]] = self.block_table.np[[tgt, src]]
-        self.num_blocks_per_row[[src, tgt]] = self.num_blocks_per_row[[tgt, src]]
+        self._tables.swap_rows([src], [tgt], self._group)
 
-    def check(
-        self,
-        clear_rows: np.ndarray,
-        append_rows: np.ndarray,
-        append_splits: np.ndarray,
-        append_ids: np.ndarray,
-        replace: np.ndarray,
-    ) -> None:
-        """ValueError where `apply` of the same would name an unknown row or column or overflow."""
-        for rows, name in (
-            (clear_rows, "clear_rows"),
-            (append_rows, "append_rows"),
-            (replace[:, 0], "replace"),
-        ):
-            if len(rows) and not (rows.min() >= 0 and rows.max() < self.max_num_reqs):
-                raise ValueError(
-                    f"{name} names rows {rows.min()} to {rows.max()}: "
-                    f"expected 0 to {self.max_num_reqs - 1}"
-                )
-        if len(append_splits) != len(append_rows) + 1 or append_splits[-1] != len(append_ids):
-            raise ValueError(
-                f"append_splits does not fit {len(append_rows)} append_rows and "
-                f"{len(append_ids)} append_ids"
-            )
-        counts = self.num_blocks_per_row.copy()
-        counts[clear_rows] = 0
-        np.add.at(counts, append_rows, np.diff(append_splits))
-        wide = np.flatnonzero(counts > self.max_num_blocks_per_req)
-        if len(wide):
-            raise ValueError(
-                f"row {wide[0]} would have {counts[wide[0]]} blocks: "
-                f"expected at most {self.max_num_blocks_per_req}"
-            )
-        columns = replace[:, 1]
-        if len(columns) and not (
-            columns.min() >= 0 and columns.max() < self.max_num_blocks_per_req
-        ):
-            raise ValueError(
-                f"replace names columns {columns.min()} to {columns.max()}: "
-                f"expected 0 to {self.max_num_blocks_per_req - 1}"
-            )
-
-    def apply(
-        self,
-        clear_rows: np.ndarray,
-        append_rows: np.ndarray,
-        append_splits: np.ndarray,
-        append_ids: np.ndarray,
-        replace: np.ndarray,
-    ) -> None:
-        """The table part of a `StepPlan` for this table's group, which `check` has let through."""
-        for row in clear_rows.tolist():
-            self.clear_row(row)
-        splits = append_splits.tolist()
-        for i, row in enumerate(append_rows.tolist()):
-            self._append(append_ids[splits[i] : splits[i + 1]], row)
-        if len(replace):
-            self.block_table.before_write()
-            self.block_table.np[replace[:, 0], replace[:, 1]] = replace[:, 2]
+    def commit_updates(self) -> None:
+        """Brings the device up to date: what changed, in one copy and one launch for all groups."""
+        self._tables.commit_updates()
 
     def commit_block_table(self, num_reqs: int) -> None:
-        """Uploads the first `num_reqs` rows; the host side may be changed by the methods at once."""
-        self._check_count(num_reqs, "num_reqs", self.max_num_reqs)
-        self.block_table.upload(num_reqs)
+        """Uploads the first `num_reqs` rows whole."""
+        self._tables.commit_rows(self._group, num_reqs)
 
-    def compute_slot_mapping(self, req_indices: np.ndarray, positions: np.ndarray) -> None:
-        """Fills the host side of `slot_mapping` for tokens at `positions` of rows `req_indices`.
+    def compute_slot_mapping(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> None:
+        """Slots of a step's tokens at `positions` (int64[n], in tokens of the request).
 
-        req_indices: int32[n] or int64[n], -1 for tokens of a dummy request; positions: int64[n].
-        Entries from n to the buffer's end become -1. Upload by `commit_slot_mapping`.
+        Their rows: `req_indices`, int32[n], one per token; or `query_start_loc`, int32[r + 1], where
+        each request's tokens begin, and then `req_indices`, int32[r], one per request (default: row
+        i for request i). Row -1 is a dummy request. Its tokens, tokens that another context-parallel
+        rank holds, and all entries behind the last token are -1.
+
+        numpy arrays (and CPU tensors) fill the host side, to be uploaded by `commit_slot_mapping`;
+        tensors on the device fill the device side at once, by one launch, from the tables there. A
+        row or position out of range raises with nothing written (on a GPU: with KVCACHE_CHECKED=1,
+        else such tokens get -1).
         """
-        self.slot_mapping.before_write()
-        ops.slot_mapping(
-            self.block_table.cpu,
-            torch.from_numpy(_int32(req_indices, "req_indices")),
-            torch.from_numpy(_integers(positions, "positions").astype(np.int64, copy=False)),
-            self.block_size,
-            self.slot_mapping.cpu,
-        )
+        _given(positions, "positions")
+        self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Uploads the whole slot mapping: what lies behind `num_tokens` is -1 on the device too."""
-        self._check_count(num_tokens, "num_tokens", self.max_num_batched_tokens)
-        self.slot_mapping.upload(self.max_num_batched_tokens)
+        """Uploads the slot mapping: what lies behind `num_tokens` is -1 on the device too."""
+        self._tables.commit_slots(num_tokens, self._group)
 
     def clear(self) -> None:
-        """Zeroes all ids and counts, on the host and on the device."""
-        self.block_table.before_write()
-        self.block_table.cpu.zero_()
-        self.num_blocks_per_row[:] = 0
-        self.block_table.gpu.zero_()
+        """Zeroes all ids and counts, on the host and on the device; all groups of a set."""
+        self._tables.clear()
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
-        """int32[num_reqs, max_num_blocks_per_req] on the device, a view."""
+        """int32[num_reqs, width] on the device, a view."""
         return self.block_table.gpu[:num_reqs]
 
     def get_cpu_tensor(self) -> torch.Tensor:
-        """int32[max_num_reqs, max_num_blocks_per_req] on the host, a view."""
+        """int32[rows, width] on the host, a view."""
         return self.block_table.cpu
 
     def get_numpy_array(self) -> np.ndarray:
         """The host side as numpy, a view."""
         return self.block_table.np
 
-    def _buffer(self, shape: tuple[int, ...], dtype: torch.dtype, pin: bool) -> HostDeviceBuffer:
-        return HostDeviceBuffer(shape, dtype, self.device, pin)
-
-    def _append(self, ids: np.ndarray, row: int) -> None:
-        start = int(self.num_blocks_per_row[row])
-        self.block_table.before_write()
-        self.block_table.np[row, start : start + len(ids)] = ids
-        self.num_blocks_per_row[row] = start + len(ids)
-
-    def _check_row(self, row: int, name: str) -> None:
-        if not 0 <= row < self.max_num_reqs:
-            raise ValueError(f"{name} is {row}: expected 0 to {self.max_num_reqs - 1}")
-
-    def _check_width(self, start: int, n: int, row: int) -> None:
-        if start + n > self.max_num_blocks_per_req:
-            raise ValueError(
-                f"row {row} has {start} blocks and would get {n} more: "
-                f"expected at most {self.max_num_blocks_per_req} in all"
-            )
-
     @staticmethod
-    def _check_count(count: int, name: str, most: int) -> None:
-        if not 0 <= count <= most:
-            raise ValueError(f"{name} is {count}: expected 0 to {most}")
+    def map_to_kernel_blocks(block_ids: Ids, blocks_per_kv_block: int) -> np.ndarray:
+        """int32[n * ratio]: each allocation block as the kernel blocks it is cut into.
+
+        >>> BlockTable.map_to_kernel_blocks([0, 2], 4)
+        array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
+        """
+        _positive(blocks_per_kv_block, "blocks_per_kv_block")
+        ids = np.asarray(block_ids, np.int64).reshape(-1, 1) * blocks_per_kv_block
+        return (ids + np.arange(blocks_per_kv_block)).astype(np.int32).reshape(-1)
+
+
+class MultiGroupBlockTable:
+    """One block table per cache group, in one memory: each call serves all groups at once.
+
+    `[g]` is group g's `BlockTable`. Widths are `max(ceil(max_model_len / (block_size * world size)),
+    1 + num_speculative_tokens)` allocation blocks, or `max_num_blocks[g]`. Per group: `kernel_sizes`
+    (a list of candidates; one list serves all groups), `slot_mapping=False` (recurrent state has no
+    slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
+    query sees, None for all). Everything else as for `BlockTable`.
+
+    >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], [16, 16])
+    >>> tables.add_row(([5, 6], [2]), 0)
+    >>> tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 17]))
+    >>> tables[0].slot_mapping.np[:2], tables[1].slot_mapping.np[:2]
+    (array([81, 97]), array([65, 81]))
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        pin_memory: bool,
+        device: torch.device | str,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int] | None = None,
+        num_speculative_tokens: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        *,
+        kernel_sizes: Sequence[Sequence[int] | None] | None = None,
+        context_parallel: ContextParallel | None = None,
+        max_num_blocks: Sequence[int] | None = None,
+        slot_mapping: Sequence[bool] | None = None,
+        replicated: Sequence[bool] | None = None,
+        windows: Sequence[int | None] | None = None,
+        slot_mapping_dtype: torch.dtype = torch.int64,
+        pcp_padding: bool = False,
+    ) -> None:
+        num_groups = len(block_sizes)
+        if num_groups == 0:
+            raise ValueError("block_sizes is empty: expected one size per group")
+        if kernel_sizes is not None and len(kernel_sizes) == 1:
+            kernel_sizes = list(kernel_sizes) * num_groups
+
+        def per_group(values: Sequence | None, name: str, default: object) -> Sequence:
+            if values is None:
+                return [default] * num_groups
+            if len(values) != num_groups:
+                raise ValueError(
+                    f"{name} has {len(values)} entries, block_sizes has {num_groups}: "
+                    "expected as many"
+                )
+            return values
+
+        single = per_group(kernel_block_sizes, "kernel_block_sizes", None)
+        candidates = per_group(kernel_sizes, "kernel_sizes", None)
+        widths = per_group(max_num_blocks, "max_num_blocks", None)
+        with_slots = per_group(slot_mapping, "slot_mapping", True)
+        whole = per_group(replicated, "replicated", False)
+        seen = per_group(windows, "windows", None)
+        _positive(max_model_len, "max_model_len")
+        cp = context_parallel or ContextParallel()
+        layouts = []
+        for g, block_size in enumerate(block_sizes):
+            spread = ContextParallel() if whole[g] else cp
+            tokens = _positive(block_size, f"block_sizes[{g}]") * spread.world_size
+            derived = max(-(-max_model_len // tokens), 1 + num_speculative_tokens)
+            width = derived if widths[g] is None else widths[g]
+            layouts.append(
+                _layout(
+                    block_size,
+                    _kernel_size(block_size, single[g], candidates[g]),
+                    _positive(width, f"max_num_blocks[{g}]"),
+                    spread,
+                    cp_kv_cache_interleave_size,
+                    seen[g],
+                    with_slots[g],
+                )
+            )
+        self._tables = _table_set(
+            layouts,
+            cp,
+            max_num_reqs,
+            max_num_batched_tokens,
+            num_speculative_tokens,
+            pin_memory,
+            device,
+            slot_mapping_dtype,
+            pcp_padding,
+        )
+        self.block_tables = [BlockTable._of(self._tables, g) for g in range(num_groups)]
+
+    def __getitem__(self, group: int) -> BlockTable:
+        return self.block_tables[group]
+
+    def __len__(self) -> int:
+        return len(self.block_tables)
+
+    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
+        """The table part of a step's plan, for all rows and groups in one native call.
+
+        ValueError, with nothing changed, on a row, column or width that is not there, or an id outside
+        [0, num_blocks) (where that is given).
+        """
+        self._tables.apply(plan, num_blocks)
+
+    def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
+        """Adds block_ids[g] to a row of each group g; an overflow in one changes none."""
+        self._tables.apply(self._row_plan(block_ids, row, clear=False))
+
+    def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
+        """Sets a row of each group g to block_ids[g]; an overflow in one changes none."""
+        self._tables.apply(self._row_plan(block_ids, row, clear=True))
+
+    def clear_row(self, row: int) -> None:
+        """Empties a row in all groups."""
+        self._tables.clear_rows([row])
+
+    def clear_rows(self, rows: Ids) -> None:
+        """Empties rows in all groups, in one call."""
+        self._tables.clear_rows(rows)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """Row `tgt` takes over what `src` holds in all groups, and `src` is cleared."""
+        self._tables.move_rows([src], [tgt])
+
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """`move_row` for pairs of rows, one after the other, in one call."""
+        self._tables.move_rows(src, tgt)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Exchanges two rows in all groups."""
+        self._tables.swap_rows([src], [tgt])
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """`swap_row` for pairs of rows, one after the other, in one call."""
+        self._tables.swap_rows(src, tgt)
+
+    def commit_updates(self) -> None:
+        """Brings the device up to date: what changed, in one copy and one launch for all groups."""
+        self._tables.commit_updates()
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        """Uploads the first `num_reqs` rows of every group whole."""
+        for group in range(len(self)):
+            self._tables.commit_rows(group, num_reqs)
+
+    def compute_slot_mapping(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> None:
+        """Slots of all groups that have them, in one call (on a GPU one launch); see `BlockTable`."""
+        _given(positions, "positions")
+        self._tables.compute_slots(req_indices, positions, query_start_loc)
+
+    def commit_slot_mapping(self, num_tokens: int) -> None:
+        """Uploads the slot mappings of all groups, in one copy."""
+        self._tables.commit_slots(num_tokens)
+
+    def gather(
+        self,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Rows in batch order, on the device: per group int32[n, width], by one launch for all.
+
+        idx_mapping: int32[n] on the device, the row of each request of the batch, -1 for a padded one,
+        whose row is all null. num_computed_tokens: int32[n], tokens before each request's first query:
+        entries that have left a group's window become the null block (kernels that read masked tiles
+        would meet other requests' NaN there). max_num_tokens: how long rows can be; by default as long
+        as they are now, but give `max_model_len` where a CUDA graph is captured. The result is at one
+        address, and is overwritten by the next call.
+        """
+        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)
+
+    def clear(self) -> None:
+        """Zeroes all ids and counts, on the host and on the device."""
+        self._tables.clear()
+
+    def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
+        if len(block_ids) != len(self):
+            raise ValueError(
+                f"block_ids has {len(block_ids)} groups: expected {len(self)}, one per table"
+            )
+        rows = np.array([row], np.int32)
+        ids = [_int32(each, f"block_ids[{g}]") for g, each in enumerate(block_ids)]
+        return StepPlan(
+            step_id=-1,
+            rows=rows,
+            status=np.zeros(1, np.uint8),
+            num_computed_tokens=np.zeros(1, np.int32),
+            clear_rows=rows if clear else rows[:0],
+            append_rows=rows,
+            append_splits=[np.array([0, len(each)], np.int32) for each in ids],
+            append_ids=ids,
+            replace=[np.empty((0, 3), np.int32)] * len(ids),
+        )
+
+
+def _int32(values: Ids, name: str) -> np.ndarray:
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+        raise ValueError(f"{name} holds {array.min()} to {array.max()}: expected 32-bit integers")
+    return np.ascontiguousarray(array, np.int32)
+
+
+def _given(value: object, name: str) -> None:
+    if value is None:
+        raise TypeError(f"{name} is missing: expected int64[num_tokens]")
+
+
+def _positive(value: int, name: str) -> int:
+    if value < 1:
+        raise ValueError(f"{name} is {value}: expected 1 or more")
+    return value
+
+
+def _kernel_size(
+    block_size: int, kernel_block_size: int | None, kernel_sizes: Sequence[int] | None
+) -> int:
+    """The kernel's block, from the one size given or from candidates."""
+    if kernel_block_size is not None and kernel_sizes is not None:
+        raise ValueError(
+            f"kernel_block_size is {kernel_block_size} and kernel_sizes {list(kernel_sizes)}: "
+            "expected one of the two"
+        )
+    if kernel_block_size is not None:
+        if kernel_block_size < 1 or block_size % kernel_block_size:
+            raise ValueError(
+                f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
+            )
+        return kernel_block_size
+    if kernel_sizes is None or list(kernel_sizes) == [0]:
+        return block_size
+    for size in kernel_sizes:
+        if size > 0 and block_size % size == 0:
+            return size
+    raise ValueError(f"none of kernel_sizes {list(kernel_sizes)} divides block_size {block_size}")
+
+
+def _layout(
+    block_size: int,
+    kernel_block_size: int,
+    max_num_blocks: int,
+    cp: ContextParallel,
+    interleave: int,
+    window: int | None,
+    has_slots: bool,
+) -> TableLayout:
+    if interleave < 1 or (cp.world_size > 1 and kernel_block_size % interleave):
+        raise ValueError(
+            f"cp_kv_cache_interleave_size {interleave} does not divide "
+            f"the kernel block size {kernel_block_size}"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}: expected 1 or more, or None")
+    return TableLayout(
+        block_size,
+        kernel_block_size,
+        max_num_blocks,
+        cp.world_size,
+        cp.rank,
+        interleave if cp.world_size > 1 else 1,
+        window or 0,
+        bool(has_slots),
+    )
+
+
+def _table_set(
+    layouts: list[TableLayout],
+    cp: ContextParallel,
+    max_num_reqs: int,
+    max_num_batched_tokens: int,
+    num_speculative_tokens: int,
+    pin_memory: bool,
+    device: torch.device | str,
+    slot_mapping_dtype: torch.dtype,
+    pcp_padding: bool,
+) -> TableSet:
+    _positive(max_num_reqs, "max_num_reqs")
+    _positive(max_num_batched_tokens, "max_num_batched_tokens")
+    if num_speculative_tokens < 0:
+        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}: expected 0 or more")
+    if slot_mapping_dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
+    rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
+    padding = 2 * cp.pcp_world_size * max_num_reqs if pcp_padding else 0
+    return TableSet(
+        layouts,
+        rows,
+        max_num_batched_tokens + padding,
+        pin_memory,
+        torch.device(device),
+        slot_mapping_dtype,
+    )

@@ -1,4 +1,4 @@
-// kvcache._core: the control plane's native part for Python. Converts arrays, nothing else.
+// The control plane's native part for Python. Converts arrays, nothing else.
 #include <pybind11/functional.h>
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -12,120 +12,12 @@
 #include "core/manager.h"
 #include "core/sha256.h"
 #include "core/token_chain.h"
-
-namespace py = pybind11;
+#include "python/arrays.h"
 
 namespace kvcache {
 namespace {
 
-using Int32Array = py::array_t<int32_t, py::array::c_style>;
 using HashArray = py::array_t<uint8_t, py::array::c_style>;
-
-// A new int32 array. Straight to numpy's constructor: a step makes several of these, and pybind11's
-// general one costs three times as much.
-Int32Array new_int32(py::ssize_t n) {
-  static const py::dtype dtype = py::dtype::of<int32_t>();
-  const auto& api = py::detail::npy_api::get();
-  Py_intptr_t size = n;
-  dtype.inc_ref();  // the constructor takes a reference
-  PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), 1, &size, nullptr,
-                                              nullptr, 0, nullptr);
-  if (array == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<Int32Array>(array);
-}
-
-Int32Array copy_int32(const std::vector<int32_t>& values) {
-  Int32Array out = new_int32(static_cast<py::ssize_t>(values.size()));
-  std::copy(values.begin(), values.end(), static_cast<int32_t*>(out.mutable_data()));
-  return out;
-}
-
-[[noreturn]] void fail_range(const char* name, py::ssize_t i, const py::handle& value) {
-  throw py::value_error(std::string(name) + "[" + std::to_string(i) + "] is " +
-                        py::cast<std::string>(py::str(value)) + ": expected a 32-bit integer");
-}
-
-bool fits_int32(int64_t v) {
-  return v >= std::numeric_limits<int32_t>::min() && v <= std::numeric_limits<int32_t>::max();
-}
-
-// int32 values of any one-dimensional integer sequence: a C-contiguous int32 array as it is, a list
-// or tuple of ints directly, everything else through numpy with the range checked. TypeError for
-// floats, ValueError for values beyond int32.
-class Int32Input {
- public:
-  Int32Input(const py::handle& value, const char* name) {
-    if (py::isinstance<Int32Array>(value)) {
-      auto array = py::reinterpret_borrow<Int32Array>(value);
-      if (array.ndim() == 1) {
-        borrow(std::move(array));
-        return;
-      }
-    }
-    if ((PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) && copy_ints(value, name)) return;
-    borrow(convert(value, name));
-  }
-  Int32Input(const Int32Input&) = delete;
-
-  const int32_t* data() const { return data_; }
-  py::ssize_t size() const { return size_; }
-
- private:
-  void borrow(Int32Array array) {
-    data_ = array.data();
-    size_ = array.size();
-    owner_ = std::move(array);
-  }
-
-  // False, for numpy to judge, when something in it is no Python int.
-  bool copy_ints(const py::handle& value, const char* name) {
-    PyObject** items = PySequence_Fast_ITEMS(value.ptr());
-    size_ = PySequence_Fast_GET_SIZE(value.ptr());
-    copy_.resize(static_cast<size_t>(size_));
-    for (py::ssize_t i = 0; i < size_; ++i) {
-      if (!PyLong_CheckExact(items[i])) return false;
-      int overflow = 0;
-      const int64_t v = PyLong_AsLongLongAndOverflow(items[i], &overflow);
-      if (overflow != 0 || !fits_int32(v)) fail_range(name, i, items[i]);
-      copy_[static_cast<size_t>(i)] = static_cast<int32_t>(v);
-    }
-    data_ = copy_.data();
-    return true;
-  }
-
-  static Int32Array convert(const py::handle& value, const char* name) {
-    py::array array = py::array::ensure(value);
-    if (!array) {
-      PyErr_Clear();
-      throw py::type_error(std::string(name) + ": expected a one-dimensional array of integers");
-    }
-    const char kind = array.dtype().kind();
-    if (array.size() > 0 && kind != 'i' && kind != 'u') {
-      throw py::type_error(std::string(name) + " has dtype " +
-                           py::cast<std::string>(py::str(array.dtype())) + ": expected integers");
-    }
-    if (array.ndim() != 1) {
-      throw py::value_error(std::string(name) + " has " + std::to_string(array.ndim()) +
-                            " dimensions: expected 1");
-    }
-    if (array.size() > 0 && array.itemsize() >= 4) check_range(array, name, kind == 'u');
-    return py::array_t < int32_t, py::array::c_style | py::array::forcecast > (array);
-  }
-
-  static void check_range(const py::array& array, const char* name, bool is_unsigned) {
-    using Wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
-    const Wide wide(array);  // an unsigned value beyond int64 comes out negative
-    for (py::ssize_t i = 0; i < wide.size(); ++i) {
-      const int64_t v = wide.data()[i];
-      if (!fits_int32(v) || (is_unsigned && v < 0)) fail_range(name, i, array.attr("item")(i));
-    }
-  }
-
-  const int32_t* data_ = nullptr;
-  py::ssize_t size_ = 0;
-  py::object owner_;
-  std::vector<int32_t> copy_;
-};
 
 HashArray hash_array(const py::handle& value, const char* name) {
   if (py::isinstance<HashArray>(value)) {
@@ -166,12 +58,6 @@ uint16_t checked_group(int64_t group) {
     return static_cast<uint16_t>(group);
   }
   throw py::value_error("group is " + std::to_string(group) + ": expected 0 to 65535");
-}
-
-void require_same_length(py::ssize_t a, const char* a_name, py::ssize_t b, const char* b_name) {
-  if (a == b) return;
-  throw py::value_error(std::string(a_name) + " has " + std::to_string(a) + " entries, " + b_name +
-                        " has " + std::to_string(b) + ": expected as many");
 }
 
 void bind_hashing(py::module_& m) {
@@ -409,11 +295,11 @@ void bind_manager(py::module_& m) {
 }
 
 }  // namespace
-}  // namespace kvcache
 
-PYBIND11_MODULE(_core, m) {
-  m.doc() = "Native control plane of kvcache: block pool, block hashes, request rows. No torch.";
-  kvcache::bind_hashing(m);
-  kvcache::bind_pool(m);
-  kvcache::bind_manager(m);
+void bind_control_plane(py::module_& m) {
+  bind_hashing(m);
+  bind_pool(m);
+  bind_manager(m);
 }
+
+}  // namespace kvcache

@@ -1,0 +1,139 @@
+// The cache groups of a worker's tables as ops see them: where each group's table lies in the one
+// arena, and how its blocks hold tokens.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "ops/checks.h"
+#include "ops/host_device.h"
+
+namespace kvcache {
+
+// Division by a divisor that is known beforehand, for dividends of [0, 2^31): one multiplication.
+struct FastDivisor {
+  uint32_t divisor, magic, shift;
+
+  KV_HOST_DEVICE uint32_t divide(uint32_t n) const {
+    return static_cast<uint32_t>((uint64_t{n} * magic) >> shift);
+  }
+};
+
+// With 2^s >= d: magic = ceil(2^(31 + s) / d) fits 32 bits, and the error of magic / 2^(31 + s)
+// against 1 / d, below 2^-(31 + s), times a dividend below 2^31 never reaches the next multiple.
+inline FastDivisor fast_divisor(int64_t divisor) {
+  uint32_t bits = 0;
+  while ((int64_t{1} << bits) < divisor) ++bits;
+  const auto d = static_cast<uint64_t>(divisor);
+  const uint64_t magic = ((uint64_t{1} << (31 + bits)) + d - 1) / d;
+  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(magic), 31 + bits};
+}
+
+// One group; plain data, as a kernel takes it.
+struct TableGroupView {
+  int64_t offset;             // of its table in the arena
+  int32_t num_columns;        // kernel blocks per row
+  int32_t block_size;         // tokens of a kernel block on one rank
+  int32_t window;             // tokens a query sees, itself included; 0: all
+  uint32_t rank;              // of this worker among `by_world.divisor` context-parallel ones
+  FastDivisor by_column;      // block_size * world: the tokens that one column stands for
+  FastDivisor by_interleave;  // consecutive tokens that stay on one rank
+  FastDivisor by_world;
+
+  KV_HOST_DEVICE int64_t num_positions() const { return int64_t{num_columns} * by_column.divisor; }
+
+  // Slot of the token at `position`, in [0, num_positions()), of the row whose ids are given:
+  // column pos / V with V = block_size * world; of its offset o = pos % V, rank (o / I) % world
+  // holds the token, at offset (o / I / world) * I + o % I of its block. Elsewhere: -1.
+  KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
+    const uint32_t column = by_column.divide(position);
+    uint32_t offset = position - column * by_column.divisor;
+    if (by_world.divisor > 1) {
+      const uint32_t chunk = by_interleave.divide(offset);
+      const uint32_t round = by_world.divide(chunk);
+      if (chunk - round * by_world.divisor != rank) return -1;
+      offset = round * by_interleave.divisor + (offset - chunk * by_interleave.divisor);
+    }
+    return int64_t{row[column]} * block_size + offset;
+  }
+
+  // Leading columns that no query at or behind position `first` can see through the window.
+  KV_HOST_DEVICE int64_t num_hidden_columns(int64_t first) const {
+    const int64_t first_visible = first - window + 1;
+    return window == 0 || first_visible <= 0 ? 0 : first_visible / by_column.divisor;
+  }
+};
+
+inline constexpr int kMaxGroups = 32;  // they travel as kernel parameters, 4 KiB in all
+
+struct TableGroups {
+  int32_t num_groups;
+  int32_t num_rows;
+  int64_t num_positions;  // that every group has a column for
+  TableGroupView group[kMaxGroups];
+};
+
+// Columns of the `groups` argument, in this order.
+enum GroupField { kOffset, kColumns, kBlockSize, kWorld, kRank, kInterleave, kWindow, kNumFields };
+
+// From the argument `groups`, int64[num_groups, kNumFields] on the CPU.
+inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, int64_t num_rows) {
+  check_dim(tables, "tables", 1, "[entries of all tables]");
+  check_dtype(tables, "tables", {ScalarType::Int});
+  check_contiguous(tables, "tables");
+  check_dim(groups, "groups", 2, "[num_groups, 7]");
+  check_size(groups, "groups", 1, kNumFields,
+             "offset, columns, block size, world size, rank, interleave and window");
+  check_dtype(groups, "groups", {ScalarType::Long});
+  check_contiguous(groups, "groups");
+  if (!groups.is_cpu()) fail("groups is on " + device_of(groups) + ": expected cpu");
+  if (groups.size(0) > kMaxGroups) {
+    fail("groups has " + std::to_string(groups.size(0)) + " groups: expected at most " +
+         std::to_string(kMaxGroups));
+  }
+  if (num_rows < 1 || num_rows > INT32_MAX) {
+    fail("num_rows is " + std::to_string(num_rows) + ": expected 1 to 2147483647");
+  }
+  TableGroups out{};
+  out.num_groups = static_cast<int32_t>(groups.size(0));
+  out.num_rows = static_cast<int32_t>(num_rows);
+  out.num_positions = INT32_MAX;
+  const int64_t* fields = groups.const_data_ptr<int64_t>();
+  for (int g = 0; g < out.num_groups; ++g, fields += kNumFields) {
+    const auto require = [&](bool ok, GroupField field, const char* name, const char* expected) {
+      if (ok) return;
+      fail("groups[" + std::to_string(g) + "] has " + name + " " + std::to_string(fields[field]) +
+           ": expected " + expected);
+    };
+    constexpr int64_t kMost = INT32_MAX;
+    const int64_t columns = fields[kColumns], block_size = fields[kBlockSize];
+    const int64_t world = fields[kWorld], interleave = fields[kInterleave];
+    require(columns >= 1 && columns <= kMost, kColumns, "columns", "1 or more");
+    require(block_size >= 1 && block_size <= kMost, kBlockSize, "block size", "1 or more");
+    require(world >= 1 && world <= kMost / block_size, kWorld, "world size",
+            "1 or more, and fewer than 2^31 tokens in a block of all ranks");
+    require(fields[kRank] >= 0 && fields[kRank] < world, kRank, "rank", "0 to world size - 1");
+    require(interleave >= 1 && block_size % interleave == 0, kInterleave, "interleave",
+            "a divisor of the block size");
+    require(fields[kWindow] >= 0 && fields[kWindow] <= kMost, kWindow, "window", "0 or more");
+    // Products below cannot overflow: each factor is under 2^31.
+    require(fields[kOffset] >= 0 && columns <= tables.numel() / num_rows &&
+                fields[kOffset] <= tables.numel() - num_rows * columns,
+            kOffset, "offset", "a table that lies within tables");
+    TableGroupView& view = out.group[g];
+    view.offset = fields[kOffset];
+    view.num_columns = static_cast<int32_t>(columns);
+    view.block_size = static_cast<int32_t>(block_size);
+    view.window = static_cast<int32_t>(fields[kWindow]);
+    view.rank = static_cast<uint32_t>(fields[kRank]);
+    view.by_column = fast_divisor(block_size * world);
+    view.by_interleave = fast_divisor(interleave);
+    view.by_world = fast_divisor(world);
+    if (view.num_positions() < out.num_positions) out.num_positions = view.num_positions();
+  }
+  return out;
+}
+
+}  // namespace kvcache

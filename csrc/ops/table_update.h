@@ -1,0 +1,140 @@
+// Device-resident block tables: bringing them up to date, and putting rows into batch order.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "ops/table_groups.h"
+
+namespace kvcache {
+
+// What `HostTables::pack` wrote: [number of segments, (start, length, place of values) each,
+// values].
+struct TableUpdate {
+  int32_t* tables;
+  int64_t num_ids;
+  const int32_t* updates;
+  int64_t num_updates;
+
+  KV_HOST_DEVICE int64_t num_segments() const { return updates[0]; }
+  KV_HOST_DEVICE const int32_t* segment(int64_t s) const { return updates + 1 + 3 * s; }
+  // Whether segment s lies outside the tables or the buffer; segment -1 stands for their number.
+  KV_HOST_DEVICE bool bad_segment(int64_t s) const {
+    const int32_t* place = segment(s);
+    return place[0] < 0 || place[1] < 0 || place[2] < 0 || int64_t{place[0]} + place[1] > num_ids ||
+           int64_t{place[2]} + place[1] > num_updates;
+  }
+  KV_HOST_DEVICE bool bad_count() const {
+    return updates[0] < 0 || 1 + 3 * int64_t{updates[0]} > num_updates;
+  }
+};
+
+inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& updates) {
+  check_dim(tables, "tables", 1, "[entries of all tables]");
+  check_dtype(tables, "tables", {ScalarType::Int});
+  check_contiguous(tables, "tables");
+  check_dim(updates, "updates", 1, "[at least 1]");
+  check_dtype(updates, "updates", {ScalarType::Int});
+  check_contiguous(updates, "updates");
+  check_same_device(updates, "updates", tables, "tables");
+  if (updates.numel() < 1) fail("updates has shape [0]: expected at least the number of segments");
+  return {tables.mutable_data_ptr<int32_t>(), tables.numel(), updates.const_data_ptr<int32_t>(),
+          updates.numel()};
+}
+
+[[noreturn]] inline void fail_table_update(const TableUpdate& u, int64_t s) {
+  if (s < 0) {
+    fail("updates[0] is no number of segments that fits in its " + std::to_string(u.num_updates) +
+         " entries");
+  }
+  fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
+}
+
+// Rows of all tables in batch order.
+struct TableGather {
+  TableGroups groups;
+  const int32_t* tables;
+  const int32_t* idx_mapping;   // [num_out_rows]; -1: a padded row
+  const int32_t* num_computed;  // [num_out_rows] tokens before the row's first query, or null
+  int64_t num_out_rows;
+  int64_t max_num_tokens;  // columns behind those of so many tokens are left as they are
+  int32_t* out;            // laid out as tables
+
+  KV_HOST_DEVICE bool bad_row(int64_t i) const {
+    return idx_mapping[i] < -1 || idx_mapping[i] >= groups.num_rows;
+  }
+  KV_HOST_DEVICE int64_t num_columns(int g) const {
+    const TableGroupView& group = groups.group[g];
+    const int64_t needed =
+        (max_num_tokens + group.by_column.divisor - 1) / int64_t{group.by_column.divisor};
+    return needed < group.num_columns ? needed : group.num_columns;
+  }
+  KV_HOST_DEVICE int32_t* out_row(int g, int64_t i) const {
+    return out + groups.group[g].offset + i * groups.group[g].num_columns;
+  }
+  // The id for column c of output row i: null where the row is padded or the window is past it.
+  KV_HOST_DEVICE int32_t id(int g, int64_t i, int64_t c) const {
+    const int32_t row = idx_mapping[i];
+    if (row < 0 || row >= groups.num_rows) return 0;
+    const TableGroupView& group = groups.group[g];
+    if (num_computed != nullptr && c < group.num_hidden_columns(num_computed[i])) return 0;
+    return tables[group.offset + int64_t{row} * group.num_columns + c];
+  }
+};
+
+inline TableGather checked_table_gather(const Tensor& tables, const Tensor& groups,
+                                        int64_t num_rows, const Tensor& idx_mapping,
+                                        const std::optional<Tensor>& num_computed_tokens,
+                                        int64_t max_num_tokens, const Tensor& out) {
+  TableGather m{};
+  m.groups = checked_groups(groups, tables, num_rows);
+  check_dim(idx_mapping, "idx_mapping", 1, "[num_requests]");
+  check_dtype(idx_mapping, "idx_mapping", {ScalarType::Int});
+  check_contiguous(idx_mapping, "idx_mapping");
+  check_same_device(idx_mapping, "idx_mapping", tables, "tables");
+  if (idx_mapping.size(0) > num_rows) {
+    fail("idx_mapping has " + std::to_string(idx_mapping.size(0)) +
+         " entries: expected at most num_rows, which is " + std::to_string(num_rows));
+  }
+  check_dim(out, "out", 1, "[entries of all tables]");
+  check_dtype(out, "out", {ScalarType::Int});
+  check_contiguous(out, "out");
+  check_same_device(out, "out", tables, "tables");
+  check_size(out, "out", 0, tables.size(0), "as tables has");
+  if (max_num_tokens < 0) {
+    fail("max_num_tokens is " + std::to_string(max_num_tokens) + ": expected 0 or more");
+  }
+  if (num_computed_tokens) {
+    const Tensor& computed = *num_computed_tokens;
+    check_dim(computed, "num_computed_tokens", 1, "[num_requests]");
+    check_dtype(computed, "num_computed_tokens", {ScalarType::Int});
+    check_contiguous(computed, "num_computed_tokens");
+    check_same_device(computed, "num_computed_tokens", tables, "tables");
+    check_size(computed, "num_computed_tokens", 0, idx_mapping.size(0), "as idx_mapping has");
+    m.num_computed = computed.const_data_ptr<int32_t>();
+  }
+  m.tables = tables.const_data_ptr<int32_t>();
+  m.out = out.mutable_data_ptr<int32_t>();
+  if (m.out == m.tables) fail("out is tables: expected memory of its own");
+  m.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
+  m.num_out_rows = idx_mapping.size(0);
+  m.max_num_tokens = max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX;
+  return m;
+}
+
+// Whether entry i of idx_mapping names no row.
+struct BadIndex {
+  const int32_t* idx_mapping;
+  int32_t num_rows;
+  KV_HOST_DEVICE bool operator()(int64_t i) const {
+    return idx_mapping[i] < -1 || idx_mapping[i] >= num_rows;
+  }
+};
+
+[[noreturn]] inline void fail_index(int64_t i, int32_t row, int32_t num_rows) {
+  fail("idx_mapping[" + std::to_string(i) + "] is " + std::to_string(row) +
+       ": expected -1 (a padded row) to " + std::to_string(num_rows - 1));
+}
+
+}  // namespace kvcache

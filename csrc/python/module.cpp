@@ -1,0 +1,15 @@
+#include <pybind11/pybind11.h>
+
+namespace kvcache {
+
+void bind_control_plane(pybind11::module_& m);
+void bind_worker(pybind11::module_& m);
+
+}  // namespace kvcache
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() =
+      "Native host code of kvcache: block pool, block hashes, request rows; tables. No torch.";
+  kvcache::bind_control_plane(m);
+  kvcache::bind_worker(m);
+}

@@ -1,0 +1,120 @@
+// The worker's native host code for Python. Converts arrays, nothing else.
+#include <optional>
+
+#include "python/arrays.h"
+#include "worker/host_tables.h"
+
+namespace kvcache {
+namespace {
+
+// An array whose memory the tables work in: never a converted copy.
+int32_t* shared_int32(const py::object& value, const char* name, int64_t size) {
+  if (!py::isinstance<Int32Array>(value)) {
+    throw py::type_error(std::string(name) + ": expected a C-contiguous int32 array");
+  }
+  auto array = py::reinterpret_borrow<Int32Array>(value);
+  if (array.size() != size) {
+    throw py::value_error(std::string(name) + " has " + std::to_string(array.size()) +
+                          " entries: expected " + std::to_string(size));
+  }
+  return array.mutable_data();
+}
+
+std::vector<TableGroup> table_groups(const py::list& fields) {
+  std::vector<TableGroup> groups;
+  for (const py::handle& item : fields) {
+    const auto [offset, width, ratio] = py::cast<std::tuple<int64_t, int64_t, int64_t>>(item);
+    groups.push_back({offset, width, ratio});
+  }
+  return groups;
+}
+
+// Sections of a plan, one array per group, kept alive while the call runs.
+std::vector<Int32Array> arrays_of(const py::sequence& values, const char* name, int64_t dim) {
+  std::vector<Int32Array> out;
+  out.reserve(values.size());
+  for (const py::handle& value : values) {
+    if (!py::isinstance<Int32Array>(value)) {
+      throw py::type_error(std::string(name) + ": expected C-contiguous int32 arrays");
+    }
+    out.push_back(py::reinterpret_borrow<Int32Array>(value));
+    const bool right = out.back().ndim() == dim && (dim == 1 || out.back().shape(1) == 3);
+    if (!right) {
+      throw py::value_error(std::string(name) + ": expected arrays of shape " +
+                            (dim == 1 ? "[n]" : "[n, 3]"));
+    }
+  }
+  return out;
+}
+
+void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
+           const py::sequence& append_splits, const py::sequence& append_ids,
+           const py::sequence& replace, int64_t num_blocks) {
+  const Int32Input clear(clear_rows, "clear_rows");
+  const Int32Input append(append_rows, "append_rows");
+  const auto splits = arrays_of(append_splits, "append_splits", 1);
+  const auto ids = arrays_of(append_ids, "append_ids", 1);
+  const auto entries = arrays_of(replace, "replace", 2);
+  require_same_length(static_cast<py::ssize_t>(splits.size()), "append_splits",
+                      static_cast<py::ssize_t>(ids.size()), "append_ids");
+  std::vector<RaggedIds> ragged;
+  for (size_t g = 0; g < ids.size(); ++g) {
+    ragged.push_back({splits[g].data(), ids[g].data(), splits[g].size(), ids[g].size()});
+  }
+  std::vector<Replacements> replacements;
+  for (const Int32Array& each : entries) replacements.push_back({each.data(), each.shape(0)});
+  self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
+             num_blocks);
+}
+
+}  // namespace
+
+void bind_worker(py::module_& m) {
+  py::class_<HostTables>(m, "HostTables")
+      .def(py::init([](const py::object& arena, const py::object& counts, int64_t num_rows,
+                       const py::list& fields, bool track) {
+             std::vector<TableGroup> groups = table_groups(fields);
+             int64_t size = 0;
+             for (const TableGroup& group : groups) size += num_rows * group.width;
+             const auto num_groups = static_cast<int64_t>(groups.size());
+             return std::make_unique<HostTables>(
+                 shared_int32(arena, "arena", size),
+                 shared_int32(counts, "counts", num_groups * num_rows), num_rows, std::move(groups),
+                 track);
+           }),
+           py::arg("arena"), py::arg("counts"), py::arg("num_rows"), py::arg("groups"),
+           py::arg("track"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def("apply", &apply)
+      .def("append_row",
+           [](HostTables& self, int64_t group, int64_t row, const py::object& block_ids,
+              bool reset) {
+             const Int32Input ids(block_ids, "block_ids");
+             self.append_row(group, row, ids.data(), ids.size(), reset);
+           })
+      .def("move_rows",
+           [](HostTables& self, const py::object& src, const py::object& tgt, int64_t group) {
+             const Int32Input a(src, "src"), b(tgt, "tgt");
+             require_same_length(a.size(), "src", b.size(), "tgt");
+             self.move_rows(a.data(), b.data(), a.size(), group);
+           })
+      .def("swap_rows",
+           [](HostTables& self, const py::object& src, const py::object& tgt, int64_t group) {
+             const Int32Input a(src, "src"), b(tgt, "tgt");
+             require_same_length(a.size(), "src", b.size(), "tgt");
+             self.swap_rows(a.data(), b.data(), a.size(), group);
+           })
+      .def("clear_rows",
+           [](HostTables& self, const py::object& rows, int64_t group) {
+             const Int32Input r(rows, "rows");
+             self.clear_rows(r.data(), r.size(), group);
+           })
+      .def("clear", &HostTables::clear)
+      .def("pack",
+           [](HostTables& self, const py::object& out) {
+             auto array = py::reinterpret_borrow<Int32Array>(out);
+             return self.pack(array.mutable_data(), array.size());
+           })
+      .def("mark_clean", &HostTables::mark_clean);
+}
+
+}  // namespace kvcache

@@ -1,0 +1,100 @@
+// The host side of a worker's block tables: a step's changes for all rows and all groups in one
+// call, and what of them the device has to be told. Plain C++: memory comes from the caller.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvcache {
+
+// One cache group's table in the arena: `num_rows` rows of `width` kernel-block ids.
+struct TableGroup {
+  int64_t offset;  // of its first id in the arena
+  int64_t width;   // columns, kernel blocks
+  int64_t ratio;   // kernel blocks per allocation block: an id b becomes b*ratio .. b*ratio+ratio-1
+};
+
+// Ids for some rows, ragged: row rows[i] gets ids[splits[i]] .. ids[splits[i + 1] - 1].
+struct RaggedIds {
+  const int32_t* splits;  // [num_rows + 1]
+  const int32_t* ids;
+  int64_t num_splits, num_ids;
+};
+
+// Entries to overwrite: (row, allocation column, id) each.
+struct Replacements {
+  const int32_t* entries;  // [n, 3]
+  int64_t n;
+};
+
+class HostTables {
+ public:
+  // `arena` int32[sum of num_rows * width] and `counts` int32[num_groups, num_rows] (kernel blocks
+  // per row) stay the caller's. `track`: remember changes for `pack` (a device holds a copy).
+  HostTables(int32_t* arena, int32_t* counts, int64_t num_rows, std::vector<TableGroup> groups,
+             bool track);
+
+  int64_t num_rows() const { return num_rows_; }
+  int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
+  const TableGroup& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
+
+  // A step: rows in `clear` are emptied, then rows in `append` get ids in every group, then entries
+  // are replaced. Checked as a whole first (std::invalid_argument, nothing changed): rows, widths,
+  // columns a row has, ids of [0, num_blocks) allocation blocks (num_blocks < 0: not known).
+  void apply(const int32_t* clear, int64_t num_clear, const int32_t* append, int64_t num_append,
+             const std::vector<RaggedIds>& ids, const std::vector<Replacements>& replace,
+             int64_t num_blocks);
+
+  // One group, one row: reset (where asked), then append.
+  void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
+
+  // For pairs (source, target) of rows, one after the other; all groups, or the one given.
+  void move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
+  void swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
+  void clear_rows(const int32_t* rows, int64_t n, int64_t group = -1);
+  void clear();  // everything
+
+  // Changes since the last pack, for the device: [number of segments, (destination, length, place
+  // of its values in the buffer) each, values]. Returns the int32s needed, and writes them where
+  // `capacity` suffices. More changes than the arena has ids: returns -1, upload the whole arena.
+  int64_t pack(int32_t* out, int64_t capacity) const;
+  void mark_clean();  // what was packed has been sent
+
+ private:
+  struct Segment {
+    int32_t start, length;  // in the arena
+  };
+  int32_t* row_of(int64_t g, int64_t row) const { return arena_ + start_of(g, row); }
+  int64_t start_of(int64_t g, int64_t row) const {
+    const TableGroup& group = groups_[static_cast<size_t>(g)];
+    return group.offset + row * group.width;
+  }
+  int32_t& count(int64_t g, int64_t row) const { return counts_[g * num_rows_ + row]; }
+  void check_rows(const int32_t* rows, int64_t n, const char* name) const;
+  void check_group(int64_t g, const char* name) const;
+  void check_width(int64_t g, int64_t row, int64_t held, int64_t num_more) const;
+  void check_append(int64_t g, const int32_t* clear, int64_t num_clear, const int32_t* append,
+                    int64_t num_append, const RaggedIds& ids, int64_t num_blocks);
+  void check_replace(int64_t g, const Replacements& replace, int64_t num_blocks) const;
+  void empty_row(int64_t g, int64_t row);
+  void append(int64_t g, int64_t row, const int32_t* ids, int64_t n);
+  void move(int64_t g, int32_t src, int32_t tgt);
+  void swap(int64_t g, int32_t src, int32_t tgt);
+  void note(int64_t start, int64_t length);
+  template <class Change>
+  void for_groups(int64_t group, const Change& change);
+
+  int32_t* arena_;
+  int32_t* counts_;
+  int64_t num_rows_;
+  int64_t num_ids_;  // of the whole arena
+  std::vector<TableGroup> groups_;
+  bool track_;
+  bool all_dirty_ = false;
+  std::vector<Segment> dirty_;
+  int64_t num_dirty_ids_ = 0;
+  std::vector<int32_t> planned_;  // per row: kernel blocks after the plan, while it is checked
+};
+
+}  // namespace kvcache
