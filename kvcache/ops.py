@@ -26,22 +26,28 @@ def slot_mapping(
     rows: torch.Tensor,
     query_start_loc: torch.Tensor | None,
     positions: torch.Tensor,
+    num_blocks_per_row: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
     """Slots of a step's tokens in all cache groups, in one launch, parallel over tokens.
 
-    tables: int32[...], all groups' tables one after the other. groups: int64[num_groups, 7] on the
+    tables: int32[...], all groups' tables one after the other. groups: int64[num_groups, 8] on the
     CPU: offset of the group's table [num_rows, columns] in `tables`, columns, kernel block size,
-    context-parallel world size, rank, interleave, window (0: none). rows: int32[n], the row of each
-    token; or, with query_start_loc int32[r + 1] (where each request's tokens begin), int32[r], the
-    row of each request; -1 is a dummy request. positions: int64[n]. out: int64 or
-    int32[num_groups, m], m >= n.
+    context-parallel world size, rank, interleave, window (0: none), row in num_blocks_per_row.
+    rows: int32[n], the row of each token; or, with query_start_loc int32[r + 1] (where each
+    request's tokens begin), int32[r], the row of each request; -1 is a dummy request.
+    positions: int64[n]. num_blocks_per_row: int32[any, num_rows], the entries that each row holds:
+    positions behind them are then refused, like any out of range (without it, they get slots of the
+    null block). out: int64 or int32[num_groups, m], m >= n; that slots fit int32 is the caller's
+    promise.
 
     With V = block size * world, o = position % V and I the interleave: column position // V; the
     token is local if o // I % world == rank, at offset o // (world * I) * I + o % I of its block.
     Everything else, and all behind the last token, is -1.
     """
-    _ops.slot_mapping(tables, groups, num_rows, rows, query_start_loc, positions, out)
+    _ops.slot_mapping(
+        tables, groups, num_rows, rows, query_start_loc, positions, num_blocks_per_row, out
+    )
 
 
 def update_block_tables(tables: torch.Tensor, updates: torch.Tensor) -> None:
@@ -105,7 +111,23 @@ def gather_kv(
     _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value)
 
 
-# The ops return nothing and only mutate: a fake one has nothing to make up.
+def _fake(*args: object) -> None:
+    """The ops return nothing and only mutate: a fake one just looks that they share a device."""
+    tensors = [
+        x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and not _on_host(i, args)
+    ]
+    for tensor in tensors[1:]:
+        if tensor.device != tensors[0].device:
+            raise RuntimeError(
+                f"tensors are on {tensors[0].device} and {tensor.device}: expected one device"
+            )
+
+
+def _on_host(i: int, args: tuple) -> bool:
+    """Whether argument i is `groups`, which stays on the CPU; the ops with it have it second of 7+."""
+    return i == 1 and len(args) >= 7
+
+
 for _name in (
     "slot_mapping",
     "update_block_tables",
@@ -113,4 +135,4 @@ for _name in (
     "write_kv",
     "gather_kv",
 ):
-    torch.library.register_fake(f"kvcache::{_name}", lambda *args: None)
+    torch.library.register_fake(f"kvcache::{_name}", _fake)

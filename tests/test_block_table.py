@@ -124,12 +124,14 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
     [
         ([0, 4], [0, 0], r"rows\[1\] is 4"),
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
+        ([0], [8], r"positions\[0\] is 8: expected less, as row 0 holds no block for it"),
         ([0], [0, 1], "rows has shape"),
         ([0] * 17, [0] * 17, r"out has shape \[1, 16\]: expected at least 17"),
     ],
 )
 def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions, message):
     table = make()
+    table.add_row([3, 4], 0)
     table.slot_mapping.np[:] = 5
     with pytest.raises(RuntimeError, match=message):
         table.compute_slot_mapping(np.array(rows), np.array(positions))
@@ -215,7 +217,7 @@ def test_context_parallel_spreads_tokens():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pcp_world_size": 0}, "pcp_world_size is 0: expected 1 or more"),
+        ({"pcp_world_size": 0}, "pcp_world_size is 0"),
         ({"dcp_world_size": 2, "dcp_rank": 2}, "dcp_rank is 2: expected 0 to 1"),
         ({"pcp_rank": -1}, "pcp_rank is -1: expected 0 to 0"),
     ],
@@ -500,3 +502,22 @@ def test_a_step_allocates_nothing_and_waits_for_nothing():
     names = [event.key for event in profile.key_averages()]
     waits = [n for n in names if "Synchronize" in n and "Event" not in n and "Device" not in n]
     assert not waits and not [n for n in names if "cudaMalloc" in n]
+
+
+@pytest.mark.parametrize("value", [5, [[1, 2], [3, 4]], np.array([2**63], np.uint64), [2**32 + 7]])
+def test_ids_that_are_no_row_of_ids_are_refused(value):
+    table = make()
+    table.add_row([3, 4], 1)
+    with pytest.raises((ValueError, TypeError), match="block_ids"):
+        table.add_row(value, 1)
+    assert content(table)[1] == [3, 4]
+
+
+def test_read_only_arrays_are_taken_as_they_are(recwarn):
+    table = make()
+    table.add_row([3, 4], 0)
+    rows, positions = np.zeros(2, np.int32), np.arange(2)
+    rows.setflags(write=False)
+    table.compute_slot_mapping(rows, positions)
+    assert not recwarn.list
+    assert BlockTable(4, 1, 1, 1, True, "cpu", 4).get_cpu_tensor().shape == (1, 1)  # not pinned

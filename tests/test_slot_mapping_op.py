@@ -9,7 +9,7 @@ from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
 
 INT32 = torch.int32
-FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "window")
+FIELDS = ("offset", "columns", "block_size", "world", "rank", "interleave", "window", "counts_row")
 
 
 def reference_slot(row_ids, position, block_size, world, rank, interleave):
@@ -24,7 +24,7 @@ def reference_slot(row_ids, position, block_size, world, rank, interleave):
 
 def reference(tables, groups, num_rows, rows, positions, num_out):
     out = torch.full((len(groups), num_out), -1, dtype=torch.int64)
-    for g, (offset, columns, *sizes, _window) in enumerate(groups.tolist()):
+    for g, (offset, columns, *sizes, _window, _counts) in enumerate(groups.tolist()):
         table = tables[offset : offset + num_rows * columns].view(num_rows, columns)
         for i, (row, position) in enumerate(zip(rows.tolist(), positions.tolist())):
             if row >= 0:
@@ -45,7 +45,7 @@ def calls(draw):
     num_rows = draw(st.integers(1, 6))
     fields, offset = [], 0
     for columns, *sizes in draw(st.lists(group_sizes(), min_size=1, max_size=4)):
-        fields.append((offset, columns, *sizes, 0))
+        fields.append((offset, columns, *sizes, 0, len(fields)))
         offset += num_rows * columns
     groups = torch.tensor(fields)
     num_positions = min(c * bs * world for _, c, bs, world, *_ in fields)
@@ -59,6 +59,7 @@ def calls(draw):
         "rows": request_rows,
         "query_start_loc": torch.tensor([0, *itertools.accumulate(lengths)], dtype=INT32),
         "positions": torch.randint(0, num_positions, (sum(lengths),), generator=generator),
+        "num_blocks_per_row": None,
     }, draw(st.integers(0, 200))
 
 
@@ -101,10 +102,10 @@ def test_exhaustively_every_token_is_on_one_rank_and_no_two_share_a_slot(world, 
     for interleave in (i for i in range(1, block_size + 1) if block_size % i == 0):
         local_ranks = torch.zeros(len(positions), dtype=torch.int64)
         for rank in range(world):
-            groups = torch.tensor([[0, columns, block_size, world, rank, interleave, 0]])
+            groups = torch.tensor([[0, columns, block_size, world, rank, interleave, 0, 0]])
             out = torch.zeros(1, len(positions), dtype=torch.int64)
             rows = torch.zeros(len(positions), dtype=INT32)
-            torch.ops.kvcache.slot_mapping(ids, groups, 1, rows, None, positions, out)
+            torch.ops.kvcache.slot_mapping(ids, groups, 1, rows, None, positions, None, out)
             slots = out[0]
             local = slots >= 0
             local_ranks += local
@@ -124,29 +125,30 @@ def test_division_is_exact_for_every_block_size(backend, block_size, positions):
         columns = 1
     tables = torch.zeros(columns, dtype=INT32)
     tables[0] = 0
-    groups = torch.tensor([[0, columns, block_size, 1, 0, 1, 0]])
+    groups = torch.tensor([[0, columns, block_size, 1, 0, 1, 0, 0]])
     out = torch.zeros(1, len(positions), dtype=torch.int64, device=backend.device)
     call = (torch.zeros(len(positions), dtype=INT32), None, torch.tensor(positions))
     on = [None if x is None else x.to(backend.device) for x in call]
-    backend.ops.slot_mapping(tables.to(backend.device), groups, 1, *on, out)
+    backend.ops.slot_mapping(tables.to(backend.device), groups, 1, *on, None, out)
     assert out[0].tolist() == [p % block_size for p in positions]
 
 
 def arguments(backend, **changes):
     call = {
         "tables": backend.tensor([3, 4, 5, 6], dtype=INT32),
-        "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0]]),
+        "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]]),
         "num_rows": 2,
         "rows": backend.tensor([0, 1, -1], dtype=INT32),
         "query_start_loc": None,
         "positions": backend.tensor([0, 5, 2]),
+        "num_blocks_per_row": None,
         "out": backend.tensor([[7, 7, 7, 7]]),
     }
     return {**call, **changes}
 
 
 def group(**changes):
-    fields = dict(zip(FIELDS, (0, 2, 4, 1, 0, 1, 0)))
+    fields = dict(zip(FIELDS, (0, 2, 4, 1, 0, 1, 0, 0)))
     return torch.tensor([[{**fields, **changes}[name] for name in FIELDS]])
 
 
@@ -177,6 +179,15 @@ BAD = {
     r"groups\[0\] has rank 2": lambda b: {"groups": group(world=2, rank=2)},
     r"groups\[0\] has interleave 3: expected a divisor": lambda b: {"groups": group(interleave=3)},
     r"groups\[0\] has window -1": lambda b: {"groups": group(window=-1)},
+    r"groups\[0\] has row of counts -1": lambda b: {"groups": group(counts_row=-1)},
+    r"groups\[0\] names row 1 of num_blocks_per_row, which has 1": lambda b: {
+        "groups": group(counts_row=1),
+        "num_blocks_per_row": b.tensor([[2, 2]], dtype=INT32),
+    },
+    r"num_blocks_per_row has shape \[1, 3\]: expected size 2": lambda b: {
+        "num_blocks_per_row": b.tensor([[2, 2, 2]], dtype=INT32)
+    },
+    "num_blocks_per_row has dtype Long": lambda b: {"num_blocks_per_row": b.tensor([[2, 2]])},
     r"groups\[0\] has offset 1: expected a table that lies within": lambda b: {
         "groups": group(offset=1)
     },
@@ -209,6 +220,9 @@ BAD_VALUES = {
     r"query_start_loc\[0\] is wrong": {"query_start_loc": [-1, 2, 2, 3]},
     r"query_start_loc\[3\] is wrong": {"query_start_loc": [0, 2, 2, 4]},
     "the row of token 1 is 2: expected -1": {"query_start_loc": START, "rows": [0, 2, -1]},
+    r"positions\[1\] is 5: expected less, as row 1 holds no block for it": {
+        "num_blocks_per_row": [[2, 1]]
+    },
     r"positions\[1\] is 9": {"query_start_loc": START, "positions": [0, 9, 2]},
 }
 
@@ -223,6 +237,15 @@ def test_a_value_out_of_range_is_named_and_nothing_is_written(backend, message, 
     with pytest.raises(RuntimeError, match=message):
         backend.ops.slot_mapping(**call)
     assert call["out"].tolist() == [[7, 7, 7, 7]]
+
+
+@each_backend
+def test_an_entry_that_is_no_block_gives_no_slot(backend):
+    """Written by hand: the classes refuse negative ids. Never a slot of another block."""
+    call = arguments(backend, tables=backend.tensor([3, 4, 5, -1], dtype=INT32))
+    call["positions"] = backend.tensor([0, 7, 2])
+    backend.ops.slot_mapping(**call)
+    assert call["out"].tolist() == [[12, -1, -1, -1]]
 
 
 @each_device_backend
@@ -245,3 +268,11 @@ def test_opcheck(backend, start):
     start = None if start is None else backend.tensor(start, dtype=INT32)
     call = arguments(backend, query_start_loc=start)
     torch.library.opcheck(torch.ops.kvcache.slot_mapping.default, (), call)
+
+
+@each_real_backend
+def test_tensors_on_two_devices_are_named(backend):
+    call = arguments(backend)
+    call["positions"] = call["positions"].to("meta")
+    with pytest.raises(RuntimeError, match="and meta: expected one device"):
+        torch.ops.kvcache.slot_mapping(**call)

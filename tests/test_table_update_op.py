@@ -73,7 +73,7 @@ def test_unchecked_wrong_updates_write_nothing_on_a_device(backend, monkeypatch)
 
 def reference_gather(tables, groups, num_rows, idx, computed, max_tokens, out):
     out = out.clone()
-    for offset, columns, block_size, world, _, _, window in groups.tolist():
+    for offset, columns, block_size, world, _, _, window, _ in groups.tolist():
         span = block_size * world
         for i, row in enumerate(idx.tolist()):
             for column in range(min(columns, -(-max_tokens // span))):
@@ -89,7 +89,7 @@ def gathers(draw):
     for _ in range(draw(st.integers(1, 3))):
         columns, world = draw(st.integers(1, 150)), draw(st.sampled_from([1, 2]))
         block_size, window = draw(st.integers(1, 9)), draw(st.sampled_from([0, 1, 5, 40]))
-        fields.append((offset, columns, block_size, world, 0, 1, window))
+        fields.append((offset, columns, block_size, world, 0, 1, window, 0))
         offset += num_rows * columns
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     n = draw(st.integers(0, num_rows))
@@ -119,7 +119,7 @@ def test_rows_come_in_batch_order_without_what_left_the_window(backend, call):
 def gather_arguments(backend, **changes):
     call = {
         "tables": backend.tensor([3, 4, 5, 6], dtype=INT32),
-        "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0]]),
+        "groups": torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]]),
         "num_rows": 2,
         "idx_mapping": backend.tensor([1, -1], dtype=INT32),
         "num_computed_tokens": backend.tensor([0, 0], dtype=INT32),

@@ -182,6 +182,50 @@ def test_an_unchecked_slot_out_of_range_is_skipped_on_a_device(backend, op, monk
     assert all(torch.equal(call[name], before[name]) for name in call)
 
 
+@each_backend
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [("write_kv", "key_cache"), ("write_kv", "value_cache"), ("gather_kv", "key")],
+)
+def test_an_output_whose_elements_share_memory_is_refused(backend, op, name):
+    call = arguments(backend)
+    call[name] = call[name][:1].expand_as(call[name])
+    with pytest.raises(RuntimeError, match=f"{name} has elements that share memory"):
+        getattr(backend.ops, op)(**call)
+
+
+@each_backend
+def test_heads_of_k_and_v_may_differ_in_number(backend):
+    call = arguments(
+        backend, key=lambda make: make(3, 0, 4), key_cache=lambda make: make(2, 5, 0, 4)
+    )
+    before = call["value_cache"].clone()
+    backend.ops.write_kv(**call)
+    assert torch.equal(
+        call["value_cache"], reference_write(call["value"], before, call["slot_mapping"])
+    )
+
+
+@each_backend
+def test_a_dimension_of_one_may_have_any_stride(backend):
+    call = arguments(backend)
+    call["key"] = call["key"][:, :1].transpose(0, 1).contiguous().transpose(0, 1)
+    call["value"] = call["value"][:, :1].contiguous()
+    call["key_cache"] = call["key_cache"][:, :, :1]
+    call["value_cache"] = call["value_cache"][:, :, :1]
+    backend.ops.write_kv(**call)
+    assert torch.equal(call["key_cache"][0, 0], call["key"][0])
+
+
+@each_real_backend
+@pytest.mark.parametrize("name", ["key", "value_cache", "slot_mapping"])
+def test_a_meta_tensor_among_real_ones_is_named(backend, name):
+    call = arguments(backend)
+    call[name] = call[name].to("meta")
+    with pytest.raises(RuntimeError, match="expected one device"):
+        torch.ops.kvcache.write_kv(**call)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", ["write_kv", "gather_kv"])
 def test_tensors_on_two_devices_are_named(op):

@@ -5,10 +5,13 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace kvcache {
 
@@ -46,6 +49,25 @@ inline void check_dim(const Tensor& t, const char* name, int64_t dim, const char
 inline void check_contiguous(const Tensor& t, const char* name) {
   if (!t.is_contiguous())
     fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
+}
+
+// That no two elements share memory, for a tensor that is written: each dimension, from the
+// innermost one in memory outwards, steps over all that lies within.
+inline void check_no_overlap(const Tensor& t, const char* name) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (t.size(i) == 0) return;
+    if (t.size(i) > 1) dims.emplace_back(t.stride(i), t.size(i));
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t extent = 1;
+  for (const auto& [stride, size] : dims) {
+    if (stride < extent) {
+      fail(std::string(name) + " has elements that share memory (stride " + std::to_string(stride) +
+           "): expected none, as it is written");
+    }
+    extent = stride * size;
+  }
 }
 
 inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t expected,

@@ -61,7 +61,7 @@ struct OnDevice {
 // price of a synchronisation. Otherwise kernels skip what is out of range.
 inline bool checked_mode() {
   const char* value = std::getenv("KVCACHE_CHECKED");
-  return value != nullptr && value[0] == '1';
+  return value != nullptr && value[0] != '\0' && value[0] != '0';
 }
 
 template <class Bad>

@@ -8,7 +8,8 @@ template <class Library>
 void define_schemas(Library& m) {
   m.def(
       "slot_mapping(Tensor tables, Tensor groups, int num_rows, Tensor rows, "
-      "Tensor? query_start_loc, Tensor positions, Tensor(a!) out) -> ()");
+      "Tensor? query_start_loc, Tensor positions, Tensor? num_blocks_per_row, Tensor(a!) out) "
+      "-> ()");
   m.def("update_block_tables(Tensor(a!) tables, Tensor updates) -> ()");
   m.def(
       "gather_block_tables(Tensor tables, Tensor groups, int num_rows, Tensor idx_mapping, "

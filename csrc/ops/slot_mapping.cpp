@@ -30,6 +30,29 @@ KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int
   return bad != 0;
 }
 
+// Whether any of these tokens, whose rows are good, lies behind the entries of its row.
+KV_VECTOR_CLONES bool any_behind(const int32_t* counts, int64_t tokens_per_column,
+                                 const int32_t* rows, const int64_t* positions, int64_t n) {
+  int64_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = rows[i] < 0 ? 0 : rows[i];
+    bad |= (rows[i] >= 0) & (positions[i] >= counts[row] * tokens_per_column);
+  }
+  return bad != 0;
+}
+
+bool any_bad(const SlotMapping& m, const int32_t* rows) {
+  if (any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions)) {
+    return true;
+  }
+  for (int g = 0; g < m.groups.num_groups && m.counts != nullptr; ++g) {
+    const TableGroupView& group = m.groups.group[g];
+    const int32_t* counts = m.counts + int64_t{group.counts_row} * m.groups.num_rows;
+    if (any_behind(counts, group.by_column.divisor, rows, m.positions, m.num_tokens)) return true;
+  }
+  return false;
+}
+
 // Slots of tokens begin to end - 1 in a group that is not sharded.
 template <class Slot>
 KV_VECTOR_CLONES void map_whole(const int32_t* table, const TableGroupView& group,
@@ -44,7 +67,7 @@ KV_VECTOR_CLONES void map_whole(const int32_t* table, const TableGroupView& grou
     const auto column = static_cast<uint32_t>((uint64_t{position} * magic) >> shift);
     const int64_t block = table[(row < 0 ? 0 : row) * columns + column];
     const int64_t slot = block * block_size + (position - int64_t{column} * block_size);
-    out[i] = static_cast<Slot>(row < 0 ? kNoSlot : slot);
+    out[i] = static_cast<Slot>(row < 0 || block < 0 ? kNoSlot : slot);
   }
 }
 
@@ -91,14 +114,15 @@ std::vector<int32_t> rows_of_tokens(const SlotMapping& m) {
 }
 
 void slot_mapping(Tensor tables, Tensor groups, int64_t num_rows, Tensor rows,
-                  std::optional<Tensor> query_start_loc, Tensor positions, Tensor out) {
-  const SlotMapping m =
-      checked_slot_mapping(tables, groups, num_rows, rows, query_start_loc, positions, out);
+                  std::optional<Tensor> query_start_loc, Tensor positions,
+                  std::optional<Tensor> num_blocks_per_row, Tensor out) {
+  const SlotMapping m = checked_slot_mapping(tables, groups, num_rows, rows, query_start_loc,
+                                             positions, num_blocks_per_row, out);
   std::vector<int32_t> expanded;
   if (m.query_start != nullptr) expanded = rows_of_tokens(m);
   const int32_t* token_rows = m.query_start != nullptr ? expanded.data() : m.rows;
   // All of them before the first write; also before parallel_for, which would lose the message.
-  if (any_bad(token_rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions)) {
+  if (any_bad(m, token_rows)) {
     for (int64_t i = 0; i < m.num_tokens; ++i) {
       if (m.bad_row(token_rows[i]) || m.bad_position(token_rows[i], i)) {
         fail_slot_mapping(m, i, token_rows[i], m.positions[i]);

@@ -37,9 +37,10 @@ void check_values(const SlotMapping& m, cudaStream_t stream) {
 }
 
 void slot_mapping_cuda(Tensor tables, Tensor groups, int64_t num_rows, Tensor rows,
-                       std::optional<Tensor> query_start_loc, Tensor positions, Tensor out) {
-  const SlotMapping m =
-      checked_slot_mapping(tables, groups, num_rows, rows, query_start_loc, positions, out);
+                       std::optional<Tensor> query_start_loc, Tensor positions,
+                       std::optional<Tensor> num_blocks_per_row, Tensor out) {
+  const SlotMapping m = checked_slot_mapping(tables, groups, num_rows, rows, query_start_loc,
+                                             positions, num_blocks_per_row, out);
   if (m.num_out == 0 || m.groups.num_groups == 0) return;
   const OnDevice device(out);
   if (checked_mode()) check_values(m, device.stream);

@@ -26,6 +26,7 @@ struct SlotMapping {
   const int32_t* query_start;  // [num_requests + 1], or null
   int64_t num_requests;
   const int64_t* positions;  // [num_tokens]
+  const int32_t* counts;     // [any, num_rows] entries that each row holds, or null
   int64_t num_tokens;
   int64_t num_out;  // entries per group, num_out >= num_tokens
   bool wide;        // out is int64, else int32
@@ -49,7 +50,21 @@ struct SlotMapping {
   }
   KV_HOST_DEVICE bool bad_row(int32_t row) const { return row < -1 || row >= groups.num_rows; }
   KV_HOST_DEVICE bool bad_position(int32_t row, int64_t i) const {
-    return row >= 0 && (positions[i] < 0 || positions[i] >= groups.num_positions);
+    return row >= 0 && (positions[i] < 0 || positions[i] >= groups.num_positions ||
+                        (counts != nullptr && group_without(row, positions[i]) >= 0));
+  }
+  // The first group in which the row holds no entry for this position, or -1.
+  KV_HOST_DEVICE int group_without(int32_t row, int64_t position) const {
+    for (int g = 0; g < groups.num_groups; ++g) {
+      if (position >= num_held(g, row)) return g;
+    }
+    return -1;
+  }
+  // Positions that the entries of a row cover.
+  KV_HOST_DEVICE int64_t num_held(int g, int32_t row) const {
+    const TableGroupView& group = groups.group[g];
+    return int64_t{counts[int64_t{group.counts_row} * groups.num_rows + row]} *
+           group.by_column.divisor;
   }
   // Whether token i cannot be served; reads nothing beyond its own entries.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
@@ -76,7 +91,9 @@ struct BadQueryStart {
 inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& groups,
                                         int64_t num_rows, const Tensor& rows,
                                         const std::optional<Tensor>& query_start_loc,
-                                        const Tensor& positions, const Tensor& out) {
+                                        const Tensor& positions,
+                                        const std::optional<Tensor>& num_blocks_per_row,
+                                        const Tensor& out) {
   SlotMapping m{};
   m.groups = checked_groups(groups, tables, num_rows);
   check_dim(rows, "rows", 1, query_start_loc ? "[num_requests]" : "[num_tokens]");
@@ -108,6 +125,21 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
   } else {
     check_size(rows, "rows", 0, positions.size(0), "as positions has");
   }
+  if (num_blocks_per_row) {
+    const Tensor& counts = *num_blocks_per_row;
+    check_dim(counts, "num_blocks_per_row", 2, "[num_groups, num_rows]");
+    check_dtype(counts, "num_blocks_per_row", {ScalarType::Int});
+    check_contiguous(counts, "num_blocks_per_row");
+    check_same_device(counts, "num_blocks_per_row", tables, "tables");
+    check_size(counts, "num_blocks_per_row", 1, num_rows, "one entry per row");
+    for (int g = 0; g < m.groups.num_groups; ++g) {
+      if (m.groups.group[g].counts_row < counts.size(0)) continue;
+      fail("groups[" + std::to_string(g) + "] names row " +
+           std::to_string(m.groups.group[g].counts_row) + " of num_blocks_per_row, which has " +
+           std::to_string(counts.size(0)));
+    }
+    m.counts = counts.const_data_ptr<int32_t>();
+  }
   m.tables = tables.const_data_ptr<int32_t>();
   m.rows = rows.const_data_ptr<int32_t>();
   m.positions = positions.const_data_ptr<int64_t>();
@@ -126,8 +158,12 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
          (m.query_start ? " is " : "] is ") + std::to_string(row) +
          ": expected -1 (a dummy request) to " + std::to_string(m.groups.num_rows - 1));
   }
-  fail("positions[" + std::to_string(i) + "] is " + std::to_string(position) + ": expected 0 to " +
-       std::to_string(m.groups.num_positions - 1) + ", the tokens that a row has columns for");
+  const std::string text = "positions[" + std::to_string(i) + "] is " + std::to_string(position);
+  if (position < 0 || position >= m.groups.num_positions) {
+    fail(text + ": expected 0 to " + std::to_string(m.groups.num_positions - 1) +
+         ", the tokens that a row has columns for");
+  }
+  fail(text + ": expected less, as row " + std::to_string(row) + " holds no block for it");
 }
 
 [[noreturn]] inline void fail_query_start(int64_t r, int64_t num_tokens) {

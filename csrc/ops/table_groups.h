@@ -37,6 +37,7 @@ struct TableGroupView {
   int32_t num_columns;        // kernel blocks per row
   int32_t block_size;         // tokens of a kernel block on one rank
   int32_t window;             // tokens a query sees, itself included; 0: all
+  int32_t counts_row;         // of the group in num_blocks_per_row
   uint32_t rank;              // of this worker among `by_world.divisor` context-parallel ones
   FastDivisor by_column;      // block_size * world: the tokens that one column stands for
   FastDivisor by_interleave;  // consecutive tokens that stay on one rank
@@ -46,7 +47,8 @@ struct TableGroupView {
 
   // Slot of the token at `position`, in [0, num_positions()), of the row whose ids are given:
   // column pos / V with V = block_size * world; of its offset o = pos % V, rank (o / I) % world
-  // holds the token, at offset (o / I / world) * I + o % I of its block. Elsewhere: -1.
+  // holds the token, at offset (o / I / world) * I + o % I of its block. Elsewhere, and where
+  // the entry is no block id: -1.
   KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
     const uint32_t column = by_column.divide(position);
     uint32_t offset = position - column * by_column.divisor;
@@ -56,7 +58,8 @@ struct TableGroupView {
       if (chunk - round * by_world.divisor != rank) return -1;
       offset = round * by_interleave.divisor + (offset - chunk * by_interleave.divisor);
     }
-    return int64_t{row[column]} * block_size + offset;
+    const int64_t block = row[column];
+    return block < 0 ? -1 : block * block_size + offset;
   }
 
   // Leading columns that no query at or behind position `first` can see through the window.
@@ -76,16 +79,26 @@ struct TableGroups {
 };
 
 // Columns of the `groups` argument, in this order.
-enum GroupField { kOffset, kColumns, kBlockSize, kWorld, kRank, kInterleave, kWindow, kNumFields };
+enum GroupField {
+  kOffset,
+  kColumns,
+  kBlockSize,
+  kWorld,
+  kRank,
+  kInterleave,
+  kWindow,
+  kCountsRow,
+  kNumFields
+};
 
 // From the argument `groups`, int64[num_groups, kNumFields] on the CPU.
 inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, int64_t num_rows) {
   check_dim(tables, "tables", 1, "[entries of all tables]");
   check_dtype(tables, "tables", {ScalarType::Int});
   check_contiguous(tables, "tables");
-  check_dim(groups, "groups", 2, "[num_groups, 7]");
+  check_dim(groups, "groups", 2, "[num_groups, 8]");
   check_size(groups, "groups", 1, kNumFields,
-             "offset, columns, block size, world size, rank, interleave and window");
+             "offset, columns, block size, world size, rank, interleave, window, row of counts");
   check_dtype(groups, "groups", {ScalarType::Long});
   check_contiguous(groups, "groups");
   if (!groups.is_cpu()) fail("groups is on " + device_of(groups) + ": expected cpu");
@@ -110,14 +123,16 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
     constexpr int64_t kMost = INT32_MAX;
     const int64_t columns = fields[kColumns], block_size = fields[kBlockSize];
     const int64_t world = fields[kWorld], interleave = fields[kInterleave];
-    require(columns >= 1 && columns <= kMost, kColumns, "columns", "1 or more");
-    require(block_size >= 1 && block_size <= kMost, kBlockSize, "block size", "1 or more");
+    require(columns >= 1 && columns <= kMost, kColumns, "columns", "1 to 2147483647");
+    require(block_size >= 1 && block_size <= kMost, kBlockSize, "block size", "1 to 2147483647");
     require(world >= 1 && world <= kMost / block_size, kWorld, "world size",
             "1 or more, and fewer than 2^31 tokens in a block of all ranks");
     require(fields[kRank] >= 0 && fields[kRank] < world, kRank, "rank", "0 to world size - 1");
     require(interleave >= 1 && block_size % interleave == 0, kInterleave, "interleave",
             "a divisor of the block size");
     require(fields[kWindow] >= 0 && fields[kWindow] <= kMost, kWindow, "window", "0 or more");
+    require(fields[kCountsRow] >= 0 && fields[kCountsRow] <= kMost, kCountsRow, "row of counts",
+            "0 or more");
     // Products below cannot overflow: each factor is under 2^31.
     require(fields[kOffset] >= 0 && columns <= tables.numel() / num_rows &&
                 fields[kOffset] <= tables.numel() - num_rows * columns,
@@ -127,6 +142,7 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
     view.num_columns = static_cast<int32_t>(columns);
     view.block_size = static_cast<int32_t>(block_size);
     view.window = static_cast<int32_t>(fields[kWindow]);
+    view.counts_row = static_cast<int32_t>(fields[kCountsRow]);
     view.rank = static_cast<uint32_t>(fields[kRank]);
     view.by_column = fast_divisor(block_size * world);
     view.by_interleave = fast_divisor(interleave);

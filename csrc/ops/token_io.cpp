@@ -10,8 +10,6 @@ namespace {
 
 constexpr int64_t kGrainBytes = 1 << 18;  // per thread: below it a second thread costs more
 
-enum class Direction { kWrite, kGather };
-
 template <Direction direction>
 void move_token(const TokenPages& p, int64_t i, int64_t slot) {
   // Heads that are neighbours in the page too (NHD) move in one piece.
@@ -47,12 +45,14 @@ void run(const TokenIo& io) {
 }
 
 void write_kv(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache, Tensor slot_mapping) {
-  run<Direction::kWrite>(checked_token_io(key, value, key_cache, value_cache, slot_mapping));
+  run<Direction::kWrite>(
+      checked_token_io(Direction::kWrite, key, value, key_cache, value_cache, slot_mapping));
 }
 
 void gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor key,
                Tensor value) {
-  run<Direction::kGather>(checked_token_io(key, value, key_cache, value_cache, slot_mapping));
+  run<Direction::kGather>(
+      checked_token_io(Direction::kGather, key, value, key_cache, value_cache, slot_mapping));
 }
 
 }  // namespace

@@ -5,8 +5,6 @@
 namespace kvcache {
 namespace {
 
-enum class Direction { kWrite, kGather };
-
 constexpr unsigned kMaxThreads = 256;
 
 template <int kBytes>
@@ -72,7 +70,9 @@ void launch(const TokenIo& io, const OnDevice& device) {
 
 template <Direction direction>
 void run(const TokenIo& io, const Tensor& key) {
-  if (io.num_tokens == 0 || io.k.num_heads * (io.k.head_bytes + io.v.head_bytes) == 0) return;
+  if (io.num_tokens == 0 ||
+      io.k.num_heads * io.k.head_bytes + io.v.num_heads * io.v.head_bytes == 0)
+    return;
   const OnDevice device(key);
   if (checked_mode()) {
     const int64_t i = first_bad_on_device(io, io.num_tokens, device.stream);
@@ -94,12 +94,14 @@ void run(const TokenIo& io, const Tensor& key) {
 
 void write_kv_cuda(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,
                    Tensor slot_mapping) {
-  run<Direction::kWrite>(checked_token_io(key, value, key_cache, value_cache, slot_mapping), key);
+  run<Direction::kWrite>(
+      checked_token_io(Direction::kWrite, key, value, key_cache, value_cache, slot_mapping), key);
 }
 
 void gather_kv_cuda(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor key,
                     Tensor value) {
-  run<Direction::kGather>(checked_token_io(key, value, key_cache, value_cache, slot_mapping), key);
+  run<Direction::kGather>(
+      checked_token_io(Direction::kGather, key, value, key_cache, value_cache, slot_mapping), key);
 }
 
 }  // namespace

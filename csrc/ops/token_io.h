@@ -59,11 +59,14 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const char* tokens_n
   check_same_device(tokens, tokens_name, cache, cache_name);
   check_size(tokens, tokens_name, 1, cache.size(2), "the heads of the cache");
   check_size(tokens, tokens_name, 2, cache.size(3), "the head size of the cache");
-  if (tokens.numel() > 0 && (tokens.stride(2) != 1 || tokens.stride(1) != tokens.size(2))) {
+  const auto dense = [&](int64_t dim, int64_t stride) {  // a dimension of one element has no stride
+    return tokens.size(dim) <= 1 || tokens.stride(dim) == stride;
+  };
+  if (tokens.numel() > 0 && !(dense(2, 1) && dense(1, tokens.size(2)))) {
     fail(std::string(tokens_name) +
          " is not contiguous within a token: expected strides [any, head_size, 1]");
   }
-  if (cache.numel() > 0 && cache.stride(3) != 1) {
+  if (cache.numel() > 0 && cache.size(3) > 1 && cache.stride(3) != 1) {
     fail(std::string(cache_name) + " has stride " + std::to_string(cache.stride(3)) +
          " in its last dimension: expected 1 (NHD or HND storage)");
   }
@@ -79,11 +82,17 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const char* tokens_n
           cache.size(3) * element};
 }
 
-inline TokenIo checked_token_io(const Tensor& key, const Tensor& value, const Tensor& key_cache,
-                                const Tensor& value_cache, const Tensor& slot_mapping) {
+enum class Direction { kWrite, kGather };
+
+inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Tensor& value,
+                                const Tensor& key_cache, const Tensor& value_cache,
+                                const Tensor& slot_mapping) {
   const TokenPages k = checked_token_pages(key, "key", key_cache, "key_cache");
   const TokenPages v = checked_token_pages(value, "value", value_cache, "value_cache");
   check_same_device(value, "value", key, "key");
+  const bool writes = direction == Direction::kWrite;
+  check_no_overlap(writes ? key_cache : key, writes ? "key_cache" : "key");
+  check_no_overlap(writes ? value_cache : value, writes ? "value_cache" : "value");
   check_size(value, "value", 0, key.size(0), "the tokens of key");
   check_size(value_cache, "value_cache", 0, key_cache.size(0), "the blocks of key_cache");
   check_size(value_cache, "value_cache", 1, key_cache.size(1), "the block size of key_cache");
@@ -92,6 +101,7 @@ inline TokenIo checked_token_io(const Tensor& key, const Tensor& value, const Te
   check_contiguous(slot_mapping, "slot_mapping");
   check_same_device(slot_mapping, "slot_mapping", key, "key");
   check_size(slot_mapping, "slot_mapping", 0, key.size(0), "the tokens of key");
+  if (key.size(0) > INT32_MAX) fail("key has shape " + shape_of(key) + ": expected fewer tokens");
   return {k, v, slot_mapping.const_data_ptr<int64_t>(), key.size(0),
           key_cache.size(0) * key_cache.size(1)};
 }

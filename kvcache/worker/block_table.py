@@ -414,8 +414,8 @@ def _given(value: object, name: str) -> None:
 
 
 def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}: expected 1 or more")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{name} is {value}: expected 1 to {2**31 - 1}")
     return value
 
 

@@ -18,6 +18,9 @@ class HostDeviceBuffer:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> None:
+        pin_memory = (
+            pin_memory and device.type != "cpu"
+        )  # where nothing is uploaded, nothing to pin
         self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
         self.np: np.ndarray = self.cpu.numpy()
         on_cpu = device.type == "cpu"

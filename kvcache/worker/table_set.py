@@ -70,7 +70,8 @@ class TableSet:
         sizes = [num_rows * layout.num_columns for layout in layouts]
         offsets = [sum(sizes[:g]) for g in range(len(sizes))]
         self._arena = HostDeviceBuffer((sum(sizes),), torch.int32, device, pin_memory)
-        self.counts = np.zeros((len(layouts), num_rows), np.int32)  # kernel blocks per row
+        self._counts = torch.zeros(len(layouts), num_rows, dtype=torch.int32)
+        self.counts: np.ndarray = self._counts.numpy()  # kernel blocks per row
         on_cuda = device.type == "cuda"
         self._native = core.HostTables(
             self._arena.np,
@@ -101,8 +102,9 @@ class TableSet:
                 each.rank,
                 each.interleave,
                 each.window,
+                g,
             )
-            for at, each in zip(offsets, layouts)
+            for g, (at, each) in enumerate(zip(offsets, layouts))
         ]
         self._fields = torch.tensor(fields, dtype=torch.int64)
         self._slot_fields = self._fields[self._with_slots].contiguous()
@@ -241,6 +243,7 @@ class TableSet:
             if query_start_loc is None
             else _tensor(query_start_loc, torch.int32, "query_start_loc"),
             _tensor(positions, torch.int64, "positions"),
+            None if on_device else self._counts,
             slots.view(-1, self.num_slots)[place],
         )
 
@@ -299,4 +302,5 @@ def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
         wrong = np.flatnonzero((array < limits.min) | (array > limits.max))
         if wrong.size:
             raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
-    return torch.from_numpy(np.ascontiguousarray(array, wanted))
+    array = np.ascontiguousarray(array, wanted)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
