@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import control_plane
+from benchmarks import control_plane, tables
 from benchmarks.measure import Result
 
-SUITES = {"control": control_plane.all_results}
+SUITES = {"control": control_plane.all_results, "tables": tables.all_results}
 
 
 def main() -> int:

@@ -3,16 +3,20 @@
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#define KV_X86
+#include <immintrin.h>
+#endif
 
 namespace kvcache {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // tokens per thread: below it a second thread costs more
-
 // Two versions of a loop, the one with AVX2 chosen when the library is loaded on a machine that has
 // it: table look-ups become gathers.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#ifdef KV_X86
 #define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define KV_VECTOR_CLONES
@@ -41,39 +45,10 @@ KV_VECTOR_CLONES bool any_behind(const int32_t* counts, int64_t tokens_per_colum
   return bad != 0;
 }
 
-bool any_bad(const SlotMapping& m, const int32_t* rows) {
-  if (any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions)) {
-    return true;
-  }
-  for (int g = 0; g < m.groups.num_groups && m.counts != nullptr; ++g) {
-    const TableGroupView& group = m.groups.group[g];
-    const int32_t* counts = m.counts + int64_t{group.counts_row} * m.groups.num_rows;
-    if (any_behind(counts, group.by_column.divisor, rows, m.positions, m.num_tokens)) return true;
-  }
-  return false;
-}
-
-// Slots of tokens begin to end - 1 in a group that is not sharded.
+// Slots of tokens begin to end - 1 in a group that is not sharded, however they are spread.
 template <class Slot>
-KV_VECTOR_CLONES void map_whole(const int32_t* table, const TableGroupView& group,
-                                const int32_t* rows, const int64_t* positions, int64_t begin,
-                                int64_t end, Slot* out) {
-  const uint32_t magic = group.by_column.magic, shift = group.by_column.shift;
-  const int64_t columns = group.num_columns, block_size = group.block_size;
-  for (int64_t i = begin; i < end; ++i) {
-    const int64_t row = rows[i];
-    // A dummy request reads entry 0 of the table, and drops what it read.
-    const auto position = static_cast<uint32_t>(row < 0 ? 0 : positions[i]);
-    const auto column = static_cast<uint32_t>((uint64_t{position} * magic) >> shift);
-    const int64_t block = table[(row < 0 ? 0 : row) * columns + column];
-    const int64_t slot = block * block_size + (position - int64_t{column} * block_size);
-    out[i] = static_cast<Slot>(row < 0 || block < 0 ? kNoSlot : slot);
-  }
-}
-
-template <class Slot>
-void map_sharded(const int32_t* table, const TableGroupView& group, const int32_t* rows,
-                 const int64_t* positions, int64_t begin, int64_t end, Slot* out) {
+void map_scattered(const int32_t* table, const TableGroupView& group, const int32_t* rows,
+                   const int64_t* positions, int64_t begin, int64_t end, Slot* out) {
   for (int64_t i = begin; i < end; ++i) {
     const int64_t row = rows[i];
     out[i] = static_cast<Slot>(
@@ -82,19 +57,148 @@ void map_sharded(const int32_t* table, const TableGroupView& group, const int32_
   }
 }
 
+#ifdef KV_X86
+// The same for four tokens at a time, as far as whole fours go; returns where it stopped. All
+// factors are below 2^32 and all products below 2^63. A dummy request (all ones in `dummy`) reads
+// the table's first entry, and drops what it read. Measured against the scalar loop on an AMD EPYC,
+// 1024 tokens: see benchmarks/tables.py.
+__attribute__((target("avx2"))) int64_t map_scattered_avx2(const int32_t* table,
+                                                           const TableGroupView& group,
+                                                           const int32_t* rows,
+                                                           const int64_t* positions, int64_t n,
+                                                           int64_t* out) {
+  const __m256i magic = _mm256_set1_epi64x(group.by_column.magic);
+  const __m128i shift = _mm_cvtsi32_si128(static_cast<int>(group.by_column.shift));
+  const __m256i columns = _mm256_set1_epi64x(group.num_columns);
+  const __m256i block_size = _mm256_set1_epi64x(group.block_size);
+  const __m256i zero = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) {
+    const __m128i row32 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i));
+    const __m256i row = _mm256_cvtepi32_epi64(row32);
+    const __m256i dummy = _mm256_cmpgt_epi64(zero, row);
+    const __m256i given = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(positions + i));
+    const __m256i position = _mm256_andnot_si256(dummy, given);
+    const __m256i column = _mm256_srl_epi64(_mm256_mul_epu32(position, magic), shift);
+    const __m256i start = _mm256_mul_epu32(_mm256_andnot_si256(dummy, row), columns);
+    const __m128i ids = _mm256_i64gather_epi32(table, _mm256_add_epi64(start, column), 4);
+    const __m256i block = _mm256_cvtepi32_epi64(ids);
+    const __m256i offset = _mm256_sub_epi64(position, _mm256_mul_epu32(column, block_size));
+    const __m256i slot = _mm256_add_epi64(_mm256_mul_epi32(block, block_size), offset);
+    const __m256i none = _mm256_or_si256(dummy, _mm256_cmpgt_epi64(zero, block));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_or_si256(slot, none));
+  }
+  return i;
+}
+#endif
+
+int64_t map_some_fast(const int32_t* table, const TableGroupView& group, const int32_t* rows,
+                      const int64_t* positions, int64_t n, void* out, bool wide) {
+#ifdef KV_X86
+  static const bool has_avx2 = __builtin_cpu_supports("avx2");
+  if (has_avx2 && wide) {
+    return map_scattered_avx2(table, group, rows, positions, n, static_cast<int64_t*>(out));
+  }
+#endif
+  return 0;
+}
+
+// Tokens first to first + length - 1: one row, positions that follow each other.
+struct TokenRun {
+  int64_t first, length;
+};
+
+// The same for runs of tokens: block by block, as prefills have them.
 template <class Slot>
-void run(const SlotMapping& m, const int32_t* rows) {
+KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, int64_t position,
+                              int64_t length, Slot* out) {
+  uint32_t column = group.by_column.divide(static_cast<uint32_t>(position));
+  int64_t offset = position - int64_t{column} * group.block_size;
+  for (; length > 0; ++column, offset = 0) {
+    const int64_t n = std::min(length, group.block_size - offset);
+    const int64_t block = ids[column];
+    const int64_t first = block * group.block_size + offset;
+    if (block >= 0) {
+      for (int64_t k = 0; k < n; ++k) out[k] = static_cast<Slot>(first + k);
+    } else {
+      std::fill(out, out + n, static_cast<Slot>(kNoSlot));
+    }
+    out += n;
+    length -= n;
+  }
+}
+
+// breaks[i]: token i does not follow token i - 1. A loop of vectors.
+KV_VECTOR_CLONES void find_breaks(const int32_t* rows, const int64_t* positions, int64_t n,
+                                  uint8_t* breaks) {
+  for (int64_t i = 1; i < n; ++i) {
+    breaks[i] = (rows[i] != rows[i - 1]) | (positions[i] != positions[i - 1] + 1);
+  }
+}
+
+// The runs of the tokens, or none where they are too short to be worth it (a decode step).
+std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
+  constexpr int64_t kWorthwhile = 8;  // tokens per run, on average
+  std::vector<TokenRun> runs;
+  if (n < kWorthwhile) return runs;
+  static thread_local std::vector<uint8_t> breaks;
+  breaks.resize(static_cast<size_t>(n));
+  find_breaks(rows, positions, n, breaks.data());
+  for (int64_t first = 0; first < n;) {
+    const void* next = first + 1 < n ? std::memchr(breaks.data() + first + 1, 1,
+                                                   static_cast<size_t>(n - first - 1))
+                                     : nullptr;
+    const int64_t end = next == nullptr ? n : static_cast<const uint8_t*>(next) - breaks.data();
+    runs.push_back({first, end - first});
+    if (static_cast<int64_t>(runs.size()) * kWorthwhile > n) return {};
+    first = end;
+  }
+  return runs;
+}
+
+bool any_bad(const SlotMapping& m, const int32_t* rows, const std::vector<TokenRun>& runs) {
+  if (any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions)) {
+    return true;
+  }
+  for (int g = 0; g < m.groups.num_groups && m.counts != nullptr; ++g) {
+    const TableGroupView& group = m.groups.group[g];
+    const int32_t* counts = m.counts + int64_t{group.counts_row} * m.groups.num_rows;
+    const int64_t tokens = group.by_column.divisor;
+    if (runs.empty()) {
+      if (any_behind(counts, tokens, rows, m.positions, m.num_tokens)) return true;
+      continue;
+    }
+    for (const TokenRun& run : runs) {  // the last of a run is the furthest
+      const int64_t last = run.first + run.length - 1;
+      if (any_behind(counts, tokens, rows + last, m.positions + last, 1)) return true;
+    }
+  }
+  return false;
+}
+
+template <class Slot>
+void run(const SlotMapping& m, const int32_t* rows, const std::vector<TokenRun>& runs) {
   for (int g = 0; g < m.groups.num_groups; ++g) {
     const TableGroupView& group = m.groups.group[g];
     const int32_t* table = m.tables + group.offset;
     Slot* out = static_cast<Slot*>(m.out) + g * m.num_out;
-    const auto map = group.by_world.divisor > 1 ? map_sharded<Slot> : map_whole<Slot>;
-    if (m.num_tokens <= kGrain) {
-      map(table, group, rows, m.positions, 0, m.num_tokens, out);
+    const bool sharded = group.by_world.divisor > 1;
+    if (sharded || runs.empty()) {
+      const int64_t done = sharded ? 0
+                                   : map_some_fast(table, group, rows, m.positions, m.num_tokens,
+                                                   out, sizeof(Slot) == 8);
+      map_scattered(table, group, rows, m.positions, done, m.num_tokens, out);
     } else {
-      torch::stable::parallel_for(0, m.num_tokens, kGrain, [&](int64_t begin, int64_t end) {
-        map(table, group, rows, m.positions, begin, end, out);
-      });
+      for (const TokenRun& tokens : runs) {
+        const int32_t row = rows[tokens.first];
+        Slot* place = out + tokens.first;
+        if (row < 0) {
+          std::fill(place, place + tokens.length, static_cast<Slot>(kNoSlot));
+        } else {
+          map_run(table + int64_t{row} * group.num_columns, group, m.positions[tokens.first],
+                  tokens.length, place);
+        }
+      }
     }
     std::fill(out + m.num_tokens, out + m.num_out, static_cast<Slot>(kNoSlot));
   }
@@ -122,14 +226,15 @@ void slot_mapping(Tensor tables, Tensor groups, int64_t num_rows, Tensor rows,
   if (m.query_start != nullptr) expanded = rows_of_tokens(m);
   const int32_t* token_rows = m.query_start != nullptr ? expanded.data() : m.rows;
   // All of them before the first write; also before parallel_for, which would lose the message.
-  if (any_bad(m, token_rows)) {
+  const std::vector<TokenRun> runs = runs_of(token_rows, m.positions, m.num_tokens);
+  if (any_bad(m, token_rows, runs)) {
     for (int64_t i = 0; i < m.num_tokens; ++i) {
       if (m.bad_row(token_rows[i]) || m.bad_position(token_rows[i], i)) {
         fail_slot_mapping(m, i, token_rows[i], m.positions[i]);
       }
     }
   }
-  m.wide ? run<int64_t>(m, token_rows) : run<int32_t>(m, token_rows);
+  m.wide ? run<int64_t>(m, token_rows, runs) : run<int32_t>(m, token_rows, runs);
 }
 
 }  // namespace
