@@ -7,9 +7,10 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
-from kvcache import ops
+from kvcache import MultiGroupBlockTable, ops
 
 ROUNDS = 30
 
@@ -50,17 +51,61 @@ def empty_kernel_us() -> float:
 
 
 def slot_mapping() -> Iterator[dict]:
-    for name, num_rows, num_tokens in (
-        ("decode 256", 256, 256),
-        ("decode 1024", 1024, 1024),
-        ("prefill 8192", 16, 8192),
-    ):
-        table = torch.randint(0, 1 << 20, (num_rows, 512), device="cuda", dtype=torch.int32)
-        rows = torch.arange(num_tokens, device="cuda", dtype=torch.int32) * num_rows // num_tokens
-        positions = torch.randint(0, 512 * 16, (num_tokens,), device="cuda")
-        out = torch.empty(8192, dtype=torch.int64, device="cuda")
-        us = graph_us(lambda: ops.slot_mapping(table, rows, positions, 16, out))  # noqa: B023
-        yield {"kernel": "slot_mapping", "case": name, "groups": 1, "us": us}
+    """All groups in one launch, with the buffer's tail padded; and what a decode step adds."""
+    for num_groups in (1, 4):
+        for name, num_requests, num_tokens in (
+            ("decode 256", 256, 256),
+            ("decode 1024", 1024, 1024),
+            ("prefill 8192", 8, 8192),
+        ):
+            tables = filled_tables(num_groups)
+            rows = torch.arange(num_requests, device="cuda", dtype=torch.int32)
+            per_request = num_tokens // num_requests
+            start = torch.arange(num_requests + 1, device="cuda", dtype=torch.int32) * per_request
+            first = torch.randint(0, 511 * 16 - per_request, (num_requests, 1), device="cuda")
+            positions = (first + torch.arange(per_request, device="cuda")).flatten()
+            token_rows = rows.repeat_interleave(per_request)
+            fact = {"case": name, "groups": num_groups}
+            for form, call in (
+                ("rows per token", lambda: tables.compute_slot_mapping(token_rows, positions)),  # noqa: B023
+                (
+                    "query_start_loc",
+                    lambda: tables.compute_slot_mapping(rows, positions, query_start_loc=start),  # noqa: B023
+                ),
+            ):
+                yield {"kernel": "slot_mapping", **fact, "form": form, "us": graph_us(call)}
+            if name.startswith("decode"):
+                us = graph_us(lambda: tables.gather(rows, max_num_tokens=8192))  # noqa: B023
+                yield {"kernel": "gather_block_tables", **fact, "us": us}
+                yield {
+                    "kernel": "update_block_tables",
+                    **fact,
+                    "us": update_us(tables, num_requests),
+                }
+
+
+def filled_tables(num_groups: int) -> MultiGroupBlockTable:
+    tables = MultiGroupBlockTable(1024, 8192, 8192, True, "cuda", [16] * num_groups)
+    generator = np.random.default_rng(0)
+    for row in range(1024):
+        ids = generator.integers(1, 1 << 20, (num_groups, 511)).astype(np.int32)
+        tables.add_row(list(ids), row)
+    tables.commit_updates()
+    return tables
+
+
+def update_us(tables: MultiGroupBlockTable, num_requests: int) -> float:
+    """One launch that puts one new block in each row of each group in place."""
+    groups = len(tables)
+    entries = torch.arange(groups * num_requests, dtype=torch.int32) * 512
+    header = 1 + 3 * len(entries)
+    places = torch.stack(
+        [entries, torch.ones_like(entries), header + torch.arange(len(entries))], 1
+    )
+    count = torch.tensor([len(entries)])
+    packed = torch.cat([count, places.flatten(), torch.arange(len(entries))]).int().cuda()
+    arena = torch.zeros(groups * 1024 * 512, dtype=torch.int32, device="cuda")
+    return graph_us(lambda: ops.update_block_tables(arena, packed))
 
 
 def token_io(limit: float) -> Iterator[dict]:
