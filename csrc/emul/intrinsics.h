@@ -1,0 +1,28 @@
+// Integer functions and __trap.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "emul/types.h"
+
+inline int __popc(unsigned v) { return __builtin_popcount(v); }
+inline int __popcll(unsigned long long v) { return __builtin_popcountll(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline int __ffsll(long long v) { return __builtin_ffsll(v); }
+inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(unsigned(v)); }
+
+// Not templates: these must win over std::min and std::max where a file says `using namespace std`.
+#define KV_EMUL_MIN_MAX(T)                                   \
+  constexpr inline T min(T a, T b) { return b < a ? b : a; } \
+  constexpr inline T max(T a, T b) { return a < b ? b : a; }
+KV_EMUL_MIN_MAX(int)
+KV_EMUL_MIN_MAX(unsigned)
+KV_EMUL_MIN_MAX(int64_t)
+KV_EMUL_MIN_MAX(uint64_t)
+#undef KV_EMUL_MIN_MAX
+
+[[noreturn]] inline void __trap() {
+  throw std::runtime_error("__trap() in block " + emul::to_string(blockIdx) + ", thread " +
+                           emul::to_string(threadIdx));
+}

@@ -1,0 +1,52 @@
+// Launching kernels, and their dynamic shared memory.
+#pragma once
+
+#include <cstddef>
+#include <stdexcept>
+#include <string>
+
+#include "emul/scheduler.h"
+#include "emul/types.h"
+
+// Under nvcc the project defines it as `extern __shared__ T name[]`.
+#define KV_DYN_SHARED(T, name) T* name = ::emul::dynamic_shared<T>()
+
+namespace emul {
+
+// The limits of a launch that CUDA checks, for compute capability 9.0 (227 KiB shared memory).
+inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
+  const auto require = [](bool ok, const char* what, const std::string& got) {
+    if (!ok) throw std::invalid_argument(std::string("emul::launch: ") + what + ", got " + got);
+  };
+  const std::string grid_text = to_string({grid.x, grid.y, grid.z});
+  const std::string block_text = to_string({block.x, block.y, block.z});
+  require(grid.x > 0 && grid.y > 0 && grid.z > 0, "grid must not be empty", grid_text);
+  require(grid.x <= 0x7fffffffu, "grid.x must be below 2^31", grid_text);
+  require(grid.y <= 65535 && grid.z <= 65535, "grid.y and z must be at most 65535", grid_text);
+  require(block.x > 0 && block.y > 0 && block.z > 0, "block must not be empty", block_text);
+  require(block.x <= 1024 && block.y <= 1024 && block.z <= 64,
+          "block must be at most 1024 x 1024 x 64", block_text);
+  require(block.x * block.y * block.z <= 1024, "block must have at most 1024 threads", block_text);
+  require(dynamic_shared_bytes <= 227 * 1024, "dynamic shared memory must be at most 227 KiB",
+          std::to_string(dynamic_shared_bytes) + " bytes");
+}
+
+// Runs kernel_call once per thread of the grid and returns when all are done. Throws
+// std::invalid_argument for dimensions CUDA would refuse, std::logic_error for a barrier that can
+// not complete (with how many threads wait at which line), and what a thread threw; the emulator is
+// ready for the next launch in each case. OS threads may launch at the same time.
+template <class F>
+void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call) {
+  check_launch(grid, block, dynamic_shared_bytes);
+  auto once = [&kernel_call] { kernel_call(); };  // an object, also where F is a function
+  const auto call = [](void* argument) { (*static_cast<decltype(once)*>(argument))(); };
+  emulator().run_grid(grid, block, dynamic_shared_bytes, call, &once);
+}
+
+template <class T>
+T* dynamic_shared() {
+  static_assert(alignof(T) <= 16, "dynamic shared memory is aligned to 16 bytes");
+  return reinterpret_cast<T*>(emulator().dynamic_shared());
+}
+
+}  // namespace emul

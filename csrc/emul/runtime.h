@@ -1,0 +1,43 @@
+// The CUDA runtime API, as far as the launch code needs it. "Device" memory is host memory.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+
+using cudaStream_t = void*;
+
+enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+
+enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "out of memory";
+}
+
+template <class T>
+cudaError_t cudaMalloc(T** out, size_t bytes) {
+  // CUDA aligns to 256; the size stays exact so that AddressSanitizer sees the first byte past it.
+  void* memory = nullptr;
+  if (bytes > 0 && posix_memalign(&memory, 256, bytes) != 0) return cudaErrorMemoryAllocation;
+  *out = static_cast<T*>(memory);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemcpyAsync(void* dst, const void* src, size_t bytes, cudaMemcpyKind,
+                                   cudaStream_t = nullptr) {
+  if (bytes > 0) std::memcpy(dst, src, bytes);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void* dst, int value, size_t bytes, cudaStream_t = nullptr) {
+  if (bytes > 0) std::memset(dst, value, bytes);
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }

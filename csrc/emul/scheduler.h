@@ -1,0 +1,216 @@
+// Runs grids: blocks one after the other, the threads of a block cooperatively.
+//
+// A thread runs until it waits (barrier, shuffle, vote) or returns. A fiber takes one thread after
+// the other as long as none of them waits; a thread that waits keeps its fiber and the remaining
+// threads go on another one. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7 ns
+// without a barrier, 120 ns with one __syncthreads, 500 ns for a warp sum and a __syncthreads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "emul/fiber.h"
+#include "emul/thread.h"
+#include "emul/thread_block.h"
+#include "emul/types.h"
+
+namespace emul {
+
+// The emulator of one OS thread: runs one grid at a time.
+class Emulator {
+ public:
+  using Call = void (*)(void*);
+
+  // Calls call(argument) once per thread of the grid. Dimensions were checked.
+  void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, Call call, void* argument) {
+    if (running_) throw std::logic_error("emul::launch: a kernel can not launch a kernel");
+    const RunningScope scope(*this);
+    call_ = call;
+    argument_ = argument;
+    gridDim = grid;
+    blockDim = block;
+    allocate_dynamic_shared(dynamic_shared_bytes);
+    block_.number_threads(block);
+    for (unsigned z = 0; z < grid.z; ++z) {
+      for (unsigned y = 0; y < grid.y; ++y) {
+        for (unsigned x = 0; x < grid.x; ++x) run_block({x, y, z});
+      }
+    }
+  }
+
+  // The following are for the running thread.
+
+  Thread& current() { return *current_; }
+  char* dynamic_shared() { return dynamic_shared_.get(); }
+
+  // Waits for the block; is how many threads had a true predicate.
+  int sync_block(Wait wait, bool predicate, Site site) {
+    current_->offered = predicate;
+    suspend(wait, kFullMask, site);
+    return block_.num_true();
+  }
+
+  // Waits for the lanes in mask that have not exited; offered is what they may read() afterwards.
+  void sync_warp(Wait wait, unsigned mask, uint64_t offered, Site site) {
+    if ((mask >> current_->lane() & 1) == 0) {
+      throw std::logic_error(std::string(wait_name(wait)) + " at " + to_string(site) + ": lane " +
+                             std::to_string(current_->lane()) + " is not in its own mask");
+    }
+    current_->offered = offered;
+    suspend(wait, mask, site);
+  }
+
+  uint64_t read(unsigned lane) const { return block_.read(*current_, lane); }
+
+ private:
+  // Marks the emulator as busy, and cleans up however the launch ends.
+  struct RunningScope {
+    explicit RunningScope(Emulator& owner) : emulator(owner) { emulator.running_ = true; }
+    ~RunningScope() {
+      emulator.running_ = false;
+      emulator.dynamic_shared_.reset();
+      if (emulator.num_live_ > 0) emulator.abandon_block();
+    }
+    Emulator& emulator;
+  };
+
+  struct FreeDeleter {
+    void operator()(char* memory) const { std::free(memory); }
+  };
+
+  // An allocation of exactly this size, so that AddressSanitizer sees an access past its end.
+  void allocate_dynamic_shared(size_t bytes) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, 16, bytes) != 0) throw std::bad_alloc();
+    dynamic_shared_.reset(static_cast<char*>(memory));
+    dynamic_shared_bytes_ = bytes;
+  }
+
+  void run_block(uint3 index) {
+    blockIdx = index;
+    std::memset(dynamic_shared_.get(), 0xCD, dynamic_shared_bytes_);
+    num_live_ = unsigned(block_.threads.size());
+    next_new_thread_ = 0;
+    while (next_new_thread_ < block_.threads.size()) switch_to(idle_fiber());
+    while (num_live_ > 0) {
+      if (!block_.release()) throw std::logic_error(block_.describe_deadlock());
+      resume_released();
+    }
+  }
+
+  static void fiber_entry();
+
+  // What a fiber does, for ever: the new threads of a block, then idle until the next block.
+  void fiber_loop() {
+    asan_arrive(nullptr, &scheduler_.stack, &scheduler_.stack_bytes);
+    Fiber* self = running_fiber_;
+    for (;;) {
+      run_new_threads();
+      idle_fibers_.push_back(self);
+      switch_sides(*self, scheduler_);
+    }
+  }
+
+  void run_new_threads() {
+    try {
+      while (next_new_thread_ < block_.threads.size()) {
+        set_current(block_.threads[next_new_thread_++]);
+        current_->wait = Wait::kNone;
+        call_(argument_);
+        current_->wait = Wait::kExited;
+        --num_live_;
+      }
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+
+  Fiber& idle_fiber() {
+    if (idle_fibers_.empty()) {
+      fibers_.push_back(std::make_unique<Fiber>(&fiber_entry));
+      idle_fibers_.reserve(fibers_.size());  // a fiber that becomes idle must not allocate
+      return *fibers_.back();
+    }
+    Fiber* fiber = idle_fibers_.back();
+    idle_fibers_.pop_back();
+    return *fiber;
+  }
+
+  // Scheduler to fiber; comes back when the fiber's thread waits or the fiber has nothing to do.
+  void switch_to(Fiber& fiber) {
+    running_fiber_ = &fiber;
+    switch_sides(scheduler_, fiber);
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+  // Running thread to scheduler; comes back when the thread was released.
+  void suspend(Wait wait, unsigned mask, Site site) {
+    Thread& self = *current_;
+    self.wait = wait;
+    self.mask = mask;
+    self.site = site;
+    self.fiber = running_fiber_;
+    switch_sides(*self.fiber, scheduler_);
+  }
+
+  void resume_released() {
+    for (Thread& thread : block_.threads) {
+      if (thread.wait != Wait::kNone) continue;
+      set_current(thread);
+      switch_to(*thread.fiber);
+    }
+  }
+
+  void set_current(Thread& thread) {
+    current_ = &thread;
+    threadIdx = thread.index;
+  }
+
+  // After an error: the threads that still wait never continue, their destructors do not run.
+  void abandon_block() {
+    num_live_ = 0;
+    idle_fibers_.clear();
+    for (auto& fiber : fibers_) {
+      fiber->restart();
+      idle_fibers_.push_back(fiber.get());
+    }
+  }
+
+  // The launch.
+  bool running_ = false;
+  Call call_ = nullptr;
+  void* argument_ = nullptr;
+  std::unique_ptr<char, FreeDeleter> dynamic_shared_;
+  size_t dynamic_shared_bytes_ = 0;
+
+  // The block.
+  ThreadBlock block_;
+  size_t next_new_thread_ = 0;  // threads from here on have not begun
+  unsigned num_live_ = 0;       // threads that have not exited
+  Thread* current_ = nullptr;
+  std::exception_ptr error_;  // thrown by a thread, on its way to launch()'s caller
+
+  // The stacks, kept from launch to launch.
+  Side scheduler_;
+  std::vector<std::unique_ptr<Fiber>> fibers_;
+  std::vector<Fiber*> idle_fibers_;
+  Fiber* running_fiber_ = nullptr;
+};
+
+inline Emulator& emulator() {
+  static thread_local Emulator instance;
+  return instance;
+}
+
+inline void Emulator::fiber_entry() { emulator().fiber_loop(); }
+
+}  // namespace emul

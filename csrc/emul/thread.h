@@ -1,0 +1,84 @@
+// One CUDA thread of the running block, and what it waits for.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "emul/fiber.h"
+#include "emul/types.h"
+
+namespace emul {
+
+inline constexpr unsigned kWarpLanes = 32;
+inline constexpr unsigned kFullMask = 0xffffffffu;
+
+// A place in a kernel's source. As a default argument, here() is the line of the caller.
+struct Site {
+  const char* file = "";
+  int line = 0;
+
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    return Site{file, line};
+  }
+};
+
+inline bool operator==(const Site& a, const Site& b) {
+  return a.line == b.line && (a.file == b.file || std::strcmp(a.file, b.file) == 0);
+}
+
+inline std::string to_string(const Site& site) {
+  return std::string(site.file) + ":" + std::to_string(site.line);
+}
+
+enum class Wait { kNone, kSyncThreads, kSyncThreadsVote, kSyncWarp, kShuffle, kVote, kExited };
+
+inline bool is_block_wait(Wait wait) {
+  return wait == Wait::kSyncThreads || wait == Wait::kSyncThreadsVote;
+}
+
+inline bool is_warp_wait(Wait wait) {
+  return wait == Wait::kSyncWarp || wait == Wait::kShuffle || wait == Wait::kVote;
+}
+
+inline const char* wait_name(Wait wait) {
+  switch (wait) {
+    case Wait::kSyncThreads:
+      return "__syncthreads";
+    case Wait::kSyncThreadsVote:
+      return "__syncthreads_count/or/and";
+    case Wait::kSyncWarp:
+      return "__syncwarp";
+    case Wait::kShuffle:
+      return "__shfl_*sync";
+    case Wait::kVote:
+      return "__ballot/any/all_sync";
+    default:
+      return "nothing";
+  }
+}
+
+struct Thread {
+  uint3 index;
+  unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y
+  Wait wait;              // kNone: may run
+  unsigned mask;          // lanes named by the warp operation it waits in
+  Site site;              // where it waits
+  Fiber* fiber;           // whose stack it waits on
+  uint64_t offered;       // its operand of a shuffle or vote
+  uint64_t published;     // the same once the operation completed: the others read this
+  unsigned participants;  // lanes that took part in the last completed warp operation
+
+  unsigned lane() const { return linear % kWarpLanes; }
+};
+
+inline std::string describe_wait(const Thread& thread) {
+  if (thread.wait == Wait::kExited) return "exited";
+  std::string text = std::string("waiting at ") + wait_name(thread.wait);
+  if (is_warp_wait(thread.wait)) {
+    text += " of " + std::to_string(__builtin_popcount(thread.mask)) + " lanes";
+  }
+  return text + " (" + to_string(thread.site) + ")";
+}
+
+}  // namespace emul
