@@ -323,7 +323,7 @@ def test_an_overflow_in_one_group_changes_none():
         tables.append_row(([2], [2, 3, 4, 5]), 0)
     with pytest.raises(ValueError, match="block_ids has 1 groups: expected 2"):
         tables.append_row(([2],), 0)
-    with pytest.raises(TypeError, match=r"block_ids\[1\] has dtype float64"):
+    with pytest.raises(TypeError, match=r"_ids\[1\] has dtype float64"):
         tables.append_row(([2], [1.5]), 0)
     assert content(tables[0])[0] == [1] and content(tables[1])[0] == [2, 3]
 

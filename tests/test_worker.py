@@ -136,14 +136,23 @@ def test_wrong_storage_sizes_are_named(change, message):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"append_ids": [np.array([1.7])]}, "append_ids: expected C-contiguous int32 arrays"),
+        (
+            {"append_ids": [np.array([1.7])]},
+            r"append_ids\[0\] has dtype float64: expected integers",
+        ),
         (
             {"append_ids": [np.array([[1]], np.int32)]},
-            r"append_ids: expected arrays of shape \[n\]",
+            r"append_ids\[0\] has 2 dimensions: expected 1",
         ),
-        ({"append_splits": [[0]]}, "append_splits: expected C-contiguous int32 arrays"),
-        ({"replace": [np.zeros((1, 2), np.int32)]}, r"replace: expected arrays of shape \[n, 3\]"),
-        ({"replace": [np.array([[0, 4, 2**40]])]}, "replace: expected C-contiguous int32 arrays"),
+        ({"append_splits": [[0.5]]}, r"append_splits\[0\] has dtype float64"),
+        (
+            {"replace": [np.zeros((1, 2), np.int32)]},
+            r"replace\[0\]: expected an array of shape \[n, 3\]",
+        ),
+        (
+            {"replace": [np.array([[0, 4, 2**40]])]},
+            r"replace\[0\]: expected a C-contiguous int32 array",
+        ),
         ({"replace": []}, "replace has 0 groups: expected 1, one per table"),
         ({"clear_rows": np.array([1.5])}, "clear_rows has dtype float64"),
     ],

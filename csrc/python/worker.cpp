@@ -1,5 +1,5 @@
 // The worker's native host code for Python. Converts arrays, nothing else.
-#include <optional>
+#include <deque>
 
 #include "python/arrays.h"
 #include "worker/host_tables.h"
@@ -29,40 +29,46 @@ std::vector<TableGroup> table_groups(const py::list& fields) {
   return groups;
 }
 
-// Sections of a plan, one array per group, kept alive while the call runs.
-std::vector<Int32Array> arrays_of(const py::sequence& values, const char* name, int64_t dim) {
-  std::vector<Int32Array> out;
-  out.reserve(values.size());
-  for (const py::handle& value : values) {
-    if (!py::isinstance<Int32Array>(value)) {
-      throw py::type_error(std::string(name) + ": expected C-contiguous int32 arrays");
-    }
-    out.push_back(py::reinterpret_borrow<Int32Array>(value));
-    const bool right = out.back().ndim() == dim && (dim == 1 || out.back().shape(1) == 3);
-    if (!right) {
-      throw py::value_error(std::string(name) + ": expected arrays of shape " +
-                            (dim == 1 ? "[n]" : "[n, 3]"));
-    }
+// One group's replacements: int32[n, 3].
+Int32Array replacements_of(const py::handle& value, size_t g) {
+  const std::string name = "replace[" + std::to_string(g) + "]";
+  if (!py::isinstance<Int32Array>(value)) {
+    throw py::type_error(name + ": expected a C-contiguous int32 array");
   }
-  return out;
+  auto array = py::reinterpret_borrow<Int32Array>(value);
+  if (array.ndim() != 2 || array.shape(1) != 3) {
+    throw py::value_error(name + ": expected an array of shape [n, 3]");
+  }
+  return array;
 }
+
+// Ids of one group, ragged by row, kept alive while the call runs.
+struct GroupIds {
+  GroupIds(const py::handle& splits, const py::handle& ids, const std::string& g)
+      : splits(splits, ("append_splits[" + g + "]").c_str()),
+        ids(ids, ("append_ids[" + g + "]").c_str()) {}
+  Int32Input splits, ids;
+};
 
 void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
            const py::sequence& append_splits, const py::sequence& append_ids,
            const py::sequence& replace, int64_t num_blocks) {
   const Int32Input clear(clear_rows, "clear_rows");
   const Int32Input append(append_rows, "append_rows");
-  const auto splits = arrays_of(append_splits, "append_splits", 1);
-  const auto ids = arrays_of(append_ids, "append_ids", 1);
-  const auto entries = arrays_of(replace, "replace", 2);
-  require_same_length(static_cast<py::ssize_t>(splits.size()), "append_splits",
-                      static_cast<py::ssize_t>(ids.size()), "append_ids");
+  require_same_length(static_cast<py::ssize_t>(append_splits.size()), "append_splits",
+                      static_cast<py::ssize_t>(append_ids.size()), "append_ids");
+  std::deque<GroupIds> inputs;  // stays in place as it grows
   std::vector<RaggedIds> ragged;
-  for (size_t g = 0; g < ids.size(); ++g) {
-    ragged.push_back({splits[g].data(), ids[g].data(), splits[g].size(), ids[g].size()});
+  for (size_t g = 0; g < append_ids.size(); ++g) {
+    const GroupIds& in = inputs.emplace_back(append_splits[g], append_ids[g], std::to_string(g));
+    ragged.push_back({in.splits.data(), in.ids.data(), in.splits.size(), in.ids.size()});
   }
+  std::vector<Int32Array> entries;
   std::vector<Replacements> replacements;
-  for (const Int32Array& each : entries) replacements.push_back({each.data(), each.shape(0)});
+  for (size_t g = 0; g < replace.size(); ++g) {
+    entries.push_back(replacements_of(replace[g], g));
+    replacements.push_back({entries.back().data(), entries.back().shape(0)});
+  }
   self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
              num_blocks);
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.plan import StepPlan
+from kvcache.plan import NO_IDS, NO_REPLACE, StepPlan
 from kvcache.specs import ContextParallel
 from kvcache.worker.buffer import BufferView
 from kvcache.worker.table_set import Ids, TableLayout, TableSet
@@ -384,28 +384,18 @@ class MultiGroupBlockTable:
             raise ValueError(
                 f"block_ids has {len(block_ids)} groups: expected {len(self)}, one per table"
             )
-        rows = np.array([row], np.int32)
-        ids = [_int32(each, f"block_ids[{g}]") for g, each in enumerate(block_ids)]
+        rows = [row]
         return StepPlan(
             step_id=-1,
             rows=rows,
-            status=np.zeros(1, np.uint8),
-            num_computed_tokens=np.zeros(1, np.int32),
-            clear_rows=rows if clear else rows[:0],
+            status=NO_IDS,
+            num_computed_tokens=NO_IDS,
+            clear_rows=rows if clear else NO_IDS,
             append_rows=rows,
-            append_splits=[np.array([0, len(each)], np.int32) for each in ids],
-            append_ids=ids,
-            replace=[np.empty((0, 3), np.int32)] * len(ids),
+            append_splits=[[0, len(ids)] for ids in block_ids],
+            append_ids=list(block_ids),
+            replace=[NO_REPLACE] * len(self),
         )
-
-
-def _int32(values: Ids, name: str) -> np.ndarray:
-    array = np.asarray(values)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
-        raise ValueError(f"{name} holds {array.min()} to {array.max()}: expected 32-bit integers")
-    return np.ascontiguousarray(array, np.int32)
 
 
 def _given(value: object, name: str) -> None:
