@@ -30,11 +30,12 @@ class TablesAgainstLists(RuleBasedStateMachine):
         self.ratios = [ratio for _, ratio in shapes]
         sizes = [ROWS * width * ratio for width, ratio in shapes]
         self.offsets = [sum(sizes[:g]) for g in range(len(sizes))]
-        self.arena = np.zeros(sum(sizes), np.int32)
-        self.counts = np.zeros((len(shapes), ROWS), np.int32)
-        self.device = torch.zeros(sum(sizes), dtype=torch.int32)
-        groups = [(at, w * r, r) for at, (w, r) in zip(self.offsets, shapes)]
-        self.native = core.HostTables(self.arena, self.counts, ROWS, groups, track=True)
+        size = sum(sizes) + len(shapes) * ROWS
+        self.arena = np.zeros(size, np.int32)
+        self.counts = self.arena[sum(sizes) :].reshape(len(shapes), ROWS)
+        self.device = torch.zeros(size, dtype=torch.int32)
+        groups = [(at, w * r, r, 2**31 // r) for at, (w, r) in zip(self.offsets, shapes)]
+        self.native = core.HostTables(self.arena, ROWS, groups, track=True)
         self.model = [[[] for _ in range(ROWS)] for _ in shapes]
 
     @rule(data=st.data())
@@ -43,7 +44,7 @@ class TablesAgainstLists(RuleBasedStateMachine):
         clear, append = data.draw(rows), data.draw(rows)
         after = [[[] if r in clear else list(ids) for r, ids in enumerate(g)] for g in self.model]
         splits, ids, replace = [], [], []
-        for g, group in enumerate(after):
+        for group in after:
             new = [data.draw(st.lists(st.integers(0, NUM_BLOCKS - 1), max_size=3)) for _ in append]
             for row, more in zip(append, new):
                 group[row] += more

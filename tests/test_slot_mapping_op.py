@@ -276,3 +276,20 @@ def test_tensors_on_two_devices_are_named(backend):
     call["positions"] = call["positions"].to("meta")
     with pytest.raises(RuntimeError, match="and meta: expected one device"):
         torch.ops.kvcache.slot_mapping(**call)
+
+
+@each_backend
+def test_an_output_that_overlaps_an_input_is_refused(backend):
+    call = arguments(backend)
+    call["positions"] = call["out"].view(-1)[:3]
+    with pytest.raises(RuntimeError, match="out shares memory with positions"):
+        backend.ops.slot_mapping(**call)
+
+
+@each_device_backend
+def test_unchecked_positions_behind_a_row_get_no_slot_on_a_device(backend, monkeypatch):
+    monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
+    call = arguments(backend, num_blocks_per_row=backend.tensor([[2, 1]], dtype=INT32))
+    call["positions"] = backend.tensor([7, 4, 2])
+    backend.ops.slot_mapping(**call)
+    assert call["out"].tolist() == [[19, -1, -1, -1]]

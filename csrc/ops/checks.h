@@ -70,6 +70,23 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   }
 }
 
+// That a tensor that is written shares no memory with one that is read, by the bytes they span.
+inline void check_disjoint(const Tensor& written, const char* name, const Tensor& read,
+                           const char* read_name) {
+  const auto span = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    const auto* begin = static_cast<const char*>(t.data_ptr());
+    return std::pair{begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
+  };
+  if (written.numel() == 0 || read.numel() == 0) return;
+  const auto [a, a_end] = span(written);
+  const auto [b, b_end] = span(read);
+  if (a < b_end && b < a_end) {
+    fail(std::string(name) + " shares memory with " + read_name + ": expected memory of its own");
+  }
+}
+
 inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t expected,
                        const char* why) {
   if (t.size(dim) == expected) return;

@@ -15,7 +15,9 @@ __global__ void slot_mapping_kernel(const SlotMapping m) {
   if (i >= m.num_out) return;
   const int g = static_cast<int>(blockIdx.y);
   const int32_t row = m.row_of(i);
-  const bool none = row < 0 || m.bad_row(row) || m.bad_position(row, i);
+  // Of the row's length only this group's counts: the others may hold a block for it.
+  const bool none = row < 0 || m.bad_row(row) || m.outside(i) ||
+                    (m.counts != nullptr && m.positions[i] >= m.num_held(g, row));
   static_cast<Slot*>(m.out)[g * m.num_out + i] =
       static_cast<Slot>(none ? kNoSlot : m.slot(g, row, i));
 }

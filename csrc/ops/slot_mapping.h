@@ -49,9 +49,12 @@ struct SlotMapping {
     return request < 0 ? -1 : rows[request];
   }
   KV_HOST_DEVICE bool bad_row(int32_t row) const { return row < -1 || row >= groups.num_rows; }
+  // Whether no row has a column for position i.
+  KV_HOST_DEVICE bool outside(int64_t i) const {
+    return positions[i] < 0 || positions[i] >= groups.num_positions;
+  }
   KV_HOST_DEVICE bool bad_position(int32_t row, int64_t i) const {
-    return row >= 0 && (positions[i] < 0 || positions[i] >= groups.num_positions ||
-                        (counts != nullptr && group_without(row, positions[i]) >= 0));
+    return row >= 0 && (outside(i) || (counts != nullptr && group_without(row, positions[i]) >= 0));
   }
   // The first group in which the row holds no entry for this position, or -1.
   KV_HOST_DEVICE int group_without(int32_t row, int64_t position) const {
@@ -140,6 +143,10 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
     }
     m.counts = counts.const_data_ptr<int32_t>();
   }
+  check_disjoint(out, "out", tables, "tables");
+  check_disjoint(out, "out", rows, "rows");
+  check_disjoint(out, "out", positions, "positions");
+  if (query_start_loc) check_disjoint(out, "out", *query_start_loc, "query_start_loc");
   m.tables = tables.const_data_ptr<int32_t>();
   m.rows = rows.const_data_ptr<int32_t>();
   m.positions = positions.const_data_ptr<int64_t>();

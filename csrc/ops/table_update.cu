@@ -19,7 +19,7 @@ __global__ void update_kernel(const TableUpdate u) {
     if (u.bad_segment(s)) continue;
     const int32_t* place = u.segment(s);
     for (int32_t i = static_cast<int32_t>(lane); i < place[1]; i += 32) {
-      u.tables[place[0] + i] = u.updates[place[2] + i];
+      u.tables[int64_t{place[0]} + i] = u.updates[int64_t{place[2]} + i];
     }
   }
 }

@@ -38,6 +38,7 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   check_dtype(updates, "updates", {ScalarType::Int});
   check_contiguous(updates, "updates");
   check_same_device(updates, "updates", tables, "tables");
+  check_disjoint(tables, "tables", updates, "updates");
   if (updates.numel() < 1) fail("updates has shape [0]: expected at least the number of segments");
   return {tables.mutable_data_ptr<int32_t>(), tables.numel(), updates.const_data_ptr<int32_t>(),
           updates.numel()};
@@ -101,7 +102,12 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   check_dtype(out, "out", {ScalarType::Int});
   check_contiguous(out, "out");
   check_same_device(out, "out", tables, "tables");
-  check_size(out, "out", 0, tables.size(0), "as tables has");
+  for (int g = 0; g < m.groups.num_groups; ++g) {
+    const TableGroupView& group = m.groups.group[g];
+    if (group.offset + num_rows * group.num_columns <= out.numel()) continue;
+    fail("out has shape " + shape_of(out) + ": expected the tables of " +
+         std::to_string(m.groups.num_groups) + " groups to fit, laid out as in tables");
+  }
   if (max_num_tokens < 0) {
     fail("max_num_tokens is " + std::to_string(max_num_tokens) + ": expected 0 or more");
   }
@@ -116,7 +122,9 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   }
   m.tables = tables.const_data_ptr<int32_t>();
   m.out = out.mutable_data_ptr<int32_t>();
-  if (m.out == m.tables) fail("out is tables: expected memory of its own");
+  check_disjoint(out, "out", tables, "tables");
+  check_disjoint(out, "out", idx_mapping, "idx_mapping");
+  if (num_computed_tokens) check_disjoint(out, "out", *num_computed_tokens, "num_computed_tokens");
   m.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
   m.num_out_rows = idx_mapping.size(0);
   m.max_num_tokens = max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX;

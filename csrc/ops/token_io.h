@@ -91,6 +91,8 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
   const TokenPages v = checked_token_pages(value, "value", value_cache, "value_cache");
   check_same_device(value, "value", key, "key");
   const bool writes = direction == Direction::kWrite;
+  check_disjoint(key, "key", key_cache, "key_cache");
+  check_disjoint(value, "value", value_cache, "value_cache");
   check_no_overlap(writes ? key_cache : key, writes ? "key_cache" : "key");
   check_no_overlap(writes ? value_cache : value, writes ? "value_cache" : "value");
   check_size(value, "value", 0, key.size(0), "the tokens of key");

@@ -66,6 +66,12 @@ class Int32Input {
   const int32_t* data() const { return data_; }
   py::ssize_t size() const { return size_; }
 
+  // Lets go of memory that a call is about to change.
+  void copy_values() {
+    copy_.assign(data_, data_ + size_);
+    data_ = copy_.data();
+  }
+
  private:
   void borrow(Int32Array array) {
     data_ = array.data();

@@ -23,8 +23,9 @@ int32_t* shared_int32(const py::object& value, const char* name, int64_t size) {
 std::vector<TableGroup> table_groups(const py::list& fields) {
   std::vector<TableGroup> groups;
   for (const py::handle& item : fields) {
-    const auto [offset, width, ratio] = py::cast<std::tuple<int64_t, int64_t, int64_t>>(item);
-    groups.push_back({offset, width, ratio});
+    const auto [offset, width, ratio, max_ids] =
+        py::cast<std::tuple<int64_t, int64_t, int64_t, int64_t>>(item);
+    groups.push_back({offset, width, ratio, max_ids});
   }
   return groups;
 }
@@ -50,24 +51,35 @@ struct GroupIds {
   Int32Input splits, ids;
 };
 
+// Values out of the tables themselves are copied before the tables change.
+void let_go(const HostTables& tables, Int32Input* input) {
+  if (tables.overlaps(input->data(), input->size())) input->copy_values();
+}
+
 void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
            const py::sequence& append_splits, const py::sequence& append_ids,
            const py::sequence& replace, int64_t num_blocks) {
-  const Int32Input clear(clear_rows, "clear_rows");
-  const Int32Input append(append_rows, "append_rows");
+  Int32Input clear(clear_rows, "clear_rows");
+  Int32Input append(append_rows, "append_rows");
+  let_go(self, &clear);
+  let_go(self, &append);
   require_same_length(static_cast<py::ssize_t>(append_splits.size()), "append_splits",
                       static_cast<py::ssize_t>(append_ids.size()), "append_ids");
   std::deque<GroupIds> inputs;  // stays in place as it grows
   std::vector<RaggedIds> ragged;
   for (size_t g = 0; g < append_ids.size(); ++g) {
-    const GroupIds& in = inputs.emplace_back(append_splits[g], append_ids[g], std::to_string(g));
+    GroupIds& in = inputs.emplace_back(append_splits[g], append_ids[g], std::to_string(g));
+    let_go(self, &in.splits);
+    let_go(self, &in.ids);
     ragged.push_back({in.splits.data(), in.ids.data(), in.splits.size(), in.ids.size()});
   }
   std::vector<Int32Array> entries;
   std::vector<Replacements> replacements;
   for (size_t g = 0; g < replace.size(); ++g) {
     entries.push_back(replacements_of(replace[g], g));
-    replacements.push_back({entries.back().data(), entries.back().shape(0)});
+    Int32Array& array = entries.back();
+    if (self.overlaps(array.data(), array.size())) array = Int32Array(array.request());
+    replacements.push_back({array.data(), array.shape(0)});
   }
   self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
              num_blocks);
@@ -77,41 +89,44 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
 
 void bind_worker(py::module_& m) {
   py::class_<HostTables>(m, "HostTables")
-      .def(py::init([](const py::object& arena, const py::object& counts, int64_t num_rows,
-                       const py::list& fields, bool track) {
-             std::vector<TableGroup> groups = table_groups(fields);
-             int64_t size = 0;
-             for (const TableGroup& group : groups) size += num_rows * group.width;
-             const auto num_groups = static_cast<int64_t>(groups.size());
-             return std::make_unique<HostTables>(
-                 shared_int32(arena, "arena", size),
-                 shared_int32(counts, "counts", num_groups * num_rows), num_rows, std::move(groups),
-                 track);
-           }),
-           py::arg("arena"), py::arg("counts"), py::arg("num_rows"), py::arg("groups"),
-           py::arg("track"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>())
+      .def(py::init(
+               [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
+                 std::vector<TableGroup> groups = table_groups(fields);
+                 int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
+                 for (const TableGroup& group : groups) size += num_rows * group.width;
+                 return std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
+                                                     std::move(groups), track);
+               }),
+           py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
+           py::keep_alive<1, 2>())
       .def("apply", &apply)
       .def("append_row",
            [](HostTables& self, int64_t group, int64_t row, const py::object& block_ids,
               bool reset) {
-             const Int32Input ids(block_ids, "block_ids");
+             Int32Input ids(block_ids, "block_ids");
+             let_go(self, &ids);
              self.append_row(group, row, ids.data(), ids.size(), reset);
            })
       .def("move_rows",
            [](HostTables& self, const py::object& src, const py::object& tgt, int64_t group) {
-             const Int32Input a(src, "src"), b(tgt, "tgt");
+             Int32Input a(src, "src"), b(tgt, "tgt");
+             let_go(self, &a);
+             let_go(self, &b);
              require_same_length(a.size(), "src", b.size(), "tgt");
              self.move_rows(a.data(), b.data(), a.size(), group);
            })
       .def("swap_rows",
            [](HostTables& self, const py::object& src, const py::object& tgt, int64_t group) {
-             const Int32Input a(src, "src"), b(tgt, "tgt");
+             Int32Input a(src, "src"), b(tgt, "tgt");
+             let_go(self, &a);
+             let_go(self, &b);
              require_same_length(a.size(), "src", b.size(), "tgt");
              self.swap_rows(a.data(), b.data(), a.size(), group);
            })
       .def("clear_rows",
            [](HostTables& self, const py::object& rows, int64_t group) {
-             const Int32Input r(rows, "rows");
+             Int32Input r(rows, "rows");
+             let_go(self, &r);
              self.clear_rows(r.data(), r.size(), group);
            })
       .def("clear", &HostTables::clear)

@@ -31,18 +31,10 @@ void expand(const int32_t* ids, int64_t n, int64_t ratio, int32_t* out) {
 
 }  // namespace
 
-HostTables::HostTables(int32_t* arena, int32_t* counts, int64_t num_rows,
-                       std::vector<TableGroup> groups, bool track)
-    : arena_(arena),
-      counts_(counts),
-      num_rows_(num_rows),
-      num_ids_(0),
-      groups_(std::move(groups)),
-      track_(track) {
+HostTables::HostTables(int32_t* arena, int64_t num_rows, std::vector<TableGroup> groups, bool track)
+    : arena_(arena), num_rows_(num_rows), num_ids_(0), groups_(std::move(groups)), track_(track) {
   for (const TableGroup& group : groups_) num_ids_ += num_rows * group.width;
-  if (num_ids_ > std::numeric_limits<int32_t>::max()) {
-    fail("the tables would have " + str(num_ids_) + " entries: expected at most 2147483647");
-  }
+  counts_ = arena_ + num_ids_;
 }
 
 void HostTables::check_rows(const int32_t* rows, int64_t n, const char* name) const {
@@ -75,7 +67,10 @@ void HostTables::check_append(int64_t g, const int32_t* clear, int64_t num_clear
     fail("append_splits[" + str(g) + "] does not fit: expected " + str(num_append + 1) +
          " numbers from 0 to " + str(ids.num_ids) + ", the number of append_ids[" + str(g) + "]");
   }
-  planned_.assign(counts_ + g * num_rows_, counts_ + (g + 1) * num_rows_);
+  planned_.resize(static_cast<size_t>(num_rows_));
+  for (int64_t row = 0; row < num_rows_; ++row) {
+    planned_[static_cast<size_t>(row)] = static_cast<int32_t>(count(g, row));
+  }
   for (int64_t i = 0; i < num_clear; ++i) planned_[static_cast<size_t>(clear[i])] = 0;
   for (int64_t i = 0; i < num_append; ++i) {
     const int64_t n = int64_t{ids.splits[i + 1]} - ids.splits[i];
@@ -84,8 +79,7 @@ void HostTables::check_append(int64_t g, const int32_t* clear, int64_t num_clear
     check_width(g, append[i], held, n);
     held += static_cast<int32_t>(n * group.ratio);
   }
-  const int64_t limit =
-      num_blocks >= 0 ? num_blocks : (int64_t{1} << 31) / group.ratio;  // kernel ids fit int32
+  const int64_t limit = this->limit(g, num_blocks);
   for (int64_t i = 0; i < ids.num_ids; ++i) {
     if (ids.ids[i] >= 0 && ids.ids[i] < limit) continue;
     fail("append_ids[" + str(g) + "][" + str(i) + "] is " + str(ids.ids[i]) +
@@ -95,7 +89,7 @@ void HostTables::check_append(int64_t g, const int32_t* clear, int64_t num_clear
 
 void HostTables::check_replace(int64_t g, const Replacements& replace, int64_t num_blocks) const {
   const TableGroup& group = groups_[static_cast<size_t>(g)];
-  const int64_t limit = num_blocks >= 0 ? num_blocks : (int64_t{1} << 31) / group.ratio;
+  const int64_t limit = this->limit(g, num_blocks);
   for (int64_t i = 0; i < replace.n; ++i) {
     const int32_t row = replace.entries[3 * i];
     const int32_t column = replace.entries[3 * i + 1];
@@ -129,8 +123,19 @@ void HostTables::note(int64_t start, int64_t length) {
   }
 }
 
+void HostTables::reserve_notes(int64_t num_rows, int64_t num_entries) {
+  if (!track_ || all_dirty_) return;
+  int64_t widest = 0;
+  for (const TableGroup& group : groups_) widest = std::max(widest, group.width);
+  const int64_t needed = num_rows * (widest / kMaxSegment + 1) + num_entries;
+  // What exceeds the arena's size ends in all_dirty_ anyway.
+  const auto wanted = dirty_.size() + static_cast<size_t>(std::min(needed, num_ids_));
+  if (wanted > dirty_.capacity()) dirty_.reserve(std::max(wanted, 2 * dirty_.capacity()));
+}
+
 void HostTables::empty_row(int64_t g, int64_t row) {
-  const int64_t n = std::exchange(count(g, row), 0);
+  const int64_t n = count(g, row);
+  set_count(g, row, 0);
   std::memset(row_of(g, row), 0, static_cast<size_t>(n) * sizeof(int32_t));
   note(start_of(g, row), n);
 }
@@ -138,10 +143,10 @@ void HostTables::empty_row(int64_t g, int64_t row) {
 void HostTables::append(int64_t g, int64_t row, const int32_t* ids, int64_t n) {
   if (n == 0) return;
   const int64_t ratio = groups_[static_cast<size_t>(g)].ratio;
-  int32_t& held = count(g, row);
+  const int64_t held = count(g, row);
   expand(ids, n, ratio, row_of(g, row) + held);
   note(start_of(g, row) + held, n * ratio);
-  held += static_cast<int32_t>(n * ratio);
+  set_count(g, row, held + n * ratio);
 }
 
 void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* append_rows,
@@ -160,6 +165,10 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
                  num_blocks);
     check_replace(g, replace[static_cast<size_t>(g)], num_blocks);
   }
+  int64_t num_entries = 0;
+  for (const RaggedIds& each : ids) num_entries += each.num_ids;
+  for (const Replacements& each : replace) num_entries += each.n;
+  reserve_notes(num_groups() * (num_clear + num_append), num_entries);
   for (int64_t g = 0; g < num_groups(); ++g) {
     const int64_t ratio = groups_[static_cast<size_t>(g)].ratio;
     for (int64_t i = 0; i < num_clear; ++i) empty_row(g, clear[i]);
@@ -184,7 +193,7 @@ void HostTables::append_row(int64_t g, int64_t row, const int32_t* ids, int64_t 
   }
   const int64_t held = reset ? 0 : count(g, row);
   check_width(g, row, held, n);
-  const int64_t limit = (int64_t{1} << 31) / group.ratio;
+  const int64_t limit = this->limit(g, -1);
   for (int64_t i = 0; i < n; ++i) {
     if (ids[i] >= 0 && ids[i] < limit) continue;
     fail("block_ids[" + str(i) + "] is " + str(ids[i]) + ": expected 0 to " + str(limit - 1));
@@ -206,18 +215,20 @@ void HostTables::for_groups(int64_t group, const Change& change) {
 void HostTables::move(int64_t g, int32_t src, int32_t tgt) {
   if (src == tgt) return;
   empty_row(g, tgt);
-  const int32_t n = count(g, src);
+  const int64_t n = count(g, src);
   std::memcpy(row_of(g, tgt), row_of(g, src), static_cast<size_t>(n) * sizeof(int32_t));
   note(start_of(g, tgt), n);
-  count(g, tgt) = n;
+  set_count(g, tgt, n);
   empty_row(g, src);  // a stale row has corrupted state before: the row it leaves is cleared
 }
 
 void HostTables::swap(int64_t g, int32_t src, int32_t tgt) {
   if (src == tgt) return;
-  const int32_t n = std::max(count(g, src), count(g, tgt));
+  const int64_t num_src = count(g, src), num_tgt = count(g, tgt);
+  const int64_t n = std::max(num_src, num_tgt);
   std::swap_ranges(row_of(g, src), row_of(g, src) + n, row_of(g, tgt));
-  std::swap(count(g, src), count(g, tgt));
+  set_count(g, src, num_tgt);
+  set_count(g, tgt, num_src);
   note(start_of(g, src), n);
   note(start_of(g, tgt), n);
 }
@@ -254,15 +265,22 @@ void HostTables::clear() {
 
 int64_t HostTables::pack(int32_t* out, int64_t capacity) const {
   if (all_dirty_) return -1;
-  const int64_t header = 1 + 3 * static_cast<int64_t>(dirty_.size());
+  std::vector<Segment> segments = dirty_;
+  if (counts_dirty_) {  // few enough to send them all
+    for (int64_t at = 0; at < num_groups() * num_rows_; at += kMaxSegment) {
+      const int64_t length = std::min(kMaxSegment, num_groups() * num_rows_ - at);
+      segments.push_back({static_cast<int32_t>(num_ids_ + at), static_cast<int32_t>(length)});
+    }
+  }
+  const int64_t header = 1 + 3 * static_cast<int64_t>(segments.size());
   int64_t size = header;
-  for (const Segment& segment : dirty_) size += segment.length;
+  for (const Segment& segment : segments) size += segment.length;
   if (size > capacity) return size;
-  out[0] = static_cast<int32_t>(dirty_.size());
+  out[0] = static_cast<int32_t>(segments.size());
   int32_t* place = out + 1;
   int64_t values = header;
   // From the tables as they are now: where segments overlap, they bring the same values.
-  for (const Segment& segment : dirty_) {
+  for (const Segment& segment : segments) {
     place[0] = segment.start;
     place[1] = segment.length;
     place[2] = static_cast<int32_t>(values);
@@ -278,6 +296,7 @@ void HostTables::mark_clean() {
   dirty_.clear();
   num_dirty_ids_ = 0;
   all_dirty_ = false;
+  counts_dirty_ = false;
 }
 
 }  // namespace kvcache

@@ -2,6 +2,7 @@
 // call, and what of them the device has to be told. Plain C++: memory comes from the caller.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -13,6 +14,7 @@ struct TableGroup {
   int64_t offset;  // of its first id in the arena
   int64_t width;   // columns, kernel blocks
   int64_t ratio;   // kernel blocks per allocation block: an id b becomes b*ratio .. b*ratio+ratio-1
+  int64_t max_ids;  // allocation blocks are below it: what follows from them fits its type
 };
 
 // Ids for some rows, ragged: row rows[i] gets ids[splits[i]] .. ids[splits[i + 1] - 1].
@@ -30,11 +32,14 @@ struct Replacements {
 
 class HostTables {
  public:
-  // `arena` int32[sum of num_rows * width] and `counts` int32[num_groups, num_rows] (kernel blocks
-  // per row) stay the caller's. `track`: remember changes for `pack` (a device holds a copy).
-  HostTables(int32_t* arena, int32_t* counts, int64_t num_rows, std::vector<TableGroup> groups,
-             bool track);
+  // `arena`: the tables, num_rows * width ids of each group, then counts [num_groups, num_rows]
+  // (kernel blocks per row); it stays the caller's. `track`: remember changes for `pack`.
+  HostTables(int32_t* arena, int64_t num_rows, std::vector<TableGroup> groups, bool track);
 
+  // Whether these values lie in the arena: a change could overwrite them before they are read.
+  bool overlaps(const int32_t* values, int64_t n) const {
+    return values < counts_ + num_groups() * num_rows_ && values + n > arena_;
+  }
   int64_t num_rows() const { return num_rows_; }
   int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
   const TableGroup& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
@@ -70,7 +75,19 @@ class HostTables {
     const TableGroup& group = groups_[static_cast<size_t>(g)];
     return group.offset + row * group.width;
   }
-  int32_t& count(int64_t g, int64_t row) const { return counts_[g * num_rows_ + row]; }
+  // Entries that a row holds. Callers may write them too: never trusted beyond the width.
+  int64_t count(int64_t g, int64_t row) const {
+    const int64_t width = groups_[static_cast<size_t>(g)].width;
+    return std::clamp<int64_t>(counts_[g * num_rows_ + row], 0, width);
+  }
+  void set_count(int64_t g, int64_t row, int64_t n) {
+    counts_[g * num_rows_ + row] = static_cast<int32_t>(n);
+    counts_dirty_ = track_;
+  }
+  int64_t limit(int64_t g, int64_t num_blocks) const {
+    const int64_t most = groups_[static_cast<size_t>(g)].max_ids;
+    return num_blocks >= 0 ? std::min(num_blocks, most) : most;
+  }
   void check_rows(const int32_t* rows, int64_t n, const char* name) const;
   void check_group(int64_t g, const char* name) const;
   void check_width(int64_t g, int64_t row, int64_t held, int64_t num_more) const;
@@ -82,16 +99,18 @@ class HostTables {
   void move(int64_t g, int32_t src, int32_t tgt);
   void swap(int64_t g, int32_t src, int32_t tgt);
   void note(int64_t start, int64_t length);
+  void reserve_notes(int64_t num_rows, int64_t num_entries);  // so that noting cannot fail
   template <class Change>
   void for_groups(int64_t group, const Change& change);
 
   int32_t* arena_;
-  int32_t* counts_;
   int64_t num_rows_;
-  int64_t num_ids_;  // of the whole arena
+  int64_t num_ids_;  // of all tables
   std::vector<TableGroup> groups_;
   bool track_;
+  int32_t* counts_;  // behind the tables
   bool all_dirty_ = false;
+  bool counts_dirty_ = false;
   std::vector<Segment> dirty_;
   int64_t num_dirty_ids_ = 0;
   std::vector<int32_t> planned_;  // per row: kernel blocks after the plan, while it is checked

@@ -32,7 +32,8 @@ class BlockTable:
     by the methods here; `commit_block_table` and `commit_slot_mapping` upload whole rows. All are
     asynchronous, in the order of the current stream. The methods may be called again at once (they
     wait for an upload that still reads by themselves); who writes into `.np` directly calls
-    `block_table.before_write()` first, and uploads by `commit_block_table`.
+    `block_table.before_write()` first, sets `num_blocks_per_row` too, and uploads by
+    `commit_block_table`. Not inside a CUDA graph capture: changes and uploads are the host's.
 
     Devices that are neither CPU nor CUDA: tables and slots are computed on the CPU and copied.
 
@@ -86,22 +87,23 @@ class BlockTable:
                 pcp_padding,
             ),
             0,
+            max_num_reqs,
         )
 
     @classmethod
-    def _of(cls, tables: TableSet, group: int) -> BlockTable:
+    def _of(cls, tables: TableSet, group: int, max_num_reqs: int) -> BlockTable:
         self = cls.__new__(cls)
-        self._show(tables, group)
+        self._show(tables, group, max_num_reqs)
         return self
 
-    def _show(self, tables: TableSet, group: int) -> None:
+    def _show(self, tables: TableSet, group: int, max_num_reqs: int) -> None:
+        self.max_num_reqs = max_num_reqs
         self._tables, self._group = tables, group
         self.layout = tables.layouts[group]
         self.block_size = self.layout.block_size
         self.kernel_block_size = self.layout.kernel_block_size
         self.blocks_per_kv_block = self.layout.ratio
         self.max_num_blocks_per_req = self.layout.max_num_blocks
-        self.max_num_reqs = tables.num_rows
         self.device = tables.device
         self.block_table: BufferView = tables.tables[group]
         self.num_blocks_per_row: np.ndarray = tables.counts[group]
@@ -127,6 +129,10 @@ class BlockTable:
         """Empties a row: its ids become the null block."""
         self._tables.clear_rows([row], self._group)
 
+    def clear_rows(self, rows: Ids) -> None:
+        """Empties rows, in one call."""
+        self._tables.clear_rows(rows, self._group)
+
     def move_row(self, src: int, tgt: int) -> None:
         """Row `tgt` takes over what `src` holds, and `src` is cleared; onto itself: nothing."""
         self._tables.move_rows([src], [tgt], self._group)
@@ -134,6 +140,14 @@ class BlockTable:
     def swap_row(self, src: int, tgt: int) -> None:
         """Exchanges two rows."""
         self._tables.swap_rows([src], [tgt], self._group)
+
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """`move_row` for pairs of rows, one after the other, in one call."""
+        self._tables.move_rows(src, tgt, self._group)
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """`swap_row` for pairs of rows, one after the other, in one call."""
+        self._tables.swap_rows(src, tgt, self._group)
 
     def commit_updates(self) -> None:
         """Brings the device up to date: what changed, in one copy and one launch for all groups."""
@@ -169,9 +183,18 @@ class BlockTable:
         """Uploads the slot mapping: what lies behind `num_tokens` is -1 on the device too."""
         self._tables.commit_slots(num_tokens, self._group)
 
+    def gather(
+        self,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Rows in batch order, int32[n, width] on the device; see `MultiGroupBlockTable.gather`."""
+        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)[self._group]
+
     def clear(self) -> None:
-        """Zeroes all ids and counts, on the host and on the device; all groups of a set."""
-        self._tables.clear()
+        """Zeroes this group's ids and counts, on the host and on the device."""
+        self._tables.clear(self._group)
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """int32[num_reqs, width] on the device, a view."""
@@ -193,8 +216,17 @@ class BlockTable:
         array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
         """
         _positive(blocks_per_kv_block, "blocks_per_kv_block")
-        ids = np.asarray(block_ids, np.int64).reshape(-1, 1) * blocks_per_kv_block
-        return (ids + np.arange(blocks_per_kv_block)).astype(np.int32).reshape(-1)
+        ids = np.asarray(block_ids)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise TypeError(f"block_ids has dtype {ids.dtype}: expected a list of integers")
+        wrong = np.flatnonzero((ids < 0) | (ids >= 2**31 // blocks_per_kv_block))
+        if wrong.size:
+            raise ValueError(
+                f"block_ids[{wrong[0]}] is {ids[wrong[0]]}: "
+                f"expected 0 to {2**31 // blocks_per_kv_block - 1}"
+            )
+        ids = ids.astype(np.int32).reshape(-1, 1) * np.int32(blocks_per_kv_block)
+        return (ids + np.arange(blocks_per_kv_block, dtype=np.int32)).reshape(-1)
 
 
 class MultiGroupBlockTable:
@@ -286,7 +318,9 @@ class MultiGroupBlockTable:
             slot_mapping_dtype,
             pcp_padding,
         )
-        self.block_tables = [BlockTable._of(self._tables, g) for g in range(num_groups)]
+        self.block_tables = [
+            BlockTable._of(self._tables, g, max_num_reqs) for g in range(num_groups)
+        ]
 
     def __getitem__(self, group: int) -> BlockTable:
         return self.block_tables[group]
@@ -404,6 +438,8 @@ def _given(value: object, name: str) -> None:
 
 
 def _positive(value: int, name: str) -> int:
+    if not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
     if not 1 <= value < 2**31:
         raise ValueError(f"{name} is {value}: expected 1 to {2**31 - 1}")
     return value
@@ -446,8 +482,8 @@ def _layout(
             f"cp_kv_cache_interleave_size {interleave} does not divide "
             f"the kernel block size {kernel_block_size}"
         )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}: expected 1 or more, or None")
+    if window is not None:
+        _positive(window, "window")
     return TableLayout(
         block_size,
         kernel_block_size,

@@ -18,14 +18,12 @@ class HostDeviceBuffer:
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pin_memory: bool
     ) -> None:
-        pin_memory = (
-            pin_memory and device.type != "cpu"
-        )  # where nothing is uploaded, nothing to pin
-        self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=pin_memory)
-        self.np: np.ndarray = self.cpu.numpy()
         on_cpu = device.type == "cpu"
-        self.gpu = self.cpu if on_cpu else torch.zeros(shape, dtype=dtype, device=device)
-        self._uploaded = torch.cuda.Event() if device.type == "cuda" and pin_memory else None
+        # Where nothing is uploaded, nothing needs pinning.
+        self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=pin_memory and not on_cpu)
+        self.np: np.ndarray = self.cpu.numpy()
+        self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
+        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
         self._pending = False
 
     def before_write(self) -> None:
@@ -38,10 +36,21 @@ class HostDeviceBuffer:
         """Copies entries (rows) start to stop - 1 to the device, in the order of the current stream."""
         if self.gpu is self.cpu or start >= stop:
             return
+        if self._pending:  # the last upload may have been on another stream
+            torch.cuda.current_stream(self.gpu.device).wait_event(self._uploaded)
         self.gpu[start:stop].copy_(self.cpu[start:stop], non_blocking=True)
+        self.note_use()
+
+    def note_use(self) -> None:
+        """What was launched on the current stream so far must be done before the next write."""
         if self._uploaded is not None:
             self._uploaded.record(torch.cuda.current_stream(self.gpu.device))
             self._pending = True
+
+
+def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The device side of a buffer; the tests put CPU memory in its place."""
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 class BufferView:

@@ -15,6 +15,7 @@ from kvcache.worker.buffer import BufferView, HostDeviceBuffer
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
+MAX_GROUPS = 32  # what an op takes in one launch
 
 
 @dataclass(frozen=True)
@@ -67,32 +68,37 @@ class TableSet:
         self.num_rows = num_rows
         self.num_slots = num_slots
         self.device = device
+        num_groups = len(self.layouts)
         sizes = [num_rows * layout.num_columns for layout in layouts]
-        offsets = [sum(sizes[:g]) for g in range(len(sizes))]
-        self._arena = HostDeviceBuffer((sum(sizes),), torch.int32, device, pin_memory)
-        self._counts = torch.zeros(len(layouts), num_rows, dtype=torch.int32)
-        self.counts: np.ndarray = self._counts.numpy()  # kernel blocks per row
-        on_cuda = device.type == "cuda"
-        self._native = core.HostTables(
-            self._arena.np,
-            self.counts,
-            num_rows,
-            [(at, each.num_columns, each.ratio) for at, each in zip(offsets, layouts)],
-            track=on_cuda,
-        )
+        offsets = [sum(sizes[:g]) for g in range(num_groups)]
+        num_ids = sum(sizes)
+        _check_sizes(self.layouts, num_ids + num_groups * num_rows)
+
+        # All tables, then the counts: kernel blocks per row of each group.
+        shape = (num_ids + num_groups * num_rows,)
+        self._arena = HostDeviceBuffer(shape, torch.int32, device, pin_memory)
+        self._counts = BufferView(self._arena, num_ids, (num_groups, num_rows))
+        self.counts: np.ndarray = self._counts.np
         self.tables = [
             BufferView(self._arena, at, (num_rows, each.num_columns))
             for at, each in zip(offsets, layouts)
         ]
-        self._with_slots = [g for g, layout in enumerate(layouts) if layout.has_slots]
-        shape = (len(self._with_slots) * num_slots,)
-        self._slots = HostDeviceBuffer(shape, slot_dtype, device, pin_memory)
-        self._slots.cpu.fill_(-1)
-        self._slots.gpu.fill_(-1)
-        self._slot_views = {
-            g: BufferView(self._slots, i * num_slots, (num_slots,))
-            for i, g in enumerate(self._with_slots)
-        }
+        self._on_cuda = device.type == "cuda"
+        slots_fit = 2**31 if slot_dtype == torch.int32 else 2**63
+        self._native = core.HostTables(
+            self._arena.np,
+            num_rows,
+            [
+                (
+                    at,
+                    each.num_columns,
+                    each.ratio,
+                    min(2**31 // each.ratio, slots_fit // each.block_size),
+                )
+                for at, each in zip(offsets, layouts)
+            ],
+            track=self._on_cuda,
+        )
         fields = [
             (
                 at,
@@ -107,18 +113,43 @@ class TableSet:
             for g, (at, each) in enumerate(zip(offsets, layouts))
         ]
         self._fields = torch.tensor(fields, dtype=torch.int64)
-        self._slot_fields = self._fields[self._with_slots].contiguous()
         self._identity = torch.arange(num_rows, dtype=torch.int32)
-        self._device_identity = self._identity.to(device)
-        # A quarter of the tables: with more changed than that, whole tables travel as fast.
-        capacity = max(sum(sizes) // 4, 64)
-        self._updates = (
-            HostDeviceBuffer((capacity,), torch.int32, device, pin_memory) if on_cuda else None
+        self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
+        self._make_slots(
+            [g for g, each in enumerate(layouts) if each.has_slots], slot_dtype, pin_memory
         )
-        self._batch: list[torch.Tensor] | None = None
-        self._batch_arena: torch.Tensor | None = None
+        # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
+        # buffers, in turns: packing the next step does not wait for the last one's launch.
+        capacity = max(shape[0] // 4, 1024)
+        self._updates = [
+            HostDeviceBuffer((capacity,), torch.int32, device, pin_memory)
+            for _ in range(2 if self._on_cuda else 0)
+        ]
+        # Rows in batch order, at one address for captured graphs. Zero, that is null, and lazily
+        # committed on a CPU.
+        on_host = device.type in ("cpu", "cuda")
+        self._batch_arena = torch.zeros(
+            num_ids, dtype=torch.int32, device=device if on_host else "cpu"
+        )
+        self._batch = [
+            self._batch_arena[at : at + size].view(num_rows, each.num_columns)
+            for at, size, each in zip(offsets, sizes, layouts)
+        ]
         self._batch_tokens = 0  # the most that any gather so far has filled
         self._stale = False  # a device without kernels of ours lacks changes
+
+    def _make_slots(self, groups: list[int], dtype: torch.dtype, pin_memory: bool) -> None:
+        """Slot mappings of the groups that have one, and what the op takes for each choice of them."""
+        n = self.num_slots
+        self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
+        self._slots.cpu.fill_(-1)
+        self._slots.gpu.fill_(-1)
+        self._slot_views = {g: BufferView(self._slots, i * n, (n,)) for i, g in enumerate(groups)}
+        every = BufferView(self._slots, 0, (len(groups), n))
+        self._slot_calls = {ALL_GROUPS: (self._fields[groups].contiguous(), every)}
+        for i, g in enumerate(groups):
+            view = BufferView(self._slots, i * n, (1, n))
+            self._slot_calls[g] = (self._fields[g : g + 1].clone(), view)
 
     def slot_mapping(self, group: int) -> BufferView:
         """[num_slots] of a group; ValueError for a group without slot mapping."""
@@ -166,46 +197,56 @@ class TableSet:
         self._native.clear_rows(rows, group)
         self._stale = True
 
-    def clear(self) -> None:
-        """Zeroes all ids and counts, on the host and on the device."""
+    def clear(self, group: int = ALL_GROUPS) -> None:
+        """Zeroes ids and counts, on the host and on the device."""
         self._arena.before_write()
-        self._native.clear()
-        self._arena.gpu.zero_()
-        if self._batch_arena is not None:
+        if group == ALL_GROUPS:
+            self._native.clear()
+            self._arena.gpu.zero_()
             self._batch_arena.zero_()
-        self._native.mark_clean()
-        self._stale = False
+            self._native.mark_clean()
+            self._stale = False
+            return
+        self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
+        self.tables[group].np[:] = 0  # also what was written there by hand
+        self.tables[group].gpu.zero_()
+        self._counts.gpu[group].zero_()
+        self._stale = True
 
     # Uploads ---------------------------------------------------------------------------------------
 
     def commit_updates(self) -> None:
         """Brings the device's tables up to date with every change made here since the last time."""
-        if self._updates is None:
-            if self._stale and self.device.type != "cpu":
+        if not self._on_cuda:
+            if self._stale:
                 self._arena.upload(0, len(self._arena.cpu))
             self._stale = False
             return
-        self._updates.before_write()
-        used = self._native.pack(self._updates.np)
-        if 0 <= used <= len(self._updates.np):
-            if self._updates.np[0] > 0:
-                self._updates.upload(0, used)
-                ops.update_block_tables(self._arena.gpu, self._updates.gpu)
+        self._updates.reverse()
+        updates = self._updates[0]
+        updates.before_write()
+        used = self._native.pack(updates.np)
+        if 0 <= used <= len(updates.np):
+            if updates.np[0] > 0:
+                updates.upload(0, used)
+                ops.update_block_tables(self._arena.gpu, updates.gpu)
+                updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
         self._native.mark_clean()
 
     def commit_rows(self, group: int, num_rows: int) -> None:
-        """Uploads the first rows of one group whole."""
+        """Uploads the first rows of one group whole, and the counts."""
         self.tables[group].upload(_count(num_rows, "num_reqs", self.num_rows))
+        self._counts.upload(len(self.layouts))
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
-        """Uploads slot mappings whole: what lies behind `num_tokens` is -1 on the device too."""
+        """Uploads slot mappings whole, -1 behind `num_tokens`."""
         _count(num_tokens, "num_tokens", self.num_slots)
-        if group == ALL_GROUPS:
-            self._slots.upload(0, len(self._slots.cpu))
-        else:
-            self.slot_mapping(group).upload(self.num_slots)
+        view = self._slot_call(group)[1]
+        self._slots.before_write()
+        view.np[:, num_tokens:] = -1
+        view.upload(len(view.cpu))
 
     # Slots and batch order -------------------------------------------------------------------------
 
@@ -217,8 +258,14 @@ class TableSet:
         group: int = ALL_GROUPS,
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
-        tensors = [x for x in (rows, positions, query_start_loc) if isinstance(x, torch.Tensor)]
-        on_device = any(x.device.type != "cpu" for x in tensors)
+        given = (rows, positions, query_start_loc)
+        on_device = any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given)
+        if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
+            given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
+            rows, positions, query_start_loc = given
+            self.compute_slots(rows, positions, query_start_loc, group)
+            self.commit_slots(len(positions), group)
+            return
         if rows is None:
             if query_start_loc is None:
                 raise ValueError("neither req_indices nor query_start_loc is given: expected one")
@@ -230,21 +277,20 @@ class TableSet:
                 )
             identity = self._device_identity if on_device else self._identity
             rows = identity[:num_requests]
-        place = slice(None) if group == ALL_GROUPS else self._place(group)
-        slots = self._slots.gpu if on_device else self._slots.cpu
+        fields, slots = self._slot_call(group)
         if not on_device:
             self._slots.before_write()
         ops.slot_mapping(
             self._arena.gpu if on_device else self._arena.cpu,
-            self._slot_fields[place],
+            fields,
             self.num_rows,
             _tensor(rows, torch.int32, "req_indices"),
             None
             if query_start_loc is None
             else _tensor(query_start_loc, torch.int32, "query_start_loc"),
             _tensor(positions, torch.int64, "positions"),
-            None if on_device else self._counts,
-            slots.view(-1, self.num_slots)[place],
+            self._counts.gpu if on_device else self._counts.cpu,
+            slots.gpu if on_device else slots.cpu,
         )
 
     def gather(
@@ -254,33 +300,47 @@ class TableSet:
         max_num_tokens: int | None = None,
     ) -> list[torch.Tensor]:
         """Rows in batch order, all groups by one launch; see `MultiGroupBlockTable`."""
-        if self._batch_arena is None:
-            self._batch_arena = torch.zeros_like(self._arena.gpu)
-            self._batch = [
-                self._batch_arena[view._offset : view._offset + view.gpu.numel()].view_as(view.gpu)
-                for view in self.tables
-            ]
         if max_num_tokens is None:
             columns = self.counts.max(axis=1, initial=0).tolist()
             longest = (n * each.tokens_per_column for n, each in zip(columns, self.layouts))
             max_num_tokens = max(longest, default=0)
+        elif max_num_tokens < 0:
+            raise ValueError(f"max_num_tokens is {max_num_tokens}: expected 0 or more")
         # Never fewer columns than before: what an earlier batch left there must not stay.
-        self._batch_tokens = max(self._batch_tokens, max_num_tokens)
+        most = min(max(self._batch_tokens, max_num_tokens), 2**31 - 1)
+        on_cpu = not self._on_cuda
         ops.gather_block_tables(
-            self._arena.gpu,
+            self._arena.cpu if on_cpu else self._arena.gpu,
             self._fields,
             self.num_rows,
-            idx_mapping,
-            num_computed_tokens,
-            self._batch_tokens,
+            idx_mapping.cpu() if on_cpu else idx_mapping,
+            num_computed_tokens.cpu()
+            if on_cpu and num_computed_tokens is not None
+            else num_computed_tokens,
+            most,
             self._batch_arena,
         )
-        return [table[: len(idx_mapping)] for table in self._batch]
+        self._batch_tokens = most
+        return [table[: len(idx_mapping)].to(self.device) for table in self._batch]
 
-    def _place(self, group: int) -> slice:
-        self.slot_mapping(group)  # raises for a group without
-        place = self._with_slots.index(group)
-        return slice(place, place + 1)
+    def _slot_call(self, group: int) -> tuple[torch.Tensor, BufferView]:
+        if group not in self._slot_calls:
+            raise ValueError(f"group {group} has no slot mapping")
+        return self._slot_calls[group]
+
+
+def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
+    """What the ops would refuse later, before anything is allocated."""
+    if len(layouts) > MAX_GROUPS:
+        raise ValueError(f"there are {len(layouts)} groups: expected at most {MAX_GROUPS}")
+    if num_entries >= 2**31:
+        raise ValueError(f"the tables would have {num_entries} entries: expected fewer than 2^31")
+    for g, layout in enumerate(layouts):
+        if layout.tokens_per_column >= 2**31:
+            raise ValueError(
+                f"group {g} has {layout.tokens_per_column} tokens per block over all ranks: "
+                "expected fewer than 2^31"
+            )
 
 
 def _count(count: int, name: str, most: int) -> int:
