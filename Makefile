@@ -10,9 +10,9 @@ BIN := $(VENV)/bin
 GPU_RESULTS ?= benchmarks/results
 
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
-CLANG_FORMAT_FILES = $(shell git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cu')
+CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test setup lint format ctest cuda-check sanitize bench gpu clean
+.PHONY: demo test setup lint format ctest cuda-check sanitize dist bench gpu clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -61,6 +61,12 @@ sanitize: setup
 cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 
+# A source distribution, and a wheel built from nothing but it.
+dist: setup
+	rm -rf dist
+	$(BIN)/python setup.py -q sdist
+	$(BIN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist dist/*.tar.gz
+
 bench: setup
 	$(BIN)/python -m benchmarks
 
@@ -68,5 +74,6 @@ bench: setup
 gpu:
 	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS)
 
+# The stamp goes with the libraries it stands for.
 clean:
-	rm -rf build dist *.egg-info kvcache/*.so kvcache/csrc
+	rm -rf build dist *.egg-info kvcache/*.so kvcache/csrc $(VENV)/.built

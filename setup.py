@@ -30,11 +30,9 @@ class Native(Extension):
 def compile_command(source: Path, obj: Path, name: str) -> list[str]:
     include = [f"-I{ROOT}", "-c", str(source), "-o", str(obj)]
     if name == "_core":
-        import sysconfig
-
         include = [
             f"-isystem{build.pybind11_include()}",
-            f"-isystem{sysconfig.get_path('include')}",
+            f"-isystem{build.python_include()}",
             *include,
         ]
     else:
@@ -49,11 +47,12 @@ def compile_command(source: Path, obj: Path, name: str) -> list[str]:
             raise RuntimeError("KVCACHE_CUDA=1, but no nvcc was found: set CUDA_HOME")
         nvcc = str(build.cuda_home() / "bin" / "nvcc")
         return [nvcc, *build.NVCC_FLAGS, "--threads", "0", *build.gencode_flags(), *include]
-    return [build.cxx(), *build.CXX_FLAGS, *include]
+    return [*build.cxx_command(), *build.CXX_FLAGS, *include]
 
 
 def link_command(objects: list[Path], out: Path, name: str) -> list[str]:
-    command = [build.cxx(), "-shared", "-o", str(out), *map(str, objects), *build.link_flags()]
+    command = [*build.cxx_command(), "-shared", "-o", str(out), *map(str, objects)]
+    command += build.link_flags()
     if name == "_core":
         return command
     command.append(f"-L{build.torch_dir() / 'lib'}")
@@ -76,7 +75,7 @@ class BuildNative(build_ext):
         folder = Path(self.build_temp) / name
         folder.mkdir(parents=True, exist_ok=True)
         sources = [Path(source) for source in extension.sources]
-        objects = [folder / f"{source.stem}.o" for source in sources]
+        objects = [folder / build.object_name(source) for source in sources]
         commands = [compile_command(s, o, name) for s, o in zip(sources, objects, strict=True)]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(self.spawn, commands))

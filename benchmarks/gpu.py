@@ -23,16 +23,19 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent
 TOTAL_S = 530
 
+# Run in the build by torch.utils.cpp_extension; DEVICES is filled in.
 JIT_CHECK = """
 import torch, kvcache
-from kvcache import _native, ops
-table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
-rows, positions = torch.tensor([0, 1, -1], dtype=torch.int32), torch.tensor([0, 63, 5])
+from kvcache import _native
 answers = []
 for device in DEVICES:
-    out = torch.zeros(5, dtype=torch.int64, device=device)
-    ops.slot_mapping(table.to(device), rows.to(device), positions.to(device), 16, out)
-    answers.append(out.tolist())
+    table = kvcache.BlockTable(16, 4, 8, 64, False, device, 16)
+    table.add_row([1, 2, 3, 4], 0)
+    table.add_row([5, 6, 7, 8], 1)
+    table.commit_block_table(2)
+    rows = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
+    table.compute_slot_mapping(rows, torch.tensor([0, 63, 5], device=device))
+    answers.append(table.slot_mapping.gpu[:5].tolist())
 assert answers == [[16, 143, -1, -1, -1]] * len(DEVICES), answers
 how = _native.describe()
 assert all(found.startswith("JIT") for found in how.values()), how

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 # LibTorch's stable ABI as of 2.10: one build loads in 2.10 and every later release.
@@ -56,25 +58,57 @@ def torch_dir() -> Path:
 
 def pybind11_include() -> Path:
     """pybind11's headers: the package's own, or the copy that torch carries."""
-    spec = importlib.util.find_spec("pybind11")
-    if spec is not None and spec.origin is not None:
-        return Path(spec.origin).parent / "include"
-    if (torch_dir() / "include" / "pybind11").is_dir():
-        return torch_dir() / "include"
-    raise RuntimeError("pybind11 is not installed: pip install pybind11")
+    for package in ("pybind11", "torch"):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            include = Path(spec.origin).parent / "include"
+            if (include / "pybind11" / "pybind11.h").is_file():
+                return include
+    raise RuntimeError("pybind11 is missing, whose headers it needs: `pip install pybind11`")
 
 
-def cxx() -> str:
-    """The C++ compiler: $CXX, else g++, else clang++."""
-    asked = os.environ.get("CXX")
-    for name in [asked] if asked else ["g++", "clang++"]:
-        found = shutil.which(name)
+def python_include() -> Path:
+    """Python's own headers, which distributions keep in a package apart."""
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise RuntimeError(
+            f"Python's headers are missing, there is no {include / 'Python.h'}: install them "
+            "(Debian and Ubuntu: apt-get install python3-dev)"
+        )
+    return include
+
+
+def cxx_command() -> list[str]:
+    """The C++ compiler and its arguments: $CXX ("ccache g++", "g++ -m64"), else g++, else clang++."""
+    asked = os.environ.get("CXX", "").strip()
+    # As one word first: a path may hold spaces.
+    for words in [[asked], shlex.split(asked)] if asked else [["g++"], ["clang++"]]:
+        found = shutil.which(words[0])
         if found:
-            return found
+            return [found, *words[1:]]
     raise RuntimeError(
         f"no C++ compiler ({asked or 'g++ or clang++'} is not on the PATH): "
         "install one (Debian and Ubuntu: apt-get install g++)"
     )
+
+
+def cxx() -> str:
+    """The compiler's program alone: g++ of "ccache g++ -m64"."""
+    return cxx_command()[_place_of_program()]
+
+
+def cxx_arguments() -> list[str]:
+    """What follows the program: -m64 of "ccache g++ -m64"."""
+    return cxx_command()[_place_of_program() + 1 :]
+
+
+def _place_of_program() -> int:
+    return max(i for i, word in enumerate(cxx_command()) if shutil.which(word))
+
+
+def object_name(source: Path) -> str:
+    """Unlike for files of one name in two folders."""
+    return f"{source.parent.name}_{source.stem}.o"
 
 
 def wants_cuda() -> bool:
@@ -86,7 +120,7 @@ def wants_cuda() -> bool:
 
 
 def cuda_home() -> Path | None:
-    """The CUDA toolkit with an nvcc, or None."""
+    """The CUDA toolkit with an nvcc ($CUDA_HOME, /usr/local/cuda, the PATH's), or None."""
     on_path = shutil.which("nvcc")
     for folder in (
         os.environ.get("CUDA_HOME"),

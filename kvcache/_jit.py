@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -35,21 +36,23 @@ def build_core() -> ModuleType:
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
 
     def build(folder: Path) -> None:
-        command = [
-            _build.cxx(),
+        compiler = _build.cxx_command()
+        flags = [
             *_build.CXX_FLAGS,
-            "-shared",
             f"-I{root}",
             f"-isystem{_build.pybind11_include()}",
-            f"-isystem{sysconfig.get_path('include')}",
-            *map(str, sources),
-            "-o",
-            str(folder / f"_core{suffix}"),
-            *_build.link_flags(),
+            f"-isystem{_build.python_include()}",
         ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise BuildError(f"building kvcache._core failed: {' '.join(command)}\n{done.stderr}")
+        objects = [str(folder / _build.object_name(source)) for source in sources]
+        _say_building("_core", folder)
+        commands = [
+            [*compiler, *flags, "-c", str(source), "-o", obj]
+            for source, obj in zip(sources, objects)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_compile_core, commands))
+        out = str(folder / f"_core{suffix}")
+        _compile_core([*compiler, "-shared", *objects, "-o", out, *_build.link_flags()])
 
     library = _cached("_core", f"_core{suffix}", root, [], build)
     spec = importlib.util.spec_from_file_location("kvcache._core", library)
@@ -57,6 +60,12 @@ def build_core() -> ModuleType:
     spec.loader.exec_module(module)
     sys.modules["kvcache._core"] = module
     return module
+
+
+def _compile_core(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"building kvcache._core failed: {' '.join(command)}\n{done.stderr}")
 
 
 def build_ops(name: str) -> Path:
@@ -68,34 +77,71 @@ def build_ops(name: str) -> Path:
     sources = _build.cuda_sources(root) if cuda else _build.cpu_sources(root)
     facts = [torch.__version__, str(torch.version.cuda)]
     if cuda:
+        _require_cuda()
         facts += [
             str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
         ]
 
     def build(folder: Path) -> None:
-        _require_ninja()
         from torch.utils import cpp_extension
 
-        if cuda and cpp_extension.CUDA_HOME is None:
-            raise BuildError(
-                "torch is a CUDA build, but no CUDA toolkit was found: install one with nvcc and set "
-                "CUDA_HOME, or take a kvcache that was built with CUDA"
+        if cuda:
+            _require_nvcc()
+            if cpp_extension.CUDA_HOME is None:
+                raise BuildError(f"torch did not find {_build.cuda_home()}: set CUDA_HOME to it")
+        _require_ninja()
+        arguments = _build.cxx_arguments()
+        with _cxx_for_torch():
+            _say_building(name, folder)
+            cpp_extension.load(
+                name=name,
+                sources=[str(source) for source in sources],
+                extra_cflags=[*arguments, *_build.CXX_FLAGS, f"-D{_build.TORCH_TARGET}"],
+                extra_cuda_cflags=["-O3", "-DUSE_CUDA", f"-D{_build.TORCH_TARGET}"],
+                extra_ldflags=arguments,
+                extra_include_paths=[str(root)],
+                build_directory=str(folder),
+                with_cuda=cuda,
+                is_python_module=False,
             )
-        cpp_extension.load(
-            name=name,
-            sources=[str(source) for source in sources],
-            extra_cflags=[*_build.CXX_FLAGS, f"-D{_build.TORCH_TARGET}"],
-            extra_cuda_cflags=["-O3", "-DUSE_CUDA", f"-D{_build.TORCH_TARGET}"],
-            extra_include_paths=[str(root)],
-            build_directory=str(folder),
-            with_cuda=cuda,
-            is_python_module=False,
-        )
 
-    with _explained(name):
-        library = _cached(name, f"{name}.so", root, facts, build)
+    library = _cached(name, f"{name}.so", root, facts, build)
     torch.ops.load_library(str(library))  # of the same file twice is one registration
     return library
+
+
+def _require_cuda() -> None:
+    """A device to build for; the nvcc is asked for only where the folder holds nothing built."""
+    import torch
+
+    if not torch.cuda.is_available():
+        _require_nvcc()
+        raise BuildError(
+            "torch finds no CUDA device to build for: it is built at first use where there is one, "
+            f"or for any by `KVCACHE_CUDA=1 {_build.INSTALL_HINT}`"
+        )
+
+
+def _require_nvcc() -> None:
+    if _build.cuda_home() is None:
+        raise BuildError(
+            "no nvcc found (in CUDA_HOME, in /usr/local/cuda, on the PATH): install a CUDA toolkit; "
+            f"then it is built at first use, or by `{_build.INSTALL_HINT}`"
+        )
+
+
+@contextlib.contextmanager
+def _cxx_for_torch() -> Iterator[None]:
+    """Lets torch use our compiler; it takes $CXX for one program, and c++ without it."""
+    asked = os.environ.get("CXX")
+    os.environ["CXX"] = _build.cxx()
+    try:
+        yield
+    finally:
+        if asked is None:
+            del os.environ["CXX"]
+        else:
+            os.environ["CXX"] = asked
 
 
 def _sources() -> Path:
@@ -106,17 +152,6 @@ def _sources() -> Path:
             f"from a checkout by `{_build.INSTALL_HINT}`"
         )
     return root
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """A missing tool as a BuildError that says what it was wanted for."""
-    try:
-        yield
-    except BuildError:
-        raise
-    except RuntimeError as error:
-        raise BuildError(f"building {name} failed: {error}") from error
 
 
 def _require_ninja() -> None:
@@ -135,8 +170,7 @@ def _cached(
     name: str, file: str, root: Path, facts: list[str], build: Callable[[Path], None]
 ) -> Path:
     """The path of `file`, built into a folder of its own where it is not there yet."""
-    base = Path(os.environ.get("KVCACHE_JIT_DIR") or Path.home() / ".cache" / "kvcache")
-    folder = base / f"{name}-{_key(root, facts)}"
+    folder = _base_folder() / f"{name}-{_key(root, facts)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # Beside the folder: within it, torch's own builder keeps a file of that name.
@@ -146,16 +180,32 @@ def _cached(
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "complete").exists():
-            try:
-                _build.cxx()
-            except RuntimeError as error:
-                raise BuildError(f"building {name} failed: {error}") from error
             # Torch waits for ever on what a killed build of its own left behind; we hold the lock.
             (folder / "lock").unlink(missing_ok=True)
-            print(f"kvcache: no built {name} found, building it in {folder} ...", file=sys.stderr)
-            build(folder)
+            try:
+                build(folder)
+            except BuildError:
+                raise
+            except RuntimeError as error:  # what `_build` misses, or torch says
+                raise BuildError(f"building {name} failed: {error}") from error
             (folder / "complete").touch()
     return folder / file
+
+
+def _base_folder() -> Path:
+    asked = os.environ.get("KVCACHE_JIT_DIR")
+    if asked:
+        return Path(asked)
+    try:
+        return Path.home() / ".cache" / "kvcache"
+    except RuntimeError as error:
+        raise BuildError(
+            "there is no home folder to build in (HOME is not set): set KVCACHE_JIT_DIR to a folder"
+        ) from error
+
+
+def _say_building(name: str, folder: Path) -> None:
+    print(f"kvcache: no built {name} found, building it in {folder} ...", file=sys.stderr)
 
 
 def _key(root: Path, facts: list[str]) -> str:

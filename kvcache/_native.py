@@ -14,7 +14,10 @@ from pathlib import Path
 from types import ModuleType
 
 _PACKAGE = Path(__file__).resolve().parent
+_CPU, _CUDA = "libkvcache_cpu", "libkvcache_cuda"
 _found: dict[str, str] = {}
+_missing: dict[str, str] = {}
+_stubs: list[object] = []  # registrations, which end with these objects
 
 
 def _forced_jit() -> bool:
@@ -38,30 +41,67 @@ def _load_core() -> ModuleType:
 
 
 def load_ops() -> None:
-    """Registers `torch.ops.kvcache`, once; the CUDA library only with a CUDA build of torch."""
+    """Registers `torch.ops.kvcache`, once; the CUDA library only with a CUDA build of torch.
+
+    A CUDA library that is missing takes nothing from the CPU: a call with CUDA tensors then raises a
+    RuntimeError that says why it is missing.
+    """
     import torch
 
-    # A second definition of the namespace kills the process: another copy may have been here.
-    if hasattr(torch.ops.kvcache, "slot_mapping"):
-        _found.setdefault("libkvcache_cpu", "registered by another copy of kvcache")
-        return
-    names = ["libkvcache_cpu"]
-    if torch.version.cuda:
-        names.append("libkvcache_cuda")
-    for name in names:
-        library = _PACKAGE / f"{name}.so"
-        if library.exists() and not _forced_jit():
-            torch.ops.load_library(str(library))
-            _found[name] = f"ahead of time, {library}"
-        else:
-            from kvcache import _jit
+    if _CPU not in _found:
+        # A second definition of the namespace kills the process: another copy may have been here.
+        others = hasattr(torch.ops.kvcache, "slot_mapping")
+        _found[_CPU] = "registered by another copy of kvcache" if others else _load(_CPU)
+    if torch.version.cuda and _CUDA not in _found and _CUDA not in _missing:
+        if not _ops_without_cuda():
+            _found[_CUDA] = "registered by another copy of kvcache"
+            return
+        try:
+            _found[_CUDA] = _load(_CUDA)
+        except (ImportError, OSError, RuntimeError) as error:  # not built; built for another CUDA
+            what = "not built" if isinstance(error, ImportError) else "not loadable"
+            _missing[_CUDA] = f"{what}: {error}"
+            _refuse_cuda(_missing[_CUDA])
 
-            _found[name] = f"JIT, {_jit.build_ops(name)}"
+
+def _load(name: str) -> str:
+    """Loads one library of ops; says where from."""
+    import torch
+
+    library = _PACKAGE / f"{name}.so"
+    if library.exists() and not _forced_jit():
+        torch.ops.load_library(str(library))
+        return f"ahead of time, {library}"
+    from kvcache import _jit
+
+    return f"JIT, {_jit.build_ops(name)}"
+
+
+def _ops_without_cuda() -> list[str]:
+    import torch
+
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("kvcache::")]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in names if not has_kernel(name, "CUDA")]
+
+
+def _refuse_cuda(reason: str) -> None:
+    """Gives every op that lacks a CUDA kernel one that says why."""
+    import torch
+
+    library = torch.library.Library("kvcache", "IMPL", "CUDA")
+    _stubs.append(library)
+    for name in _ops_without_cuda():
+
+        def refuse(*args: object, name: str = name) -> None:
+            raise RuntimeError(f"{name} got CUDA tensors, but {_CUDA} is {reason}")
+
+        library.impl(name, refuse)
 
 
 def describe() -> dict[str, str]:
-    """Where each native library of this process came from."""
-    return dict(_found)
+    """Where each native library of this process came from, or why it is missing."""
+    return {**_found, **{name: reason.splitlines()[0] for name, reason in _missing.items()}}
 
 
 core = _load_core()

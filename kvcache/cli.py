@@ -1,7 +1,8 @@
 """The command `kvcache`: replay a workload, a demo, and a look at the installation.
 
-Exit codes: 0; 1 when verification found wrong KV or something is missing; 2 for wrong usage or a
-malformed trace; 130 when interrupted or when nobody reads the output any more.
+Exit codes: 0; 1 when verification found wrong KV, something is missing or the output cannot be
+written; 2 for wrong usage or a malformed trace; 130 when interrupted or when nobody reads the output
+any more.
 """
 
 from __future__ import annotations
@@ -9,13 +10,14 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import io
 import itertools
 import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from kvcache.replay import ReplayReport, Series, WorkloadRequest
 
 _MAX_INT32 = 2**31 - 1
+_MAX_INT64 = 2**63 - 1
 _NUM_SHOWN_MISMATCHES = 10
 _INTERRUPTED = 130
 # Defaults: a pool that holds part of the workload, so that hits and evictions both show.
@@ -38,26 +41,46 @@ class UsageError(Exception):
     """What was asked for cannot be; one line that says what was expected. Exit code 2."""
 
 
+class OutputError(Exception):
+    """Standard output does not take what was found; one line. Exit code 1."""
+
+
 class MissingError(Exception):
     """Something is not installed; one line that says how to get it. Exit code 1."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: the process's) and returns the exit code."""
+    if sys.stderr is None:  # closed by whoever started us: what is said there is lost
+        sys.stderr = io.StringIO()
     try:
+        if sys.stdout is None:
+            raise OutputError("standard output is closed: expected it open, /dev/null at least")
         code = _run(sys.argv[1:] if argv is None else list(argv))
-        sys.stdout.flush()  # so that a closed pipe is noticed here, not at exit
+        with _writing():
+            sys.stdout.flush()  # so that a closed pipe or a full disk is noticed here, not at exit
         return code
     except UsageError as error:
         return _complain(error, 2)
-    except MissingError as error:
+    except (MissingError, OutputError) as error:
         return _complain(error, 1)
     except (KeyboardInterrupt, SystemExit):  # rich turns a broken pipe into SystemExit
         return _INTERRUPTED
     except BrokenPipeError:
-        # What is still buffered has no reader: the flush at exit must not complain about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _INTERRUPTED
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Around what writes to standard output; a full disk becomes an OutputError."""
+    try:
+        yield
+    except OSError as error:
+        # What is still buffered goes nowhere: the flush at exit must not complain about it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OutputError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def _run(argv: list[str]) -> int:
@@ -68,14 +91,25 @@ def _run(argv: list[str]) -> int:
         return int(stop.code or 0)
     if unknown:
         raise UsageError(
-            f"{unknown[0]!r} is unknown: expected an option that `kvcache {args.name} --help` lists"
+            f"{_shown(unknown[0])} is unknown: expected an option that `kvcache {args.name} --help` lists"
         )
     return args.command(args)
 
 
 def _complain(error: Exception, code: int) -> int:
-    print(f"kvcache: {' '.join(str(error).split())}", file=sys.stderr)
+    _say(" ".join(str(error).split()))
     return code
+
+
+def _say(message: str) -> None:
+    """One line on stderr; where that cannot be written, the exit code has to do."""
+    with suppress(OSError):
+        print(f"kvcache: {message}", file=sys.stderr)
+
+
+def _shown(text: str) -> str:
+    """A value of the command line for an error: quoted, and shortened where it is endless."""
+    return repr(text if len(text) <= 40 else text[:37] + "...")
 
 
 # --- the command line -----------------------------------------------------------------------------
@@ -109,10 +143,10 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     for option, least, most, text in (
         ("--block-size", 1, _MAX_INT32, block_size),
         ("--num-blocks", 2, _MAX_INT32, num_blocks),
-        ("--limit", 1, None, "replay at most N requests"),
-        ("--concurrency", 1, None, "requests that run at a time; default 1"),
-        ("--seed", 0, None, "of the chats; default 0"),
-        ("--requests", 1, None, f"number of chat turns; default {_CHAT_REQUESTS}"),
+        ("--limit", 1, _MAX_INT32, "replay at most N requests"),
+        ("--concurrency", 1, _MAX_INT32, "requests that run at a time; default 1"),
+        ("--seed", 0, _MAX_INT64, "of the chats; default 0"),
+        ("--requests", 1, _MAX_INT32, f"number of chat turns; default {_CHAT_REQUESTS}"),
     ):
         sub.add_argument(option, metavar="N", type=_number(option, least, most), help=text)
     sub.add_argument(
@@ -128,39 +162,36 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     )
 
 
-def _number(option: str, least: int, most: int | None = None) -> Callable[[str], int]:
-    expected = (
-        f"a whole number from {least} to {most}" if most else f"a whole number, {least} or more"
-    )
-
+def _number(option: str, least: int, most: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least or (most is not None and value > most):
-            raise UsageError(f"{option} is {text!r}: expected {expected}")
+        if not least <= value <= most:
+            raise UsageError(
+                f"{option} is {_shown(text)}: expected a whole number from {least} to {most}"
+            )
         return value
 
     return convert
 
 
 def _plot_file(text: str) -> str:
-    path = Path(text)
-    if path.suffix.lower() != ".png":
+    # os.path, not pathlib: a name too long for the system is then no folder, and no exception.
+    folder = os.path.dirname(text) or "."
+    if os.path.splitext(text)[1].lower() != ".png":
         raise UsageError(f"--plot is {text!r}: expected a file name that ends in .png")
-    if not path.parent.is_dir():
-        raise UsageError(
-            f"--plot is {text!r}: expected an existing folder, not {str(path.parent)!r}"
-        )
-    if path.is_dir():
+    if not os.path.isdir(folder):
+        raise UsageError(f"--plot is {text!r}: expected an existing folder, not {folder!r}")
+    if os.path.isdir(text):
         raise UsageError(f"--plot is {text!r}: expected a file, not a directory")
     return text
 
 
 def _device_name(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
-        raise UsageError(f"--device is {text!r}: expected cpu, cuda or cuda:N")
+        raise UsageError(f"--device is {_shown(text)}: expected cpu, cuda or cuda:N")
     return text
 
 
@@ -174,7 +205,8 @@ def _replay(args: argparse.Namespace) -> int:
     if args.plot is not None:
         _plot(series, report, args.plot)
     if args.json:
-        print(json.dumps(report.to_dict()))
+        with _writing():
+            print(json.dumps(report.to_dict()))
     else:
         _print_table(report)
     return _judged(report)
@@ -197,7 +229,7 @@ def _what_was_shown(report: ReplayReport) -> str:
         "were found there instead of being computed again, "
         f"{report.evicted_blocks:,} blocks were evicted on the way, "
         f"and each of the {report.verified_tokens:,} tokens, read back through block "
-        "table and slot mapping, had exactly its own K and V."
+        "table and slot mapping and once more from its block itself, had exactly its own K and V."
     )
 
 
@@ -262,7 +294,9 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             series=series,
         )
     except MemoryError as error:
-        raise UsageError(f"--num-blocks is {num_blocks}: too many, {error}") from None
+        raise UsageError(
+            f"--num-blocks is {num_blocks}: expected fewer, they do not fit into memory ({error})"
+        ) from None
     name, workload = _workload(args)
     try:
         with _progress(args) as advance:
@@ -284,12 +318,19 @@ def _import(name: str) -> ModuleType:
 def _verifier(args: argparse.Namespace, block_size: int, num_blocks: int, concurrency: int):
     if not args.verify:
         return None
-    return _import("kvcache.replay.verifier").KVVerifier(
-        block_size=block_size,
-        num_blocks=num_blocks,
-        max_num_reqs=concurrency,
-        device=args.device,
-    )
+    verifier = _import("kvcache.replay.verifier")
+    try:
+        return verifier.KVVerifier(
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_reqs=concurrency,
+            device=args.device,
+        )
+    except MemoryError as error:
+        raise UsageError(
+            f"--block-size {block_size} with --num-blocks {num_blocks} and --concurrency "
+            f"{concurrency} is too much to verify: {error}"
+        ) from None
 
 
 def _workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]:
@@ -349,7 +390,8 @@ def _print_table(report: ReplayReport) -> None:
 def _print(what: object) -> None:
     from rich.console import Console
 
-    Console(highlight=False).print(what)
+    with _writing():
+        Console(highlight=False).print(what)
 
 
 def _plot(series: Series, report: ReplayReport, path: str) -> None:
@@ -367,10 +409,10 @@ def _judged(report: ReplayReport) -> int:
     """Names the wrong KV that was found; the exit code."""
     found = report.mismatched_requests or []
     for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
-        print(f"kvcache: {mismatch}", file=sys.stderr)
+        _say(str(mismatch))
     if len(found) > _NUM_SHOWN_MISMATCHES:
         more = len(found) - _NUM_SHOWN_MISMATCHES
-        print(f"kvcache: wrong KV in {more} more requests", file=sys.stderr)
+        _say(f"wrong KV in {more} more requests")
     return 1 if found else 0
 
 
@@ -379,8 +421,9 @@ def _doctor(_: argparse.Namespace) -> int:
 
     rows = doctor.diagnosis()
     if importlib.util.find_spec("rich") is None:
-        for name, found, _ in rows:
-            print(f"{name:16} {found}")
+        with _writing():
+            for name, found, _ in rows:
+                print(f"{name:16} {found}")
     else:
         _print(doctor.table(rows))
     return 0 if all(ok for _, _, ok in rows) else 1

@@ -33,10 +33,10 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         ("python", f"{sys.version.split()[0]}, {sys.executable}", True),
         _asked("numpy", _numpy, needed=True),
         _asked("torch", _torch, needed=True),
-        _asked("_core", lambda: _native("_core"), needed=True),
+        _asked("_core", lambda: _library("_core"), needed=True),
         _asked("libcrypto", _libcrypto),
-        _asked("CPU ops", lambda: _native("libkvcache_cpu"), needed=True),
-        _asked("CUDA ops", lambda: _native("libkvcache_cuda")),
+        _asked("CPU ops", lambda: _library("libkvcache_cpu"), needed=True),
+        _cuda_row(),
     ]
     tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
     extras = (("rich", _rich), ("matplotlib", _matplotlib))
@@ -49,6 +49,16 @@ def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str
     except Exception as error:  # whatever is broken: that is what a doctor is asked for
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return name, f"missing: {lines[0]}", not needed
+
+
+def _cuda_row() -> tuple[str, str, bool]:
+    """CUDA ops that are missing matter where there is a device to run them on."""
+    name, found, ok = _asked("CUDA ops", _cuda_ops)
+    if found.startswith("not ") and not found.startswith("not needed"):
+        import torch
+
+        ok = not torch.cuda.is_available()
+    return name, found, ok
 
 
 def _numpy() -> str:
@@ -66,17 +76,20 @@ def _torch() -> str:
     return f"{torch.__version__}, CUDA {torch.version.cuda}, {devices}"
 
 
-def _native(library: str) -> str:
+def _library(name: str) -> str:
     from kvcache import _native
 
-    if library == "libkvcache_cuda":
-        import torch
-
-        if not torch.version.cuda:
-            return "not needed: torch is without CUDA"
-    if library != "_core":
+    if name != "_core":
         _native.load_ops()
-    return _native.describe()[library]
+    return _native.describe()[name]
+
+
+def _cuda_ops() -> str:
+    import torch
+
+    if not torch.version.cuda:
+        return "not needed: torch is without CUDA"
+    return _library("libkvcache_cuda")
 
 
 def _libcrypto() -> str:
@@ -88,7 +101,7 @@ def _libcrypto() -> str:
 def _compiler() -> str:
     from kvcache import _build
 
-    return _build.cxx()
+    return " ".join(_build.cxx_command())
 
 
 def _ninja() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 from kvcache import cli, doctor
 from kvcache.cli import main
 
-from .shared import REPO
+from .shared import REPO, shared_file
 
 LINE = {"timestamp": 0, "input_length": 600, "output_length": 3, "hash_ids": [0, 1]}
 TOTALS = {
@@ -98,6 +99,15 @@ def test_a_figure_is_drawn(capsys, trace, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+def test_two_thousand_requests_of_the_published_trace_verify(capsys):
+    path = str(shared_file("traces/mooncake_conversation.jsonl"))
+    found = run_json(capsys, path, "--limit", "2000", "--num-blocks", "10001", "--verify")
+    assert (found["requests"], found["rejected_requests"]) == (2_000, 0)
+    assert (found["capacity_blocks"], found["hit_blocks"]) == (10_000, 11_417)
+    assert found["verified_tokens"] == found["prompt_tokens"] == 27_441_774
+    assert (found["mismatches"], found["mismatched_requests"]) == (0, [])
+
+
 def test_wrong_kv_is_named_and_exits_1(capsys, monkeypatch, trace):
     from kvcache.replay.verifier import KVVerifier
 
@@ -165,14 +175,20 @@ def error_of(capsys, *argv, code=2) -> str:
 
 
 @pytest.mark.parametrize(
+    "option", ["--block-size", "--num-blocks", "--limit", "--concurrency", "--requests", "--seed"]
+)
+@pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 20, "9" * 5000])
+def test_a_wrong_count_names_the_option(capsys, option, value):
+    error = error_of(capsys, "replay", option, value, "--json")
+    shown = value if len(value) < 40 else "9" * 37 + "..."
+    assert f"{option} is '{shown}': expected a whole number from " in error
+
+
+@pytest.mark.parametrize(
     "option", ["--block-size", "--num-blocks", "--limit", "--concurrency", "--requests"]
 )
-@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", "", "nan", "9" * 5000])
-def test_a_wrong_count_names_the_option(capsys, option, value):
-    if len(value) > 100 and option not in ("--block-size", "--num-blocks"):
-        value = "9" * 5001 + "x"
-    error = error_of(capsys, "replay", option, value, "--json")
-    assert f"{option} is '{value}': expected a whole number" in error
+def test_zero_is_no_count(capsys, option):
+    assert f"{option} is '0': expected" in error_of(capsys, "replay", option, "0", "--json")
 
 
 @pytest.mark.parametrize(
@@ -187,14 +203,27 @@ def test_a_wrong_count_names_the_option(capsys, option, value):
         (["replay", "--lim", "3"], "'--lim' is unknown"),
         (["demo", "--json"], "'--json' is unknown"),
         (["replay", "--limit"], "--limit: expected one argument"),
-        (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number, 0 or more"),
+        (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number from 0 to"),
         (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),
         (["replay", "no/such.jsonl"], "TRACE is 'no/such.jsonl': expected an existing file"),
         (["replay", "."], "TRACE is '.': expected a file, not a directory"),
         (["replay", "--device", "abacus"], "--device is 'abacus': expected cpu, cuda or cuda:N"),
         (["replay", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
         (["replay", "--plot", "a.jpeg"], "--plot is 'a.jpeg': expected a file name that ends in"),
-        (["replay", "--verify", "--num-blocks", "2147483647"], "--num-blocks is 2147483647: too"),
+        (
+            ["replay", "--verify", "--block-size", "2147483647", "--num-blocks", "2"],
+            "--block-size 2147483647 with --num-blocks 2 and --concurrency 1 is too much to verify",
+        ),
+        (
+            ["replay", "--verify", "--num-blocks", "2147483647"],
+            "--block-size 16 with --num-blocks 2147483647 and --concurrency 1 is too much to verify",
+        ),
+        (["replay", "--fly" * 99], "'--fly--fly--fly--fly--fly--fly--fly--...' is unknown"),
+        (
+            ["replay", "--device", "9" * 99],
+            "--device is '9999999999999999999999999999999999999...'",
+        ),
+        (["replay", "--plot", "a" * 9999 + "/a.png"], "expected an existing folder"),
     ],
 )
 def test_wrong_usage_is_one_line(capsys, argv, says):
@@ -274,6 +303,44 @@ def test_a_closed_pipe_ends_quietly(argv):
     assert process.wait(60) == 130
 
 
+FULL = "kvcache: standard output cannot be written: No space left on device\n"
+CLOSED = "kvcache: standard output is closed: expected it open, /dev/null at least\n"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"]])
+def test_a_full_disk_is_one_line(argv, unbuffered):
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    assert in_shell(argv, ">/dev/full", environment) == (1, "", FULL)
+
+
+@pytest.mark.parametrize("argv", [["replay", "--requests", "5", "--json"], ["doctor"], ["--help"]])
+def test_a_closed_stdout_is_one_line(argv):
+    assert in_shell(argv, ">&-") == (1, "", CLOSED)
+
+
+def test_a_closed_or_full_stderr_leaves_stdout_and_the_code_alone():
+    code, out, _ = in_shell(["replay", "--requests", "5", "--json"], "2>&-")
+    assert code == 0 and json.loads(out)["requests"] == 5
+    assert in_shell(["replay", "--limit", "0"], "2>&-") == (2, "", "")
+    if os.path.exists("/dev/full"):
+        assert in_shell(["replay", "--limit", "0"], "2>/dev/full") == (2, "", "")
+
+
+def in_shell(argv, redirection, environment=None) -> tuple[int, str, str]:
+    """Code, stdout and stderr of a command under a shell's redirection."""
+    command = shlex.join([sys.executable, "-m", "kvcache.cli", *argv])
+    done = subprocess.run(
+        ["sh", "-c", f"{command} {redirection}"],
+        cwd=REPO,
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
 def test_progress_shows_on_a_terminal_and_not_beside_json(trace):
     pytest.importorskip("rich")
     assert "3/3" in terminal_output("replay", trace)
@@ -316,4 +383,4 @@ def test_python_m_works_and_returns_the_code():
     process = spawn("replay", "--limit", "0")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (2, "")
-    assert err == "kvcache: --limit is '0': expected a whole number, 1 or more\n"
+    assert err == "kvcache: --limit is '0': expected a whole number from 1 to 2147483647\n"

@@ -1,69 +1,113 @@
-"""The build at first use: a copy of the package without built libraries."""
+"""The build at first use, in what a source distribution unpacks to: a package without libraries."""
 
+from __future__ import annotations
+
+import importlib.util
 import os
+import pwd
 import shutil
 import subprocess
 import sys
+import tarfile
 
 import pytest
 
+from benchmarks.gpu import JIT_CHECK
+from kvcache import _build, _jit
 from tests.shared import REPO
 
-USE = """
-import kvcache, numpy as np
-from kvcache import _native
+# Stands before the compiler as ccache does; what is optimised here nobody uses, so this saves time.
+LAUNCHER = '#!/bin/sh\nexec "$@" -O0\n'
+USE = f"""
+import kvcache
 assert kvcache.hash_blocks(range(32), 16).shape == (2, 32)
-import torch
-table = kvcache.BlockTable(16, 4, 8, 64, False, "cpu", 16)
-table.add_row([7, 9], 0)
-table.compute_slot_mapping(np.array([0, 0]), np.array([3, 17]))
-assert table.slot_mapping.np[:3].tolist() == [115, 145, -1]
-assert all(how.startswith("JIT") for how in _native.describe().values()), _native.describe()
+{JIT_CHECK.replace("DEVICES", '["cpu"]')}
 print("works")
 """
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """Package and sources as in a checkout that was never built."""
-    folder = tmp_path_factory.mktemp("checkout")
-    skip = shutil.ignore_patterns("*.so", "__pycache__", "csrc")
-    shutil.copytree(REPO / "kvcache", folder / "kvcache", ignore=skip)
-    shutil.copytree(REPO / "csrc", folder / "csrc")
-    return folder
+    """The checkout as a source distribution hands it on: nothing in it was ever built."""
+    pytest.importorskip("setuptools")
+    folder = tmp_path_factory.mktemp("sdist")
+    skip = shutil.ignore_patterns(".*", "build", "dist", "*.so", "*.egg-info", "__pycache__")
+    shutil.copytree(REPO, folder / "repository", ignore=skip)
+    shutil.copytree(REPO / ".ci", folder / "repository" / ".ci")
+    done = subprocess.run(
+        [sys.executable, "setup.py", "-q", "sdist"],
+        cwd=folder / "repository",
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (archive,) = (folder / "repository" / "dist").iterdir()
+    with tarfile.open(archive) as file:
+        file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
+    checkout = folder / archive.name.removesuffix(".tar.gz")
+    (checkout / "launcher").write_text(LAUNCHER)
+    (checkout / "launcher").chmod(0o755)
+    return checkout
+
+
+def environment_for(checkout, **changes):
+    variables = {**os.environ, "PYTHONPATH": str(checkout)}
+    variables.pop("KVCACHE_JIT", None)
+    variables["KVCACHE_JIT_DIR"] = str(checkout / "jit")
+    variables["CXX"] = f"{checkout / 'launcher'} g++ -pipe"  # as in "ccache g++ -m64"
+    return {**variables, **changes}
 
 
 def run(checkout, program, **environment):
-    env = {**os.environ, "KVCACHE_JIT_DIR": str(checkout / "jit"), **environment}
-    env["PYTHONPATH"] = str(checkout)
     return subprocess.run(
-        [sys.executable, "-c", program], env=env, capture_output=True, text=True, cwd=checkout
+        [sys.executable, "-c", program],
+        env=environment_for(checkout, **environment),
+        capture_output=True,
+        text=True,
+        cwd=checkout,
     )
 
 
-def test_builds_at_first_use_says_so_and_loads_at_once_afterwards(checkout):
+@pytest.fixture(scope="module")
+def built(checkout):
+    """What two processes, which first used the package at the same time, answered and said."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", USE],
-            env={
-                **os.environ,
-                "KVCACHE_JIT_DIR": str(checkout / "jit"),
-                "PYTHONPATH": str(checkout),
-            },
+            env=environment_for(checkout),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=checkout,
         )
-        for _ in range(2)  # at the same time: one builds, the other waits for it
+        for _ in range(2)
     ]
-    answers = [process.communicate() for process in both]
-    assert [out for out, _ in answers] == ["works\n"] * 2, answers
-    said = answers[0][1] + answers[1][1]
+    return [process.communicate() for process in both]
+
+
+def test_a_source_distribution_holds_the_checkout(checkout):
+    wanted = ["Makefile", "CMakeLists.txt", "MANIFEST.in", "README.md", "LICENSE", ".ci/run"]
+    for folder in ("csrc", "kvcache", "tests", "benchmarks", "docs", "examples"):
+        for path in (REPO / folder).rglob("*"):
+            if path.suffix in {".h", ".cpp", ".cu", ".py", ".md"}:
+                wanted.append(str(path.relative_to(REPO)))
+    wanted = [name for name in wanted if not name.startswith("kvcache/csrc")]
+    assert len(wanted) > 80
+    assert not [name for name in wanted if not (checkout / name).is_file()]
+    assert not list(checkout.rglob("*.so"))
+
+
+def test_builds_at_first_use_in_one_process_while_others_wait(built):
+    for out, err in built:
+        assert out.endswith("works\n"), err
+    said = built[0][1] + built[1][1]
     for name in ("_core", "libkvcache_cpu"):
         assert said.count(f"no built {name} found, building it in") == 1
+
+
+def test_loads_at_once_afterwards(checkout, built):
     again = run(checkout, USE)
-    assert again.stdout == "works\n" and "building" not in again.stderr
+    assert again.stdout.endswith("works\n") and "building" not in again.stderr
 
 
 def without(tmp_path, *tools):
@@ -81,13 +125,16 @@ def without(tmp_path, *tools):
 
 def test_a_missing_compiler_is_named(checkout, tmp_path):
     path = without(tmp_path, "g++", "clang++", "c++")
-    done = run(checkout, "import kvcache.allocator", PATH=path, KVCACHE_JIT_DIR=str(tmp_path / "j"))
+    program, folder = "import kvcache.allocator", str(tmp_path / "j")
+    done = run(checkout, program, PATH=path, CXX="", KVCACHE_JIT_DIR=folder)
     assert done.returncode != 0
     assert "no C++ compiler (g++ or clang++ is not on the PATH): install one" in done.stderr
     assert "apt-get install g++" in done.stderr
 
 
-def test_a_missing_ninja_is_named(checkout, tmp_path):
+def test_a_missing_ninja_is_named(checkout, built, tmp_path):
+    for folder in (checkout / "jit").glob("_core-*/"):  # the core needs none, and is there
+        shutil.copytree(folder, tmp_path / "j" / folder.name)
     program = "import sys; sys.executable = '/nowhere/python'; import kvcache.ops"
     path = without(tmp_path, "ninja")
     done = run(checkout, program, PATH=path, KVCACHE_JIT_DIR=str(tmp_path / "j"))
@@ -104,7 +151,99 @@ def test_a_folder_that_cannot_be_written_is_named(checkout, tmp_path):
 def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(checkout / "kvcache", broken / "kvcache")
-    shutil.copytree(checkout / "csrc", broken / "csrc")
+    (broken / "csrc" / "ops").mkdir(parents=True)
+    (broken / "csrc" / "ops" / "library.cpp").touch()  # by which sources are recognised
+    (broken / "csrc" / "core").mkdir()
     (broken / "csrc" / "core" / "broken.cpp").write_text("this is not C++\n")
-    done = run(broken, "import kvcache.allocator", KVCACHE_JIT_DIR=str(tmp_path / "j"))
+    program, folder = "import kvcache.allocator", str(tmp_path / "j")
+    done = run(broken, program, CXX="", KVCACHE_JIT_DIR=folder)
     assert "building kvcache._core failed" in done.stderr and "broken.cpp" in done.stderr
+
+
+# --- what a build needs, asked for in this process ------------------------------------------------
+
+
+def refused(monkeypatch, tmp_path) -> str:
+    """The message of a build of the core that cannot be, which nothing announced."""
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    monkeypatch.setattr(_jit, "_say_building", lambda *_: pytest.fail("announced a build"))
+    with pytest.raises(_jit.BuildError) as error:
+        _jit.build_core()
+    return str(error.value)
+
+
+def test_missing_pybind11_is_named_where_torch_is_missing_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    says = refused(monkeypatch, tmp_path)
+    assert "building _core failed: pybind11 is missing" in says
+    assert "`pip install pybind11`" in says and "torch" not in says
+
+
+def test_pybind11_is_taken_from_torch_where_it_has_none_of_its_own(monkeypatch):
+    pytest.importorskip("torch")
+    find = importlib.util.find_spec
+    only_torch = lambda name, *_: None if name == "pybind11" else find(name)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", only_torch)
+    assert (_build.pybind11_include() / "pybind11" / "pybind11.h").is_file()
+
+
+def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(_build.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    says = refused(monkeypatch, tmp_path)
+    assert f"there is no {tmp_path / 'none' / 'Python.h'}" in says
+    assert "apt-get install python3-dev" in says
+
+
+def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch):
+    def nobody(uid):
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    for variable in ("HOME", "KVCACHE_JIT_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    with pytest.raises(_jit.BuildError, match=r"no home folder .* set KVCACHE_JIT_DIR"):
+        _jit.build_core()
+
+
+@pytest.fixture
+def tools(monkeypatch, tmp_path):
+    """A PATH with nothing but these programs."""
+    (tmp_path / "my tools").mkdir()
+    for name in ("g++", "clang++", "ccache", "my tools/g++"):
+        (tmp_path / name).touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("asked", "command", "program", "arguments"),
+    [
+        ("", ["g++"], "g++", []),
+        ("clang++", ["clang++"], "clang++", []),
+        ("ccache g++", ["ccache", "g++"], "g++", []),
+        ("g++ -m64", ["g++", "-m64"], "g++", ["-m64"]),
+        ("ccache g++ -m64 '-DA=b c'", ["ccache", "g++", "-m64", "-DA=b c"], "g++",
+         ["-m64", "-DA=b c"]),
+        ("{tools}/my tools/g++", ["{tools}/my tools/g++"], "{tools}/my tools/g++", []),
+    ],
+)  # fmt: skip
+def test_cxx_may_hold_a_launcher_and_arguments(
+    monkeypatch, tools, asked, command, program, arguments
+):
+    def absolute(word):
+        return word.replace("{tools}", str(tools))
+
+    def found(word):
+        return shutil.which(absolute(word))
+
+    monkeypatch.setenv("CXX", absolute(asked))
+    assert _build.cxx_command()[0] == found(command[0])
+    assert _build.cxx_command()[1:] == command[1:]
+    assert found(_build.cxx()) == found(program)
+    assert _build.cxx_arguments() == arguments
+
+
+def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
+    monkeypatch.setenv("CXX", "icpc -fast")
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
+        _build.cxx_command()

@@ -84,8 +84,8 @@ def _check_hash_ids(record: dict, where: str) -> None:
     expected = -(-record["input_length"] // TRACE_BLOCK_TOKENS)
     if len(ids) != expected:
         raise TraceError(
-            f"{where}: hash_ids has {len(ids)} entries: expected {expected}, one per "
-            f"{TRACE_BLOCK_TOKENS} tokens of input_length {record['input_length']}"
+            f"{where}: hash_ids has {len(ids)} entries: expected {_shown(expected)}, one per "
+            f"{TRACE_BLOCK_TOKENS} tokens of input_length {_shown(record['input_length'])}"
         )
 
 

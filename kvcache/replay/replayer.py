@@ -153,7 +153,8 @@ class Replayer:
 
     def _check(self, running: _Running) -> None:
         start = perf_counter_ns()
-        count, first = self.verifier.check(running.item, running.row)
+        block_ids = self.manager.block_ids(running.request)
+        count, first = self.verifier.check(running.item, running.row, block_ids)
         self._num_mismatches += count
         if first is not None:
             self._mismatches.setdefault(running.item.index, first)

@@ -2,7 +2,9 @@
 
 The KV of a token is a fixed mix of its content key, so whatever a request reads is known
 beforehand: a hit on the wrong block, a wrong slot or a block handed out while still held shows up
-as a difference.
+as a difference. It is read along two paths. Through block table and slot mapping, as it was written;
+and from the very place where the manager's blocks say it is, by plain indexing: what writing and
+reading get wrong alike, only the second path can see.
 """
 
 from __future__ import annotations
@@ -74,20 +76,33 @@ class KVVerifier:
         """Writes the KV of the tokens from `num_computed_tokens` on; the others were found."""
         for start, stop in self._chunks(num_computed_tokens, request.num_tokens):
             slots = self._slots(row, start, stop)
-            kv = self._expected(request, start, stop)
+            kv = torch.from_numpy(self._expected(request, start, stop)).to(self.storage.device)
             for layer in range(self._num_layers):
                 self.storage.write(layer, kv[2 * layer], kv[2 * layer + 1], slots)
 
-    def check(self, request: WorkloadRequest, row: int) -> tuple[int, Mismatch | None]:
-        """Reads the KV of all tokens back: number of wrong tokens, and the first of them."""
-        count, first = 0, None
+    def check(
+        self, request: WorkloadRequest, row: int, block_ids: np.ndarray
+    ) -> tuple[int, Mismatch | None]:
+        """Reads the KV of all tokens back: number of wrong tokens, and the first of them.
+
+        `row` is read through block table and slot mapping, `block_ids` int32[k], the manager's, by
+        position alone. A token is right when both give exactly its K and V.
+        """
+        count, first, layers = 0, None, range(self._num_layers)
         for start, stop in self._chunks(0, request.num_tokens):
+            expected = self._expected(request, start, stop)
+            columns, offsets = np.divmod(np.arange(start, stop), self.block_size)
             slots = self._slots(row, start, stop)
-            wrong = self._wrong_tokens(self._expected(request, start, stop), slots)
+            blocks = block_ids[columns].astype(np.int64)
+            mapped = self._wrong(expected, [x for i in layers for x in self._gather(i, slots)])
+            placed = self._wrong(
+                expected, [x for i in layers for x in self._read(i, blocks, offsets)]
+            )
+            wrong = np.flatnonzero(mapped | placed)
             if len(wrong) and first is None:
-                token = start + int(wrong[0])
-                block_id = int(slots[wrong[0]]) // self.block_size
-                first = Mismatch(request.index, token, token // self.block_size, block_id)
+                at = int(wrong[0])
+                block_id = int(slots[at]) // self.block_size if mapped[at] else int(blocks[at])
+                first = Mismatch(request.index, start + at, int(columns[at]), block_id)
             count += len(wrong)
         return count, first
 
@@ -102,20 +117,33 @@ class KVVerifier:
         self.table.commit_slot_mapping(n)
         return self.table.slot_mapping.gpu[:n]
 
-    def _expected(self, request: WorkloadRequest, start: int, stop: int) -> torch.Tensor:
-        """int32[2 * layers, n, heads, head_size] on the device: K and V of each layer in turn."""
+    def _expected(self, request: WorkloadRequest, start: int, stop: int) -> np.ndarray:
+        """int32[2 * layers, n, heads, head_size]: K and V of each layer in turn."""
         kv = kv_of_content(request.content[start:stop], self._factors)
-        kv = torch.from_numpy(kv).to(self.storage.device)
-        return kv.view(len(self._factors), stop - start, *self._kv_shape)
+        return kv.reshape(len(self._factors), stop - start, *self._kv_shape)
 
-    def _wrong_tokens(self, expected: torch.Tensor, slots: torch.Tensor) -> np.ndarray:
-        wrong = np.zeros(len(slots), bool)
-        for layer in range(self._num_layers):
-            for i, found in enumerate(self.storage.gather(layer, slots)):
-                if not torch.equal(found, expected[2 * layer + i]):
-                    differs = (found != expected[2 * layer + i]).flatten(1).any(1)
-                    wrong |= differs.cpu().numpy()
-        return np.flatnonzero(wrong)
+    def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+        """Key and value of the tokens at these places, without slot mapping and without our ops."""
+        caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
+        if self.storage.device.type == "cpu":
+            # Not by torch: where cores are shared, its threads wait milliseconds for each other.
+            return [cache.numpy()[blocks, offsets] for cache in caches]
+        place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
+        return [cache[tuple(place)].cpu().numpy() for cache in caches]
+
+    def _gather(self, layer: int, slots: torch.Tensor) -> list[np.ndarray]:
+        """Key and value of the tokens at these slots, by the op."""
+        return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
+
+    @staticmethod
+    def _wrong(expected: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
+        """bool[n]: the tokens of which any layer's K or V, in turn, differs from `expected`."""
+        wrong = np.zeros(expected.shape[1], bool)
+        for wanted, values in zip(expected, found):
+            differs = values != wanted
+            if differs.any():
+                wrong |= differs.any(axis=(1, 2))
+        return wrong
 
 
 def _check_memory(num_bytes: int, device: str) -> None:
