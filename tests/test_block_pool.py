@@ -91,6 +91,10 @@ def test_duplicates_of_one_hash_are_both_kept_and_the_oldest_is_found():
         (lambda p: p.release([2**40]), ValueError, r"ids\[0\] is 1099511627776: expected a 32-bit"),
         (lambda p: p.release(np.array([2**64 - 1], np.uint64)), ValueError, r"ids\[0\] is 18446"),
         (lambda p: p.release("ab"), TypeError, "ids"),
+        (lambda p: p.allocate(2**64), ValueError, "n is 18446744073709551616: expected at most"),
+        (lambda p: p.allocate(1.5), TypeError, "n is 1.5: expected an integer"),
+        (lambda p: p.publish([2], hashes(1), 2**64), ValueError, "group is 18446744073709551616"),
+        (lambda p: p.lookup(hashes(1), 0.5), TypeError, "group is 0.5: expected an integer"),
     ],
 )
 def test_a_wrong_call_is_named_and_changes_nothing(call, error, message):
@@ -110,6 +114,49 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, error, message):
 def test_a_size_that_makes_no_pool_is_named(size):
     with pytest.raises(ValueError, match=f"num_blocks is {size}: expected 2 to 2147483647"):
         BlockPool(size)
+    with pytest.raises(ValueError, match=f"num_blocks is {2**64}: expected at most 2147483647"):
+        BlockPool(2**64)
+    with pytest.raises(TypeError, match=r"num_blocks is 5\.0: expected an integer"):
+        BlockPool(5.0)
+
+
+def test_made_up_hashes_that_fill_every_bucket_do_not_hang_a_search():
+    """Every bucket of the index ends up with an entry displaced over it: only a count ends a walk."""
+    program = """
+import numpy as np
+from kvcache import BlockPool
+NUM_BUCKETS, INVERSE = 3, pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # csrc/core/hash_index.cpp
+count = 0
+def crafted(bucket):
+    global count
+    count += 1
+    tag = (bucket << 32) // NUM_BUCKETS + (1 << 20) + 2 * count | 1
+    word = (tag << 32) * INVERSE % (1 << 64)
+    return np.frombuffer(word.to_bytes(8, "little") + bytes([count] * 24), np.uint8)
+pool = BlockPool(12)
+def fill(bucket, n):
+    ids = pool.allocate(n)
+    pool.publish(ids, np.stack([crafted(bucket) for _ in range(n)]))
+    return ids
+def drop(ids):
+    pool.evict(ids)
+    pool.release(ids)
+full = fill(0, 7); fill(0, 1); drop(full)
+full = fill(1, 6); fill(1, 1); drop(full)
+held = fill(2, 6); fill(2, 1)
+miss = crafted(0)[None]
+assert pool.lookup(miss).tolist() == [-1]
+pool.publish(pool.allocate(1), miss)
+second = pool.allocate(1)
+pool.publish(second, miss)
+pool.evict(second)  # the younger of two has no entry: the search for it finds none
+pool.check_invariants()
+print(pool.num_cached)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.stdout, done.stderr) == ("10\n", "")
 
 
 def test_at_most_100_bytes_per_block_and_a_large_pool_costs_nothing_to_construct():

@@ -1,13 +1,18 @@
+import hashlib
 import pickle
+import sys
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcache import KVCacheManager, Request, Status
-from tests.model import ModelManager
+from kvcache import KVCacheManager, Request, Status, hash_blocks
+from kvcache._native import core
+from tests.model import ModelManager, ModelRequest
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -229,12 +234,246 @@ def test_rows_run_out_when_they_are_limited():
     assert manager.step(new=[b]).rows.tolist() == [0]
 
 
-def test_a_request_moves_to_a_manager_of_another_block_size():
+def test_a_request_serves_managers_of_two_block_sizes_at_once():
     request = Request("a", range(40))
-    assert make(block_size=4).block_hashes(request).shape == (10, 32)
-    other = make(block_size=8)
-    assert other.block_hashes(request).shape == (5, 32)
-    assert other.step(new=[request]).status.tolist() == [Status.SERVED]
+    small, large = make(num_blocks=20), make(block_size=8)
+    assert small.block_hashes(request).shape == (10, 32)
+    assert large.block_hashes(request).shape == (5, 32)
+    for manager in (small, large):
+        assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
+    request.append_tokens(range(40, 48))
+    for manager, num_blocks in ((small, 12), (large, 6)):
+        manager.step([0], [8])
+        assert manager.pool.num_cached == num_blocks
+        follower = Request("b", range(49))
+        assert manager.get_computed_blocks(follower)[1] == 48
+
+
+def test_tokens_that_arrive_before_free_are_cached_by_it():
+    manager = make()
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    manager.step([0], [3])  # slots for tokens 6 to 8; block 1 fills when tokens 6 and 7 are known
+    request.append_tokens([6, 7])
+    manager.free(request)
+    assert manager.pool.num_cached == 2
+    assert manager.get_computed_blocks(Request("b", range(9)))[1] == 8
+    manager.check_invariants()
+
+
+def test_free_caches_nothing_that_was_not_computed():
+    manager = make()
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    request.append_tokens([6, 7])
+    manager.free(request)
+    assert manager.pool.num_cached == 1
+
+
+def test_a_request_that_opted_out_of_reading_takes_no_computed_blocks():
+    manager = make()
+    manager.step(new=[Request("a", range(10))])
+    before = state(manager)
+    with pytest.raises(ValueError, match="computed_blocks has 1 blocks, but the request has re"):
+        manager.allocate_slots(Request("b", range(10), read_cache=False), 6, [1])
+    assert state(manager) == before
+
+
+def test_a_request_stays_with_the_way_that_admitted_it():
+    manager = make()
+    a, b = Request("a", range(4)), Request("b", range(50, 54))
+    manager.step(new=[a])
+    manager.allocate_slots(b, 4)
+    before = state(manager)
+    with pytest.raises(ValueError, match="row 0 was admitted by step: expected its row among"):
+        manager.append_slots(a, 1)
+    with pytest.raises(ValueError, match="row 1 was admitted by allocate_slots: expected append_s"):
+        manager.step([0, 1], [1, 1])
+    assert state(manager) == before
+    assert manager.append_slots(b, 1).tolist() == [3]
+    plan = manager.step([0], [1])
+    assert plan.append_rows.tolist() == [0] and plan.append_ids[0].tolist() == [4]
+
+
+def test_a_plan_clears_rows_of_steps_only_and_loses_none_to_other_calls():
+    manager = make()
+    a, b, c = (Request(name, [i, i + 1]) for i, name in enumerate("abc"))
+    manager.step(new=[a])
+    manager.allocate_slots(b, 2)
+    manager.free(a)
+    manager.allocate_slots(c, 2)  # in the row of a, whose table the worker has yet to clear
+    manager.append_slots(b, 1)
+    assert manager.step().clear_rows.tolist() == [0]
+    manager.free(b)
+    manager.free(c)
+    assert manager.step().clear_rows.tolist() == []
+
+
+def test_a_call_from_another_thread_is_refused_and_changes_nothing():
+    manager = make()
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    before = state(manager), manager.block_ids(request).tolist()
+    errors = []
+
+    def call(function):
+        try:
+            function()
+        except RuntimeError as error:
+            errors.append((threading.get_ident(), str(error)))
+
+    calls = [
+        lambda: manager.step([0], [1]),
+        lambda: manager.step(new=[Request("b", range(5))]),
+        lambda: manager.get_computed_blocks(Request("b", range(5))),
+        lambda: manager.allocate_slots(Request("b", range(5)), 5),
+        lambda: manager.append_slots(request, 1),
+        lambda: manager.free(request),
+        lambda: manager.free(Request("unknown", [1])),
+        lambda: manager.reset_prefix_cache(),
+        lambda: manager.block_hashes(request),
+    ]
+    for function in calls:
+        thread = threading.Thread(target=call, args=[function])
+        thread.start()
+        thread.join()
+    owner = threading.get_ident()
+    assert [text for _, text in errors] == [
+        f"called from thread {caller}, but the manager belongs to thread {owner}, which used it "
+        "first: call it from one thread"
+        for caller, _ in errors
+    ]
+    assert len(errors) == len(calls)
+    assert (state(manager), manager.block_ids(request).tolist()) == before
+    manager.step([0], [1])
+    manager.check_invariants()
+
+
+def test_threads_that_share_a_request_get_the_hashes_it_has():
+    """Two managers, one per thread: the chain they share was corrupted without the GIL."""
+    tokens = np.arange(200_000, dtype=np.int32)
+    want = hash_blocks(tokens, 4)
+    request, found = Request("a", tokens), []
+    threads = [
+        threading.Thread(target=lambda: found.append(make().block_hashes(request)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4 and all(np.array_equal(hashes, want) for hashes in found)
+
+
+@contextmanager
+def digest(function):
+    """SHA-256 by a Python function, as where there is no libcrypto."""
+    core.set_sha256_fallback(function, force=True)
+    try:
+        yield
+    finally:
+        core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())
+
+
+def test_a_call_from_within_the_digest_is_refused():
+    manager, other = make(), make()
+    running, new = Request("a", range(4)), Request("b", range(50, 60))
+    manager.step(new=[running])
+    running.append_tokens(range(4, 9))
+    calls = {
+        "manager.step": lambda: manager.step(new=[Request("c", [1])]),
+        "manager.free": lambda: manager.free(running),
+        "manager.get_computed_blocks": lambda: manager.get_computed_blocks(Request("c", [1])),
+        "other.block_hashes": lambda: other.block_hashes(running),
+    }
+    errors = {}
+
+    def sha256(data):
+        for name, call in calls.items():
+            with pytest.raises(RuntimeError, match="has not returned") as caught:
+                call()
+            errors[name] = str(caught.value)
+        return hashlib.sha256(data).digest()
+
+    with digest(sha256):
+        plan = manager.step([0], [4])
+    assert plan.status.tolist() == [Status.SERVED] and errors.keys() == calls.keys()
+    manager.check_invariants()
+
+    def appends(data):
+        with pytest.raises(RuntimeError, match="token_ids came while blocks"):
+            new.append_tokens([1])
+        return hashlib.sha256(data).digest()
+
+    with digest(appends):
+        hashes = manager.block_hashes(new)
+    assert np.array_equal(hashes, hash_blocks(range(50, 60), 4)) and new.num_tokens == 10
+
+
+def interrupted_after(num_digests):
+    left = iter(range(num_digests))
+
+    def sha256(data):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return hashlib.sha256(data).digest()
+
+    return sha256
+
+
+@pytest.mark.parametrize("num_digests", range(7))
+def test_an_interrupt_while_hashing_changes_nothing(num_digests):
+    """A running row, two new requests: seven blocks to hash before anything may change."""
+
+    def busy_manager():
+        manager = make()
+        running, gone = Request("a", range(3)), Request("gone", [99])
+        manager.step(new=[running, gone])
+        manager.free(gone)
+        running.append_tokens(range(3, 12))
+        return manager, running
+
+    def step(manager, new):
+        return manager.step([0], [5], new=new)
+
+    def requests():
+        return [Request("b", range(50, 58)), Request("c", range(70, 79))]
+
+    manager, running = busy_manager()
+    new = requests()
+    before = state(manager), manager.block_ids(running).tolist()
+    with digest(interrupted_after(num_digests)), pytest.raises(KeyboardInterrupt):
+        step(manager, new)
+    assert (state(manager), manager.block_ids(running).tolist()) == before
+    assert manager.row(running) == 0
+    manager.check_invariants()
+    plan, want = step(manager, new), step(busy_manager()[0], requests())
+    assert plan.step_id == want.step_id and plan.rows.tolist() == want.rows.tolist()
+    assert plan.clear_rows.tolist() == want.clear_rows.tolist() == [1, 2]
+    assert plan.append_ids[0].tolist() == want.append_ids[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, a: m.allocate_slots(Request("b", range(9)), 9),
+        lambda m, a: m.append_slots(a, 1),
+        lambda m, a: m.free(a),
+        lambda m, a: m.get_computed_blocks(Request("b", range(9))),
+    ],
+)
+def test_an_interrupt_in_other_calls_changes_nothing(call):
+    manager = make()
+    request = Request("a", range(3))
+    manager.allocate_slots(request, 4)
+    request.append_tokens([3, 4])
+    before = state(manager), manager.block_ids(request).tolist()
+    with digest(interrupted_after(0)), pytest.raises(KeyboardInterrupt):
+        call(manager, request)
+    assert (state(manager), manager.block_ids(request).tolist()) == before
+    manager.check_invariants()
+    call(manager, request)
+    manager.check_invariants()
 
 
 def bad_calls():
@@ -243,11 +482,11 @@ def bad_calls():
     yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
     yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
     yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
-    yield lambda m, a: m.step([0], [0]), "num_tokens is 0: expected 1 or more"
+    yield lambda m, a: m.step([0], [0]), "num_tokens is 0: expected 1 to 2147483647"
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
-    yield lambda m, a: m.step(new=[unknown], new_num_tokens=[0]), "num_tokens is 0"
+    yield lambda m, a: m.step(new=[unknown], new_num_tokens=[0]), "new_num_tokens is 0"
     yield lambda m, a: m.step(new=[unknown, unknown]), "new names a request twice"
     yield (
         lambda m, a: m.step(new=[unknown], new_num_tokens=[1, 2]),
@@ -257,7 +496,6 @@ def bad_calls():
     yield lambda m, a: m.step(new=[Request("b", range(65))]), "a new request would have 65 tokens"
     yield lambda m, a: m.step([0], [1], num_lookahead_tokens=-1), "num_lookahead_tokens is -1"
     yield lambda m, a: m.append_slots(unknown, 1), "request 'zz' is not admitted"
-    yield lambda m, a: m.append_slots(a, 0), "num_tokens is 0"
     yield lambda m, a: m.allocate_slots(unknown, 0), "num_tokens is 0"
     yield lambda m, a: m.allocate_slots(a, 3), "request 'a' is admitted already"
     yield lambda m, a: m.allocate_slots(unknown, 65), "would have 65 tokens"
@@ -265,6 +503,29 @@ def bad_calls():
     yield lambda m, a: m.allocate_slots(unknown, 1, [99]), r"computed_blocks\[0\] is block 99"
     yield lambda m, a: m.allocate_slots(unknown, 1, [1, 2]), "computed_blocks has 2 blocks"
     yield lambda m, a: m.block_ids(unknown), "request 'zz' is not admitted"
+    for huge in (2**31, 2**63 - 1, 2**63, 2**70):
+        most = "expected 1 to 2147483647" if huge < 2**63 else "expected at most 2147483647"
+        yield (
+            lambda m, a, n=huge: m.allocate_slots(unknown, n),
+            f"num_tokens is {huge}: {most}",
+        )
+        yield (
+            lambda m, a, n=huge: m.step([0], [1], num_lookahead_tokens=n),
+            f"num_lookahead_tokens is {huge}: expected",
+        )
+        yield (
+            lambda m, a, n=huge: m.allocate_slots(unknown, 1, num_lookahead_tokens=n),
+            f"num_lookahead_tokens is {huge}: expected",
+        )
+        yield (
+            lambda m, a, n=huge: m.step([0], [n]),
+            rf"num_tokens\[0\] is {huge}: expected a 32-bit",
+        )
+    yield lambda m, a: m.allocate_slots(unknown, -(2**70)), f"num_tokens is -{2**70}: expected 0 or"
+    yield (
+        lambda m, a: m.allocate_slots(unknown, 2**31 - 1),
+        "would have 2147483647 tokens: expected",
+    )
 
 
 @pytest.mark.parametrize(("call", "message"), list(bad_calls()))
@@ -280,11 +541,90 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "error", "message"),
+    [
+        (0, ValueError, "num_tokens is 0: expected 1 to 2147483647"),
+        (2**63 - 1, ValueError, f"num_tokens is {2**63 - 1}: expected 1 to 2147483647"),
+        (2**64, ValueError, f"num_tokens is {2**64}: expected at most 2147483647"),
+        (
+            2**31 - 1,
+            ValueError,
+            "a row would have 2147483657 tokens: expected at most max_model_len",
+        ),
+        (1.0, TypeError, "num_tokens is 1.0: expected an integer"),
+    ],
+)
+def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
+    manager = make()
+    request = Request("a", range(10))
+    manager.allocate_slots(request, 10)
+    before = state(manager)
+    with pytest.raises(error, match=message):
+        manager.append_slots(request, num_tokens)
+    assert state(manager) == before
+    assert manager.append_slots(request, np.int64(3)).tolist() == [4]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda m: m.step(num_lookahead_tokens=0.5),
+            "num_lookahead_tokens is 0.5: expected an int",
+        ),
+        (
+            lambda m: m.allocate_slots(Request("b", [1]), 1.5),
+            "num_tokens is 1.5: expected an integer",
+        ),
+        (
+            lambda m: m.allocate_slots(Request("b", [1]), "1"),
+            "num_tokens is '1': expected an integer",
+        ),
+        (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
+        (lambda m: m.step(new=["b"]), "request is 'b': expected a Request"),
+        (lambda m: make(block_size=4.0), "block_size is 4.0: expected an integer"),
+        (lambda m: make(max_model_len=None), "max_model_len is None: expected an integer"),
+        (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
+    ],
+)
+def test_wrong_types_are_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call(make())
+
+
+def test_the_largest_sizes_are_served():
+    """Sums of them overflowed; now they do not fit int64 by far."""
+    largest = 2**31 - 1
+    manager = KVCacheManager(1, 100, largest, num_preallocate_tokens=largest)
+    request = Request("a", range(10))
+    assert manager.step(new=[request], num_lookahead_tokens=20).append_splits[0].tolist() == [0, 99]
+    plan = manager.step([0], [largest - 10], num_lookahead_tokens=largest)
+    assert plan.status.tolist() == [Status.NEVER]
+    manager = KVCacheManager(largest, 3, largest, num_preallocate_tokens=largest)
+    manager.step(new=[Request("a", range(10))])
+    assert manager.step([0], [largest - 10]).status.tolist() == [Status.SERVED]
+    with pytest.raises(ValueError, match="a row would have 4294967294 tokens"):
+        manager.step([0], [largest])
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 0}, "block_size is 0: expected 1 or more"),
-        ({"num_blocks": 1}, "num_gpu_blocks .* is 1: expected 2 or more"),
-        ({"num_blocks": -7}, "num_gpu_blocks .* is -7"),
+        *(
+            ({name: huge}, f"{public} is {huge}: expected")
+            for name, public in [
+                ("block_size", "block_size"),
+                ("num_blocks", "num_gpu_blocks"),
+                ("max_model_len", "max_model_len"),
+                ("num_preallocate_tokens", "num_preallocate_tokens"),
+                ("max_num_reqs", "max_num_reqs"),
+            ]
+            for huge in (2**31, sys.maxsize, 2**63, -(2**70))
+        ),
+        ({"block_size": 0}, "block_size is 0: expected 1 to 2147483647"),
+        ({"num_blocks": 1}, "num_gpu_blocks is 1: expected 2 to 2147483647"),
+        ({"num_blocks": -7}, "num_gpu_blocks is -7"),
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"num_preallocate_tokens": -1}, "num_preallocate_tokens is -1"),
         ({"max_num_reqs": 0}, "max_num_reqs is 0"),
@@ -296,70 +636,242 @@ def test_wrong_sizes_are_named(options, message):
         make(**options)
 
 
+def test_tokens_are_copied_and_checked_at_once():
+    tokens = np.arange(10, dtype=np.int32)
+    request = Request("a", tokens)
+    tokens[:] = 99
+    request.token_ids[:] = 98
+    assert request.token_ids.tolist() == list(range(10))
+    with pytest.raises(ValueError, match=r"token_ids\[1\] is -1: expected 0 to 2147483647"):
+        Request("a", np.array([3, -1], np.int32))
+    with pytest.raises(ValueError, match=r"token_ids\[0\] is 2147483648: expected 0 to 2147483647"):
+        Request("a", [2**31])
+    with pytest.raises(TypeError, match="token_ids is 5: expected integers"):
+        Request("a", 5)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [10, 11],
+        (10, 11),
+        range(10, 12),
+        iter([10, 11]),
+        np.array([10, 11]),
+        np.array([10, 11], np.uint8),
+        [np.int64(10), 11],
+        np.arange(10, 14, dtype=np.int32)[:2],
+        np.array([10, 0, 11, 0], np.int32)[::2],
+    ],
+)
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_tokens_come_in_any_form_before_and_after_hashing(tokens, is_hashed):
+    request = Request("a", range(10))
+    if is_hashed:
+        make().block_hashes(request)
+    if not hasattr(tokens, "__next__"):
+        request.append_tokens(tokens)
+    else:
+        request.append_tokens(iter([10, 11]))
+    assert request.token_ids.tolist() == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, -1], ValueError, r"token_ids\[1\] is -1: expected 0 to 2147483647"),
+        ([2**70], ValueError, rf"token_ids\[0\] is {2**70}: expected 0 to 2147483647"),
+        (np.array([2**31]), ValueError, r"token_ids\[0\] is 2147483648"),
+        ([1.0], TypeError, "token_ids has dtype float64"),
+        ([[1]], ValueError, "token_ids has 2 dimensions"),
+        ("ab", TypeError, "token_ids has dtype"),
+        (None, TypeError, "token_ids is None"),
+    ],
+)
+@pytest.mark.parametrize("is_hashed", [False, True])
+def test_wrong_tokens_are_named_before_and_after_hashing(tokens, error, message, is_hashed):
+    request = Request("a", range(10))
+    if is_hashed:
+        make().block_hashes(request)
+    with pytest.raises(error, match=message):
+        request.append_tokens(tokens)
+    assert request.num_tokens == 10
+
+
+def test_what_a_hash_was_made_of_cannot_be_changed():
+    request = Request("a", range(10), lora=["n", "p"], mm_items=[["i", 2, 3]], cache_salt="s")
+    assert request.lora == ("n", "p") and request.mm_items == (("i", 2, 3),)
+    for name in (
+        *("lora", "mm_items", "cache_salt", "prompt_embeds"),
+        *("read_cache", "write_cache", "token_ids", "num_tokens"),
+    ):
+        with pytest.raises(AttributeError):
+            setattr(request, name, None)
+    embeds = np.zeros((10, 4), np.float32)
+    request = Request("a", range(10), prompt_embeds=embeds)
+    with pytest.raises(ValueError, match="read-only"):
+        request.prompt_embeds[0] = 1
+    assert embeds.flags.writeable  # the caller's own array stays as it was
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"lora": "ab"}, TypeError, r"lora is 'ab': expected \(name, path\)"),
+        ({"lora": ("a",)}, ValueError, r"lora is \('a',\): expected \(name, path\)"),
+        ({"lora": ("a", 1)}, TypeError, r"lora\[1\] is 1: expected a string"),
+        ({"cache_salt": 5}, TypeError, "cache_salt is 5: expected a string"),
+        ({"cache_salt": "\ud800"}, ValueError, "cache_salt is .*: expected text that UTF-8"),
+        ({"mm_items": ["img"]}, TypeError, r"mm_items\[0\] is 'img': expected \(identifier, fir"),
+        ({"mm_items": [("i", 0, 1), ("i", 1)]}, ValueError, r"mm_items\[1\] is \('i', 1\): expec"),
+        ({"mm_items": [(7, 0, 1)]}, TypeError, r"mm_items\[0\]\[0\] is 7: expected a string"),
+        ({"mm_items": [("i", 0.5, 1)]}, TypeError, r"mm_items\[0\] is \('i', 0.5, 1\): expected"),
+        ({"mm_items": [("i", -1, 3)]}, ValueError, r"mm_items\[0\]: 'i' starts at -1"),
+        ({"mm_items": [("i", 0, 0)]}, ValueError, r"mm_items\[0\]: 'i' .* has 0 tokens"),
+        ({"mm_items": [("i", 1, 2**31 - 1)]}, ValueError, "an end of at most 2147483647"),
+        ({"prompt_embeds": [[1.0]]}, TypeError, "prompt_embeds has type list"),
+        ({"prompt_embeds": np.array(1.0)}, ValueError, "prompt_embeds has 0 dimensions"),
+    ],
+)
+def test_a_wrong_request_is_named(options, error, message):
+    with pytest.raises(error, match=message):
+        Request("a", [1], **options)
+
+
 def test_a_request_needs_tokens():
     with pytest.raises(ValueError, match="token_ids of request 'a' is empty"):
         Request("a", [])
-    with pytest.raises(ValueError, match="mm_items: 'i' starts at -1"):
-        Request("a", [1], mm_items=[("i", -1, 3)])
+
+
+LONGEST = 24
+SIZES = {"block_size": 2, "max_model_len": LONGEST, "max_num_reqs": 5}
 
 
 class ManagerAgainstModel(RuleBasedStateMachine):
-    """Random steps, frees and resets: the same answers as the model, and the invariants."""
+    """Random calls of both faces over one pool: the same answers as the model, and the invariants."""
 
-    def __init__(self):
-        super().__init__()
-        self.manager = make(num_blocks=13, block_size=2, max_model_len=24, max_num_reqs=5)
-        self.model = ModelManager(num_blocks=13, block_size=2, max_model_len=24, max_num_reqs=5)
-        self.requests = {}
+    # Pools that hold fewer blocks than the longest request needs, and more.
+    @initialize(
+        num_blocks=st.sampled_from([11, 13, 19]), num_preallocate_tokens=st.sampled_from([0, 3, 8])
+    )
+    def start(self, **sizes):
+        self.manager = make(**SIZES, **sizes)
+        self.model = ModelManager(**SIZES, **sizes)
+        self.requests = {}  # admitted: row -> (request, the model's)
+        self.waiting = []  # were preempted, or not served: the same objects may come again
+        self.tables = {}  # what a worker that applies the plans has
         self.count = 0
 
-    @rule(
-        prompts=st.lists(
-            st.tuples(st.integers(0, 2), st.integers(1, 20), st.integers(1, 24)), max_size=3
-        ),
-        running=st.data(),
-        lookahead=st.sampled_from([0, 0, 0, 3]),
-    )
-    def step(self, prompts, running, lookahead):
-        rows = sorted(self.model.rows)
-        rows = running.draw(st.lists(st.sampled_from(rows), unique=True) if rows else st.just([]))
-        counts = []
-        for row in rows:
-            room = 24 - self.model.rows[row].num_computed
-            counts.append(running.draw(st.integers(1, room)) if room else 0)
-        rows = [row for row, count in zip(rows, counts) if count]
-        counts = [count for count in counts if count]
-        new, limits = [], []
-        for variant, length, limit in prompts:
-            tokens = [*range(length)] if variant == 0 else [variant, *range(length - 1)]
-            new.append(Request(f"r{self.count}", tokens))
-            limits.append(limit)
-            self.count += 1
-        plan = self.manager.step(
-            rows, counts, new=new, new_num_tokens=limits, num_lookahead_tokens=lookahead
+    def rows(self, by_step):
+        """Rows of one face that have room, with that room."""
+        rooms = {
+            row: LONGEST - self.model.rows[row].num_computed
+            for row in sorted(self.requests)
+            if self.model.rows[row].by_step == by_step
+        }
+        return {row: room for row, room in rooms.items() if room}
+
+    def draw_request(self, data):
+        """A new request, or one that was here before."""
+        again = [pair for pair in self.waiting if len(pair[1].tokens) <= LONGEST]
+        if again and data.draw(st.booleans()):
+            pair = data.draw(st.sampled_from(again))
+            self.waiting.remove(pair)
+            return pair
+        variant, length = data.draw(st.tuples(st.integers(0, 2), st.integers(1, LONGEST)))
+        reads, writes = data.draw(st.sampled_from([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)]))
+        tokens = [*range(length)] if variant == 0 else [variant, *range(length - 1)]
+        self.count += 1
+        request = Request(
+            f"r{self.count}", tokens, read_cache=bool(reads), write_cache=bool(writes)
         )
-        want = self.model.step(rows, counts, [list(r.token_ids) for r in new], limits, lookahead)
+        return request, ModelRequest(tokens, bool(reads), bool(writes))
+
+    def settle(self, pair, row):
+        """Where the request is from now on."""
+        if row >= 0:
+            self.requests[row] = pair
+        else:
+            self.waiting.append(pair)
+
+    @rule(data=st.data(), num_new=st.integers(0, 3), lookahead=st.sampled_from([0, 0, 0, 3]))
+    def step(self, data, num_new, lookahead):
+        rooms = self.rows(by_step=True)
+        rows = data.draw(st.lists(st.sampled_from([*rooms]), unique=True) if rooms else st.just([]))
+        counts = [data.draw(st.integers(1, rooms[row])) for row in rows]
+        pairs = [self.draw_request(data) for _ in range(num_new)]
+        limits = [data.draw(st.integers(1, LONGEST)) for _ in pairs]
+        plan = self.manager.step(
+            rows,
+            counts,
+            new=[request for request, _ in pairs],
+            new_num_tokens=limits,
+            num_lookahead_tokens=lookahead,
+        )
+        want = self.model.step(rows, counts, [model for _, model in pairs], limits, lookahead)
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
-        for request, row in zip(new, plan.rows[len(rows) :].tolist()):
-            if row >= 0:
-                self.requests[row] = request
+        assert plan.clear_rows.tolist() == sorted(want.clear)
+        for row in plan.clear_rows.tolist():
+            self.tables[row] = []
+        splits, ids = plan.append_splits[0].tolist(), plan.append_ids[0].tolist()
+        for i, row in enumerate(plan.append_rows.tolist()):
+            self.tables[row] += ids[splits[i] : splits[i + 1]]
+        for pair, row in zip(pairs, want.rows[len(rows) :]):
+            self.settle(pair, row)
+
+    @rule(data=st.data(), lookahead=st.sampled_from([0, 0, 3]))
+    def allocate_slots(self, data, lookahead):
+        request, model = pair = self.draw_request(data)
+        ids, num_hit_tokens = self.manager.get_computed_blocks(request)
+        hits = self.model.lookup(model)
+        assert (ids.tolist(), num_hit_tokens) == (hits, 2 * len(hits))
+        hits = hits[: data.draw(st.integers(0, len(hits)))]
+        count = data.draw(st.integers(1, LONGEST - 2 * len(hits)))
+        found = self.manager.allocate_slots(request, count, hits, lookahead)
+        want = self.model.allocate(model, count, hits, lookahead)
+        assert (found is None) == (want is None)
+        if want is not None:
+            assert (self.manager.row(request), found.tolist()) == want
+        self.settle(pair, -1 if want is None else want[0])
+
+    @precondition(lambda self: self.rows(by_step=False))
+    @rule(data=st.data(), lookahead=st.sampled_from([0, 0, 3]))
+    def append_slots(self, data, lookahead):
+        row, room = data.draw(st.sampled_from([*self.rows(by_step=False).items()]))
+        count = data.draw(st.integers(1, room))
+        found = self.manager.append_slots(self.requests[row][0], count, lookahead)
+        want = self.model.append(row, count, lookahead)
+        assert (None if found is None else found.tolist()) == want
 
     @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def the_wrong_face(self, data):
+        row = data.draw(st.sampled_from(sorted(self.requests)))
+        others = [other for other in self.rows(by_step=True) if other != row]
+        with pytest.raises(ValueError, match=f"row {row} was admitted by"):
+            if self.model.rows[row].by_step:
+                self.manager.append_slots(self.requests[row][0], 1)
+            else:
+                self.manager.step([*others, row], [1] * (len(others) + 1))
+
+    @precondition(lambda self: self.requests or self.waiting)
     @rule(data=st.data(), n=st.integers(1, 4))
     def tokens_arrive(self, data, n):
-        row = data.draw(st.sampled_from(sorted(self.requests)))
+        request, model = data.draw(st.sampled_from([*self.requests.values(), *self.waiting]))
         tokens = [90 + i for i in range(n)]
-        self.requests[row].append_tokens(tokens)
-        self.model.rows[row].tokens.extend(tokens)
+        request.append_tokens(tokens)
+        model.tokens.extend(tokens)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def free(self, data):
         row = data.draw(st.sampled_from(sorted(self.requests)))
-        self.manager.free(self.requests.pop(row))
+        pair = self.requests.pop(row)
+        self.manager.free(pair[0])
         self.model.free(row)
+        self.waiting.append(pair)
 
     @rule()
     def reset(self):
@@ -370,10 +882,15 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.manager.check_invariants()
         assert self.manager.pool.num_free == self.model.num_free()
         assert self.manager.pool.num_cached == self.model.num_cached()
-        for row, request in self.requests.items():
+        stats = self.manager.stats
+        assert stats.query_tokens == self.model.query_tokens
+        assert stats.hit_tokens == self.model.hit_tokens
+        for row, (request, model) in self.requests.items():
             assert self.manager.block_ids(request).tolist() == self.model.rows[row].blocks
-            assert np.array_equal(request.token_ids, self.model.rows[row].tokens)
+            assert request.token_ids.tolist() == model.tokens
+            if self.model.rows[row].by_step:
+                assert self.tables[row] == self.model.rows[row].blocks
 
 
 TestManagerAgainstModel = ManagerAgainstModel.TestCase
-TestManagerAgainstModel.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestManagerAgainstModel.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

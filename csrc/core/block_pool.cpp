@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "core/limits.h"
+
 namespace kvcache {
 
 namespace {
@@ -12,14 +14,6 @@ namespace {
 // How far ahead a batch loop touches the cache line that it will need: enough to hide a miss to
 // memory behind the work on the blocks before it.
 constexpr int64_t kPrefetchBlocks = 8;
-
-int64_t checked_size(int64_t num_blocks) {
-  if (num_blocks < 2 || num_blocks > INT32_MAX) {
-    throw std::invalid_argument("num_blocks is " + std::to_string(num_blocks) +
-                                ": expected 2 to 2147483647 (the null block is counted)");
-  }
-  return num_blocks;
-}
 
 std::string named(const char* what, BlockId id) {
   return std::string(what) + " holds block " + std::to_string(id);
@@ -40,7 +34,7 @@ void FreeList::remove(Link* links, BlockId id) {
 }
 
 BlockPool::BlockPool(int64_t num_blocks)
-    : num_blocks_(checked_size(num_blocks)),
+    : num_blocks_(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)")),
       blocks_(static_cast<size_t>(num_blocks)),
       links_(static_cast<size_t>(num_blocks)),
       index_(blocks_.data(), num_blocks),

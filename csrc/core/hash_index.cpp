@@ -23,15 +23,19 @@ unsigned HashIndex::slots_with(const Bucket& bucket, uint32_t tag) {
 }
 
 HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint16_t group) const {
-  for (int64_t b = home_of(tag);; b = after(b)) {
+  // Every walk is bounded: hashes that a caller made up can leave no bucket without displaced
+  // entries, and a search would go round for ever.
+  int64_t b = home_of(tag);
+  for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
     const Bucket& bucket = buckets_[b];
     for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
       const int slot = __builtin_ctz(slots);
       const Block& block = blocks_[bucket.ids[slot]];
       if (block.group == group && block.hash == hash) return {b, slot};
     }
-    if (bucket.num_displaced == 0) return {b, -1};
+    if (bucket.num_displaced == 0) break;
   }
+  return {b, -1};
 }
 
 BlockId HashIndex::find(const Hash& hash, uint16_t group) const {
@@ -51,6 +55,7 @@ void HashIndex::prefetch_block(const Hash& hash, uint16_t group) const {
 }
 
 void HashIndex::add(uint32_t tag, BlockId id) {
+  // There is an empty slot: the table has more of them than there are blocks.
   for (int64_t b = home_of(tag);; b = after(b)) {
     Bucket& bucket = buckets_[b];
     const unsigned empty = slots_with(bucket, 0);
@@ -91,7 +96,8 @@ void HashIndex::erase(BlockId id) {
     blocks_[block.younger].older = block.older;
   }
   const int64_t home = home_of(tag);
-  for (int64_t b = home;; b = after(b)) {
+  int64_t b = home;
+  for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
     Bucket& bucket = buckets_[b];
     for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
       const int slot = __builtin_ctz(slots);

@@ -2,45 +2,65 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <string>
 #include <utility>
+
+#include "core/limits.h"
 
 namespace kvcache {
 
-TokenChain::TokenChain(int64_t block_size, const Hash& parent,
-                       std::vector<std::string> block_extras, std::string later_extra,
-                       bool read_cache, bool write_cache)
-    : block_size_(block_size),
-      parent_(parent),
-      block_extras_(std::move(block_extras)),
-      later_extra_(std::move(later_extra)),
-      read_cache_(read_cache),
-      write_cache_(write_cache) {
-  if (block_size < 1) {
-    throw std::invalid_argument("block_size is " + std::to_string(block_size) +
-                                ": expected 1 or more");
+void TokenIds::append(const int32_t* tokens, int64_t n) {
+  if (num_hashing_ > 0) {
+    throw std::runtime_error(
+        "token_ids came while blocks of the same request are being hashed: "
+        "append them when that call has returned");
   }
-}
-
-void TokenChain::append(const int32_t* tokens, int64_t n) {
   const int32_t* bad = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
   if (bad != tokens + n) {
     throw std::invalid_argument("token_ids[" + std::to_string(bad - tokens) + "] is " +
                                 std::to_string(*bad) + ": expected 0 to 2147483647");
   }
-  tokens_.insert(tokens_.end(), tokens, tokens + n);
+  ids_.insert(ids_.end(), tokens, tokens + n);
 }
 
+TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
+                       ExtraKeys extra_keys, bool read_cache, bool write_cache)
+    : tokens_(std::move(tokens)),
+      block_size_(checked_size("block_size", block_size, 1)),
+      parent_(parent),
+      extra_keys_(std::move(extra_keys)),
+      read_cache_(read_cache),
+      write_cache_(write_cache) {}
+
 const std::vector<Hash>& TokenChain::hashes() {
+  if (is_hashing_) {
+    throw std::runtime_error(
+        "the blocks of this request are being hashed by a call that has not returned: "
+        "a request serves one call at a time");
+  }
+  if (!has_unhashed_blocks()) return hashes_;
+
+  struct Hashing {
+    explicit Hashing(TokenChain* c) : chain(c) {
+      chain->is_hashing_ = true;
+      ++chain->tokens_->num_hashing_;
+    }
+    ~Hashing() {
+      chain->is_hashing_ = false;
+      --chain->tokens_->num_hashing_;
+    }
+    TokenChain* chain;
+  } const hashing(this);
+
   static thread_local BlockHasher hasher;
-  const size_t num_full = static_cast<size_t>(num_full_blocks());
-  if (hashes_.size() == num_full) return hashes_;
+  const int32_t* tokens = tokens_->ids().data();
+  const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
   hashes_.reserve(num_full);
   while (hashes_.size() < num_full) {
-    const size_t i = hashes_.size();
-    const std::string& extra = i < block_extras_.size() ? block_extras_[i] : later_extra_;
-    hashes_.push_back(hasher.hash(hashes_.empty() ? parent_ : hashes_.back(),
-                                  tokens_.data() + static_cast<int64_t>(i) * block_size_,
-                                  block_size_, extra));
+    const auto i = static_cast<int64_t>(hashes_.size());
+    const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
+    hashes_.push_back(hasher.hash(parent, tokens + i * block_size_, block_size_,
+                                  extra_keys_.of_block(i, block_size_)));
   }
   return hashes_;
 }

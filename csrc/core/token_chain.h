@@ -1,43 +1,64 @@
-// The tokens of one request and the hashes of its full blocks. Belongs to the request, so that
+// The tokens of one request, and the hashes of its full blocks. Both belong to the request, so that
 // hashes computed once survive preemption.
+//
+// One thread at a time. A digest that comes from Python may call back, or let other threads run,
+// while a block is hashed: what must not happen then is refused by name.
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <memory>
 #include <vector>
 
 #include "core/block_hash.h"
+#include "core/extra_keys.h"
 
 namespace kvcache {
 
+// Known token ids, each 0 or more; shared by the chains of a request.
+class TokenIds {
+ public:
+  // Throws std::invalid_argument on a negative id and std::runtime_error while a chain hashes
+  // these tokens, with nothing appended.
+  void append(const int32_t* tokens, int64_t n);
+
+  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
+  const std::vector<int32_t>& ids() const { return ids_; }
+
+ private:
+  friend class TokenChain;
+  std::vector<int32_t> ids_;
+  int num_hashing_ = 0;  // chains that are hashing now
+};
+
+// A request's block hashes for one block size and one first parent.
 class TokenChain {
  public:
-  // `block_extras[i]`: CBOR of the extra keys of block i, empty for none; blocks past its end take
-  // `later_extra` (a LoRA adapter marks every block, also those that generation fills).
   // `read_cache`, `write_cache`: whether the request may take hits, and leave some behind.
-  TokenChain(int64_t block_size, const Hash& parent, std::vector<std::string> block_extras,
-             std::string later_extra, bool read_cache, bool write_cache);
-
-  // Throws std::invalid_argument on a negative id, with nothing appended.
-  void append(const int32_t* tokens, int64_t n);
+  TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
+             ExtraKeys extra_keys, bool read_cache, bool write_cache);
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
   bool write_cache() const { return write_cache_; }
-  int64_t num_tokens() const { return static_cast<int64_t>(tokens_.size()); }
-  int64_t num_full_blocks() const { return num_tokens() / block_size_; }
-  const std::vector<int32_t>& tokens() const { return tokens_; }
+  int64_t num_tokens() const { return tokens_->size(); }
+  bool has_unhashed_blocks() const {
+    return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
+  }
 
-  // Hashes of the full blocks; those not hashed yet are hashed now.
+  // Hashes of the full blocks; those not hashed yet are hashed now. Throws std::runtime_error while
+  // an earlier call is at it, and what the digest throws; the blocks before keep their hashes then.
   const std::vector<Hash>& hashes();
 
+  // Hashes computed so far: calls nothing.
+  const std::vector<Hash>& known_hashes() const { return hashes_; }
+
  private:
+  std::shared_ptr<TokenIds> tokens_;
   int64_t block_size_;
   Hash parent_;
-  std::vector<std::string> block_extras_;
-  std::string later_extra_;
+  ExtraKeys extra_keys_;
   bool read_cache_, write_cache_;
-  std::vector<int32_t> tokens_;
+  bool is_hashing_ = false;
   std::vector<Hash> hashes_;
 };
 

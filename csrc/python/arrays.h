@@ -36,21 +36,35 @@ inline Int32Array copy_int32(const std::vector<int32_t>& values) {
   return out;
 }
 
-[[noreturn]] inline void fail_range(const char* name, py::ssize_t i, const py::handle& value) {
-  throw py::value_error(std::string(name) + "[" + std::to_string(i) + "] is " +
-                        py::cast<std::string>(py::str(value)) + ": expected a 32-bit integer");
-}
+inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
+inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
-inline bool fits_int32(int64_t v) {
-  return v >= std::numeric_limits<int32_t>::min() && v <= std::numeric_limits<int32_t>::max();
+// A Python int, or what has __index__. TypeError for anything else; ValueError for what is beyond
+// int64, and so beyond every bound that C++ checks.
+inline int64_t int_argument(const py::handle& value, const char* name) {
+  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  if (!number) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " is " + py::cast<std::string>(py::repr(value)) +
+                         ": expected an integer");
+  }
+  int overflow = 0;
+  const int64_t out = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+  if (overflow == 0) return out;
+  throw py::value_error(
+      std::string(name) + " is " + py::cast<std::string>(py::str(number)) +
+      (overflow > 0 ? ": expected at most " + std::to_string(kMaxInt32) : ": expected 0 or more"));
 }
 
 // int32 values of any one-dimensional integer sequence: a C-contiguous int32 array as it is, a list
 // or tuple of ints directly, everything else through numpy with the range checked. TypeError for
-// floats, ValueError for values beyond int32.
+// floats, ValueError for values beyond int32. A `least` of 0 only makes an error say so: what fits
+// int32 is for the callee to check.
 class Int32Input {
  public:
-  Int32Input(const py::handle& value, const char* name) {
+  Int32Input(const py::handle& value, const char* name, int64_t least = kMinInt32)
+      : name_(name), least_(least) {
     if (py::isinstance<Int32Array>(value)) {
       auto array = py::reinterpret_borrow<Int32Array>(value);
       if (array.ndim() == 1) {
@@ -58,8 +72,8 @@ class Int32Input {
         return;
       }
     }
-    if ((PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) && copy_ints(value, name)) return;
-    borrow(convert(value, name));
+    if ((PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) && copy_ints(value)) return;
+    borrow(convert(value));
   }
   Int32Input(const Int32Input&) = delete;
 
@@ -79,8 +93,17 @@ class Int32Input {
     owner_ = std::move(array);
   }
 
+  static bool fits(int64_t v) { return v >= kMinInt32 && v <= kMaxInt32; }
+
+  [[noreturn]] void fail_range(py::ssize_t i, const py::handle& value) const {
+    throw py::value_error(std::string(name_) + "[" + std::to_string(i) + "] is " +
+                          py::cast<std::string>(py::str(value)) + ": expected " +
+                          (least_ == kMinInt32 ? std::string("a 32-bit integer")
+                                               : std::to_string(least_) + " to 2147483647"));
+  }
+
   // False, for numpy to judge, when something in it is no Python int.
-  bool copy_ints(const py::handle& value, const char* name) {
+  bool copy_ints(const py::handle& value) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());
     copy_.resize(static_cast<size_t>(size_));
@@ -88,41 +111,43 @@ class Int32Input {
       if (!PyLong_CheckExact(items[i])) return false;
       int overflow = 0;
       const int64_t v = PyLong_AsLongLongAndOverflow(items[i], &overflow);
-      if (overflow != 0 || !fits_int32(v)) fail_range(name, i, items[i]);
+      if (overflow != 0 || !fits(v)) fail_range(i, items[i]);
       copy_[static_cast<size_t>(i)] = static_cast<int32_t>(v);
     }
     data_ = copy_.data();
     return true;
   }
 
-  static Int32Array convert(const py::handle& value, const char* name) {
+  Int32Array convert(const py::handle& value) const {
     py::array array = py::array::ensure(value);
     if (!array) {
       PyErr_Clear();
-      throw py::type_error(std::string(name) + ": expected a one-dimensional array of integers");
+      throw py::type_error(std::string(name_) + ": expected a one-dimensional array of integers");
     }
     const char kind = array.dtype().kind();
     if (array.size() > 0 && kind != 'i' && kind != 'u') {
-      throw py::type_error(std::string(name) + " has dtype " +
+      throw py::type_error(std::string(name_) + " has dtype " +
                            py::cast<std::string>(py::str(array.dtype())) + ": expected integers");
     }
     if (array.ndim() != 1) {
-      throw py::value_error(std::string(name) + " has " + std::to_string(array.ndim()) +
+      throw py::value_error(std::string(name_) + " has " + std::to_string(array.ndim()) +
                             " dimensions: expected 1");
     }
-    if (array.size() > 0 && array.itemsize() >= 4) check_range(array, name, kind == 'u');
+    if (array.size() > 0 && array.itemsize() >= 4) check_range(array, kind == 'u');
     return py::array_t < int32_t, py::array::c_style | py::array::forcecast > (array);
   }
 
-  static void check_range(const py::array& array, const char* name, bool is_unsigned) {
+  void check_range(const py::array& array, bool is_unsigned) const {
     using Wide = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
     const Wide wide(array);  // an unsigned value beyond int64 comes out negative
     for (py::ssize_t i = 0; i < wide.size(); ++i) {
       const int64_t v = wide.data()[i];
-      if (!fits_int32(v) || (is_unsigned && v < 0)) fail_range(name, i, array.attr("item")(i));
+      if (!fits(v) || (is_unsigned && v < 0)) fail_range(i, array.attr("item")(i));
     }
   }
 
+  const char* name_;
+  int64_t least_;
   const int32_t* data_ = nullptr;
   py::ssize_t size_ = 0;
   py::object owner_;

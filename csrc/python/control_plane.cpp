@@ -9,6 +9,8 @@
 
 #include "core/block_hash.h"
 #include "core/block_pool.h"
+#include "core/extra_keys.h"
+#include "core/limits.h"
 #include "core/manager.h"
 #include "core/sha256.h"
 #include "core/token_chain.h"
@@ -53,11 +55,61 @@ HashArray copy_hashes(const Hash* hashes, size_t n) {
   return out;
 }
 
-uint16_t checked_group(int64_t group) {
+uint16_t checked_group(const py::handle& value) {
+  const int64_t group = int_argument(value, "group");
   if (group >= 0 && group <= std::numeric_limits<uint16_t>::max()) {
     return static_cast<uint16_t>(group);
   }
   throw py::value_error("group is " + std::to_string(group) + ": expected 0 to 65535");
+}
+
+void append_tokens(TokenIds& self, const py::object& token_ids) {
+  const Int32Input tokens(token_ids, "token_ids", /*least=*/0);
+  self.append(tokens.data(), tokens.size());
+}
+
+// Below this a prompt hashes in less time than it takes to hand the interpreter to another thread.
+constexpr int64_t kUnlockedTokens = 4096;
+
+HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_size,
+                         const std::string& parent,
+                         const std::optional<std::vector<std::string>>& extras) {
+  const int64_t size = checked_size("block_size", int_argument(block_size, "block_size"), 1);
+  TokenIds tokens;  // a copy: the caller's array may change while the lock is released
+  append_tokens(tokens, token_ids);
+  const auto num_blocks = static_cast<size_t>(tokens.size() / size);
+  if (extras && extras->size() != num_blocks) {
+    throw py::value_error("extra_keys has " + std::to_string(extras->size()) +
+                          " entries: expected " + std::to_string(num_blocks) +
+                          ", one per full block");
+  }
+  const Hash first = hash_of(parent, "parent");
+  std::vector<Hash> hashes;
+  {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (tokens.size() > kUnlockedTokens) unlocked.emplace();
+    hashes = hash_blocks(tokens.ids(), size, first, extras.value_or(std::vector<std::string>{}));
+  }
+  return copy_hashes(hashes.data(), hashes.size());
+}
+
+// What `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a string or
+// None, 32 bytes per block.
+ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
+                     const py::object& cache_salt, const std::string& embed_digests) {
+  std::vector<MmItem> items;
+  items.reserve(mm_items.size());
+  for (const py::handle& item : mm_items) {
+    auto [identifier, first, length] = py::cast<std::tuple<std::string, int64_t, int64_t>>(item);
+    items.push_back({std::move(identifier), first, length});
+  }
+  std::vector<Hash> digests(embed_digests.size() / sizeof(Hash));
+  if (!digests.empty()) {
+    std::memcpy(digests.data(), embed_digests.data(), digests.size() * sizeof(Hash));
+  }
+  return ExtraKeys(py::cast<std::optional<std::pair<std::string, std::string>>>(lora),
+                   std::move(items), py::cast<std::optional<std::string>>(cache_salt),
+                   std::move(digests));
 }
 
 void bind_hashing(py::module_& m) {
@@ -83,38 +135,33 @@ void bind_hashing(py::module_& m) {
       "hash_seed", [](const std::string& seed) { return as_bytes(hash_seed(seed)); },
       py::arg("seed"));
 
-  py::class_<TokenChain, std::shared_ptr<TokenChain>>(
-      m, "TokenChain", "Tokens of one request and the hashes of its full blocks.")
-      .def(py::init([](int64_t block_size, const std::string& parent,
-                       std::vector<std::string> block_extras, std::string later_extra,
-                       bool read_cache, bool write_cache) {
-             return std::make_shared<TokenChain>(block_size, hash_of(parent, "parent"),
-                                                 std::move(block_extras), std::move(later_extra),
-                                                 read_cache, write_cache);
+  m.def("hash_blocks", &hash_blocks_of, py::arg("token_ids"), py::arg("block_size"),
+        py::arg("parent"), py::arg("extras"));
+
+  py::class_<TokenIds, std::shared_ptr<TokenIds>>(m, "TokenIds", "Known token ids of one request.")
+      .def(py::init([](const py::object& token_ids) {
+             auto out = std::make_shared<TokenIds>();
+             append_tokens(*out, token_ids);
+             return out;
            }),
-           py::arg("block_size"), py::arg("parent"),
-           py::arg("block_extras") = std::vector<std::string>{}, py::arg("later_extra") = "",
-           py::arg("read_cache") = true, py::arg("write_cache") = true)
-      .def(
-          "append",
-          [](TokenChain& self, const py::object& token_ids) {
-            const Int32Input tokens(token_ids, "token_ids");
-            self.append(tokens.data(), tokens.size());
-          },
-          py::arg("token_ids"))
-      .def("hashes",
-           [](TokenChain& self) {
-             {
-               std::optional<py::gil_scoped_release> unlocked;
-               if (self.num_tokens() > 4096) unlocked.emplace();
-               self.hashes();
-             }
-             return copy_hashes(self.hashes().data(), self.hashes().size());
-           })
-      .def("token_ids", [](const TokenChain& self) { return copy_int32(self.tokens()); })
-      .def_property_readonly("block_size", &TokenChain::block_size)
-      .def_property_readonly("num_tokens", &TokenChain::num_tokens)
-      .def_property_readonly("num_full_blocks", &TokenChain::num_full_blocks);
+           py::arg("token_ids"))
+      .def("append", &append_tokens, py::arg("token_ids"))
+      .def("copy", [](const TokenIds& self) { return copy_int32(self.ids()); })
+      .def("__len__", &TokenIds::size);
+
+  py::class_<TokenChain, std::shared_ptr<TokenChain>>(
+      m, "TokenChain", "The block hashes of one request for one block size and parent.")
+      .def(py::init([](std::shared_ptr<TokenIds> tokens, int64_t block_size,
+                       const std::string& parent, bool read_cache, bool write_cache,
+                       const py::object& lora, const py::tuple& mm_items,
+                       const py::object& cache_salt, const std::string& embed_digests) {
+             return std::make_shared<TokenChain>(
+                 std::move(tokens), block_size, hash_of(parent, "parent"),
+                 extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache);
+           }),
+           py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
+           py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
+           py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "");
 }
 
 void bind_pool(py::module_& m) {
@@ -131,10 +178,14 @@ is not held, a publish of a free or already published block: ValueError.
 >>> pool.num_free
 4
 )")
-      .def(py::init<int64_t>(), py::arg("num_blocks"))
+      .def(py::init([](const py::object& num_blocks) {
+             return std::make_unique<BlockPool>(int_argument(num_blocks, "num_blocks"));
+           }),
+           py::arg("num_blocks"))
       .def(
           "allocate",
-          [](BlockPool& self, int64_t n) -> py::object {
+          [](BlockPool& self, const py::object& count) -> py::object {
+            const int64_t n = int_argument(count, "n");
             if (n > self.num_free()) return py::none();
             Int32Array out = new_int32(std::max<int64_t>(n, 0));
             self.allocate(n, out.mutable_data());
@@ -160,7 +211,8 @@ is not held, a publish of a free or already published block: ValueError.
           py::arg("ids"), "One reference less each, in the order given: the order of eviction.")
       .def(
           "publish",
-          [](BlockPool& self, const py::object& ids, const py::object& hashes, int64_t group) {
+          [](BlockPool& self, const py::object& ids, const py::object& hashes,
+             const py::object& group) {
             const Int32Input array(ids, "ids");
             const HashArray hash = hash_array(hashes, "hashes");
             require_same_length(array.size(), "ids", hash.shape(0), "hashes");
@@ -170,7 +222,8 @@ is not held, a publish of a free or already published block: ValueError.
           "Makes held blocks findable under hashes (uint8[n, 32]). Two may share a hash.")
       .def(
           "lookup",
-          [](const BlockPool& self, const py::object& hashes, int64_t group, bool prefix) {
+          [](const BlockPool& self, const py::object& hashes, const py::object& group,
+             bool prefix) {
             const HashArray hash = hash_array(hashes, "hashes");
             Int32Array out = new_int32(hash.shape(0));
             self.lookup(as_hashes(hash), hash.shape(0), checked_group(group), prefix,
@@ -244,38 +297,66 @@ py::tuple as_tuple(const StepDelta& delta) {
                         copy_int32(delta.append_ids));
 }
 
+// None where there are no slots, else (row, new block ids).
+py::object as_answer(const Slots& slots) {
+  if (slots.status != Status::kServed) return py::none();
+  return py::make_tuple(slots.row, copy_int32(slots.new_blocks));
+}
+
 void bind_manager(py::module_& m) {
   py::class_<Manager>(m, "Manager")
-      .def(py::init([](int64_t block_size, int64_t num_blocks, int64_t max_model_len,
-                       bool enable_caching, int64_t num_preallocate_tokens, int64_t max_num_reqs) {
-             return std::make_unique<Manager>(ManagerOptions{block_size, num_blocks, max_model_len,
-                                                             enable_caching, num_preallocate_tokens,
-                                                             max_num_reqs});
+      .def(py::init([](const py::object& block_size, const py::object& num_gpu_blocks,
+                       const py::object& max_model_len, bool enable_caching,
+                       const py::object& num_preallocate_tokens, const py::object& max_num_reqs) {
+             ManagerOptions options{};
+             options.block_size = int_argument(block_size, "block_size");
+             options.num_blocks = int_argument(num_gpu_blocks, "num_gpu_blocks");
+             options.max_model_len = int_argument(max_model_len, "max_model_len");
+             options.enable_caching = enable_caching;
+             options.num_preallocate_tokens =
+                 int_argument(num_preallocate_tokens, "num_preallocate_tokens");
+             if (!max_num_reqs.is_none()) {
+               options.max_num_reqs =
+                   checked_size("max_num_reqs", int_argument(max_num_reqs, "max_num_reqs"), 1);
+             }
+             return std::make_unique<Manager>(options);
            }),
-           py::kw_only(), py::arg("block_size"), py::arg("num_blocks"), py::arg("max_model_len"),
-           py::arg("enable_caching"), py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"))
+           py::kw_only(), py::arg("block_size"), py::arg("num_gpu_blocks"),
+           py::arg("max_model_len"), py::arg("enable_caching"), py::arg("num_preallocate_tokens"),
+           py::arg("max_num_reqs"))
+      .def("check_caller", &Manager::check_caller)
+      .def("hashes",
+           [](Manager& self, TokenChain& chain) {
+             const std::vector<Hash>& hashes = self.hashes(chain);
+             return copy_hashes(hashes.data(), hashes.size());
+           })
       .def("lookup",
-           [](const Manager& self, TokenChain& chain) { return copy_int32(self.lookup(chain)); })
+           [](Manager& self, TokenChain& chain) { return copy_int32(self.lookup(chain)); })
       .def("step",
            [](Manager& self, const py::object& rows, const py::object& num_tokens,
               const py::list& new_chains, const py::object& new_num_tokens,
-              int64_t num_lookahead_tokens) {
+              const py::object& num_lookahead_tokens) {
              const Int32Input r(rows, "rows");
              const Int32Input n(num_tokens, "num_tokens");
              const Int32Input limits(new_num_tokens, "new_num_tokens");
              require_same_length(r.size(), "rows", n.size(), "num_tokens");
              return as_tuple(self.step(r.data(), n.data(), r.size(), new_rows(new_chains, limits),
-                                       num_lookahead_tokens));
+                                       int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
            })
-      .def("step_with_computed",
-           [](Manager& self, std::shared_ptr<TokenChain> chain, int64_t num_tokens,
-              const py::object& computed, int64_t num_lookahead_tokens) {
+      .def("allocate",
+           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+              const py::object& computed, const py::object& num_lookahead_tokens) {
              const Int32Input ids(computed, "computed_blocks");
-             static const BlockId none = kNullBlock;  // an empty array may have no address
-             NewRow request{std::move(chain), num_tokens};
-             request.computed = ids.size() == 0 ? &none : ids.data();
-             request.num_computed_blocks = ids.size();
-             return as_tuple(self.step(nullptr, nullptr, 0, {request}, num_lookahead_tokens));
+             return as_answer(self.allocate(
+                 chain, int_argument(num_tokens, "num_tokens"), ids.data(), ids.size(),
+                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+           })
+      .def("append",
+           [](Manager& self, int32_t row, const py::object& num_tokens,
+              const py::object& num_lookahead_tokens) {
+             return as_answer(
+                 self.append(row, int_argument(num_tokens, "num_tokens"),
+                             int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
            })
       .def("free", &Manager::free)
       .def("reset_prefix_cache", &Manager::reset_prefix_cache)

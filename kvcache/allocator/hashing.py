@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvcache._native import core
-
-if TYPE_CHECKING:
-    from kvcache.allocator.request import Request
 
 DEFAULT_SEED = "vllm-none-hash"
 
@@ -24,7 +20,7 @@ core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())
 
 
 def hash_blocks(
-    token_ids: np.ndarray | Sequence[int],
+    token_ids: np.ndarray | Iterable[int],
     block_size: int,
     *,
     parent: bytes | None = None,
@@ -34,83 +30,58 @@ def hash_blocks(
     """Hashes of all full blocks of a prompt: uint8[num_tokens // block_size, 32].
 
     `token_ids`: integers 0 to 2**31 - 1 (an int32 array is the fast form). `parent`: the 32-byte
-    hash of the block before, instead of the seed's. `extra_keys`: per full block a sequence of tuples
-    of str, int, bytes or None, or None, as `request_extra_keys` makes them. Wrong lengths and values
-    raise ValueError, wrong types TypeError.
+    hash of the block before, instead of the seed's. `extra_keys`: per full block None or a sequence
+    of tuples of str, int, bytes or None, in the order that `csrc/core/extra_keys.h` gives. Wrong
+    lengths and values raise ValueError, wrong types TypeError. Long prompts are hashed without the
+    interpreter's lock.
 
     >>> hash_blocks(range(50), 16).shape
     (3, 32)
     """
-    tokens = token_array(token_ids, "token_ids")
-    chain = core.TokenChain(
-        _positive(block_size, "block_size"),
-        core.hash_seed(seed) if parent is None else bytes(parent),
-        _encoded_blocks(extra_keys, len(tokens) // block_size),
+    if parent is None:
+        parent = hash_seed(seed, "seed")
+    elif not isinstance(parent, bytes):
+        raise TypeError(f"parent has type {type(parent).__name__}: expected 32 bytes")
+    return core.hash_blocks(
+        token_sequence(token_ids), block_size, parent, _encoded_blocks(extra_keys)
     )
-    chain.append(tokens)
-    return chain.hashes()
 
 
-def token_array(token_ids: np.ndarray | Iterable[int], name: str) -> np.ndarray:
-    """Token ids as an int32 array; a range, list or other integer array is converted."""
-    if isinstance(token_ids, np.ndarray) and token_ids.dtype == np.int32 and token_ids.ndim == 1:
+def hash_seed(seed: str, name: str) -> bytes:
+    """The parent of first blocks."""
+    if not isinstance(seed, str):
+        raise TypeError(f"{name} is {seed!r}: expected a string")
+    return core.hash_seed(seed)
+
+
+def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
+    """Token ids as the native code takes them: other iterables (a range) become a list."""
+    if isinstance(token_ids, np.ndarray | list | tuple):
         return token_ids
-    array = np.asarray(token_ids if isinstance(token_ids, np.ndarray) else list(token_ids))
-    if array.ndim != 1:
-        raise ValueError(f"{name} has {array.ndim} dimensions: expected 1")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    wrong = np.flatnonzero((array < 0) | (array > 0x7FFFFFFF))
-    if wrong.size:
-        raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected 0 to 2147483647")
-    return array.astype(np.int32)
+    try:
+        return list(token_ids)
+    except TypeError:
+        raise TypeError(f"token_ids is {token_ids!r}: expected integers") from None
 
 
-def encode_extra_keys(keys: Sequence[tuple] | None) -> bytes:
+def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes:
     """Canonical CBOR of one block's extra keys; b"" for none (which the hash holds as null)."""
-    return _encode(list(keys)) if keys else b""
+    if keys is None:
+        return b""
+    if not isinstance(keys, list | tuple):
+        raise TypeError(f"{name} is {keys!r}: expected None or a list of tuples")
+    for key in keys:
+        if not isinstance(key, list | tuple):
+            raise TypeError(f"{name} holds {key!r}: expected a tuple of str, int, bytes or None")
+    return _encode(keys) if keys else b""
 
 
-def request_extra_keys(
-    request: Request, block_size: int, first: int, end: int
-) -> list[list[tuple]]:
-    """The extra keys of blocks `first` to `end - 1` of a request, in their fixed order.
-
-    `("lora", name, path)` on every block; `("mm", identifier, image start - block start)` on every
-    block the image touches; `("cache_salt", salt)` on the first block; `("prompt_embeds", digest)`.
-    """
-    keys: list[list[tuple]] = []
-    for block in range(first, end):
-        start, stop = block * block_size, (block + 1) * block_size
-        found: list[tuple] = []
-        if request.lora is not None:
-            found.append(("lora", *request.lora))
-        for identifier, offset, length in request.mm_items:
-            if offset < stop and offset + length > start:
-                found.append(("mm", identifier, offset - start))
-        if request.cache_salt is not None and block == 0:
-            found.append(("cache_salt", request.cache_salt))
-        if request.prompt_embeds is not None and start < len(request.prompt_embeds):
-            content = np.ascontiguousarray(request.prompt_embeds[start:stop])
-            found.append(("prompt_embeds", hashlib.sha256(content.tobytes()).digest()))
-        keys.append(found)
-    return keys
-
-
-def _encoded_blocks(extra_keys: Sequence | None, num_blocks: int) -> list[bytes]:
+def _encoded_blocks(extra_keys: Sequence | None) -> list[bytes] | None:
     if extra_keys is None:
-        return []
-    if len(extra_keys) != num_blocks:
-        raise ValueError(
-            f"extra_keys has {len(extra_keys)} entries: expected {num_blocks}, one per full block"
-        )
-    return [encode_extra_keys(keys) for keys in extra_keys]
-
-
-def _positive(value: int, name: str) -> int:
-    if value < 1:
-        raise ValueError(f"{name} is {value}: expected 1 or more")
-    return value
+        return None
+    if not isinstance(extra_keys, list | tuple):
+        raise TypeError(f"extra_keys is {extra_keys!r}: expected a list, one entry per full block")
+    return [encode_extra_keys(keys, f"extra_keys[{i}]") for i, keys in enumerate(extra_keys)]
 
 
 _UNSIGNED, _NEGATIVE, _BYTES, _TEXT, _ARRAY = (major << 5 for major in (0, 1, 2, 3, 4))

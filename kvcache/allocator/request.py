@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable
+from operator import attrgetter, index
 
 import numpy as np
 
 from kvcache._native import core
-from kvcache.allocator.hashing import encode_extra_keys, request_extra_keys, token_array
+from kvcache.allocator.hashing import token_sequence
+
+_MAX = 2**31 - 1
+
+
+def _read_only(name: str, doc: str) -> property:
+    return property(attrgetter(f"_{name}"), doc=doc)
 
 
 class Request:
     """One request: its known tokens (prompt, then whatever was generated) and their block hashes.
 
-    `token_ids`: int32[n] or any integers. What else the KV depends on: `lora` (name, path);
-    `mm_items`, (identifier, first token, number of tokens) per image or other item, in the order of
-    their tokens; `cache_salt`; `prompt_embeds`, a numpy array whose row i stands in for token i.
-    `read_cache=False` (prompt log-probabilities are wanted) takes no hits, `write_cache=False` leaves
-    nothing behind. Hashes are computed once and stay through preemption.
+    `request_id` names it in its managers: leave it as it is while one of them has it. `token_ids`:
+    int32[n] or any integers 0 to 2**31 - 1; copied. What else the KV depends on: `lora` (name, path);
+    `mm_items`, (identifier, first token, number of tokens) per image or other item, whose tokens may be
+    known later; `cache_salt`; `prompt_embeds`, a numpy array whose row i stands in for token i, not
+    copied: it must stay as it is. `read_cache=False` (prompt log-probabilities are wanted) takes no
+    hits, `write_cache=False` leaves nothing behind. Tokens can be added later; all else that a hash
+    depends on is read-only. Hashes are computed once, stay through preemption, and serve any number of
+    managers. Wrong values raise ValueError, wrong types TypeError.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])
@@ -26,22 +37,30 @@ class Request:
     """
 
     __slots__ = (
-        "_chain",
-        "_chain_key",
-        "_token_ids",
-        "cache_salt",
-        "lora",
-        "mm_items",
-        "prompt_embeds",
-        "read_cache",
+        "_cache_salt",
+        "_chains",
+        "_has_extra_keys",
+        "_last",
+        "_lora",
+        "_mm_items",
+        "_prompt_embeds",
+        "_read_cache",
+        "_tokens",
+        "_write_cache",
         "request_id",
-        "write_cache",
     )
+
+    lora = _read_only("lora", "(name, path) of the adapter, or None.")
+    mm_items = _read_only("mm_items", "Tuple of (identifier, first token, number of tokens).")
+    cache_salt = _read_only("cache_salt", "Keeps requests with other salts apart; or None.")
+    prompt_embeds = _read_only("prompt_embeds", "Rows that stand in for tokens, or None.")
+    read_cache = _read_only("read_cache", "Whether it may take hits.")
+    write_cache = _read_only("write_cache", "Whether others may hit its blocks.")
 
     def __init__(
         self,
         request_id: str,
-        token_ids: np.ndarray | Sequence[int],
+        token_ids: np.ndarray | Iterable[int],
         *,
         lora: tuple[str, str] | None = None,
         mm_items: Iterable[tuple[str, int, int]] = (),
@@ -51,59 +70,105 @@ class Request:
         write_cache: bool = True,
     ) -> None:
         self.request_id = request_id
-        self._token_ids = token_array(token_ids, "token_ids")
-        if len(self._token_ids) == 0:
+        self._tokens = core.TokenIds(token_sequence(token_ids))
+        if len(self._tokens) == 0:
             raise ValueError(f"token_ids of request {request_id!r} is empty: expected 1 or more")
-        self.lora = lora
-        self.mm_items = list(mm_items)
-        for identifier, first, length in self.mm_items:
-            if first < 0 or length < 1:
-                raise ValueError(
-                    f"mm_items: {identifier!r} starts at {first} and has {length} tokens: "
-                    "expected a start of 0 or more and 1 token or more"
-                )
-        self.cache_salt = cache_salt
-        self.prompt_embeds = prompt_embeds
-        self.read_cache = read_cache
-        self.write_cache = write_cache
-        self._chain = None
-        self._chain_key = None
+        self._lora = None if lora is None else _checked_lora(lora)
+        self._mm_items = tuple(_checked_item(i, item) for i, item in enumerate(mm_items))
+        self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
+        self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
+        self._read_cache = bool(read_cache)
+        self._write_cache = bool(write_cache)
+        self._has_extra_keys = not (
+            lora is None and not self._mm_items and cache_salt is None and prompt_embeds is None
+        )
+        self._chains: dict[tuple[int, bytes], core.TokenChain] = {}
+        self._last: tuple = (None, None)  # the key asked for last, and its chain
 
     @property
     def num_tokens(self) -> int:
         """Tokens known so far."""
-        return len(self._token_ids) if self._chain is None else self._chain.num_tokens
+        return len(self._tokens)
 
     @property
     def token_ids(self) -> np.ndarray:
         """int32[num_tokens], a copy."""
-        return self._token_ids.copy() if self._chain is None else self._chain.token_ids()
+        return self._tokens.copy()
 
-    def append_tokens(self, token_ids: np.ndarray | Sequence[int]) -> None:
+    def append_tokens(self, token_ids: np.ndarray | Iterable[int]) -> None:
         """Adds tokens that were sampled or accepted; the next step caches the blocks they fill."""
-        if self._chain is None:
-            new = token_array(token_ids, "token_ids")
-            self._token_ids = np.concatenate([self._token_ids, new])
-        else:
-            self._chain.append(token_ids)
+        self._tokens.append(token_sequence(token_ids))
 
     def chain(self, key: tuple[int, bytes]) -> core.TokenChain:
-        """The native tokens and hashes for `key`, (block size, first parent hash); made once."""
-        if self._chain_key == key:
-            return self._chain
-        block_size, parent = key
-        tokens = self.token_ids
-        extras: list[bytes] = []
-        # Blocks behind the prompt's last one carry what every block carries: the adapter alone.
-        later = b"" if self.lora is None else encode_extra_keys([("lora", *self.lora)])
-        if self.mm_items or self.cache_salt is not None or self.prompt_embeds is not None:
-            num_blocks = -(-len(tokens) // block_size)
-            for keys in request_extra_keys(self, block_size, 0, num_blocks):
-                extras.append(encode_extra_keys(keys))
-        chain = core.TokenChain(
-            block_size, parent, extras, later, self.read_cache, self.write_cache
-        )
-        chain.append(tokens)
-        self._chain, self._chain_key = chain, key
-        self._token_ids = None
+        """The native hashes for `key`, (block size, first parent hash); made once per key."""
+        # A manager asks with the same tuple each time: no need to hash it.
+        last_key, chain = self._last
+        if key is last_key:
+            return chain
+        chain = self._chains.get(key)
+        if chain is None:
+            chain = self._chains.setdefault(key, self._make_chain(*key))
+        self._last = (key, chain)
         return chain
+
+    def _make_chain(self, block_size: int, parent: bytes) -> core.TokenChain:
+        plain = (self._tokens, block_size, parent, self._read_cache, self._write_cache)
+        if not self._has_extra_keys:
+            return core.TokenChain(*plain)
+        digests = self._embed_digests(block_size)
+        return core.TokenChain(*plain, self._lora, self._mm_items, self._cache_salt, digests)
+
+    def _embed_digests(self, block_size: int) -> bytes:
+        rows = self._prompt_embeds
+        if rows is None:
+            return b""
+        starts = range(0, len(rows), block_size)
+        digests = (hashlib.sha256(rows[i : i + block_size].tobytes()).digest() for i in starts)
+        return b"".join(digests)
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}: expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
+    return value
+
+
+def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
+    if not isinstance(lora, list | tuple):
+        raise TypeError(f"lora is {lora!r}: expected (name, path)")
+    if len(lora) != 2:
+        raise ValueError(f"lora is {lora!r}: expected (name, path)")
+    return _text(lora[0], "lora[0]"), _text(lora[1], "lora[1]")
+
+
+def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
+    name, expected = f"mm_items[{i}]", "expected (identifier, first token, number of tokens)"
+    if not isinstance(item, list | tuple):
+        raise TypeError(f"{name} is {item!r}: {expected}")
+    if len(item) != 3:
+        raise ValueError(f"{name} is {item!r}: {expected}")
+    identifier = _text(item[0], f"{name}[0]")
+    try:
+        first, length = index(item[1]), index(item[2])
+    except TypeError:
+        raise TypeError(f"{name} is {item!r}: {expected}") from None
+    if first < 0 or length < 1 or first + length > _MAX:
+        raise ValueError(
+            f"{name}: {identifier!r} starts at {first} and has {length} tokens: "
+            f"expected a start of 0 or more, 1 token or more, and an end of at most {_MAX}"
+        )
+    return identifier, first, length
+
+
+def _checked_embeds(rows: np.ndarray) -> np.ndarray:
+    if not isinstance(rows, np.ndarray) or rows.dtype.hasobject:
+        raise TypeError(f"prompt_embeds has type {type(rows).__name__}: expected a numeric array")
+    if rows.ndim == 0:
+        raise ValueError("prompt_embeds has 0 dimensions: expected one row per token")
+    rows = rows.view()
+    rows.setflags(write=False)
+    return rows

@@ -1,0 +1,20 @@
+// Bounds of what callers give. Everything that counts tokens, blocks or rows is at most 2**31 - 1:
+// ids are int32, and int64 arithmetic on such numbers cannot overflow.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace kvcache {
+
+inline constexpr int64_t kMaxSize = INT32_MAX;
+
+// The value, or std::invalid_argument that names it; `note` follows what was expected.
+inline int64_t checked_size(const char* name, int64_t value, int64_t least, const char* note = "") {
+  if (value >= least && value <= kMaxSize) return value;
+  throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ": expected " +
+                              std::to_string(least) + " to " + std::to_string(kMaxSize) + note);
+}
+
+}  // namespace kvcache
