@@ -187,7 +187,6 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
 
 void HostTables::append_row(int64_t g, int64_t row, const int32_t* ids, int64_t n, bool reset) {
   check_group(g, "group");
-  const TableGroup& group = groups_[static_cast<size_t>(g)];
   if (row < 0 || row >= num_rows_) {
     fail("row is " + str(row) + ": expected 0 to " + str(num_rows_ - 1));
   }
