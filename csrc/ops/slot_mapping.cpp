@@ -128,12 +128,16 @@ KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, i
   }
 }
 
-// breaks[i]: token i does not follow token i - 1. A loop of vectors.
-KV_VECTOR_CLONES void find_breaks(const int32_t* rows, const int64_t* positions, int64_t n,
-                                  uint8_t* breaks) {
+// breaks[i]: token i does not follow token i - 1; returns how many. A loop of vectors.
+KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positions, int64_t n,
+                                     uint8_t* breaks) {
+  int64_t count = 0;
   for (int64_t i = 1; i < n; ++i) {
-    breaks[i] = (rows[i] != rows[i - 1]) | (positions[i] != positions[i - 1] + 1);
+    const bool follows = (rows[i] == rows[i - 1]) & (positions[i] == positions[i - 1] + 1);
+    breaks[i] = !follows;
+    count += !follows;
   }
+  return count;
 }
 
 // The runs of the tokens, or none where they are too short to be worth it (a decode step).
@@ -143,14 +147,15 @@ std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int
   if (n < kWorthwhile) return runs;
   static thread_local std::vector<uint8_t> breaks;
   breaks.resize(static_cast<size_t>(n));
-  find_breaks(rows, positions, n, breaks.data());
+  const int64_t num_runs = find_breaks(rows, positions, n, breaks.data()) + 1;
+  if (num_runs * kWorthwhile > n) return runs;
+  runs.reserve(static_cast<size_t>(num_runs));
   for (int64_t first = 0; first < n;) {
     const void* next = first + 1 < n ? std::memchr(breaks.data() + first + 1, 1,
                                                    static_cast<size_t>(n - first - 1))
                                      : nullptr;
     const int64_t end = next == nullptr ? n : static_cast<const uint8_t*>(next) - breaks.data();
     runs.push_back({first, end - first});
-    if (static_cast<int64_t>(runs.size()) * kWorthwhile > n) return {};
     first = end;
   }
   return runs;
