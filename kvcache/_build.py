@@ -17,7 +17,6 @@ from pathlib import Path
 
 # LibTorch's stable ABI as of 2.10: one build loads in 2.10 and every later release.
 TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
-MIN_TORCH = (2, 10)
 
 CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]

@@ -33,7 +33,6 @@ def build_library(asan: bool) -> Path:
         "-std=c++17",
         "-fPIC",
         "-fvisibility=hidden",
-        "-DKVCACHE_EMUL",
         "-Wno-unknown-pragmas",
     ]
     flags += [f"-D{_build.TORCH_TARGET}", f"-isystem{_build.torch_dir() / 'include'}", f"-I{root}"]

@@ -16,6 +16,7 @@ DOCUMENTED = [
     "kvcache.allocator.request",
     "kvcache.worker.apply",
     "kvcache.worker.block_table",
+    "kvcache.worker.multi_group",
     "kvcache.worker.storage",
 ]
 
@@ -30,7 +31,15 @@ def test_examples_run(path):
 def test_docstring_examples(name):
     module = importlib.import_module(name)
     names = {**vars(importlib.import_module("kvcache")), **vars(module)}
-    for public in ("KVCacheManager", "Request", "BlockPool", "KVStorage", "BlockTable", "np"):
+    for public in (
+        "KVCacheManager",
+        "Request",
+        "BlockPool",
+        "KVStorage",
+        "BlockTable",
+        "MultiGroupBlockTable",
+        "np",
+    ):
         source = importlib.import_module("kvcache") if public != "np" else None
         names[public] = getattr(source, public) if source else importlib.import_module("numpy")
     failed, attempted = doctest.testmod(module, extraglobs=names)

@@ -62,9 +62,6 @@ struct TableGather {
   int64_t max_num_tokens;  // columns behind those of so many tokens are left as they are
   int32_t* out;            // laid out as tables
 
-  KV_HOST_DEVICE bool bad_row(int64_t i) const {
-    return idx_mapping[i] < -1 || idx_mapping[i] >= groups.num_rows;
-  }
   KV_HOST_DEVICE int64_t num_columns(int g) const {
     const TableGroupView& group = groups.group[g];
     const int64_t needed =

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvcache.plan import PLAN_VERSION, StepPlan, StepReport
-from kvcache.worker.block_table import BlockTable, MultiGroupBlockTable
+from kvcache.worker.block_table import BlockTable
+from kvcache.worker.multi_group import MultiGroupBlockTable
 from kvcache.worker.storage import KVStorage
 
 

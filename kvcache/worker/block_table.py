@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.plan import NO_IDS, NO_REPLACE, StepPlan
+from kvcache.plan import StepPlan
 from kvcache.specs import ContextParallel
 from kvcache.worker.buffer import BufferView
-from kvcache.worker.table_set import Ids, TableLayout, TableSet
+from kvcache.worker.table_layout import kernel_size_of, layout_of, positive
+from kvcache.worker.table_set import Ids, TableSet, make_table_set
 
 
 class BlockTable:
@@ -65,17 +66,17 @@ class BlockTable:
         pcp_padding: bool = False,
     ) -> None:
         cp = context_parallel or ContextParallel()
-        layout = _layout(
-            _positive(block_size, "block_size"),
-            _kernel_size(block_size, kernel_block_size, kernel_sizes),
-            _positive(max_num_blocks_per_req, "max_num_blocks_per_req"),
+        layout = layout_of(
+            positive(block_size, "block_size"),
+            kernel_size_of(block_size, kernel_block_size, kernel_sizes),
+            positive(max_num_blocks_per_req, "max_num_blocks_per_req"),
             ContextParallel() if replicated else cp,
             cp_kv_cache_interleave_size,
             window,
             slot_mapping,
         )
         self._show(
-            _table_set(
+            make_table_set(
                 [layout],
                 cp,
                 max_num_reqs,
@@ -176,7 +177,7 @@ class BlockTable:
         row or position out of range raises with nothing written (on a GPU: with KVCACHE_CHECKED=1,
         else such tokens get -1).
         """
-        _given(positions, "positions")
+        given(positions, "positions")
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
@@ -215,7 +216,7 @@ class BlockTable:
         >>> BlockTable.map_to_kernel_blocks([0, 2], 4)
         array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
         """
-        _positive(blocks_per_kv_block, "blocks_per_kv_block")
+        positive(blocks_per_kv_block, "blocks_per_kv_block")
         ids = np.asarray(block_ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"block_ids has dtype {ids.dtype}: expected a list of integers")
@@ -229,297 +230,6 @@ class BlockTable:
         return (ids + np.arange(blocks_per_kv_block, dtype=np.int32)).reshape(-1)
 
 
-class MultiGroupBlockTable:
-    """One block table per cache group, in one memory: each call serves all groups at once.
-
-    `[g]` is group g's `BlockTable`. Widths are `max(ceil(max_model_len / (block_size * world size)),
-    1 + num_speculative_tokens)` allocation blocks, or `max_num_blocks[g]`. Per group: `kernel_sizes`
-    (a list of candidates; one list serves all groups), `slot_mapping=False` (recurrent state has no
-    slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
-    query sees, None for all). Everything else as for `BlockTable`.
-
-    >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], [16, 16])
-    >>> tables.add_row(([5, 6], [2]), 0)
-    >>> tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 17]))
-    >>> tables[0].slot_mapping.np[:2], tables[1].slot_mapping.np[:2]
-    (array([81, 97]), array([65, 81]))
-    """
-
-    def __init__(
-        self,
-        max_num_reqs: int,
-        max_model_len: int,
-        max_num_batched_tokens: int,
-        pin_memory: bool,
-        device: torch.device | str,
-        block_sizes: Sequence[int],
-        kernel_block_sizes: Sequence[int] | None = None,
-        num_speculative_tokens: int = 0,
-        cp_kv_cache_interleave_size: int = 1,
-        *,
-        kernel_sizes: Sequence[Sequence[int] | None] | None = None,
-        context_parallel: ContextParallel | None = None,
-        max_num_blocks: Sequence[int] | None = None,
-        slot_mapping: Sequence[bool] | None = None,
-        replicated: Sequence[bool] | None = None,
-        windows: Sequence[int | None] | None = None,
-        slot_mapping_dtype: torch.dtype = torch.int64,
-        pcp_padding: bool = False,
-    ) -> None:
-        num_groups = len(block_sizes)
-        if num_groups == 0:
-            raise ValueError("block_sizes is empty: expected one size per group")
-        if kernel_sizes is not None and len(kernel_sizes) == 1:
-            kernel_sizes = list(kernel_sizes) * num_groups
-
-        def per_group(values: Sequence | None, name: str, default: object) -> Sequence:
-            if values is None:
-                return [default] * num_groups
-            if len(values) != num_groups:
-                raise ValueError(
-                    f"{name} has {len(values)} entries, block_sizes has {num_groups}: "
-                    "expected as many"
-                )
-            return values
-
-        single = per_group(kernel_block_sizes, "kernel_block_sizes", None)
-        candidates = per_group(kernel_sizes, "kernel_sizes", None)
-        widths = per_group(max_num_blocks, "max_num_blocks", None)
-        with_slots = per_group(slot_mapping, "slot_mapping", True)
-        whole = per_group(replicated, "replicated", False)
-        seen = per_group(windows, "windows", None)
-        _positive(max_model_len, "max_model_len")
-        cp = context_parallel or ContextParallel()
-        layouts = []
-        for g, block_size in enumerate(block_sizes):
-            spread = ContextParallel() if whole[g] else cp
-            tokens = _positive(block_size, f"block_sizes[{g}]") * spread.world_size
-            derived = max(-(-max_model_len // tokens), 1 + num_speculative_tokens)
-            width = derived if widths[g] is None else widths[g]
-            layouts.append(
-                _layout(
-                    block_size,
-                    _kernel_size(block_size, single[g], candidates[g]),
-                    _positive(width, f"max_num_blocks[{g}]"),
-                    spread,
-                    cp_kv_cache_interleave_size,
-                    seen[g],
-                    with_slots[g],
-                )
-            )
-        self._tables = _table_set(
-            layouts,
-            cp,
-            max_num_reqs,
-            max_num_batched_tokens,
-            num_speculative_tokens,
-            pin_memory,
-            device,
-            slot_mapping_dtype,
-            pcp_padding,
-        )
-        self.block_tables = [
-            BlockTable._of(self._tables, g, max_num_reqs) for g in range(num_groups)
-        ]
-
-    def __getitem__(self, group: int) -> BlockTable:
-        return self.block_tables[group]
-
-    def __len__(self) -> int:
-        return len(self.block_tables)
-
-    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
-        """The table part of a step's plan, for all rows and groups in one native call.
-
-        ValueError, with nothing changed, on a row, column or width that is not there, or an id outside
-        [0, num_blocks) (where that is given).
-        """
-        self._tables.apply(plan, num_blocks)
-
-    def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Adds block_ids[g] to a row of each group g; an overflow in one changes none."""
-        self._tables.apply(self._row_plan(block_ids, row, clear=False))
-
-    def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
-        """Sets a row of each group g to block_ids[g]; an overflow in one changes none."""
-        self._tables.apply(self._row_plan(block_ids, row, clear=True))
-
-    def clear_row(self, row: int) -> None:
-        """Empties a row in all groups."""
-        self._tables.clear_rows([row])
-
-    def clear_rows(self, rows: Ids) -> None:
-        """Empties rows in all groups, in one call."""
-        self._tables.clear_rows(rows)
-
-    def move_row(self, src: int, tgt: int) -> None:
-        """Row `tgt` takes over what `src` holds in all groups, and `src` is cleared."""
-        self._tables.move_rows([src], [tgt])
-
-    def move_rows(self, src: Ids, tgt: Ids) -> None:
-        """`move_row` for pairs of rows, one after the other, in one call."""
-        self._tables.move_rows(src, tgt)
-
-    def swap_row(self, src: int, tgt: int) -> None:
-        """Exchanges two rows in all groups."""
-        self._tables.swap_rows([src], [tgt])
-
-    def swap_rows(self, src: Ids, tgt: Ids) -> None:
-        """`swap_row` for pairs of rows, one after the other, in one call."""
-        self._tables.swap_rows(src, tgt)
-
-    def commit_updates(self) -> None:
-        """Brings the device up to date: what changed, in one copy and one launch for all groups."""
-        self._tables.commit_updates()
-
-    def commit_block_table(self, num_reqs: int) -> None:
-        """Uploads the first `num_reqs` rows of every group whole."""
-        for group in range(len(self)):
-            self._tables.commit_rows(group, num_reqs)
-
-    def compute_slot_mapping(
-        self,
-        req_indices: np.ndarray | torch.Tensor | None = None,
-        positions: np.ndarray | torch.Tensor | None = None,
-        *,
-        query_start_loc: np.ndarray | torch.Tensor | None = None,
-    ) -> None:
-        """Slots of all groups that have them, in one call (on a GPU one launch); see `BlockTable`."""
-        _given(positions, "positions")
-        self._tables.compute_slots(req_indices, positions, query_start_loc)
-
-    def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Uploads the slot mappings of all groups, in one copy."""
-        self._tables.commit_slots(num_tokens)
-
-    def gather(
-        self,
-        idx_mapping: torch.Tensor,
-        num_computed_tokens: torch.Tensor | None = None,
-        max_num_tokens: int | None = None,
-    ) -> list[torch.Tensor]:
-        """Rows in batch order, on the device: per group int32[n, width], by one launch for all.
-
-        idx_mapping: int32[n] on the device, the row of each request of the batch, -1 for a padded one,
-        whose row is all null. num_computed_tokens: int32[n], tokens before each request's first query:
-        entries that have left a group's window become the null block (kernels that read masked tiles
-        would meet other requests' NaN there). max_num_tokens: how long rows can be; by default as long
-        as they are now, but give `max_model_len` where a CUDA graph is captured. The result is at one
-        address, and is overwritten by the next call.
-        """
-        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)
-
-    def clear(self) -> None:
-        """Zeroes all ids and counts, on the host and on the device."""
-        self._tables.clear()
-
-    def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
-        if len(block_ids) != len(self):
-            raise ValueError(
-                f"block_ids has {len(block_ids)} groups: expected {len(self)}, one per table"
-            )
-        rows = [row]
-        return StepPlan(
-            step_id=-1,
-            rows=rows,
-            status=NO_IDS,
-            num_computed_tokens=NO_IDS,
-            clear_rows=rows if clear else NO_IDS,
-            append_rows=rows,
-            append_splits=[[0, len(ids)] for ids in block_ids],
-            append_ids=list(block_ids),
-            replace=[NO_REPLACE] * len(self),
-        )
-
-
-def _given(value: object, name: str) -> None:
+def given(value: object, name: str) -> None:
     if value is None:
         raise TypeError(f"{name} is missing: expected int64[num_tokens]")
-
-
-def _positive(value: int, name: str) -> int:
-    if not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name} is {value}: expected 1 to {2**31 - 1}")
-    return value
-
-
-def _kernel_size(
-    block_size: int, kernel_block_size: int | None, kernel_sizes: Sequence[int] | None
-) -> int:
-    """The kernel's block, from the one size given or from candidates."""
-    if kernel_block_size is not None and kernel_sizes is not None:
-        raise ValueError(
-            f"kernel_block_size is {kernel_block_size} and kernel_sizes {list(kernel_sizes)}: "
-            "expected one of the two"
-        )
-    if kernel_block_size is not None:
-        if kernel_block_size < 1 or block_size % kernel_block_size:
-            raise ValueError(
-                f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
-            )
-        return kernel_block_size
-    if kernel_sizes is None or list(kernel_sizes) == [0]:
-        return block_size
-    for size in kernel_sizes:
-        if size > 0 and block_size % size == 0:
-            return size
-    raise ValueError(f"none of kernel_sizes {list(kernel_sizes)} divides block_size {block_size}")
-
-
-def _layout(
-    block_size: int,
-    kernel_block_size: int,
-    max_num_blocks: int,
-    cp: ContextParallel,
-    interleave: int,
-    window: int | None,
-    has_slots: bool,
-) -> TableLayout:
-    if interleave < 1 or (cp.world_size > 1 and kernel_block_size % interleave):
-        raise ValueError(
-            f"cp_kv_cache_interleave_size {interleave} does not divide "
-            f"the kernel block size {kernel_block_size}"
-        )
-    if window is not None:
-        _positive(window, "window")
-    return TableLayout(
-        block_size,
-        kernel_block_size,
-        max_num_blocks,
-        cp.world_size,
-        cp.rank,
-        interleave if cp.world_size > 1 else 1,
-        window or 0,
-        bool(has_slots),
-    )
-
-
-def _table_set(
-    layouts: list[TableLayout],
-    cp: ContextParallel,
-    max_num_reqs: int,
-    max_num_batched_tokens: int,
-    num_speculative_tokens: int,
-    pin_memory: bool,
-    device: torch.device | str,
-    slot_mapping_dtype: torch.dtype,
-    pcp_padding: bool,
-) -> TableSet:
-    _positive(max_num_reqs, "max_num_reqs")
-    _positive(max_num_batched_tokens, "max_num_batched_tokens")
-    if num_speculative_tokens < 0:
-        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}: expected 0 or more")
-    if slot_mapping_dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
-    rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
-    padding = 2 * cp.pcp_world_size * max_num_reqs if pcp_padding else 0
-    return TableSet(
-        layouts,
-        rows,
-        max_num_batched_tokens + padding,
-        pin_memory,
-        torch.device(device),
-        slot_mapping_dtype,
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,40 +10,13 @@ import torch
 from kvcache import ops
 from kvcache._native import core
 from kvcache.plan import StepPlan
+from kvcache.specs import ContextParallel
 from kvcache.worker.buffer import BufferView, HostDeviceBuffer
+from kvcache.worker.table_layout import TableLayout, positive
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
 MAX_GROUPS = 32  # what an op takes in one launch
-
-
-@dataclass(frozen=True)
-class TableLayout:
-    """One group's table. Widths in allocation blocks, sizes in tokens."""
-
-    block_size: int  # of an allocation block, on one rank
-    kernel_block_size: int  # of a table entry, on one rank; divides block_size
-    max_num_blocks: int  # allocation blocks per row
-    world_size: int = 1  # context-parallel workers that the tokens are spread over
-    rank: int = 0
-    interleave: int = 1  # consecutive tokens on one of them; divides kernel_block_size
-    window: int = 0  # tokens that a query sees, 0 for all
-    has_slots: bool = True
-
-    @property
-    def ratio(self) -> int:
-        """Kernel blocks per allocation block."""
-        return self.block_size // self.kernel_block_size
-
-    @property
-    def num_columns(self) -> int:
-        """Table entries per row."""
-        return self.max_num_blocks * self.ratio
-
-    @property
-    def tokens_per_column(self) -> int:
-        """Tokens, over all ranks, that a table entry stands for."""
-        return self.kernel_block_size * self.world_size
 
 
 class TableSet:
@@ -127,9 +99,8 @@ class TableSet:
         ]
         # Rows in batch order, at one address for captured graphs. Zero, that is null, and lazily
         # committed on a CPU.
-        on_host = device.type in ("cpu", "cuda")
         self._batch_arena = torch.zeros(
-            num_ids, dtype=torch.int32, device=device if on_host else "cpu"
+            num_ids, dtype=torch.int32, device=device if self._on_cuda else "cpu"
         )
         self._batch = [
             self._batch_arena[at : at + size].view(num_rows, each.num_columns)
@@ -144,17 +115,17 @@ class TableSet:
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
         self._slots.gpu.fill_(-1)
-        self._slot_views = {g: BufferView(self._slots, i * n, (n,)) for i, g in enumerate(groups)}
         every = BufferView(self._slots, 0, (len(groups), n))
+        self._slot_views = {}
         self._slot_calls = {ALL_GROUPS: (self._fields[groups].contiguous(), every)}
         for i, g in enumerate(groups):
             view = BufferView(self._slots, i * n, (1, n))
             self._slot_calls[g] = (self._fields[g : g + 1].clone(), view)
+            self._slot_views[g] = BufferView(self._slots, i * n, (n,))
 
     def slot_mapping(self, group: int) -> BufferView:
         """[num_slots] of a group; ValueError for a group without slot mapping."""
-        if group not in self._slot_views:
-            raise ValueError(f"group {group} has no slot mapping")
+        self._slot_call(group)  # raises for a group without
         return self._slot_views[group]
 
     # Rows ------------------------------------------------------------------------------------------
@@ -321,7 +292,8 @@ class TableSet:
             self._batch_arena,
         )
         self._batch_tokens = most
-        return [table[: len(idx_mapping)].to(self.device) for table in self._batch]
+        rows = [table[: len(idx_mapping)] for table in self._batch]
+        return rows if self._on_cuda else [table.to(self.device) for table in rows]
 
     def _slot_call(self, group: int) -> tuple[torch.Tensor, BufferView]:
         if group not in self._slot_calls:
@@ -364,3 +336,32 @@ def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
             raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
     array = np.ascontiguousarray(array, wanted)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def make_table_set(
+    layouts: list[TableLayout],
+    cp: ContextParallel,
+    max_num_reqs: int,
+    max_num_batched_tokens: int,
+    num_speculative_tokens: int,
+    pin_memory: bool,
+    device: torch.device | str,
+    slot_mapping_dtype: torch.dtype,
+    pcp_padding: bool,
+) -> TableSet:
+    positive(max_num_reqs, "max_num_reqs")
+    positive(max_num_batched_tokens, "max_num_batched_tokens")
+    if num_speculative_tokens < 0:
+        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}: expected 0 or more")
+    if slot_mapping_dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
+    rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
+    padding = 2 * cp.pcp_world_size * max_num_reqs if pcp_padding else 0
+    return TableSet(
+        layouts,
+        rows,
+        max_num_batched_tokens + padding,
+        pin_memory,
+        torch.device(device),
+        slot_mapping_dtype,
+    )

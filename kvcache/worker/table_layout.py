@@ -1,0 +1,98 @@
+"""What one cache group's table looks like, and how its arguments become that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.specs import ContextParallel
+
+
+@dataclass(frozen=True)
+class TableLayout:
+    """One group's table. Widths in allocation blocks, sizes in tokens."""
+
+    block_size: int  # of an allocation block, on one rank
+    kernel_block_size: int  # of a table entry, on one rank; divides block_size
+    max_num_blocks: int  # allocation blocks per row
+    world_size: int = 1  # context-parallel workers that the tokens are spread over
+    rank: int = 0
+    interleave: int = 1  # consecutive tokens on one of them; divides kernel_block_size
+    window: int = 0  # tokens that a query sees, 0 for all
+    has_slots: bool = True
+
+    @property
+    def ratio(self) -> int:
+        """Kernel blocks per allocation block."""
+        return self.block_size // self.kernel_block_size
+
+    @property
+    def num_columns(self) -> int:
+        """Table entries per row."""
+        return self.max_num_blocks * self.ratio
+
+    @property
+    def tokens_per_column(self) -> int:
+        """Tokens, over all ranks, that a table entry stands for."""
+        return self.kernel_block_size * self.world_size
+
+
+def positive(value: int, name: str) -> int:
+    if not isinstance(value, int | np.integer):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if not 1 <= value < 2**31:
+        raise ValueError(f"{name} is {value}: expected 1 to {2**31 - 1}")
+    return value
+
+
+def kernel_size_of(
+    block_size: int, kernel_block_size: int | None, kernel_sizes: Sequence[int] | None
+) -> int:
+    """The kernel's block, from the one size given or from candidates."""
+    if kernel_block_size is not None and kernel_sizes is not None:
+        raise ValueError(
+            f"kernel_block_size is {kernel_block_size} and kernel_sizes {list(kernel_sizes)}: "
+            "expected one of the two"
+        )
+    if kernel_block_size is not None:
+        if kernel_block_size < 1 or block_size % kernel_block_size:
+            raise ValueError(
+                f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
+            )
+        return kernel_block_size
+    if kernel_sizes is None or list(kernel_sizes) == [0]:
+        return block_size
+    for size in kernel_sizes:
+        if size > 0 and block_size % size == 0:
+            return size
+    raise ValueError(f"none of kernel_sizes {list(kernel_sizes)} divides block_size {block_size}")
+
+
+def layout_of(
+    block_size: int,
+    kernel_block_size: int,
+    max_num_blocks: int,
+    cp: ContextParallel,
+    interleave: int,
+    window: int | None,
+    has_slots: bool,
+) -> TableLayout:
+    if interleave < 1 or (cp.world_size > 1 and kernel_block_size % interleave):
+        raise ValueError(
+            f"cp_kv_cache_interleave_size {interleave} does not divide "
+            f"the kernel block size {kernel_block_size}"
+        )
+    if window is not None:
+        positive(window, "window")
+    return TableLayout(
+        block_size,
+        kernel_block_size,
+        max_num_blocks,
+        cp.world_size,
+        cp.rank,
+        interleave if cp.world_size > 1 else 1,
+        window or 0,
+        bool(has_slots),
+    )
