@@ -17,7 +17,11 @@ _HOME = {
     "PrefixCacheStats": "kvcache.allocator",
     "Request": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
+    "CachePlan": "kvcache.specs",
     "ContextParallel": "kvcache.specs",
+    "GroupSpec": "kvcache.specs",
+    "LayerSpec": "kvcache.specs",
+    "plan_cache": "kvcache.specs",
     "Status": "kvcache.plan",
     "StepPlan": "kvcache.plan",
     "StepReport": "kvcache.plan",
@@ -26,7 +30,7 @@ _HOME = {
     "MultiGroupBlockTable": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-_MODULES = ("ops", "worker", "allocator", "replay", "plan")
+_MODULES = ("ops", "worker", "allocator", "replay", "plan", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

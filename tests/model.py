@@ -1,10 +1,27 @@
-"""A plain model of the allocator: lists, dictionaries and loops, no cleverness, no arrays."""
+"""A plain model of the allocator: lists, dictionaries and loops, no cleverness, no arrays.
+
+What a hit is, is written down as it is meant (the longest prefix of which every group has what it
+reads), not as it is found. Content is known by its tokens: no hashes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import gcd, lcm
 
 SERVED, WAIT, NEVER = 0, 1, 2
+TOKENS, STATE, ENCODER = "tokens", "state", "encoder"
+FOREVER = 10**9
+
+
+@dataclass
+class ModelGroup:
+    """`reads_from(n)`: the first token that the token at n, or a later one, reads."""
+
+    block_size: int
+    reads_from: Callable[[int], int] = lambda n: 0
+    pages: str = TOKENS
 
 
 @dataclass
@@ -12,15 +29,34 @@ class ModelRequest:
     tokens: list[int]
     reads: bool = True
     writes: bool = True
+    num_encoder_tokens: int = 0
+
+
+@dataclass
+class ModelHeld:
+    """What a row holds of a group; 0 where a block was dropped."""
+
+    blocks: list[int] = field(default_factory=list)
+    num_published: int = 0
+    num_parts: int = 0
+    source: int = 0  # block that the first part of a block was copied from
+    num_copied: int = 0
+
+    @property
+    def num_dropped(self):
+        return next((i for i, block in enumerate(self.blocks) if block), len(self.blocks))
 
 
 @dataclass
 class ModelRow:
     request: ModelRequest
+    held: list[ModelHeld]
     by_step: bool
-    blocks: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_published: int = 0
+    start: int
+    num_computed: int
+    admission: int
+    resend: bool = False
+    stale: bool = False
 
 
 @dataclass
@@ -29,166 +65,629 @@ class Answer:
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
+    copy: list[tuple[int, int]] = field(default_factory=list)
+    zero: list[int] = field(default_factory=list)
+
+
+def ceil_div(a, b):
+    return -(-a // b)
 
 
 class ModelManager:
-    def __init__(self, num_blocks, block_size, max_model_len, max_num_reqs, num_preallocate_tokens):
+    def __init__(
+        self,
+        groups,
+        num_blocks,
+        max_model_len,
+        max_num_reqs=FOREVER,
+        num_preallocate_tokens=0,
+        hash_block_size=None,
+        watermark_blocks=0,
+        use_eagle=False,
+        fence_frees=False,
+        enable_caching=True,
+    ):
+        self.groups = groups
         self.num_blocks = num_blocks
-        self.block_size = block_size
         self.max_model_len = max_model_len
         self.max_num_reqs = max_num_reqs
         self.num_preallocate_tokens = num_preallocate_tokens
+        sizes = [group.block_size for group in groups]
+        self.hash_size = hash_block_size or gcd(*sizes)
+        self.has_parts = [
+            hash_block_size is not None and self.hash_size < g.block_size and g.pages == TOKENS
+            for g in groups
+        ]
+        cacheable = [g for g, group in enumerate(groups) if group.pages != ENCODER]
+        self.whole_unit = lcm(*[sizes[g] for g in cacheable])
+        self.unit = lcm(*[self.hash_size if self.has_parts[g] else sizes[g] for g in cacheable])
+        self.is_uniform = all(size == self.hash_size for size in sizes)
+        self.watermark = watermark_blocks
+        self.use_eagle = use_eagle
+        self.fence_frees = fence_frees
+        self.caching = enable_caching
+
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.uncached_free = list(range(1, num_blocks))
         self.cached_free: list[int] = []
-        self.prefixes: dict[int, tuple] = {}  # block -> all tokens up to its end
-        self.published: list[int] = []  # oldest first
+        # Of cached blocks: group, tokens of the full block or None, tokens of its parts.
+        self.content: dict[int, tuple[int, tuple | None, list[tuple]]] = {}
+        self.published: list[tuple[int, tuple, int]] = []  # (group, tokens, block), oldest first
+        self.parts: list[tuple[int, tuple, int]] = []
+        self.fences: list[tuple[int, list[int]]] = []
+        self.in_flight: list[dict] = []
+        self.num_steps = self.num_completed = self.num_admissions = 0
+        self.last_issued = -1
         self.query_tokens = self.hit_tokens = 0
+        self.events: list[tuple] = []
+
+    # Counts ----------------------------------------------------------------------------------------
 
     def num_free(self):
         return len(self.uncached_free) + len(self.cached_free)
 
     def num_cached(self):
-        return len(self.prefixes)
+        return len(self.content)
 
-    def step(self, rows, counts, requests, limits, lookahead):
+    def blocks(self, row, group):
+        return self.rows[row].held[group].blocks
+
+    # Steps -----------------------------------------------------------------------------------------
+
+    def step(self, rows, counts, ids, rejected, requests, limits, lookahead, reserved=0):
+        """`ids`: per row, tokens that became known. `lookahead`: per row, then per request."""
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
+        self.in_flight.append({"id": self.num_steps, "rows": [], "published": []})
+        self.step_answer, self.moves, self.borrowed = answer, [], []
         served = []
-        for row, count in zip(rows, counts):
+        for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
             state = self.rows[row]
+            start = state.num_computed - back
             answer.rows.append(row)
-            answer.computed.append(state.num_computed)
-            status = self._serve(state, count, lookahead)
+            answer.computed.append(start)
+            status = self._serve(state, row, start, count, ahead)
             answer.status.append(status)
             if status == SERVED:
-                served.append(state)
-        for request, limit in zip(requests, limits):
-            hits = self.lookup(request)
-            computed = len(hits) * self.block_size
-            after = min(computed + limit, len(request.tokens))
-            status, row = self._admit(request, hits, after, lookahead, by_step=True)
+                state.request.tokens.extend(new_ids)
+                served.append(row)
+                self._note_row(row, start, is_new=False)
+        for request, limit, ahead in zip(requests, limits, lookahead[len(rows) :]):
+            num_hit = self.hit_length(request, self.unit)
+            after = min(num_hit + limit, len(request.tokens))
+            status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
             answer.status.append(status)
-            answer.computed.append(computed)
+            answer.computed.append(num_hit)
             answer.rows.append(row)
             if status == SERVED:
                 answer.clear.add(row)
-                served.append(self.rows[row])
-        for state in served:
-            self._publish(state)
+                served.append(row)
+                self._note_row(row, num_hit, is_new=True)
+        for row, g, column, num_tokens in self.moves:
+            self._publish_state(self.rows[row], g, num_tokens)
+        for row in served:
+            self._publish(self.rows[row])
+        for row, g, column, _ in self.moves:
+            held = self.rows[row].held[g]
+            self._give_back([held.blocks[column]], self.num_steps)
+            held.blocks[column] = 0
+        self._give_back(self.borrowed, self.num_steps)
+        for row, state in self.rows.items():
+            if state.resend:
+                answer.clear.add(row)
+                state.resend = False
+        self.in_flight[-1]["clear"] = set(answer.clear)
+        self.last_issued = self.num_steps
+        self.num_steps += 1
+        self.in_flight = self.in_flight[-64:]
         return answer
 
-    def allocate(self, request, count, hits, lookahead):
-        """The row and its blocks behind the hits, or None."""
-        after = len(hits) * self.block_size + count
-        status, row = self._admit(request, hits, after, lookahead, by_step=False)
+    def _note_row(self, row, start, is_new):
+        entry = (row, self.rows[row].admission, start, is_new)
+        self.in_flight[-1]["rows"].append(entry)
+
+    def allocate(self, request, count, num_hit, lookahead):
+        """The row and its blocks behind the hits, per group, or None."""
+        status, row = self._admit(request, num_hit, num_hit + count, lookahead, 0, by_step=False)
         if status != SERVED:
             return None
         self._publish(self.rows[row])
-        return row, self.rows[row].blocks[len(hits) :]
+        sizes = [num_hit // g.block_size if g.pages != ENCODER else 0 for g in self.groups]
+        return row, [held.blocks[n:] for held, n in zip(self.rows[row].held, sizes)]
 
     def append(self, row, count, lookahead):
         state = self.rows[row]
-        held = len(state.blocks)
-        if self._serve(state, count, lookahead) != SERVED:
+        sizes = [len(held.blocks) for held in state.held]
+        if self._serve(state, row, state.num_computed, count, lookahead) != SERVED:
             return None
         self._publish(state)
-        return state.blocks[held:]
+        return [held.blocks[n:] for held, n in zip(state.held, sizes)]
+
+    def most_rejected(self, row):
+        state = self.rows[row]
+        if any(group.pages == STATE for group in self.groups):
+            return 0
+        kept = state.start
+        for g, (group, held) in enumerate(zip(self.groups, state.held)):
+            kept = max(kept, held.num_published * group.block_size)
+            if self.has_parts[g]:
+                kept = max(kept, held.num_parts * self.hash_size)
+        return max(state.num_computed - kept, 0)
+
+    def reject(self, row, count):
+        self.rows[row].num_computed -= count
 
     def free(self, row):
         state = self.rows.pop(row)
         self._publish(state)
-        for block in reversed(state.blocks):
-            self.refs[block] -= 1
-            if self.refs[block] == 0:
-                (self.cached_free if block in self.prefixes else self.uncached_free).append(block)
+        self._give_back_row(state, with_encoder=True)
         if state.by_step:
             self.to_clear.add(row)
+
+    def complete(self, step_id):
+        self.num_completed = max(self.num_completed, step_id + 1)
+        self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_completed]
+        self._lift_fences()
 
     def reset(self):
         if any(self.refs.values()):
             return False
-        self.uncached_free += self.cached_free
-        self.cached_free = []
-        self.prefixes = {}
-        self.published = []
+        self._clear()
         return True
 
-    def lookup(self, request):
-        hits = []
-        tokens, size = request.tokens, self.block_size
-        while request.reads and (len(hits) + 1) * size <= len(tokens) - 1:
-            prefix = tuple(tokens[: (len(hits) + 1) * size])
-            found = [block for block in self.published if self.prefixes[block] == prefix]
-            if not found:
-                break
-            hits.append(found[0])
-        return hits
+    def start_epoch(self):
+        self._clear()
+        for state in self.rows.values():
+            state.stale = True
 
-    def _admit(self, request, hits, after, lookahead, by_step):
-        free = self.num_free() - sum(self.refs[block] == 0 for block in hits)
-        status, num_new = self._need(len(hits), after, len(request.tokens), lookahead, free)
-        unused = [row for row in range(self.max_num_reqs) if row not in self.rows]
-        if status == SERVED and not unused:
-            status = WAIT
-        if status != SERVED:
-            return status, -1
-        for block in hits:
-            if self.refs[block] == 0:
-                self.cached_free.remove(block)
-            self.refs[block] += 1
-        state = ModelRow(request, by_step, list(hits), after, len(hits))
-        self.rows[unused[0]] = state
-        self._take(state, num_new)
+    def _clear(self):
+        self.uncached_free += self.cached_free
+        self.cached_free, self.content, self.published, self.parts = [], {}, [], []
+        self.events.append(("cleared",))
+
+    def num_common_prefix_blocks(self, row, num_running, g):
+        fenced = [block for _, blocks in self.fences for block in blocks]
+        count = 0
+        for block in self.rows[row].held[g].blocks:
+            if not block or self.refs[block] - fenced.count(block) != num_running:
+                break
+            count += 1
+        return count
+
+    # Hits ------------------------------------------------------------------------------------------
+
+    def find(self, g, prefix, where=None):
+        entries = self.published if where is None else where
+        return next((block for group, key, block in entries if (group, key) == (g, prefix)), 0)
+
+    def has_all(self, tokens, num_tokens):
+        """Whether every group has what the tokens behind this prefix read."""
+        for g, group in enumerate(self.groups):
+            size = group.block_size
+            if group.pages == ENCODER:
+                continue
+            first = group.reads_from(num_tokens)
+            for column in range(first // size, num_tokens // size):
+                if not self.find(g, tuple(tokens[: (column + 1) * size])):
+                    return False
+            if num_tokens % size and first < num_tokens:
+                if not self.find(g, tuple(tokens[:num_tokens]), self.parts):
+                    return False
+        return True
+
+    def hit_length(self, request, unit):
+        if not request.reads or not self.caching:
+            return 0
+        most = len(request.tokens) - 1
+        lengths = [n for n in range(0, most + 1, unit) if self.has_all(request.tokens, n)]
+        best = max(lengths)
+        if self.use_eagle and best > 0:
+            best = max(n for n in lengths if n <= best - unit)
+        return best
+
+    def hit_blocks(self, request, num_tokens):
+        """Per group what a row with this hit begins with."""
+        held = []
+        for g, group in enumerate(self.groups):
+            size, each = group.block_size, ModelHeld()
+            if group.pages != ENCODER:
+                first = group.reads_from(num_tokens)
+                for column in range(num_tokens // size):
+                    prefix = tuple(request.tokens[: (column + 1) * size])
+                    each.blocks.append(self.find(g, prefix) if column >= first // size else 0)
+                each.num_published = num_tokens // size
+                each.num_parts = each.num_published * (size // self.hash_size)
+                if num_tokens % size and first < num_tokens:
+                    prefix = tuple(request.tokens[:num_tokens])
+                    each.source = self.find(g, prefix, self.parts)
+                    each.num_copied = num_tokens
+            held.append(each)
+        return held
+
+    # Serving ---------------------------------------------------------------------------------------
+
+    def _needs(self, held, start, after, lookahead):
+        """Per group (new blocks, columns to drop up to)."""
+        needs = []
+        for group, each in zip(self.groups, held):
+            size, columns = group.block_size, len(each.blocks)
+            if group.pages == STATE:
+                needs.append((int(after > columns * size), each.num_dropped))
+            elif group.pages == ENCODER:
+                needs.append((0, 0))
+            else:
+                most = ceil_div(self.max_model_len, size)
+                need = min(ceil_div(after + lookahead, size), most)
+                drop_to = max(each.num_dropped, min(group.reads_from(start) // size, columns))
+                needs.append((max(need - columns, 0), drop_to))
+        return needs
+
+    def _room(self, held, needs, free):
+        """Free blocks left when all of `needs` is met."""
+        for each, (num_new, drop_to) in zip(held, needs):
+            free -= num_new
+            for block in each.blocks[each.num_dropped : drop_to]:
+                free += self.refs[block] == 1 and not self._is_fenced(self.last_issued)
+        return free
+
+    def _is_fenced(self, step_id):
+        return self.fence_frees and step_id >= self.num_completed
+
+    def _serve(self, state, row, start, count, lookahead):
+        after = start + count
+        needs = self._needs(state.held, start, after, lookahead)
+        room = self._room(state.held, needs, self.num_free())
+        if room < 0:
+            alive = sum(
+                len(each.blocks) - drop_to + num_new
+                for each, (num_new, drop_to) in zip(state.held, needs)
+                if True
+            )
+            return NEVER if alive > self.num_blocks - 1 else WAIT
+        state.start, state.num_computed = start, after
+        self._supply(state, row, start, after, needs, max(room - self.watermark, 0))
+        return SERVED
+
+    def _admit(self, request, num_hit, after, lookahead, reserved, by_step):
+        held = self.hit_blocks(request, num_hit)
+        hits = [block for each in held for block in each.blocks if block]
+        sources = [each.source for each in held if each.source]
+        free = self.num_free() - sum(self.refs[block] == 0 for block in hits + sources)
+        needs = self._needs(held, num_hit, after, lookahead)
+        for g, group in enumerate(self.groups):
+            if group.pages == ENCODER:
+                needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
+        room = self._room(held, needs, free) - self.watermark - reserved
+        now = len(hits) + sum(num_new for num_new, _ in needs)
+        if max(now, self._ever(request)) > self.num_blocks - 1 - self.watermark:
+            return NEVER, -1
+        row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
+        if room < 0 or row >= self.max_num_reqs:
+            return WAIT, -1
+        for block in hits + sources:
+            self._retain(block)
+        if sources:
+            self.borrowed += sources
+        self.num_admissions += 1
+        state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
+        self.rows[row] = state
+        self._supply(state, row, num_hit, after, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
-            self.hit_tokens += len(hits) * self.block_size
-        return status, unused[0]
+            self.hit_tokens += num_hit
+        return SERVED, row
 
-    def _serve(self, state, count, lookahead):
-        after = state.num_computed + count
-        status, num_new = self._need(len(state.blocks), after, after, lookahead, self.num_free())
-        if status == SERVED:
-            self._take(state, num_new)
-            state.num_computed = after
-        return status
+    def _ever(self, request):
+        """Blocks held when the last known token runs alone."""
+        count, n = 0, len(request.tokens)
+        for group in self.groups:
+            if group.pages == ENCODER:
+                count += ceil_div(request.num_encoder_tokens, group.block_size)
+            elif group.pages == STATE:
+                count += min(ceil_div(n, group.block_size), 2)
+            else:
+                first = group.reads_from(n - 1)
+                count += ceil_div(n, group.block_size) - first // group.block_size
+        return count
 
-    def _need(self, held, after, ever, lookahead, free):
-        """Whether it fits, and how many blocks to take, with preallocation."""
+    def _supply(self, state, row, start, after, needs, room):
+        numbers = []
+        for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
+            first = each.num_dropped
+            if drop_to > first:
+                dropped = each.blocks[first:drop_to]
+                each.blocks[first:drop_to] = [0] * len(dropped)
+                self._give_back(dropped, self.last_issued)
+            more = 0
+            if num_new and group.pages == TOKENS:
+                most = ceil_div(self.max_model_len, group.block_size)
+                more = min(
+                    ceil_div(self.num_preallocate_tokens, group.block_size),
+                    room,
+                    most - len(each.blocks) - num_new,
+                )
+                room -= more
+            numbers.append(num_new + more)
+        taken = [[self._take() for _ in range(n)] for n in numbers]
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if group.pages == STATE and taken[g]:
+                self._move_state(row, each, g, start, after, taken[g][0])
+                continue
+            if each.source and each.num_copied == start and taken[g]:
+                if len(each.blocks) == start // group.block_size:
+                    self.step_answer.copy.append((each.source, taken[g][0]))
+            each.blocks += taken[g]
 
-        def blocks_for(num_tokens):
-            return -(-num_tokens // self.block_size)
+    def _move_state(self, row, held, g, start, after, page):
+        if start > 0:
+            self.step_answer.copy.append((held.blocks[-1], page))
+            self.moves.append((row, g, len(held.blocks) - 1, start))
+        else:
+            self.step_answer.zero.append(page)
+        column = (after - 1) // self.groups[g].block_size
+        held.blocks += [0] * (column - len(held.blocks)) + [page]
 
-        most = blocks_for(self.max_model_len)
-        need = min(blocks_for(after + lookahead), most)
-        if max(need, blocks_for(ever)) > self.num_blocks - 1:
-            return NEVER, 0
-        num_new = max(need - held, 0)
-        if num_new > free:
-            return WAIT, 0
-        extra = blocks_for(self.num_preallocate_tokens) if num_new else 0
-        while extra and (num_new + extra > free or held + num_new + extra > most):
-            extra -= 1
-        return SERVED, num_new + extra
+    # Blocks ----------------------------------------------------------------------------------------
 
-    def _take(self, state, num_new):
-        for _ in range(num_new):
-            block = (self.uncached_free or self.cached_free).pop(0)
-            if block in self.prefixes:
-                del self.prefixes[block]
-                self.published.remove(block)
-            self.refs[block] = 1
-            state.blocks.append(block)
+    def _take(self):
+        block = (self.uncached_free or self.cached_free).pop(0)
+        self._forget(block)
+        self.refs[block] = 1
+        return block
+
+    def _retain(self, block):
+        if self.refs[block] == 0:
+            self.cached_free.remove(block)
+        self.refs[block] += 1
+
+    def _release(self, block):
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            (self.cached_free if block in self.content else self.uncached_free).append(block)
+
+    def _give_back(self, blocks, step_id):
+        if self._is_fenced(step_id):
+            if blocks:
+                self.fences.append((step_id, list(blocks)))
+            return
+        for block in blocks:
+            self._release(block)
+
+    def _lift_fences(self):
+        while self.fences and self.fences[0][0] < self.num_completed:
+            for block in self.fences.pop(0)[1]:
+                self._release(block)
+
+    def _give_back_row(self, state, with_encoder):
+        last, first = [], []
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if group.pages == ENCODER:
+                first += reversed(each.blocks) if with_encoder else []
+                continue
+            for column, block in enumerate(each.blocks):
+                if block:
+                    last.append((-column * group.block_size, g, block))
+        blocks = first + [block for _, _, block in sorted(last)]
+        self._give_back(blocks, self.last_issued)
+        for g, group in enumerate(self.groups):
+            if with_encoder or group.pages != ENCODER:
+                state.held[g] = ModelHeld()
+
+    def _forget(self, block):
+        if block not in self.content:
+            return
+        g, prefix, _ = self.content.pop(block)
+        self.published = [entry for entry in self.published if entry[2] != block]
+        self.parts = [entry for entry in self.parts if entry[2] != block]
+        if prefix is not None and not self.find(g, prefix):
+            self.events.append(("removed", g, prefix))
+
+    def _evict(self, block):
+        if block in self.content:
+            self._forget(block)
+            if self.refs[block] == 0:
+                self.cached_free.remove(block)
+                self.uncached_free.append(block)
+
+    # Publishing ------------------------------------------------------------------------------------
 
     def _publish(self, state):
-        tokens = state.request.tokens
-        if not state.request.writes:
+        if not state.request.writes or state.stale or not self.caching:
             return
-        full = min(state.num_computed, len(tokens)) // self.block_size
-        for i in range(state.num_published, full):
-            block = state.blocks[i]
-            self.prefixes[block] = tuple(tokens[: (i + 1) * self.block_size])
-            self.published.append(block)
-        state.num_published = max(state.num_published, full)
+        known = min(state.num_computed, len(state.request.tokens))
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if self.has_parts[g]:
+                self._publish_parts(state, g, known)
+            if group.pages == STATE:
+                self._publish_state(state, g, state.num_computed)
+            elif group.pages == TOKENS:
+                for column in range(each.num_published, known // group.block_size):
+                    self._publish_block(state, g, column)
+                each.num_published = max(each.num_published, known // group.block_size)
+
+    def _publish_block(self, state, g, column):
+        block = state.held[g].blocks[column]
+        if not block:
+            return
+        prefix = tuple(state.request.tokens[: (column + 1) * self.groups[g].block_size])
+        if not self.find(g, prefix):
+            self.events.append(("stored", g, prefix))
+        self.published.append((g, prefix, block))
+        parts = self.content[block][2] if block in self.content else []
+        self.content[block] = (g, prefix, parts)
+        self._note_published(block)
+
+    def _publish_parts(self, state, g, known):
+        each, size = state.held[g], self.groups[g].block_size
+        for i in range(each.num_parts, known // self.hash_size):
+            end = (i + 1) * self.hash_size
+            block = each.blocks[(end - 1) // size]
+            if end % size == 0 or not block:
+                continue
+            prefix = tuple(state.request.tokens[:end])
+            self.parts.append((g, prefix, block))
+            if block not in self.content:
+                self.content[block] = (g, None, [])
+            self.content[block][2].append(prefix)
+            self._note_published(block)
+        each.num_parts = max(each.num_parts, known // self.hash_size)
+
+    def _publish_state(self, state, g, num_tokens):
+        if not state.request.writes or state.stale or not self.caching:
+            return
+        each, size = state.held[g], self.groups[g].block_size
+        if num_tokens % size:
+            each.num_published = max(each.num_published, num_tokens // size)
+        elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
+            self._publish_block(state, g, num_tokens // size - 1)
+            each.num_published = num_tokens // size
+
+    def _note_published(self, block):
+        if self.in_flight:
+            self.in_flight[-1]["published"].append(block)
+
+    # Withdrawing -----------------------------------------------------------------------------------
+
+    def abort(self, step_id):
+        bad, limits = set(), {}
+        for step in [each for each in self.in_flight if each["id"] >= step_id]:
+            bad |= set(step["published"])
+            for row, admission, start, is_new in step["rows"]:
+                state = self.rows.get(row)
+                if state is None or state.admission != admission:
+                    continue
+                for group, each in zip(self.groups, state.held):
+                    if is_new and each.source:
+                        start -= start % group.block_size
+                limits[row] = min(limits.get(row, FOREVER), start)
+                state.resend |= state.by_step
+            for row in step["clear"]:
+                if row in self.rows and self.rows[row].by_step:
+                    self.rows[row].resend = True
+                else:
+                    self.to_clear.add(row)
+        self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
+        self.last_issued = min(self.last_issued, step_id - 1)
+        self.fences = [(min(id_, self.last_issued), blocks) for id_, blocks in self.fences]
+        self._lift_fences()
+        return self._withdraw(bad, limits)
+
+    def invalidate(self, blocks):
+        return self._withdraw(set(blocks), {})
+
+    def _withdraw(self, bad, limits):
+        """Row -> tokens from which it goes on, of the rows that lose some."""
+        before = None
+        while before != (bad, limits):
+            before = (set(bad), dict(limits))
+            for row, state in self.rows.items():
+                limit = limits.get(row, FOREVER)
+                found = self._limit_of(state, bad, limit)
+                if found < limit:
+                    limit = limits[row] = found - found % self.whole_unit
+                for group, each in zip(self.groups, state.held):
+                    for column, block in enumerate(each.blocks):
+                        if block and group.pages != ENCODER:
+                            start = column * group.block_size
+                            if start < state.num_computed and start + group.block_size > limit:
+                                bad.add(block)
+        for block in sorted(self._derived(bad)):
+            self._evict(block)
+        affected = {}
+        restart = []
+        for row, state in sorted(self.rows.items()):
+            limit = limits.get(row, FOREVER)
+            if limit >= state.num_computed:
+                continue
+            state.resend |= state.by_step
+            if self._can_resume(state, limit):
+                self._truncate(state, limit)
+            else:
+                self._give_back_row(state, with_encoder=False)
+                restart.append(row)
+            affected[row] = limit
+        for row in restart:
+            affected[row] = self._restart(self.rows[row])
+        return affected
+
+    def _limit_of(self, state, bad, limit):
+        tokens, found = state.request.tokens, limit
+        bad_prefixes = {self.content[block][1] for block in bad if block in self.content}
+        for group, each in zip(self.groups, state.held):
+            size = group.block_size
+            for column, block in enumerate(each.blocks):
+                start = 0 if group.pages == ENCODER else column * size
+                if block == 0:
+                    # A dropped block is known by the tokens it held.
+                    end = start + size
+                    if end <= len(tokens) and tuple(tokens[:end]) in bad_prefixes:
+                        found = min(found, start)
+                elif block in bad and start < state.num_computed:
+                    if not start < limit < start + size:  # its own last, partial block
+                        found = min(found, start)
+            if each.source in bad:
+                found = min(found, each.num_copied // size * size)
+        return found
+
+    def _derived(self, bad):
+        """Cached blocks that hold the content of bad ones, or what follows from it."""
+        cached = [block for block in bad if block in self.content]
+        roots = {self._any_prefix(block)[: self.hash_size] for block in cached}
+        found = [b for b in self.content if self._any_prefix(b)[: self.hash_size] in roots]
+        if not self.is_uniform:
+            return found
+        prefixes = {self.content[block][1] for block in cached}
+        return [block for block in found if not self._is_untouched(block, prefixes)]
+
+    def _is_untouched(self, block, bad_prefixes):
+        """Whether all it follows from is still there to be seen, and right."""
+        g, prefix, _ = self.content[block]
+        ends = range(self.hash_size, len(prefix) + 1, self.hash_size)
+        return all(self.find(g, prefix[:n]) and prefix[:n] not in bad_prefixes for n in ends)
+
+    def _any_prefix(self, block):
+        _, prefix, parts = self.content[block]
+        return prefix if prefix is not None else parts[0]
+
+    def _can_resume(self, state, num_tokens):
+        if num_tokens == 0:
+            return False
+        for group, each in zip(self.groups, state.held):
+            if group.pages == STATE:
+                return False
+            first = group.reads_from(num_tokens)
+            for column in range(first // group.block_size, ceil_div(num_tokens, group.block_size)):
+                if group.pages == TOKENS and first < num_tokens and not each.blocks[column]:
+                    return False
+        return True
+
+    def _truncate(self, state, num_tokens):
+        for group, each in zip(self.groups, state.held):
+            if group.pages == ENCODER:
+                continue
+            kept = ceil_div(num_tokens, group.block_size)
+            tail = [block for block in reversed(each.blocks[kept:]) if block]
+            self._give_back(tail, self.last_issued)
+            del each.blocks[kept:]
+            each.num_published = min(each.num_published, num_tokens // group.block_size)
+            each.num_parts = min(each.num_parts, num_tokens // self.hash_size)
+            if num_tokens < each.num_copied:
+                each.source = 0
+        state.num_computed = state.start = num_tokens
+
+    def _restart(self, state):
+        num_hit = self.hit_length(state.request, self.whole_unit)
+        held = self.hit_blocks(state.request, num_hit)
+        for g, group in enumerate(self.groups):
+            if group.pages == ENCODER:
+                held[g] = state.held[g]
+                continue
+            for block in held[g].blocks:
+                if block:
+                    self._retain(block)
+        state.held = held
+        state.num_computed = state.start = num_hit
+        state.stale = False
+        return num_hit

@@ -15,6 +15,12 @@ namespace {
 // memory behind the work on the blocks before it.
 constexpr int64_t kPrefetchBlocks = 8;
 
+// What is known of all blocks under a hash, in place of one of them.
+constexpr BlockId kUntouched = -1;
+constexpr BlockId kTouched = kNullBlock;
+
+uint64_t key_of(uint16_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
+
 std::string named(const char* what, BlockId id) {
   return std::string(what) + " holds block " + std::to_string(id);
 }
@@ -33,15 +39,26 @@ void FreeList::remove(Link* links, BlockId id) {
   (link.next == kNullBlock ? tail_ : links[link.next].prev) = link.prev;
 }
 
+void FreeList::take_over(Link* links, FreeList* other) {
+  if (other->head_ == kNullBlock) return;
+  (tail_ == kNullBlock ? head_ : links[tail_].next) = other->head_;
+  links[other->head_].prev = tail_;
+  tail_ = other->tail_;
+  *other = FreeList();
+}
+
 BlockPool::BlockPool(int64_t num_blocks)
     : num_blocks_(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)")),
       blocks_(static_cast<size_t>(num_blocks)),
       links_(static_cast<size_t>(num_blocks)),
+      parents_(static_cast<size_t>(num_blocks)),
+      roots_(static_cast<size_t>(num_blocks)),
       index_(blocks_.data(), num_blocks),
       num_free_(num_blocks - 1) {}
 
 size_t BlockPool::num_bytes() const {
-  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + index_.num_bytes();
+  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + parents_.num_bytes() +
+         roots_.num_bytes() + index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0);
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
@@ -52,9 +69,25 @@ const Block& BlockPool::at(BlockId id, const char* what) const {
   return blocks_[id];
 }
 
+void BlockPool::set_cached(BlockId id, uint16_t group, uint32_t parent, uint32_t root) {
+  Block& block = blocks_[id];
+  block.older = block.younger = kNullBlock;
+  block.group = group;
+  block.epoch = epoch_;
+  parents_[id] = parent;
+  roots_[id] = root;
+  ++num_cached_;
+  if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
+  if (residency_) residency_->published(id);
+}
+
 void BlockPool::forget(BlockId id) {
-  index_.erase(id);
-  blocks_[id].cached = false;
+  Block& block = blocks_[id];
+  if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
+    events_->removed(block.hash, block.group);
+  }
+  parts_.forget(id);
+  block.epoch = 0;
   --num_cached_;
 }
 
@@ -71,8 +104,8 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
       const Block& ahead = blocks_[out[i + kPrefetchBlocks]];
       index_.prefetch_bucket(ahead.hash, ahead.group);
     }
-    const Block& block = blocks_[out[i]];
-    if (record_evictions_) evicted_.push_back({block.hash, block.group});
+    if (residency_) residency_->evicted(out[i]);
+    ++evicted_by_group_[blocks_[out[i]].group];
     forget(out[i]);
   }
   num_evicted_ += n;
@@ -100,7 +133,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
 void BlockPool::retain(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Block& block = at(ids[i], "ids");
-    if (block.ref_count == 0 && !block.cached) {
+    if (block.ref_count == 0 && !is_cached(block)) {
       throw std::invalid_argument(
           named("ids", ids[i]) + ", which is free and not cached: expected a held or cached block");
     }
@@ -125,6 +158,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
       if (--blocks_[id].ref_count == 0) {
         list_of(blocks_[id]).push(links_.data(), id);
         ++num_free_;
+        if (residency_) residency_->released(id);
       }
       continue;
     }
@@ -140,38 +174,79 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
   }
 }
 
-void BlockPool::publish(const BlockId* ids, const Hash* hashes, int64_t n, uint16_t group) {
-  int64_t done = 0;
-  try {
-    for (; done < n; ++done) {
-      if (done + kPrefetchBlocks < n) index_.prefetch_bucket(hashes[done + kPrefetchBlocks], group);
-      Block& block = at(ids[done], "ids");
-      if (block.ref_count == 0) {
-        throw std::invalid_argument(named("ids", ids[done]) +
-                                    ", which is free: expected a held one");
-      }
-      if (block.cached) {
-        throw std::invalid_argument(named("ids", ids[done]) + ", which is already published");
-      }
-      block.hash = hashes[done];
-      block.group = group;
-      block.cached = true;
-      index_.insert(ids[done]);
-      ++num_cached_;
+void BlockPool::check_publish(const BlockId* ids, int64_t n, uint16_t group) {
+  // Marked in a link that unindexed blocks do not use, so that an id that repeats is noticed.
+  constexpr BlockId kMarked = -1;
+  int64_t i = 0;
+  const auto fail = [&](const char* what) {
+    while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
+    throw std::invalid_argument(what);
+  };
+  for (; i < n; ++i) {
+    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) {
+      fail((named("ids", ids[i]) + ": expected 1 to " + std::to_string(num_blocks_ - 1)).c_str());
     }
-  } catch (...) {
-    while (done-- > 0) forget(ids[done]);
-    throw;
+    Block& block = blocks_[ids[i]];
+    if (block.ref_count == 0) {
+      fail((named("ids", ids[i]) + ", which is free: expected a held one").c_str());
+    }
+    if (is_indexed(block) || block.younger == kMarked) {
+      fail((named("ids", ids[i]) + ", which is already published").c_str());
+    }
+    if (is_cached(block) && block.group != group) {
+      fail((named("ids", ids[i]) + ", which is published for another group").c_str());
+    }
+    block.younger = kMarked;
   }
 }
 
-int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix,
-                          BlockId* out) const {
+void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint16_t group) {
+  for (int64_t i = 0; i < std::min(n, kPrefetchBlocks); ++i) {
+    index_.prefetch_bucket(content.hash(i), group);
+  }
+  check_publish(ids, n, group);
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kPrefetchBlocks < n) {
+      index_.prefetch_bucket(content.hash(i + kPrefetchBlocks), group);
+    }
+    Block& block = blocks_[ids[i]];
+    const Hash& parent = content.parent_of(i);
+    const Hash& hash = content.hash(i);
+    if (!is_cached(block)) {
+      set_cached(ids[i], group, parent.tag(), content.root ? content.root->tag() : hash.tag());
+    }
+    block.hash = hash;
+    if (index_.insert(ids[i]) && events_ != nullptr) {
+      const int32_t* tokens =
+          content.tokens == nullptr ? nullptr : content.tokens + i * content.tokens_per_block;
+      events_->stored(block.hash, parent, group, tokens, content.tokens_per_block);
+    }
+  }
+}
+
+void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uint16_t group) {
+  const Block& block = at(id, "id");
+  if (block.ref_count == 0) {
+    throw std::invalid_argument(named("id", id) + ", which is free: expected a held one");
+  }
+  if (is_cached(block) && block.group != group) {
+    throw std::invalid_argument(named("id", id) + ", which is published for another group");
+  }
+  if (!is_cached(block)) set_cached(id, group, /*parent=*/0, root.tag());
+  parts_.add(id, hash, group);
+}
+
+int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix, BlockId* out,
+                          int64_t stride) const {
   int64_t num_leading = -1;
   for (int64_t i = 0; i < n; ++i) {
-    if (i + 2 * kPrefetchBlocks < n) index_.prefetch_bucket(hashes[i + 2 * kPrefetchBlocks], group);
-    if (i + kPrefetchBlocks < n) index_.prefetch_block(hashes[i + kPrefetchBlocks], group);
-    const BlockId id = index_.find(hashes[i], group);
+    if (i + 2 * kPrefetchBlocks < n) {
+      index_.prefetch_bucket(hashes[(i + 2 * kPrefetchBlocks) * stride], group);
+    }
+    if (i + kPrefetchBlocks < n) {
+      index_.prefetch_block(hashes[(i + kPrefetchBlocks) * stride], group);
+    }
+    const BlockId id = index_.find(hashes[i * stride], group);
     out[i] = id == kNullBlock ? -1 : id;
     if (id != kNullBlock || num_leading >= 0) continue;
     num_leading = i;
@@ -187,24 +262,84 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
   for (int64_t i = 0; i < n; ++i) {
     Block& block = blocks_[ids[i]];
-    if (!block.cached) continue;
+    if (!is_cached(block)) continue;
     if (block.ref_count == 0) {
       cached_free_.remove(links_.data(), ids[i]);
       uncached_free_.push(links_.data(), ids[i]);
     }
-    if (record_evictions_) evicted_.push_back({block.hash, block.group});
     forget(ids[i]);
   }
 }
 
+void BlockPool::evict_derived(const BlockId* ids, int64_t n, bool is_uniform) {
+  // Once per incident: one walk over the blocks that were ever used.
+  std::unordered_set<uint32_t> bad, roots;
+  for (int64_t i = 0; i < n; ++i) {
+    if (!is_cached(at(ids[i], "ids"))) continue;
+    bad.insert(blocks_[ids[i]].hash.tag());
+    roots.insert(roots_[ids[i]]);
+  }
+  if (roots.empty()) return;
+  std::vector<BlockId> found;
+  std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
+  for (BlockId id = 1; id < next_fresh_; ++id) {
+    const Block& block = blocks_[id];
+    if (!is_cached(block) || roots.count(roots_[id]) == 0) continue;
+    found.push_back(id);
+    by_hash.emplace(key_of(block.group, block.hash.tag()), id);
+  }
+  if (is_uniform) {
+    const auto touched = [&](BlockId id) { return !is_untouched(id, bad, &by_hash); };
+    found.erase(std::stable_partition(found.begin(), found.end(), touched), found.end());
+  }
+  evict(found.data(), static_cast<int64_t>(found.size()));
+}
+
+// Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
+bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad,
+                             std::unordered_map<uint64_t, BlockId>* by_hash) const {
+  std::vector<uint64_t> path;
+  BlockId verdict = kTouched;
+  for (BlockId up = id;;) {
+    const Block& block = blocks_[up];
+    if (bad.count(block.hash.tag()) != 0) break;
+    path.push_back(key_of(block.group, block.hash.tag()));
+    if (block.hash.tag() == roots_[up]) {
+      verdict = kUntouched;
+      break;
+    }
+    const auto parent = by_hash->find(key_of(block.group, parents_[up]));
+    if (parent == by_hash->end()) break;
+    if (parent->second <= kNullBlock) {
+      verdict = parent->second;
+      break;
+    }
+    up = parent->second;
+  }
+  for (uint64_t key : path) (*by_hash)[key] = verdict;
+  return verdict == kUntouched;
+}
+
 bool BlockPool::reset() {
   if (num_free_ != num_total()) return false;
-  for (BlockId id = cached_free_.head(); id != kNullBlock; id = cached_free_.head()) {
-    cached_free_.remove(links_.data(), id);
-    forget(id);
-    uncached_free_.push(links_.data(), id);
-  }
+  clear();
   return true;
+}
+
+void BlockPool::clear() {
+  if (num_cached_ > 0) index_.clear();
+  parts_.clear();
+  uncached_free_.take_over(links_.data(), &cached_free_);
+  num_cached_ = 0;
+  if (++epoch_ == 0) {  // a block that slept through all epochs must not wake up cached
+    for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
+    epoch_ = 1;
+  }
+  if (events_ != nullptr) events_->cleared();
+}
+
+void BlockPool::track_residency() {
+  if (!residency_) residency_ = std::make_unique<Residency>(num_blocks_);
 }
 
 int64_t BlockPool::count_free(const BlockId* ids, int64_t n) const {
@@ -227,21 +362,25 @@ void BlockPool::check_invariants() const {
       ++num_listed;
       require(links_[id].prev == before, "a free list is not linked backwards", id);
       require(blocks_[id].ref_count == 0, "a block in a free list is held", id);
-      require(blocks_[id].cached == (list == &cached_free_), "a block is in the wrong list", id);
+      require(is_cached(blocks_[id]) == (list == &cached_free_), "a block is in the wrong list",
+              id);
       require(id < next_fresh_, "a fresh block is in a free list", id);
     }
   }
   require(num_free_ == num_listed + (num_blocks_ - next_fresh_), "num_free is wrong", 0);
-  require(blocks_[kNullBlock].ref_count == 0 && !blocks_[kNullBlock].cached, "null block used", 0);
+  require(blocks_[kNullBlock].ref_count == 0 && !is_cached(blocks_[kNullBlock]), "null block used",
+          0);
   int64_t num_cached = 0;
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];
     require(block.ref_count >= 0, "a negative reference count", id);
-    require(id < next_fresh_ || (block.ref_count == 0 && !block.cached), "a fresh block in use",
+    require(id < next_fresh_ || (block.ref_count == 0 && !is_cached(block)), "a fresh block in use",
             id);
     require(id >= next_fresh_ || listed[id] == (block.ref_count == 0), "neither held nor free", id);
-    if (!block.cached) continue;
+    if (!is_cached(block)) continue;
     ++num_cached;
+    require(is_indexed(block) || parts_.has(id), "a cached block is under no hash", id);
+    if (!is_indexed(block)) continue;
     // Reached from the index: the oldest of its ring is what a lookup finds.
     const BlockId oldest = index_.find(block.hash, block.group);
     require(oldest != kNullBlock, "a cached block is not in the index", id);

@@ -8,31 +8,27 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "core/event_log.h"
+#include "core/hash.h"
+#include "core/part_index.h"
+#include "core/residency.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
-using BlockId = int32_t;
-
-// Block 0 of every pool: never handed out, never cached, safe to read. As no list ever holds it, 0
-// also means "none" in every link below, so that zeroed memory is a valid pool of fresh blocks.
-inline constexpr BlockId kNullBlock = 0;
-
-struct Hash {
-  uint8_t bytes[32];
-  bool operator==(const Hash& other) const { return std::memcmp(bytes, other.bytes, 32) == 0; }
-};
-
 // What the pool knows about one block, besides its place in a free list.
 struct alignas(16) Block {
-  Hash hash;               // valid while cached
-  BlockId older, younger;  // ring of blocks published under one (hash, group); see HashIndex
+  Hash hash;               // valid while indexed
+  BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
   int32_t ref_count;       // > 0: held
-  uint16_t group;          // cache group the hash belongs to
-  bool cached;             // in the hash index
+  uint16_t group;          // cache group that its content belongs to
+  uint16_t epoch;          // the pool's: cached; any other: not
 };
 static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
 
@@ -50,6 +46,8 @@ class FreeList {
   BlockId head() const { return head_; }
   void push(Link* links, BlockId id);
   void remove(Link* links, BlockId id);
+  void take_over(Link* links,
+                 FreeList* other);  // all of `other`, in its order, behind what is here
 
  private:
   BlockId head_ = kNullBlock;
@@ -64,8 +62,10 @@ class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks);
   BlockId find(const Hash& hash, uint16_t group) const;
-  void insert(BlockId id);  // hash and group of the block are set; joins the ring as the youngest
-  void erase(BlockId id);
+  // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
+  bool insert(BlockId id);
+  bool erase(BlockId id);  // whether it was the last under its hash
+  void clear() { buckets_.zero(); }
   // Starts loading what `find` of the same key will read: first the bucket, then, once that has
   // arrived, the block it names.
   void prefetch_bucket(const Hash& hash, uint16_t group) const;
@@ -97,6 +97,20 @@ class HashIndex {
   ZeroedArray<Bucket> buckets_;
 };
 
+// What some blocks of one request hold: hashes and, where events tell them, tokens. Hash i is
+// hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
+struct Content {
+  const Hash* hashes;
+  const Hash* parent;
+  int64_t stride = 1;
+  const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
+  const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
+  int64_t tokens_per_block = 0;
+
+  const Hash& hash(int64_t i) const { return hashes[i * stride]; }
+  const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
+};
+
 class BlockPool {
  public:
   // `num_blocks` counts the null block. Memory is zero pages until a block is first used.
@@ -110,12 +124,21 @@ class BlockPool {
   int64_t peak_used() const { return peak_used_; }
   size_t num_bytes() const;
 
-  bool is_cached(BlockId id) const { return at(id, "id").cached; }
+  bool is_cached(BlockId id) const { return is_cached(at(id, "id")); }
   int32_t ref_count(BlockId id) const { return at(id, "id").ref_count; }
   // Whether a lookup of this hash may answer this block. Any id may be asked.
   bool holds(BlockId id, const Hash& hash, uint16_t group) const {
-    return id > kNullBlock && id < num_blocks_ && blocks_[id].cached &&
+    return id > kNullBlock && id < num_blocks_ && is_indexed(blocks_[id]) &&
            blocks_[id].group == group && blocks_[id].hash == hash;
+  }
+
+  // What the block is published under; null where it is not. Any id of the pool may be asked.
+  const Hash* hash_of(BlockId id) const {
+    return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
+  }
+  // Cached blocks of a group that were taken for other content.
+  int64_t num_evicted_of(uint16_t group) const {
+    return group < evicted_by_group_.size() ? evicted_by_group_[group] : 0;
   }
 
   // n blocks with one reference each into `out`; false, and nothing changed, when fewer are free.
@@ -130,30 +153,46 @@ class BlockPool {
   // stay until the block is taken. Throws on a block that is not held, with nothing changed.
   void release(const BlockId* ids, int64_t n);
 
-  // Makes held, uncached blocks findable under hashes[i] for `group`. Two blocks may share a hash.
-  void publish(const BlockId* ids, const Hash* hashes, int64_t n, uint16_t group);
+  // Makes held blocks that are not yet, findable under their hashes for `group`. Two blocks may
+  // share a hash.
+  void publish(const BlockId* ids, const Content& content, int64_t n, uint16_t group);
 
-  // out[i]: the oldest block published under hashes[i], or -1. With `prefix`, everything from the
-  // first miss on is -1 and is not looked at. Returns the number of leading hits.
-  int64_t lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix, BlockId* out) const;
+  // Makes what a held block holds so far findable by `find_part`, under one hash more.
+  void publish_part(BlockId id, const Hash& hash, const Hash& root, uint16_t group);
+
+  // out[i]: the oldest block published under hashes[i * stride], or -1. With `prefix`, everything
+  // from the first miss on is -1 and is not looked at. Returns the number of leading hits.
+  int64_t lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix, BlockId* out,
+                 int64_t stride = 1) const;
+
+  // The oldest block published under this hash, and the oldest with such a part; or the null block.
+  BlockId find(const Hash& hash, uint16_t group) const { return index_.find(hash, group); }
+  BlockId find_part(const Hash& hash, uint16_t group) const { return parts_.find(hash, group); }
 
   // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
   // left as they are.
   void evict(const BlockId* ids, int64_t n);
 
+  // Evicts these blocks and all that may have been computed from them: every block of a chain with
+  // the same root, but for those whose ancestors are all cached, in the same group, and none of
+  // them is under the hash of one of `ids`. That exception holds where a chain's blocks are all of
+  // one size (`is_uniform`).
+  void evict_derived(const BlockId* ids, int64_t n, bool is_uniform);
+
   // Forgets every hash; false, and nothing changed, while any block is held.
   bool reset();
+  // The same while blocks are held: they stay so, and are not cached any more. O(1).
+  void clear();
 
   // Of these ids, how many are free (so that a retain would take them out of `num_free`).
   int64_t count_free(const BlockId* ids, int64_t n) const;
 
-  // Hashes (with group) of evicted blocks since the last call, oldest first; recorded on demand.
-  void record_evictions(bool on) { record_evictions_ = on; }
-  struct Evicted {
-    Hash hash;
-    uint16_t group;
-  };
-  std::vector<Evicted> drain_evicted() { return std::exchange(evicted_, {}); }
+  // Where stored, removed and cleared hashes are told; null for nowhere.
+  void tell(EventLog* events) { events_ = events; }
+
+  // How long cached blocks stay, once they are tracked.
+  void track_residency();
+  Residency* residency() { return residency_.get(); }
 
   // Walks the whole pool and throws std::logic_error where an invariant does not hold.
   // O(num_blocks).
@@ -164,23 +203,35 @@ class BlockPool {
   Block& at(BlockId id, const char* what) {
     return const_cast<Block&>(std::as_const(*this).at(id, what));
   }
+  bool is_cached(const Block& block) const { return block.epoch == epoch_; }
+  bool is_indexed(const Block& block) const {
+    return is_cached(block) && block.older != kNullBlock;
+  }
   void take_evicted(int64_t n, BlockId* out);
-  void forget(BlockId id);  // drops the hash
-  FreeList& list_of(const Block& block) { return block.cached ? cached_free_ : uncached_free_; }
+  void check_publish(const BlockId* ids, int64_t n, uint16_t group);
+  void set_cached(BlockId id, uint16_t group, uint32_t parent, uint32_t root);
+  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad,
+                    std::unordered_map<uint64_t, BlockId>* by_hash) const;
+  void forget(BlockId id);  // drops hash and parts
+  FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
   void note_use();
 
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
   ZeroedArray<Link> links_;
+  ZeroedArray<uint32_t> parents_, roots_;  // of cached blocks: tags of hashes of their chain
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
   BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list
   int64_t num_free_;
   int64_t num_cached_ = 0;
   int64_t num_evicted_ = 0;
+  std::vector<int64_t> evicted_by_group_;
   int64_t peak_used_ = 0;
-  bool record_evictions_ = false;
-  std::vector<Evicted> evicted_;
+  uint16_t epoch_ = 1;
+  PartIndex parts_;
+  EventLog* events_ = nullptr;
+  std::unique_ptr<Residency> residency_;
 };
 
 }  // namespace kvcache

@@ -69,14 +69,14 @@ void HashIndex::add(uint32_t tag, BlockId id) {
   }
 }
 
-void HashIndex::insert(BlockId id) {
+bool HashIndex::insert(BlockId id) {
   Block& block = blocks_[id];
   const uint32_t tag = tag_of(block.hash, block.group);
   const Place place = place_of(tag, block.hash, block.group);
   if (place.slot < 0) {
     block.older = block.younger = id;
     add(tag, id);
-    return;
+    return true;
   }
   // The ring is circular: what is "older" than the oldest is the youngest, where `id` goes in.
   const BlockId oldest = buckets_[place.bucket].ids[place.slot];
@@ -85,16 +85,19 @@ void HashIndex::insert(BlockId id) {
   block.younger = oldest;
   blocks_[youngest].younger = id;
   blocks_[oldest].older = id;
+  return false;
 }
 
-void HashIndex::erase(BlockId id) {
-  const Block& block = blocks_[id];
+bool HashIndex::erase(BlockId id) {
+  Block& block = blocks_[id];
   const uint32_t tag = tag_of(block.hash, block.group);
   const bool alone = block.younger == id;
   if (!alone) {
     blocks_[block.older].younger = block.younger;
     blocks_[block.younger].older = block.older;
   }
+  const BlockId next = block.younger;
+  block.older = block.younger = kNullBlock;
   const int64_t home = home_of(tag);
   int64_t b = home;
   for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
@@ -103,17 +106,18 @@ void HashIndex::erase(BlockId id) {
       const int slot = __builtin_ctz(slots);
       if (bucket.ids[slot] != id) continue;
       if (!alone) {
-        bucket.ids[slot] = block.younger;  // the next oldest takes the entry over
-        return;
+        bucket.ids[slot] = next;  // the next oldest takes the entry over
+        return false;
       }
       bucket.tags[slot] = 0;
       for (int64_t passed = home; passed != b; passed = after(passed)) {
         --buckets_[passed].num_displaced;
       }
-      return;
+      return true;
     }
-    if (bucket.num_displaced == 0) return;  // not the oldest of its ring: it has no entry
+    if (bucket.num_displaced == 0) break;  // not the oldest of its ring: it has no entry
   }
+  return false;
 }
 
 }  // namespace kvcache

@@ -1,36 +1,57 @@
 // The request-level manager: rows of requests over a block pool, a whole batch per call.
 //
 // A row is a request's stable place in the tables. `step` decides for every asked row which blocks
-// it gets; what changed in the tables leaves as one StepDelta. `allocate` and `append` decide for
-// one request of a caller that keeps its own tables. A row belongs to the face that admitted it;
-// `free` serves both.
+// it gets in every cache group; what changed in the tables leaves as one StepDelta. `allocate` and
+// `append` decide for one request of a caller that keeps its own tables. A row belongs to the face
+// that admitted it; the other calls serve both.
 //
 // A manager belongs to the thread that first uses it. Every call that changes something first
-// hashes what it will need, then checks, then changes: a digest from Python may raise or call back,
+// checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
 // and nothing may then have been changed, or change under the call's feet.
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <queue>
 #include <thread>
+#include <unordered_set>
 #include <vector>
 
 #include "core/block_pool.h"
+#include "core/cache_group.h"
+#include "core/cache_stats.h"
+#include "core/event_log.h"
+#include "core/prefix_finder.h"
 #include "core/token_chain.h"
 
 namespace kvcache {
 
 enum class Status : uint8_t { kServed = 0, kWait = 1, kNever = 2 };
 
-struct ManagerOptions {  // each at most 2**31 - 1
-  int64_t block_size;
+struct GroupOptions {
+  std::shared_ptr<const AttentionKind> kind;
+  int64_t block_size;  // tokens, over all context-parallel ranks
+};
+
+struct ManagerOptions {  // sizes are each at most 2**31 - 1
+  std::vector<GroupOptions> groups;
   int64_t num_blocks;     // the null block counted
   int64_t max_model_len;  // tokens
+  // Tokens per hash; divides every block size. Where it is given and finer than a block of tokens,
+  // hits end inside blocks too. 0: the largest that divides, and hits are whole blocks.
+  int64_t hash_block_size = 0;
   bool enable_caching = true;
   int64_t num_preallocate_tokens = 0;
-  int64_t max_num_reqs = 0;  // rows; 0: as many as needed
+  int64_t max_num_reqs = 0;      // rows; 0: as many as needed
+  int64_t watermark_blocks = 0;  // that admissions and preallocation leave free
+  bool drop_last_hit = false;    // for drafters that need its hidden states
+  bool fence_frees = false;      // blocks given back wait for the report on the last step
+  bool record_events = false;
+  bool track_residency = false;
+  int64_t stats_window = 1000;  // requests
 };
 
 // A request that asks a step for a row.
@@ -39,94 +60,184 @@ struct NewRow {
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
 };
 
+// What a step is asked for. Arrays of running rows have num_rows entries.
+struct StepRequest {
+  const int32_t* rows = nullptr;
+  const int32_t* num_tokens = nullptr;
+  int64_t num_rows = 0;
+  const int32_t* token_ids = nullptr;      // that became known, row after row
+  int64_t num_ids = 0;                     // of all rows
+  const int32_t* num_token_ids = nullptr;  // per row; null with ids: one each
+  const int32_t* num_rejected = nullptr;   // tokens of the row's last step to take back first
+  const int32_t* lookahead = nullptr;      // per running, then per new row; null: num_lookahead
+  int64_t num_lookahead = 0;               // tokens
+  std::vector<NewRow> new_rows;
+  int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
+};
+
 // What a step answered and what it changed, ragged by row where it says so.
 struct StepDelta {
+  int64_t step_id;
   std::vector<int32_t> rows;  // per asked row, in the order asked; -1: got none
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // where the row's new tokens start
   std::vector<int32_t> clear_rows;
-  std::vector<int32_t> append_rows, append_splits, append_ids;
+  std::vector<int32_t> append_rows;
+  struct Group {
+    std::vector<int32_t> append_splits, append_ids;
+    std::vector<int32_t> replace;  // (row, block of the sequence, id) each
+  };
+  std::vector<Group> groups;
+  std::vector<int32_t> copy;  // (source, destination) each
+  std::vector<int32_t> zero;
 };
 
 // The answer to one request.
 struct Slots {
   Status status;
   int32_t row = -1;
-  std::vector<BlockId> new_blocks;
+  std::vector<std::vector<BlockId>> new_blocks;  // per group
 };
 
-struct CacheStats {
-  int64_t num_requests = 0;  // admitted with reading allowed
-  int64_t query_tokens = 0;  // their tokens
-  int64_t hit_tokens = 0;    // of those, found in the cache
+// Rows whose KV is not what it was: each has only so many computed tokens left.
+struct Recompute {
+  std::vector<int32_t> rows, num_computed_tokens;
 };
 
 class Manager {
  public:
+  // Steps whose plans may not have been carried out yet; `abort` knows no older ones.
+  static constexpr int64_t kMaxStepsInFlight = 64;
+
   explicit Manager(const ManagerOptions& options);
 
   const ManagerOptions& options() const { return options_; }
+  int64_t hash_block_size() const { return hash_block_size_; }
+  const std::vector<CacheGroup>& groups() const { return groups_; }
   const BlockPool& pool() const { return pool_; }
   BlockPool& pool() { return pool_; }
   const CacheStats& stats() const { return stats_; }
-  void clear_stats() { stats_ = {}; }
+  void clear_stats();
+  EventLog::Drained drain_events() { return events_.drain(); }
 
   // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
-  // thread, and where another call has not returned. All calls up to `reset_prefix_cache` check it.
+  // thread, and where another call has not returned. All calls up to `check_invariants` check it.
   void check_caller();
+
+  // The clock of residency times: milliseconds since any moment, for all calls from now on. Without
+  // it, each call that may publish, release or evict asks the system's steady clock.
+  void set_now(int64_t ms);
 
   const std::vector<Hash>& hashes(TokenChain& chain);
 
-  // Longest run of cached full blocks from the start, at most (num_tokens - 1) / block_size blocks:
-  // the last token must run. None where the request opted out of reading. Changes nothing.
-  std::vector<BlockId> lookup(TokenChain& chain);
+  // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
+  // None where the request opted out of reading. Changes nothing; valid until the next call.
+  const PrefixHit& lookup(TokenChain& chain);
+
+  // What admitting all known tokens of a request would be answered now.
+  Status would_fit(TokenChain& chain);
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
-  StepDelta step(const int32_t* rows, const int32_t* num_tokens, int64_t num_rows,
-                 const std::vector<NewRow>& new_rows, int64_t num_lookahead_tokens);
+  StepDelta step(const StepRequest& request);
 
-  // A row with these blocks, which the caller looked up, and slots for num_tokens tokens more.
-  // `new_blocks` are without the computed ones.
+  // A row with these blocks per group, which the caller looked up, and slots for num_tokens tokens
+  // more. `new_blocks` are without the computed ones.
   Slots allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
-                 const BlockId* computed, int64_t num_computed_blocks,
-                 int64_t num_lookahead_tokens);
+                 const std::vector<std::vector<BlockId>>& computed, int64_t num_lookahead_tokens);
 
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+
+  // Takes back the last num_tokens tokens of a row: drafts that were rejected. Their slots are the
+  // row's next ones.
+  void reject(int32_t row, int64_t num_tokens);
 
   // Publishes what has filled since the row was last served, then gives the row's blocks back, tail
   // first, and the row; the next step's delta clears it, if a step admitted it.
   void free(int32_t row);
 
+  // The plan of this step and of every later one will not be carried out, or came to nothing: what
+  // they computed leaves the cache, and the rows go back to where they were. The next delta tells
+  // their tables anew.
+  Recompute abort(int64_t step_id);
+
+  // These blocks do not hold what they should: they and all that was computed from them leave the
+  // cache, and the rows that used them go back to what is left.
+  Recompute invalidate(const BlockId* ids, int64_t n);
+
+  // This step and all before it are done: what was given back until then can be used again.
+  void complete(int64_t step_id);
+
+  // Leading blocks of the row's group that as many rows hold as are running.
+  int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
+
   bool reset_prefix_cache();
 
+  // The weights changed: no hash of before is found again, and rows of before publish nothing more.
+  void start_epoch();
+
   int64_t num_rows() const { return num_rows_; }
-  const std::vector<BlockId>& blocks(int32_t row) const { return at(row).blocks; }
+  int64_t num_steps() const { return num_steps_; }
+  int64_t num_fenced() const { return num_fenced_; }
+  const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
 
-  // The pool's invariants, and that references are exactly what the rows hold.
+  // The pool's invariants, and that references are exactly what rows and fences hold.
   void check_invariants() const;
 
  private:
+  static constexpr int64_t kNothing = std::numeric_limits<int64_t>::max();
+
   struct Row {
     std::shared_ptr<TokenChain> chain;  // null: the row is not in use
-    std::vector<BlockId> blocks;
-    int64_t num_computed = 0;   // tokens with a slot and, once the plans ran, with KV in it
-    int64_t num_published = 0;  // leading blocks that are in the index
-    int64_t last_step = -1;     // to notice a row that a step names twice
-    bool by_step = false;       // admitted by `step`
+    int64_t num_computed = 0;           // tokens with a slot and, once the plans ran, with KV in it
+    int64_t start = 0;                  // num_computed before the row was last served
+    int64_t next_publish = kNothing;    // with fewer computed tokens there is nothing to publish
+    int64_t admission = 0;              // how many rows had been admitted when it was
+    uint32_t mark = 0;                  // of the last call that named it
+    bool by_step = false;               // admitted by `step`
+    bool must_resend = false;           // its table is to be told anew
+    bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
   };
-  struct Need {
+  // What one group of a row needs to be served.
+  struct Demand {
+    int64_t num_new = 0;  // blocks
+    int64_t drop_to = 0;  // blocks below it are given back
+  };
+  struct Verdict {
     Status status;
-    int64_t num_new;  // blocks, with preallocation
+    int64_t num_spare = 0;  // free blocks beyond those needed that preallocation may take
   };
+  struct StateMove {  // a recurrent state leaves a page, when all rows are served
+    int32_t row;
+    uint16_t group;
+    int64_t block;       // of the sequence
+    int64_t num_tokens;  // that the state is of
+  };
+  struct Step {  // in flight
+    int64_t id;
+    struct Served {
+      int32_t row;
+      int64_t admission, start;
+      bool is_new;
+    };
+    std::vector<Served> rows;
+    std::vector<int32_t> clear_rows;
+    std::vector<BlockId> published;
+  };
+  struct Fence {
+    int64_t step_id;
+    std::vector<BlockId> ids;
+  };
+  using HashSet = std::unordered_set<Hash, HashOf>;
   // One call at a time: a digest from Python could call this manager again.
   class Call {
    public:
     explicit Call(Manager* manager) : manager_(manager) {
       manager->check_caller();
       manager->in_call_ = true;
+      if (manager->pool_.residency() != nullptr) manager->read_clock();
     }
     ~Call() { manager_->in_call_ = false; }
     Call(const Call&) = delete;
@@ -135,40 +246,118 @@ class Manager {
     Manager* manager_;
   };
 
+  // Rows.
   const Row& at(int32_t row) const;
-  // Whether there is something to hash before the step can be served.
-  bool check_step(const int32_t* rows, const int32_t* num_tokens, int64_t num_rows,
-                  const std::vector<NewRow>& new_rows);
-  void check_face(int32_t row, bool by_step) const;
-  void check_new(const TokenChain& chain) const;
-  void check_computed(const TokenChain& chain, const BlockId* computed, int64_t n) const;
-  void check_length(int64_t num_total, const char* what) const;
-  bool must_hash(const TokenChain& chain, bool reads) const;
-  void hash_ahead(TokenChain& chain, bool reads) const;
-  void hash_ahead(const int32_t* rows, int64_t num_rows, const std::vector<NewRow>& new_rows) const;
-  std::vector<BlockId> find(const TokenChain& chain) const;
-  Need need(int64_t num_held, int64_t num_tokens_after, int64_t num_tokens_ever,
-            int64_t num_lookahead, int64_t num_free) const;
-  Need grow(Row& row, int64_t num_tokens, int64_t num_lookahead);
-  Slots admit(const std::shared_ptr<TokenChain>& chain, std::vector<BlockId> hits,
-              int64_t num_tokens_after, int64_t num_lookahead, bool by_step);
-  void take_blocks(Row& row, int64_t num_new);
-  bool may_publish(const Row& row, int64_t num_computed) const;  // were all its tokens known
-  void publish(Row& row);
+  Held* held(int32_t row) { return &held_[static_cast<size_t>(row) * groups_.size()]; }
+  const Held* held(int32_t row) const { return &held_[static_cast<size_t>(row) * groups_.size()]; }
   int32_t take_row();
 
+  // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
+  void check_group(int64_t group) const;
+  void check_length(int64_t num_total, const char* what) const;
+  void check_face(int32_t row, bool by_step) const;
+  void check_has_no_state(const char* call) const;
+  void check_new(const TokenChain& chain) const;
+  void check_rejected(int32_t row, int64_t num_rejected) const;
+  int64_t check_computed(const TokenChain& chain,
+                         const std::vector<std::vector<BlockId>>& computed) const;
+  void check_step_rows(const StepRequest& request);
+  void check_token_ids(const StepRequest& request) const;
+  void check_step(const StepRequest& request);
+  bool must_hash(const TokenChain& chain, bool reads) const;
+  void hash_ahead(TokenChain& chain, bool reads) const;
+  void hash_ahead(const StepRequest& request);
+  void append_ids(const StepRequest& request);
+  void take_back_ids(const StepRequest& request, int64_t num_rows);
+  void take_back_ids_of(const StepRequest& request, int64_t i);
+
+  // Serving (manager_serving.cpp).
+  const PrefixHit& find(const TokenChain& chain, bool with_parts);
+  Verdict judge(const Held* held, int64_t start, int64_t after, int64_t lookahead, int64_t num_free,
+                int64_t num_kept_free);
+  Verdict judge_new(const TokenChain& chain, const PrefixHit& hit, int64_t after, int64_t lookahead,
+                    int64_t num_reserved);
+  int64_t num_blocks_ever(const TokenChain& chain) const;
+  int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) const;
+  Verdict grow(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t lookahead);
+  Slots admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, int64_t after,
+              int64_t lookahead, int64_t num_reserved, bool by_step);
+  static Held held_of(const CacheGroup& group, const PrefixHit& hit);
+  void take_hits(Held* held, const PrefixHit& hit);
+  void supply(int32_t row, int64_t start, int64_t after, int64_t num_spare);
+  void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
+  void move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after, BlockId page);
+  void serve_rows(const StepRequest& request);
+  void serve_new(const StepRequest& request);
+  void end_state_moves();
+  void answer(int32_t row, Status status, int64_t start, bool is_new);
+  void tell_table(int32_t row, const int64_t* from);
+  void tell_resent();
+  void note_step(const StepDelta& delta);
+
+  // Publishing (manager_publishing.cpp).
+  void publish(int32_t row);
+  void publish_blocks(const Row& row, const CacheGroup& group, Held* held, int64_t num_hashed);
+  void publish_parts(const Row& row, const CacheGroup& group, Held* held, int64_t num_hashed);
+  void publish_state(const Row& row, const CacheGroup& group, Held* held, int64_t num_tokens);
+  void publish_run(const TokenChain& chain, const CacheGroup& group, const Held& held,
+                   int64_t first_block, int64_t n);
+  void note_published(const BlockId* ids, int64_t n);
+  int64_t next_publish(const Row& row, const Held* held) const;
+
+  // Giving back (manager_withdrawal.cpp).
+  void give_back(const BlockId* ids, int64_t n, int64_t step_id);
+  void give_back(const BlockId* ids, int64_t n) { give_back(ids, n, last_issued_); }
+  bool is_fenced(int64_t step_id) const {  // whether what this step reads must wait for a report
+    return options_.fence_frees && step_id >= num_completed_;
+  }
+  void give_back_row(Held* held, bool with_encoder);
+  void lift_fences();
+  void hash_rows();
+  Recompute withdraw(const std::vector<BlockId>& ids, std::vector<int64_t> limits);
+  void spread(std::vector<char>* bad, std::vector<int64_t>* limits) const;
+  int64_t limit_by_blocks(int32_t row, const std::vector<char>& bad, int64_t limit) const;
+  int64_t limit_by_hashes(int32_t row, const HashSet& bad, int64_t limit) const;
+  bool can_resume(const Held* held, int64_t num_tokens) const;
+  void truncate(int32_t row, int64_t num_tokens);
+  void restart(int32_t row);
+  void resend(int32_t row);
+  void read_clock();
+
   ManagerOptions options_;
-  int64_t max_blocks_;  // of one request
-  int64_t num_preallocate_blocks_;
+  int64_t hash_block_size_;
+  std::vector<CacheGroup> groups_;
+  bool has_state_ = false;  // a group of pages that hold states
+  bool is_uniform_ = true;  // all blocks are of one size, that of a hash block
   BlockPool pool_;
+  PrefixFinder finder_;
+  EventLog events_;
   std::vector<Row> rows_;
+  std::vector<Held> held_;  // [rows, groups]
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   std::vector<int32_t> clear_rows_;  // freed since the last step
+  std::vector<int32_t> resend_;      // whose tables the next delta tells anew
   int64_t num_rows_ = 0;             // in use
+  int64_t num_admissions_ = 0;
   int64_t num_steps_ = 0;
+  int64_t last_issued_ = -1;   // the last step that was not aborted
+  int64_t num_completed_ = 0;  // steps below it are done
+  int64_t num_fenced_ = 0;     // blocks
+  uint32_t mark_ = 0;
+  std::deque<Step> in_flight_;
+  std::deque<Fence> fences_;
   CacheStats stats_;
-  std::thread::id owner_;  // of no thread until the first call
+  bool has_clock_ = false;  // somebody sets it
+  std::thread::id owner_;   // of no thread until the first call
   bool in_call_ = false;
+  // Scratch of the call at hand.
+  std::vector<Demand> demand_;
+  std::vector<Held> candidate_;
+  std::vector<BlockId> taken_, dropped_;
+  std::vector<BlockId> borrowed_;  // sources of copies, held until all rows are served
+  std::vector<StateMove> state_moves_;
+  std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
+  StepDelta* delta_ = nullptr;  // of a step: where changes are told
 };
 
 }  // namespace kvcache

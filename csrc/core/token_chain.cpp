@@ -24,13 +24,21 @@ void TokenIds::append(const int32_t* tokens, int64_t n) {
 }
 
 TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
-                       ExtraKeys extra_keys, bool read_cache, bool write_cache)
+                       ExtraKeys extra_keys, bool read_cache, bool write_cache,
+                       int64_t num_encoder_tokens)
     : tokens_(std::move(tokens)),
       block_size_(checked_size("block_size", block_size, 1)),
       parent_(parent),
       extra_keys_(std::move(extra_keys)),
       read_cache_(read_cache),
-      write_cache_(write_cache) {}
+      write_cache_(write_cache),
+      num_encoder_tokens_(checked_size("num_encoder_tokens", num_encoder_tokens, 0)) {}
+
+void TokenChain::take_back(int64_t n) {
+  tokens_->take_back(n);
+  const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
+  if (hashes_.size() > num_full) hashes_.resize(num_full);
+}
 
 const std::vector<Hash>& TokenChain::hashes() {
   if (is_hashing_) {

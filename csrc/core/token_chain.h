@@ -20,6 +20,8 @@ class TokenIds {
   // Throws std::invalid_argument on a negative id and std::runtime_error while a chain hashes
   // these tokens, with nothing appended.
   void append(const int32_t* tokens, int64_t n);
+  // Forgets the last n: only those that the caller has just appended.
+  void take_back(int64_t n) { ids_.resize(ids_.size() - static_cast<size_t>(n)); }
 
   int64_t size() const { return static_cast<int64_t>(ids_.size()); }
   const std::vector<int32_t>& ids() const { return ids_; }
@@ -34,13 +36,18 @@ class TokenIds {
 class TokenChain {
  public:
   // `read_cache`, `write_cache`: whether the request may take hits, and leave some behind.
+  // `num_encoder_tokens`: what it needs of groups that hold an encoder's KV.
   TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
-             ExtraKeys extra_keys, bool read_cache, bool write_cache);
+             ExtraKeys extra_keys, bool read_cache, bool write_cache,
+             int64_t num_encoder_tokens = 0);
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
   bool write_cache() const { return write_cache_; }
+  int64_t num_encoder_tokens() const { return num_encoder_tokens_; }
   int64_t num_tokens() const { return tokens_->size(); }
+  const int32_t* tokens() const { return tokens_->ids().data(); }
+  const Hash& parent() const { return parent_; }  // of the first block
   bool has_unhashed_blocks() const {
     return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
   }
@@ -52,12 +59,17 @@ class TokenChain {
   // Hashes computed so far: calls nothing.
   const std::vector<Hash>& known_hashes() const { return hashes_; }
 
+  void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
+  // Forgets the last n tokens, which nobody else has seen, and the hashes of their blocks.
+  void take_back(int64_t n);
+
  private:
   std::shared_ptr<TokenIds> tokens_;
   int64_t block_size_;
   Hash parent_;
   ExtraKeys extra_keys_;
   bool read_cache_, write_cache_;
+  int64_t num_encoder_tokens_;
   bool is_hashing_ = false;
   std::vector<Hash> hashes_;
 };

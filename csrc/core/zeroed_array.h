@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 
 #include <cstddef>
+#include <cstring>
 #include <new>
 #include <type_traits>
 
@@ -35,6 +36,11 @@ class ZeroedArray {
   T& operator[](size_t i) { return data_[i]; }
   const T& operator[](size_t i) const { return data_[i]; }
   size_t num_bytes() const { return num_bytes_; }
+
+  // All bytes zero again; the kernel takes the pages back.
+  void zero() {
+    if (madvise(data_, num_bytes_, MADV_DONTNEED) != 0) std::memset(data_, 0, num_bytes_);
+  }
 
  private:
   size_t num_bytes_;

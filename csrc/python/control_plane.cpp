@@ -11,49 +11,13 @@
 #include "core/block_pool.h"
 #include "core/extra_keys.h"
 #include "core/limits.h"
-#include "core/manager.h"
 #include "core/sha256.h"
 #include "core/token_chain.h"
 #include "python/arrays.h"
+#include "python/hashes.h"
 
 namespace kvcache {
 namespace {
-
-using HashArray = py::array_t<uint8_t, py::array::c_style>;
-
-HashArray hash_array(const py::handle& value, const char* name) {
-  if (py::isinstance<HashArray>(value)) {
-    auto array = py::reinterpret_borrow<HashArray>(value);
-    if (array.ndim() == 2 && array.shape(1) == sizeof(Hash)) return array;
-  }
-  throw py::type_error(std::string(name) +
-                       ": expected a C-contiguous uint8 array of shape [n, 32]");
-}
-
-const Hash* as_hashes(const HashArray& array) {
-  static_assert(alignof(Hash) == 1);
-  return reinterpret_cast<const Hash*>(array.data());
-}
-
-Hash hash_of(const std::string& bytes, const char* name) {
-  if (bytes.size() != sizeof(Hash)) {
-    throw py::value_error(std::string(name) + " has " + std::to_string(bytes.size()) +
-                          " bytes: expected 32");
-  }
-  Hash hash;
-  std::memcpy(hash.bytes, bytes.data(), sizeof(Hash));
-  return hash;
-}
-
-py::bytes as_bytes(const Hash& hash) {
-  return py::bytes(reinterpret_cast<const char*>(hash.bytes), sizeof(Hash));
-}
-
-HashArray copy_hashes(const Hash* hashes, size_t n) {
-  HashArray out({n, sizeof(Hash)});
-  if (n > 0) std::memcpy(out.mutable_data(), hashes, n * sizeof(Hash));
-  return out;
-}
 
 uint16_t checked_group(const py::handle& value) {
   const int64_t group = int_argument(value, "group");
@@ -154,14 +118,17 @@ void bind_hashing(py::module_& m) {
       .def(py::init([](std::shared_ptr<TokenIds> tokens, int64_t block_size,
                        const std::string& parent, bool read_cache, bool write_cache,
                        const py::object& lora, const py::tuple& mm_items,
-                       const py::object& cache_salt, const std::string& embed_digests) {
+                       const py::object& cache_salt, const std::string& embed_digests,
+                       int64_t num_encoder_tokens) {
              return std::make_shared<TokenChain>(
                  std::move(tokens), block_size, hash_of(parent, "parent"),
-                 extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache);
+                 extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache,
+                 num_encoder_tokens);
            }),
            py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
            py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
-           py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "");
+           py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "",
+           py::arg("num_encoder_tokens") = 0);
 }
 
 void bind_pool(py::module_& m) {
@@ -216,7 +183,9 @@ is not held, a publish of a free or already published block: ValueError.
             const Int32Input array(ids, "ids");
             const HashArray hash = hash_array(hashes, "hashes");
             require_same_length(array.size(), "ids", hash.shape(0), "hashes");
-            self.publish(array.data(), as_hashes(hash), array.size(), checked_group(group));
+            const Hash no_parent{};
+            self.publish(array.data(), Content{as_hashes(hash), &no_parent}, array.size(),
+                         checked_group(group));
           },
           py::arg("ids"), py::arg("hashes"), py::arg("group") = 0,
           "Makes held blocks findable under hashes (uint8[n, 32]). Two may share a hash.")
@@ -252,21 +221,6 @@ is not held, a publish of a free or already published block: ValueError.
             return out;
           },
           py::arg("ids"))
-      .def("record_evictions", &BlockPool::record_evictions, py::arg("on") = true,
-           "Whether evicted hashes are kept for `drain_evicted`.")
-      .def(
-          "drain_evicted",
-          [](BlockPool& self) {
-            const auto evicted = self.drain_evicted();
-            HashArray hashes({evicted.size(), sizeof(Hash)});
-            Int32Array groups = new_int32(static_cast<py::ssize_t>(evicted.size()));
-            for (size_t i = 0; i < evicted.size(); ++i) {
-              std::memcpy(hashes.mutable_data(i, 0), evicted[i].hash.bytes, sizeof(Hash));
-              groups.mutable_data()[i] = evicted[i].group;
-            }
-            return py::make_tuple(hashes, groups);
-          },
-          "(uint8[n, 32] hashes, int32[n] groups) evicted since the last call, oldest first.")
       .def("check_invariants", &BlockPool::check_invariants, "Walks the whole pool; for tests.")
       .def_property_readonly("num_blocks", &BlockPool::num_blocks)
       .def_property_readonly("num_total", &BlockPool::num_total)
@@ -278,109 +232,11 @@ is not held, a publish of a free or already published block: ValueError.
                              "Bytes of the pool itself when every block was used once.");
 }
 
-std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens) {
-  require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
-                      "new_num_tokens");
-  std::vector<NewRow> out(chains.size());
-  for (size_t i = 0; i < out.size(); ++i) {
-    out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
-    out[i].num_tokens = num_tokens.data()[i];
-  }
-  return out;
-}
-
-py::tuple as_tuple(const StepDelta& delta) {
-  py::array_t<uint8_t> status(static_cast<py::ssize_t>(delta.status.size()), delta.status.data());
-  return py::make_tuple(copy_int32(delta.rows), std::move(status),
-                        copy_int32(delta.num_computed_tokens), copy_int32(delta.clear_rows),
-                        copy_int32(delta.append_rows), copy_int32(delta.append_splits),
-                        copy_int32(delta.append_ids));
-}
-
-// None where there are no slots, else (row, new block ids).
-py::object as_answer(const Slots& slots) {
-  if (slots.status != Status::kServed) return py::none();
-  return py::make_tuple(slots.row, copy_int32(slots.new_blocks));
-}
-
-void bind_manager(py::module_& m) {
-  py::class_<Manager>(m, "Manager")
-      .def(py::init([](const py::object& block_size, const py::object& num_gpu_blocks,
-                       const py::object& max_model_len, bool enable_caching,
-                       const py::object& num_preallocate_tokens, const py::object& max_num_reqs) {
-             ManagerOptions options{};
-             options.block_size = int_argument(block_size, "block_size");
-             options.num_blocks = int_argument(num_gpu_blocks, "num_gpu_blocks");
-             options.max_model_len = int_argument(max_model_len, "max_model_len");
-             options.enable_caching = enable_caching;
-             options.num_preallocate_tokens =
-                 int_argument(num_preallocate_tokens, "num_preallocate_tokens");
-             if (!max_num_reqs.is_none()) {
-               options.max_num_reqs =
-                   checked_size("max_num_reqs", int_argument(max_num_reqs, "max_num_reqs"), 1);
-             }
-             return std::make_unique<Manager>(options);
-           }),
-           py::kw_only(), py::arg("block_size"), py::arg("num_gpu_blocks"),
-           py::arg("max_model_len"), py::arg("enable_caching"), py::arg("num_preallocate_tokens"),
-           py::arg("max_num_reqs"))
-      .def("check_caller", &Manager::check_caller)
-      .def("hashes",
-           [](Manager& self, TokenChain& chain) {
-             const std::vector<Hash>& hashes = self.hashes(chain);
-             return copy_hashes(hashes.data(), hashes.size());
-           })
-      .def("lookup",
-           [](Manager& self, TokenChain& chain) { return copy_int32(self.lookup(chain)); })
-      .def("step",
-           [](Manager& self, const py::object& rows, const py::object& num_tokens,
-              const py::list& new_chains, const py::object& new_num_tokens,
-              const py::object& num_lookahead_tokens) {
-             const Int32Input r(rows, "rows");
-             const Int32Input n(num_tokens, "num_tokens");
-             const Int32Input limits(new_num_tokens, "new_num_tokens");
-             require_same_length(r.size(), "rows", n.size(), "num_tokens");
-             return as_tuple(self.step(r.data(), n.data(), r.size(), new_rows(new_chains, limits),
-                                       int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
-           })
-      .def("allocate",
-           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              const py::object& computed, const py::object& num_lookahead_tokens) {
-             const Int32Input ids(computed, "computed_blocks");
-             return as_answer(self.allocate(
-                 chain, int_argument(num_tokens, "num_tokens"), ids.data(), ids.size(),
-                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
-           })
-      .def("append",
-           [](Manager& self, int32_t row, const py::object& num_tokens,
-              const py::object& num_lookahead_tokens) {
-             return as_answer(
-                 self.append(row, int_argument(num_tokens, "num_tokens"),
-                             int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
-           })
-      .def("free", &Manager::free)
-      .def("reset_prefix_cache", &Manager::reset_prefix_cache)
-      .def("blocks", [](const Manager& self, int32_t row) { return copy_int32(self.blocks(row)); })
-      .def("num_computed_tokens", &Manager::num_computed_tokens)
-      .def("check_invariants", &Manager::check_invariants)
-      .def("clear_stats", &Manager::clear_stats)
-      .def_property_readonly("stats",
-                             [](const Manager& self) {
-                               const CacheStats& s = self.stats();
-                               return py::make_tuple(s.num_requests, s.query_tokens, s.hit_tokens);
-                             })
-      .def_property_readonly("num_rows", &Manager::num_rows)
-      .def_property_readonly(
-          "pool", [](Manager& self) -> BlockPool& { return self.pool(); },
-          py::return_value_policy::reference_internal);
-}
-
 }  // namespace
 
 void bind_control_plane(py::module_& m) {
   bind_hashing(m);
   bind_pool(m);
-  bind_manager(m);
 }
 
 }  // namespace kvcache

@@ -2,8 +2,9 @@
 
 from kvcache._native import core
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
-from kvcache.allocator.manager import KVCacheManager, PrefixCacheStats
+from kvcache.allocator.manager import KVCacheManager
 from kvcache.allocator.request import Request
+from kvcache.allocator.stats import PrefixCacheStats
 
 BlockPool = core.BlockPool
 

@@ -3,56 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from kvcache._native import core
+from kvcache.allocator.event_stream import events_of
+from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.request import Request
-from kvcache.plan import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan
+from kvcache.allocator.stats import PrefixCacheStats, stats_of
+from kvcache.events import CacheEvent
+from kvcache.plan import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
+from kvcache.specs import ContextParallel, GroupSpec
 
-_SERVED = int(Status.SERVED)
 _ALL = 2**31 - 1  # tokens: as many as the request has
 
-
-@dataclass(frozen=True)
-class PrefixCacheStats:
-    """Since the start or the last `clear_stats()`; requests that opted out of reading not counted."""
-
-    num_requests: int
-    query_tokens: int  # tokens of the requests that were admitted
-    hit_tokens: int  # of those, found in the cache
-
-    @property
-    def hit_rate(self) -> float:
-        """Hit tokens per queried token, 0.0 before the first query."""
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+Ids = np.ndarray | Sequence[int]
 
 
 class KVCacheManager:
-    """Which blocks each request has, over one pool with prefix caching; one full-attention group.
+    """Which blocks each request has, over one pool with prefix caching.
 
-    `num_gpu_blocks` counts the null block 0. `max_model_len`: tokens. `num_preallocate_tokens`: when
-    a request needs a block, `ceil(num_preallocate_tokens / block_size)` more are taken with it, never
-    beyond `max_model_len` or what is free. `max_num_reqs`: rows, that is requests admitted at a time;
-    None for as many as come. All sizes are at most 2**31 - 1. `hash_seed` gives the parent of first
-    blocks.
+    The constructor makes a manager of one group: full attention, or a sliding window of
+    `sliding_window` tokens. `for_groups` makes one of several. `num_gpu_blocks` counts the null block
+    0. `max_model_len`: tokens. `num_preallocate_tokens`: when a request needs a block,
+    `ceil(num_preallocate_tokens / block_size)` more are taken with it, never beyond `max_model_len` or
+    what is free. All sizes are at most 2**31 - 1. Further options:
+
+    - `max_num_reqs`: rows, that is requests admitted at a time; None for as many as come.
+    - `hash_block_size`: tokens per hash. Finer than a block: what is found inside a block is copied
+      into the request's own, by the plan. None: the largest that divides every block size, whole
+      blocks only.
+    - `watermark`: share of the blocks, 0 to 1, that admissions and preallocation leave free.
+    - `use_eagle`: the last hit block is computed anew, for drafters that need its hidden states.
+    - `fence_frees`: blocks that a request gives back can be used again only when `report` has said
+      that the steps planned so far are done. For workers that read a step's pages outside its
+      stream; a worker on one stream needs no fences.
+    - `enable_events`: `drain_events` tells what is cached. `track_residency`: `stats` says how long
+      blocks stayed. `stats_window`: requests that `stats.recent` counts.
+    - `hash_seed` gives the parent of first blocks.
 
     Two ways to drive a request, the same code below: `step`, a whole batch per call, answered by a
     `StepPlan` that a worker applies; or `get_computed_blocks`, `allocate_slots` and `append_slots`,
     which answer block ids to a caller that keeps its own tables. They share the pool, but a request
     stays with the way that admitted it, because the blocks of `allocate_slots` and `append_slots`
     stand in no plan: `append_slots` on a request that `step` admitted is a ValueError, and so is the
-    row of one that `allocate_slots` admitted among the rows of `step`. `free` serves both.
+    row of one that `allocate_slots` admitted among the rows of `step`. Everything else serves both.
+    Blocks that leave a window become the null block in `block_ids`; of these only plans tell.
 
     Every error is a ValueError or TypeError that names the argument, and changes nothing.
 
-    A manager belongs to the thread that first calls one of `step`, `get_computed_blocks`,
-    `allocate_slots`, `append_slots`, `free`, `reset_prefix_cache` and `block_hashes`. Called from
-    another thread, or from within one another (a SHA-256 in Python could), they raise RuntimeError
-    and change nothing. A request's tokens are appended by that thread too.
+    A manager belongs to the thread that first calls a method that asks or changes something; called
+    from another thread, or from within one another (a SHA-256 in Python could), they raise
+    RuntimeError and change nothing. A request's tokens are appended by that thread too.
 
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
     >>> plan = manager.step(new=[Request("r1", range(40))])
@@ -68,28 +72,113 @@ class KVCacheManager:
         sliding_window: int | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
+        **options: object,
+    ) -> None:
+        group = (
+            GroupSpec("full_attention", block_size)
+            if sliding_window is None
+            else GroupSpec("sliding_window", block_size, {"window": sliding_window})
+        )
+        self._build(
+            [group],
+            num_gpu_blocks,
+            max_model_len,
+            enable_caching=enable_caching,
+            num_preallocate_tokens=num_preallocate_tokens,
+            **options,
+        )
+
+    @classmethod
+    def for_groups(
+        cls,
+        groups: Sequence[GroupSpec],
+        num_gpu_blocks: int,
+        max_model_len: int,
         *,
+        context_parallel: ContextParallel | None = None,
+        enable_caching: bool = True,
+        num_preallocate_tokens: int = 64,
+        **options: object,
+    ) -> KVCacheManager:
+        """A manager of several cache groups over one pool; `plan_cache` gives groups and pages.
+
+        A group's block stands for `block_size * context_parallel.world_size` tokens (`replicated`
+        ones: `block_size`), in allocation, hashing, hits and events alike. A hit is the longest
+        prefix that all groups have what they need of. Options as of the constructor.
+
+        >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
+        >>> manager = KVCacheManager.for_groups(groups, 100, 1024, num_preallocate_tokens=0)
+        >>> plan = manager.step(new=[Request("r1", range(40))])
+        >>> plan.append_ids
+        [array([1, 2, 3], dtype=int32), array([4, 5, 6], dtype=int32)]
+        """
+        self = cls.__new__(cls)
+        self._build(
+            groups,
+            num_gpu_blocks,
+            max_model_len,
+            context_parallel=context_parallel,
+            enable_caching=enable_caching,
+            num_preallocate_tokens=num_preallocate_tokens,
+            **options,
+        )
+        return self
+
+    def _build(
+        self,
+        groups: Sequence[GroupSpec],
+        num_gpu_blocks: int,
+        max_model_len: int,
+        *,
+        context_parallel: ContextParallel | None = None,
+        enable_caching: bool,
+        num_preallocate_tokens: int,
         max_num_reqs: int | None = None,
+        hash_block_size: int | None = None,
+        watermark: float = 0.0,
+        use_eagle: bool = False,
+        fence_frees: bool = False,
+        enable_events: bool = False,
+        track_residency: bool = False,
+        stats_window: int = 1000,
         hash_seed: str = DEFAULT_SEED,
     ) -> None:
-        if sliding_window is not None:
-            raise ValueError(
-                f"sliding_window is {sliding_window}: only None (full attention) so far"
-            )
+        if not 0 <= watermark <= 1:
+            raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
+        cp = context_parallel or ContextParallel()
+        self.groups = tuple(groups)
+        self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
+        self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
-            block_size=block_size,
+            groups=list(zip(self._kinds, self.block_sizes)),
             num_gpu_blocks=num_gpu_blocks,
             max_model_len=max_model_len,
+            hash_block_size=hash_block_size,
             enable_caching=enable_caching,
             num_preallocate_tokens=num_preallocate_tokens,
             max_num_reqs=max_num_reqs,
+            watermark_blocks=int(watermark * num_gpu_blocks),
+            use_eagle=use_eagle,
+            fence_frees=fence_frees,
+            enable_events=enable_events,
+            track_residency=track_residency,
+            stats_window=stats_window,
         )
-        self.block_size = int(block_size)
         self.max_model_len = int(max_model_len)
         self.enable_caching = enable_caching
-        self._chain_key = (self.block_size, first_parent(hash_seed, "hash_seed"))
+        self._chain_key = (self._native.hash_block_size, first_parent(hash_seed, "hash_seed"))
         self._rows: dict[str, int] = {}
-        self._num_steps = 0
+        self._no_computed = [NO_IDS] * len(self.groups)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the first group, over all context-parallel ranks."""
+        return self.block_sizes[0]
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens per hash."""
+        return self._native.hash_block_size
 
     @property
     def pool(self) -> core.BlockPool:
@@ -97,21 +186,38 @@ class KVCacheManager:
         return self._native.pool
 
     @property
+    def num_fenced_blocks(self) -> int:
+        """References of blocks that wait for a report; see `fence_frees`."""
+        return self._native.num_fenced
+
+    @property
     def stats(self) -> PrefixCacheStats:
-        """How much of what was asked for was found in the cache."""
-        return PrefixCacheStats(*self._native.stats)
+        """How much of what was asked for was found in the cache, and how long blocks stayed."""
+        return stats_of(self._native.stats())
 
     def clear_stats(self) -> None:
         """Starts the counts of `stats` anew."""
         self._native.clear_stats()
 
+    def drain_events(self) -> list[CacheEvent]:
+        """What became cached and what left the cache since the last call, in order."""
+        return events_of(self._native.drain_events(), self.block_sizes)
+
+    def set_now(self, seconds: float) -> None:
+        """Sets the clock of residency times, for replays; without it, the system's is read."""
+        self._native.set_now(int(seconds * 1000))
+
     def block_hashes(self, request: Request) -> np.ndarray:
-        """uint8[n, 32] of the request's full blocks, computed now where they are not yet."""
+        """uint8[n, 32] of the request's full hash blocks, computed now where they are not yet."""
         return self._native.hashes(self._chain(request))
 
-    def block_ids(self, request: Request) -> np.ndarray:
+    def block_ids(self, request: Request, group: int = 0) -> np.ndarray:
         """int32[k]: the blocks of an admitted request, in the order of its tokens."""
-        return self._native.blocks(self.row(request))
+        return self._native.blocks(self.row(request), group)
+
+    def num_computed_tokens(self, request: Request) -> int:
+        """Tokens of an admitted request that have a slot: the next ones go behind them."""
+        return self._native.num_computed_tokens(self.row(request))
 
     def row(self, request: Request) -> int:
         """The row of an admitted request; ValueError for any other."""
@@ -122,19 +228,32 @@ class KVCacheManager:
 
     def step(
         self,
-        rows: np.ndarray | Sequence[int] = (),
-        num_tokens: np.ndarray | Sequence[int] = (),
+        rows: Ids = (),
+        num_tokens: Ids = (),
         *,
         new: Sequence[Request] = (),
-        new_num_tokens: Sequence[int] | None = None,
-        num_lookahead_tokens: int = 0,
+        new_num_tokens: Ids | None = None,
+        token_ids: Ids | None = None,
+        num_token_ids: Ids | None = None,
+        num_rejected_tokens: Ids | None = None,
+        num_lookahead_tokens: int | Ids = 0,
+        num_reserved_blocks: int = 0,
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
         A new request takes its longest cached prefix and slots for at most `new_num_tokens[j]` tokens
         behind it (default: all it has). Served in the order given; what does not fit is answered
         `WAIT` or `NEVER` (row -1 if new) and left exactly as it was. Blocks that fill with known
-        tokens become hits for later plans; lookahead slots are allocated and never cached.
+        tokens become hits for later plans.
+
+        For the running rows: `token_ids`, those that became known since the last step, row after row,
+        `num_token_ids[i]` of each (default: one of each); they are appended to the request unless its
+        row is not served. `num_rejected_tokens[i]`: of the row's last tokens so many were drafts that
+        were not accepted; their slots are the first to be given now.
+
+        `num_lookahead_tokens`: slots beyond the tokens, for drafts, never cached and given again to
+        the next tokens; one number, or one for each of rows and new. `num_reserved_blocks`: that new
+        requests leave free besides the watermark.
 
         Raises ValueError, with nothing changed, on an unknown row, one that `allocate_slots` admitted,
         a row or request named twice, no tokens, or tokens beyond `max_model_len`.
@@ -142,57 +261,88 @@ class KVCacheManager:
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
             raise ValueError("new names a request twice")
-        limits = [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens
-        plan = self._plan(self._native.step(rows, num_tokens, chains, limits, num_lookahead_tokens))
+        plan = _plan_of(
+            self._native.step(
+                rows,
+                num_tokens,
+                chains,
+                [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
+                token_ids,
+                num_token_ids,
+                num_rejected_tokens,
+                num_lookahead_tokens,
+                num_reserved_blocks,
+            )
+        )
         for request, row in zip(reversed(new), reversed(plan.rows.tolist())):
             if row >= 0:
                 self._rows[request.request_id] = row
         return plan
 
-    def get_computed_blocks(self, request: Request) -> tuple[np.ndarray, int]:
+    def would_fit(self, request: Request) -> Status:
+        """What admitting all known tokens of a request would be answered now; changes nothing."""
+        return Status(self._native.would_fit(self._new_chain(request)))
+
+    def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
 
-        At most `num_tokens - 1` tokens: the last one must run. None for `read_cache=False`.
+        At most `num_tokens - 1` tokens: the last one must run. None for `read_cache=False`. Of a
+        manager of several groups, a list of ids with one array per group; in a window's, blocks that
+        are not read any more are null.
         """
-        ids = self._native.lookup(self._chain(request))
-        return ids, len(ids) * self.block_size
+        ids, num_tokens = self._native.lookup(self._chain(request))
+        return self._by_group(ids), num_tokens
 
     def allocate_slots(
         self,
         request: Request,
         num_tokens: int,
-        computed_blocks: np.ndarray | Sequence[int] = NO_IDS,
+        computed_blocks: Ids | Sequence[Ids] = NO_IDS,
         num_lookahead_tokens: int = 0,
-    ) -> np.ndarray | None:
+    ) -> np.ndarray | list[np.ndarray] | None:
         """Admits a request with these computed blocks and slots for `num_tokens` tokens behind them.
 
-        Returns its new blocks (int32[k], without the computed ones), or None when they do not fit,
-        with nothing changed. Computed blocks that are free do not count as free. ValueError for
-        computed blocks that a request with `read_cache=False`, or caching off, cannot have.
+        Returns its new blocks (int32[k], without the computed ones; of several groups a list), or
+        None when they do not fit, with nothing changed. Computed blocks that are free do not count as
+        free. ValueError for computed blocks that a request with `read_cache=False`, or caching off,
+        cannot have, and for a manager with a recurrent group.
         """
+        if len(self.groups) == 1:
+            computed = [computed_blocks]
+        else:
+            computed = list(computed_blocks) if len(computed_blocks) else self._no_computed
         answer = self._native.allocate(
-            self._new_chain(request), num_tokens, computed_blocks, num_lookahead_tokens
+            self._new_chain(request), num_tokens, computed, num_lookahead_tokens
         )
         if answer is None:
             return None
         self._rows[request.request_id], ids = answer
-        return ids
+        return self._by_group(ids)
 
     def append_slots(
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
-    ) -> np.ndarray | None:
+    ) -> np.ndarray | list[np.ndarray] | None:
         """Slots for `num_tokens` more tokens: new blocks, empty when none is needed, None when full.
 
         The request is one that `allocate_slots` admitted.
         """
         answer = self._native.append(self.row(request), num_tokens, num_lookahead_tokens)
-        return None if answer is None else answer[1]
+        return None if answer is None else self._by_group(answer[1])
+
+    def reject_tokens(self, request: Request, num_tokens: int) -> None:
+        """Takes back the last `num_tokens` tokens, drafts that were not accepted.
+
+        Their slots go to the next tokens. ValueError where more are taken back than the last call
+        served, tokens that are cached, or any from a recurrent state.
+        """
+        self._native.reject(self.row(request), num_tokens)
 
     def free(self, request: Request) -> None:
         """Gives a request's blocks back, tail first; unknown or already freed is a no-op.
 
-        Blocks that filled with tokens appended since the last call are cached first. The blocks keep
-        content and hash until taken; the next plan clears the row, if `step` admitted it.
+        Blocks that filled with tokens appended since the last call are cached first; drafts that were
+        rejected since are to be taken back before (`reject_tokens`). The blocks keep content and hash
+        until taken; the next plan clears the row, if `step` admitted it.
         """
         row = self._rows.get(request.request_id)
         if row is None:
@@ -201,9 +351,57 @@ class KVCacheManager:
         self._native.free(row)
         del self._rows[request.request_id]
 
+    def report(self, report: StepReport) -> dict[str, int]:
+        """Takes in what a worker says of a step; returns what `abort` and `invalidate` return.
+
+        A completed step, and all before it, are done: what was given back until then can be used
+        again. A step that did not complete is aborted. Failed pages are invalidated.
+        """
+        affected = {}
+        if report.completed:
+            self._native.complete(report.step_id)
+        else:
+            affected.update(self.abort(report.step_id))
+        if len(report.failed_pages):
+            affected.update(self.invalidate(report.failed_pages))
+        return affected
+
+    def abort(self, step_id: int) -> dict[str, int]:
+        """Withdraws a step and all later ones: their plans are not carried out, or came to nothing.
+
+        What they computed leaves the cache. Returns per affected request (its id) the token from which
+        it goes on; requests stay admitted, and the next plan tells their tables anew. Tokens that
+        became known stay known. ValueError for a step that was reported done, or is not one of the
+        last 64.
+        """
+        return self._by_request(self._native.abort(step_id))
+
+    def invalidate(self, ids: Ids) -> dict[str, int]:
+        """These blocks do not hold what they should, for example because a load failed.
+
+        They, all blocks under the same hashes, and all that was computed from them leave the cache
+        (groups of unequal block sizes: everything that begins with the same first hash block).
+        Returns per affected request (its id) the token from which it must recompute: as far as its
+        own blocks are right, or the cache has them. The next plan tells its table anew.
+        """
+        return self._by_request(self._native.invalidate(ids))
+
+    def get_num_common_prefix_blocks(
+        self, request: Request, num_running_requests: int, group: int = 0
+    ) -> int:
+        """Leading blocks of a running request that `num_running_requests` requests hold, so all."""
+        return self._native.num_common_prefix_blocks(self.row(request), num_running_requests, group)
+
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block; False, and nothing changed, while any block is in use."""
         return self._native.reset_prefix_cache()
+
+    def start_epoch(self) -> None:
+        """Makes all hashes of before unreachable at once: the weights changed.
+
+        Running requests keep their blocks, and leave nothing behind that was computed before.
+        """
+        self._native.start_epoch()
 
     def check_invariants(self) -> None:
         """Walks all state and raises RuntimeError where an invariant fails; for tests."""
@@ -222,22 +420,28 @@ class KVCacheManager:
             raise ValueError(f"request {request.request_id!r} is admitted already")
         return chain
 
-    def _plan(self, delta: tuple) -> StepPlan:
-        rows, status, computed, clear_rows, append_rows, append_splits, append_ids = delta
-        plan = StepPlan(
-            self._num_steps,
-            rows,
-            status,
-            computed,
-            clear_rows,
-            append_rows,
-            [append_splits],
-            [append_ids],
-            [NO_REPLACE],
-            NO_PAIRS,
-            NO_PAIRS,
-            NO_IDS,
-            NO_PAIRS,
-        )
-        self._num_steps += 1
-        return plan
+    def _by_group(self, ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
+        return ids[0] if len(ids) == 1 else ids
+
+    def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
+        names = {row: request_id for request_id, row in self._rows.items()}
+        return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
+
+
+def _plan_of(delta: tuple) -> StepPlan:
+    step_id, rows, status, computed, clear, append_rows, splits, ids, replace, copy, zero = delta
+    return StepPlan(
+        step_id,
+        rows,
+        status,
+        computed,
+        clear,
+        append_rows,
+        splits,
+        ids,
+        [NO_REPLACE if each is None else each for each in replace],
+        NO_PAIRS,
+        NO_PAIRS if copy is None else copy,
+        NO_IDS if zero is None else zero,
+        NO_PAIRS,
+    )

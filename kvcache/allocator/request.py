@@ -26,7 +26,8 @@ class Request:
     `mm_items`, (identifier, first token, number of tokens) per image or other item, whose tokens may be
     known later; `cache_salt`; `prompt_embeds`, a numpy array whose row i stands in for token i, not
     copied: it must stay as it is. `read_cache=False` (prompt log-probabilities are wanted) takes no
-    hits, `write_cache=False` leaves nothing behind. Tokens can be added later; all else that a hash
+    hits, `write_cache=False` leaves nothing behind. `num_encoder_tokens`: what cross-attention groups
+    hold for it; such a request neither takes hits nor leaves any. Tokens can be added later; all else that a hash
     depends on is read-only. Hashes are computed once, stay through preemption, and serve any number of
     managers. Wrong values raise ValueError, wrong types TypeError.
 
@@ -43,6 +44,7 @@ class Request:
         "_last",
         "_lora",
         "_mm_items",
+        "_num_encoder_tokens",
         "_prompt_embeds",
         "_read_cache",
         "_tokens",
@@ -56,6 +58,7 @@ class Request:
     prompt_embeds = _read_only("prompt_embeds", "Rows that stand in for tokens, or None.")
     read_cache = _read_only("read_cache", "Whether it may take hits.")
     write_cache = _read_only("write_cache", "Whether others may hit its blocks.")
+    num_encoder_tokens = _read_only("num_encoder_tokens", "Tokens that cross-attention reads.")
 
     def __init__(
         self,
@@ -68,6 +71,7 @@ class Request:
         prompt_embeds: np.ndarray | None = None,
         read_cache: bool = True,
         write_cache: bool = True,
+        num_encoder_tokens: int = 0,
     ) -> None:
         self.request_id = request_id
         self._tokens = core.TokenIds(token_sequence(token_ids))
@@ -77,8 +81,9 @@ class Request:
         self._mm_items = tuple(_checked_item(i, item) for i, item in enumerate(mm_items))
         self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
-        self._read_cache = bool(read_cache)
-        self._write_cache = bool(write_cache)
+        self._num_encoder_tokens = _checked_count(num_encoder_tokens, "num_encoder_tokens")
+        self._read_cache = bool(read_cache) and not num_encoder_tokens
+        self._write_cache = bool(write_cache) and not num_encoder_tokens
         self._has_extra_keys = not (
             lora is None and not self._mm_items and cache_salt is None and prompt_embeds is None
         )
@@ -114,9 +119,16 @@ class Request:
     def _make_chain(self, block_size: int, parent: bytes) -> core.TokenChain:
         plain = (self._tokens, block_size, parent, self._read_cache, self._write_cache)
         if not self._has_extra_keys:
-            return core.TokenChain(*plain)
+            return core.TokenChain(*plain, num_encoder_tokens=self._num_encoder_tokens)
         digests = self._embed_digests(block_size)
-        return core.TokenChain(*plain, self._lora, self._mm_items, self._cache_salt, digests)
+        return core.TokenChain(
+            *plain,
+            self._lora,
+            self._mm_items,
+            self._cache_salt,
+            digests,
+            self._num_encoder_tokens,
+        )
 
     def _embed_digests(self, block_size: int) -> bytes:
         rows = self._prompt_embeds
@@ -135,6 +147,16 @@ def _text(value: object, name: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
     return value
+
+
+def _checked_count(value: int, name: str) -> int:
+    try:
+        count = index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: expected an integer") from None
+    if not 0 <= count <= _MAX:
+        raise ValueError(f"{name} is {count}: expected 0 to {_MAX}")
+    return count
 
 
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:

@@ -1,0 +1,57 @@
+// One cache group of a manager: its attention kind and its sizes.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/groups/attention_kind.h"
+#include "core/hash.h"
+
+namespace kvcache {
+
+// Of sizes within kMaxSize: cannot overflow.
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct CacheGroup {
+  std::shared_ptr<const AttentionKind> kind;
+  AttentionKind::Pages pages;
+  bool keeps_all;
+  bool has_parts;        // hits inside a block, which are copied
+  uint16_t id;           // place among the groups, and group of its blocks in the pool
+  int64_t block_size;    // tokens, over all context-parallel ranks
+  int64_t num_hashes;    // per block
+  int64_t max_blocks;    // of one request
+  int64_t num_prealloc;  // blocks
+
+  bool holds_tokens() const { return pages == AttentionKind::Pages::kTokens; }
+  bool holds_state() const { return pages == AttentionKind::Pages::kState; }
+  bool is_cacheable() const { return pages != AttentionKind::Pages::kEncoder; }
+
+  // A kind that came from a user may answer anything.
+  int64_t first_needed_token(int64_t num_computed) const {
+    return keeps_all ? 0
+                     : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
+  }
+  // Blocks below it hold nothing that is still read.
+  int64_t first_needed_block(int64_t num_computed) const {
+    return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
+  }
+};
+
+// What one row holds of one group.
+struct Held {
+  std::vector<BlockId>
+      blocks;                 // by block of the sequence (kEncoder: of the encoder); null: dropped
+  int64_t num_dropped = 0;    // leading blocks that are null
+  int64_t num_published = 0;  // leading blocks that are in the index, or never will be
+  int64_t num_parts = 0;      // has_parts: leading hash blocks that are
+  BlockId source = kNullBlock;  // block that the row's first part of a block was copied from
+  int64_t num_copied = 0;       // tokens of the row's hit, where there is a source
+
+  // Blocks that are not null.
+  int64_t num_alive() const { return static_cast<int64_t>(blocks.size()) - num_dropped; }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,32 @@
+// What the cache must know about a kind of attention: which earlier tokens it still reads.
+//
+// From that one function follow both what may be dropped while a request runs, and which blocks
+// must be found for a prefix to be a hit: those that the tokens behind it read.
+#pragma once
+
+#include <cstdint>
+
+namespace kvcache {
+
+class AttentionKind {
+ public:
+  // What a page of the group holds.
+  enum class Pages {
+    kTokens,   // KV of block_size tokens: one page per block of tokens that are still read
+    kState,    // the state after the last token of its block: one page, and one per boundary stored
+    kEncoder,  // KV of encoder tokens: taken at admission, given back at the end, never shared
+  };
+
+  virtual ~AttentionKind() = default;
+
+  // The first token that is read by the token at `num_computed_tokens`, or by any after it: at
+  // least 0, at most `num_computed_tokens`, and never less for more computed tokens.
+  virtual int64_t first_needed_token(int64_t num_computed_tokens) const = 0;
+
+  // Whether that is 0 always.
+  virtual bool keeps_all() const { return false; }
+
+  virtual Pages pages() const { return Pages::kTokens; }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,22 @@
+// A token reads the state that the token before it left (Mamba, linear attention).
+//
+// A step updates the state in place, in the page of the block that its last token lies in; where
+// that is another block than before, the plan copies the state there first. The page that is left
+// behind holds the state at a block boundary only if a step ended there: then it can be hit.
+#pragma once
+
+#include <algorithm>
+
+#include "core/groups/attention_kind.h"
+
+namespace kvcache {
+
+class RecurrentState final : public AttentionKind {
+ public:
+  int64_t first_needed_token(int64_t num_computed_tokens) const override {
+    return std::max<int64_t>(num_computed_tokens - 1, 0);
+  }
+  Pages pages() const override { return Pages::kState; }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,227 @@
+// What the manager checks before anything changes, and hashes before anything changes.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "core/limits.h"
+#include "core/manager.h"
+
+namespace kvcache {
+
+void Manager::check_group(int64_t group) const {
+  if (group >= 0 && group < static_cast<int64_t>(groups_.size())) return;
+  throw std::invalid_argument("group is " + std::to_string(group) + ": expected 0 to " +
+                              std::to_string(groups_.size() - 1));
+}
+
+void Manager::check_length(int64_t num_total, const char* what) const {
+  if (num_total <= options_.max_model_len) return;
+  throw std::invalid_argument(std::string(what) + " would have " + std::to_string(num_total) +
+                              " tokens: expected at most max_model_len, which is " +
+                              std::to_string(options_.max_model_len));
+}
+
+void Manager::check_face(int32_t row, bool by_step) const {
+  if (at(row).by_step == by_step) return;
+  throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
+                              (by_step ? "allocate_slots: expected append_slots to serve it"
+                                       : "step: expected its row among the rows of step"));
+}
+
+void Manager::check_has_no_state(const char* call) const {
+  if (!has_state_) return;
+  throw std::invalid_argument(std::string(call) +
+                              " cannot say which state is to be copied where: expected step to "
+                              "drive a manager with a recurrent group");
+}
+
+void Manager::check_new(const TokenChain& chain) const {
+  checked_size("the number of tokens of a new request", chain.num_tokens(), 1);
+  check_length(chain.num_tokens(), "a new request");
+  if (chain.block_size() == hash_block_size_) return;
+  throw std::invalid_argument(
+      "a request hashed for block_size " + std::to_string(chain.block_size()) +
+      " came to a manager with block_size " + std::to_string(hash_block_size_));
+}
+
+void Manager::check_rejected(int32_t row, int64_t num_rejected) const {
+  if (num_rejected == 0) return;
+  const Row& r = rows_[row];
+  const std::string what =
+      "num_rejected_tokens of row " + std::to_string(row) + " is " + std::to_string(num_rejected);
+  if (has_state_) {
+    throw std::invalid_argument(what + ": expected 0, a recurrent state takes no token back");
+  }
+  checked_size("num_rejected_tokens", num_rejected, 0);
+  int64_t kept = r.start;
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held(row)[group.id];
+    kept = std::max(kept, each.num_published * group.block_size);
+    if (group.has_parts) kept = std::max(kept, each.num_parts * hash_block_size_);
+  }
+  if (r.num_computed - num_rejected >= kept) return;
+  throw std::invalid_argument(what + ": expected at most " +
+                              std::to_string(std::max<int64_t>(r.num_computed - kept, 0)) +
+                              ", of the tokens of its last step those that are not cached");
+}
+
+int64_t Manager::check_computed(const TokenChain& chain,
+                                const std::vector<std::vector<BlockId>>& computed) const {
+  if (computed.size() != groups_.size()) {
+    throw std::invalid_argument("computed_blocks has " + std::to_string(computed.size()) +
+                                " groups: expected " + std::to_string(groups_.size()));
+  }
+  int64_t num_tokens = -1;
+  size_t most_blocks = 0;
+  for (const CacheGroup& group : groups_) {
+    const auto n = static_cast<int64_t>(computed[group.id].size());
+    most_blocks = std::max(most_blocks, computed[group.id].size());
+    const int64_t covered = n * group.block_size;
+    if (!group.is_cacheable() ? n == 0 : num_tokens < 0 || covered == num_tokens) {
+      if (group.is_cacheable()) num_tokens = covered;
+      continue;
+    }
+    throw std::invalid_argument("computed_blocks[" + std::to_string(group.id) + "] covers " +
+                                std::to_string(covered) + " tokens: expected " +
+                                std::to_string(std::max<int64_t>(num_tokens, 0)) +
+                                ", as many as other groups");
+  }
+  if (num_tokens <= 0) return 0;
+  const std::string what = "computed_blocks has " + std::to_string(most_blocks) + " blocks";
+  if (!options_.enable_caching) {
+    throw std::invalid_argument(what + ", but caching is off (enable_caching=False)");
+  }
+  if (!chain.read_cache()) {
+    throw std::invalid_argument(what + ", but the request has read_cache=False: expected none");
+  }
+  if (num_tokens > chain.num_tokens() - 1) {
+    const int64_t most = (chain.num_tokens() - 1) / groups_[0].block_size;
+    throw std::invalid_argument(what + ": expected at most " + std::to_string(most) +
+                                ", since the last token must run");
+  }
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  for (const CacheGroup& group : groups_) {
+    const std::vector<BlockId>& ids = computed[group.id];
+    const int64_t first = group.first_needed_block(num_tokens);
+    for (int64_t b = 0; b < static_cast<int64_t>(ids.size()); ++b) {
+      const int64_t last_hash = (b + 1) * group.num_hashes - 1;
+      const BlockId id = ids[static_cast<size_t>(b)];
+      if (b < first ? id == kNullBlock
+                    : last_hash < static_cast<int64_t>(hashes.size()) &&
+                          pool_.holds(id, hashes[static_cast<size_t>(last_hash)], group.id)) {
+        continue;
+      }
+      throw std::invalid_argument("computed_blocks[" + std::to_string(b) + "] is block " +
+                                  std::to_string(id) +
+                                  ", which does not (or no longer) hold block " +
+                                  std::to_string(b) + " of the request: look up again");
+    }
+  }
+  return num_tokens;
+}
+
+void Manager::check_step_rows(const StepRequest& request) {
+  ++mark_;
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    const int32_t row = request.rows[i];
+    check_face(row, /*by_step=*/true);
+    Row& r = rows_[row];
+    if (request.num_tokens[i] < 1) checked_size("num_tokens", request.num_tokens[i], 1);
+    const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
+    if (num_rejected != 0) check_rejected(row, num_rejected);
+    check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
+    if (r.mark == mark_) {
+      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+    }
+    r.mark = mark_;
+  }
+}
+
+void Manager::check_token_ids(const StepRequest& request) const {
+  int64_t num_named = 0;
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    if (request.num_token_ids == nullptr) {
+      num_named += request.num_ids > 0;
+      continue;
+    }
+    checked_size("num_token_ids", request.num_token_ids[i], 0);
+    num_named += request.num_token_ids[i];
+  }
+  if (num_named != request.num_ids) {
+    throw std::invalid_argument(
+        "token_ids has " + std::to_string(request.num_ids) + " entries: expected " +
+        std::to_string(num_named) + ", " +
+        (request.num_token_ids == nullptr ? "one per row" : "the sum of num_token_ids"));
+  }
+  for (int64_t i = 0; i < request.num_ids; ++i) {
+    if (request.token_ids[i] < 0) {
+      throw std::invalid_argument("token_ids[" + std::to_string(i) + "] is " +
+                                  std::to_string(request.token_ids[i]) +
+                                  ": expected 0 to 2147483647");
+    }
+  }
+}
+
+void Manager::check_step(const StepRequest& request) {
+  checked_size("num_reserved_blocks", request.num_reserved_blocks, 0);
+  checked_size("num_lookahead_tokens", request.num_lookahead, 0);
+  const auto num_asked = request.num_rows + static_cast<int64_t>(request.new_rows.size());
+  if (request.lookahead != nullptr) {
+    for (int64_t i = 0; i < num_asked; ++i) {
+      checked_size("num_lookahead_tokens", request.lookahead[i], 0);
+    }
+  }
+  check_step_rows(request);
+  check_token_ids(request);
+  for (const NewRow& row : request.new_rows) {
+    checked_size("new_num_tokens", row.num_tokens, 1);
+    check_new(*row.chain);
+  }
+}
+
+bool Manager::must_hash(const TokenChain& chain, bool reads) const {
+  return options_.enable_caching && (reads || chain.write_cache()) && chain.has_unhashed_blocks();
+}
+
+void Manager::hash_ahead(TokenChain& chain, bool reads) const {
+  if (must_hash(chain, reads)) chain.hashes();
+}
+
+void Manager::hash_ahead(const StepRequest& request) {
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    const Row& row = rows_[request.rows[i]];
+    // Most rows of a step fill no block: their chains stay untouched.
+    if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
+      hash_ahead(*row.chain, /*reads=*/false);
+    }
+  }
+  for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.chain->read_cache());
+}
+
+void Manager::append_ids(const StepRequest& request) {
+  if (request.num_ids == 0) return;
+  const int32_t* ids = request.token_ids;
+  int64_t i = 0;
+  try {
+    for (; i < request.num_rows; ++i) {
+      const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
+      if (n > 0) rows_[request.rows[i]].chain->append(ids, n);
+      ids += n;
+    }
+  } catch (...) {
+    take_back_ids(request, i);
+    throw;
+  }
+}
+
+void Manager::take_back_ids(const StepRequest& request, int64_t num_rows) {
+  for (int64_t i = 0; i < num_rows; ++i) take_back_ids_of(request, i);
+}
+
+void Manager::take_back_ids_of(const StepRequest& request, int64_t i) {
+  if (request.num_ids == 0) return;
+  const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
+  if (n > 0) rows_[request.rows[i]].chain->take_back(n);
+}
+
+}  // namespace kvcache

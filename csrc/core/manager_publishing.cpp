@@ -1,0 +1,96 @@
+// What becomes findable: blocks full of real tokens, neither lookahead slots nor unknown tokens.
+#include <algorithm>
+
+#include "core/manager.h"
+
+namespace kvcache {
+
+int64_t Manager::next_publish(const Row& row, const Held* held) const {
+  if (row.is_stale || !options_.enable_caching || !row.chain->write_cache()) return kNothing;
+  int64_t next = kNothing;
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held[group.id];
+    if (!group.is_cacheable()) continue;
+    next = std::min(next, group.has_parts ? (each.num_parts + 1) * hash_block_size_
+                                          : (each.num_published + 1) * group.block_size);
+  }
+  return next;
+}
+
+void Manager::publish(int32_t row) {
+  Row& r = rows_[row];
+  if (r.num_computed < r.next_publish) return;  // most rows of a step
+  const int64_t num_hashed = std::min(r.num_computed / hash_block_size_,
+                                      static_cast<int64_t>(r.chain->known_hashes().size()));
+  for (const CacheGroup& group : groups_) {
+    Held* each = &held(row)[group.id];
+    if (group.has_parts) publish_parts(r, group, each, num_hashed);
+    if (group.holds_tokens()) publish_blocks(r, group, each, num_hashed);
+    if (group.holds_state()) publish_state(r, group, each, r.num_computed);
+  }
+  r.next_publish = next_publish(r, held(row));
+}
+
+void Manager::publish_blocks(const Row& row, const CacheGroup& group, Held* held,
+                             int64_t num_hashed) {
+  const int64_t num_full = num_hashed / group.num_hashes;
+  const int64_t first = std::max(held->num_published, held->num_dropped);
+  if (num_full > first) publish_run(*row.chain, group, *held, first, num_full - first);
+  held->num_published = std::max(held->num_published, num_full);
+}
+
+void Manager::publish_parts(const Row& row, const CacheGroup& group, Held* held,
+                            int64_t num_hashed) {
+  const std::vector<Hash>& hashes = row.chain->known_hashes();
+  for (; held->num_parts < num_hashed; ++held->num_parts) {
+    const int64_t block = held->num_parts / group.num_hashes;
+    const bool is_whole = (held->num_parts + 1) % group.num_hashes == 0;
+    if (is_whole || block < held->num_dropped) continue;
+    pool_.publish_part(held->blocks[static_cast<size_t>(block)],
+                       hashes[static_cast<size_t>(held->num_parts)], hashes[0], group.id);
+    note_published(&held->blocks[static_cast<size_t>(block)], 1);
+  }
+}
+
+// A state stays only where a step ended at a block boundary.
+void Manager::publish_state(const Row& row, const CacheGroup& group, Held* held,
+                            int64_t num_tokens) {
+  if (row.next_publish == kNothing) return;
+  const int64_t num_passed = num_tokens / group.block_size;
+  if (num_tokens % group.block_size != 0) {
+    held->num_published = std::max(held->num_published, num_passed);
+    return;
+  }
+  const auto num_known = static_cast<int64_t>(row.chain->known_hashes().size());
+  if (num_passed <= held->num_published || num_passed * group.num_hashes > num_known) return;
+  publish_run(*row.chain, group, *held, num_passed - 1, 1);
+  held->num_published = num_passed;
+}
+
+void Manager::publish_run(const TokenChain& chain, const CacheGroup& group, const Held& held,
+                          int64_t first_block, int64_t n) {
+  const Hash* hashes = chain.known_hashes().data();
+  const int64_t first_hash = first_block * group.num_hashes;
+  Content content{};
+  content.hashes = hashes + first_hash + group.num_hashes - 1;
+  content.parent = first_hash == 0 ? &chain.parent() : hashes + first_hash - 1;
+  content.stride = group.num_hashes;
+  content.root = hashes;
+  if (options_.record_events) {
+    content.tokens = chain.tokens() + first_block * group.block_size;
+    content.tokens_per_block = group.block_size;
+  }
+  const BlockId* ids = held.blocks.data() + first_block;
+  pool_.publish(ids, content, n, group.id);
+  stats_.group(group.id).stored_blocks += n;
+  note_published(ids, n);
+}
+
+// So that `abort` knows what a step made findable.
+void Manager::note_published(const BlockId* ids, int64_t n) {
+  if (in_flight_.empty()) return;
+  std::vector<BlockId>& published = in_flight_.back().published;
+  published.insert(published.end(), ids, ids + n);
+}
+
+}  // namespace kvcache

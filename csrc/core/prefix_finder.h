@@ -1,0 +1,55 @@
+// The longest prefix that all cache groups of a manager can take from the cache.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/block_pool.h"
+#include "core/cache_group.h"
+
+namespace kvcache {
+
+struct PrefixHit {
+  int64_t num_tokens = 0;
+  std::vector<std::vector<BlockId>> blocks;  // per group: whole ones; null where not read any more
+  // Per group: the block whose first num_tokens % block_size tokens are to be copied, or null.
+  std::vector<BlockId> sources;
+};
+
+class PrefixFinder {
+ public:
+  // `drop_last`: the last hit of `unit()` tokens is given up, so that a drafter sees its hidden
+  // states (EAGLE).
+  PrefixFinder(const BlockPool* pool, const std::vector<CacheGroup>* groups,
+               int64_t hash_block_size, bool drop_last);
+
+  // Hits end at multiples of it, with and without those that end inside blocks.
+  int64_t unit() const { return unit_; }
+  int64_t whole_unit() const { return whole_unit_; }
+
+  // Of at most `max_tokens` tokens, with these hashes; valid until the next call. Changes no pool.
+  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_parts);
+
+ private:
+  int64_t settle(int64_t num_tokens);
+  int64_t accepted(const CacheGroup& group, int64_t num_tokens);
+  int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
+  int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
+  const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
+  BlockId block_of(const CacheGroup& group, int64_t block) const;
+  BlockId part_of(const CacheGroup& group, int64_t num_tokens) const;
+  void collect(const CacheGroup& group);
+
+  const BlockPool* pool_;
+  const std::vector<CacheGroup>* groups_;
+  int64_t hash_block_size_;
+  int64_t unit_ = 1, whole_unit_ = 1;
+  bool drop_last_;
+  // Of the search at hand:
+  const std::vector<Hash>* hashes_ = nullptr;
+  int64_t step_ = 1;                  // unit() or whole_unit()
+  std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
+  PrefixHit hit_;
+};
+
+}  // namespace kvcache

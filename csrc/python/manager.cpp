@@ -1,0 +1,349 @@
+// The manager and its attention kinds for Python. Converts arrays, nothing else.
+#include "core/manager.h"
+
+#include <pybind11/numpy.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+#include <optional>
+
+#include "core/groups/chunked_local.h"
+#include "core/groups/cross_attention.h"
+#include "core/groups/full_attention.h"
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
+#include "core/limits.h"
+#include "core/sha256.h"
+#include "python/arrays.h"
+#include "python/hashes.h"
+
+namespace kvcache {
+namespace {
+
+// A kind written in Python. Its errors cannot stop a step halfway: they are reported as unraisable,
+// and 0 is answered, with which every block is kept and needed.
+class PythonKind : public AttentionKind {
+ public:
+  int64_t first_needed_token(int64_t num_computed_tokens) const override {
+    const py::function method =
+        py::get_override(static_cast<const AttentionKind*>(this), "first_needed_token");
+    if (!method) return 0;
+    try {
+      const py::object answer = method(num_computed_tokens);
+      const int64_t token = PyLong_AsLongLong(answer.ptr());
+      if (token == -1 && PyErr_Occurred()) throw py::error_already_set();
+      return token;
+    } catch (py::error_already_set& error) {
+      error.discard_as_unraisable(method);
+      return 0;
+    }
+  }
+};
+
+void bind_kinds(py::module_& m) {
+  py::class_<AttentionKind, PythonKind, std::shared_ptr<AttentionKind>>(m, "AttentionKind")
+      .def(py::init<>())
+      .def("first_needed_token", &AttentionKind::first_needed_token,
+           py::arg("num_computed_tokens"));
+  py::class_<FullAttention, AttentionKind, std::shared_ptr<FullAttention>>(m, "FullAttention")
+      .def(py::init<>());
+  py::class_<SlidingWindow, AttentionKind, std::shared_ptr<SlidingWindow>>(m, "SlidingWindow")
+      .def(py::init([](const py::object& window) {
+             return std::make_shared<SlidingWindow>(int_argument(window, "window"));
+           }),
+           py::arg("window"));
+  py::class_<ChunkedLocal, AttentionKind, std::shared_ptr<ChunkedLocal>>(m, "ChunkedLocal")
+      .def(py::init([](const py::object& chunk_size) {
+             return std::make_shared<ChunkedLocal>(int_argument(chunk_size, "chunk_size"));
+           }),
+           py::arg("chunk_size"));
+  py::class_<RecurrentState, AttentionKind, std::shared_ptr<RecurrentState>>(m, "RecurrentState")
+      .def(py::init<>());
+  py::class_<CrossAttention, AttentionKind, std::shared_ptr<CrossAttention>>(m, "CrossAttention")
+      .def(py::init<>());
+}
+
+std::vector<GroupOptions> group_options(const py::list& groups) {
+  std::vector<GroupOptions> out;
+  for (const py::handle& each : groups) {
+    const auto pair = py::cast<py::tuple>(each);
+    out.push_back(
+        {py::cast<std::shared_ptr<AttentionKind>>(pair[0]), int_argument(pair[1], "block_size")});
+  }
+  return out;
+}
+
+int64_t optional_size(const py::object& value, const char* name) {
+  return value.is_none() ? 0 : checked_size(name, int_argument(value, name), 1);
+}
+
+std::unique_ptr<Manager> make_manager(const py::list& groups, const py::object& num_gpu_blocks,
+                                      const py::object& max_model_len,
+                                      const py::object& hash_block_size, bool enable_caching,
+                                      const py::object& num_preallocate_tokens,
+                                      const py::object& max_num_reqs,
+                                      const py::object& watermark_blocks, bool use_eagle,
+                                      bool fence_frees, bool enable_events, bool track_residency,
+                                      const py::object& stats_window) {
+  ManagerOptions options{};
+  options.groups = group_options(groups);
+  options.num_blocks = int_argument(num_gpu_blocks, "num_gpu_blocks");
+  options.max_model_len = int_argument(max_model_len, "max_model_len");
+  options.hash_block_size = optional_size(hash_block_size, "hash_block_size");
+  options.enable_caching = enable_caching;
+  options.num_preallocate_tokens = int_argument(num_preallocate_tokens, "num_preallocate_tokens");
+  options.max_num_reqs = optional_size(max_num_reqs, "max_num_reqs");
+  options.watermark_blocks = int_argument(watermark_blocks, "watermark_blocks");
+  options.drop_last_hit = use_eagle;
+  options.fence_frees = fence_frees;
+  options.record_events = enable_events;
+  options.track_residency = track_residency;
+  options.stats_window = int_argument(stats_window, "stats_window");
+  return std::make_unique<Manager>(options);
+}
+
+// An array argument of a step that may be None.
+class OptionalInput {
+ public:
+  OptionalInput(const py::object& value, const char* name) {
+    if (!value.is_none()) input_.emplace(value, name);
+  }
+  bool is_given() const { return input_.has_value(); }
+  const int32_t* data() const { return input_ ? input_->data() : nullptr; }
+  py::ssize_t size() const { return input_ ? input_->size() : 0; }
+  void copy_values() {
+    if (input_) input_->copy_values();
+  }
+
+ private:
+  std::optional<Int32Input> input_;
+};
+
+std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens) {
+  require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
+                      "new_num_tokens");
+  std::vector<NewRow> out(chains.size());
+  for (size_t i = 0; i < out.size(); ++i) {
+    out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
+    out[i].num_tokens = num_tokens.data()[i];
+  }
+  return out;
+}
+
+// int32[n, width], or None for no rows.
+py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width) {
+  if (values.empty()) return py::none();
+  const auto n = static_cast<py::ssize_t>(values.size()) / width;
+  py::array_t<int32_t> out({n, width});
+  std::copy(values.begin(), values.end(), out.mutable_data());
+  return std::move(out);
+}
+
+// The fields of a StepPlan in its order; None where a section is empty.
+py::tuple as_tuple(const StepDelta& delta) {
+  py::array_t<uint8_t> status(static_cast<py::ssize_t>(delta.status.size()), delta.status.data());
+  const size_t num_groups = delta.groups.size();
+  py::list splits(num_groups), ids(num_groups), replace(num_groups);
+  for (size_t g = 0; g < num_groups; ++g) {
+    splits[g] = copy_int32(delta.groups[g].append_splits);
+    ids[g] = copy_int32(delta.groups[g].append_ids);
+    replace[g] = rows_of(delta.groups[g].replace, 3);
+  }
+  return py::make_tuple(delta.step_id, copy_int32(delta.rows), std::move(status),
+                        copy_int32(delta.num_computed_tokens), copy_int32(delta.clear_rows),
+                        copy_int32(delta.append_rows), std::move(splits), std::move(ids),
+                        std::move(replace), rows_of(delta.copy, 2),
+                        delta.zero.empty() ? py::object(py::none()) : copy_int32(delta.zero));
+}
+
+py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,
+               const py::list& new_chains, const py::object& new_num_tokens,
+               const py::object& token_ids, const py::object& num_token_ids,
+               const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
+               const py::object& num_reserved_blocks) {
+  Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
+  const Int32Input limits(new_num_tokens, "new_num_tokens");
+  OptionalInput ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids");
+  OptionalInput rejected(num_rejected_tokens, "num_rejected_tokens");
+  require_same_length(r.size(), "rows", n.size(), "num_tokens");
+  if (num_ids.is_given()) require_same_length(r.size(), "rows", num_ids.size(), "num_token_ids");
+  if (rejected.is_given()) {
+    require_same_length(r.size(), "rows", rejected.size(), "num_rejected_tokens");
+  }
+  StepRequest request;
+  request.new_rows = new_rows(new_chains, limits);
+  const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
+  OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
+  if (lookahead.is_given()) {
+    require_same_length(lookahead.size(), "num_lookahead_tokens",
+                        r.size() + static_cast<py::ssize_t>(request.new_rows.size()),
+                        "rows and new together");
+  } else {
+    request.num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
+  }
+  if (libcrypto_name() == nullptr) {  // a digest in Python could write to the caller's arrays
+    r.copy_values();
+    n.copy_values();
+    for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead}) each->copy_values();
+  }
+  request.rows = r.data();
+  request.num_tokens = n.data();
+  request.num_rows = r.size();
+  request.token_ids = ids.data();
+  request.num_ids = ids.size();
+  request.num_token_ids = num_ids.data();
+  request.num_rejected = rejected.data();
+  request.lookahead = lookahead.data();
+  request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
+  return as_tuple(self.step(request));
+}
+
+py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
+  py::list out(blocks.size());
+  for (size_t g = 0; g < blocks.size(); ++g) out[g] = copy_int32(blocks[g]);
+  return out;
+}
+
+// None where there are no slots, else (row, new block ids per group).
+py::object as_answer(const Slots& slots) {
+  if (slots.status != Status::kServed) return py::none();
+  return py::make_tuple(slots.row, per_group(slots.new_blocks));
+}
+
+py::tuple as_tuple(const Recompute& recompute) {
+  return py::make_tuple(recompute.rows, recompute.num_computed_tokens);
+}
+
+py::object as_tuple(const DurationStats& stats) {
+  return py::make_tuple(stats.count, stats.sum, stats.max,
+                        std::vector<int64_t>(stats.buckets.begin(), stats.buckets.end()));
+}
+
+py::tuple as_tuple(const HitCount& count) {
+  return py::make_tuple(count.num_requests, count.query_tokens, count.hit_tokens);
+}
+
+// (total, window, groups, lifetime or None, idle or None)
+py::tuple stats_of(Manager& self) {
+  const CacheStats& stats = self.stats();
+  py::list groups;
+  for (size_t g = 0; g < stats.groups().size(); ++g) {
+    groups.append(py::make_tuple(stats.groups()[g].hit_blocks, stats.groups()[g].stored_blocks,
+                                 self.pool().num_evicted_of(static_cast<uint16_t>(g))));
+  }
+  const Residency* residency = self.pool().residency();
+  return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
+                        residency ? as_tuple(residency->lifetime()) : py::object(py::none()),
+                        residency ? as_tuple(residency->idle()) : py::object(py::none()));
+}
+
+// (kinds uint8[n], groups int32[n], hashes uint8[n, 32], parents uint8[n, 32], tokens int32[...])
+py::tuple drained_events(Manager& self) {
+  const EventLog::Drained drained = self.drain_events();
+  const auto n = static_cast<py::ssize_t>(drained.events.size());
+  py::array_t<uint8_t> kinds(n);
+  Int32Array groups = new_int32(n);
+  HashArray hashes({n, py::ssize_t{sizeof(Hash)}}), parents({n, py::ssize_t{sizeof(Hash)}});
+  for (py::ssize_t i = 0; i < n; ++i) {
+    const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
+    kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
+    groups.mutable_data()[i] = event.group;
+    std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, sizeof(Hash));
+    std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, sizeof(Hash));
+  }
+  return py::make_tuple(kinds, groups, hashes, parents, copy_int32(drained.tokens));
+}
+
+std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
+  std::vector<std::vector<BlockId>> out;
+  for (const py::handle& each : computed) {
+    const Int32Input ids(each, "computed_blocks");
+    out.emplace_back(ids.data(), ids.data() + ids.size());
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_manager(py::module_& m) {
+  bind_kinds(m);
+  py::class_<Manager>(m, "Manager")
+      .def(py::init(&make_manager), py::kw_only(), py::arg("groups"), py::arg("num_gpu_blocks"),
+           py::arg("max_model_len"), py::arg("hash_block_size"), py::arg("enable_caching"),
+           py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"), py::arg("watermark_blocks"),
+           py::arg("use_eagle"), py::arg("fence_frees"), py::arg("enable_events"),
+           py::arg("track_residency"), py::arg("stats_window"))
+      .def("check_caller", &Manager::check_caller)
+      .def("set_now", &Manager::set_now)
+      .def("hashes",
+           [](Manager& self, TokenChain& chain) {
+             const std::vector<Hash>& hashes = self.hashes(chain);
+             return copy_hashes(hashes.data(), hashes.size());
+           })
+      .def("lookup",
+           [](Manager& self, TokenChain& chain) {
+             const PrefixHit& hit = self.lookup(chain);
+             return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
+           })
+      .def("would_fit",
+           [](Manager& self, TokenChain& chain) { return static_cast<int>(self.would_fit(chain)); })
+      .def("step", &step)
+      .def("allocate",
+           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+              const py::list& computed, const py::object& num_lookahead_tokens) {
+             return as_answer(self.allocate(
+                 chain, int_argument(num_tokens, "num_tokens"), computed_blocks(computed),
+                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+           })
+      .def("append",
+           [](Manager& self, int32_t row, const py::object& num_tokens,
+              const py::object& num_lookahead_tokens) {
+             return as_answer(
+                 self.append(row, int_argument(num_tokens, "num_tokens"),
+                             int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+           })
+      .def("reject",
+           [](Manager& self, int32_t row, const py::object& num_tokens) {
+             self.reject(row, int_argument(num_tokens, "num_tokens"));
+           })
+      .def("free", &Manager::free)
+      .def("abort",
+           [](Manager& self, const py::object& step_id) {
+             return as_tuple(self.abort(int_argument(step_id, "step_id")));
+           })
+      .def("invalidate",
+           [](Manager& self, const py::object& ids) {
+             const Int32Input array(ids, "ids");
+             return as_tuple(self.invalidate(array.data(), array.size()));
+           })
+      .def("complete",
+           [](Manager& self, const py::object& step_id) {
+             self.complete(int_argument(step_id, "step_id"));
+           })
+      .def("num_common_prefix_blocks",
+           [](Manager& self, int32_t row, const py::object& num_running, const py::object& group) {
+             return self.num_common_prefix_blocks(row,
+                                                  int_argument(num_running, "num_running_requests"),
+                                                  int_argument(group, "group"));
+           })
+      .def("reset_prefix_cache", &Manager::reset_prefix_cache)
+      .def("start_epoch", &Manager::start_epoch)
+      .def("blocks",
+           [](const Manager& self, int32_t row, const py::object& group) {
+             return copy_int32(self.blocks(row, int_argument(group, "group")));
+           })
+      .def("num_computed_tokens", &Manager::num_computed_tokens)
+      .def("check_invariants", &Manager::check_invariants)
+      .def("clear_stats", &Manager::clear_stats)
+      .def("stats", &stats_of)
+      .def("drain_events", &drained_events)
+      .def_property_readonly("hash_block_size", &Manager::hash_block_size)
+      .def_property_readonly("num_rows", &Manager::num_rows)
+      .def_property_readonly("num_fenced", &Manager::num_fenced)
+      .def_property_readonly(
+          "pool", [](Manager& self) -> BlockPool& { return self.pool(); },
+          py::return_value_policy::reference_internal);
+}
+
+}  // namespace kvcache

@@ -1,0 +1,10 @@
+"""A token reads those before it in its own chunk of the sequence."""
+
+from kvcache._native import core
+from kvcache.allocator.groups.base import register
+
+
+@register("chunked_local")
+def chunked_local(*, chunk_size: int) -> core.ChunkedLocal:
+    """`chunk_size`: tokens, 1 or more."""
+    return core.ChunkedLocal(chunk_size)

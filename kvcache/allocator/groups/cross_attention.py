@@ -1,0 +1,11 @@
+"""Every token reads all tokens of the encoder: `Request.num_encoder_tokens` of them.
+
+Their blocks are taken at admission, stay until the request is freed, and are never shared. The KV of
+the decoder depends on the encoder's input, so that requests with encoder tokens neither take hits
+nor leave any.
+"""
+
+from kvcache._native import core
+from kvcache.allocator.groups.base import register
+
+register("cross_attention")(core.CrossAttention)

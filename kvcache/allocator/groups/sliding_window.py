@@ -1,0 +1,10 @@
+"""A token reads itself and the `window - 1` tokens before it."""
+
+from kvcache._native import core
+from kvcache.allocator.groups.base import register
+
+
+@register("sliding_window")
+def sliding_window(*, window: int) -> core.SlidingWindow:
+    """`window`: tokens, 1 or more."""
+    return core.SlidingWindow(window)

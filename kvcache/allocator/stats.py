@@ -1,0 +1,76 @@
+"""Counts of a manager's prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class HitStats:
+    """Requests that may read the cache, counted when they are admitted."""
+
+    num_requests: int
+    query_tokens: int  # their known tokens
+    hit_tokens: int  # of those, found in the cache
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit tokens per queried token, 0.0 before the first query."""
+        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """Blocks of one cache group."""
+
+    hit_blocks: int  # taken from the cache
+    stored_blocks: int  # put into it
+    evicted_blocks: int  # taken for other content while cached; since the manager was made
+
+
+@dataclass(frozen=True)
+class DurationStats:
+    """Durations in seconds. `buckets[i]`: how many of less than `2**i` ms that none before counts."""
+
+    count: int
+    total_s: float
+    max_s: float
+    buckets: tuple[int, ...]
+
+    @property
+    def mean_s(self) -> float:
+        """0.0 where nothing was counted."""
+        return self.total_s / self.count if self.count else 0.0
+
+
+@dataclass(frozen=True)
+class PrefixCacheStats(HitStats):
+    """In total since the start or the last `clear_stats()`; `recent`: the last requests alone.
+
+    `lifetime`, `idle`: of evicted blocks, the time since they were cached, and since they were last
+    given back; None unless residency is tracked.
+    """
+
+    recent: HitStats
+    groups: tuple[GroupStats, ...]
+    lifetime: DurationStats | None
+    idle: DurationStats | None
+
+
+def stats_of(native: tuple) -> PrefixCacheStats:
+    """From what the native manager counts."""
+    total, recent, groups, lifetime, idle = native
+    return PrefixCacheStats(
+        *total,
+        HitStats(*recent),
+        tuple(GroupStats(*each) for each in groups),
+        _durations(lifetime),
+        _durations(idle),
+    )
+
+
+def _durations(native: tuple | None) -> DurationStats | None:
+    if native is None:
+        return None
+    count, total_ms, max_ms, buckets = native
+    return DurationStats(count, total_ms / 1000, max_ms / 1000, tuple(buckets))

@@ -1,0 +1,503 @@
+"""Drives the manager and its plain model through the same random calls and compares all they say.
+
+Where choices come from is open: hypothesis (which shrinks what it finds) or a seeded generator
+(which is fast). A found case is a seed and a number of operations; `SEEDS` of
+test_allocator_random.py keeps them.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache.allocator.groups import AttentionKind, register
+from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from tests.model import ENCODER, STATE, ModelGroup, ModelManager, ModelRequest
+
+
+@register("test_sinks_and_stride")
+class Strided(AttentionKind):
+    """A kind of a user's: reads from the last multiple of `stride` but one."""
+
+    def __init__(self, *, stride: int) -> None:
+        super().__init__()
+        self.stride = stride
+
+    def first_needed_token(self, num_computed_tokens: int) -> int:
+        return max(num_computed_tokens // self.stride - 1, 0) * self.stride
+
+
+class Chooser:
+    """Choices of a seeded generator."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def integer(self, least: int, most: int) -> int:
+        return self._random.randint(least, most)
+
+    def pick(self, values: Sequence):
+        return values[self.integer(0, len(values) - 1)]
+
+    def chance(self, one_in: int) -> bool:
+        return self.integer(1, one_in) == 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    spec: Callable[[int], GroupSpec]  # of a block size
+    model: Callable[[int], ModelGroup]
+
+
+def _window(window: int) -> Kind:
+    return Kind(
+        lambda size: GroupSpec("sliding_window", size, {"window": window}),
+        lambda size: ModelGroup(size, lambda n: max(n - window + 1, 0)),
+    )
+
+
+FULL = Kind(lambda size: GroupSpec("full_attention", size), lambda size: ModelGroup(size))
+CHUNKED = Kind(
+    lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
+    lambda size: ModelGroup(size, lambda n: n // 10 * 10),
+)
+RECURRENT = Kind(
+    lambda size: GroupSpec("recurrent", size),
+    lambda size: ModelGroup(size, lambda n: max(n - 1, 0), STATE),
+)
+CROSS = Kind(
+    lambda size: GroupSpec("cross_attention", size),
+    lambda size: ModelGroup(size, pages=ENCODER),
+)
+STRIDED = Kind(
+    lambda size: GroupSpec("test_sinks_and_stride", size, {"stride": 6}),
+    lambda size: ModelGroup(size, lambda n: max(n // 6 - 1, 0) * 6),
+)
+
+# (kinds with block sizes, hash block size) of the managers that are driven.
+MIXES = [
+    ([(FULL, 4)], None),
+    ([(_window(6), 4)], None),
+    ([(FULL, 4), (_window(6), 4)], None),
+    ([(FULL, 4), (_window(5), 2), (CHUNKED, 4)], None),
+    ([(FULL, 4), (RECURRENT, 4)], None),
+    ([(RECURRENT, 4), (_window(9), 2), (RECURRENT, 4)], None),
+    ([(FULL, 8)], 2),
+    ([(FULL, 8), (_window(5), 4)], 2),
+    ([(CHUNKED, 8), (_window(7), 8)], 4),
+    ([(FULL, 8), (RECURRENT, 4)], 2),
+    ([(FULL, 4), (CROSS, 2)], None),
+    ([(STRIDED, 4), (FULL, 2)], None),
+    ([(_window(1), 2), (STRIDED, 2)], 1),
+]
+LONGEST = 40
+
+
+class Driver:
+    """One manager, its model, the tables a worker would have, and the requests there are."""
+
+    def __init__(self, choose: Chooser) -> None:
+        self.choose = choose
+        kinds, hash_block_size = choose.pick(MIXES)
+        num_blocks = choose.integer(6, 20) * len(kinds)
+        options = {
+            "max_num_reqs": choose.integer(2, 6),
+            "num_preallocate_tokens": choose.pick([0, 0, 5, 12]),
+            "hash_block_size": hash_block_size,
+            "use_eagle": choose.chance(4),
+            "fence_frees": choose.chance(4),
+            "enable_caching": not choose.chance(10),
+        }
+        watermark = choose.pick([0.0, 0.0, 0.2])
+        self.manager = KVCacheManager.for_groups(
+            [kind.spec(size) for kind, size in kinds],
+            num_blocks,
+            LONGEST,
+            watermark=watermark,
+            enable_events=True,
+            track_residency=True,
+            **options,
+        )
+        self.model = ModelManager(
+            [kind.model(size) for kind, size in kinds],
+            num_blocks,
+            LONGEST,
+            watermark_blocks=int(watermark * num_blocks),
+            **options,
+        )
+        self.has_state = any(group.pages == STATE for group in self.model.groups)
+        self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
+        self.num_groups = len(kinds)
+        self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # by row
+        self.waiting: list[tuple[Request, ModelRequest]] = []
+        self.tables: dict[int, list[list[int]]] = {}
+        self.before: dict[int, dict] = {}  # step -> tables before it
+        self.count = 0
+        self.hashes: dict[tuple, bytes] = {}  # of prefixes
+        self.operations = [
+            (10, self.step),
+            (3, self.free),
+            (3, self.tokens_arrive),
+            (2, self.report),
+            (1, self.abort),
+            (1, self.invalidate),
+            (1, self.reset),
+            (1, self.wrong_call),
+            (1, self.ask),
+        ]
+        if not self.has_state:
+            self.operations += [(2, self.allocate_slots), (3, self.append_slots), (1, self.reject)]
+        self.weighted = [each for weight, each in self.operations for _ in range(weight)]
+
+    def run(self, num_operations: int) -> None:
+        """Random operations, each followed by a comparison of all state."""
+        for _ in range(num_operations):
+            self.choose.pick(self.weighted)()
+            self.compare()
+
+    # Requests --------------------------------------------------------------------------------------
+
+    def new_request(self) -> tuple[Request, ModelRequest]:
+        """A new request, or one that was here before."""
+        choose = self.choose
+        again = [pair for pair in self.waiting if len(pair[1].tokens) <= LONGEST]
+        if again and choose.chance(2):
+            pair = choose.pick(again)
+            self.waiting.remove(pair)
+            return pair
+        length, differs = choose.integer(1, LONGEST), choose.pick([0, 3, 7, 16, 99, 99, 99])
+        tokens = [self.token(i, differs) for i in range(length)]
+        reads, writes = choose.pick([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)])
+        encoder = choose.pick([0, 3, 5]) if self.has_encoder else 0
+        self.count += 1
+        request = Request(
+            f"r{self.count}",
+            tokens,
+            read_cache=bool(reads),
+            write_cache=bool(writes),
+            num_encoder_tokens=encoder,
+        )
+        can = not encoder
+        return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
+
+    @staticmethod
+    def token(position: int, differs: int) -> int:
+        return position + (1000 if position >= differs else 0)
+
+    def later_tokens(self, model: ModelRequest, n: int) -> list[int]:
+        return [self.token(len(model.tokens) + i, 99) for i in range(n)]
+
+    def rows(self, by_step: bool) -> dict[int, int]:
+        """Row -> tokens it still has room for."""
+        rooms = {
+            row: LONGEST - self.model.rows[row].num_computed
+            for row in sorted(self.requests)
+            if self.model.rows[row].by_step == by_step
+        }
+        return {row: room for row, room in rooms.items() if room}
+
+    def settle(self, pair: tuple, row: int) -> None:
+        """Where the request is from now on."""
+        if row >= 0:
+            self.requests[row] = pair
+        else:
+            self.waiting.append(pair)
+
+    # Operations ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        choose = self.choose
+        rooms = self.rows(by_step=True)
+        rows = [row for row in rooms if not choose.chance(3)]
+        if choose.chance(2):
+            rows.reverse()
+        counts = [
+            choose.integer(1, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
+        ]
+        rejected = [0] * len(rows)
+        if choose.chance(3):
+            rejected = [choose.integer(0, min(3, self.model.most_rejected(row))) for row in rows]
+        ids = [[] for _ in rows]
+        if choose.chance(2):
+            ids = [
+                self.later_tokens(self.requests[row][1], choose.pick([0, 1, 1, 3])) for row in rows
+            ]
+        pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
+        limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
+        ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
+        reserved = choose.pick([0, 0, 0, 4])
+        self.before[self.model.num_steps] = copy.deepcopy(self.tables)
+        plan = self.manager.step(
+            rows,
+            counts,
+            new=[request for request, _ in pairs],
+            new_num_tokens=limits,
+            token_ids=[token for each in ids for token in each],
+            num_token_ids=[len(each) for each in ids],
+            num_rejected_tokens=rejected,
+            num_lookahead_tokens=ahead,
+            num_reserved_blocks=reserved,
+        )
+        models = [model for _, model in pairs]
+        want = self.model.step(rows, counts, ids, rejected, models, limits, ahead, reserved)
+        assert plan.rows.tolist() == want.rows
+        assert plan.status.tolist() == want.status
+        assert plan.num_computed_tokens.tolist() == want.computed
+        assert plan.clear_rows.tolist() == sorted(want.clear)
+        assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
+        assert plan.zero.tolist() == want.zero
+        self.check_destinations(plan)
+        self.apply(plan)
+        for pair, row in zip(pairs, want.rows[len(rows) :]):
+            self.settle(pair, row)
+
+    def check_destinations(self, plan) -> None:
+        """A page is written by one section, once, and a copy reads nothing that a copy writes."""
+        written = plan.copy[:, 1].tolist() + plan.zero.tolist()
+        assert len(written) == len(set(written))
+        assert not set(plan.copy[:, 0].tolist()) & set(written)
+
+    def apply(self, plan) -> None:
+        for row in plan.clear_rows.tolist():
+            self.tables[row] = [[] for _ in range(self.num_groups)]
+        for g in range(self.num_groups):
+            splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
+            assert len(splits) == len(plan.append_rows) + 1
+            for i, row in enumerate(plan.append_rows.tolist()):
+                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
+            for row, column, block in plan.replace[g].tolist():
+                assert column < len(self.tables[row][g])
+                self.tables[row][g][column] = block
+
+    def allocate_slots(self) -> None:
+        request, model = pair = self.new_request()
+        ids, num_hit = self.manager.get_computed_blocks(request)
+        assert num_hit == self.model.hit_length(model, self.model.whole_unit)
+        want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
+        ids = [ids] if self.num_groups == 1 else ids
+        assert [each.tolist() for each in ids] == want
+        if self.choose.chance(4):
+            num_hit, ids = 0, [[] for _ in ids]
+        count = self.choose.integer(1, LONGEST - num_hit)
+        ahead = self.choose.pick([0, 0, 3])
+        computed = ids[0] if self.num_groups == 1 else ids
+        found = self.manager.allocate_slots(request, count, computed, ahead)
+        wanted = self.model.allocate(model, count, num_hit, ahead)
+        assert (found is None) == (wanted is None)
+        if wanted is not None:
+            found = [found] if self.num_groups == 1 else found
+            assert (self.manager.row(request), [each.tolist() for each in found]) == wanted
+        self.settle(pair, -1 if wanted is None else wanted[0])
+
+    def append_slots(self) -> None:
+        rooms = self.rows(by_step=False)
+        if not rooms:
+            return
+        row = self.choose.pick([*rooms])
+        count, ahead = self.choose.integer(1, rooms[row]), self.choose.pick([0, 0, 3])
+        found = self.manager.append_slots(self.requests[row][0], count, ahead)
+        want = self.model.append(row, count, ahead)
+        if found is not None:
+            found = [each.tolist() for each in ([found] if self.num_groups == 1 else found)]
+        assert found == want
+
+    def reject(self) -> None:
+        if not self.requests:
+            return
+        row = self.choose.pick(sorted(self.requests))
+        count = self.choose.integer(0, self.model.most_rejected(row))
+        self.manager.reject_tokens(self.requests[row][0], count)
+        self.model.reject(row, count)
+
+    def tokens_arrive(self) -> None:
+        pairs = [*self.requests.values(), *self.waiting]
+        if pairs:
+            request, model = self.choose.pick(pairs)
+            tokens = self.later_tokens(model, self.choose.integer(1, 4))
+            request.append_tokens(tokens)
+            model.tokens.extend(tokens)
+
+    def free(self) -> None:
+        if self.requests:
+            row = self.choose.pick(sorted(self.requests))
+            pair = self.requests.pop(row)
+            self.manager.free(pair[0])
+            self.model.free(row)
+            self.waiting.append(pair)
+
+    def report(self) -> None:
+        if self.model.num_steps == 0:
+            return
+        least = max(self.model.num_completed, self.model.num_steps - 60)
+        if least >= self.model.num_steps:
+            return
+        step = self.choose.integer(least, self.model.num_steps - 1)
+        assert self.manager.report(StepReport(step, completed=True)) == {}
+        self.model.complete(step)
+
+    def abort(self) -> None:
+        if not self.model.in_flight:
+            return
+        steps = self.model.in_flight[-3:]
+        step = self.choose.pick(steps)["id"]
+        found = self.manager.report(StepReport(step, completed=False))
+        assert found == self.by_request(self.model.abort(step))
+        if self.choose.chance(2):  # the plans were not carried out
+            self.tables = copy.deepcopy(self.before[step])
+            for row in self.requests:
+                self.tables.setdefault(row, [[] for _ in range(self.num_groups)])
+
+    def invalidate(self) -> None:
+        if self.choose.chance(2) or not self.requests:
+            ids = [self.choose.integer(1, self.model.num_blocks - 1)]
+        else:
+            row, group = (
+                self.choose.pick(sorted(self.requests)),
+                self.choose.integer(0, self.num_groups - 1),
+            )
+            ids = [each for each in self.model.blocks(row, group) if each][-2:]
+        found = self.manager.invalidate(ids)
+        assert found == self.by_request(self.model.invalidate(ids))
+
+    def by_request(self, affected: dict[int, int]) -> dict[str, int]:
+        return {self.requests[row][0].request_id: n for row, n in affected.items()}
+
+    def reset(self) -> None:
+        if self.choose.chance(3):
+            self.manager.start_epoch()
+            self.model.start_epoch()
+        else:
+            assert self.manager.reset_prefix_cache() == self.model.reset()
+
+    def ask(self) -> None:
+        """Questions: they change nothing, which `compare` sees."""
+        request, model = pair = self.new_request()
+        self.waiting.append(pair)
+        num_hit = self.model.hit_length(model, self.model.unit)
+        trial = copy.deepcopy(self.model)
+        status = trial.step([], [], [], [], [model], [LONGEST], [0]).status[0]
+        assert self.manager.would_fit(request) == status
+        assert self.model.hit_length(model, self.model.unit) == num_hit
+        if self.requests:
+            row = self.choose.pick(sorted(self.requests))
+            group = self.choose.integer(0, self.num_groups - 1)
+            running = self.choose.integer(1, 3)
+            found = self.manager.get_num_common_prefix_blocks(self.requests[row][0], running, group)
+            assert found == self.model.num_common_prefix_blocks(row, running, group)
+
+    def wrong_call(self) -> None:
+        """Calls that are refused, whatever the state; and `compare` sees that nothing changed."""
+        manager, stranger = self.manager, Request("stranger", [1, 2])
+        calls = [
+            lambda: manager.step([len(self.tables) + 50], [1]),
+            lambda: manager.step([0], [1, 2]),
+            lambda: manager.step(new=[stranger, stranger]),
+            lambda: manager.step(new=[stranger], new_num_tokens=[0]),
+            lambda: manager.step(token_ids=[1]),
+            lambda: manager.step(num_reserved_blocks=-1),
+            lambda: manager.append_slots(stranger, 1),
+            lambda: manager.reject_tokens(stranger, 1),
+            lambda: manager.invalidate([0]),
+            lambda: manager.invalidate([self.model.num_blocks]),
+            lambda: manager.abort(self.model.num_steps),
+            lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
+            lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
+        ]
+        rows = self.rows(by_step=True)
+        if rows:
+            row = self.choose.pick([*rows])
+            most = self.model.most_rejected(row)
+            calls += [
+                lambda: manager.step([row, row], [1, 1]),
+                lambda: manager.step([row], [0]),
+                lambda: manager.step([row], [rows[row] + 1]),
+                lambda: manager.step([row], [1], token_ids=[-1]),
+                lambda: manager.step([row], [1], token_ids=[5, 6]),
+                lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
+                lambda: manager.step([row], [1], new=[self.requests[row][0]]),
+                lambda: manager.append_slots(self.requests[row][0], 1),
+            ]
+        others = self.rows(by_step=False)
+        if others:
+            row2 = self.choose.pick([*others])
+            calls += [
+                lambda: manager.step([row2], [1]),
+                lambda: manager.append_slots(self.requests[row2][0], others[row2] + 1),
+            ]
+        with pytest.raises(ValueError):
+            self.choose.pick(calls)()
+
+    # Comparison ------------------------------------------------------------------------------------
+
+    def compare(self) -> None:
+        manager, model = self.manager, self.model
+        manager.check_invariants()
+        assert manager.pool.num_free == model.num_free()
+        assert manager.pool.num_cached == model.num_cached()
+        assert manager.num_fenced_blocks == sum(len(blocks) for _, blocks in model.fences)
+        stats = manager.stats
+        assert (stats.query_tokens, stats.hit_tokens) == (model.query_tokens, model.hit_tokens)
+        for row, (request, known) in self.requests.items():
+            state = model.rows[row]
+            assert manager.num_computed_tokens(request) == state.num_computed
+            assert request.token_ids.tolist() == known.tokens
+            blocks = [manager.block_ids(request, g).tolist() for g in range(self.num_groups)]
+            assert blocks == [held.blocks for held in state.held]
+            if state.by_step and not state.resend:
+                assert self.tables[row] == blocks
+        self.compare_events()
+
+    def compare_events(self) -> None:
+        """What was told is what the model says, in its order."""
+        found = []
+        for event in self.manager.drain_events():
+            if isinstance(event, AllBlocksCleared):
+                found.append(("cleared",))
+            elif isinstance(event, BlockRemoved):
+                found += [("removed", event.group, each.tobytes()) for each in event.block_hashes]
+            else:
+                found += self.stored(event)
+        want = []
+        for kind, *rest in self.model.events:
+            if kind == "cleared":
+                want.append((kind,))
+                continue
+            group, prefix = rest
+            told = (kind, group, self.hash_of(prefix))
+            if kind == "stored":
+                size = self.model.groups[group].block_size
+                told += (self.hash_of(prefix[:-size]), prefix[-size:])
+            want.append(told)
+        assert found == want
+        self.model.events = []
+
+    def stored(self, event: BlockStored) -> list[tuple]:
+        found, size, parent = [], event.block_size, event.parent_hash
+        assert len(event.token_ids) == size * len(event.block_hashes)
+        for i, each in enumerate(event.block_hashes):
+            tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
+            found.append(("stored", event.group, each.tobytes(), parent, tokens))
+            parent = each.tobytes()
+        return found
+
+    def hash_of(self, prefix: tuple) -> bytes:
+        if not prefix:
+            return hash_seed(DEFAULT_SEED, "seed")
+        if prefix not in self.hashes:
+            self.hashes[prefix] = hash_blocks(prefix, self.model.hash_size)[-1].tobytes()
+        return self.hashes[prefix]
+
+
+def drive(seed: int, num_operations: int) -> None:
+    """Runs a seed; an error names it, so that it can be kept."""
+    try:
+        Driver(Chooser(seed)).run(num_operations)
+    except BaseException as error:
+        error.add_note(f"allocator_driver.drive({seed}, {num_operations})")
+        raise

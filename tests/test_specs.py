@@ -1,0 +1,557 @@
+"""Specs of layers and groups, and the plan of a pool from layers and a budget of bytes."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcache.specs import MAX_GROUPS, ContextParallel, GroupSpec, LayerSpec, plan_cache
+
+KIB = 2**10
+GIB = 2**30
+
+
+def attention(kind, count, *, block_size=16, heads=8, head_size=128, **more):
+    """Layers of 64 KiB per block of 16 tokens, unless told otherwise."""
+    return [
+        LayerSpec(f"{kind}.{i}", kind, block_size, heads, head_size, **more) for i in range(count)
+    ]
+
+
+def recurrent(count, state_bytes, block_size=1, prefix="recurrent"):
+    return [
+        LayerSpec(f"{prefix}.{i}", "recurrent", block_size, state_bytes=state_bytes)
+        for i in range(count)
+    ]
+
+
+def shape(plan):
+    """(kind, block size, number of layers) of each group."""
+    return [(group.kind, group.block_size, len(group.layers)) for group in plan.groups]
+
+
+# --- a group --------------------------------------------------------------------------------------
+
+
+def test_a_group_is_a_value():
+    options = {"window": 4}
+    group = GroupSpec("sliding_window", 16, options, layers=["a", "b"])
+    options["window"] = 5
+    assert group == GroupSpec("sliding_window", 16, {"window": 4}, False, ("a", "b"))
+    assert group != replace(group, options=options)
+    assert group.options == {"window": 4} and group.options["window"] == 4
+    assert len({group, pickle.loads(pickle.dumps(group)), replace(group)}) == 1
+    assert repr(group.options) == "{'window': 4}"
+
+
+def test_a_group_cannot_be_changed():
+    group = GroupSpec("sliding_window", 16, {"window": 4})
+    with pytest.raises(FrozenInstanceError):
+        group.block_size = 32
+    with pytest.raises(TypeError):
+        group.options["window"] = 5
+
+
+@pytest.mark.parametrize(("replicated", "tokens"), [(False, 96), (True, 16)])
+def test_a_block_of_a_sharded_group_stands_for_the_tokens_of_all_ranks(replicated, tokens):
+    cp = ContextParallel(pcp_world_size=2, dcp_world_size=3)
+    assert GroupSpec("full_attention", 16, replicated=replicated).tokens_per_block(cp) == tokens
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"kind": ""}, ValueError, "kind is '': expected a name that is not empty"),
+        ({"kind": 3}, TypeError, "kind is 3: expected a string"),
+        ({"block_size": 0}, ValueError, "block_size is 0: expected 1 to 2147483647"),
+        ({"block_size": 2**31}, ValueError, "block_size is 2147483648: expected 1 to 2147483647"),
+        ({"block_size": 16.0}, TypeError, "block_size is 16.0: expected an integer"),
+        ({"block_size": True}, TypeError, "block_size is True: expected an integer"),
+        ({"options": 7}, TypeError, "options is 7: expected a mapping of names to integers"),
+        ({"options": {1: 2}}, TypeError, "options is {1: 2}: expected names as keys"),
+        ({"options": {"a": "b"}}, TypeError, "options['a'] is 'b': expected an integer"),
+        ({"layers": "a"}, TypeError, "layers is 'a': expected a sequence of names"),
+        ({"layers": [1]}, TypeError, "a name in layers is 1: expected a string"),
+    ],
+)
+def test_a_wrong_group_is_refused(wrong, error, message):
+    with pytest.raises(error) as caught:
+        GroupSpec(**{"kind": "full_attention", "block_size": 16, **wrong})
+    assert str(caught.value) == message
+
+
+# --- a layer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layer", "bytes_per_token"),
+    [
+        (LayerSpec("x", "full_attention", 16, 8, 128), 8 * 256 * 2),
+        (LayerSpec("x", "full_attention", 16, 8, 128, dtype="float32"), 8 * 256 * 4),
+        (LayerSpec("x", "full_attention", 16, 4, 192, 128), 4 * 320 * 2),
+        (LayerSpec("mla", "full_attention", 64, 1, 576, v_head_size=0), 576 * 2),
+        (LayerSpec("packed mla", "full_attention", 64, 1, 656, 0, dtype="uint8"), 656),
+        (
+            LayerSpec("x", "full_attention", 16, 8, 128, None, "float8_e4m3fn", {}, False, 0, 64),
+            8 * 256 + 64,
+        ),
+    ],
+)
+def test_bytes_of_a_token(layer, bytes_per_token):
+    assert layer.bytes_per_token == bytes_per_token
+    assert layer.page_bytes(48) == 48 * bytes_per_token
+
+
+def test_bytes_of_a_state_do_not_depend_on_the_block_size():
+    layer = LayerSpec("x", "recurrent", 1, state_bytes=1000)
+    assert (layer.bytes_per_token, layer.page_bytes(1), layer.page_bytes(99)) == (0, 1000, 1000)
+
+
+def test_a_layer_is_a_value():
+    layer = LayerSpec("x", "chunked_local", 16, 8, 128, options={"chunk_size": 8192})
+    assert len({layer, pickle.loads(pickle.dumps(layer)), replace(layer)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"name": ""}, ValueError, "name is '': expected a name that is not empty"),
+        ({"kind": None}, TypeError, "kind is None: expected a string"),
+        ({"block_size": -1}, ValueError, "block_size is -1: expected 1 to 2147483647"),
+        ({"num_kv_heads": 0}, ValueError, "num_kv_heads is 0: expected 1 to 2147483647"),
+        ({"head_size": 0}, ValueError, "head_size is 0: expected 1 to 2147483647"),
+        ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
+        ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
+        (
+            {"dtype": "float64"},
+            ValueError,
+            "dtype is 'float64': expected one of float32, float16, bfloat16, float8_e4m3fn, "
+            "float8_e5m2, uint8, int8",
+        ),
+        (
+            {"kind": "sliding_window"},
+            ValueError,
+            "options is {}: expected 'window' for 'sliding_window'",
+        ),
+        (
+            {"kind": "chunked_local", "options": {"window": 8}},
+            ValueError,
+            "options is {'window': 8}: expected 'chunk_size' for 'chunked_local'",
+        ),
+        (
+            {"kind": "sliding_window", "options": {"window": 0}},
+            ValueError,
+            "window is 0: expected 1 to 2147483647",
+        ),
+        ({"state_bytes": 8}, ValueError, "num_kv_heads is 8: expected 0 for a state"),
+        ({"kind": "recurrent"}, ValueError, "state_bytes is 0: expected 1 to 2147483647"),
+    ],
+)
+def test_a_wrong_layer_is_refused(wrong, error, message):
+    right = {"name": "x", "kind": "full_attention", "block_size": 16}
+    with pytest.raises(error) as caught:
+        LayerSpec(**{**right, "num_kv_heads": 8, "head_size": 128, **wrong})
+    assert str(caught.value) == message
+
+
+# --- plans of models ------------------------------------------------------------------------------
+
+
+def test_a_model_of_one_kind_is_one_group():
+    plan = plan_cache(attention("full_attention", 32), GIB, max_model_len=4000)
+    assert plan.groups == (
+        GroupSpec("full_attention", 16, layers=[f"full_attention.{i}" for i in range(32)]),
+    )
+    assert (plan.layer_page_bytes, plan.page_bytes, plan.num_pages) == (64 * KIB, 2048 * KIB, 512)
+    assert plan.padding_bytes == (0,)
+    assert [plan.pages_per_request(n) for n in (1, 16, 17, 4000)] == [1, 1, 2, 250]
+    assert plan.max_concurrency == 511 / 250
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_plan_needs_the_number_of_tokens():
+    plan = plan_cache(attention("full_attention", 1), GIB, max_model_len=4000)
+    with pytest.raises(ValueError, match=r"^num_tokens is 0: expected 1 to 2147483647$"):
+        plan.pages_per_request(0)
+
+
+def test_five_sliding_layers_to_one_full():
+    layers = []
+    for i in range(30):
+        full = i % 6 == 5
+        kind, options = ("full_attention", {}) if full else ("sliding_window", {"window": 1024})
+        layers.append(LayerSpec(f"layers.{i}", kind, 16, 8, 128, options=options))
+    plan = plan_cache(layers, GIB, max_model_len=32768, max_num_batched_tokens=2048)
+    assert shape(plan) == [("sliding_window", 16, 5)] * 5 + [("full_attention", 16, 5)]
+    assert plan.groups[0].layers == ("layers.0", "layers.1", "layers.2", "layers.3", "layers.4")
+    assert plan.groups[0].options == {"window": 1024}
+    assert plan.groups[5].layers == tuple(f"layers.{i}" for i in (5, 11, 17, 23, 29))
+    assert (plan.page_bytes, plan.num_pages) == (320 * KIB, 3276)
+    # 1023 + 2048 tokens are alive: 192 blocks, or 193.
+    assert plan.pages_per_request(32768) == 5 * 193 + 2048
+    assert plan.pages_per_request(1000) == 6 * 63
+
+
+def test_a_query_is_a_token_of_its_own_window():
+    layers = attention("sliding_window", 1, options={"window": 17})
+    plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=16)
+    assert plan.pages_per_request(4096) == 3  # 16 + 16 tokens, that may begin inside a block
+
+
+def test_without_a_limit_of_a_step_a_window_holds_every_token():
+    layers = attention("sliding_window", 1, options={"window": 64})
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert plan.max_num_batched_tokens == 4096 and plan.pages_per_request(4096) == 256
+
+
+def test_three_chunked_local_layers_to_one_full():
+    layers = attention("chunked_local", 36, options={"chunk_size": 8192})
+    layers += attention("full_attention", 12)
+    plan = plan_cache(layers, 80 * GIB, max_model_len=2**20, max_num_batched_tokens=4096)
+    assert shape(plan) == [("chunked_local", 16, 12)] * 3 + [("full_attention", 16, 12)]
+    assert plan.groups[2].layers == tuple(f"chunked_local.{i}" for i in range(24, 36))
+    assert plan.pages_per_request(2**20) == 3 * ((8192 + 4096) // 16 + 1) + 2**16
+
+
+def test_where_the_numbers_of_layers_share_no_divisor_the_last_group_is_smaller():
+    layers = attention("sliding_window", 37, options={"window": 1024})
+    layers += attention("full_attention", 8)
+    plan = plan_cache(layers, 80 * GIB, max_model_len=2**17, max_num_batched_tokens=2048)
+    # Two layers per group: 19 + 4 groups; with one layer there would be 45.
+    assert shape(plan)[18:20] == [("sliding_window", 16, 1), ("full_attention", 16, 2)]
+    assert plan.padding_bytes == (0,) * 18 + (64 * KIB,) + (0,) * 4
+
+
+def test_a_state_raises_the_block_size_of_attention():
+    layers = recurrent(6, state_bytes=3_300_000) + attention("full_attention", 2)
+    plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
+    assert shape(plan) == [("recurrent", 816, 2)] * 3 + [("full_attention", 816, 2)]
+    assert plan.layer_page_bytes == 816 * 4096  # of 800 tokens: less than the state
+    assert plan.padding_bytes == (2 * (816 * 4096 - 3_300_000),) * 3 + (0,)
+    assert plan.pages_per_request(131072) == 3 * 2 + 161
+
+
+def test_a_state_smaller_than_a_block_is_padded():
+    layers = recurrent(2, state_bytes=1000) + attention("full_attention", 2)
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("recurrent", 16, 2), ("full_attention", 16, 2)]
+    assert plan.padding_bytes == (2 * (64 * KIB - 1000), 0)
+
+
+def test_a_state_is_stored_where_its_own_block_size_allows():
+    layers = recurrent(1, state_bytes=3_300_000, block_size=256) + attention("full_attention", 1)
+    plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
+    assert {group.block_size for group in plan.groups} == {1024}
+
+
+def test_states_alone_keep_their_block_size():
+    layers = recurrent(2, 4000, 64) + recurrent(2, 1000, 64, "small")
+    plan = plan_cache(layers, GIB, max_model_len=10**6)
+    assert shape(plan) == [("recurrent", 64, 2)] * 2
+    assert plan.padding_bytes == (0, 6000) and plan.page_bytes == 8000
+    assert plan.max_concurrency == (GIB // 8000 - 1) / 4
+
+
+def test_mla_stores_one_vector_per_token():
+    layers = attention("full_attention", 61, block_size=64, heads=1, head_size=576, v_head_size=0)
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("full_attention", 64, 61)]
+    assert plan.page_bytes == 61 * 64 * 576 * 2
+
+
+def test_a_small_layer_fills_its_share_with_more_tokens():
+    mla = attention("full_attention", 4, block_size=64, heads=1, head_size=576, v_head_size=0)
+    index = {"dtype": "uint8", "scale_bytes_per_token": 4, "v_head_size": 0}
+    mla += attention("indexer", 4, block_size=64, heads=1, head_size=128, **index)
+    plan = plan_cache(mla, GIB, max_model_len=8192)
+    assert shape(plan) == [("full_attention", 64, 4), ("indexer", 512, 4)]
+    assert plan.padding_bytes == (0, 4 * 64 * (576 * 2 - 8 * 132))
+
+
+def test_k_and_v_of_unequal_head_size():
+    layers = attention("full_attention", 2, heads=4, head_size=192, v_head_size=128)
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert plan.page_bytes == 2 * 16 * 4 * (192 + 128) * 2 and plan.padding_bytes == (0,)
+
+
+def test_fp8_with_scales():
+    layers = attention("full_attention", 2, dtype="float8_e4m3fn", scale_bytes_per_token=64)
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert plan.page_bytes == 2 * 16 * (8 * 256 + 64)
+
+
+def test_unequal_heads_per_kind_get_unequal_block_sizes():
+    layers = attention("full_attention", 2, heads=4)
+    layers += attention("sliding_window", 2, heads=16, options={"window": 512})
+    plan = plan_cache(layers, GIB, max_model_len=4096, max_num_batched_tokens=1024)
+    assert shape(plan) == [("full_attention", 64, 2), ("sliding_window", 16, 2)]
+    assert plan.padding_bytes == (0, 0)
+    assert plan.pages_per_request(4096) == 64 + 97
+
+
+def test_heads_that_do_not_divide_are_padded():
+    layers = attention("full_attention", 2, heads=4)
+    layers += attention("sliding_window", 2, heads=10, options={"window": 512})
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("full_attention", 32, 2), ("sliding_window", 16, 2)]
+    assert plan.padding_bytes == (2 * 2 * 16 * 4 * 256 * 2 // 4, 0)
+
+
+def test_where_padding_is_needed_block_sizes_keep_a_common_boundary():
+    layers = recurrent(1, 3_300_000) + attention("full_attention", 1)
+    layers += attention("sliding_window", 1, heads=5, options={"window": 512})
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    # 81 blocks of 16 tokens would fit: then hits could end at multiples of 22,032 only.
+    assert {group.block_size for group in plan.groups} == {816}
+
+
+def test_block_sizes_without_a_common_multiple_that_fits():
+    layers = attention("full_attention", 1) + attention("other", 1, block_size=24, heads=5)
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("full_attention", 16, 1), ("other", 24, 1)]
+    assert plan.padding_bytes == (0, 16 * 4096 - 24 * 2560)
+
+
+def test_context_parallel_spreads_the_tokens_of_all_but_replicated_groups():
+    layers = attention("full_attention", 2) + attention("cross_attention", 2, replicated=True)
+    cp = ContextParallel(dcp_world_size=4)
+    plan = plan_cache(layers, GIB, max_model_len=4096, context_parallel=cp)
+    assert [group.replicated for group in plan.groups] == [False, True]
+    assert plan.pages_per_request(4096) == 64 + 256 and plan.context_parallel == cp
+
+
+def test_layers_of_one_kind_but_other_bytes_or_options_do_not_share_a_group():
+    first = attention("sliding_window", 1, options={"window": 64})[0]
+    layers = [
+        first,
+        replace(first, name="other dtype", dtype="float16"),
+        replace(first, name="other window", options={"window": 128}),
+        replace(first, name="other window 2", options={"window": 128}),
+        replace(first, name="other size", num_kv_heads=7),
+        replace(first, name="other size 2", num_kv_heads=7),
+    ]
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert [group.layers for group in plan.groups] == [
+        ("sliding_window.0", "other dtype"),
+        ("other window", "other window 2"),
+        ("other size", "other size 2"),
+    ]
+
+
+def test_a_pool_has_no_more_pages_than_ids():
+    layers = attention("full_attention", 1, block_size=1, heads=1, head_size=1)
+    assert plan_cache(layers, 2**40, max_model_len=1).num_pages == 2**31 - 1
+
+
+# --- plans that cannot be -------------------------------------------------------------------------
+
+
+def test_a_budget_too_small_says_what_is_missing_and_what_fits():
+    layers = attention("full_attention", 2)
+    with pytest.raises(ValueError) as caught:
+        plan_cache(layers, 10**6, max_model_len=8192)
+    assert str(caught.value) == (
+        "budget_bytes is 1000000 (0.00 GiB): one request of max_model_len 8192 needs "
+        "67174400 (0.06 GiB), 66174400 (0.06 GiB) more; "
+        "the budget holds a max_model_len of at most 112"
+    )
+    assert plan_cache(layers, 67174400, max_model_len=8192).max_concurrency >= 1
+
+
+def test_a_budget_that_holds_no_token():
+    with pytest.raises(ValueError) as caught:
+        plan_cache(attention("full_attention", 1), 0, max_model_len=1)
+    assert str(caught.value) == (
+        "budget_bytes is 0 (0.00 GiB): one request of max_model_len 1 needs 131072 (0.00 GiB), "
+        "131072 (0.00 GiB) more; the budget holds a max_model_len of at most 0"
+    )
+
+
+def test_more_kinds_of_layers_than_groups():
+    layers = [
+        LayerSpec(f"layers.{i}", f"kind {i}", 16, 8, 128, options={"x": i})
+        for i in range(MAX_GROUPS + 1)
+    ]
+    assert len(plan_cache(layers[1:], GIB, max_model_len=64).groups) == MAX_GROUPS
+    with pytest.raises(
+        ValueError, match=r"^layers are of 33 different specs: expected at most 32$"
+    ):
+        plan_cache(layers, GIB, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
+        ({"layers": []}, ValueError, "layers is empty: expected at least one LayerSpec"),
+        ({"layers": ["a"]}, TypeError, "a layer is 'a': expected a LayerSpec"),
+        (
+            {"layers": 2 * attention("x", 1)},
+            ValueError,
+            "the name of two layers is 'x.0': expected different names",
+        ),
+        (
+            {"budget_bytes": -1},
+            ValueError,
+            "budget_bytes is -1: expected 0 to 9223372036854775807",
+        ),
+        ({"budget_bytes": 1e9}, TypeError, "budget_bytes is 1000000000.0: expected an integer"),
+        ({"max_model_len": 0}, ValueError, "max_model_len is 0: expected 1 to 2147483647"),
+        (
+            {"max_num_batched_tokens": 0},
+            ValueError,
+            "max_num_batched_tokens is 0: expected 1 to 2147483647",
+        ),
+    ],
+)
+def test_wrong_input_is_refused(wrong, error, message):
+    right = {"layers": attention("x", 1), "budget_bytes": GIB, "max_model_len": 64}
+    with pytest.raises(error) as caught:
+        plan_cache(**{**right, **wrong})
+    assert str(caught.value) == message
+
+
+# --- any layers and budgets -----------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    """(layers, arguments of plan_cache but the budget): up to four kinds, lengths up to 300."""
+    layers = []
+    for kind in draw(st.lists(st.sampled_from(range(4)), min_size=1, max_size=4)):
+        spec = {"block_size": draw(st.sampled_from([1, 4, 8, 12]))}
+        if kind == 3:
+            spec |= {"kind": "recurrent", "state_bytes": draw(st.integers(1, 5000))}
+        else:
+            reach = draw(st.integers(1, 100))
+            spec |= (
+                {"kind": "sliding_window", "options": {"window": reach}},
+                {"kind": "chunked_local", "options": {"chunk_size": reach}},
+                {"kind": "full_attention"},
+            )[kind]
+            spec |= {"num_kv_heads": draw(st.integers(1, 5)), "head_size": 8}
+            spec |= {"replicated": draw(st.booleans())}
+        first, count = len(layers), draw(st.integers(1, 12))
+        layers += [LayerSpec(f"layers.{first + i}", **spec) for i in range(count)]
+    arguments = {
+        "max_model_len": draw(st.integers(1, 300)),
+        "max_num_batched_tokens": draw(st.none() | st.integers(1, 100)),
+        "context_parallel": ContextParallel(dcp_world_size=draw(st.integers(1, 3))),
+    }
+    return draw(st.permutations(layers)), arguments
+
+
+def blocks_touched(group, plan, num_tokens):
+    """The most blocks of a group that hold a token which a step may read or writes, by trying."""
+    tokens, step = group.tokens_per_block(plan.context_parallel), plan.max_num_batched_tokens
+    most = 0
+    for start in range(num_tokens):
+        stop = min(start + step, num_tokens)
+        first = 0
+        if group.kind == "sliding_window":
+            first = max(0, start - group.options["window"] + 1)
+        elif group.kind == "chunked_local":
+            first = start - start % group.options["chunk_size"]
+        most = max(most, (stop - 1) // tokens - first // tokens + 1)
+    return most
+
+
+def least_budget(layers, arguments):
+    """What the error about a budget of nothing says is needed."""
+    with pytest.raises(ValueError, match="needs") as caught:
+        plan_cache(layers, 0, **arguments)
+    return int(str(caught.value).split(" needs ")[1].split()[0])
+
+
+@settings(max_examples=150)
+@given(case=cases(), slack=st.integers(0, 200_000))
+def test_every_layer_has_its_share_and_one_request_fits(case, slack):
+    layers, arguments = case
+    budget = least_budget(layers, arguments) + slack
+    plan = plan_cache(layers, budget, **arguments)
+    by_name = {layer.name: layer for layer in layers}
+    assert sorted(n for group in plan.groups for n in group.layers) == sorted(by_name)
+    assert len(plan.groups) <= MAX_GROUPS
+    share = plan.layer_page_bytes
+    assert plan.page_bytes == share * max(len(group.layers) for group in plan.groups)
+    for group, padding in zip(plan.groups, plan.padding_bytes, strict=True):
+        members = [by_name[name] for name in group.layers]
+        data = [layer.page_bytes(group.block_size) for layer in members]
+        assert max(data) <= share and sum(data) + padding == plan.page_bytes
+        for layer in members:
+            assert (layer.kind, layer.options, layer.replicated) == (
+                group.kind,
+                group.options,
+                group.replicated,
+            )
+            assert group.block_size % layer.block_size == 0
+    assert plan.num_pages == budget // plan.page_bytes
+    assert plan.max_concurrency >= 1
+    assert plan.num_pages > plan.pages_per_request(plan.max_model_len)
+
+
+@settings(max_examples=50)
+@given(case=cases())
+def test_a_request_never_touches_more_blocks_than_planned(case):
+    layers, arguments = case
+    plan = plan_cache(layers, GIB, **arguments)
+    length = plan.max_model_len
+    planned = plan.pages_per_request(length)
+    states = sum(2 for group in plan.groups if group.kind == "recurrent")
+    others = [group for group in plan.groups if group.kind != "recurrent"]
+    assert planned >= states + sum(blocks_touched(group, plan, length) for group in others)
+    assert planned <= states + sum(
+        blocks_touched(replace(group, kind="full_attention"), plan, length) for group in others
+    )
+
+
+@settings(max_examples=50)
+@given(case=cases())
+def test_no_other_number_of_layers_per_group_needs_less(case):
+    layers, arguments = case
+    plan = plan_cache(layers, GIB, **arguments)
+    length, share = plan.max_model_len, plan.layer_page_bytes
+    chosen = (plan.pages_per_request(length) * plan.page_bytes, len(plan.groups))
+    sizes = {}  # layers that may share groups -> how many, by what groups and bytes have in common
+    by_name = {layer.name: layer for layer in layers}
+    for group in plan.groups:
+        data = by_name[group.layers[0]].page_bytes(group.block_size)
+        key = (replace(group, layers=()), data)
+        sizes[key] = sizes.get(key, 0) + len(group.layers)
+    for per_group in range(1, len(layers) + 1):
+        groups = [key[0] for key, n in sizes.items() for _ in range(-(-n // per_group))]
+        if len(groups) <= MAX_GROUPS:
+            other = replace(plan, groups=tuple(groups))
+            needed = other.pages_per_request(length) * per_group * share
+            assert chosen <= (needed, len(groups))
+
+
+@settings(max_examples=100)
+@given(case=cases(), part=st.floats(0, 1, exclude_max=True))
+def test_the_largest_length_said_to_fit_fits_and_no_longer_one(case, part):
+    layers, arguments = case
+    needed = least_budget(layers, arguments)
+    budget = int(needed * part)
+    with pytest.raises(ValueError) as caught:
+        plan_cache(layers, budget, **arguments)
+    assert f", {needed - budget} (0.00 GiB) more;" in str(caught.value)
+    fits = int(str(caught.value).rsplit(" ", 1)[1])
+    assert 0 <= fits < arguments["max_model_len"]
+    if fits:
+        assert plan_cache(layers, budget, **{**arguments, "max_model_len": fits})
+    for longer in (fits + 1, (fits + 1 + arguments["max_model_len"]) // 2):
+        with pytest.raises(ValueError, match=f"at most {fits}$"):
+            plan_cache(layers, budget, **{**arguments, "max_model_len": longer})
+
+
+@settings(max_examples=50)
+@given(case=cases())
+def test_the_budget_said_to_be_needed_is_the_least(case):
+    layers, arguments = case
+    needed = least_budget(layers, arguments)
+    assert plan_cache(layers, needed, **arguments).max_concurrency >= 1
+    with pytest.raises(ValueError, match=r", 1 \(0.00 GiB\) more"):
+        plan_cache(layers, needed - 1, **arguments)
