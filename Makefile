@@ -8,11 +8,12 @@ PIP_TORCH_ARGS ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 GPU_RESULTS ?= benchmarks/results
+SECONDS ?= 600
 
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test setup lint format ctest cuda-check sanitize dist bench gpu clean
+.PHONY: demo test setup lint format ctest cuda-check sanitize soak dist bench gpu clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -56,6 +57,10 @@ sanitize: setup
 	  -DKVCACHE_SANITIZE=ON -DKVCACHE_OPS=OFF
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+
+# Random operations on the allocator, compared with its plain model, for SECONDS; prints its seeds.
+soak: setup
+	$(BIN)/python -m tests.allocator_driver $(SECONDS)
 
 # Compiles every kernel; needs nvcc, not a GPU.
 cuda-check: setup

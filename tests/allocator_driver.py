@@ -1,14 +1,16 @@
 """Drives the manager and its plain model through the same random calls and compares all they say.
 
 Where choices come from is open: hypothesis (which shrinks what it finds) or a seeded generator
-(which is fast). A found case is a seed and a number of operations; `SEEDS` of
-test_allocator_random.py keeps them.
+(which is fast). A found case is a seed and a number of operations: FOUND of
+test_allocator_random.py keeps them. For as long as wanted: `make soak SECONDS=600`.
 """
 
 from __future__ import annotations
 
 import copy
 import random
+import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -97,6 +99,7 @@ MIXES = [
     ([(_window(1), 2), (STRIDED, 2)], 1),
 ]
 LONGEST = 40
+OPERATIONS_PER_SEED = 500
 
 
 class Driver:
@@ -499,5 +502,19 @@ def drive(seed: int, num_operations: int) -> None:
     try:
         Driver(Chooser(seed)).run(num_operations)
     except BaseException as error:
-        error.add_note(f"allocator_driver.drive({seed}, {num_operations})")
+        error.add_note(f"found by allocator_driver.drive({seed}, {num_operations})")
         raise
+
+
+def soak(seconds: float, first_seed: int) -> None:
+    """Seeds from `first_seed` on until the time is over."""
+    seed, start = first_seed, time.monotonic()
+    print(f"seeds from {first_seed}, {OPERATIONS_PER_SEED} operations each, for {seconds:.0f} s")
+    while time.monotonic() - start < seconds:
+        drive(seed, OPERATIONS_PER_SEED)
+        seed += 1
+    print(f"{(seed - first_seed) * OPERATIONS_PER_SEED:,} operations, no difference found")
+
+
+if __name__ == "__main__":
+    soak(float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 10**9)

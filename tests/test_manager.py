@@ -6,13 +6,9 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvcache import KVCacheManager, Request, Status, hash_blocks
 from kvcache._native import core
-from tests.model import ModelManager, ModelRequest
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -628,7 +624,7 @@ def test_the_largest_sizes_are_served():
         ({"max_model_len": 0}, "max_model_len is 0"),
         ({"num_preallocate_tokens": -1}, "num_preallocate_tokens is -1"),
         ({"max_num_reqs": 0}, "max_num_reqs is 0"),
-        ({"sliding_window": 5}, "sliding_window is 5"),
+        ({"sliding_window": 0}, "window is 0: expected 1"),
     ],
 )
 def test_wrong_sizes_are_named(options, message):
@@ -741,156 +737,3 @@ def test_a_wrong_request_is_named(options, error, message):
 def test_a_request_needs_tokens():
     with pytest.raises(ValueError, match="token_ids of request 'a' is empty"):
         Request("a", [])
-
-
-LONGEST = 24
-SIZES = {"block_size": 2, "max_model_len": LONGEST, "max_num_reqs": 5}
-
-
-class ManagerAgainstModel(RuleBasedStateMachine):
-    """Random calls of both faces over one pool: the same answers as the model, and the invariants."""
-
-    # Pools that hold fewer blocks than the longest request needs, and more.
-    @initialize(
-        num_blocks=st.sampled_from([11, 13, 19]), num_preallocate_tokens=st.sampled_from([0, 3, 8])
-    )
-    def start(self, **sizes):
-        self.manager = make(**SIZES, **sizes)
-        self.model = ModelManager(**SIZES, **sizes)
-        self.requests = {}  # admitted: row -> (request, the model's)
-        self.waiting = []  # were preempted, or not served: the same objects may come again
-        self.tables = {}  # what a worker that applies the plans has
-        self.count = 0
-
-    def rows(self, by_step):
-        """Rows of one face that have room, with that room."""
-        rooms = {
-            row: LONGEST - self.model.rows[row].num_computed
-            for row in sorted(self.requests)
-            if self.model.rows[row].by_step == by_step
-        }
-        return {row: room for row, room in rooms.items() if room}
-
-    def draw_request(self, data):
-        """A new request, or one that was here before."""
-        again = [pair for pair in self.waiting if len(pair[1].tokens) <= LONGEST]
-        if again and data.draw(st.booleans()):
-            pair = data.draw(st.sampled_from(again))
-            self.waiting.remove(pair)
-            return pair
-        variant, length = data.draw(st.tuples(st.integers(0, 2), st.integers(1, LONGEST)))
-        reads, writes = data.draw(st.sampled_from([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)]))
-        tokens = [*range(length)] if variant == 0 else [variant, *range(length - 1)]
-        self.count += 1
-        request = Request(
-            f"r{self.count}", tokens, read_cache=bool(reads), write_cache=bool(writes)
-        )
-        return request, ModelRequest(tokens, bool(reads), bool(writes))
-
-    def settle(self, pair, row):
-        """Where the request is from now on."""
-        if row >= 0:
-            self.requests[row] = pair
-        else:
-            self.waiting.append(pair)
-
-    @rule(data=st.data(), num_new=st.integers(0, 3), lookahead=st.sampled_from([0, 0, 0, 3]))
-    def step(self, data, num_new, lookahead):
-        rooms = self.rows(by_step=True)
-        rows = data.draw(st.lists(st.sampled_from([*rooms]), unique=True) if rooms else st.just([]))
-        counts = [data.draw(st.integers(1, rooms[row])) for row in rows]
-        pairs = [self.draw_request(data) for _ in range(num_new)]
-        limits = [data.draw(st.integers(1, LONGEST)) for _ in pairs]
-        plan = self.manager.step(
-            rows,
-            counts,
-            new=[request for request, _ in pairs],
-            new_num_tokens=limits,
-            num_lookahead_tokens=lookahead,
-        )
-        want = self.model.step(rows, counts, [model for _, model in pairs], limits, lookahead)
-        assert plan.rows.tolist() == want.rows
-        assert plan.status.tolist() == want.status
-        assert plan.num_computed_tokens.tolist() == want.computed
-        assert plan.clear_rows.tolist() == sorted(want.clear)
-        for row in plan.clear_rows.tolist():
-            self.tables[row] = []
-        splits, ids = plan.append_splits[0].tolist(), plan.append_ids[0].tolist()
-        for i, row in enumerate(plan.append_rows.tolist()):
-            self.tables[row] += ids[splits[i] : splits[i + 1]]
-        for pair, row in zip(pairs, want.rows[len(rows) :]):
-            self.settle(pair, row)
-
-    @rule(data=st.data(), lookahead=st.sampled_from([0, 0, 3]))
-    def allocate_slots(self, data, lookahead):
-        request, model = pair = self.draw_request(data)
-        ids, num_hit_tokens = self.manager.get_computed_blocks(request)
-        hits = self.model.lookup(model)
-        assert (ids.tolist(), num_hit_tokens) == (hits, 2 * len(hits))
-        hits = hits[: data.draw(st.integers(0, len(hits)))]
-        count = data.draw(st.integers(1, LONGEST - 2 * len(hits)))
-        found = self.manager.allocate_slots(request, count, hits, lookahead)
-        want = self.model.allocate(model, count, hits, lookahead)
-        assert (found is None) == (want is None)
-        if want is not None:
-            assert (self.manager.row(request), found.tolist()) == want
-        self.settle(pair, -1 if want is None else want[0])
-
-    @precondition(lambda self: self.rows(by_step=False))
-    @rule(data=st.data(), lookahead=st.sampled_from([0, 0, 3]))
-    def append_slots(self, data, lookahead):
-        row, room = data.draw(st.sampled_from([*self.rows(by_step=False).items()]))
-        count = data.draw(st.integers(1, room))
-        found = self.manager.append_slots(self.requests[row][0], count, lookahead)
-        want = self.model.append(row, count, lookahead)
-        assert (None if found is None else found.tolist()) == want
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def the_wrong_face(self, data):
-        row = data.draw(st.sampled_from(sorted(self.requests)))
-        others = [other for other in self.rows(by_step=True) if other != row]
-        with pytest.raises(ValueError, match=f"row {row} was admitted by"):
-            if self.model.rows[row].by_step:
-                self.manager.append_slots(self.requests[row][0], 1)
-            else:
-                self.manager.step([*others, row], [1] * (len(others) + 1))
-
-    @precondition(lambda self: self.requests or self.waiting)
-    @rule(data=st.data(), n=st.integers(1, 4))
-    def tokens_arrive(self, data, n):
-        request, model = data.draw(st.sampled_from([*self.requests.values(), *self.waiting]))
-        tokens = [90 + i for i in range(n)]
-        request.append_tokens(tokens)
-        model.tokens.extend(tokens)
-
-    @precondition(lambda self: self.requests)
-    @rule(data=st.data())
-    def free(self, data):
-        row = data.draw(st.sampled_from(sorted(self.requests)))
-        pair = self.requests.pop(row)
-        self.manager.free(pair[0])
-        self.model.free(row)
-        self.waiting.append(pair)
-
-    @rule()
-    def reset(self):
-        assert self.manager.reset_prefix_cache() == self.model.reset()
-
-    @invariant()
-    def same_state(self):
-        self.manager.check_invariants()
-        assert self.manager.pool.num_free == self.model.num_free()
-        assert self.manager.pool.num_cached == self.model.num_cached()
-        stats = self.manager.stats
-        assert stats.query_tokens == self.model.query_tokens
-        assert stats.hit_tokens == self.model.hit_tokens
-        for row, (request, model) in self.requests.items():
-            assert self.manager.block_ids(request).tolist() == self.model.rows[row].blocks
-            assert request.token_ids.tolist() == model.tokens
-            if self.model.rows[row].by_step:
-                assert self.tables[row] == self.model.rows[row].blocks
-
-
-TestManagerAgainstModel = ManagerAgainstModel.TestCase
-TestManagerAgainstModel.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

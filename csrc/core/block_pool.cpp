@@ -51,14 +51,12 @@ BlockPool::BlockPool(int64_t num_blocks)
     : num_blocks_(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)")),
       blocks_(static_cast<size_t>(num_blocks)),
       links_(static_cast<size_t>(num_blocks)),
-      parents_(static_cast<size_t>(num_blocks)),
-      roots_(static_cast<size_t>(num_blocks)),
+      lineage_(static_cast<size_t>(num_blocks)),
       index_(blocks_.data(), num_blocks),
       num_free_(num_blocks - 1) {}
 
 size_t BlockPool::num_bytes() const {
-  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + parents_.num_bytes() +
-         roots_.num_bytes() + index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0);
+  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + lineage_.num_bytes() + index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0);
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
@@ -74,8 +72,7 @@ void BlockPool::set_cached(BlockId id, uint16_t group, uint32_t parent, uint32_t
   block.older = block.younger = kNullBlock;
   block.group = group;
   block.epoch = epoch_;
-  parents_[id] = parent;
-  roots_[id] = root;
+  lineage_[id] = {parent, root};
   ++num_cached_;
   if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
   if (residency_) residency_->published(id);
@@ -86,7 +83,7 @@ void BlockPool::forget(BlockId id) {
   if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
     events_->removed(block.hash, block.group);
   }
-  parts_.forget(id);
+  if (!parts_.empty()) parts_.forget(id);
   block.epoch = 0;
   --num_cached_;
 }
@@ -277,14 +274,14 @@ void BlockPool::evict_derived(const BlockId* ids, int64_t n, bool is_uniform) {
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) continue;
     bad.insert(blocks_[ids[i]].hash.tag());
-    roots.insert(roots_[ids[i]]);
+    roots.insert(lineage_[ids[i]].root);
   }
   if (roots.empty()) return;
   std::vector<BlockId> found;
   std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];
-    if (!is_cached(block) || roots.count(roots_[id]) == 0) continue;
+    if (!is_cached(block) || roots.count(lineage_[id].root) == 0) continue;
     found.push_back(id);
     by_hash.emplace(key_of(block.group, block.hash.tag()), id);
   }
@@ -304,11 +301,11 @@ bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad
     const Block& block = blocks_[up];
     if (bad.count(block.hash.tag()) != 0) break;
     path.push_back(key_of(block.group, block.hash.tag()));
-    if (block.hash.tag() == roots_[up]) {
+    if (block.hash.tag() == lineage_[up].root) {
       verdict = kUntouched;
       break;
     }
-    const auto parent = by_hash->find(key_of(block.group, parents_[up]));
+    const auto parent = by_hash->find(key_of(block.group, lineage_[up].parent));
     if (parent == by_hash->end()) break;
     if (parent->second <= kNullBlock) {
       verdict = parent->second;

@@ -219,7 +219,10 @@ class BlockPool {
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
   ZeroedArray<Link> links_;
-  ZeroedArray<uint32_t> parents_, roots_;  // of cached blocks: tags of hashes of their chain
+  struct Lineage {  // tags of hashes of the block's chain
+    uint32_t parent, root;
+  };
+  ZeroedArray<Lineage> lineage_;  // of cached blocks
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
   BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list

@@ -50,6 +50,13 @@ struct Held {
   BlockId source = kNullBlock;  // block that the row's first part of a block was copied from
   int64_t num_copied = 0;       // tokens of the row's hit, where there is a source
 
+  // Nothing held; the memory stays for the next.
+  void clear() {
+    blocks.clear();
+    num_dropped = num_published = num_parts = num_copied = 0;
+    source = kNullBlock;
+  }
+
   // Blocks that are not null.
   int64_t num_alive() const { return static_cast<int64_t>(blocks.size()) - num_dropped; }
 };

@@ -79,8 +79,22 @@ Manager::Manager(const ManagerOptions& options)
     has_state_ |= group.holds_state();
     is_uniform_ &= group.num_hashes == 1;
   }
+  last_delta_.groups.resize(groups_.size());
   if (options.record_events) pool_.tell(&events_);
   if (options.track_residency) pool_.track_residency();
+}
+
+void StepDelta::clear() {
+  for (std::vector<int32_t>* each :
+       {&rows, &num_computed_tokens, &clear_rows, &append_rows, &copy, &zero}) {
+    each->clear();
+  }
+  status.clear();
+  for (Group& group : groups) {
+    group.append_splits.assign(1, 0);
+    group.append_ids.clear();
+    group.replace.clear();
+  }
 }
 
 void Manager::check_caller() {
@@ -147,7 +161,7 @@ Status Manager::would_fit(TokenChain& chain) {
   return judge_new(chain, find(chain, /*with_parts=*/true), chain.num_tokens(), 0, 0).status;
 }
 
-StepDelta Manager::step(const StepRequest& request) {
+const StepDelta& Manager::step(const StepRequest& request) {
   const Call call(this);
   check_step(request);
   append_ids(request);
@@ -159,17 +173,11 @@ StepDelta Manager::step(const StepRequest& request) {
     throw;
   }
 
-  StepDelta delta;
+  begin_step();
+  StepDelta& delta = last_delta_;
+  delta.clear();
   delta.step_id = num_steps_;
-  delta.groups.resize(groups_.size());
   delta.clear_rows.swap(clear_rows_);
-  for (StepDelta::Group& group : delta.groups) group.append_splits.push_back(0);
-  const size_t num_asked = static_cast<size_t>(request.num_rows) + request.new_rows.size();
-  delta.rows.reserve(num_asked);
-  delta.status.reserve(num_asked);
-  delta.num_computed_tokens.reserve(num_asked);
-  in_flight_.emplace_back();
-  in_flight_.back().id = num_steps_;
   delta_ = &delta;
   serve_rows(request);
   serve_new(request);
@@ -183,7 +191,8 @@ StepDelta Manager::step(const StepRequest& request) {
   std::vector<int32_t>& clear = delta.clear_rows;
   std::sort(clear.begin(), clear.end());
   clear.erase(std::unique(clear.begin(), clear.end()), clear.end());
-  note_step(delta);
+  in_flight_.back().clear_rows.assign(clear.begin(), clear.end());
+  last_issued_ = num_steps_++;
   return delta;
 }
 

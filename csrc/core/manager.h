@@ -77,7 +77,7 @@ struct StepRequest {
 
 // What a step answered and what it changed, ragged by row where it says so.
 struct StepDelta {
-  int64_t step_id;
+  int64_t step_id = -1;
   std::vector<int32_t> rows;  // per asked row, in the order asked; -1: got none
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // where the row's new tokens start
@@ -90,6 +90,8 @@ struct StepDelta {
   std::vector<Group> groups;
   std::vector<int32_t> copy;  // (source, destination) each
   std::vector<int32_t> zero;
+
+  void clear();
 };
 
 // The answer to one request.
@@ -139,7 +141,8 @@ class Manager {
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
-  StepDelta step(const StepRequest& request);
+  // The delta is valid until the next call.
+  const StepDelta& step(const StepRequest& request);
 
   // A row with these blocks per group, which the caller looked up, and slots for num_tokens tokens
   // more. `new_blocks` are without the computed ones.
@@ -182,6 +185,7 @@ class Manager {
   int64_t num_fenced() const { return num_fenced_; }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
+  bool must_resend(int32_t row) const { return at(row).must_resend; }  // by the next delta
 
   // The pool's invariants, and that references are exactly what rows and fences hold.
   void check_invariants() const;
@@ -282,7 +286,7 @@ class Manager {
   Verdict grow(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t lookahead);
   Slots admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, int64_t after,
               int64_t lookahead, int64_t num_reserved, bool by_step);
-  static Held held_of(const CacheGroup& group, const PrefixHit& hit);
+  static void set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit);
   void take_hits(Held* held, const PrefixHit& hit);
   void supply(int32_t row, int64_t start, int64_t after, int64_t num_spare);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
@@ -293,7 +297,7 @@ class Manager {
   void answer(int32_t row, Status status, int64_t start, bool is_new);
   void tell_table(int32_t row, const int64_t* from);
   void tell_resent();
-  void note_step(const StepDelta& delta);
+  void begin_step();
 
   // Publishing (manager_publishing.cpp).
   void publish(int32_t row);
@@ -357,6 +361,7 @@ class Manager {
   std::vector<BlockId> borrowed_;  // sources of copies, held until all rows are served
   std::vector<StateMove> state_moves_;
   std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
+  StepDelta last_delta_;
   StepDelta* delta_ = nullptr;  // of a step: where changes are told
 };
 

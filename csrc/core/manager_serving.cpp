@@ -63,15 +63,14 @@ int64_t Manager::num_blocks_ever(const TokenChain& chain) const {
   return num_blocks;
 }
 
-Held Manager::held_of(const CacheGroup& group, const PrefixHit& hit) {
-  Held held;
-  held.blocks = hit.blocks[group.id];
-  held.num_published = static_cast<int64_t>(held.blocks.size());
-  held.num_parts = held.num_published * group.num_hashes;
-  held.num_dropped = std::min(group.first_needed_block(hit.num_tokens), held.num_published);
-  held.source = hit.sources[group.id];
-  held.num_copied = held.source == kNullBlock ? 0 : hit.num_tokens;
-  return held;
+void Manager::set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit) {
+  const std::vector<BlockId>& blocks = hit.blocks[group.id];
+  held->blocks.assign(blocks.begin(), blocks.end());
+  held->num_published = static_cast<int64_t>(blocks.size());
+  held->num_parts = held->num_published * group.num_hashes;
+  held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
+  held->source = hit.sources[group.id];
+  held->num_copied = held->source == kNullBlock ? 0 : hit.num_tokens;
 }
 
 Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hit, int64_t after,
@@ -79,7 +78,7 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
   int64_t num_free = pool_.num_free(), num_blocks = 0;
   for (const CacheGroup& group : groups_) {
     Held& each = candidate_[group.id];
-    each = held_of(group, hit);
+    set_hit(&each, group, hit);
     // Hits that are free stop being so when this request takes them: they cannot also be its new
     // ones.
     num_free -= pool_.count_free(each.blocks.data() + each.num_dropped, each.num_alive());
@@ -197,14 +196,15 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
   for (const CacheGroup& group : groups_) {
     Held& each = h[group.id];
     const int64_t n = demand_[group.id].num_new;
-    if (n > 0 && group.holds_state()) {
+    if (n == 0) continue;
+    if (group.holds_state()) {
       move_state(row, group, start, after, *next);
     } else {
       each.blocks.insert(each.blocks.end(), next, next + n);
     }
     next += n;
     if (each.source != kNullBlock && sizes_[group.id] == start / group.block_size &&
-        each.num_copied == start && delta_ != nullptr && n > 0) {
+        each.num_copied == start && delta_ != nullptr) {
       delta_->copy.insert(delta_->copy.end(),
                           {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
     }
@@ -333,10 +333,17 @@ void Manager::tell_resent() {
   resend_.clear();
 }
 
-void Manager::note_step(const StepDelta& delta) {
-  in_flight_.back().clear_rows = delta.clear_rows;
-  last_issued_ = num_steps_++;
-  if (static_cast<int64_t>(in_flight_.size()) > kMaxStepsInFlight) in_flight_.pop_front();
+// The journal of the step that begins; the memory of one that is too old to be aborted is used again.
+void Manager::begin_step() {
+  Step step;
+  if (static_cast<int64_t>(in_flight_.size()) == kMaxStepsInFlight) {
+    step = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    step.rows.clear();
+    step.published.clear();
+  }
+  step.id = num_steps_;
+  in_flight_.push_back(std::move(step));
 }
 
 }  // namespace kvcache

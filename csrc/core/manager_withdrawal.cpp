@@ -53,7 +53,7 @@ void Manager::give_back_row(Held* held, bool with_encoder) {
   }
   give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
   for (const CacheGroup& group : groups_) {
-    if (with_encoder || group.is_cacheable()) held[group.id] = Held();
+    if (with_encoder || group.is_cacheable()) held[group.id].clear();
   }
 }
 
@@ -264,7 +264,7 @@ void Manager::restart(int32_t row) {
   Held* h = held(row);
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    h[group.id] = held_of(group, hit);
+    set_hit(&h[group.id], group, hit);
   }
   take_hits(h, hit);
   r.num_computed = r.start = hit.num_tokens;

@@ -23,6 +23,7 @@ class PartIndex {
   void add(BlockId id, const Hash& hash, uint16_t group);
   void forget(BlockId id);  // all its parts
   void clear();
+  bool empty() const { return parts_.empty(); }
   bool has(BlockId id) const { return parts_.count(id) != 0; }
 
  private:

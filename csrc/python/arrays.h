@@ -17,24 +17,29 @@ namespace py = pybind11;
 
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
 
-// A new int32 array. Straight to numpy's constructor: a step makes several of these, and pybind11's
+// A new array. Straight to numpy's constructor: a step makes several of these, and pybind11's
 // general one costs three times as much.
-inline Int32Array new_int32(py::ssize_t n) {
-  static const py::dtype dtype = py::dtype::of<int32_t>();
+template <class T>
+py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
+  static const py::dtype dtype = py::dtype::of<T>();
   const auto& api = py::detail::npy_api::get();
   Py_intptr_t size = n;
   dtype.inc_ref();  // the constructor takes a reference
   PyObject* array = api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), 1, &size, nullptr,
                                               nullptr, 0, nullptr);
   if (array == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<Int32Array>(array);
+  return py::reinterpret_steal<py::array_t<T, py::array::c_style>>(array);
 }
 
-inline Int32Array copy_int32(const std::vector<int32_t>& values) {
-  Int32Array out = new_int32(static_cast<py::ssize_t>(values.size()));
-  std::copy(values.begin(), values.end(), static_cast<int32_t*>(out.mutable_data()));
+template <class T>
+py::array_t<T, py::array::c_style> copy_array(const std::vector<T>& values) {
+  auto out = new_array<T>(static_cast<py::ssize_t>(values.size()));
+  std::copy(values.begin(), values.end(), static_cast<T*>(out.mutable_data()));
   return out;
 }
+
+inline Int32Array new_int32(py::ssize_t n) { return new_array<int32_t>(n); }
+inline Int32Array copy_int32(const std::vector<int32_t>& values) { return copy_array(values); }
 
 inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();

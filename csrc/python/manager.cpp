@@ -140,9 +140,13 @@ py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width) {
   return std::move(out);
 }
 
+py::object ids_or_none(const std::vector<int32_t>& ids) {
+  if (ids.empty()) return py::none();
+  return copy_int32(ids);
+}
+
 // The fields of a StepPlan in its order; None where a section is empty.
 py::tuple as_tuple(const StepDelta& delta) {
-  py::array_t<uint8_t> status(static_cast<py::ssize_t>(delta.status.size()), delta.status.data());
   const size_t num_groups = delta.groups.size();
   py::list splits(num_groups), ids(num_groups), replace(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
@@ -150,11 +154,10 @@ py::tuple as_tuple(const StepDelta& delta) {
     ids[g] = copy_int32(delta.groups[g].append_ids);
     replace[g] = rows_of(delta.groups[g].replace, 3);
   }
-  return py::make_tuple(delta.step_id, copy_int32(delta.rows), std::move(status),
-                        copy_int32(delta.num_computed_tokens), copy_int32(delta.clear_rows),
-                        copy_int32(delta.append_rows), std::move(splits), std::move(ids),
-                        std::move(replace), rows_of(delta.copy, 2),
-                        delta.zero.empty() ? py::object(py::none()) : copy_int32(delta.zero));
+  return py::make_tuple(delta.step_id, copy_int32(delta.rows), copy_array(delta.status),
+                        copy_int32(delta.num_computed_tokens), ids_or_none(delta.clear_rows),
+                        ids_or_none(delta.append_rows), std::move(splits), std::move(ids),
+                        std::move(replace), rows_of(delta.copy, 2), ids_or_none(delta.zero));
 }
 
 py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,

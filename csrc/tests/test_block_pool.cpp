@@ -12,6 +12,8 @@
 
 using kvcache::BlockId;
 using kvcache::BlockPool;
+using kvcache::Content;
+using kvcache::EventLog;
 using kvcache::Hash;
 
 namespace {
@@ -20,6 +22,12 @@ Hash hash_of(uint32_t i) {
   Hash hash{};
   std::memcpy(hash.bytes, &i, sizeof(i));
   return hash;
+}
+
+void publish(BlockPool* pool, const BlockId* ids, const Hash* hashes, int64_t n,
+             uint16_t group = 0) {
+  const Hash no_parent{};
+  pool->publish(ids, Content{hashes, &no_parent}, n, group);
 }
 
 struct Model {
@@ -102,9 +110,9 @@ void run_random(uint64_t seed, int num_blocks, int num_operations) {
         const int64_t number = below(num_blocks / 2 + 1);
         const Hash hash = hash_of(static_cast<uint32_t>(number));
         if (model.content[id] >= 0) {
-          CHECK_THROWS(pool.publish(&id, &hash, 1, 0), "already published");
+          CHECK_THROWS(publish(&pool, &id, &hash, 1), "already published");
         } else {
-          pool.publish(&id, &hash, 1, 0);
+          publish(&pool, &id, &hash, 1);
           model.publish(id, number);
         }
         break;
@@ -182,7 +190,7 @@ TEST(a_lookup_finds_the_oldest_of_duplicates_and_then_the_next) {
   BlockId ids[3];
   CHECK(pool.allocate(3, ids));
   const Hash hash = hash_of(7);
-  for (BlockId id : ids) pool.publish(&id, &hash, 1, 0);
+  for (BlockId id : ids) publish(&pool, &id, &hash, 1);
   BlockId found = 0;
   for (BlockId id : ids) {
     pool.lookup(&hash, 1, 0, true, &found);
@@ -198,7 +206,7 @@ TEST(groups_do_not_see_each_others_blocks) {
   BlockId id, found;
   CHECK(pool.allocate(1, &id));
   const Hash hash = hash_of(1);
-  pool.publish(&id, &hash, 1, 3);
+  publish(&pool, &id, &hash, 1, 3);
   pool.lookup(&hash, 1, 2, true, &found);
   CHECK_EQ(found, -1);
   pool.lookup(&hash, 1, 3, true, &found);
@@ -210,8 +218,8 @@ TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
   BlockId ids[2];
   CHECK(pool.allocate(2, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3)};
-  pool.publish(&ids[0], &hashes[0], 1, 0);
-  pool.publish(&ids[1], &hashes[2], 1, 0);
+  publish(&pool, &ids[0], &hashes[0], 1);
+  publish(&pool, &ids[1], &hashes[2], 1);
   BlockId found[3];
   CHECK_EQ(pool.lookup(hashes, 3, 0, true, found), 1);
   CHECK_EQ(found[2], -1);
@@ -219,21 +227,115 @@ TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
   CHECK_EQ(found[2], ids[1]);
 }
 
-TEST(evicted_hashes_are_drained_in_order) {
-  BlockPool pool(3);
-  pool.record_evictions(true);
-  BlockId ids[2];
-  CHECK(pool.allocate(2, ids));
+TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
+  BlockPool pool(4);
+  EventLog events;
+  pool.tell(&events);
+  BlockId ids[3];
+  CHECK(pool.allocate(3, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2)};
-  pool.publish(ids, hashes, 2, 0);
+  const int32_t tokens[] = {5, 6, 7, 8};
+  Content content{hashes, &hashes[1]};
+  content.tokens = tokens;
+  content.tokens_per_block = 2;
+  pool.publish(ids, content, 2, 0);
+  publish(&pool, &ids[2], hashes, 1);  // a duplicate: nothing new is found
   const BlockId tail_first[] = {ids[1], ids[0]};
   pool.release(tail_first, 2);
   CHECK(pool.allocate(2, ids));
-  const auto evicted = pool.drain_evicted();
-  CHECK_EQ(evicted.size(), size_t{2});
-  CHECK(evicted[0].hash == hashes[1] && evicted[1].hash == hashes[0]);
-  CHECK(pool.drain_evicted().empty());
+  pool.release(ids, 3);
+  pool.clear();
+  const EventLog::Drained told = events.drain();
+  CHECK_EQ(told.events.size(), 4);
+  CHECK(told.events[0].kind == EventLog::Kind::kStored && told.events[0].hash == hashes[0]);
+  CHECK(told.events[0].parent == hashes[1] && told.events[1].parent == hashes[0]);
+  CHECK(told.events[2].kind == EventLog::Kind::kRemoved && told.events[2].hash == hashes[1]);
+  CHECK(told.events[3].kind == EventLog::Kind::kCleared);
+  CHECK(told.tokens == std::vector<int32_t>(tokens, tokens + 4));
+  CHECK(events.drain().events.empty());
   CHECK_EQ(pool.num_evicted(), 2);
+}
+
+TEST(clear_forgets_every_hash_and_leaves_held_blocks_held) {
+  BlockPool pool(5);
+  BlockId ids[3];
+  for (int round = 0; round < 70000; ++round) {  // beyond the 16 bits of an epoch
+    CHECK(pool.allocate(3, ids));
+    const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3)};
+    publish(&pool, ids, hashes, 3);
+    pool.release(&ids[2], 1);
+    CHECK_EQ(pool.num_cached(), 3);
+    pool.clear();
+    BlockId found = 0;
+    CHECK_EQ(pool.lookup(hashes, 1, 0, true, &found), 0);
+    CHECK_EQ(pool.num_cached(), 0);
+    CHECK_EQ(pool.num_free(), 2);
+    if (round % 9973 == 0) pool.check_invariants();
+    pool.release(ids, 2);
+  }
+  pool.check_invariants();
+}
+
+TEST(what_follows_from_a_bad_block_is_evicted_though_its_parent_is_gone) {
+  BlockPool pool(8);
+  BlockId ids[6];
+  CHECK(pool.allocate(6, ids));
+  const Hash chain[] = {hash_of(1), hash_of(2), hash_of(3), hash_of(4)};
+  const Hash seed{};
+  Content content{chain, &seed};
+  content.root = &chain[0];
+  pool.publish(ids, content, 4, 0);
+  // A branch: behind the first block another second one.
+  const Hash branch = hash_of(12);
+  Content other{&branch, &chain[0]};
+  other.root = &chain[0];
+  pool.publish(&ids[4], other, 1, 0);
+  const Hash unrelated = hash_of(9);
+  publish(&pool, &ids[5], &unrelated, 1);
+  pool.evict(&ids[2], 1);
+  pool.evict_derived(&ids[1], 1, /*is_uniform=*/true);
+  CHECK(pool.is_cached(ids[0]) && !pool.is_cached(ids[1]) && !pool.is_cached(ids[3]));
+  CHECK(pool.is_cached(ids[4]) && pool.is_cached(ids[5]));
+  pool.check_invariants();
+  pool.evict_derived(&ids[4], 1, /*is_uniform=*/false);
+  CHECK(!pool.is_cached(ids[0]) && !pool.is_cached(ids[4]) && pool.is_cached(ids[5]));
+}
+
+TEST(parts_of_blocks_are_found_until_the_block_is_taken) {
+  BlockPool pool(3);
+  BlockId ids[2];
+  CHECK(pool.allocate(2, ids));
+  const Hash hash = hash_of(5);
+  for (BlockId id : ids) pool.publish_part(id, hash, hash, 1);
+  CHECK_EQ(pool.find_part(hash, 1), ids[0]);
+  CHECK_EQ(pool.find_part(hash, 0), 0);
+  CHECK_EQ(pool.find(hash, 1), 0);
+  CHECK_EQ(pool.num_cached(), 2);
+  pool.release(ids, 2);
+  pool.check_invariants();
+  BlockId taken;
+  CHECK(pool.allocate(1, &taken));
+  CHECK_EQ(pool.find_part(hash, 1), ids[1]);
+  CHECK_THROWS(pool.publish_part(ids[1], hash, hash, 1), "which is free");
+  pool.clear();
+  CHECK_EQ(pool.find_part(hash, 1), 0);
+  pool.check_invariants();
+}
+
+TEST(a_publish_that_cannot_be_served_changes_nothing) {
+  BlockPool pool(4);
+  BlockId ids[3];
+  CHECK(pool.allocate(3, ids));
+  pool.release(&ids[2], 1);
+  const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3)};
+  CHECK_THROWS(publish(&pool, ids, hashes, 3), "which is free");
+  const BlockId twice[] = {ids[0], ids[0]};
+  CHECK_THROWS(publish(&pool, twice, hashes, 2), "already published");
+  const BlockId beyond[] = {ids[0], 4};
+  CHECK_THROWS(publish(&pool, beyond, hashes, 2), "expected 1 to 3");
+  CHECK_EQ(pool.num_cached(), 0);
+  publish(&pool, ids, hashes, 2);
+  pool.check_invariants();
 }
 
 TEST(reset_needs_every_block_free) {
@@ -241,7 +343,7 @@ TEST(reset_needs_every_block_free) {
   BlockId id;
   CHECK(pool.allocate(1, &id));
   const Hash hash = hash_of(1);
-  pool.publish(&id, &hash, 1, 0);
+  publish(&pool, &id, &hash, 1);
   CHECK(!pool.reset());
   CHECK_EQ(pool.num_cached(), 1);
   pool.release(&id, 1);
@@ -272,7 +374,7 @@ TEST(made_up_hashes_that_fill_every_bucket_do_not_hang_a_search) {
     CHECK(pool.allocate(n, ids.data()));
     for (BlockId id : ids) {
       const Hash hash = crafted(bucket, kNumBuckets, ++number);
-      pool.publish(&id, &hash, 1, 0);
+      publish(&pool, &id, &hash, 1);
     }
     return ids;
   };
@@ -294,7 +396,7 @@ TEST(made_up_hashes_that_fill_every_bucket_do_not_hang_a_search) {
   CHECK_EQ(pool.lookup(&missing, 1, 0, true, &found), 0);
   BlockId twins[2];
   CHECK(pool.allocate(2, twins));
-  for (BlockId id : twins) pool.publish(&id, &missing, 1, 0);
+  for (BlockId id : twins) publish(&pool, &id, &missing, 1);
   pool.evict(&twins[1], 1);  // the younger of two has no entry: the search for it finds none
   pool.lookup(&missing, 1, 0, true, &found);
   CHECK_EQ(found, twins[0]);

@@ -1,5 +1,6 @@
-// The manager under random calls of both faces: tables that follow the deltas, and the invariants.
-// tests/test_manager.py compares every answer with a model; this one runs under the sanitizers.
+// The manager under random calls of both faces, over mixed groups: tables that follow the deltas,
+// and the invariants. tests/test_allocator_random.py compares every answer with a model; this one
+// runs under the sanitizers.
 #include "core/manager.h"
 
 #include <algorithm>
@@ -12,9 +13,15 @@
 #include <thread>
 #include <vector>
 
+#include "core/groups/chunked_local.h"
+#include "core/groups/cross_attention.h"
+#include "core/groups/full_attention.h"
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
 #include "core/sha256.h"
 #include "tests/check.h"
 
+using kvcache::AttentionKind;
 using kvcache::BlockId;
 using kvcache::ExtraKeys;
 using kvcache::Hash;
@@ -24,6 +31,7 @@ using kvcache::NewRow;
 using kvcache::Slots;
 using kvcache::Status;
 using kvcache::StepDelta;
+using kvcache::StepRequest;
 using kvcache::TokenChain;
 using kvcache::TokenIds;
 
@@ -35,16 +43,27 @@ struct Request {
 };
 
 Request make_request(int64_t num_tokens, int32_t variant = 0, int64_t block_size = 4,
-                     bool reads = true, bool writes = true) {
+                     bool reads = true, bool writes = true, int64_t num_encoder_tokens = 0) {
   std::vector<int32_t> ids(static_cast<size_t>(num_tokens), variant);
   auto tokens = std::make_shared<TokenIds>();
   tokens->append(ids.data(), num_tokens);
-  return {tokens,
-          std::make_shared<TokenChain>(tokens, block_size, Hash{}, ExtraKeys(), reads, writes)};
+  return {tokens, std::make_shared<TokenChain>(tokens, block_size, Hash{}, ExtraKeys(), reads,
+                                               writes, num_encoder_tokens)};
+}
+
+ManagerOptions make_options(int64_t block_size, int64_t num_blocks, int64_t max_model_len) {
+  ManagerOptions options{};
+  options.groups = {{std::make_shared<kvcache::FullAttention>(), block_size}};
+  options.num_blocks = num_blocks;
+  options.max_model_len = max_model_len;
+  return options;
 }
 
 StepDelta step_new(Manager* manager, const std::vector<NewRow>& rows, int64_t lookahead = 0) {
-  return manager->step(nullptr, nullptr, 0, rows, lookahead);
+  StepRequest request;
+  request.new_rows = rows;
+  request.num_lookahead = lookahead;
+  return manager->step(request);
 }
 
 // The digest of these tests: no libcrypto is needed, and a test may put a hook into it.
@@ -66,116 +85,247 @@ void use_digest(const std::function<void()>& hook) {
       /*force=*/true);
 }
 
-void run_random(uint64_t seed) {
-  std::mt19937_64 random(seed);
-  const auto below = [&](int64_t n) {
-    return static_cast<int32_t>(random() % static_cast<uint64_t>(n));
-  };
-  ManagerOptions options{4, 3 + below(40), 1 + below(100), below(8) != 0, below(12), below(6)};
-  Manager manager(options);
+// One manager, its requests and the tables that a worker would have.
+class Driver {
+ public:
+  explicit Driver(uint64_t seed) : random_(seed), options_(draw_options()), manager_(options_) {
+    use_digest([this] {
+      if (raise_ && below(4) == 0) throw std::runtime_error("interrupted");
+    });
+  }
+  ~Driver() { use_digest({}); }
+
+  void run(int num_operations) {
+    for (int i = 0; i < num_operations; ++i) {
+      raise_ = below(3) == 0;
+      try {
+        operate();
+      } catch (const std::runtime_error& error) {
+        CHECK_EQ(std::string(error.what()), "interrupted");
+      }
+      raise_ = false;
+      check();
+    }
+  }
+
+ private:
   struct Admitted {
     Request request;
     bool by_step;
   };
-  std::map<int32_t, Admitted> rows;
-  std::map<int32_t, std::vector<BlockId>> tables;
-  std::vector<Request> waiting;
-  const auto new_request = [&] {
-    if (!waiting.empty() && below(3) == 0) {
-      Request request = waiting.back();
-      waiting.pop_back();
-      if (request.tokens->size() <= options.max_model_len) return request;
-    }
-    return make_request(1 + below(options.max_model_len), below(2), 4, below(6) != 0,
-                        below(6) != 0);
-  };
-  const auto room = [&](int32_t row) {
-    return options.max_model_len - manager.num_computed_tokens(row);
-  };
-  bool raise = false;
-  use_digest([&] {
-    if (raise && below(4) == 0) throw std::runtime_error("interrupted");
-  });
+  using Table = std::vector<std::vector<BlockId>>;  // per group
 
-  for (int i = 0; i < 400; ++i) {
-    raise = below(3) == 0;
-    const int64_t lookahead = below(4) == 0 ? below(20) : 0;
-    const auto row = rows.empty() ? rows.end() : std::next(rows.begin(), below(rows.size()));
-    try {
-      switch (below(6)) {
-        case 0:
-        case 1: {
-          std::vector<int32_t> asked, counts;
-          for (const auto& [id, state] : rows) {
-            if (!state.by_step || room(id) == 0 || below(2) == 0) continue;
-            asked.push_back(id);
-            counts.push_back(1 + below(room(id)));
-          }
-          std::vector<Request> requests;
-          std::vector<NewRow> new_rows;
-          for (int n = below(3); n > 0; --n) {
-            requests.push_back(new_request());
-            new_rows.push_back({requests.back().chain, 1 + below(100)});
-          }
-          const StepDelta delta = manager.step(
-              asked.data(), counts.data(), static_cast<int64_t>(asked.size()), new_rows, lookahead);
-          for (int32_t id : delta.clear_rows) tables[id].clear();
-          for (size_t k = 0; k < delta.append_rows.size(); ++k) {
-            std::vector<BlockId>& table = tables[delta.append_rows[k]];
-            table.insert(table.end(), delta.append_ids.begin() + delta.append_splits[k],
-                         delta.append_ids.begin() + delta.append_splits[k + 1]);
-          }
-          for (size_t k = 0; k < requests.size(); ++k) {
-            const int32_t id = delta.rows[asked.size() + k];
-            if (id >= 0) rows[id] = {requests[k], true};
-          }
-          break;
-        }
-        case 2: {
-          const Request request = new_request();
-          const std::vector<BlockId> hits =
-              request.chain->read_cache() ? manager.lookup(*request.chain) : std::vector<BlockId>{};
-          const auto num_hits = static_cast<int64_t>(hits.size());
-          const Slots slots =
-              manager.allocate(request.chain, 1 + below(options.max_model_len - 4 * num_hits),
-                               hits.data(), num_hits, lookahead);
-          if (slots.status == Status::kServed) rows[slots.row] = {request, false};
-          break;
-        }
-        case 3:
-          if (row == rows.end() || row->second.by_step || room(row->first) == 0) break;
-          manager.append(row->first, 1 + below(room(row->first)), lookahead);
-          break;
-        case 4: {
-          if (row == rows.end()) break;
-          const std::vector<int32_t> ids(static_cast<size_t>(below(9)), below(3));
-          row->second.request.tokens->append(ids.data(), static_cast<int64_t>(ids.size()));
-          break;
-        }
-        default:
-          if (row == rows.end()) {
-            CHECK(manager.reset_prefix_cache());
-            break;
-          }
-          manager.free(row->first);
-          waiting.push_back(row->second.request);
-          rows.erase(row);
-      }
-    } catch (const std::runtime_error& error) {
-      CHECK_EQ(std::string(error.what()), "interrupted");
+  int32_t below(int64_t n) { return static_cast<int32_t>(random_() % static_cast<uint64_t>(n)); }
+
+  ManagerOptions draw_options() {
+    const auto full = std::make_shared<kvcache::FullAttention>();
+    const auto window = std::make_shared<kvcache::SlidingWindow>(6);
+    const auto chunked = std::make_shared<kvcache::ChunkedLocal>(10);
+    const auto state = std::make_shared<kvcache::RecurrentState>();
+    const auto cross = std::make_shared<kvcache::CrossAttention>();
+    ManagerOptions options{};
+    switch (below(6)) {
+      case 0:
+        options.groups = {{full, 4}};
+        break;
+      case 1:
+        options.groups = {{full, 4}, {window, 4}};
+        break;
+      case 2:
+        options.groups = {{window, 2}, {full, 4}, {chunked, 4}};
+        break;
+      case 3:
+        options.groups = {{full, 4}, {state, 4}};
+        has_state_ = true;
+        break;
+      case 4:
+        options.groups = {{full, 8}, {window, 4}};
+        options.hash_block_size = 2;
+        break;
+      default:
+        options.groups = {{full, 4}, {cross, 2}};
+        has_encoder_ = true;
     }
-    CHECK_EQ(manager.num_rows(), rows.size());
-    for (const auto& [id, state] : rows) {
-      if (state.by_step) CHECK(tables[id] == manager.blocks(id));
-    }
-    manager.check_invariants();
+    options.num_blocks = 3 + below(40) * static_cast<int64_t>(options.groups.size());
+    options.max_model_len = 1 + below(100);
+    options.enable_caching = below(8) != 0;
+    options.num_preallocate_tokens = below(12);
+    options.max_num_reqs = below(6);
+    options.watermark_blocks = below(3) == 0 ? below(4) : 0;
+    options.drop_last_hit = below(4) == 0;
+    options.fence_frees = below(4) == 0;
+    options.record_events = below(2) == 0;
+    options.track_residency = below(2) == 0;
+    options.stats_window = 7;
+    return options;
   }
-}
+
+  Request new_request() {
+    if (!waiting_.empty() && below(3) == 0) {
+      Request request = waiting_.back();
+      waiting_.pop_back();
+      if (request.tokens->size() <= options_.max_model_len) return request;
+    }
+    const bool has_encoder = has_encoder_ && below(2) == 0;
+    return make_request(1 + below(options_.max_model_len), below(2), manager_.hash_block_size(),
+                        !has_encoder && below(6) != 0, !has_encoder && below(6) != 0,
+                        has_encoder ? 5 : 0);
+  }
+
+  int64_t room(int32_t row) const {
+    return options_.max_model_len - manager_.num_computed_tokens(row);
+  }
+
+  void operate() {
+    const auto row = rows_.empty() ? rows_.end() : std::next(rows_.begin(), below(rows_.size()));
+    switch (below(10)) {
+      case 0:
+      case 1:
+      case 2:
+        step();
+        break;
+      case 3:
+        if (!has_state_) allocate();
+        break;
+      case 4:
+        if (row == rows_.end() || row->second.by_step || room(row->first) == 0) break;
+        manager_.append(row->first, 1 + below(room(row->first)), below(20));
+        break;
+      case 5: {
+        if (row == rows_.end()) break;
+        const std::vector<int32_t> ids(static_cast<size_t>(below(9)), below(3));
+        row->second.request.tokens->append(ids.data(), static_cast<int64_t>(ids.size()));
+        break;
+      }
+      case 6: {
+        if (below(3) == 0) {
+          manager_.start_epoch();
+          break;
+        }
+        const BlockId id = 1 + below(options_.num_blocks - 1);
+        manager_.invalidate(&id, 1);
+        break;
+      }
+      case 7: {
+        const int64_t num_steps = manager_.num_steps();
+        if (num_steps == 0) break;
+        const int64_t id = std::max<int64_t>(num_steps - 1 - below(3), 0);
+        if (below(2) == 0) {
+          manager_.complete(id);
+          break;
+        }
+        try {
+          manager_.abort(id);
+        } catch (const std::invalid_argument& error) {  // done, or aborted before
+          CHECK(std::string(error.what()).find("in flight") != std::string::npos);
+        }
+        break;
+      }
+      default:
+        if (row == rows_.end()) {
+          if (!options_.fence_frees) CHECK(manager_.reset_prefix_cache());
+          break;
+        }
+        manager_.free(row->first);
+        waiting_.push_back(row->second.request);
+        rows_.erase(row);
+    }
+  }
+
+  void step() {
+    std::vector<int32_t> asked, counts, ids, num_ids, ahead;
+    for (const auto& [id, state] : rows_) {
+      if (!state.by_step || room(id) == 0 || below(2) == 0) continue;
+      asked.push_back(id);
+      counts.push_back(1 + below(room(id)));
+      num_ids.push_back(below(3));
+      ids.insert(ids.end(), static_cast<size_t>(num_ids.back()), below(2));
+    }
+    std::vector<Request> requests;
+    StepRequest request;
+    for (int n = below(3); n > 0; --n) {
+      requests.push_back(new_request());
+      request.new_rows.push_back({requests.back().chain, 1 + below(100)});
+    }
+    for (size_t i = 0; i < asked.size() + requests.size(); ++i) ahead.push_back(below(12));
+    request.rows = asked.data();
+    request.num_tokens = counts.data();
+    request.num_rows = static_cast<int64_t>(asked.size());
+    request.token_ids = ids.data();
+    request.num_ids = static_cast<int64_t>(ids.size());
+    request.num_token_ids = num_ids.data();
+    request.lookahead = ahead.data();
+    std::vector<int64_t> sizes;
+    for (int32_t id : asked) sizes.push_back(rows_[id].request.tokens->size());
+    StepDelta delta;
+    try {
+      delta = manager_.step(request);
+    } catch (...) {
+      for (size_t i = 0; i < asked.size(); ++i) {
+        CHECK_EQ(rows_[asked[i]].request.tokens->size(), sizes[i]);
+      }
+      throw;
+    }
+    apply(delta);
+    for (size_t k = 0; k < requests.size(); ++k) {
+      const int32_t id = delta.rows[asked.size() + k];
+      if (id >= 0) rows_[id] = {requests[k], true};
+    }
+  }
+
+  void apply(const StepDelta& delta) {
+    const size_t num_groups = options_.groups.size();
+    for (int32_t id : delta.clear_rows) tables_[id].assign(num_groups, {});
+    for (size_t g = 0; g < num_groups; ++g) {
+      const StepDelta::Group& group = delta.groups[g];
+      for (size_t k = 0; k < delta.append_rows.size(); ++k) {
+        std::vector<BlockId>& table = tables_[delta.append_rows[k]][g];
+        table.insert(table.end(), group.append_ids.begin() + group.append_splits[k],
+                     group.append_ids.begin() + group.append_splits[k + 1]);
+      }
+      for (size_t k = 0; k < group.replace.size(); k += 3) {
+        tables_[group.replace[k]][g].at(static_cast<size_t>(group.replace[k + 1])) =
+            group.replace[k + 2];
+      }
+    }
+  }
+
+  void allocate() {
+    const Request request = new_request();
+    kvcache::PrefixHit hit;
+    hit.blocks.resize(options_.groups.size());
+    if (request.chain->read_cache()) hit = manager_.lookup(*request.chain);
+    const int64_t most = options_.max_model_len - hit.num_tokens;
+    const Slots slots = manager_.allocate(request.chain, 1 + below(most), hit.blocks, below(20));
+    if (slots.status == Status::kServed) rows_[slots.row] = {request, false};
+  }
+
+  void check() {
+    CHECK_EQ(manager_.num_rows(), rows_.size());
+    for (const auto& [id, state] : rows_) {
+      if (!state.by_step || manager_.must_resend(id)) continue;  // the next delta tells it
+      for (size_t g = 0; g < options_.groups.size(); ++g) {
+        CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));
+      }
+    }
+    manager_.check_invariants();
+    if (below(5) == 0) manager_.drain_events();
+  }
+
+  std::mt19937_64 random_;
+  bool has_state_ = false, has_encoder_ = false;
+  ManagerOptions options_;
+  Manager manager_;
+  std::map<int32_t, Admitted> rows_;
+  std::map<int32_t, Table> tables_;
+  std::vector<Request> waiting_;
+  bool raise_ = false;
+};
 
 TEST(random_calls_of_both_faces_keep_tables_and_invariants) {
-  for (uint64_t seed = 0; seed < 200; ++seed) {
+  for (uint64_t seed = 0; seed < 400; ++seed) {
     try {
-      run_random(seed);
+      Driver(seed).run(500);
     } catch (const std::exception& error) {
       kvcache::test::fail(__FILE__, __LINE__, "seed " + std::to_string(seed) + ": " + error.what());
     }
@@ -188,37 +338,51 @@ TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max();
   constexpr int64_t kHuge = std::numeric_limits<int64_t>::max();
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
-    CHECK_THROWS(Manager({size, 9, 9}), "block_size is ");
-    CHECK_THROWS(Manager({4, size, 9}), "num_gpu_blocks is ");
-    CHECK_THROWS(Manager({4, 9, size}), "max_model_len is ");
-    CHECK_THROWS(Manager({4, 9, 9, true, size}), "num_preallocate_tokens is ");
-    CHECK_THROWS(Manager({4, 9, 9, true, 0, size}), "max_num_reqs is ");
+    const auto refused = [&](int64_t ManagerOptions::* field, const char* message) {
+      ManagerOptions options = make_options(4, 9, 9);
+      options.*field = size;
+      CHECK_THROWS(Manager(options), message);
+    };
+    CHECK_THROWS(Manager(make_options(size, 9, 9)), "block_size is ");
+    refused(&ManagerOptions::num_blocks, "num_gpu_blocks is ");
+    refused(&ManagerOptions::max_model_len, "max_model_len is ");
+    refused(&ManagerOptions::num_preallocate_tokens, "num_preallocate_tokens is ");
+    refused(&ManagerOptions::max_num_reqs, "max_num_reqs is ");
+    refused(&ManagerOptions::watermark_blocks, "watermark_blocks is ");
+    refused(&ManagerOptions::hash_block_size, "hash_block_size is ");
+    refused(&ManagerOptions::stats_window, "stats_window is ");
   }
-  Manager manager({4, 9, kLargest, true, kLargest, 0});
+  ManagerOptions largest = make_options(4, 9, kLargest);
+  largest.num_preallocate_tokens = kLargest;
+  Manager manager(largest);
   const Request request = make_request(10);
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
     CHECK_THROWS(step_new(&manager, {{request.chain, size}}), "new_num_tokens is ");
     CHECK_THROWS(step_new(&manager, {{request.chain, 1}}, size), "num_lookahead_tokens is ");
-    CHECK_THROWS(manager.allocate(request.chain, size, nullptr, 0, 0), "num_tokens is ");
+    CHECK_THROWS(manager.allocate(request.chain, size, {{}}, 0), "num_tokens is ");
     CHECK_THROWS(manager.append(0, size, 0), "row 0 is not in use");
   }
-  CHECK_EQ(step_new(&manager, {{request.chain, kLargest}}, 20).append_ids.size(), 8);
+  CHECK_EQ(step_new(&manager, {{request.chain, kLargest}}, 20).groups[0].append_ids.size(), 8);
   const int32_t row = 0;
   const auto most = static_cast<int32_t>(kLargest - 10);
-  CHECK_EQ(manager.step(&row, &most, 1, {}, kLargest).status[0],
-           static_cast<uint8_t>(Status::kNever));
+  StepRequest more;
+  more.rows = &row;
+  more.num_tokens = &most;
+  more.num_rows = 1;
+  more.num_lookahead = kLargest;
+  CHECK_EQ(manager.step(more).status[0], static_cast<uint8_t>(Status::kNever));
   manager.check_invariants();
 }
 
 TEST(a_manager_belongs_to_the_thread_that_first_used_it) {
-  Manager manager({4, 9, 100});
+  Manager manager(make_options(4, 9, 100));
   std::thread([&] { manager.check_caller(); }).join();
   CHECK_THROWS(manager.reset_prefix_cache(), "but the manager belongs to thread ");
   CHECK_THROWS(step_new(&manager, {}), "called from thread ");
 }
 
 TEST(calls_from_within_the_digest_are_refused) {
-  Manager manager({4, 9, 100});
+  Manager manager(make_options(4, 9, 100));
   const Request request = make_request(10);
   int num_calls = 0;
   use_digest([&] {

@@ -274,9 +274,10 @@ class KVCacheManager:
                 num_reserved_blocks,
             )
         )
-        for request, row in zip(reversed(new), reversed(plan.rows.tolist())):
-            if row >= 0:
-                self._rows[request.request_id] = row
+        if chains:
+            for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
+                if row >= 0:
+                    self._rows[request.request_id] = row
         return plan
 
     def would_fit(self, request: Request) -> Status:
@@ -435,8 +436,8 @@ def _plan_of(delta: tuple) -> StepPlan:
         rows,
         status,
         computed,
-        clear,
-        append_rows,
+        NO_IDS if clear is None else clear,
+        NO_IDS if append_rows is None else append_rows,
         splits,
         ids,
         [NO_REPLACE if each is None else each for each in replace],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,17 +11,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A token whose stored KV is not its own; `block_column`: its place in the block table."""
+    """A token whose stored KV is not its own; `block_column`: its place in the block table.
+
+    `group`: where there are several. `is_state`: it is the recurrent state behind the token that is
+    wrong (of token 0, maybe the zeros before it); else None.
+    """
 
     request: int
     token: int
     block_column: int
     block_id: int
+    group: int | None = None
+    is_state: bool | None = None
 
     def __str__(self) -> str:
+        what = "state" if self.is_state else "KV"
+        group = "" if self.group is None else f", group {self.group}"
         return (
-            f"request {self.request}, token {self.token}: wrong KV in block {self.block_id} "
-            f"(block column {self.block_column})"
+            f"request {self.request}, token {self.token}: wrong {what} in block {self.block_id} "
+            f"(block column {self.block_column}{group})"
         )
 
 
@@ -32,9 +40,15 @@ class ReplayReport:
     `requests`: all of the workload, of which `rejected_requests` did not fit into the pool;
     `prompt_tokens`, `hit_blocks`, `hit_tokens` and `token_hit_rate` are over the others.
     `num_blocks` counts the null block, `capacity_blocks` does not. `us_per_request`: microseconds
-    in the manager per request of the workload, by phase; `total` is the sum of the three. The last
-    four fields are None without verification: `verified_tokens` counts each served prompt token
-    once, `mismatches` every token found wrong, `mismatched_requests` has the first of each request.
+    in the manager per request of the workload, by phase; `total` is the sum of the three. The four
+    fields from `verify_us_per_request` on are None without verification: `verified_tokens` counts
+    each served prompt token once, `mismatches` every token found wrong, `mismatched_requests` has the
+    first of each request.
+
+    The last three are None unless asked for: tokens per hash, tokens per chunk of a prompt, and per
+    group (where groups were given) `kind`, `block_size`, `options`, and the `hit_blocks`,
+    `stored_blocks` and `evicted_blocks` that the manager counted. Of several groups, `block_size` is
+    the first one's, and `hit_blocks` the sum over all.
     """
 
     trace: str
@@ -55,11 +69,18 @@ class ReplayReport:
     verify_us_per_request: float | None = None
     verified_tokens: int | None = None
     mismatches: int | None = None
-    mismatched_requests: list[Mismatch] | None = field(default=None)
+    mismatched_requests: list[Mismatch] | None = None
+    hash_block_size: int | None = None
+    chunk_tokens: int | None = None
+    groups: list[dict] | None = None
 
     def to_dict(self) -> dict:
-        """The report as plain data for JSON; what verification adds is absent without it."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
+        """The report as plain data for JSON; what was not asked for is absent."""
+        return asdict(self, dict_factory=_without_none)
+
+
+def _without_none(items: list[tuple[str, object]]) -> dict:
+    return {name: value for name, value in items if value is not None}
 
 
 def report_table(report: ReplayReport) -> Table:
@@ -79,7 +100,8 @@ def report_table(report: ReplayReport) -> Table:
 
 
 def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
-    held = report.capacity_blocks * report.block_size
+    is_hybrid = report.groups is not None and len(report.groups) > 1
+    held = f", {report.capacity_blocks * report.block_size:,} tokens"
     workload = [
         ("requests", f"{report.requests:,}", f"{report.concurrency} at a time"),
         ("rejected", f"{report.rejected_requests:,}", "did not fit into the pool"),
@@ -87,11 +109,11 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     ]
     cache = [
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
-        ("hit blocks", f"{report.hit_blocks:,}", f"of {report.block_size} tokens"),
+        ("hit blocks", f"{report.hit_blocks:,}", "over all groups" if is_hybrid else f"of {report.block_size} tokens"),
         ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
     ]
     pool = [
-        ("capacity", f"{report.capacity_blocks:,}", f"blocks, {held:,} tokens"),
+        ("capacity", f"{report.capacity_blocks:,}", "blocks" if is_hybrid else f"blocks{held}"),
         ("peak in use", f"{report.peak_used_blocks:,}", "blocks held at a time"),
         ("cached at the end", f"{report.cached_blocks:,}", "blocks"),
     ]
@@ -105,7 +127,20 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         (name, f"{report.us_per_request[key]:,.1f}", "microseconds per request")
         for key, name in phases.items()
     ]
-    return [workload, cache, pool, times, _verification(report)]
+    return [workload, cache, _groups(report), pool, times, _verification(report)]
+
+
+def _groups(report: ReplayReport) -> list[tuple[str, str, str]]:
+    """One line per group that was given."""
+    return [
+        (
+            " ".join([group["kind"], *(f"{k}={v}" for k, v in group["options"].items())]),
+            f"{group['hit_blocks']:,}",
+            f"hit blocks of {group['block_size']:,} tokens; "
+            f"{group['stored_blocks']:,} stored, {group['evicted_blocks']:,} evicted",
+        )
+        for group in report.groups or []
+    ]
 
 
 def _verification(report: ReplayReport) -> list[tuple[str, str, str]]:

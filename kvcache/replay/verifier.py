@@ -2,38 +2,49 @@
 
 The KV of a token is a fixed mix of its content key, so whatever a request reads is known
 beforehand: a hit on the wrong block, a wrong slot or a block handed out while still held shows up
-as a difference. It is read along two paths. Through block table and slot mapping, as it was written;
-and from the very place where the manager's blocks say it is, by plain indexing: what writing and
-reading get wrong alike, only the second path can see.
+as a difference. So does a block that left a window too early, a state or a part of a block that was
+not copied, and a page given to two groups: all groups lie in the same pages, and mix differently.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
+from kvcache._native import core
+from kvcache.allocator.groups import make_kind
 from kvcache.plan import StepPlan
-from kvcache.replay.content import feature_factors, kv_of_content
-from kvcache.replay.report import Mismatch
-from kvcache.replay.workload import WorkloadRequest
-from kvcache.worker import BlockTable, KVStorage, Worker
+from kvcache.replay.content import feature_factors
+from kvcache.replay.groups import given_groups
+from kvcache.replay.verified_group import Found, Span, StateGroup, TokenGroup, VerifiedGroup
+from kvcache.specs import GroupSpec
+from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Worker
+from kvcache.worker.storage import allocate_pages
+
+_ELEMENT_BYTES = 4  # int32
 
 
 class KVVerifier:
-    """Storage and block table behind a manager; writes each request's new KV and reads all of it.
+    """Storage and block tables behind a manager; writes each request's new KV and reads it back.
 
-    `num_blocks` counts the null block. `chunk_tokens` bounds the working memory, not the length of
-    a request: 4,096 to 131,072 were equally fast within noise on the development machine. Raises
-    MemoryError when the device has no room.
+    `block_size`: of one group of full attention; or `groups`, those of the manager. `num_blocks`
+    counts the null block. `chunk_tokens` bounds the working memory, not the length of a request:
+    4,096 to 131,072 were equally fast within noise on the development machine. Raises MemoryError
+    when the device has no room.
+
+    Per step: `reserve` before it, `apply` its plan, `check_arrival` of all its rows, `write` all,
+    `check` all.
     """
 
     def __init__(
         self,
         *,
-        block_size: int,
         num_blocks: int,
+        block_size: int | None = None,
+        groups: Sequence[GroupSpec] | None = None,
         max_num_reqs: int = 1,
         device: str = "cpu",
         num_kv_heads: int = 2,
@@ -42,108 +53,120 @@ class KVVerifier:
         layout: str = "NHD",
         chunk_tokens: int = 16_384,
     ) -> None:
-        self.block_size = block_size
-        self.chunk_tokens = chunk_tokens
-        self._kv_shape = (num_kv_heads, head_size)
-        self._num_layers = num_layers
+        specs = given_groups(block_size, groups)
+        kinds = [make_kind(spec.kind, spec.options) for spec in specs]
+        self._specs, self._device = specs, device
+        self._has_slots = [not isinstance(kind, core.RecurrentState) for kind in kinds]
+        self._max_num_reqs, self._num_blocks = max_num_reqs, num_blocks
+        self._chunk_tokens = chunk_tokens
+        # K of a page, or V: the largest block of tokens, or a state that fills as much.
         features = num_kv_heads * head_size
-        self._factors = feature_factors(2 * num_layers * features).reshape(-1, features)
-        num_slots = num_blocks * block_size
-        _check_memory(
-            4 * (2 * num_layers * features * num_slots + max_num_reqs * num_blocks), device
-        )
-        self.storage = KVStorage(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head_size=head_size,
-            num_layers=num_layers,
-            dtype=torch.int32,
-            device=device,
-            layout=layout,
-        )
-        # A request holds at most every block but the null one: no row can overflow.
-        self.table = BlockTable(
-            block_size, max_num_reqs, num_blocks - 1, chunk_tokens, False, device, block_size
-        )
-        self.worker = Worker(self.storage, self.table)
+        sizes = [spec.block_size for spec, slots in zip(specs, self._has_slots) if slots]
+        page_features = features * max(sizes, default=1)
+        page_bytes = 2 * page_features * _ELEMENT_BYTES
+        table_bytes = 4 * len(specs) * max_num_reqs * num_blocks
+        _check_memory(num_layers * num_blocks * page_bytes + table_bytes, device)
+        pages = allocate_pages(num_blocks, page_bytes, num_layers=num_layers, device=device)
+        shapes = [
+            (spec.block_size, num_kv_heads, head_size) if slots else (1, 1, page_features)
+            for spec, slots in zip(specs, self._has_slots)
+        ]
+        self.storages = [
+            KVStorage.over(pages, *shape, dtype=torch.int32, layout=layout) for shape in shapes
+        ]
+        # A request holds at most every block but the null one; where a window slides, its row may
+        # become longer still, and `reserve` widens the tables.
+        self._make_tables([max(num_blocks - 1, 1)] * len(specs))
+        self.groups = self._make_groups(kinds, num_layers)
+
+    @property
+    def storage(self) -> KVStorage:
+        """Of the first group."""
+        return self.storages[0]
+
+    @property
+    def table(self) -> BlockTable:
+        """Of the first group."""
+        return self.tables[0]
+
+    def reserve(self, num_tokens: int) -> None:
+        """Makes room in the tables for a request of `num_tokens` tokens."""
+        widths = [table.max_num_blocks_per_req for table in self.tables.block_tables]
+        needed = [-(-num_tokens // spec.block_size) for spec in self._specs]
+        if all(width >= blocks for width, blocks in zip(widths, needed)):
+            return
+        old = self.tables.block_tables
+        self._make_tables([max(2 * width, blocks) for width, blocks in zip(widths, needed)])
+        for row in range(self._max_num_reqs):
+            held = [each.block_table.np[row, : each.num_blocks_per_row[row]] for each in old]
+            self.tables.add_row(held, row)
+        self.tables.commit_updates()
+        for group, table in zip(self.groups, self.tables.block_tables):
+            group.table = table
 
     def apply(self, plan: StepPlan) -> None:
-        """Brings the block table to what the plan says; every plan, in order."""
+        """Brings pages and block tables to what the plan says; every plan, in order."""
         self.worker.apply(plan)
 
-    def write(self, request: WorkloadRequest, row: int, num_computed_tokens: int) -> None:
-        """Writes the KV of the tokens from `num_computed_tokens` on; the others were found."""
-        for start, stop in self._chunks(num_computed_tokens, request.num_tokens):
-            slots = self._slots(row, start, stop)
-            kv = torch.from_numpy(self._expected(request, start, stop)).to(self.storage.device)
-            for layer in range(self._num_layers):
-                self.storage.write(layer, kv[2 * layer], kv[2 * layer + 1], slots)
+    def check_arrival(self, span: Span) -> Found:
+        """Reads what the plan had to bring for these tokens; before any of the step is written."""
+        return _all(group.check_arrival(span) for group in self.groups)
 
-    def check(
-        self, request: WorkloadRequest, row: int, block_ids: np.ndarray
-    ) -> tuple[int, Mismatch | None]:
-        """Reads the KV of all tokens back: number of wrong tokens, and the first of them.
+    def write(self, span: Span) -> None:
+        """Writes the KV of the tokens, and the states behind them."""
+        for group in self.groups:
+            group.write(span)
 
-        `row` is read through block table and slot mapping, `block_ids` int32[k], the manager's, by
-        position alone. A token is right when both give exactly its K and V.
+    def check(self, span: Span) -> Found:
+        """Reads what the tokens attend to, themselves included; number of wrong ones, and the first.
+
+        Over all groups. A token is right when block table and manager's block both lead to exactly
+        its K and V.
         """
-        count, first, layers = 0, None, range(self._num_layers)
-        for start, stop in self._chunks(0, request.num_tokens):
-            expected = self._expected(request, start, stop)
-            columns, offsets = np.divmod(np.arange(start, stop), self.block_size)
-            slots = self._slots(row, start, stop)
-            blocks = block_ids[columns].astype(np.int64)
-            mapped = self._wrong(expected, [x for i in layers for x in self._gather(i, slots)])
-            placed = self._wrong(
-                expected, [x for i in layers for x in self._read(i, blocks, offsets)]
+        return _all(group.check(span) for group in self.groups)
+
+    def _make_tables(self, widths: list[int]) -> None:
+        sizes = [spec.block_size for spec in self._specs]
+        self.tables = MultiGroupBlockTable(
+            self._max_num_reqs,
+            1,  # widths are given
+            self._chunk_tokens,
+            False,
+            self._device,
+            sizes,
+            sizes,
+            max_num_blocks=widths,
+            slot_mapping=self._has_slots,
+        )
+        self.worker = Worker(self.storages, self.tables)
+
+    def _make_groups(
+        self, kinds: list[core.AttentionKind], num_layers: int
+    ) -> list[VerifiedGroup]:
+        features = [each.num_kv_heads * each.head_size for each in self.storages]
+        ends = np.cumsum([2 * num_layers * n for n in features])
+        factors = np.split(feature_factors(int(ends[-1])), ends[:-1])
+        return [
+            (TokenGroup if self._has_slots[g] else StateGroup)(
+                g,
+                len(kinds) == 1,
+                kind,
+                self.storages[g],
+                self.tables[g],
+                factors[g].reshape(-1, features[g]),
+                self._chunk_tokens,
             )
-            wrong = np.flatnonzero(mapped | placed)
-            if len(wrong) and first is None:
-                at = int(wrong[0])
-                block_id = int(slots[at]) // self.block_size if mapped[at] else int(blocks[at])
-                first = Mismatch(request.index, start + at, int(columns[at]), block_id)
-            count += len(wrong)
-        return count, first
+            for g, kind in enumerate(kinds)
+        ]
 
-    def _chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
-        starts = range(start, stop, self.chunk_tokens)
-        return [(first, min(first + self.chunk_tokens, stop)) for first in starts]
 
-    def _slots(self, row: int, start: int, stop: int) -> torch.Tensor:
-        """int64[stop - start] on the device; valid until the next call."""
-        n = stop - start
-        self.table.compute_slot_mapping(np.full(n, row, np.int32), np.arange(start, stop))
-        self.table.commit_slot_mapping(n)
-        return self.table.slot_mapping.gpu[:n]
-
-    def _expected(self, request: WorkloadRequest, start: int, stop: int) -> np.ndarray:
-        """int32[2 * layers, n, heads, head_size]: K and V of each layer in turn."""
-        kv = kv_of_content(request.content[start:stop], self._factors)
-        return kv.reshape(len(self._factors), stop - start, *self._kv_shape)
-
-    def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Key and value of the tokens at these places, without slot mapping and without our ops."""
-        caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
-        if self.storage.device.type == "cpu":
-            # Not by torch: where cores are shared, its threads wait milliseconds for each other.
-            return [cache.numpy()[blocks, offsets] for cache in caches]
-        place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
-        return [cache[tuple(place)].cpu().numpy() for cache in caches]
-
-    def _gather(self, layer: int, slots: torch.Tensor) -> list[np.ndarray]:
-        """Key and value of the tokens at these slots, by the op."""
-        return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
-
-    @staticmethod
-    def _wrong(expected: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
-        """bool[n]: the tokens of which any layer's K or V, in turn, differs from `expected`."""
-        wrong = np.zeros(expected.shape[1], bool)
-        for wanted, values in zip(expected, found):
-            differs = values != wanted
-            if differs.any():
-                wrong |= differs.any(axis=(1, 2))
-        return wrong
+def _all(found: Iterable[Found]) -> Found:
+    """Of all groups: how many are wrong, and the first."""
+    count, first = 0, None
+    for number, mismatch in found:
+        count += number
+        first = first or mismatch
+    return count, first
 
 
 def _check_memory(num_bytes: int, device: str) -> None:

@@ -1,0 +1,79 @@
+"""Takes a verifier through a replay, and sums up what it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter_ns
+from typing import TYPE_CHECKING
+
+from kvcache.allocator import KVCacheManager
+from kvcache.plan import StepPlan
+from kvcache.replay.report import Mismatch
+from kvcache.replay.running import Running
+
+if TYPE_CHECKING:
+    from kvcache.replay.verifier import KVVerifier
+
+
+class Audit:
+    """Every plan is applied, every computed chunk written and read, every held request read again.
+
+    Times are not the replay's: `ns` is kept apart.
+    """
+
+    def __init__(self, verifier: KVVerifier, manager: KVCacheManager) -> None:
+        self.verifier = verifier
+        self.num_mismatches = 0
+        self.mismatches: dict[int, Mismatch] = {}  # first of each request
+        self.ns = 0
+        self._manager = manager
+        self._num_plans = 0
+
+    def reserve(self, num_tokens: int) -> None:
+        """Before a request of so many tokens is admitted."""
+        with self._timed():
+            self.verifier.reserve(num_tokens)
+
+    def apply(self, plan: StepPlan, served: Sequence[tuple[Running, int]]) -> None:
+        """Behind a plan: `served` are its requests, and from which token on each was computed."""
+        with self._timed():
+            self._num_plans += 1
+            # A plan that admits nobody still clears rows of those who left: every plan is applied.
+            self.verifier.apply(plan)
+            spans = [self._span(running, start) for running, start in served]
+            # As in an engine, the step reads what all its rows have written.
+            self._count(self.verifier.check_arrival, spans)
+            for span in spans:
+                self.verifier.write(span)
+            self._count(self.verifier.check, spans)
+            for running, _ in served:
+                running.checked_at = self._num_plans
+
+    def finish(self, running: Running) -> None:
+        """Before a request is freed: did its blocks stay its own when others were admitted?"""
+        if running.checked_at != self._num_plans:
+            with self._timed():
+                self._count(self.verifier.check, [self._span(running, running.num_computed)])
+
+    def _span(self, running: Running, start: int) -> tuple:
+        from kvcache.replay.verified_group import Span  # torch only where there is a verifier
+
+        groups = range(len(self._manager.groups))
+        block_ids = [self._manager.block_ids(running.request, g) for g in groups]
+        return Span(running.item, running.row, block_ids, start, running.num_computed)
+
+    def _count(self, check: Callable, spans: Sequence[tuple]) -> None:
+        for span in spans:
+            count, first = check(span)
+            self.num_mismatches += count
+            if first is not None:
+                self.mismatches.setdefault(span.request.index, first)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.ns += perf_counter_ns() - start

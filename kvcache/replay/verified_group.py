@@ -1,0 +1,187 @@
+"""One cache group under verification: what its pages must hold of a request, and what they do.
+
+Content is read along two paths. Through the block table (and slot mapping, where there are slots), as
+it was written; and from the very place where the manager's blocks say it is, by plain indexing: what
+writing and reading get wrong alike, only the second path can see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kvcache._native import core
+from kvcache.replay.content import kv_of_content
+from kvcache.replay.report import Mismatch
+from kvcache.replay.workload import WorkloadRequest
+from kvcache.worker import BlockTable, KVStorage
+
+NOTHING_WRONG = (0, None)
+Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of them
+
+
+class Span(NamedTuple):
+    """Tokens start to stop - 1 of an admitted request: those of one step.
+
+    With start = stop, as one that is to be read: what the next token would attend to.
+    """
+
+    request: WorkloadRequest
+    row: int
+    block_ids: Sequence[np.ndarray]  # per group int32[k], the request's as the manager has them
+    start: int
+    stop: int
+
+
+@dataclass
+class VerifiedGroup:
+    """What both kinds of pages have in common.
+
+    `storage`: the group's view of the pages. `factors`: uint64[2 * layers, features], one's own, so
+    that what another group wrote is wrong here. `index`: place among the groups, told with what is
+    wrong where there are several.
+    """
+
+    index: int
+    is_alone: bool
+    kind: core.AttentionKind
+    storage: KVStorage
+    table: BlockTable
+    factors: np.ndarray
+    chunk_tokens: int
+
+    def check_arrival(self, span: Span) -> Found:
+        """What the plan had to bring for these tokens, before they are written."""
+        return NOTHING_WRONG
+
+    def _mismatch(
+        self, span: Span, token: int, column: int, block_id: int, is_state: bool | None = None
+    ) -> Mismatch:
+        group = None if self.is_alone else self.index
+        return Mismatch(span.request.index, token, column, block_id, group, is_state)
+
+    def _content(self, request: WorkloadRequest, start: int, stop: int) -> np.ndarray:
+        """int32[2 * layers, n, heads, head_size]: K and V of each layer in turn."""
+        kv = kv_of_content(request.content[start:stop], self.factors)
+        shape = (self.storage.num_kv_heads, self.storage.head_size)
+        return kv.reshape(len(self.factors), stop - start, *shape)
+
+    def _write(self, content: np.ndarray, slots: torch.Tensor) -> None:
+        kv = torch.from_numpy(content).to(self.storage.device)
+        for layer in range(self.storage.num_layers):
+            self.storage.write(layer, kv[2 * layer], kv[2 * layer + 1], slots)
+
+    def _wrong(
+        self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """bool[n] twice: what differs when read at slots, and in the blocks themselves."""
+        layers = range(self.storage.num_layers)
+        mapped = _differing(expected, [x for i in layers for x in self._gather(i, slots)])
+        placed = _differing(expected, [x for i in layers for x in self._read(i, blocks, offsets)])
+        return mapped, placed
+
+    def _gather(self, layer: int, slots: torch.Tensor) -> list[np.ndarray]:
+        """Key and value of the tokens at these slots, by the op."""
+        return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
+
+    def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
+        """Key and value of the tokens at these places, without slot mapping and without our ops."""
+        caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
+        if self.storage.device.type == "cpu":
+            # Not by torch: where cores are shared, its threads wait milliseconds for each other.
+            return [cache.numpy()[blocks, offsets] for cache in caches]
+        place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
+        return [cache[tuple(place)].cpu().numpy() for cache in caches]
+
+
+class TokenGroup(VerifiedGroup):
+    """Pages of KV, of which a token reads those from its kind's first needed token on."""
+
+    def write(self, span: Span) -> None:
+        """Writes the KV of the tokens."""
+        for first, last in self._chunks(span.start, span.stop):
+            slots = self._slots(span.row, first, last)
+            self._write(self._content(span.request, first, last), slots)
+
+    def check(self, span: Span) -> Found:
+        """Reads all that the tokens attend to, themselves included."""
+        count, found = 0, None
+        for first, last in self._chunks(self.kind.first_needed_token(span.start), span.stop):
+            expected = self._content(span.request, first, last)
+            columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
+            slots = self._slots(span.row, first, last)
+            blocks = span.block_ids[self.index][columns].astype(np.int64)
+            mapped, placed = self._wrong(expected, slots, blocks, offsets)
+            wrong = np.flatnonzero(mapped | placed)
+            if len(wrong) and found is None:
+                at = int(wrong[0])
+                block_id = int(slots[at]) // self.storage.block_size if mapped[at] else blocks[at]
+                found = self._mismatch(span, first + at, int(columns[at]), int(block_id))
+            count += len(wrong)
+        return count, found
+
+    def _chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
+        starts = range(start, stop, self.chunk_tokens)
+        return [(first, min(first + self.chunk_tokens, stop)) for first in starts]
+
+    def _slots(self, row: int, start: int, stop: int) -> torch.Tensor:
+        """int64[stop - start] on the device; valid until the next call."""
+        n = stop - start
+        self.table.compute_slot_mapping(np.full(n, row, np.int32), np.arange(start, stop))
+        self.table.commit_slot_mapping(n)
+        return self.table.slot_mapping.gpu[:n]
+
+
+class StateGroup(VerifiedGroup):
+    """Pages of states: the state after a token is a function of the token's content key.
+
+    Its storage has one token per page, as wide as the state, so that a block id is a slot.
+    """
+
+    def check_arrival(self, span: Span) -> Found:
+        """The page that the step updates must hold the state before it; zeros for none."""
+        return self._check(span, span.start)
+
+    def write(self, span: Span) -> None:
+        """Writes the state behind the last of the tokens."""
+        slot = self._slot(span.row, self._column(span.stop))
+        self._write(self._content(span.request, span.stop - 1, span.stop), slot)
+
+    def check(self, span: Span) -> Found:
+        """Reads the state behind the last of the tokens."""
+        return self._check(span, span.stop)
+
+    def _check(self, span: Span, num_tokens: int) -> Found:
+        """The page of the last of the tokens must hold the state of so many."""
+        first, column = max(num_tokens - 1, 0), self._column(span.stop)
+        expected = self._content(span.request, first, first + 1)
+        if num_tokens == 0:
+            expected = np.zeros_like(expected)
+        slot = self._slot(span.row, column)
+        block = span.block_ids[self.index][column : column + 1].astype(np.int64)
+        mapped, placed = self._wrong(expected, slot, block, np.zeros(1, np.int64))
+        if not (mapped[0] or placed[0]):
+            return NOTHING_WRONG
+        block_id = int(slot[0] if mapped[0] else block[0])
+        return 1, self._mismatch(span, first, column, block_id, is_state=True)
+
+    def _column(self, num_tokens: int) -> int:
+        """Of the block that the last of so many tokens lies in."""
+        return (num_tokens - 1) // self.table.block_size
+
+    def _slot(self, row: int, column: int) -> torch.Tensor:
+        return self.table.block_table.gpu[row, column : column + 1].long()
+
+
+def _differing(expected: np.ndarray, found: list[np.ndarray]) -> np.ndarray:
+    """bool[n]: the tokens of which any layer's K or V, in turn, differs from `expected`."""
+    wrong = np.zeros(expected.shape[1], bool)
+    for wanted, values in zip(expected, found):
+        differs = values != wanted
+        if differs.any():
+            wrong |= differs.any(axis=(1, 2))
+    return wrong
