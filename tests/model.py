@@ -165,7 +165,7 @@ class ModelManager:
                 answer.clear.add(row)
                 served.append(row)
                 self._note_row(row, num_hit, is_new=True)
-        for row, g, column, num_tokens in self.moves:
+        for row, g, _, num_tokens in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
             self._publish(self.rows[row])
@@ -272,9 +272,9 @@ class ModelManager:
             for column in range(first // size, num_tokens // size):
                 if not self.find(g, tuple(tokens[: (column + 1) * size])):
                     return False
-            if num_tokens % size and first < num_tokens:
-                if not self.find(g, tuple(tokens[:num_tokens]), self.parts):
-                    return False
+            is_inside = num_tokens % size and first < num_tokens
+            if is_inside and not self.find(g, tuple(tokens[:num_tokens]), self.parts):
+                return False
         return True
 
     def hit_length(self, request, unit):
@@ -343,7 +343,6 @@ class ModelManager:
             alive = sum(
                 len(each.blocks) - drop_to + num_new
                 for each, (num_new, drop_to) in zip(state.held, needs)
-                if True
             )
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
@@ -415,9 +414,9 @@ class ModelManager:
             if group.pages == STATE and taken[g]:
                 self._move_state(row, each, g, start, after, taken[g][0])
                 continue
-            if each.source and each.num_copied == start and taken[g]:
-                if len(each.blocks) == start // group.block_size:
-                    self.step_answer.copy.append((each.source, taken[g][0]))
+            is_first = len(each.blocks) == start // group.block_size
+            if each.source and each.num_copied == start and is_first and taken[g]:
+                self.step_answer.copy.append((each.source, taken[g][0]))
             each.blocks += taken[g]
 
     def _move_state(self, row, held, g, start, after, page):

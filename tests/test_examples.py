@@ -11,9 +11,12 @@ import pytest
 from tests.shared import REPO
 
 DOCUMENTED = [
+    "kvcache.allocator.groups",
     "kvcache.allocator.hashing",
     "kvcache.allocator.manager",
     "kvcache.allocator.request",
+    "kvcache.planning",
+    "kvcache.specs",
     "kvcache.worker.apply",
     "kvcache.worker.block_table",
     "kvcache.worker.multi_group",
@@ -35,6 +38,7 @@ def test_docstring_examples(name):
         "KVCacheManager",
         "Request",
         "BlockPool",
+        "GroupSpec",
         "KVStorage",
         "BlockTable",
         "MultiGroupBlockTable",

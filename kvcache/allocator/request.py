@@ -27,9 +27,9 @@ class Request:
     known later; `cache_salt`; `prompt_embeds`, a numpy array whose row i stands in for token i, not
     copied: it must stay as it is. `read_cache=False` (prompt log-probabilities are wanted) takes no
     hits, `write_cache=False` leaves nothing behind. `num_encoder_tokens`: what cross-attention groups
-    hold for it; such a request neither takes hits nor leaves any. Tokens can be added later; all else that a hash
-    depends on is read-only. Hashes are computed once, stay through preemption, and serve any number of
-    managers. Wrong values raise ValueError, wrong types TypeError.
+    hold for it; such a request neither takes hits nor leaves any. Tokens can be added later; all else
+    that a hash depends on is read-only. Hashes are computed once, stay through preemption, and serve
+    any number of managers. Wrong values raise ValueError, wrong types TypeError.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])

@@ -1,0 +1,329 @@
+"""What several cache groups over one pool do: one behaviour per test."""
+
+import math
+
+import numpy as np
+import pytest
+
+from kvcache import ContextParallel, GroupSpec, KVCacheManager, Request, Status
+from kvcache.allocator.groups import AttentionKind, kind_names, make_kind, register
+
+FULL = GroupSpec("full_attention", 4)
+WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
+STATE = GroupSpec("recurrent", 4)
+
+
+def make(*groups, num_blocks=41, max_model_len=200, **options):
+    options = {"num_preallocate_tokens": 0, **options}
+    return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)
+
+
+def run(manager, request, *counts):
+    """Admits a request with the first count, and steps its row with the others; the plans."""
+    plans = [manager.step(new=[request], new_num_tokens=counts[:1])]
+    plans += [manager.step([manager.row(request)], [count]) for count in counts[1:]]
+    assert all(plan.status.tolist() == [Status.SERVED] for plan in plans)
+    return plans
+
+
+def hit_length(manager, tokens):
+    return manager.get_computed_blocks(Request("probe", tokens))[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reads_from"),
+    [
+        ("full_attention", {}, {0: 0, 9: 0}),
+        ("sliding_window", {"window": 1}, {0: 0, 9: 9}),
+        ("sliding_window", {"window": 6}, {0: 0, 5: 0, 6: 1, 9: 4}),
+        ("chunked_local", {"chunk_size": 8}, {0: 0, 7: 0, 8: 8, 15: 8, 16: 16}),
+        ("recurrent", {}, {0: 0, 1: 0, 9: 8}),
+        ("cross_attention", {}, {9: 0}),
+    ],
+)
+def test_a_kind_says_what_is_still_read(kind, options, reads_from):
+    native = make_kind(kind, options)
+    assert {n: native.first_needed_token(n) for n in reads_from} == reads_from
+
+
+def test_blocks_that_leave_a_window_are_freed_and_become_null():
+    manager = make(WINDOW)
+    request = Request("a", range(40))
+    plans = run(manager, request, 8, 4, 4, 4)
+    # Before token 12 the first read is 7, before 16 it is 11: blocks 0 and 1 have left by then.
+    assert [plan.replace[0].tolist() for plan in plans] == [[], [], [[0, 0, 0]], [[0, 1, 0]]]
+    assert manager.block_ids(request).tolist()[:2] == [0, 0]
+    assert manager.pool.num_total - manager.pool.num_free == 3
+    manager.check_invariants()
+
+
+def test_a_window_needs_only_its_last_blocks_for_a_hit():
+    manager = make(WINDOW)
+    request = Request("a", range(20))
+    run(manager, request, 20)
+    ids = manager.block_ids(request)
+    manager.free(request)
+    manager.pool.evict(ids[:3])
+    found, num_tokens = manager.get_computed_blocks(Request("b", range(18)))
+    assert (found.tolist(), num_tokens) == ([], 0)  # token 16 reads from 11 on: block 2 is gone
+    found, num_tokens = manager.get_computed_blocks(Request("b", range(30)))
+    assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
+
+
+def test_a_window_bounds_what_a_request_holds():
+    manager = make(WINDOW, num_blocks=5)
+    request = Request("a", range(100))
+    run(manager, request, *[4] * 25)
+    assert manager.pool.peak_used <= 3
+
+
+def test_a_chunk_that_is_over_is_dropped_and_a_hit_may_end_where_it_ended():
+    manager = make(GroupSpec("chunked_local", 4, {"chunk_size": 8}))
+    request = Request("a", range(24), read_cache=False)
+    plans = run(manager, request, 8, 8, 8)
+    assert plans[1].replace[0].tolist() == [[0, 0, 0], [0, 1, 0]]
+    # Behind token 8 nothing before it is read: that is a hit for anybody, of no block at all.
+    found, num_tokens = manager.get_computed_blocks(Request("b", [7] * 12))
+    assert (found.tolist(), num_tokens) == ([0, 0], 8)
+
+
+def test_a_hit_is_as_long_as_all_groups_accept():
+    manager = make(FULL, WINDOW)
+    request = Request("a", range(24))
+    run(manager, request, 24)
+    full, window = manager.block_ids(request, 0), manager.block_ids(request, 1)
+    manager.free(request)
+    manager.pool.evict([window[4]])
+    found, num_tokens = manager.get_computed_blocks(Request("b", range(30)))
+    assert num_tokens == 16
+    assert found[0].tolist() == full[:4].tolist()
+    assert found[1].tolist() == [0, 0, *window[2:4].tolist()]
+    manager.pool.evict([full[3]])
+    assert hit_length(manager, range(30)) == 12
+
+
+def test_groups_of_unequal_block_size_hit_at_common_multiples():
+    manager = make(FULL, GroupSpec("sliding_window", 6, {"window": 6}))
+    assert manager.hash_block_size == 2
+    run(manager, Request("a", range(32)), 32)
+    assert hit_length(manager, range(32)) == 24
+
+
+def test_one_hash_serves_groups_of_every_block_size():
+    """A chained hash stands for the whole prefix: nothing is hashed twice."""
+    manager = make(FULL, GroupSpec("full_attention", 8))
+    small, large = KVCacheManager(4, 41, 200), Request("a", range(32))
+    assert np.array_equal(manager.block_hashes(large), small.block_hashes(large))
+
+
+def test_a_state_moves_to_the_page_of_its_block_and_the_old_page_is_let_go():
+    manager = make(STATE)
+    request = Request("a", range(30))
+    first, second, third = run(manager, request, 3, 4, 10)
+    assert first.zero.tolist() == first.append_ids[0].tolist() == [1]
+    assert second.copy.tolist() == [[1, 2]] and second.replace[0].tolist() == [[0, 0, 0]]
+    # Over two boundaries at once: no state was stored between.
+    assert third.append_ids[0].tolist() == [0, 0, 3] and third.copy.tolist() == [[2, 3]]
+    assert manager.block_ids(request).tolist() == [0, 0, 0, 0, 3]
+    assert manager.pool.num_total - manager.pool.num_free == 1
+    assert manager.pool.num_cached == 0  # no step ended at a boundary
+
+
+def test_a_state_is_hit_only_where_one_was_stored():
+    manager = make(FULL, STATE)
+    request = Request("a", range(30))
+    run(manager, request, 8, 6, 2, 3)
+    assert hit_length(manager, range(30)) == 16
+    assert hit_length(manager, range(15)) == 8
+    plan = manager.step(new=[Request("b", range(30))], new_num_tokens=[2])
+    assert plan.num_computed_tokens.tolist() == [16]
+    source, target = plan.copy.tolist()[0]
+    assert plan.append_ids[1].tolist() == [0, 0, 0, source, target]
+    assert plan.replace[1].tolist() == [[1, 3, 0]]
+    manager.check_invariants()
+
+
+def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():
+    manager = make(STATE, num_blocks=3)
+    a = Request("a", range(30))
+    run(manager, a, 4)
+    plan = manager.step([0], [1], new=[Request("b", range(50, 53))])
+    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
+    assert plan.copy.tolist() == [[1, 2]]
+
+
+def test_a_state_whose_tokens_come_late_is_stored_all_the_same():
+    manager = make(STATE)
+    request = Request("a", range(6))
+    run(manager, request, 6, 2)  # ends at token 8; tokens 6 and 7 are not known yet
+    assert manager.pool.num_cached == 0
+    manager.step([0], [1], token_ids=[6, 7], num_token_ids=[2])
+    assert manager.pool.num_cached == 1
+    assert hit_length(manager, range(9)) == 8
+
+
+def test_blocks_of_an_encoder_are_taken_at_once_and_never_shared():
+    manager = make(FULL, GroupSpec("cross_attention", 8))
+    a, b = (Request(name, range(9), num_encoder_tokens=20) for name in "ab")
+    plan = manager.step(new=[a])
+    assert [len(ids) for ids in plan.append_ids] == [3, 3]
+    plan = manager.step([0], [4], new=[b])
+    assert plan.num_computed_tokens.tolist() == [9, 0]
+    assert [np.diff(splits).tolist() for splits in plan.append_splits] == [[1, 3], [0, 3]]
+    assert manager.pool.num_cached == 0  # what the decoder computes depends on the encoder
+    manager.free(a)
+    manager.free(b)
+    assert manager.pool.num_free == manager.pool.num_total
+
+
+def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
+    manager = make(FULL, GroupSpec("cross_attention", 4), num_blocks=6)
+    too_large = Request("a", range(9), num_encoder_tokens=12)
+    assert manager.would_fit(too_large) == Status.NEVER
+    assert manager.would_fit(Request("b", range(9), num_encoder_tokens=8)) == Status.SERVED
+
+
+def test_a_kind_of_a_user_is_called_natively():
+    @register("test_two_blocks")
+    class TwoBlocks(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            return max(num_computed_tokens // 4 - 1, 0) * 4
+
+    assert "test_two_blocks" in kind_names()
+    manager = make(GroupSpec("test_two_blocks", 4))
+    request = Request("a", range(40))
+    run(manager, request, *[4] * 10)
+    assert manager.block_ids(request).tolist()[:8] == [0] * 8
+    assert hit_length(manager, range(41)) == 40
+
+
+def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
+    @register("test_broken")
+    class Broken(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            raise KeyError("broken")
+
+    seen = []
+    monkeypatch.setattr("sys.unraisablehook", seen.append)
+    manager = make(GroupSpec("test_broken", 4))
+    request = Request("a", range(20))
+    run(manager, request, 4, 4, 4)
+    assert 0 not in manager.block_ids(request).tolist()
+    assert seen and seen[0].exc_type is KeyError
+    manager.check_invariants()
+
+
+def test_eagle_computes_the_last_hit_block_anew():
+    for groups in ([FULL], [FULL, WINDOW]):
+        manager = make(*groups, use_eagle=True)
+        run(manager, Request("a", range(17)), 17)
+        assert hit_length(manager, range(17)) == 12
+        assert hit_length(manager, range(4)) == 0
+    # What is given up must still leave a window that is there.
+    manager = make(WINDOW, use_eagle=True)
+    request = Request("a", range(20))
+    run(manager, request, 20)
+    ids = manager.block_ids(request)
+    manager.free(request)
+    manager.pool.evict([ids[2]])
+    assert hit_length(manager, range(30)) == 8  # 16 and 12 would read what is gone
+
+
+def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
+    manager = make(GroupSpec("full_attention", 16), hash_block_size=4)
+    a, b = Request("a", range(14)), Request("b", [*range(9), 77, 78])
+    run(manager, a, 14)
+    assert manager.get_computed_blocks(b)[1] == 0  # whole blocks only: there is no plan to copy
+    plan = manager.step(new=[b])
+    assert plan.num_computed_tokens.tolist() == [8]
+    assert plan.copy.tolist() == [[1, 2]] and plan.append_ids[0].tolist() == [2]
+    manager.free(a)
+    manager.free(b)
+    # The oldest of those that hold it.
+    assert manager.step(new=[Request("c", range(9))]).copy.tolist() == [[1, 3]]
+    manager.check_invariants()
+
+
+def test_a_large_block_is_hit_by_prompts_shorter_than_it():
+    """B5: hybrid models make blocks of 2048 tokens."""
+    manager = make(
+        GroupSpec("full_attention", 2048), hash_block_size=16, max_model_len=8192, num_blocks=9
+    )
+    a = Request("a", range(500))
+    run(manager, a, 500)
+    manager.free(a)
+    plan = manager.step(new=[Request("b", range(1000))])
+    assert plan.num_computed_tokens.tolist() == [496]
+    assert manager.pool.num_cached == 2
+
+
+def test_context_parallelism_makes_blocks_of_all_ranks_tokens():
+    cp = ContextParallel(pcp_world_size=2, dcp_world_size=2)
+    replicated = GroupSpec("full_attention", 4, replicated=True)
+    manager = make(FULL, replicated, context_parallel=cp, enable_events=True)
+    assert manager.block_sizes == (16, 4) and manager.hash_block_size == 4
+    plan = run(manager, Request("a", range(40)), 40)[0]
+    assert [len(ids) for ids in plan.append_ids] == [3, 10]
+    assert hit_length(manager, range(40)) == 32
+    stored = manager.drain_events()
+    assert {(event.group, event.block_size) for event in stored} == {(0, 16), (1, 4)}
+    with pytest.raises(ValueError, match="computed_blocks"):
+        manager.allocate_slots(Request("b", range(40)), 1, [[1], [2]])
+
+
+def test_per_request_calls_answer_lists_for_several_groups():
+    manager = make(FULL, WINDOW)
+    a, b = Request("a", range(10)), Request("b", range(12))
+    ids = manager.allocate_slots(a, 10)
+    assert [each.tolist() for each in ids] == [[1, 2, 3], [4, 5, 6]]
+    found, num_tokens = manager.get_computed_blocks(b)
+    assert num_tokens == 8
+    assert [len(each) for each in manager.allocate_slots(b, 4, found)] == [1, 1]
+    assert [each.tolist() for each in manager.append_slots(a, 2)] == [[], []]
+
+
+def test_a_recurrent_group_is_driven_by_steps():
+    manager = make(STATE)
+    with pytest.raises(ValueError, match="allocate_slots cannot say which state is to be copied"):
+        manager.allocate_slots(Request("a", range(4)), 4)
+    run(manager, Request("a", range(4)), 4)
+    with pytest.raises(ValueError, match="expected 0, a recurrent state takes no token back"):
+        manager.step([0], [1], num_rejected_tokens=[1])
+
+
+def test_tails_of_all_groups_are_evicted_before_heads():
+    manager = make(FULL, GroupSpec("full_attention", 8), num_blocks=9, max_model_len=32)
+    request = Request("a", range(16))
+    run(manager, request, 16)
+    small, large = manager.block_ids(request, 0), manager.block_ids(request, 1)
+    manager.free(request)
+    manager.step(new=[Request("b", [99])])  # two fresh blocks
+    taken = manager.step(new=[Request("c", [98] * 8)]).append_ids
+    assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
+
+
+@pytest.mark.parametrize(
+    ("groups", "options", "error", "message"),
+    [
+        ([], {}, ValueError, "groups has 0 entries: expected 1 to 64"),
+        ([GroupSpec("ful", 4)], {}, ValueError, "kind is 'ful': expected one of "),
+        ([GroupSpec("sliding_window", 4)], {}, TypeError, "options of group kind 'sliding_window'"),
+        ([GroupSpec("full_attention", 4, {"x": 1})], {}, TypeError, "are {'x': 1}: it takes oth"),
+        ([GroupSpec("sliding_window", 4, {"window": 0})], {}, ValueError, "window is 0: expected"),
+        ([FULL], {"hash_block_size": 3}, ValueError, "hash_block_size is 3: expected a divisor"),
+        ([FULL], {"hash_block_size": 0}, ValueError, "hash_block_size is 0"),
+        ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
+        ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),
+        ([FULL], {"stats_window": 0}, ValueError, "stats_window is 0"),
+        ([FULL], {"no_such": 1}, TypeError, "no_such"),
+        (
+            [GroupSpec("full_attention", 2**31 - 1), GroupSpec("full_attention", 2**31 - 3)],
+            {},
+            ValueError,
+            "the least common multiple of the groups' block sizes is ",
+        ),
+    ],
+)
+def test_wrong_groups_and_options_are_named(groups, options, error, message):
+    with pytest.raises(error, match=message):
+        make(*groups, **options)

@@ -1,0 +1,419 @@
+"""Admission, reports, fences, withdrawal, statistics and events: one behaviour per test."""
+
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport, hash_blocks
+from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+
+WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
+
+
+def make(num_blocks=11, block_size=4, **options):
+    options = {"max_model_len": 64, "num_preallocate_tokens": 0, **options}
+    return KVCacheManager(block_size, num_blocks, **options)
+
+
+def hit_length(manager, tokens):
+    return manager.get_computed_blocks(Request("probe", tokens))[1]
+
+
+# Admission ------------------------------------------------------------------------------------------
+
+
+def test_admissions_leave_the_watermark_and_running_requests_may_use_it():
+    manager = make(num_blocks=11, watermark=0.2)  # 2 blocks
+    assert manager.would_fit(Request("a", range(36))) == Status.NEVER
+    assert manager.step(new=[Request("a", range(28))]).status.tolist() == [Status.SERVED]
+    assert manager.would_fit(Request("b", range(50, 55))) == Status.WAIT
+    assert manager.would_fit(Request("b", range(50, 54))) == Status.SERVED
+    assert manager.step([0], [12]).status.tolist() == [Status.SERVED]
+
+
+def test_preallocation_leaves_the_watermark():
+    manager = make(num_blocks=11, watermark=0.4, num_preallocate_tokens=100)
+    assert len(manager.step(new=[Request("a", range(4))]).append_ids[0]) == 6
+
+
+def test_reserved_blocks_are_left_by_new_requests_of_the_step():
+    manager = make(num_blocks=6)
+    a = Request("a", range(9))
+    assert manager.step(new=[a], num_reserved_blocks=3).status.tolist() == [Status.WAIT]
+    assert manager.step(new=[a], num_reserved_blocks=2).status.tolist() == [Status.SERVED]
+    assert manager.step([0], [8], num_reserved_blocks=5).status.tolist() == [Status.SERVED]
+
+
+def test_lookahead_may_differ_by_row():
+    manager = make(num_blocks=20)
+    manager.step(new=[Request("a", [1]), Request("b", [2])])
+    plan = manager.step([0, 1], [1, 1], new=[Request("c", [3])], num_lookahead_tokens=[0, 7, 3])
+    assert plan.append_rows.tolist() == [1, 2]
+    assert plan.append_splits[0].tolist() == [0, 2, 3]
+
+
+def test_rejected_drafts_give_their_slots_to_the_next_tokens():
+    manager = make()
+    request = Request("a", range(4))
+    manager.step(new=[request])
+    plan = manager.step([0], [6])  # one token and five drafts: slots 4 to 9
+    assert plan.append_ids[0].tolist() == [2, 3]
+    # Token 4 was there, two drafts were accepted, a third token was sampled; three were rejected.
+    plan = manager.step(
+        [0], [1], token_ids=[4, 5, 6, 7], num_token_ids=[4], num_rejected_tokens=[3]
+    )
+    assert plan.num_computed_tokens.tolist() == [7] and len(plan.append_ids[0]) == 0
+    assert manager.pool.num_cached == 2
+    manager.reject_tokens(request, 0)
+    with pytest.raises(ValueError, match="is 1: expected at most 0, of the tokens of its last"):
+        manager.reject_tokens(request, 1)
+
+
+def test_a_draft_in_a_slot_is_not_cached_as_the_token_that_came_instead():
+    manager = make()
+    request = Request("a", range(4))
+    manager.step(new=[request])
+    manager.step([0], [4])  # slots 4 to 7, of which 6 and 7 hold drafts
+    request.append_tokens([4, 5, 6, 7])  # both were rejected: these tokens have no KV yet
+    manager.reject_tokens(request, 2)
+    manager.free(request)
+    assert manager.pool.num_cached == 1
+
+
+def test_token_ids_of_a_row_that_waits_are_not_taken():
+    manager = make(num_blocks=4)
+    a, b = Request("a", range(4)), Request("b", range(50, 58))
+    manager.step(new=[a, b])
+    plan = manager.step([0, 1], [1, 1], token_ids=[4, 58])
+    assert plan.status.tolist() == [Status.WAIT, Status.WAIT]
+    assert (a.num_tokens, b.num_tokens) == (4, 8)
+    manager.free(b)
+    assert manager.step([0], [1], token_ids=[4]).status.tolist() == [Status.SERVED]
+    assert a.token_ids.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"token_ids": [1, 2]}, "token_ids has 2 entries: expected 1, one per row"),
+        ({"token_ids": [1], "num_token_ids": [2]}, "expected 2, the sum of num_token_ids"),
+        ({"token_ids": [-3]}, r"token_ids\[0\] is -3: expected 0"),
+        ({"num_token_ids": [1, 1]}, "rows has 1 entries, num_token_ids has 2"),
+        ({"num_token_ids": [-1]}, "num_token_ids is -1"),
+        ({"num_rejected_tokens": [4]}, "num_rejected_tokens of row 0 is 4: expected at most 0"),
+        ({"num_rejected_tokens": [-1]}, "num_rejected_tokens is -1: expected 0"),
+        ({"num_rejected_tokens": []}, "rows has 1 entries, num_rejected_tokens has 0"),
+        ({"num_lookahead_tokens": [1, 2]}, "num_lookahead_tokens has 2 entries, rows and new"),
+        ({"num_lookahead_tokens": [-1]}, "num_lookahead_tokens is -1"),
+        ({"num_reserved_blocks": -1}, "num_reserved_blocks is -1"),
+    ],
+)
+def test_wrong_arrays_of_a_step_are_named_and_change_nothing(arguments, message):
+    manager = make()
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    with pytest.raises(ValueError, match=message):
+        manager.step([0], [1], **arguments)
+    assert manager.num_computed_tokens(request) == 8 and request.num_tokens == 8
+    manager.check_invariants()
+
+
+# Reports --------------------------------------------------------------------------------------------
+
+
+def test_fenced_blocks_come_back_with_the_report_on_the_step_that_read_them():
+    manager = make(num_blocks=4, fence_frees=True)
+    a, b = Request("a", range(10)), Request("b", range(50, 60))
+    first = manager.step(new=[a])
+    manager.free(a)
+    assert (manager.pool.num_free, manager.num_fenced_blocks) == (0, 3)
+    second = manager.step(new=[b])
+    assert second.status.tolist() == [Status.WAIT]
+    assert manager.report(StepReport(first.step_id, completed=True)) == {}
+    assert (manager.pool.num_free, manager.num_fenced_blocks) == (3, 0)
+    assert manager.step(new=[b]).status.tolist() == [Status.SERVED]
+    manager.check_invariants()
+
+
+def test_fenced_blocks_may_be_hit():
+    manager = make(num_blocks=5, fence_frees=True)
+    a = Request("a", range(10))
+    manager.step(new=[a])
+    manager.free(a)
+    plan = manager.step(new=[Request("b", range(10))])
+    assert plan.num_computed_tokens.tolist() == [8]
+    assert manager.reset_prefix_cache() is False
+    manager.report(StepReport(1, completed=True))
+    manager.check_invariants()
+
+
+def test_without_steps_in_flight_nothing_is_fenced():
+    manager = make(fence_frees=True)
+    a = Request("a", range(10))
+    manager.report(StepReport(manager.step(new=[a]).step_id, completed=True))
+    manager.free(a)
+    assert manager.pool.num_free == 10
+
+
+def test_a_report_on_a_step_that_never_was_is_refused():
+    manager = make()
+    with pytest.raises(ValueError, match="step_id is 0: expected 0 to -1, the steps there were"):
+        manager.report(StepReport(0, completed=True))
+    with pytest.raises(ValueError, match="step_id is 0: no step is in flight"):
+        manager.abort(0)
+    for _ in range(70):
+        manager.step()
+    with pytest.raises(ValueError, match="step_id is 5: expected 6 to 69"):
+        manager.abort(5)
+    manager.report(StepReport(67, completed=True))
+    with pytest.raises(ValueError, match="step_id is 67: expected 68 to 69"):
+        manager.abort(67)
+
+
+def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
+    manager = make()
+    a, b = Request("a", range(20)), Request("b", range(20))
+    manager.step(new=[a], new_num_tokens=[6])
+    aborted = manager.step([0], [10])
+    later = manager.step([0], [1], new=[b])  # it hit what the aborted step computed
+    assert later.num_computed_tokens.tolist() == [16, 16]
+    assert manager.abort(aborted.step_id) == {"a": 6, "b": 4}
+    assert hit_length(manager, range(20)) == 4
+    manager.check_invariants()
+    plan = manager.step([0, 1], [2, 2])
+    assert plan.num_computed_tokens.tolist() == [6, 4]
+    assert plan.clear_rows.tolist() == [0, 1]  # their tables are told anew, whole
+    ids = plan.append_ids[0].tolist()
+    splits = plan.append_splits[0].tolist()
+    for row, request in ((0, a), (1, b)):
+        at = plan.append_rows.tolist().index(row)
+        assert ids[splits[at] : splits[at + 1]] == manager.block_ids(request).tolist()
+
+
+def test_rows_that_left_in_an_aborted_plan_are_cleared_by_the_next():
+    manager = make()
+    a = Request("a", range(4))
+    manager.step(new=[a])
+    manager.free(a)
+    plan = manager.step()
+    assert plan.clear_rows.tolist() == [0]
+    manager.abort(plan.step_id)
+    assert manager.step().clear_rows.tolist() == [0]
+
+
+def test_fences_of_aborted_steps_wait_for_nobody():
+    manager = make(num_blocks=4, fence_frees=True)
+    a = Request("a", range(10))
+    plan = manager.step(new=[a])
+    manager.free(a)
+    manager.report(StepReport(plan.step_id, completed=False))
+    assert manager.pool.num_free == 3
+
+
+# Withdrawal -----------------------------------------------------------------------------------------
+
+
+def test_failed_blocks_and_what_was_computed_from_them_leave_the_cache():
+    manager = make(num_blocks=30)
+    a, b, c = Request("a", range(17)), Request("b", range(17)), Request("c", range(9))
+    other = Request("d", range(50, 60))
+    manager.step(new=[a, other])
+    manager.step(new=[b, c])
+    bad = manager.block_ids(a)[2]
+    assert manager.invalidate([bad]) == {"a": 8, "b": 8}  # c holds two blocks before it
+    assert hit_length(manager, range(17)) == 8
+    assert hit_length(manager, range(50, 60)) == 8
+    manager.check_invariants()
+    plan = manager.step([manager.row(a)], [9])
+    assert plan.num_computed_tokens.tolist() == [8]
+    assert bad not in manager.block_ids(a).tolist()[:2]
+
+
+def test_descendants_leave_even_where_a_block_between_was_evicted():
+    """Found by a random run: the chain to the bad block could not be followed."""
+    manager = make(num_blocks=30)
+    request = Request("a", range(17))
+    manager.step(new=[request])
+    ids = manager.block_ids(request)
+    manager.free(request)
+    manager.pool.evict([ids[2]])
+    manager.invalidate([ids[1]])
+    manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 anew
+    assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
+
+
+def test_siblings_of_a_failed_block_stay():
+    manager = make(num_blocks=30)
+    trunk = list(range(8))
+    for name, first in (("a", 10), ("b", 20)):
+        manager.step(new=[Request(name, [*trunk, *range(first, first + 5)])])
+    bad = manager.block_ids(Request("a", [1]))[2]
+    assert manager.invalidate([bad]) == {"a": 8}
+    assert hit_length(manager, [*trunk, *range(20, 25)]) == 12
+
+
+def test_a_failed_page_of_one_group_is_withdrawn_from_all():
+    groups = [GroupSpec("full_attention", 4), WINDOW]
+    manager = KVCacheManager.for_groups(groups, 40, 64, num_preallocate_tokens=0)
+    request = Request("a", range(9))
+    manager.step(new=[request])
+    affected = manager.report(StepReport(0, True, [int(manager.block_ids(request, 1)[1])]))
+    assert affected == {"a": 4}
+    assert manager.pool.num_cached == 2
+    assert [len(manager.block_ids(request, g)) for g in (0, 1)] == [1, 1]
+
+
+def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
+    groups = [GroupSpec("full_attention", 4), WINDOW]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
+    request = Request("a", range(30))
+    manager.step(new=[request], new_num_tokens=[12])
+    for _ in range(3):
+        manager.step([0], [4])
+    bad = int(manager.block_ids(request, 0)[2])
+    # Token 8 would read from 3 on, and the window's first blocks have left the row: but they are
+    # still cached.
+    assert manager.invalidate([bad]) == {"a": 8}
+    manager.check_invariants()
+    assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
+
+
+def test_a_state_goes_back_to_the_last_one_stored():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
+    request = Request("a", range(30))
+    manager.step(new=[request], new_num_tokens=[8])
+    manager.step([0], [4])
+    aborted = manager.step([0], [3])
+    assert manager.abort(aborted.step_id) == {"a": 12}
+    plan = manager.step([0], [1])
+    assert plan.num_computed_tokens.tolist() == [12] and len(plan.copy) == 1
+
+
+def test_a_failed_page_of_an_encoder_restarts_the_request():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
+    manager = KVCacheManager.for_groups(groups, 20, 64, num_preallocate_tokens=0)
+    request = Request("a", range(9), num_encoder_tokens=8)
+    manager.step(new=[request])
+    encoder = manager.block_ids(request, 1)
+    assert manager.invalidate(encoder[:1]) == {"a": 0}
+    assert manager.block_ids(request, 1).tolist() == encoder.tolist()
+    manager.check_invariants()
+
+
+def test_a_new_epoch_hides_all_that_was_cached_and_running_requests_leave_nothing_behind():
+    manager = make(num_blocks=30)
+    old, running = Request("a", range(9)), Request("b", range(50, 59))
+    manager.step(new=[old, running])
+    manager.free(old)
+    manager.start_epoch()
+    assert manager.pool.num_cached == 0 and hit_length(manager, range(9)) == 0
+    manager.step([1], [4], token_ids=[59, 60, 61, 62], num_token_ids=[4])
+    manager.free(running)
+    assert manager.pool.num_cached == 0
+    manager.step(new=[old])
+    assert manager.pool.num_cached == 2
+    manager.check_invariants()
+
+
+def test_rows_that_are_used_again_after_an_epoch_are_cached():
+    """Found by a random run: rows not in use had become stale too."""
+    manager = make()
+    a = Request("a", range(9))
+    manager.step(new=[a])
+    manager.free(a)
+    manager.start_epoch()
+    manager.step(new=[a])
+    assert manager.pool.num_cached == 2
+
+
+def test_blocks_that_all_running_requests_share_are_counted():
+    manager = make(num_blocks=30)
+    first = Request("a", range(14))
+    manager.step(new=[first])
+    manager.step(new=[Request("b", range(14)), Request("c", [*range(6), *range(50, 60)])])
+    assert manager.get_num_common_prefix_blocks(first, 3) == 1
+    assert manager.get_num_common_prefix_blocks(first, 2) == 0
+    with pytest.raises(ValueError, match="num_running_requests is 0"):
+        manager.get_num_common_prefix_blocks(first, 0)
+    with pytest.raises(ValueError, match="group is 1: expected 0 to 0"):
+        manager.get_num_common_prefix_blocks(first, 1, group=1)
+    with pytest.raises(ValueError, match="request 'x' is not admitted"):
+        manager.get_num_common_prefix_blocks(Request("x", [1]), 1)
+
+
+# Statistics and events ------------------------------------------------------------------------------
+
+
+def test_statistics_count_in_total_recently_and_by_group():
+    manager = make(num_blocks=30, stats_window=2)
+    for name in "abc":
+        request = Request(name, range(9))
+        manager.step(new=[request])
+        manager.free(request)
+    stats = manager.stats
+    assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (3, 27, 16)
+    assert (stats.recent.num_requests, stats.recent.hit_rate) == (2, 16 / 18)
+    assert (stats.groups[0].hit_blocks, stats.groups[0].stored_blocks) == (4, 2)
+    assert stats.lifetime is None
+    manager.clear_stats()
+    assert manager.stats.num_requests == manager.stats.recent.num_requests == 0
+
+
+def test_residency_is_timed_by_the_clock_that_is_set():
+    manager = make(num_blocks=4, track_residency=True)
+    a = Request("a", range(8))
+    manager.set_now(100.0)
+    manager.step(new=[a])
+    manager.set_now(101.5)
+    manager.free(a)
+    manager.set_now(104.0)
+    manager.step(new=[Request("b", range(50, 62))])
+    stats = manager.stats
+    assert (stats.lifetime.count, stats.lifetime.mean_s, stats.lifetime.max_s) == (2, 4.0, 4.0)
+    assert (stats.idle.count, stats.idle.mean_s) == (2, 2.5)
+    assert stats.lifetime.buckets[12] == 2  # 2048 to 4095 ms
+    assert stats.groups[0].evicted_blocks == 2
+
+
+def test_residency_is_timed_by_the_system_where_no_clock_is_set():
+    manager = make(num_blocks=3, track_residency=True)
+    a = Request("a", range(8))
+    manager.step(new=[a])
+    manager.free(a)
+    manager.step(new=[Request("b", range(50, 58))])
+    assert manager.stats.idle.count == 2 and 0 <= manager.stats.idle.max_s < 60
+
+
+def test_events_tell_what_is_cached_in_order():
+    manager = make(num_blocks=4, enable_events=True)
+    a = Request("a", range(9))
+    manager.step(new=[a])
+    manager.free(a)
+    manager.step(new=[Request("b", range(50, 58))])
+    stored, removed, more = manager.drain_events()
+    hashes = hash_blocks(range(9), 4)
+    assert isinstance(stored, BlockStored) and (stored.block_hashes == hashes).all()
+    assert stored.parent_hash == hash_seed(DEFAULT_SEED, "seed")
+    assert stored.token_ids.tolist() == list(range(8)) and stored.block_size == 4
+    assert isinstance(removed, BlockRemoved) and (removed.block_hashes == hashes[1:]).all()
+    assert isinstance(more, BlockStored) and more.token_ids.tolist() == list(range(50, 58))
+    assert manager.drain_events() == []
+
+
+def test_events_of_a_second_copy_are_not_told_and_a_reset_is():
+    manager = make(num_blocks=30, enable_events=True)
+    a, b = Request("a", range(9)), Request("b", range(9))
+    manager.step(new=[a, b])
+    assert len(manager.drain_events()) == 1
+    manager.pool.evict(manager.block_ids(a)[:2])
+    assert manager.drain_events() == []  # the second copy is still found
+    manager.free(a)
+    manager.free(b)
+    manager.reset_prefix_cache()
+    assert manager.drain_events() == [AllBlocksCleared()]
+
+
+def test_without_events_none_are_kept():
+    manager = make()
+    manager.step(new=[Request("a", range(9))])
+    assert manager.drain_events() == []
