@@ -1,4 +1,4 @@
-"""Hashing, the pool, and the replay of the conversation trace."""
+"""Hashing, the pool, decode steps, look-ups, and the replay of the conversation trace."""
 
 from __future__ import annotations
 
@@ -51,6 +51,49 @@ def pool() -> Iterator[Result]:
     yield Result("pool of 10 million blocks, construct", "s", ten, bar=2.0)
     size = BlockPool(1_000_001).num_bytes / 1_000_001
     yield Result("native pool", "bytes/block", size, bar=100, goal=64)
+
+
+def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
+    """One step of running requests, a token each; blocks of 16, caching on."""
+    num_steps, random = 65, np.random.default_rng(0)
+    prompts = [random.integers(0, 152_000, 64 + i % 16).astype(np.int32) for i in range(num_rows)]
+    sampled = random.integers(0, 152_000, num_rows).astype(np.int32)
+    num_blocks = num_rows * (128 + num_steps) // 16 + 1
+    manager = KVCacheManager(16, num_blocks, 2**20, num_preallocate_tokens=0)
+    rows = manager.step(new=[Request(str(i), each) for i, each in enumerate(prompts)]).rows
+    ones = np.ones(num_rows, np.int32)
+    cache = peers.PrefixCache(num_blocks)
+    running = [peers.Sequence(cache, each.tolist(), 16) for each in prompts]
+    as_list = sampled.tolist()
+    ours, peer = median_times(
+        lambda: manager.step(rows, ones, token_ids=sampled if with_tokens else None),
+        lambda: peers.decode_step(cache, running, 16, as_list if with_tokens else None),
+        rounds=num_steps - 1,
+    )
+    # Both have handed out the same number of blocks.
+    assert manager.pool.num_free == len(cache.free_blocks)
+    what = "tokens and hashes too" if with_tokens else "allocation only"
+    bar, goal = (0.6, 0.15) if with_tokens else (0.5, 0.1)
+    name = f"decode step, {num_rows:,} rows, {what}"
+    to_us = 1e6 / num_rows
+    yield Result(name, "us/row", ours * to_us, peer * to_us, "Python, row by row", bar, goal)
+
+
+def cold_lookup() -> Iterator[Result]:
+    """A prompt of 131,072 tokens that nobody has asked before: its hashing, and one miss."""
+    tokens = np.random.default_rng(1).integers(0, 152_000, 131_072).astype(np.int32)
+    manager = KVCacheManager(16, 100_001, 2**20)
+    hashed = Request("hashed", tokens)
+    manager.block_hashes(hashed)
+    number = itertools.count()
+    cold, miss, hashing_alone = median_times(
+        lambda: manager.get_computed_blocks(Request(str(next(number)), tokens)),
+        lambda: manager.get_computed_blocks(hashed),
+        lambda: manager.block_hashes(Request(str(next(number)), tokens)),
+    )
+    name = "look-up of a cold prompt of 131,072 tokens"
+    yield Result(name, "us", cold * 1e6, hashing_alone * 1e6, "its hashing alone")
+    yield Result("  with its hashes given: one miss", "us", miss * 1e6)
 
 
 def replay(block_size: int, num_requests: int, rounds: int) -> Iterator[Result]:
@@ -106,6 +149,10 @@ def _replay_peer(
 def all_results() -> Iterator[Result]:
     yield from hashing()
     yield from pool()
+    for num_rows in (64, 1024, 8192):
+        yield from decode(num_rows, with_tokens=False)
+        yield from decode(num_rows, with_tokens=True)
+    yield from cold_lookup()
     if not TRACE.exists():
         print("trace replay: SKIPPED, no ../shared/traces beside the project")
         return

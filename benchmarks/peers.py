@@ -67,3 +67,39 @@ class PrefixCache:
                 self.free_blocks[block] = None
                 if self.hash_of[block] is None:
                     self.free_blocks.move_to_end(block, last=False)
+
+
+class Sequence:
+    """A running request as an engine's Python sees it."""
+
+    def __init__(self, cache: PrefixCache, token_ids: list[int], block_size: int) -> None:
+        self.tokens = token_ids
+        self.hashes = hash_blocks(token_ids, block_size)
+        self.num_computed = len(token_ids)
+        self.table = cache.allocate([], self.hashes, -(-len(token_ids) // block_size))
+
+
+def decode_step(
+    cache: PrefixCache, running: list[Sequence], block_size: int, token_ids: list[int] | None
+) -> list[list[int]]:
+    """One slot more for each; with tokens, they are appended and filled blocks hashed and cached."""
+    new_blocks = []
+    for i, sequence in enumerate(running):
+        needed = -(-(sequence.num_computed + 1) // block_size) - len(sequence.table)
+        new = cache.allocate([], [], needed) if needed > 0 else []
+        sequence.table.extend(new)
+        new_blocks.append(new)
+        sequence.num_computed += 1
+        if token_ids is None:
+            continue
+        sequence.tokens.append(token_ids[i])
+        full = len(sequence.tokens) // block_size
+        if full > len(sequence.hashes):
+            start = (full - 1) * block_size
+            content = [sequence.hashes[-1], sequence.tokens[start : start + block_size], None]
+            block_hash = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+            sequence.hashes.append(block_hash)
+            block = sequence.table[full - 1]
+            cache.block_of.setdefault(block_hash, block)
+            cache.hash_of[block] = block_hash
+    return new_blocks

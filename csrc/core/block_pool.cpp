@@ -56,7 +56,8 @@ BlockPool::BlockPool(int64_t num_blocks)
       num_free_(num_blocks - 1) {}
 
 size_t BlockPool::num_bytes() const {
-  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + lineage_.num_bytes() + index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0);
+  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + lineage_.num_bytes() +
+         index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0);
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {

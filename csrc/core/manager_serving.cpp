@@ -333,7 +333,8 @@ void Manager::tell_resent() {
   resend_.clear();
 }
 
-// The journal of the step that begins; the memory of one that is too old to be aborted is used again.
+// The journal of the step that begins; the memory of one that is too old to be aborted is used
+// again.
 void Manager::begin_step() {
   Step step;
   if (static_cast<int64_t>(in_flight_.size()) == kMaxStepsInFlight) {

@@ -74,10 +74,12 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
   int64_t& num_leading = num_leading_[group.id];
   if (num_leading < 0) {
     std::vector<BlockId>& found = hit_.blocks[group.id];
-    found.resize(static_cast<size_t>(num_tokens / bs));
-    num_leading = found.empty() ? 0
-                                : pool_->lookup(&hash_at(bs), num_tokens / bs, group.id,
-                                                /*prefix=*/true, found.data(), group.num_hashes);
+    // A cold prompt is known by its first block: nothing is made ready for the others.
+    const bool any = num_tokens >= bs && block_of(group, 0) != kNullBlock;
+    found.resize(any ? static_cast<size_t>(num_tokens / bs) : 0);
+    num_leading = any ? pool_->lookup(&hash_at(bs), num_tokens / bs, group.id, /*prefix=*/true,
+                                      found.data(), group.num_hashes)
+                      : 0;
   }
   // Beyond the whole blocks at most a part of the next one.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_);
