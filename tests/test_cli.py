@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from kvcache import cli, doctor
+from kvcache import doctor
 from kvcache.cli import main
 
 from .shared import REPO, shared_file
@@ -137,7 +137,7 @@ def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
 
 def test_the_demo_says_what_it_showed(capsys, monkeypatch):
     pytest.importorskip("rich")
-    monkeypatch.setattr(cli, "_DEMO", ["--requests", "100", "--verify"])
+    monkeypatch.setattr("kvcache.cli.replay._DEMO", ["--requests", "100", "--verify"])
     assert main(["demo"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Shown: 100 turns of interleaved chats" in out

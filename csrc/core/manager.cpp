@@ -125,7 +125,13 @@ void Manager::read_clock() {
   pool_.residency()->set_now(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
 }
 
+EventLog::Drained Manager::drain_events() {
+  const Call call(this);
+  return events_.drain();
+}
+
 void Manager::clear_stats() {
+  const Call call(this);
   stats_.clear();
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
@@ -205,8 +211,9 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   check_has_no_state("allocate_slots");
   bool any_computed = false;
   for (const std::vector<BlockId>& ids : computed) any_computed |= !ids.empty();
-  hash_ahead(*chain, any_computed);
   check_new(*chain);
+  hash_ahead(*chain, any_computed);
+  check_new(*chain);  // a digest may call back
   PrefixHit hit;
   hit.num_tokens = check_computed(*chain, computed);
   hit.blocks = computed;

@@ -120,7 +120,7 @@ class Manager {
   BlockPool& pool() { return pool_; }
   const CacheStats& stats() const { return stats_; }
   void clear_stats();
-  EventLog::Drained drain_events() { return events_.drain(); }
+  EventLog::Drained drain_events();
 
   // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
   // thread, and where another call has not returned. All calls up to `check_invariants` check it.

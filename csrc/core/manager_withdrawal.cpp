@@ -106,9 +106,10 @@ Recompute Manager::abort(int64_t step_id) {
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
+  const std::vector<BlockId> bad(ids, ids + n);  // a digest from Python could change the caller's
+  for (BlockId id : bad) pool_.ref_count(id);    // throws where it is none of the pool
   hash_rows();
-  for (int64_t i = 0; i < n; ++i) pool_.ref_count(ids[i]);  // throws where it is none of the pool
-  return withdraw({ids, ids + n}, std::vector<int64_t>(rows_.size(), kNothing));
+  return withdraw(bad, std::vector<int64_t>(rows_.size(), kNothing));
 }
 
 // What a row has dropped is known by its hashes alone; restarted rows look theirs up.

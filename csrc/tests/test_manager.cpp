@@ -178,7 +178,7 @@ class Driver {
 
   void operate() {
     const auto row = rows_.empty() ? rows_.end() : std::next(rows_.begin(), below(rows_.size()));
-    switch (below(10)) {
+    switch (below(13)) {
       case 0:
       case 1:
       case 2:
@@ -221,6 +221,20 @@ class Driver {
         }
         break;
       }
+      case 8:
+        ask();
+        break;
+      case 9:
+        wrong();
+        break;
+      case 10:
+        if (row == rows_.end() || has_state_) break;
+        try {
+          manager_.reject(row->first, below(4));
+        } catch (const std::invalid_argument& error) {
+          CHECK(std::string(error.what()).find("expected at most ") != std::string::npos);
+        }
+        break;
       default:
         if (row == rows_.end()) {
           if (!options_.fence_frees) CHECK(manager_.reset_prefix_cache());
@@ -273,6 +287,71 @@ class Driver {
     }
   }
 
+  // Questions, which change nothing.
+  void ask() {
+    const int64_t num_free = manager_.pool().num_free();
+    const Request request = new_request();
+    const Status status = manager_.would_fit(*request.chain);
+    StepRequest alone;
+    alone.new_rows = {{request.chain, options_.max_model_len}};
+    waiting_.push_back(request);
+    if (!rows_.empty()) {
+      manager_.num_common_prefix_blocks(rows_.begin()->first, 1 + below(3), 0);
+    }
+    manager_.set_now(++now_ms_);
+    CHECK_EQ(manager_.pool().num_free(), num_free);
+    if (status != Status::kServed) return;
+    raise_ = false;
+    const StepDelta& delta = manager_.step(alone);
+    CHECK_EQ(delta.status[0], static_cast<uint8_t>(Status::kServed));
+    apply(delta);
+    waiting_.pop_back();
+    rows_[delta.rows[0]] = {request, true};
+  }
+
+  // Calls that are refused, whatever the state.
+  void wrong() {
+    StepRequest request;
+    const int32_t rows[] = {1000, -1}, counts[] = {1, 1}, ids[] = {5, -5};
+    request.rows = rows;
+    request.num_tokens = counts;
+    request.num_rows = 1;
+    CHECK_THROWS(manager_.step(request), "row 1000 is not in use");
+    request.num_rows = 0;
+    request.token_ids = ids;
+    request.num_ids = 1;
+    CHECK_THROWS(manager_.step(request), "token_ids has 1 entries: expected 0");
+    request.num_ids = 0;
+    request.num_reserved_blocks = -1;
+    CHECK_THROWS(manager_.step(request), "num_reserved_blocks is -1");
+    const BlockId beyond = static_cast<BlockId>(options_.num_blocks);
+    CHECK_THROWS(manager_.invalidate(&beyond, 1), "expected 1 to ");
+    CHECK_THROWS(manager_.complete(manager_.num_steps()), "step_id is ");
+    CHECK_THROWS(manager_.abort(manager_.num_steps()), "step_id is ");
+    CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
+    CHECK_THROWS(manager_.append(1000, 1, 0), "row 1000 is not in use");
+    CHECK_THROWS(manager_.num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
+    CHECK_THROWS(manager_.blocks(1000, 0), "row 1000 is not in use");
+    const Request mine = make_request(1, 0, manager_.hash_block_size());
+    CHECK_THROWS(manager_.allocate(mine.chain, 0, {}, 0), "num_tokens is 0");
+    if (!has_state_) CHECK_THROWS(manager_.allocate(mine.chain, 1, {}, 0), "has 0 groups");
+    const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
+    CHECK_THROWS(manager_.would_fit(*other.chain), "came to a manager with block_size");
+    if (rows_.empty() || !rows_.begin()->second.by_step) return;
+    const int32_t row = rows_.begin()->first;
+    if (room(row) == 0) return;
+    const int32_t twice[] = {row, row};
+    request = {};
+    request.rows = twice;
+    request.num_tokens = counts;
+    request.num_rows = 2;
+    CHECK_THROWS(manager_.step(request), "twice");
+    request.num_rows = 1;
+    request.token_ids = ids + 1;
+    request.num_ids = 1;
+    CHECK_THROWS(manager_.step(request), "token_ids[0] is -5");
+  }
+
   void apply(const StepDelta& delta) {
     const size_t num_groups = options_.groups.size();
     for (int32_t id : delta.clear_rows) tables_[id].assign(num_groups, {});
@@ -320,6 +399,7 @@ class Driver {
   std::map<int32_t, Table> tables_;
   std::vector<Request> waiting_;
   bool raise_ = false;
+  int64_t now_ms_ = 0;
 };
 
 TEST(random_calls_of_both_faces_keep_tables_and_invariants) {
