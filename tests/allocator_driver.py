@@ -97,6 +97,9 @@ MIXES = [
     ([(FULL, 4), (CROSS, 2)], None),
     ([(STRIDED, 4), (FULL, 2)], None),
     ([(_window(1), 2), (STRIDED, 2)], 1),
+    ([(FULL, 8), (FULL, 12)], 2),
+    ([(FULL, 6), (_window(7), 4)], None),
+    ([(FULL, 12), (RECURRENT, 8)], 2),
 ]
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
@@ -194,6 +197,8 @@ class Driver:
         return position + (1000 if position >= differs else 0)
 
     def later_tokens(self, model: ModelRequest, n: int) -> list[int]:
+        """At most one more than max_model_len: the last that was sampled."""
+        n = min(n, LONGEST + 1 - len(model.tokens))
         return [self.token(len(model.tokens) + i, 99) for i in range(n)]
 
     def rows(self, by_step: bool) -> dict[int, int]:
@@ -341,32 +346,40 @@ class Driver:
         if least >= self.model.num_steps:
             return
         step = self.choose.integer(least, self.model.num_steps - 1)
-        assert self.manager.report(StepReport(step, completed=True)) == {}
+        failed = self.some_blocks() if self.choose.chance(4) else []
+        found = self.manager.report(StepReport(step, completed=True, failed_pages=failed))
         self.model.complete(step)
+        assert found == self.by_request(self.model.invalidate(failed) if failed else {})
 
     def abort(self) -> None:
-        if not self.model.in_flight:
+        """Of a step in flight, or of one that was aborted already."""
+        least = max(self.model.num_completed, self.model.num_steps - 4)
+        if least >= self.model.num_steps:
             return
-        steps = self.model.in_flight[-3:]
-        step = self.choose.pick(steps)["id"]
+        step = self.choose.integer(least, self.model.num_steps - 1)
+        steps = {each["id"] for each in self.model.in_flight}
         found = self.manager.report(StepReport(step, completed=False))
         assert found == self.by_request(self.model.abort(step))
-        if self.choose.chance(2):  # the plans were not carried out
+        if step in steps and self.choose.chance(2):  # the plans were not carried out
             self.tables = copy.deepcopy(self.before[step])
             for row in self.requests:
                 self.tables.setdefault(row, [[] for _ in range(self.num_groups)])
 
     def invalidate(self) -> None:
-        if self.choose.chance(2) or not self.requests:
-            ids = [self.choose.integer(1, self.model.num_blocks - 1)]
-        else:
-            row, group = (
-                self.choose.pick(sorted(self.requests)),
-                self.choose.integer(0, self.num_groups - 1),
-            )
-            ids = [each for each in self.model.blocks(row, group) if each][-2:]
+        ids = self.some_blocks()
         found = self.manager.invalidate(ids)
         assert found == self.by_request(self.model.invalidate(ids))
+
+    def some_blocks(self) -> list[int]:
+        """Any block, some of a request, or one that was dropped a moment ago."""
+        choose = self.choose
+        dropped = [block for step in self.model.in_flight for _, _, block in step["dropped"]]
+        if dropped and choose.chance(3):
+            return [choose.pick(dropped[-3:])]
+        if choose.chance(2) or not self.requests:
+            return [choose.integer(1, self.model.num_blocks - 1)]
+        row, group = choose.pick(sorted(self.requests)), choose.integer(0, self.num_groups - 1)
+        return [each for each in self.model.blocks(row, group) if each][-2:]
 
     def by_request(self, affected: dict[int, int]) -> dict[str, int]:
         return {self.requests[row][0].request_id: n for row, n in affected.items()}
@@ -383,9 +396,9 @@ class Driver:
         request, model = pair = self.new_request()
         self.waiting.append(pair)
         num_hit = self.model.hit_length(model, self.model.unit)
-        trial = copy.deepcopy(self.model)
-        status = trial.step([], [], [], [], [model], [LONGEST], [0]).status[0]
-        assert self.manager.would_fit(request) == status
+        trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
+        status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
+        assert self.manager.would_fit(request, chunk) == status
         assert self.model.hit_length(model, self.model.unit) == num_hit
         if self.requests:
             row = self.choose.pick(sorted(self.requests))
@@ -410,6 +423,7 @@ class Driver:
             lambda: manager.invalidate([self.model.num_blocks]),
             lambda: manager.abort(self.model.num_steps),
             lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
+            lambda: manager.report(StepReport(0, completed=True, failed_pages=[0])),
             lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
         ]
         rows = self.rows(by_step=True)
@@ -422,6 +436,7 @@ class Driver:
                 lambda: manager.step([row], [rows[row] + 1]),
                 lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
+                lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
                 lambda: manager.step([row], [1], new=[self.requests[row][0]]),
                 lambda: manager.append_slots(self.requests[row][0], 1),

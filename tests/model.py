@@ -39,8 +39,9 @@ class ModelHeld:
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
     num_parts: int = 0
-    source: int = 0  # block that the first part of a block was copied from
-    num_copied: int = 0
+    num_hits: int = 0  # leading blocks that the row has not computed
+    source: int = 0  # of a new row: block that is to be copied into its next one
+    num_copied: int = 0  # tokens of the row's hit, where there was a source
 
     @property
     def num_dropped(self):
@@ -140,7 +141,8 @@ class ModelManager:
         """`ids`: per row, tokens that became known. `lookahead`: per row, then per request."""
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
-        self.in_flight.append({"id": self.num_steps, "rows": [], "published": []})
+        journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
+        self.in_flight.append(journal)
         self.step_answer, self.moves, self.borrowed = answer, [], []
         served = []
         for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
@@ -155,9 +157,14 @@ class ModelManager:
                 served.append(row)
                 self._note_row(row, start, is_new=False)
         for request, limit, ahead in zip(requests, limits, lookahead[len(rows) :]):
-            num_hit = self.hit_length(request, self.unit)
-            after = min(num_hit + limit, len(request.tokens))
-            status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
+            # A hit inside a block takes that block and the copy: without it, less may do.
+            for unit in (self.unit, self.whole_unit):
+                num_hit = self.hit_length(request, unit)
+                after = min(num_hit + limit, len(request.tokens))
+                status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
+                copies = any(held.source for held in self.hit_blocks(request, num_hit))
+                if status != WAIT or not copies:
+                    break
             answer.status.append(status)
             answer.computed.append(num_hit)
             answer.rows.append(row)
@@ -171,6 +178,7 @@ class ModelManager:
             self._publish(self.rows[row])
         for row, g, column, _ in self.moves:
             held = self.rows[row].held[g]
+            self._note_dropped(self.rows[row], g, column, held.blocks[column])
             self._give_back([held.blocks[column]], self.num_steps)
             held.blocks[column] = 0
         self._give_back(self.borrowed, self.num_steps)
@@ -298,7 +306,10 @@ class ModelManager:
                     prefix = tuple(request.tokens[: (column + 1) * size])
                     each.blocks.append(self.find(g, prefix) if column >= first // size else 0)
                 each.num_published = num_tokens // size
+                each.num_hits = each.num_published
                 each.num_parts = each.num_published * (size // self.hash_size)
+                if first > each.num_published * size:  # the last block lacks what lies before
+                    each.num_parts = num_tokens // self.hash_size
                 if num_tokens % size and first < num_tokens:
                     prefix = tuple(request.tokens[:num_tokens])
                     each.source = self.find(g, prefix, self.parts)
@@ -397,6 +408,8 @@ class ModelManager:
             first = each.num_dropped
             if drop_to > first:
                 dropped = each.blocks[first:drop_to]
+                for column in range(first, drop_to):
+                    self._note_dropped(state, self.groups.index(group), column, each.blocks[column])
                 each.blocks[first:drop_to] = [0] * len(dropped)
                 self._give_back(dropped, self.last_issued)
             more = 0
@@ -414,9 +427,9 @@ class ModelManager:
             if group.pages == STATE and taken[g]:
                 self._move_state(row, each, g, start, after, taken[g][0])
                 continue
-            is_first = len(each.blocks) == start // group.block_size
-            if each.source and each.num_copied == start and is_first and taken[g]:
+            if each.source and taken[g]:
                 self.step_answer.copy.append((each.source, taken[g][0]))
+                each.source = 0
             each.blocks += taken[g]
 
     def _move_state(self, row, held, g, start, after, page):
@@ -516,7 +529,7 @@ class ModelManager:
         self.published.append((g, prefix, block))
         parts = self.content[block][2] if block in self.content else []
         self.content[block] = (g, prefix, parts)
-        self._note_published(block)
+        self._note_published(state, block)
 
     def _publish_parts(self, state, g, known):
         each, size = state.held[g], self.groups[g].block_size
@@ -530,7 +543,7 @@ class ModelManager:
             if block not in self.content:
                 self.content[block] = (g, None, [])
             self.content[block][2].append(prefix)
-            self._note_published(block)
+            self._note_published(state, block)
         each.num_parts = max(each.num_parts, known // self.hash_size)
 
     def _publish_state(self, state, g, num_tokens):
@@ -543,23 +556,31 @@ class ModelManager:
             self._publish_block(state, g, num_tokens // size - 1)
             each.num_published = num_tokens // size
 
-    def _note_published(self, block):
-        if self.in_flight:
-            self.in_flight[-1]["published"].append(block)
+    def _note_published(self, state, block):
+        if self.in_flight and state.by_step:
+            self.in_flight[-1]["published"].append((state.admission, block))
+
+    def _note_dropped(self, state, g, column, block):
+        if self.in_flight and state.by_step:
+            entry = (state.admission, column * self.groups[g].block_size, block)
+            self.in_flight[-1]["dropped"].append(entry)
 
     # Withdrawing -----------------------------------------------------------------------------------
 
     def abort(self, step_id):
-        bad, limits = set(), {}
+        alive = {state.admission for state in self.rows.values()}
+        bad, limits = {}, {}
         for step in [each for each in self.in_flight if each["id"] >= step_id]:
-            bad |= set(step["published"])
-            for row, admission, start, is_new in step["rows"]:
+            # What rows that are still there have published is behind their limit.
+            bad |= {block: 0 for admission, block in step["published"] if admission not in alive}
+            for row, admission, served_start, is_new in step["rows"]:
                 state = self.rows.get(row)
                 if state is None or state.admission != admission:
                     continue
+                start = served_start
                 for group, each in zip(self.groups, state.held):
-                    if is_new and each.source:
-                        start -= start % group.block_size
+                    if is_new and each.num_copied:  # the copy did not come
+                        start = min(start, served_start - served_start % group.block_size)
                 limits[row] = min(limits.get(row, FOREVER), start)
                 state.resend |= state.by_step
             for row in step["clear"]:
@@ -567,38 +588,50 @@ class ModelManager:
                     self.rows[row].resend = True
                 else:
                     self.to_clear.add(row)
-        self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
+        if step_id <= self.last_issued:
+            self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
         self.last_issued = min(self.last_issued, step_id - 1)
         self.fences = [(min(id_, self.last_issued), blocks) for id_, blocks in self.fences]
         self._lift_fences()
-        return self._withdraw(bad, limits)
+        return self._withdraw(bad, limits, by_content=False)
 
     def invalidate(self, blocks):
-        return self._withdraw(set(blocks), {})
+        limits = {}
+        for step in self.in_flight:
+            for admission, first_token, block in step["dropped"]:
+                for row, state in self.rows.items():
+                    if block in blocks and state.admission == admission:
+                        limits[row] = min(limits.get(row, FOREVER), first_token)
+        return self._withdraw(dict.fromkeys(blocks, 0), limits, by_content=True)
 
-    def _withdraw(self, bad, limits):
-        """Row -> tokens from which it goes on, of the rows that lose some."""
+    def _withdraw(self, bad, limits, by_content):
+        """Row -> tokens from which it goes on, of the rows that lose some.
+
+        `bad`: block -> tokens of its prefix that are right. By content: who runs through the content
+        of a bad block is affected, whatever blocks it holds.
+        """
+        prefixes = {}  # of bad content -> (tokens of it that are right, block size)
+        if by_content:
+            for block in bad:
+                g, whole, parts = self.content.get(block, (0, None, []))
+                for prefix in [*parts, *([whole] if whole else [])]:
+                    self._add_prefix(prefixes, prefix, 0, self.groups[g].block_size)
         before = None
-        while before != (bad, limits):
-            before = (set(bad), dict(limits))
+        while before != (bad, limits, prefixes):
+            before = dict(bad), dict(limits), dict(prefixes)
             for row, state in self.rows.items():
-                limit = limits.get(row, FOREVER)
-                found = self._limit_of(state, bad, limit)
-                if found < limit:
-                    limit = limits[row] = found - found % self.whole_unit
-                for group, each in zip(self.groups, state.held):
-                    for column, block in enumerate(each.blocks):
-                        if block and group.pages != ENCODER:
-                            start = column * group.block_size
-                            if start < state.num_computed and start + group.block_size > limit:
-                                bad.add(block)
-        for block in sorted(self._derived(bad)):
+                limit = min(limits.get(row, FOREVER), self._limit_of(state, bad, prefixes))
+                if limit >= state.num_computed:
+                    continue
+                limits[row] = limit = self._own_limit(state, limit)
+                self._add_computed(state, limit, bad, prefixes if by_content else None)
+        derived = self._derived(bad) if by_content else list(bad)
+        for block in sorted(derived):
             self._evict(block)
-        affected = {}
-        restart = []
-        for row, state in sorted(self.rows.items()):
-            limit = limits.get(row, FOREVER)
-            if limit >= state.num_computed:
+        affected, restart = {}, []
+        for row in sorted(limits):
+            state, limit = self.rows.get(row), limits[row]
+            if state is None or limit >= state.num_computed:
                 continue
             state.resend |= state.by_step
             if self._can_resume(state, limit):
@@ -611,27 +644,54 @@ class ModelManager:
             affected[row] = self._restart(self.rows[row])
         return affected
 
-    def _limit_of(self, state, bad, limit):
-        tokens, found = state.request.tokens, limit
-        bad_prefixes = {self.content[block][1] for block in bad if block in self.content}
+    @staticmethod
+    def _add_prefix(prefixes, prefix, num_right, block_size):
+        right, size = prefixes.get(prefix, (num_right, block_size))
+        prefixes[prefix] = min(right, num_right), max(size, block_size)
+
+    def _limit_of(self, state, bad, prefixes):
+        limit = FOREVER
         for group, each in zip(self.groups, state.held):
+            for column, block in enumerate(each.blocks):
+                if block and block in bad:
+                    right = max(bad[block], column * group.block_size)
+                    limit = min(limit, 0 if group.pages == ENCODER else right)
+        tokens = state.request.tokens
+        for prefix, (right, size) in prefixes.items():
+            if self.caching and tuple(tokens[: len(prefix)]) == prefix:
+                limit = min(limit, max(right, (len(prefix) - self.hash_size) // size * size))
+        return limit
+
+    def _own_limit(self, state, limit):
+        """Inside a block a row goes on only in one that it has computed itself."""
+        before = None
+        while before != limit:
+            before = limit
+            for group, each in zip(self.groups, state.held):
+                if group.pages == TOKENS and limit // group.block_size < each.num_hits:
+                    limit -= limit % group.block_size
+        return limit
+
+    def _add_computed(self, state, limit, bad, prefixes):
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size = group.block_size
             for column, block in enumerate(each.blocks):
-                start = 0 if group.pages == ENCODER else column * size
-                if block == 0:
-                    # A dropped block is known by the tokens it held.
-                    end = start + size
-                    if end <= len(tokens) and tuple(tokens[:end]) in bad_prefixes:
-                        found = min(found, start)
-                elif block in bad and start < state.num_computed:
-                    if not start < limit < start + size:  # its own last, partial block
-                        found = min(found, start)
-            if each.source in bad:
-                found = min(found, each.num_copied // size * size)
-        return found
+                start, end = column * size, (column + 1) * size
+                is_own = column >= each.num_hits and group.pages != ENCODER
+                if not block or not is_own or end <= limit or start >= state.num_computed:
+                    continue
+                right = max(limit, start)
+                bad[block] = min(bad.get(block, right), right)
+                for n in range(right // self.hash_size + 1, end // self.hash_size + 1):
+                    n *= self.hash_size
+                    prefix = tuple(state.request.tokens[:n])
+                    _, whole, parts = self.content.get(block, (0, None, []))
+                    is_known = prefixes is not None and len(prefix) == n
+                    if is_known and prefix in [whole, *parts]:
+                        self._add_prefix(prefixes, prefix, right, size)
 
     def _derived(self, bad):
-        """Cached blocks that hold the content of bad ones, or what follows from it."""
+        """Cached blocks that hold the content of bad ones, or what may follow from it."""
         cached = [block for block in bad if block in self.content]
         roots = {self._any_prefix(block)[: self.hash_size] for block in cached}
         found = [b for b in self.content if self._any_prefix(b)[: self.hash_size] in roots]
@@ -651,14 +711,15 @@ class ModelManager:
         return prefix if prefix is not None else parts[0]
 
     def _can_resume(self, state, num_tokens):
+        """Whether its own blocks hold what the token reads, and the one that it goes into."""
         if num_tokens == 0:
             return False
         for group, each in zip(self.groups, state.held):
+            size, first = group.block_size, group.reads_from(num_tokens)
             if group.pages == STATE:
                 return False
-            first = group.reads_from(num_tokens)
-            for column in range(first // group.block_size, ceil_div(num_tokens, group.block_size)):
-                if group.pages == TOKENS and first < num_tokens and not each.blocks[column]:
+            if group.pages == TOKENS and (num_tokens % size or first < num_tokens):
+                if not all(each.blocks[first // size : ceil_div(num_tokens, size)]):
                     return False
         return True
 
@@ -672,8 +733,7 @@ class ModelManager:
             del each.blocks[kept:]
             each.num_published = min(each.num_published, num_tokens // group.block_size)
             each.num_parts = min(each.num_parts, num_tokens // self.hash_size)
-            if num_tokens < each.num_copied:
-                each.source = 0
+            each.num_hits = min(each.num_hits, kept)
         state.num_computed = state.start = num_tokens
 
     def _restart(self, state):

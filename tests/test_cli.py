@@ -108,6 +108,121 @@ def test_two_thousand_requests_of_the_published_trace_verify(capsys):
     assert (found["mismatches"], found["mismatched_requests"]) == (0, [])
 
 
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def test_groups_are_replayed_verified_and_reported(capsys):
+    found = run_json(
+        capsys, "--requests", "40", "--verify", "--concurrency", "3", "--chunk-tokens", "100",
+        "--hash-block-size", "4",
+        "--groups", "full_attention,sliding_window:window=100:block_size=8,recurrent:block_size=64",
+    )  # fmt: skip
+    assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
+    assert (found["hash_block_size"], found["chunk_tokens"]) == (4, 100)
+    assert [(each["kind"], each["block_size"], each["options"]) for each in found["groups"]] == [
+        ("full_attention", 16, {}),
+        ("sliding_window", 8, {"window": 100}),
+        ("recurrent", 64, {}),
+    ]
+    hits = [each["hit_blocks"] for each in found["groups"]]
+    assert min(hits) > 0 and sum(hits) == found["hit_blocks"]
+    for each in found["groups"]:
+        assert each.keys() >= {"stored_blocks", "evicted_blocks"}
+
+
+def test_without_groups_nothing_is_said_of_them(capsys, trace):
+    assert not {"groups", "hash_block_size", "chunk_tokens"} & run_json(capsys, trace).keys()
+
+
+def test_one_group_of_full_attention_is_what_there_is_without_groups(capsys):
+    plain = run_json(capsys, "--requests", "50", "--block-size", "8")
+    given = run_json(capsys, "--requests", "50", "--block-size", "8", "--groups", "full_attention")
+    (group,) = given.pop("groups")
+    assert group["hit_blocks"] == plain["hit_blocks"] > 0
+    assert plain.pop("us_per_request") and given.pop("us_per_request")
+    assert plain == given
+
+
+def test_finer_hashes_hit_inside_blocks(capsys):
+    coarse = run_json(capsys, "--requests", "50", "--block-size", "64")
+    fine = run_json(capsys, "--requests", "50", "--block-size", "64", "--hash-block-size", "4")
+    assert fine["hit_tokens"] > coarse["hit_tokens"]
+
+
+def test_the_table_has_a_line_per_group(capsys):
+    pytest.importorskip("rich")
+    groups = "full_attention,sliding_window:window=64"
+    assert main(["replay", "--requests", "20", "--groups", groups]) == 0
+    out = capsys.readouterr().out
+    for text in ("full_attention", "sliding_window window=64", "over all groups", "stored"):
+        assert text in out
+
+
+def test_three_hundred_requests_of_the_published_trace_verify_with_a_window(capsys):
+    path = str(shared_file("traces/mooncake_conversation.jsonl"))
+    found = run_json(
+        capsys, path, "--groups", "full_attention,sliding_window:window=2048", "--verify",
+        "--limit", "300", "--num-blocks", "10001", "--chunk-tokens", "4096",
+    )  # fmt: skip
+    assert (found["requests"], found["rejected_requests"], found["mismatches"]) == (300, 0, 0)
+    assert found["verified_tokens"] == found["prompt_tokens"] == 4_269_971
+    assert all(group["hit_blocks"] > 300 for group in found["groups"])
+
+
+@pytest.mark.parametrize(
+    ("groups", "says"),
+    [
+        (
+            "fast_attention",
+            "'fast_attention': its kind is 'fast_attention': expected one of chunked",
+        ),
+        ("", "'': its kind is '': expected one of"),
+        ("full_attention,", "'': its kind is ''"),
+        ("sliding_window", "its options besides block_size are {}: expected window=N"),
+        ("chunked_local:size=3", "besides block_size are {'size': 3}: expected chunk_size=N"),
+        ("recurrent:window=3", "besides block_size are {'window': 3}: expected none"),
+        ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
+        (
+            "sliding_window:window=x",
+            "'window' is 'x': expected a whole number of at most 2147483647",
+        ),
+        ("sliding_window:window=" + "9" * 5000, "...': expected a whole number of at most"),
+        ("sliding_window:window", "'window' is no option: expected option=value"),
+        ("sliding_window:window=1:window=2", "'window' stands there twice: expected it once"),
+        ("full_attention:block_size=0", "block_size is 0: expected 1 to 2147483647"),
+        ("full_attention,cross_attention", "in a replay, whose prompts have no encoder tokens"),
+        (",".join(["full_attention"] * 33), "33 groups: expected at most 32"),
+    ],
+)
+def test_wrong_groups_are_one_line(capsys, groups, says):
+    error = error_of(capsys, "replay", "--groups", groups, "--json")
+    assert error.startswith("kvcache: --groups has ") and says in error
+    assert len(error) < 400
+
+
+def test_block_sizes_without_a_common_multiple_are_one_line(capsys):
+    groups = "full_attention:block_size=2147483647,recurrent:block_size=2147483646"
+    error = error_of(capsys, "replay", "--groups", groups, "--json")
+    assert "--groups is 'full_attention:block_size=2147483647,...': the least common" in error
+
+
+@pytest.mark.parametrize("groups", [[], ["--groups", "full_attention,recurrent:block_size=24"]])
+def test_a_hash_block_size_that_divides_no_block_is_one_line(capsys, groups):
+    error = error_of(capsys, "replay", "--hash-block-size", "7", *groups, "--json")
+    least = 8 if groups else 16
+    assert "--hash-block-size is 7: expected a divisor of every group's block size" in error
+    assert error.endswith(f"so of {least}\n")
+
+
+def test_groups_too_large_to_verify_are_one_line(capsys):
+    groups = ["--groups", "full_attention", "--num-blocks", "2147483647"]
+    error = error_of(capsys, "replay", "--verify", *groups, "--json")
+    assert "--groups 'full_attention' with --num-blocks 2147483647 and --concurrency 1 is" in error
+
+
+# --- wrong KV -------------------------------------------------------------------------------------
+
+
 def test_wrong_kv_is_named_and_exits_1(capsys, monkeypatch, trace):
     from kvcache.replay.verifier import KVVerifier
 
@@ -175,8 +290,12 @@ def error_of(capsys, *argv, code=2) -> str:
 
 
 @pytest.mark.parametrize(
-    "option", ["--block-size", "--num-blocks", "--limit", "--concurrency", "--requests", "--seed"]
-)
+    "option",
+    [
+        "--block-size", "--num-blocks", "--limit", "--concurrency", "--requests", "--seed",
+        "--hash-block-size", "--chunk-tokens",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 20, "9" * 5000])
 def test_a_wrong_count_names_the_option(capsys, option, value):
     error = error_of(capsys, "replay", option, value, "--json")
@@ -185,8 +304,12 @@ def test_a_wrong_count_names_the_option(capsys, option, value):
 
 
 @pytest.mark.parametrize(
-    "option", ["--block-size", "--num-blocks", "--limit", "--concurrency", "--requests"]
-)
+    "option",
+    [
+        "--block-size", "--num-blocks", "--limit", "--concurrency", "--requests",
+        "--hash-block-size", "--chunk-tokens",
+    ],
+)  # fmt: skip
 def test_zero_is_no_count(capsys, option):
     assert f"{option} is '0': expected" in error_of(capsys, "replay", option, "0", "--json")
 

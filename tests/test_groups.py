@@ -63,7 +63,7 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     run(manager, request, 20)
     ids = manager.block_ids(request)
     manager.free(request)
-    manager.pool.evict(ids[:3])
+    manager.evict(ids[:3])
     found, num_tokens = manager.get_computed_blocks(Request("b", range(18)))
     assert (found.tolist(), num_tokens) == ([], 0)  # token 16 reads from 11 on: block 2 is gone
     found, num_tokens = manager.get_computed_blocks(Request("b", range(30)))
@@ -93,12 +93,12 @@ def test_a_hit_is_as_long_as_all_groups_accept():
     run(manager, request, 24)
     full, window = manager.block_ids(request, 0), manager.block_ids(request, 1)
     manager.free(request)
-    manager.pool.evict([window[4]])
+    manager.evict([window[4]])
     found, num_tokens = manager.get_computed_blocks(Request("b", range(30)))
     assert num_tokens == 16
     assert found[0].tolist() == full[:4].tolist()
     assert found[1].tolist() == [0, 0, *window[2:4].tolist()]
-    manager.pool.evict([full[3]])
+    manager.evict([full[3]])
     assert hit_length(manager, range(30)) == 12
 
 
@@ -225,7 +225,7 @@ def test_eagle_computes_the_last_hit_block_anew():
     run(manager, request, 20)
     ids = manager.block_ids(request)
     manager.free(request)
-    manager.pool.evict([ids[2]])
+    manager.evict([ids[2]])
     assert hit_length(manager, range(30)) == 8  # 16 and 12 would read what is gone
 
 
@@ -305,7 +305,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
 @pytest.mark.parametrize(
     ("groups", "options", "error", "message"),
     [
-        ([], {}, ValueError, "groups has 0 entries: expected 1 to 64"),
+        ([], {}, ValueError, "groups has 0 entries: expected 1 to 32"),
         ([GroupSpec("ful", 4)], {}, ValueError, "kind is 'ful': expected one of "),
         ([GroupSpec("sliding_window", 4)], {}, TypeError, "options of group kind 'sliding_window'"),
         ([GroupSpec("full_attention", 4, {"x": 1})], {}, TypeError, "are {'x': 1}: it takes oth"),

@@ -51,7 +51,7 @@ def test_blocks_of_one_step_are_hits_for_later_plans_only():
     manager.check_invariants()
     # Ids once handed out never change; the older copies go first, then the younger ones are found.
     assert manager.block_ids(b).tolist() == [4, 5, 6]
-    manager.pool.evict([1, 2])
+    manager.evict([1, 2])
     assert manager.get_computed_blocks(Request("c", range(10)))[0].tolist() == [4, 5]
     manager.free(a)
     manager.free(b)

@@ -235,7 +235,7 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     manager.step(new=[request])
     ids = manager.block_ids(request)
     manager.free(request)
-    manager.pool.evict([ids[2]])
+    manager.evict([ids[2]])
     manager.invalidate([ids[1]])
     manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 anew
     assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
@@ -405,7 +405,7 @@ def test_events_of_a_second_copy_are_not_told_and_a_reset_is():
     a, b = Request("a", range(9)), Request("b", range(9))
     manager.step(new=[a, b])
     assert len(manager.drain_events()) == 1
-    manager.pool.evict(manager.block_ids(a)[:2])
+    manager.evict(manager.block_ids(a)[:2])
     assert manager.drain_events() == []  # the second copy is still found
     manager.free(a)
     manager.free(b)

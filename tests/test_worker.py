@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockTable, KVStorage, StepPlan, Worker
+from kvcache import BlockTable, KVStorage, MultiGroupBlockTable, StepPlan, Worker
+from kvcache.worker.storage import allocate_pages
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -90,11 +91,174 @@ def test_a_plan_that_does_not_fit_is_named_and_changes_nothing(sections, message
     assert content(w.tables) == [[], [], [7, 8], []]
 
 
-@pytest.mark.parametrize("section", ["swap_out", "copy", "zero", "swap_in"])
+@pytest.mark.parametrize("section", ["swap_out", "swap_in"])
 def test_a_section_that_this_worker_cannot_apply_is_named(section):
     w = worker()
     with pytest.raises(NotImplementedError, match=section):
         w.apply(plan(**{section: np.array([[1, 2]])}))
+
+
+def pairs(*values):
+    return np.array(values, np.int32).reshape(-1, 2)
+
+
+def numbered(storage) -> None:
+    """Fills each page with its number, and each layer differently."""
+    for layer, pages in enumerate(storage.pages):
+        for page in range(storage.num_blocks):
+            pages[page] = page + 100 * layer
+
+
+def numbers(storage, layer=0) -> list[int]:
+    """The number of each page, which all its bytes of K and of V must agree on."""
+    caches = storage.key_cache(layer), storage.value_cache(layer)
+    found = [sorted({x for cache in caches for x in cache[i].flatten().tolist()})
+             for i in range(storage.num_blocks)]  # fmt: skip
+    assert all(len(each) == 1 for each in found)
+    return [int(each[0]) for each in found]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_pages_are_read_before_any_is_written(layout, device):
+    storage = KVStorage(6, 4, 2, 8, num_layers=2, dtype=torch.float32, device=device, layout=layout)
+    numbered(storage)
+    storage.copy_pages(pairs((1, 2), (2, 3), (3, 1), (1, 5)))
+    storage.zero_pages(np.array([4], np.int32))
+    assert numbers(storage) == [0, 3, 1, 2, 0, 1]
+    assert numbers(storage, 1) == [100, 103, 101, 102, 0, 101]
+
+
+def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
+    w = worker()
+    numbered(w.storage)
+    w.apply(plan(copy=pairs((5, 6), (6, 7)), zero=np.array([8]), **append([1], [0, 2], [6, 8])))
+    assert numbers(w.storage)[4:10] == [4, 5, 5, 6, 0, 9]
+    assert content(w.tables) == [[], [6, 8], [], []]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"copy": pairs((1, 20))}, r"copy\[0\] writes to page 20: expected 1 to 19"),
+        ({"copy": pairs((1, 2), (20, 3))}, r"copy\[1\] reads page 20: expected 0 to 19"),
+        ({"copy": pairs((-1, 2))}, r"copy\[0\] reads page -1"),
+        ({"copy": pairs((1, 0))}, r"copy\[0\] writes to page 0: expected 1 to 19"),
+        ({"zero": np.array([3, 0])}, r"zero\[1\] writes to page 0: expected 1 to 19"),
+        ({"zero": np.array([20])}, r"zero\[0\] writes to page 20"),
+        ({"copy": pairs((1, 2), (3, 2))}, "copy and zero write to page 2 twice: expected one"),
+        ({"copy": pairs((1, 2)), "zero": np.array([4, 2])}, "write to page 2 twice"),
+        ({"zero": np.array([4, 4])}, "write to page 4 twice"),
+        ({"zero": np.array([[4]])}, r"zero has shape \[1, 1\]: expected \[n\]"),
+        ({"copy": np.array([4])}, r"copy has shape \[1\]: expected \[n, 2\]"),
+        ({"zero": np.array([1.5])}, "zero has dtype float64: expected integers"),
+        # Right pages, wrong tables: not a byte has moved.
+        ({"copy": pairs((1, 2)), "clear_rows": np.array([9])}, r"clear_rows\[0\] is 9"),
+        ({"zero": np.array([3]), **append([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
+    ],
+)
+def test_pages_that_do_not_fit_are_named_and_nothing_changes(sections, message):
+    w = worker()
+    w.tables.add_row([7, 8], 2)
+    numbered(w.storage)
+    given = plan(clear_rows=np.array([2]))
+    for name, value in sections.items():
+        setattr(given, name, value)
+    if "append_ids" in sections:
+        given = plan(**sections)
+    with pytest.raises((ValueError, TypeError), match=message):
+        w.apply(given)
+    assert content(w.tables) == [[], [], [7, 8], []]
+    assert numbers(w.storage) == list(range(20))
+
+
+# --- several groups over one memory ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_groups_see_the_same_pages_in_their_own_shape(layout, device):
+    pages = allocate_pages(6, 256, num_layers=2, device=device)
+    wide = KVStorage.over(pages, 4, 2, 8, dtype=torch.float16, layout=layout)
+    long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)  # 160 of 256 bytes
+    for storage, slots in ((wide, [5, 11]), (long, [15, 19])):  # pages 1 and 2; page 3
+        slots = torch.tensor(slots, device=device)
+        key, value = torch.randn(2, 2, storage.num_kv_heads, 8).half().to(device)
+        for layer in range(2):
+            storage.write(layer, key, value, slots)
+            found = storage.gather(layer, slots)
+            assert torch.equal(found[0], key) and torch.equal(found[1], value)
+    assert not wide.key_cache(0)[0].any()  # the null block is zero
+    wide.copy_pages(pairs((3, 4)))  # whole pages, whoever is asked
+    assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
+    long.zero_pages(np.array([1]))
+    assert not wide.value_cache(0)[1].any() and not pages[1][1].any()
+    assert wide.num_layers == 2 and wide.num_bytes == 2 * 6 * 256 and long.num_bytes == 2 * 6 * 160
+
+
+def hybrid_tables(block_sizes=(4, 8), **options):
+    return MultiGroupBlockTable(4, 64, 16, False, "cpu", block_sizes, block_sizes, **options)
+
+
+def test_a_worker_of_several_groups_moves_each_page_once():
+    pages = allocate_pages(20, 128)
+    fewer_layers = allocate_pages(20, 128) + pages  # the second layer of the first group
+    storages = [
+        KVStorage.over([fewer_layers[1], fewer_layers[0]], 4, 1, 8),
+        KVStorage.over(pages, 8, 1, 4),
+    ]
+    w = Worker(storages, hybrid_tables())
+    numbered(w.storage)
+    given = plan(copy=pairs((5, 6)), zero=np.array([7]))
+    given.append_splits, given.append_ids = [np.zeros(1, np.int32)] * 2, [np.zeros(0, np.int32)] * 2
+    given.replace = [np.empty((0, 3), np.int32)] * 2
+    w.apply(given)
+    assert [int(page[0]) for page in pages[0][4:9]] == [4, 5, 5, 0, 8]
+    assert [int(page[0]) for page in fewer_layers[0][4:9]] == [104, 105, 105, 0, 108]
+
+
+def test_a_group_of_states_needs_no_block_size():
+    pages = allocate_pages(20, 128)
+    state = KVStorage.over(pages, 1, 1, 32)  # as wide as a page
+    tables = hybrid_tables(slot_mapping=[True, False])
+    assert Worker([KVStorage.over(pages, 4, 1, 8), state], tables).storage.num_blocks == 20
+
+
+@pytest.mark.parametrize(
+    ("storages", "message"),
+    [
+        (lambda a, b: [KVStorage.over(a, 4, 1, 8)], "storage has 1 entries: expected 2"),
+        (
+            lambda a, b: [KVStorage.over(a, 4, 1, 8), KVStorage.over(b, 8, 1, 4)],
+            "storage of group 1 is not over the pages of the other groups",
+        ),
+        (
+            lambda a, b: [KVStorage.over(a, 4, 1, 8)] * 2,
+            "storage has block_size 4, group 1 8: expected the same",
+        ),
+    ],
+)
+def test_storages_that_do_not_belong_together_are_refused(storages, message):
+    with pytest.raises(ValueError, match=message):
+        Worker(storages(allocate_pages(20, 128), allocate_pages(20, 128)), hybrid_tables())
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        ([], "pages is empty: expected one tensor per layer"),
+        ([torch.zeros(4, 128)], r"pages\[0\] is torch.float32\[4, 128\]: expected a contiguous"),
+        ([torch.zeros(4, 256, dtype=torch.uint8)[:, ::2]], r"pages\[0\] is torch.uint8\[4, 128\]"),
+        (allocate_pages(4, 128) + allocate_pages(5, 128), r"pages\[1\] is \[5, 128\] on cpu"),
+        (allocate_pages(4, 126), "pages have 126 bytes: expected a multiple of 2, and 128 or more"),
+        (allocate_pages(4, 129), "pages have 129 bytes: expected a multiple of 2"),
+    ],
+)
+def test_pages_of_the_wrong_shape_are_refused(pages, message):
+    with pytest.raises(ValueError, match=message):
+        KVStorage.over(pages, 4, 1, 8)
+    with pytest.raises(ValueError, match="page_bytes is 0: expected 1 or more"):
+        allocate_pages(4, 0)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -136,6 +136,9 @@ class BlockPool {
   const Hash* hash_of(BlockId id) const {
     return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
   }
+  // Of a cached block: the group of its content, and the hashes of its parts.
+  uint16_t group_of(BlockId id) const { return blocks_[id].group; }
+  std::vector<Hash> parts_of(BlockId id) const { return parts_.of(id); }
   // Cached blocks of a group that were taken for other content.
   int64_t num_evicted_of(uint16_t group) const {
     return group < evicted_by_group_.size() ? evicted_by_group_[group] : 0;

@@ -47,13 +47,14 @@ struct Held {
   int64_t num_dropped = 0;    // leading blocks that are null
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
   int64_t num_parts = 0;      // has_parts: leading hash blocks that are
-  BlockId source = kNullBlock;  // block that the row's first part of a block was copied from
-  int64_t num_copied = 0;       // tokens of the row's hit, where there is a source
+  int64_t num_hits = 0;       // leading blocks that the row has not computed
+  BlockId source = kNullBlock;  // of a new row: block that is to be copied into its next one
+  int64_t num_copied = 0;       // tokens of the row's hit, where there was a source
 
   // Nothing held; the memory stays for the next.
   void clear() {
     blocks.clear();
-    num_dropped = num_published = num_parts = num_copied = 0;
+    num_dropped = num_published = num_parts = num_hits = num_copied = 0;
     source = kNullBlock;
   }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace kvcache {
@@ -12,31 +13,43 @@ struct HitCount {
   int64_t hit_tokens = 0;    // of those, found in the cache
 };
 
+// Whole blocks of one group.
 struct GroupCount {
-  int64_t hit_blocks = 0;     // taken from the cache
+  int64_t query_blocks = 0;   // of the requests counted
+  int64_t hit_blocks = 0;     // of those, within the hit; read, or left behind by a window
   int64_t stored_blocks = 0;  // published
 };
 
 class CacheStats {
  public:
-  CacheStats(size_t num_groups, int64_t window)
-      : groups_(num_groups), recent_(static_cast<size_t>(window)) {}
+  // `block_sizes`: tokens, per group; 0 for a group that is not cached.
+  CacheStats(std::vector<int64_t> block_sizes, int64_t window)
+      : block_sizes_(std::move(block_sizes)),
+        groups_(block_sizes_.size()),
+        recent_(static_cast<size_t>(window)) {}
 
   void add(int64_t query_tokens, int64_t hit_tokens) {
-    add_to(&total_, {1, query_tokens, hit_tokens}, 1);
+    const HitCount one{1, query_tokens, hit_tokens};
+    add_to(&total_, one, 1);
+    add_blocks(one, &groups_);
     HitCount& oldest = recent_[next_];
     add_to(&window_, oldest, -1);
-    oldest = {1, query_tokens, hit_tokens};
-    add_to(&window_, oldest, 1);
+    add_to(&window_, one, 1);
+    oldest = one;
     next_ = next_ + 1 == recent_.size() ? 0 : next_ + 1;
   }
-  GroupCount& group(size_t g) { return groups_[g]; }
+  void add_stored(size_t group, int64_t num_blocks) { groups_[group].stored_blocks += num_blocks; }
 
   const HitCount& total() const { return total_; }
   const HitCount& window() const { return window_; }  // the last `window` requests
   const std::vector<GroupCount>& groups() const { return groups_; }
+  std::vector<GroupCount> window_groups() const {
+    std::vector<GroupCount> out(block_sizes_.size());
+    for (const HitCount& one : recent_) add_blocks(one, &out);
+    return out;
+  }
 
-  void clear() { *this = CacheStats(groups_.size(), static_cast<int64_t>(recent_.size())); }
+  void clear() { *this = CacheStats(block_sizes_, static_cast<int64_t>(recent_.size())); }
 
  private:
   static void add_to(HitCount* sum, const HitCount& one, int64_t sign) {
@@ -44,6 +57,15 @@ class CacheStats {
     sum->query_tokens += sign * one.query_tokens;
     sum->hit_tokens += sign * one.hit_tokens;
   }
+  void add_blocks(const HitCount& one, std::vector<GroupCount>* sums) const {
+    for (size_t g = 0; g < block_sizes_.size(); ++g) {
+      if (block_sizes_[g] == 0) continue;
+      (*sums)[g].query_blocks += one.query_tokens / block_sizes_[g];
+      (*sums)[g].hit_blocks += one.hit_tokens / block_sizes_[g];
+    }
+  }
+
+  std::vector<int64_t> block_sizes_;
   HitCount total_, window_;
   std::vector<GroupCount> groups_;
   std::vector<HitCount> recent_;  // a ring

@@ -7,7 +7,6 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <unordered_map>
 #include <utility>
 
 #include "core/limits.h"
@@ -16,10 +15,12 @@ namespace kvcache {
 
 namespace {
 
+constexpr size_t kMaxGroups = 32;  // what an op takes in one launch
+
 ManagerOptions checked(const ManagerOptions& options) {
-  if (options.groups.empty() || options.groups.size() > 64) {
+  if (options.groups.empty() || options.groups.size() > kMaxGroups) {
     throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
-                                " entries: expected 1 to 64");
+                                " entries: expected 1 to " + std::to_string(kMaxGroups));
   }
   for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
@@ -63,6 +64,14 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
   return groups;
 }
 
+std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
+  std::vector<int64_t> sizes;
+  for (const CacheGroup& group : groups) {
+    sizes.push_back(group.is_cacheable() ? group.block_size : 0);
+  }
+  return sizes;
+}
+
 }  // namespace
 
 Manager::Manager(const ManagerOptions& options)
@@ -71,7 +80,7 @@ Manager::Manager(const ManagerOptions& options)
       groups_(groups_of(options, hash_block_size_)),
       pool_(options.num_blocks),
       finder_(&pool_, &groups_, hash_block_size_, options.drop_last_hit),
-      stats_(groups_.size(), options.stats_window),
+      stats_(cached_block_sizes(groups_), options.stats_window),
       demand_(groups_.size()),
       candidate_(groups_.size()),
       sizes_(groups_.size()) {
@@ -80,6 +89,7 @@ Manager::Manager(const ManagerOptions& options)
     is_uniform_ &= group.num_hashes == 1;
   }
   last_delta_.groups.resize(groups_.size());
+  if (options.fence_frees) fenced_.resize(static_cast<size_t>(options.num_blocks));
   if (options.record_events) pool_.tell(&events_);
   if (options.track_residency) pool_.track_residency();
 }
@@ -98,9 +108,13 @@ void StepDelta::clear() {
 }
 
 void Manager::check_caller() {
+  if (owner_ == std::thread::id()) owner_ = std::this_thread::get_id();
+  check_reader();
+}
+
+void Manager::check_reader() const {
   const std::thread::id caller = std::this_thread::get_id();
-  if (owner_ == std::thread::id()) owner_ = caller;
-  if (owner_ != caller) {
+  if (owner_ != std::thread::id() && owner_ != caller) {
     std::ostringstream text;
     text << "called from thread " << caller << ", but the manager belongs to thread " << owner_
          << ", which used it first: call it from one thread";
@@ -109,7 +123,7 @@ void Manager::check_caller() {
   if (in_call_) {
     throw std::runtime_error(
         "called while another call of this manager has not returned (from within the SHA-256 "
-        "fallback?): expected one call at a time");
+        "fallback, or an attention kind?): expected one call at a time");
   }
 }
 
@@ -144,6 +158,7 @@ const Manager::Row& Manager::at(int32_t row) const {
 }
 
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
+  check_reader();
   at(row);
   check_group(group);
   return held(row)[group].blocks;
@@ -160,11 +175,24 @@ const PrefixHit& Manager::lookup(TokenChain& chain) {
   return find(chain, /*with_parts=*/false);
 }
 
-Status Manager::would_fit(TokenChain& chain) {
+Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   const Call call(this);
+  checked_size("num_tokens", num_tokens, 1);
   check_new(chain);
   if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
-  return judge_new(chain, find(chain, /*with_parts=*/true), chain.num_tokens(), 0, 0).status;
+  Status status = Status::kWait;
+  for (bool with_parts : {true, false}) {
+    const PrefixHit& hit = find(chain, with_parts);
+    const int64_t after = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
+    status = judge_new(chain, hit, after, 0, 0).status;
+    if (status != Status::kWait || !copies_parts(hit)) break;
+  }
+  return status;
+}
+
+void Manager::evict(const BlockId* ids, int64_t n) {
+  const Call call(this);
+  pool_.evict(ids, n);
 }
 
 const StepDelta& Manager::step(const StepRequest& request) {
@@ -272,31 +300,17 @@ void Manager::free(int32_t row) {
   --num_rows_;
 }
 
-void Manager::complete(int64_t step_id) {
-  const Call call(this);
-  if (step_id < 0 || step_id >= num_steps_) {
-    throw std::invalid_argument("step_id is " + std::to_string(step_id) + ": expected 0 to " +
-                                std::to_string(num_steps_ - 1) + ", the steps there were");
-  }
-  num_completed_ = std::max(num_completed_, step_id + 1);
-  while (!in_flight_.empty() && in_flight_.front().id < num_completed_) in_flight_.pop_front();
-  lift_fences();
-}
-
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
   const Call call(this);
   at(row);
   check_group(group);
   checked_size("num_running_requests", num_running, 1);
-  std::unordered_map<BlockId, int32_t> fenced;  // references of requests that have left
-  for (const Fence& fence : fences_) {
-    for (BlockId id : fence.ids) ++fenced[id];
-  }
   int64_t n = 0;
   for (BlockId id : held(row)[group].blocks) {
     if (id == kNullBlock) break;
-    const auto found = fenced.find(id);
-    if (pool_.ref_count(id) - (found == fenced.end() ? 0 : found->second) != num_running) break;
+    // References of requests that have left do not count.
+    const int32_t num_left = fenced_.empty() ? 0 : fenced_[static_cast<size_t>(id)];
+    if (pool_.ref_count(id) - num_left != num_running) break;
     ++n;
   }
   return n;
@@ -318,6 +332,7 @@ void Manager::start_epoch() {
 }
 
 void Manager::check_invariants() const {
+  check_reader();
   pool_.check_invariants();
   std::vector<int32_t> references(static_cast<size_t>(pool_.num_blocks()), 0);
   int64_t num_rows = 0, num_fenced = 0;

@@ -14,9 +14,11 @@
 #include <deque>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <queue>
 #include <thread>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -126,6 +128,9 @@ class Manager {
   // thread, and where another call has not returned. All calls up to `check_invariants` check it.
   void check_caller();
 
+  // The same without making an owner: for questions, which may come before the first call.
+  void check_reader() const;
+
   // The clock of residency times: milliseconds since any moment, for all calls from now on. Without
   // it, each call that may publish, release or evict asks the system's steady clock.
   void set_now(int64_t ms);
@@ -136,8 +141,8 @@ class Manager {
   // None where the request opted out of reading. Changes nothing; valid until the next call.
   const PrefixHit& lookup(TokenChain& chain);
 
-  // What admitting all known tokens of a request would be answered now.
-  Status would_fit(TokenChain& chain);
+  // What admitting a request with at most num_tokens tokens behind its hit would be answered now.
+  Status would_fit(TokenChain& chain, int64_t num_tokens);
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
@@ -171,6 +176,12 @@ class Manager {
 
   // This step and all before it are done: what was given back until then can be used again.
   void complete(int64_t step_id);
+
+  // `complete` or `abort`, then `invalidate`: all of it or, where something is refused, nothing.
+  Recompute report(int64_t step_id, bool completed, const BlockId* failed, int64_t n);
+
+  // Forgets what these blocks hold, held or free; see BlockPool::evict.
+  void evict(const BlockId* ids, int64_t n);
 
   // Leading blocks of the row's group that as many rows hold as are running.
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
@@ -226,15 +237,34 @@ class Manager {
       int64_t admission, start;
       bool is_new;
     };
+    struct Published {
+      int32_t row;
+      int64_t admission;
+      BlockId id;
+    };
+    struct Dropped {
+      int32_t row;
+      int64_t admission, first_token;
+      BlockId id;
+    };
     std::vector<Served> rows;
     std::vector<int32_t> clear_rows;
-    std::vector<BlockId> published;
+    std::vector<Published> published;
+    std::vector<Dropped> dropped;
   };
   struct Fence {
     int64_t step_id;
     std::vector<BlockId> ids;
   };
-  using HashSet = std::unordered_set<Hash, HashOf>;
+  using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
+  struct BadHash {
+    int64_t num_right;   // tokens of the prefix that are right all the same,
+    int64_t block_size;  // but for those of the block of this size that the hash ends in: none less
+  };
+  struct Bad {
+    std::unordered_map<BlockId, int64_t> blocks;  // tokens of the prefix that are right
+    std::unordered_map<Hash, BadHash, HashOf> hashes;
+  };
   // One call at a time: a digest from Python could call this manager again.
   class Call {
    public:
@@ -297,6 +327,8 @@ class Manager {
   void answer(int32_t row, Status status, int64_t start, bool is_new);
   void tell_table(int32_t row, const int64_t* from);
   void tell_resent();
+  static bool copies_parts(const PrefixHit& hit);
+  void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void begin_step();
 
   // Publishing (manager_publishing.cpp).
@@ -304,9 +336,9 @@ class Manager {
   void publish_blocks(const Row& row, const CacheGroup& group, Held* held, int64_t num_hashed);
   void publish_parts(const Row& row, const CacheGroup& group, Held* held, int64_t num_hashed);
   void publish_state(const Row& row, const CacheGroup& group, Held* held, int64_t num_tokens);
-  void publish_run(const TokenChain& chain, const CacheGroup& group, const Held& held,
-                   int64_t first_block, int64_t n);
-  void note_published(const BlockId* ids, int64_t n);
+  void publish_run(const Row& row, const CacheGroup& group, const Held& held, int64_t first_block,
+                   int64_t n);
+  void note_published(const Row& row, const BlockId* ids, int64_t n);
   int64_t next_publish(const Row& row, const Held* held) const;
 
   // Giving back (manager_withdrawal.cpp).
@@ -318,10 +350,20 @@ class Manager {
   void give_back_row(Held* held, bool with_encoder);
   void lift_fences();
   void hash_rows();
-  Recompute withdraw(const std::vector<BlockId>& ids, std::vector<int64_t> limits);
-  void spread(std::vector<char>* bad, std::vector<int64_t>* limits) const;
-  int64_t limit_by_blocks(int32_t row, const std::vector<char>& bad, int64_t limit) const;
-  int64_t limit_by_hashes(int32_t row, const HashSet& bad, int64_t limit) const;
+  void check_step_id(int64_t step_id) const;
+  void check_may_abort(int64_t step_id) const;
+  std::vector<BlockId> checked_ids(const BlockId* ids, int64_t n) const;
+  void complete_to(int64_t step_id);
+  Recompute abort_from(int64_t step_id);
+  Recompute withdraw(const std::vector<BlockId>& ids, Limits limits, bool by_hash);
+  bool spread(Bad* bad, Limits* limits, bool by_hash) const;
+  int64_t limit_by_blocks(int32_t row, const Bad& bad) const;
+  int64_t limit_by_hashes(int32_t row, const Bad& bad) const;
+  void limit_by_drops(const std::vector<BlockId>& ids, Limits* limits) const;
+  int64_t own_limit(int32_t row, int64_t limit) const;
+  bool add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const;
+  void add_hashes(BlockId id, Bad* bad) const;
+  static void add_hash(const Hash& hash, const BadHash& what, Bad* bad);
   bool can_resume(const Held* held, int64_t num_tokens) const;
   void truncate(int32_t row, int64_t num_tokens);
   void restart(int32_t row);
@@ -350,6 +392,7 @@ class Manager {
   uint32_t mark_ = 0;
   std::deque<Step> in_flight_;
   std::deque<Fence> fences_;
+  std::vector<int32_t> fenced_;  // references that fences hold, by block
   CacheStats stats_;
   bool has_clock_ = false;  // somebody sets it
   std::thread::id owner_;   // of no thread until the first call

@@ -153,6 +153,11 @@ void Manager::check_token_ids(const StepRequest& request) const {
         std::to_string(num_named) + ", " +
         (request.num_token_ids == nullptr ? "one per row" : "the sum of num_token_ids"));
   }
+  for (int64_t i = 0; i < request.num_rows && request.num_ids > 0; ++i) {
+    // The last one may be sampled and never run.
+    const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
+    if (n > 0) check_length(rows_[request.rows[i]].chain->num_tokens() + n - 1, "a request");
+  }
   for (int64_t i = 0; i < request.num_ids; ++i) {
     if (request.token_ids[i] < 0) {
       throw std::invalid_argument("token_ids[" + std::to_string(i) + "] is " +

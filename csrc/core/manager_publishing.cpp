@@ -35,7 +35,7 @@ void Manager::publish_blocks(const Row& row, const CacheGroup& group, Held* held
                              int64_t num_hashed) {
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(held->num_published, held->num_dropped);
-  if (num_full > first) publish_run(*row.chain, group, *held, first, num_full - first);
+  if (num_full > first) publish_run(row, group, *held, first, num_full - first);
   held->num_published = std::max(held->num_published, num_full);
 }
 
@@ -48,7 +48,7 @@ void Manager::publish_parts(const Row& row, const CacheGroup& group, Held* held,
     if (is_whole || block < held->num_dropped) continue;
     pool_.publish_part(held->blocks[static_cast<size_t>(block)],
                        hashes[static_cast<size_t>(held->num_parts)], hashes[0], group.id);
-    note_published(&held->blocks[static_cast<size_t>(block)], 1);
+    note_published(row, &held->blocks[static_cast<size_t>(block)], 1);
   }
 }
 
@@ -63,12 +63,13 @@ void Manager::publish_state(const Row& row, const CacheGroup& group, Held* held,
   }
   const auto num_known = static_cast<int64_t>(row.chain->known_hashes().size());
   if (num_passed <= held->num_published || num_passed * group.num_hashes > num_known) return;
-  publish_run(*row.chain, group, *held, num_passed - 1, 1);
+  publish_run(row, group, *held, num_passed - 1, 1);
   held->num_published = num_passed;
 }
 
-void Manager::publish_run(const TokenChain& chain, const CacheGroup& group, const Held& held,
+void Manager::publish_run(const Row& row, const CacheGroup& group, const Held& held,
                           int64_t first_block, int64_t n) {
+  const TokenChain& chain = *row.chain;
   const Hash* hashes = chain.known_hashes().data();
   const int64_t first_hash = first_block * group.num_hashes;
   Content content{};
@@ -82,15 +83,16 @@ void Manager::publish_run(const TokenChain& chain, const CacheGroup& group, cons
   }
   const BlockId* ids = held.blocks.data() + first_block;
   pool_.publish(ids, content, n, group.id);
-  stats_.group(group.id).stored_blocks += n;
-  note_published(ids, n);
+  stats_.add_stored(group.id, n);
+  note_published(row, ids, n);
 }
 
-// So that `abort` knows what a step made findable.
-void Manager::note_published(const BlockId* ids, int64_t n) {
-  if (in_flight_.empty()) return;
-  std::vector<BlockId>& published = in_flight_.back().published;
-  published.insert(published.end(), ids, ids + n);
+// So that `abort` knows what steps made findable, be it when a row leaves.
+void Manager::note_published(const Row& row, const BlockId* ids, int64_t n) {
+  if (in_flight_.empty() || !row.by_step) return;
+  const auto index = static_cast<int32_t>(&row - rows_.data());
+  std::vector<Step::Published>& published = in_flight_.back().published;
+  for (int64_t i = 0; i < n; ++i) published.push_back({index, row.admission, ids[i]});
 }
 
 }  // namespace kvcache

@@ -67,8 +67,14 @@ void Manager::set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit)
   const std::vector<BlockId>& blocks = hit.blocks[group.id];
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = static_cast<int64_t>(blocks.size());
-  held->num_parts = held->num_published * group.num_hashes;
+  // Where a window begins inside the hit's last block, the block lacks what lies before: of its
+  // parts only those behind the hit are right for who reads them.
+  const bool is_whole =
+      group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
+  held->num_parts = is_whole ? held->num_published * group.num_hashes
+                             : hit.num_tokens / (group.block_size / group.num_hashes);
   held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
+  held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
   held->num_copied = held->source == kNullBlock ? 0 : hit.num_tokens;
 }
@@ -164,7 +170,6 @@ void Manager::take_hits(Held* held, const PrefixHit& hit) {
     if (!group.is_cacheable()) continue;
     const Held& each = held[group.id];
     pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
-    stats_.group(group.id).hit_blocks += each.num_alive();
     const BlockId source = hit.sources[group.id];
     if (source == kNullBlock) continue;
     pool_.retain(&source, 1);  // nobody may get it before it was copied
@@ -203,10 +208,10 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
       each.blocks.insert(each.blocks.end(), next, next + n);
     }
     next += n;
-    if (each.source != kNullBlock && sizes_[group.id] == start / group.block_size &&
-        each.num_copied == start && delta_ != nullptr) {
+    if (each.source != kNullBlock) {
       delta_->copy.insert(delta_->copy.end(),
                           {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
+      each.source = kNullBlock;
     }
   }
 }
@@ -217,6 +222,7 @@ void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     BlockId& id = each.blocks[static_cast<size_t>(b)];
     dropped_.push_back(id);
+    note_dropped(row, group, b, id);
     id = kNullBlock;
     if (delta_ != nullptr && !rows_[row].must_resend) {
       std::vector<int32_t>& replace = delta_->groups[group.id].replace;
@@ -258,16 +264,28 @@ void Manager::serve_rows(const StepRequest& request) {
 void Manager::serve_new(const StepRequest& request) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     const NewRow& asked = request.new_rows[i];
-    const PrefixHit& hit = find(*asked.chain, /*with_parts=*/true);
-    const int64_t after = std::min(hit.num_tokens + asked.num_tokens, asked.chain->num_tokens());
     const int64_t lookahead = request.lookahead == nullptr
                                   ? request.num_lookahead
                                   : request.lookahead[request.num_rows + static_cast<int64_t>(i)];
-    const Slots slots = admit(asked.chain, hit, after, lookahead, request.num_reserved_blocks,
-                              /*by_step=*/true);
+    Slots slots{Status::kWait, -1, {}};
+    int64_t start = 0;
+    // A hit inside a block takes that block and the copy: without it, less may do.
+    for (bool with_parts : {true, false}) {
+      const PrefixHit& hit = find(*asked.chain, with_parts);
+      start = hit.num_tokens;
+      const int64_t after = std::min(start + asked.num_tokens, asked.chain->num_tokens());
+      slots = admit(asked.chain, hit, after, lookahead, request.num_reserved_blocks,
+                    /*by_step=*/true);
+      if (slots.status != Status::kWait || !copies_parts(hit)) break;
+    }
     if (slots.status == Status::kServed) delta_->clear_rows.push_back(slots.row);
-    answer(slots.row, slots.status, hit.num_tokens, /*is_new=*/true);
+    answer(slots.row, slots.status, start, /*is_new=*/true);
   }
+}
+
+bool Manager::copies_parts(const PrefixHit& hit) {
+  return std::any_of(hit.sources.begin(), hit.sources.end(),
+                     [](BlockId source) { return source != kNullBlock; });
 }
 
 void Manager::answer(int32_t row, Status status, int64_t start, bool is_new) {
@@ -311,6 +329,7 @@ void Manager::end_state_moves() {
   for (const StateMove& move : state_moves_) {
     Held& each = held(move.row)[move.group];
     BlockId& id = each.blocks[static_cast<size_t>(move.block)];
+    note_dropped(move.row, groups_[move.group], move.block, id);
     give_back(&id, 1, num_steps_);
     id = kNullBlock;
     each.num_dropped = static_cast<int64_t>(each.blocks.size()) - 1;
@@ -333,6 +352,11 @@ void Manager::tell_resent() {
   resend_.clear();
 }
 
+void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
+  if (in_flight_.empty() || !rows_[row].by_step) return;
+  in_flight_.back().dropped.push_back({row, rows_[row].admission, block * group.block_size, id});
+}
+
 // The journal of the step that begins; the memory of one that is too old to be aborted is used
 // again.
 void Manager::begin_step() {
@@ -342,6 +366,7 @@ void Manager::begin_step() {
     in_flight_.pop_front();
     step.rows.clear();
     step.published.clear();
+    step.dropped.clear();
   }
   step.id = num_steps_;
   in_flight_.push_back(std::move(step));

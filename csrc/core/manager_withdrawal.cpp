@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/manager.h"
 
@@ -14,6 +15,7 @@ void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
     return;
   }
   fences_.push_back({step_id, {ids, ids + n}});
+  for (int64_t i = 0; i < n; ++i) ++fenced_[static_cast<size_t>(ids[i])];
   num_fenced_ += n;
 }
 
@@ -21,6 +23,7 @@ void Manager::lift_fences() {
   while (!fences_.empty() && fences_.front().step_id < num_completed_) {
     const std::vector<BlockId>& ids = fences_.front().ids;
     pool_.release(ids.data(), static_cast<int64_t>(ids.size()));
+    for (BlockId id : ids) --fenced_[static_cast<size_t>(id)];
     num_fenced_ -= static_cast<int64_t>(ids.size());
     fences_.pop_front();
   }
@@ -57,35 +60,109 @@ void Manager::give_back_row(Held* held, bool with_encoder) {
   }
 }
 
+// Checks everything first: what a report says is taken in whole or not at all.
+Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed, int64_t n) {
+  const Call call(this);
+  check_step_id(step_id);
+  const std::vector<BlockId> bad = checked_ids(failed, n);
+  if (!completed) check_may_abort(step_id);
+  hash_rows();
+  Recompute all;
+  if (completed) {
+    complete_to(step_id);
+  } else {
+    all = abort_from(step_id);
+  }
+  if (bad.empty()) return all;
+  const Recompute more = withdraw({bad.begin(), bad.end()}, {}, /*by_hash=*/true);
+  all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
+  all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
+                                 more.num_computed_tokens.end());
+  return all;
+}
+
 Recompute Manager::abort(int64_t step_id) {
   const Call call(this);
-  if (in_flight_.empty() || step_id < in_flight_.front().id || step_id > in_flight_.back().id) {
-    throw std::invalid_argument("step_id is " + std::to_string(step_id) +
-                                (in_flight_.empty()
-                                     ? std::string(": no step is in flight")
-                                     : ": expected " + std::to_string(in_flight_.front().id) +
-                                           " to " + std::to_string(in_flight_.back().id) +
-                                           ", the steps that may be in flight"));
-  }
+  check_step_id(step_id);
+  check_may_abort(step_id);
   hash_rows();
-  std::vector<BlockId> published;
-  std::vector<int64_t> limits(rows_.size(), kNothing);
+  return abort_from(step_id);
+}
+
+Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
+  const Call call(this);
+  const std::vector<BlockId> bad = checked_ids(ids, n);
+  hash_rows();
+  return withdraw(bad, {}, /*by_hash=*/true);
+}
+
+void Manager::complete(int64_t step_id) {
+  const Call call(this);
+  check_step_id(step_id);
+  complete_to(step_id);
+}
+
+void Manager::check_step_id(int64_t step_id) const {
+  if (step_id >= 0 && step_id < num_steps_) return;
+  throw std::invalid_argument(
+      "step_id is " + std::to_string(step_id) +
+      (num_steps_ == 0
+           ? std::string(": there was no step yet")
+           : ": expected 0 to " + std::to_string(num_steps_ - 1) + ", the steps there were"));
+}
+
+void Manager::check_may_abort(int64_t step_id) const {
+  const char* why = step_id < num_completed_                   ? "it was reported done"
+                    : step_id < num_steps_ - kMaxStepsInFlight ? "it is too long ago"
+                                                               : nullptr;
+  if (why == nullptr) return;
+  throw std::invalid_argument("step_id is " + std::to_string(step_id) +
+                              ": expected a step that may be in flight, but " + why);
+}
+
+// A copy: a digest from Python could change the caller's.
+std::vector<BlockId> Manager::checked_ids(const BlockId* ids, int64_t n) const {
+  const std::vector<BlockId> out(ids, ids + n);
+  for (BlockId id : out) pool_.ref_count(id);  // throws where it is none of the pool
+  return out;
+}
+
+// What a row has dropped is known by its hashes alone; restarted rows look theirs up.
+void Manager::hash_rows() {
+  for (const Row& row : rows_) {
+    if (row.chain != nullptr) hash_ahead(*row.chain, /*reads=*/true);
+  }
+}
+
+void Manager::complete_to(int64_t step_id) {
+  num_completed_ = std::max(num_completed_, step_id + 1);
+  while (!in_flight_.empty() && in_flight_.front().id < num_completed_) in_flight_.pop_front();
+  lift_fences();
+}
+
+// Everything that was computed from what an aborted step computed, an aborted step has computed: a
+// row goes back to where its first one began, and what its blocks hold from there on is bad.
+Recompute Manager::abort_from(int64_t step_id) {
+  std::vector<BlockId> bad;
+  Limits limits;
+  const auto is_there = [&](int32_t row, int64_t admission) {
+    return rows_[row].chain != nullptr && rows_[row].admission == admission;
+  };
   while (!in_flight_.empty() && in_flight_.back().id >= step_id) {
     const Step& step = in_flight_.back();
-    published.insert(published.end(), step.published.begin(), step.published.end());
+    for (const Step::Published& each : step.published) {
+      if (!is_there(each.row, each.admission)) bad.push_back(each.id);  // its row has left
+    }
     for (const Step::Served& served : step.rows) {
-      if (rows_[served.row].chain == nullptr || rows_[served.row].admission != served.admission) {
-        continue;
-      }
+      if (!is_there(served.row, served.admission)) continue;
       int64_t start = served.start;
       for (const CacheGroup& group : groups_) {
         // The copy that the plan was to make did not come.
-        if (served.is_new && held(served.row)[group.id].source != kNullBlock) {
-          start -= start % group.block_size;
-        }
+        const bool is_copied = served.is_new && held(served.row)[group.id].num_copied > 0;
+        if (is_copied) start = std::min(start, served.start - served.start % group.block_size);
       }
-      limits[static_cast<size_t>(served.row)] =
-          std::min(limits[static_cast<size_t>(served.row)], start);
+      const auto [limit, is_first] = limits.emplace(served.row, start);
+      limit->second = std::min(limit->second, start);
       resend(served.row);
     }
     for (int32_t row : step.clear_rows) {
@@ -101,41 +178,35 @@ Recompute Manager::abort(int64_t step_id) {
   last_issued_ = std::min(last_issued_, step_id - 1);
   for (Fence& fence : fences_) fence.step_id = std::min(fence.step_id, last_issued_);
   lift_fences();
-  return withdraw(published, std::move(limits));
+  return withdraw(bad, std::move(limits), /*by_hash=*/false);
 }
 
-Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
-  const Call call(this);
-  const std::vector<BlockId> bad(ids, ids + n);  // a digest from Python could change the caller's
-  for (BlockId id : bad) pool_.ref_count(id);    // throws where it is none of the pool
-  hash_rows();
-  return withdraw(bad, std::vector<int64_t>(rows_.size(), kNothing));
-}
-
-// What a row has dropped is known by its hashes alone; restarted rows look theirs up.
-void Manager::hash_rows() {
-  for (const Row& row : rows_) {
-    if (row.chain != nullptr) hash_ahead(*row.chain, /*reads=*/true);
+// `ids` hold nothing that is right; of a row in `limits`, no more than so many tokens are. With
+// `by_hash`, rows whose tokens run through the content of a bad block are affected whether they
+// hold that very block or not: they may have dropped it, copied it, or hit what was computed from
+// it.
+Recompute Manager::withdraw(const std::vector<BlockId>& ids, Limits limits, bool by_hash) {
+  Bad bad;
+  for (BlockId id : ids) bad.blocks.emplace(id, 0);
+  if (by_hash) {
+    for (BlockId id : ids) add_hashes(id, &bad);
+    limit_by_drops(ids, &limits);
   }
-}
-
-// `limits`: per row, how many of its computed tokens are right at most.
-Recompute Manager::withdraw(const std::vector<BlockId>& ids, std::vector<int64_t> limits) {
-  std::vector<char> bad(static_cast<size_t>(pool_.num_blocks()), 0);
-  for (BlockId id : ids) bad[static_cast<size_t>(id)] = 1;
-  spread(&bad, &limits);
-
+  while (spread(&bad, &limits, by_hash)) {
+  }
   std::vector<BlockId> all;
-  for (BlockId id = 1; id < pool_.num_blocks(); ++id) {
-    if (bad[static_cast<size_t>(id)]) all.push_back(id);
+  for (const auto& [id, num_right] : bad.blocks) all.push_back(id);
+  std::sort(all.begin(), all.end());  // the order in which they are freed
+  if (by_hash) {
+    pool_.evict_derived(all.data(), static_cast<int64_t>(all.size()), is_uniform_);
+  } else {
+    pool_.evict(all.data(), static_cast<int64_t>(all.size()));
   }
-  pool_.evict_derived(all.data(), static_cast<int64_t>(all.size()), is_uniform_);
 
   Recompute out;
   std::vector<int32_t> to_restart;
-  for (int32_t row = 0; row < static_cast<int32_t>(rows_.size()); ++row) {
-    const int64_t limit = limits[static_cast<size_t>(row)];
-    if (rows_[row].chain == nullptr || limit >= rows_[row].num_computed) continue;
+  for (const auto& [row, limit] : limits) {
+    if (limit >= rows_[row].num_computed) continue;
     out.rows.push_back(row);
     if (can_resume(held(row), limit)) {
       truncate(row, limit);
@@ -152,84 +223,141 @@ Recompute Manager::withdraw(const std::vector<BlockId>& ids, std::vector<int64_t
   return out;
 }
 
-// What was computed from bad blocks is bad; who holds a bad block has computed from it.
-void Manager::spread(std::vector<char>* bad, std::vector<int64_t>* limits) const {
-  HashSet hashes;
-  const auto add_hash = [&](BlockId id) {
-    if (pool_.hash_of(id) != nullptr) hashes.insert(*pool_.hash_of(id));
-  };
-  for (BlockId id = 1; id < pool_.num_blocks(); ++id) {
-    if ((*bad)[static_cast<size_t>(id)]) add_hash(id);
-  }
-  for (bool changed = true; changed;) {
-    changed = false;
-    for (int32_t row = 0; row < static_cast<int32_t>(rows_.size()); ++row) {
-      const Row& r = rows_[row];
-      if (r.chain == nullptr) continue;
-      int64_t& limit = (*limits)[static_cast<size_t>(row)];
-      const int64_t found =
-          std::min(limit_by_blocks(row, *bad, limit), limit_by_hashes(row, hashes, limit));
-      if (found < limit) limit = found - found % finder_.whole_unit();
-      for (const CacheGroup& group : groups_) {
-        if (!group.is_cacheable()) continue;
-        const Held& each = held(row)[group.id];
-        const auto size = static_cast<int64_t>(each.blocks.size());
-        for (int64_t b = each.num_dropped; b < size && b * group.block_size < r.num_computed; ++b) {
-          const BlockId id = each.blocks[static_cast<size_t>(b)];
-          if ((b + 1) * group.block_size <= limit || (*bad)[static_cast<size_t>(id)]) continue;
-          (*bad)[static_cast<size_t>(id)] = 1;
-          add_hash(id);
-          changed = true;
-        }
-      }
+// Lowers the limits of rows that use bad content, and adds what they have computed behind them.
+// Whether anything changed.
+bool Manager::spread(Bad* bad, Limits* limits, bool by_hash) const {
+  bool changed = false;
+  for (int32_t row = 0; row < static_cast<int32_t>(rows_.size()); ++row) {
+    if (rows_[row].chain == nullptr) continue;
+    const auto known = limits->find(row);
+    const int64_t before = known == limits->end() ? kNothing : known->second;
+    int64_t limit = std::min(before, limit_by_blocks(row, *bad));
+    if (by_hash) limit = std::min(limit, limit_by_hashes(row, *bad));
+    if (limit >= rows_[row].num_computed) continue;
+    limit = own_limit(row, limit);
+    if (limit < before) {
+      (*limits)[row] = limit;
+      changed = true;
     }
+    changed |= add_computed(row, limit, by_hash, bad);
   }
+  return changed;
 }
 
-int64_t Manager::limit_by_blocks(int32_t row, const std::vector<char>& bad, int64_t limit) const {
-  int64_t least = limit;
+int64_t Manager::limit_by_blocks(int32_t row, const Bad& bad) const {
+  int64_t limit = kNothing;
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
-    const auto size = static_cast<int64_t>(each.blocks.size());
-    for (int64_t b = each.num_dropped; b < size; ++b) {
-      if (!bad[static_cast<size_t>(each.blocks[static_cast<size_t>(b)])]) continue;
-      const int64_t start = group.is_cacheable() ? b * group.block_size : 0;
-      if (start >= rows_[row].num_computed) break;  // nothing in it yet
-      // A limit inside a block is that of the row's own last step: what lies before it is right.
-      if (limit != kNothing && start < limit && limit < start + group.block_size) continue;
-      least = std::min(least, start);
-    }
-    if (each.source != kNullBlock && bad[static_cast<size_t>(each.source)]) {
-      least = std::min(least, each.num_copied / group.block_size * group.block_size);
-    }
-  }
-  return least;
-}
-
-// Blocks that a row has dropped are told by their hashes.
-int64_t Manager::limit_by_hashes(int32_t row, const HashSet& bad, int64_t limit) const {
-  if (bad.empty()) return limit;
-  const std::vector<Hash>& known = rows_[row].chain->known_hashes();
-  for (const CacheGroup& group : groups_) {
-    const int64_t num_dropped = held(row)[group.id].num_dropped;
-    for (int64_t b = 0; b < num_dropped; ++b) {
-      const auto last_hash = static_cast<size_t>((b + 1) * group.num_hashes - 1);
-      if (last_hash >= known.size()) break;
-      if (bad.count(known[last_hash]) == 0) continue;
-      limit = std::min(limit, b * group.block_size);
-      break;
+    for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
+      const auto found = bad.blocks.find(each.blocks[static_cast<size_t>(b)]);
+      if (found == bad.blocks.end()) continue;
+      limit =
+          std::min(limit, group.is_cacheable() ? std::max(found->second, b * group.block_size) : 0);
     }
   }
   return limit;
 }
 
-// Whether the row's own blocks hold all that the token at `num_tokens` reads.
+int64_t Manager::limit_by_hashes(int32_t row, const Bad& bad) const {
+  int64_t limit = kNothing;
+  const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
+  for (size_t i = 0; i < hashes.size() && !bad.hashes.empty(); ++i) {
+    const auto found = bad.hashes.find(hashes[i]);
+    if (found == bad.hashes.end()) continue;
+    const BadHash& what = found->second;
+    const auto last =
+        static_cast<int64_t>(i) * hash_block_size_;  // where its last hash block begins
+    const int64_t of_block = last / what.block_size * what.block_size;
+    limit = std::min(limit, std::max(of_block, what.num_right));
+  }
+  return limit;
+}
+
+// Blocks that left a window, and pages that states left, are known for as long as their steps may
+// be in flight.
+void Manager::limit_by_drops(const std::vector<BlockId>& ids, Limits* limits) const {
+  const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
+  for (const Step& step : in_flight_) {
+    for (const Step::Dropped& each : step.dropped) {
+      const Row& row = rows_[each.row];
+      if (failed.count(each.id) == 0 || row.chain == nullptr || row.admission != each.admission) {
+        continue;
+      }
+      const auto [limit, is_first] = limits->emplace(each.row, each.first_token);
+      limit->second = std::min(limit->second, each.first_token);
+    }
+  }
+}
+
+// A row may go on inside a block only where nobody else can hold that block: one of its own.
+int64_t Manager::own_limit(int32_t row, int64_t limit) const {
+  for (int64_t before = -1; limit != before;) {
+    before = limit;
+    for (const CacheGroup& group : groups_) {
+      if (!group.holds_tokens() || limit / group.block_size >= held(row)[group.id].num_hits) {
+        continue;
+      }
+      limit -= limit % group.block_size;
+    }
+  }
+  return limit;
+}
+
+// What the row has computed from token `limit` on. Whether any of it was not known to be bad.
+bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const {
+  bool changed = false;
+  const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
+  for (const CacheGroup& group : groups_) {
+    if (!group.is_cacheable()) continue;
+    const Held& each = held(row)[group.id];
+    const auto size = static_cast<int64_t>(each.blocks.size());
+    const int64_t first = std::max({each.num_dropped, each.num_hits, limit / group.block_size});
+    for (int64_t b = first; b < size && b * group.block_size < rows_[row].num_computed; ++b) {
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      const int64_t num_right = std::max(limit, b * group.block_size);
+      const auto [known, is_new] = bad->blocks.emplace(id, num_right);
+      if (!is_new && known->second <= num_right) continue;
+      known->second = num_right;
+      changed = true;
+      if (!by_hash) continue;
+      std::vector<Hash> found = pool_.parts_of(id);
+      if (pool_.hash_of(id) != nullptr) found.push_back(*pool_.hash_of(id));
+      const int64_t last =
+          std::min((b + 1) * group.num_hashes, static_cast<int64_t>(hashes.size()));
+      for (int64_t i = num_right / hash_block_size_; i < last && !found.empty(); ++i) {
+        const Hash& hash = hashes[static_cast<size_t>(i)];
+        if (std::find(found.begin(), found.end(), hash) != found.end()) {
+          add_hash(hash, {num_right, group.block_size}, bad);
+        }
+      }
+    }
+  }
+  return changed;
+}
+
+void Manager::add_hashes(BlockId id, Bad* bad) const {
+  const int64_t block_size = groups_[pool_.group_of(id)].block_size;
+  if (pool_.hash_of(id) != nullptr) add_hash(*pool_.hash_of(id), {0, block_size}, bad);
+  for (const Hash& hash : pool_.parts_of(id)) add_hash(hash, {0, block_size}, bad);
+}
+
+void Manager::add_hash(const Hash& hash, const BadHash& what, Bad* bad) {
+  const auto [known, is_new] = bad->hashes.emplace(hash, what);
+  if (is_new) return;
+  known->second.num_right = std::min(known->second.num_right, what.num_right);
+  known->second.block_size = std::max(known->second.block_size, what.block_size);
+}
+
+// Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that it
+// goes into.
 bool Manager::can_resume(const Held* held, int64_t num_tokens) const {
   if (num_tokens == 0) return false;  // the cache may still have something
   for (const CacheGroup& group : groups_) {
     if (group.holds_state()) return false;  // it was updated in place
-    if (group.holds_tokens() && group.first_needed_token(num_tokens) < num_tokens &&
-        held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
+    if (!group.holds_tokens()) continue;
+    const bool needs_any =
+        num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;
+    if (needs_any && held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
       return false;
     }
   }
@@ -251,7 +379,7 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
     each.num_parts = std::min(each.num_parts, num_tokens / hash_block_size_);
-    if (num_tokens < each.num_copied) each.source = kNullBlock;
+    each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = rows_[row];
   r.num_computed = r.start = num_tokens;

@@ -1,7 +1,8 @@
 // What blocks hold in part: hashes of prefixes that end inside a block.
 //
 // Only managers whose hash blocks are finer than their allocation blocks have any: there, a hit
-// inside a block is copied.
+// inside a block is copied. Blocks under one hash form a list, oldest first; so do a block's parts:
+// all is O(1) per part, however many blocks share a prefix.
 #pragma once
 
 #include <cstdint>
@@ -16,17 +17,19 @@ class PartIndex {
  public:
   // The oldest block that holds what this hash stands for, or the null block.
   BlockId find(const Hash& hash, uint16_t group) const {
-    if (blocks_.empty()) return kNullBlock;
-    const auto found = blocks_.find({hash, group});
-    return found == blocks_.end() ? kNullBlock : found->second.front();
+    if (by_hash_.empty()) return kNullBlock;
+    const auto found = by_hash_.find({hash, group});
+    return found == by_hash_.end() ? kNullBlock : parts_[found->second.first].block;
   }
   void add(BlockId id, const Hash& hash, uint16_t group);
   void forget(BlockId id);  // all its parts
   void clear();
-  bool empty() const { return parts_.empty(); }
-  bool has(BlockId id) const { return parts_.count(id) != 0; }
+  bool empty() const { return of_block_.empty(); }
+  bool has(BlockId id) const { return of_block_.count(id) != 0; }
+  std::vector<Hash> of(BlockId id) const;
 
  private:
+  static constexpr int32_t kNone = -1;
   struct Key {
     Hash hash;
     uint16_t group;
@@ -37,8 +40,20 @@ class PartIndex {
       return (HashOf()(key.hash) ^ key.group) * 0x9E3779B97F4A7C15ull;
     }
   };
-  std::unordered_map<Key, std::vector<BlockId>, KeyHash> blocks_;  // oldest first
-  std::unordered_map<BlockId, std::vector<Key>> parts_;
+  struct Part {
+    Key key;
+    BlockId block;
+    int32_t older, younger;  // under the same hash
+    int32_t next_of_block;   // the part before it, or the next unused entry
+  };
+  struct Ends {
+    int32_t first, last;  // oldest, youngest
+  };
+
+  std::vector<Part> parts_;
+  int32_t unused_ = kNone;
+  std::unordered_map<Key, Ends, KeyHash> by_hash_;
+  std::unordered_map<BlockId, int32_t> of_block_;  // its youngest part
 };
 
 }  // namespace kvcache

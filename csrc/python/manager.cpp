@@ -7,6 +7,7 @@
 
 #include <cstring>
 #include <optional>
+#include <unordered_map>
 
 #include "core/groups/chunked_local.h"
 #include "core/groups/cross_attention.h"
@@ -21,11 +22,20 @@
 namespace kvcache {
 namespace {
 
-// A kind written in Python. Its errors cannot stop a step halfway: they are reported as unraisable,
-// and 0 is answered, with which every block is kept and needed.
+// A kind written in Python. Asked once per position, so that its answers agree with each other. Its
+// errors cannot stop a step halfway: they are reported as unraisable, and 0 is answered, with which
+// every block is kept and needed.
 class PythonKind : public AttentionKind {
  public:
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
+    const auto [known, is_new] = answers_.emplace(num_computed_tokens, 0);
+    if (!is_new) return known->second;
+    const int64_t answer = ask(num_computed_tokens);  // which may ask again: `known` may be gone
+    return answers_[num_computed_tokens] = answer;
+  }
+
+ private:
+  int64_t ask(int64_t num_computed_tokens) const {
     const py::function method =
         py::get_override(static_cast<const AttentionKind*>(this), "first_needed_token");
     if (!method) return 0;
@@ -35,11 +45,24 @@ class PythonKind : public AttentionKind {
       if (token == -1 && PyErr_Occurred()) throw py::error_already_set();
       return token;
     } catch (py::error_already_set& error) {
+      if (error.matches(PyExc_KeyboardInterrupt))
+        PyErr_SetInterrupt();  // for when the call is over
       error.discard_as_unraisable(method);
       return 0;
     }
   }
+
+  mutable std::unordered_map<int64_t, int64_t> answers_;
 };
+
+// Whether Python code may run within a call, and write to the caller's arrays.
+bool calls_python(const Manager& manager) {
+  if (libcrypto_name() == nullptr) return true;
+  for (const CacheGroup& group : manager.groups()) {
+    if (dynamic_cast<const PythonKind*>(group.kind.get()) != nullptr) return true;
+  }
+  return false;
+}
 
 void bind_kinds(py::module_& m) {
   py::class_<AttentionKind, PythonKind, std::shared_ptr<AttentionKind>>(m, "AttentionKind")
@@ -185,7 +208,7 @@ py::tuple step(Manager& self, const py::object& rows, const py::object& num_toke
   } else {
     request.num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
   }
-  if (libcrypto_name() == nullptr) {  // a digest in Python could write to the caller's arrays
+  if (calls_python(self)) {
     r.copy_values();
     n.copy_values();
     for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead}) each->copy_values();
@@ -230,9 +253,12 @@ py::tuple as_tuple(const HitCount& count) {
 // (total, window, groups, lifetime or None, idle or None)
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
+  const std::vector<GroupCount> recent = stats.window_groups();
   py::list groups;
-  for (size_t g = 0; g < stats.groups().size(); ++g) {
-    groups.append(py::make_tuple(stats.groups()[g].hit_blocks, stats.groups()[g].stored_blocks,
+  for (size_t g = 0; g < recent.size(); ++g) {
+    const GroupCount& group = stats.groups()[g];
+    groups.append(py::make_tuple(group.query_blocks, group.hit_blocks, recent[g].query_blocks,
+                                 recent[g].hit_blocks, group.stored_blocks,
                                  self.pool().num_evicted_of(static_cast<uint16_t>(g))));
   }
   const Residency* residency = self.pool().residency();
@@ -290,7 +316,9 @@ void bind_manager(py::module_& m) {
              return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
            })
       .def("would_fit",
-           [](Manager& self, TokenChain& chain) { return static_cast<int>(self.would_fit(chain)); })
+           [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
+             return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
+           })
       .def("step", &step)
       .def("allocate",
            [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
@@ -320,10 +348,18 @@ void bind_manager(py::module_& m) {
              const Int32Input array(ids, "ids");
              return as_tuple(self.invalidate(array.data(), array.size()));
            })
-      .def("complete",
-           [](Manager& self, const py::object& step_id) {
-             self.complete(int_argument(step_id, "step_id"));
+      .def("report",
+           [](Manager& self, const py::object& step_id, bool completed, const py::object& failed) {
+             const Int32Input ids(failed, "failed_pages");
+             return as_tuple(
+                 self.report(int_argument(step_id, "step_id"), completed, ids.data(), ids.size()));
            })
+      .def("evict",
+           [](Manager& self, const py::object& ids) {
+             const Int32Input array(ids, "ids");
+             self.evict(array.data(), array.size());
+           })
+      .def("check_reader", &Manager::check_reader)
       .def("num_common_prefix_blocks",
            [](Manager& self, int32_t row, const py::object& num_running, const py::object& group) {
              return self.num_common_prefix_blocks(row,

@@ -11,6 +11,7 @@ from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
 from kvcache.events import CacheEvent
@@ -39,7 +40,7 @@ class KVCacheManager:
     - `use_eagle`: the last hit block is computed anew, for drafters that need its hidden states.
     - `fence_frees`: blocks that a request gives back can be used again only when `report` has said
       that the steps planned so far are done. For workers that read a step's pages outside its
-      stream; a worker on one stream needs no fences.
+      stream, and where loads may fail; a worker on one stream needs no fences for its own steps.
     - `enable_events`: `drain_events` tells what is cached. `track_residency`: `stats` says how long
       blocks stayed. `stats_window`: requests that `stats.recent` counts.
     - `hash_seed` gives the parent of first blocks.
@@ -54,9 +55,10 @@ class KVCacheManager:
 
     Every error is a ValueError or TypeError that names the argument, and changes nothing.
 
-    A manager belongs to the thread that first calls a method that asks or changes something; called
-    from another thread, or from within one another (a SHA-256 in Python could), they raise
-    RuntimeError and change nothing. A request's tokens are appended by that thread too.
+    A manager belongs to the thread that first calls one of its methods (but `stats`, `pool`,
+    `block_ids` and `num_computed_tokens`); called from another thread, or from within one another (a
+    SHA-256 in Python could), all raise RuntimeError and change nothing. A request's tokens are
+    appended by that thread too.
 
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
     >>> plan = manager.step(new=[Request("r1", range(40))])
@@ -143,7 +145,7 @@ class KVCacheManager:
         stats_window: int = 1000,
         hash_seed: str = DEFAULT_SEED,
     ) -> None:
-        if not 0 <= watermark <= 1:
+        if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
             raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
         cp = context_parallel or ContextParallel()
         self.groups = tuple(groups)
@@ -164,6 +166,7 @@ class KVCacheManager:
             track_residency=track_residency,
             stats_window=stats_window,
         )
+        self._pool = PoolView(self._native.pool, self._native.check_reader)
         self.max_model_len = int(max_model_len)
         self.enable_caching = enable_caching
         self._chain_key = (self._native.hash_block_size, first_parent(hash_seed, "hash_seed"))
@@ -181,9 +184,9 @@ class KVCacheManager:
         return self._native.hash_block_size
 
     @property
-    def pool(self) -> core.BlockPool:
-        """The block pool, for its counts (`num_free`, `num_cached`, `num_evicted`, ...)."""
-        return self._native.pool
+    def pool(self) -> PoolView:
+        """The counts of the block pool (`num_free`, `num_cached`, `num_evicted`, ...)."""
+        return self._pool
 
     @property
     def num_fenced_blocks(self) -> int:
@@ -193,6 +196,7 @@ class KVCacheManager:
     @property
     def stats(self) -> PrefixCacheStats:
         """How much of what was asked for was found in the cache, and how long blocks stayed."""
+        self._native.check_reader()
         return stats_of(self._native.stats())
 
     def clear_stats(self) -> None:
@@ -217,6 +221,7 @@ class KVCacheManager:
 
     def num_computed_tokens(self, request: Request) -> int:
         """Tokens of an admitted request that have a slot: the next ones go behind them."""
+        self._native.check_reader()
         return self._native.num_computed_tokens(self.row(request))
 
     def row(self, request: Request) -> int:
@@ -242,9 +247,11 @@ class KVCacheManager:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
         A new request takes its longest cached prefix and slots for at most `new_num_tokens[j]` tokens
-        behind it (default: all it has). Served in the order given; what does not fit is answered
-        `WAIT` or `NEVER` (row -1 if new) and left exactly as it was. Blocks that fill with known
-        tokens become hits for later plans.
+        behind it (default: all it has). Each is served or not, in the order given: a new request may
+        get what a running row before it was too large for, so do not pass new ones while a row waits,
+        if that is not wanted. What does not fit is answered `WAIT` (not now) or `NEVER` (not even
+        alone; row -1 if new) and left exactly as it was: its tokens and rejections are to be told
+        again. Blocks that fill with known tokens become hits for later plans.
 
         For the running rows: `token_ids`, those that became known since the last step, row after row,
         `num_token_ids[i]` of each (default: one of each); they are appended to the request unless its
@@ -256,7 +263,8 @@ class KVCacheManager:
         requests leave free besides the watermark.
 
         Raises ValueError, with nothing changed, on an unknown row, one that `allocate_slots` admitted,
-        a row or request named twice, no tokens, or tokens beyond `max_model_len`.
+        a row or request named twice, no tokens, or tokens beyond `max_model_len` (of `token_ids` one
+        more: the last that was sampled).
         """
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
@@ -280,9 +288,14 @@ class KVCacheManager:
                     self._rows[request.request_id] = row
         return plan
 
-    def would_fit(self, request: Request) -> Status:
-        """What admitting all known tokens of a request would be answered now; changes nothing."""
-        return Status(self._native.would_fit(self._new_chain(request)))
+    def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
+        """What admitting a request with its first tokens would be answered now; changes nothing.
+
+        `num_tokens`: as of `new_num_tokens` of `step`; None for all that are known. `NEVER` is said of
+        what was asked: in smaller chunks a request may fit whose window groups hold less at a time.
+        """
+        count = _ALL if num_tokens is None else num_tokens
+        return Status(self._native.would_fit(self._new_chain(request), count))
 
     def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
@@ -356,24 +369,21 @@ class KVCacheManager:
         """Takes in what a worker says of a step; returns what `abort` and `invalidate` return.
 
         A completed step, and all before it, are done: what was given back until then can be used
-        again. A step that did not complete is aborted. Failed pages are invalidated.
+        again. A step that did not complete is aborted, unless it was already. Failed pages are
+        invalidated. ValueError, with nothing changed, for a step that never was or a page that is
+        none, and for a step that did not complete but was reported done before.
         """
-        affected = {}
-        if report.completed:
-            self._native.complete(report.step_id)
-        else:
-            affected.update(self.abort(report.step_id))
-        if len(report.failed_pages):
-            affected.update(self.invalidate(report.failed_pages))
-        return affected
+        return self._by_request(
+            self._native.report(report.step_id, report.completed, report.failed_pages)
+        )
 
     def abort(self, step_id: int) -> dict[str, int]:
         """Withdraws a step and all later ones: their plans are not carried out, or came to nothing.
 
         What they computed leaves the cache. Returns per affected request (its id) the token from which
         it goes on; requests stay admitted, and the next plan tells their tables anew. Tokens that
-        became known stay known. ValueError for a step that was reported done, or is not one of the
-        last 64.
+        became known stay known. A step that was aborted before is none any more: nothing happens.
+        ValueError for a step that was reported done, or is not one of the last 64.
         """
         return self._by_request(self._native.abort(step_id))
 
@@ -383,7 +393,12 @@ class KVCacheManager:
         They, all blocks under the same hashes, and all that was computed from them leave the cache
         (groups of unequal block sizes: everything that begins with the same first hash block).
         Returns per affected request (its id) the token from which it must recompute: as far as its
-        own blocks are right, or the cache has them. The next plan tells its table anew.
+        own blocks are right, or the cache has them. Affected is who has such a block, who had one in
+        a step that may be in flight, and whose tokens run through the content of one. The next plan
+        tells its table anew.
+
+        Ids name what is in the blocks now. Who learns of a failure after further steps were planned
+        needs `fence_frees`: without it, the block may by then be another request's.
         """
         return self._by_request(self._native.invalidate(ids))
 
@@ -392,6 +407,10 @@ class KVCacheManager:
     ) -> int:
         """Leading blocks of a running request that `num_running_requests` requests hold, so all."""
         return self._native.num_common_prefix_blocks(self.row(request), num_running_requests, group)
+
+    def evict(self, ids: Ids) -> None:
+        """Forgets what these blocks hold, be they held or free; uncached ones stay as they are."""
+        self._native.evict(ids)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets every cached block; False, and nothing changed, while any block is in use."""

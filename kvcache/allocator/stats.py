@@ -21,11 +21,26 @@ class HitStats:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Blocks of one cache group."""
+    """Whole blocks of one cache group, of the requests that `HitStats` counts."""
 
-    hit_blocks: int  # taken from the cache
-    stored_blocks: int  # put into it
+    query_blocks: int  # of their known tokens
+    hit_blocks: int  # of those, within the hit: read, or left behind by a window
+    recent_query_blocks: int  # the same of the last requests alone
+    recent_hit_blocks: int
+    stored_blocks: int  # put into the cache
     evicted_blocks: int  # taken for other content while cached; since the manager was made
+
+    @property
+    def hit_rate(self) -> float:
+        """Hit blocks per queried block, 0.0 before the first query."""
+        return self.hit_blocks / self.query_blocks if self.query_blocks else 0.0
+
+    @property
+    def recent_hit_rate(self) -> float:
+        """The same of the last requests alone."""
+        if not self.recent_query_blocks:
+            return 0.0
+        return self.recent_hit_blocks / self.recent_query_blocks
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvcache.allocator import KVCacheManager
 from kvcache.plan import StepPlan
 from kvcache.replay.report import Mismatch
-from kvcache.replay.running import Running
+from kvcache.replay.running import Running, Span
 
 if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
@@ -56,14 +56,12 @@ class Audit:
             with self._timed():
                 self._count(self.verifier.check, [self._span(running, running.num_computed)])
 
-    def _span(self, running: Running, start: int) -> tuple:
-        from kvcache.replay.verified_group import Span  # torch only where there is a verifier
-
+    def _span(self, running: Running, start: int) -> Span:
         groups = range(len(self._manager.groups))
         block_ids = [self._manager.block_ids(running.request, g) for g in groups]
         return Span(running.item, running.row, block_ids, start, running.num_computed)
 
-    def _count(self, check: Callable, spans: Sequence[tuple]) -> None:
+    def _count(self, check: Callable, spans: Sequence[Span]) -> None:
         for span in spans:
             count, first = check(span)
             self.num_mismatches += count

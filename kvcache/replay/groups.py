@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from kvcache.allocator.groups import kind_names, make_kind
-from kvcache.specs import MAX_GROUPS, GroupSpec
+from kvcache.specs import GroupSpec
 
+_MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
+_MOST = 2**31 - 1  # tokens
 _REFUSED = "cross_attention"
+# For messages: what the kinds of this project take.
+_OPTION_OF = {"chunked_local": "chunk_size", "sliding_window": "window"}
+_WITHOUT_OPTIONS = ("full_attention", "recurrent")
 
 
 def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
@@ -22,8 +28,8 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
     sliding_window 16 {'window': 1024}
     """
     groups = [_group(part.strip(), block_size) for part in text.split(",")]
-    if len(groups) > MAX_GROUPS:
-        raise ValueError(f"it names {len(groups)} groups: expected at most {MAX_GROUPS}")
+    if len(groups) > _MAX_GROUPS:
+        raise ValueError(f"{len(groups)} groups: expected at most {_MAX_GROUPS}")
     return groups
 
 
@@ -42,12 +48,16 @@ def given_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -> 
     return list(groups)
 
 
+def state_tokens(groups: Sequence[GroupSpec]) -> int:
+    """Tokens after each multiple of which all recurrent groups can store a state; 1 without any."""
+    return math.lcm(*(group.block_size for group in groups if group.kind == "recurrent"))
+
+
 def check_replayable(group: GroupSpec) -> None:
     """ValueError or TypeError for a group that is no kind, has wrong options, or needs an encoder."""
     if group.kind == _REFUSED:
-        others = ", ".join(name for name in kind_names() if name != _REFUSED)
         raise ValueError(
-            f"kind is {_REFUSED!r}: expected one of {others} in a replay, "
+            f"kind is {_REFUSED!r}: expected {_replayable()} in a replay, "
             "whose prompts have no encoder tokens"
         )
     make_kind(group.kind, group.options)
@@ -56,25 +66,48 @@ def check_replayable(group: GroupSpec) -> None:
 def _group(text: str, block_size: int) -> GroupSpec:
     kind, *settings = text.split(":")
     if kind not in kind_names():
-        raise ValueError(f"{text!r}: kind is {kind!r}: expected one of {', '.join(kind_names())}")
-    options = {}
+        raise ValueError(f"{_shown(text)}: its kind is {_shown(kind)}: expected {_replayable()}")
+    options: dict[str, int] = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not name or not equals:
-            raise ValueError(f"{text!r}: {setting!r} is no option: expected option=value")
+            raise ValueError(
+                f"{_shown(text)}: {_shown(setting)} is no option: expected option=value"
+            )
         if name in options:
-            raise ValueError(f"{text!r}: {name} is given twice: expected it once")
-        options[name] = _number(text, name, value)
+            raise ValueError(f"{_shown(text)}: {_shown(name)} stands there twice: expected it once")
+        options[name] = _number(name, value, text)
     try:
         group = GroupSpec(kind, options.pop("block_size", block_size), options)
         check_replayable(group)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{text!r}: {error}") from None
+    except TypeError as error:
+        wanted = f"{_OPTION_OF[kind]}=N" if kind in _OPTION_OF else f"others ({error})"
+        if kind in _WITHOUT_OPTIONS:
+            wanted = "none"
+        raise ValueError(
+            f"{_shown(text)}: its options besides block_size are {options}: expected {wanted}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{_shown(text)}: {error}") from None
     return group
 
 
-def _number(text: str, name: str, value: str) -> int:
+def _number(name: str, value: str, text: str) -> int:
     try:
-        return int(value)
+        number = int(value)
     except ValueError:
-        raise ValueError(f"{text!r}: {name} is {value!r}: expected a whole number") from None
+        number = _MOST + 1
+    if abs(number) > _MOST:
+        raise ValueError(
+            f"{_shown(text)}: {_shown(name)} is {_shown(value)}: "
+            f"expected a whole number of at most {_MOST}"
+        )
+    return number
+
+
+def _replayable() -> str:
+    return "one of " + ", ".join(name for name in kind_names() if name != _REFUSED)
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -51,10 +51,12 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
 
 def _title(report: ReplayReport) -> str:
     rejected = f" ({report.rejected_requests:,} rejected)" if report.rejected_requests else ""
+    groups = report.groups or []
+    shared = f"for {len(groups)} groups" if len(groups) > 1 else f"of {report.block_size} tokens"
     return (
         f"Prefix cache replay of {report.trace}\n"
         f"{report.requests:,} requests{rejected}, {report.concurrency} at a time, "
-        f"{report.capacity_blocks:,} blocks of {report.block_size} tokens"
+        f"{report.capacity_blocks:,} blocks {shared}"
     )
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager, Request
 from kvcache.plan import Status, StepPlan
-from kvcache.replay.report import Mismatch, ReplayReport
+from kvcache.replay.audit import Audit
+from kvcache.replay.groups import given_groups, state_tokens
+from kvcache.replay.report import ReplayReport
+from kvcache.replay.running import Running
 from kvcache.replay.workload import WorkloadRequest
+from kvcache.specs import GroupSpec
 
 if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
@@ -29,20 +32,19 @@ class Series:
     used_blocks: list[int] = field(default_factory=list)  # held by running requests
 
 
-@dataclass(slots=True)
-class _Running:
-    item: WorkloadRequest
-    request: Request
-    row: int
-    checked_at: int = -1  # number of plans applied when its KV was last read
-
-
 class Replayer:
     """Replays prompts through `KVCacheManager.step` and `free`, as a simulated scheduler.
 
-    `num_blocks` counts the null block. Up to `concurrency` requests run at a time; when another one
-    needs their place or their blocks, the oldest finishes. What does not fit even then counts as
-    rejected. `verifier`: writes and reads real KV behind every plan. `series`: filled per request.
+    `block_size`: of one group of full attention; or `groups`. `num_blocks` counts the null block. Up to
+    `concurrency` requests run at a time; when another one needs their place or their blocks, the
+    oldest finishes. What does not fit even then counts as rejected. `hash_block_size`: tokens per
+    hash; finer than a block, hits end inside blocks. `verifier`: of the same groups; writes and reads
+    real KV behind every plan. `series`: filled per request.
+
+    A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
+    together with the chunks of all other prompts that are not computed yet. Where there are recurrent
+    states, chunks end at boundaries of their blocks, so that they can be hit. A chunk that does not
+    fit lets the oldest computed request finish; where there is none, its own request is rejected.
 
     >>> from kvcache.replay import chat_workload
     >>> Replayer(block_size=16, num_blocks=4_001).run(chat_workload(100)).requests
@@ -52,28 +54,38 @@ class Replayer:
     def __init__(
         self,
         *,
-        block_size: int,
         num_blocks: int,
+        block_size: int | None = None,
+        groups: Sequence[GroupSpec] | None = None,
+        hash_block_size: int | None = None,
+        chunk_tokens: int | None = None,
         concurrency: int = 1,
         verifier: KVVerifier | None = None,
         series: Series | None = None,
     ) -> None:
-        if concurrency < 1:
-            raise ValueError(f"concurrency is {concurrency}: expected 1 or more")
-        self.manager = KVCacheManager(
-            block_size, num_blocks, _NO_LENGTH_LIMIT, num_preallocate_tokens=0
+        for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}: expected 1 or more")
+        self.manager = KVCacheManager.for_groups(
+            given_groups(block_size, groups),
+            num_blocks,
+            _NO_LENGTH_LIMIT,
+            num_preallocate_tokens=0,
+            hash_block_size=hash_block_size,
         )
         self.concurrency = concurrency
+        self.chunk_tokens = chunk_tokens
         self.verifier = verifier
         self.series = series
+        self._audit = None if verifier is None else Audit(verifier, self.manager)
+        self._tells_groups = groups is not None
+        self._hash_block_size = hash_block_size
         self._num_blocks = num_blocks
-        self._running: deque[_Running] = deque()
+        self._state_tokens = state_tokens(self.manager.groups)
+        self._running: list[Running] = []  # oldest first
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = 0
-        self._hash_ns = self._step_ns = self._free_ns = self._verify_ns = 0
-        self._num_plans = 0
-        self._verified_tokens = self._num_mismatches = 0
-        self._mismatches: dict[int, Mismatch] = {}  # first of each request
+        self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
         self,
@@ -87,89 +99,152 @@ class Replayer:
             if on_request is not None:
                 on_request()
         while self._running:
-            self._finish_oldest()
+            self._make_room()
         return self._report(trace)
 
     def _replay(self, item: WorkloadRequest) -> None:
         self._num_requests += 1
         while len(self._running) >= self.concurrency:
-            self._finish_oldest()
+            self._make_room()
         request = Request(str(item.index), item.token_ids)
         start = perf_counter_ns()
         self.manager.block_hashes(request)
         self._hash_ns += perf_counter_ns() - start
-        plan = self._admit(request)
-        num_hit = 0
-        if plan is None:
+        if self._audit is not None:
+            self._audit.reserve(item.num_tokens)
+        new = Running(item, request, self._num_requests - 1)
+        is_served = self._admit(new)
+        if not is_served:
             self._num_rejected += 1
-        else:
-            num_hit = int(plan.num_computed_tokens[0])
-            self._prompt_tokens += item.num_tokens
-            self._hit_tokens += num_hit
-            self._start(_Running(item, request, int(plan.rows[0])), num_hit)
         if self.series is not None:
-            self._record(0 if plan is None else item.num_tokens, num_hit)
+            self._record(new, is_served)
 
-    def _admit(self, request: Request) -> StepPlan | None:
-        """The plan that admits the request, or None when it is rejected."""
+    def _admit(self, new: Running) -> bool:
+        """Whether the request was admitted; otherwise it is rejected."""
         while True:
-            plan = self._step(request)
-            status = plan.status[0]
+            status = self._step(new)
             if status == Status.SERVED:
-                return plan
+                return True
             if status == Status.NEVER or not self._running:
-                return None
-            self._finish_oldest()
+                return False
+            self._make_room()
 
-    def _step(self, request: Request) -> StepPlan:
+    def _make_room(self) -> None:
+        """Lets the oldest request finish; steps until its prompt is computed."""
+        oldest = self._running[0]
+        while oldest.num_left:
+            self._step()
+            if self._running[:1] != [oldest]:  # rejected
+                return
+        self._finish(oldest)
+
+    def _step(self, new: Running | None = None) -> Status | None:
+        """Computes a chunk of every prompt that is not computed, and admits a request if it can.
+
+        Returns what the plan says of the new request.
+        """
+        going = []
+        if self.chunk_tokens is not None:
+            going = [each for each in self._running if each.num_left]
+        counts = [self._chunk(each, each.num_computed) for each in going]
+        plan = self._planned(going, counts, new)
+        status = plan.status.tolist()
+        starts = plan.num_computed_tokens.tolist()
+        served = []
+        for running, count, answer, start in zip(going, counts, status, starts):
+            if answer == Status.SERVED:
+                running.num_computed += count
+                served.append((running, start))
+        if new is not None and status[-1] == Status.SERVED:
+            self._running.append(new)
+            new.row, new.num_hit = int(plan.rows[-1]), starts[-1]
+            new.num_computed = self.manager.num_computed_tokens(new.request)
+            served.append((new, new.num_hit))
+        if self._audit is not None:
+            self._audit.apply(plan, served)
+        for running, answer in zip(going, status):
+            if answer != Status.SERVED:
+                self._help(running, Status(answer))
+        return None if new is None else Status(status[-1])
+
+    def _planned(self, going: list[Running], counts: list[int], new: Running | None) -> StepPlan:
+        asked = {}
+        if going:
+            asked["rows"], asked["num_tokens"] = [each.row for each in going], counts
+        if new is not None:
+            asked["new"] = [new.request]
+            if self.chunk_tokens is not None:
+                count = self._chunk(new, self._num_cached(new))
+                asked["new_num_tokens"] = [count]
+            if going:
+                # Whoever comes leaves room for all that these prompts still need, and has room for
+                # its own: only a prompt that is computed alone can ever be stuck.
+                asked["num_reserved_blocks"] = self._num_blocks_left(new, count) + sum(
+                    self._num_blocks_left(each, each.num_computed) for each in going
+                )
         start = perf_counter_ns()
-        plan = self.manager.step(new=[request])
+        plan = self.manager.step(**asked)
         self._step_ns += perf_counter_ns() - start
-        self._num_plans += 1
-        if self.verifier is not None:
-            # A plan that admits nobody still clears rows of those who left: every plan is applied.
-            start = perf_counter_ns()
-            self.verifier.apply(plan)
-            self._verify_ns += perf_counter_ns() - start
         return plan
 
-    def _start(self, running: _Running, num_computed_tokens: int) -> None:
-        self._running.append(running)
-        if self.verifier is not None:
-            start = perf_counter_ns()
-            self.verifier.write(running.item, running.row, num_computed_tokens)
-            self._verify_ns += perf_counter_ns() - start
-            self._check(running)
-            self._verified_tokens += running.item.num_tokens
+    def _chunk(self, running: Running, start: int) -> int:
+        """Tokens of the next step of a prompt that is computed up to `start`."""
+        num_tokens = running.item.num_tokens
+        if self.chunk_tokens is None:
+            return num_tokens - start
+        stop = min(start + self.chunk_tokens, num_tokens)
+        aligned = stop - stop % self._state_tokens
+        return (aligned if aligned > start else stop) - start
 
-    def _finish_oldest(self) -> None:
-        running = self._running.popleft()
-        # Somebody was admitted since its KV was last read: did its blocks stay its own?
-        if self.verifier is not None and running.checked_at != self._num_plans:
-            self._check(running)
+    def _num_cached(self, new: Running) -> int:
+        """Tokens that will be hit, as far as the end of the first chunk depends on it."""
+        if self._state_tokens == 1:
+            return 0
+        return self.manager.get_computed_blocks(new.request)[1]
+
+    def _num_blocks_left(self, running: Running, num_computed: int) -> int:
+        """At most so many blocks does a prompt take from here to its end."""
+        num_tokens, sizes = running.item.num_tokens, self.manager.block_sizes
+        return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
+
+    def _help(self, running: Running, answer: Status) -> None:
+        """Its chunk did not fit: the oldest of the computed requests finishes, or it is rejected."""
+        computed = [each for each in self._running if not each.num_left]
+        if computed and answer == Status.WAIT:
+            self._finish(computed[0])
+        else:
+            self._reject(running)
+
+    def _finish(self, running: Running) -> None:
+        if self._audit is not None:
+            self._audit.finish(running)
+        self._prompt_tokens += running.item.num_tokens
+        self._hit_tokens += running.num_hit
+        self._free(running)
+
+    def _reject(self, running: Running) -> None:
+        self._num_rejected += 1
+        if self.series is not None and running.place < len(self.series.prompt_tokens):
+            self.series.prompt_tokens[running.place] = self.series.hit_tokens[running.place] = 0
+        self._free(running)
+
+    def _free(self, running: Running) -> None:
+        self._running.remove(running)
         start = perf_counter_ns()
         self.manager.free(running.request)
         self._free_ns += perf_counter_ns() - start
 
-    def _check(self, running: _Running) -> None:
-        start = perf_counter_ns()
-        block_ids = self.manager.block_ids(running.request)
-        count, first = self.verifier.check(running.item, running.row, block_ids)
-        self._num_mismatches += count
-        if first is not None:
-            self._mismatches.setdefault(running.item.index, first)
-        running.checked_at = self._num_plans
-        self._verify_ns += perf_counter_ns() - start
-
-    def _record(self, prompt_tokens: int, hit_tokens: int) -> None:
+    def _record(self, new: Running, is_served: bool) -> None:
         pool, series = self.manager.pool, self.series
-        series.prompt_tokens.append(prompt_tokens)
-        series.hit_tokens.append(hit_tokens)
+        series.prompt_tokens.append(new.item.num_tokens if is_served else 0)
+        series.hit_tokens.append(new.num_hit if is_served else 0)
         series.evicted_blocks.append(pool.num_evicted)
         series.used_blocks.append(pool.num_total - pool.num_free)
 
     def _report(self, trace: str) -> ReplayReport:
         pool, block_size = self.manager.pool, self.manager.block_size
+        groups = self._groups()
+        is_hybrid = len(groups) > 1
         report = ReplayReport(
             trace=trace,
             block_size=block_size,
@@ -178,7 +253,9 @@ class Replayer:
             concurrency=self.concurrency,
             requests=self._num_requests,
             prompt_tokens=self._prompt_tokens,
-            hit_blocks=self._hit_tokens // block_size,
+            hit_blocks=sum(group["hit_blocks"] for group in groups)
+            if is_hybrid
+            else self._hit_tokens // block_size,
             hit_tokens=self._hit_tokens,
             token_hit_rate=self._hit_tokens / max(self._prompt_tokens, 1),
             evicted_blocks=pool.num_evicted,
@@ -186,13 +263,28 @@ class Replayer:
             peak_used_blocks=pool.peak_used,
             cached_blocks=pool.num_cached,
             us_per_request=self._us_per_request(),
+            hash_block_size=self._hash_block_size,
+            chunk_tokens=self.chunk_tokens,
+            groups=groups if self._tells_groups else None,
         )
-        if self.verifier is not None:
-            report.verify_us_per_request = self._us(self._verify_ns)
-            report.verified_tokens = self._verified_tokens
-            report.mismatches = self._num_mismatches
-            report.mismatched_requests = list(self._mismatches.values())
+        if self._audit is not None:
+            report.verify_us_per_request = self._us(self._audit.ns)
+            report.verified_tokens = self._prompt_tokens  # of all that finished
+            report.mismatches = self._audit.num_mismatches
+            report.mismatched_requests = list(self._audit.mismatches.values())
         return report
+
+    def _groups(self) -> list[dict]:
+        """What the manager counted per group."""
+        return [
+            {
+                "kind": group.kind,
+                "block_size": group.block_size,
+                "options": dict(group.options),
+                **asdict(stats),
+            }
+            for group, stats in zip(self.manager.groups, self.manager.stats.groups)
+        ]
 
     def _us_per_request(self) -> dict[str, float]:
         phases = {"hash": self._hash_ns, "step": self._step_ns, "free": self._free_ns}

@@ -107,9 +107,10 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         ("rejected", f"{report.rejected_requests:,}", "did not fit into the pool"),
         ("prompt tokens", f"{report.prompt_tokens:,}", "of the requests served"),
     ]
+    size = "over all groups" if is_hybrid else f"of {report.block_size} tokens"
     cache = [
         ("token hit rate", f"{report.token_hit_rate:.4f}", f"{report.hit_tokens:,} tokens"),
-        ("hit blocks", f"{report.hit_blocks:,}", "over all groups" if is_hybrid else f"of {report.block_size} tokens"),
+        ("hit blocks", f"{report.hit_blocks:,}", size),
         ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
     ]
     pool = [

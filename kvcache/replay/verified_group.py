@@ -7,9 +7,7 @@ writing and reading get wrong alike, only the second path can see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,24 +15,12 @@ import torch
 from kvcache._native import core
 from kvcache.replay.content import kv_of_content
 from kvcache.replay.report import Mismatch
+from kvcache.replay.running import Span
 from kvcache.replay.workload import WorkloadRequest
 from kvcache.worker import BlockTable, KVStorage
 
 NOTHING_WRONG = (0, None)
 Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of them
-
-
-class Span(NamedTuple):
-    """Tokens start to stop - 1 of an admitted request: those of one step.
-
-    With start = stop, as one that is to be read: what the next token would attend to.
-    """
-
-    request: WorkloadRequest
-    row: int
-    block_ids: Sequence[np.ndarray]  # per group int32[k], the request's as the manager has them
-    start: int
-    stop: int
 
 
 @dataclass

@@ -19,7 +19,8 @@ from kvcache.allocator.groups import make_kind
 from kvcache.plan import StepPlan
 from kvcache.replay.content import feature_factors
 from kvcache.replay.groups import given_groups
-from kvcache.replay.verified_group import Found, Span, StateGroup, TokenGroup, VerifiedGroup
+from kvcache.replay.running import Span
+from kvcache.replay.verified_group import Found, StateGroup, TokenGroup, VerifiedGroup
 from kvcache.specs import GroupSpec
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Worker
 from kvcache.worker.storage import allocate_pages
@@ -140,9 +141,7 @@ class KVVerifier:
         )
         self.worker = Worker(self.storages, self.tables)
 
-    def _make_groups(
-        self, kinds: list[core.AttentionKind], num_layers: int
-    ) -> list[VerifiedGroup]:
+    def _make_groups(self, kinds: list[core.AttentionKind], num_layers: int) -> list[VerifiedGroup]:
         features = [each.num_kv_heads * each.head_size for each in self.storages]
         ends = np.cumsum([2 * num_layers * n for n in features])
         factors = np.split(feature_factors(int(ends[-1])), ends[:-1])

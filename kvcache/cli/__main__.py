@@ -1,0 +1,8 @@
+"""`python -m kvcache.cli`."""
+
+import sys
+
+from kvcache.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The options of `kvcache replay`: what they are called, and what their values may be."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+
+from kvcache.cli.errors import UsageError, shown
+
+MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
+# Defaults: a pool that holds part of the workload, so that hits and evictions both show.
+TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
+CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
+
+
+def add_replay_options(sub: argparse.ArgumentParser) -> None:
+    """TRACE and all options, their values checked as far as they can be alone."""
+    sub.add_argument("trace", nargs="?", metavar="TRACE", help="JSONL file; default: chats")
+    block_size = f"tokens; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
+    num_blocks = f"null block counted; default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
+    for option, least, most, text in (
+        ("--block-size", 1, MAX_INT32, block_size),
+        ("--num-blocks", 2, MAX_INT32, num_blocks),
+        ("--limit", 1, MAX_INT32, "replay at most N requests"),
+        ("--concurrency", 1, MAX_INT32, "requests that run at a time; default 1"),
+        ("--hash-block-size", 1, MAX_INT32, "tokens; finer than blocks: hits end inside them, too"),
+        ("--chunk-tokens", 1, MAX_INT32, "compute prompts in chunks of at most N tokens"),
+        ("--seed", 0, MAX_INT64, "of the chats; default 0"),
+        ("--requests", 1, MAX_INT32, f"number of chat turns; default {CHAT_REQUESTS}"),
+    ):
+        sub.add_argument(option, metavar="N", type=_number(option, least, most), help=text)
+    sub.add_argument(
+        "--groups",
+        metavar="LIST",
+        help="cache groups, kind[:option=value]... each, as full_attention,sliding_window:window=1024;"
+        " block_size=N is an option of all kinds; default: one full_attention",
+    )
+    sub.add_argument(
+        "--device", default="cpu", type=_device_name, help="where --verify keeps KV; default cpu"
+    )
+    for option, text in (
+        ("--verify", "write, read back and compare real KV (needs torch)"),
+        ("--json", "one JSON object on stdout instead of a table"),
+    ):
+        sub.add_argument(option, action="store_true", help=text)
+    sub.add_argument(
+        "--plot", metavar="FILE.png", type=_plot_file, help="draw the course of the replay"
+    )
+
+
+def _number(option: str, least: int, most: int) -> Callable[[str], int]:
+    def convert(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if not least <= value <= most:
+            raise UsageError(
+                f"{option} is {shown(text)}: expected a whole number from {least} to {most}"
+            )
+        return value
+
+    return convert
+
+
+def _plot_file(text: str) -> str:
+    # os.path, not pathlib: a name too long for the system is then no folder, and no exception.
+    folder = os.path.dirname(text) or "."
+    if os.path.splitext(text)[1].lower() != ".png":
+        raise UsageError(f"--plot is {text!r}: expected a file name that ends in .png")
+    if not os.path.isdir(folder):
+        raise UsageError(f"--plot is {text!r}: expected an existing folder, not {folder!r}")
+    if os.path.isdir(text):
+        raise UsageError(f"--plot is {text!r}: expected a file, not a directory")
+    return text
+
+
+def _device_name(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise UsageError(f"--device is {shown(text)}: expected cpu, cuda or cuda:N")
+    return text

@@ -1,0 +1,273 @@
+"""The commands `kvcache replay` and `kvcache demo`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from kvcache.cli import options
+from kvcache.cli.errors import MissingError, UsageError, shown
+from kvcache.cli.output import progress, say, show, writing
+
+if TYPE_CHECKING:
+    from kvcache.replay import ReplayReport, Series, WorkloadRequest
+    from kvcache.replay.verifier import KVVerifier
+
+_NUM_SHOWN_MISMATCHES = 10
+_DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
+
+
+def run_replay(args: argparse.Namespace) -> int:
+    """`kvcache replay`; returns the exit code."""
+    _check_trace(args)
+    _settle(args)
+    _require(args)
+    report, series = _replayed(args)
+    if args.plot is not None:
+        _plot(series, report, args.plot)
+    if args.json:
+        with writing():
+            print(json.dumps(report.to_dict()))
+    else:
+        _print_table(report)
+    return _judged(report)
+
+
+def run_demo(_: argparse.Namespace) -> int:
+    """`kvcache demo`; returns the exit code."""
+    parser = argparse.ArgumentParser()
+    options.add_replay_options(parser)
+    args = parser.parse_args(_DEMO)
+    _settle(args)
+    _require(args)
+    report, _ = _replayed(args)
+    _print_table(report)
+    if not report.mismatches:
+        show(_what_was_shown(report))
+    return _judged(report)
+
+
+def _what_was_shown(report: ReplayReport) -> str:
+    return (
+        f"Shown: {report.requests:,} turns of interleaved chats went through a cache of "
+        f"{report.capacity_blocks:,} blocks; {report.token_hit_rate:.0%} of their prompt tokens "
+        "were found there instead of being computed again, "
+        f"{report.evicted_blocks:,} blocks were evicted on the way, "
+        f"and each of the {report.verified_tokens:,} tokens, read back through block "
+        "table and slot mapping and once more from its block itself, had exactly its own K and V."
+    )
+
+
+def _check_trace(args: argparse.Namespace) -> None:
+    # After parsing: a mistyped option's value would be taken for the trace.
+    if args.trace is not None:
+        if not os.path.exists(args.trace):
+            raise UsageError(f"TRACE is {args.trace!r}: expected an existing file")
+        if os.path.isdir(args.trace):
+            raise UsageError(f"TRACE is {args.trace!r}: expected a file, not a directory")
+        for option, value in (("--seed", args.seed), ("--requests", args.requests)):
+            if value is not None:
+                raise UsageError(
+                    f"{option} is {value}: expected only without TRACE, it is for generated chats"
+                )
+
+
+def _require(args: argparse.Namespace) -> None:
+    """Complains about what is not there before the work begins, not after it."""
+    if not args.json:
+        _require_module("rich", "tables (--json works without it)", "pip install 'kvcache[cli]'")
+    if args.plot is not None:
+        _require_module("matplotlib", "--plot", "pip install 'kvcache[cli]'")
+    if args.verify:
+        _require_module("torch", "--verify", "pip install torch")
+    if args.device != "cpu":
+        _require_module("torch", f"--device {args.device}", "pip install torch")
+        _check_cuda(args.device)
+
+
+def _require_module(module: str, purpose: str, remedy: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise MissingError(f"{module} is not installed, which {purpose} needs: {remedy}")
+
+
+def _check_cuda(device: str) -> None:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        raise UsageError(
+            f"--device is {device!r}: expected cpu, torch {torch.__version__} finds no CUDA device"
+        )
+    index = int(device.partition(":")[2] or 0)
+    if index >= count:
+        raise UsageError(f"--device is {device!r}: expected at most cuda:{count - 1}")
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Puts defaults in place, and groups as specs; what is wrong together is a UsageError."""
+    is_trace = args.trace is not None
+    default = options.TRACE_BLOCK_SIZE if is_trace else options.CHAT_BLOCK_SIZE
+    args.block_size = args.block_size or default
+    default = options.TRACE_NUM_BLOCKS if is_trace else options.CHAT_NUM_BLOCKS
+    args.num_blocks = args.num_blocks or default
+    # Each request holds a block at least.
+    args.concurrency = min(args.concurrency or 1, args.num_blocks - 1)
+    args.specs = None
+    if args.groups is not None:
+        try:
+            args.specs = _import("kvcache.replay.groups").parse_groups(args.groups, args.block_size)
+        except ValueError as error:
+            raise UsageError(f"--groups has {error}") from None
+    if args.hash_block_size is not None:
+        sizes = [spec.block_size for spec in args.specs or ()] or [args.block_size]
+        if math.gcd(*sizes) % args.hash_block_size:
+            raise UsageError(
+                f"--hash-block-size is {args.hash_block_size}: expected a divisor of every group's "
+                f"block size, so of {math.gcd(*sizes)}"
+            )
+
+
+def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
+    replay = _import("kvcache.replay")
+    series = replay.Series() if args.plot is not None else None
+    verifier = _verifier(args)
+    try:
+        replayer = replay.Replayer(
+            **_groups(args),
+            num_blocks=args.num_blocks,
+            hash_block_size=args.hash_block_size,
+            chunk_tokens=args.chunk_tokens,
+            concurrency=args.concurrency,
+            verifier=verifier,
+            series=series,
+        )
+    except MemoryError as error:
+        raise UsageError(
+            f"--num-blocks is {args.num_blocks}: expected fewer, they do not fit into memory "
+            f"({error})"
+        ) from None
+    except ValueError as error:  # sizes that have no common multiple within reason
+        raise UsageError(f"--groups is {shown(args.groups)}: {error}") from None
+    name, workload = _workload(args)
+    try:
+        with _progress(args) as advance:
+            report = replayer.run(workload, name, advance)
+    except replay.TraceError as error:
+        raise UsageError(str(error)) from None
+    return report, series
+
+
+def _groups(args: argparse.Namespace) -> dict:
+    """What replayer and verifier are told of the groups."""
+    return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
+
+
+def _import(name: str) -> ModuleType:
+    """Imports what needs the native libraries, which may have to be built first."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise MissingError(f"{name} cannot be used: {reason} (see `kvcache doctor`)") from error
+
+
+def _verifier(args: argparse.Namespace) -> KVVerifier | None:
+    if not args.verify:
+        return None
+    verifier = _import("kvcache.replay.verifier")
+    try:
+        return verifier.KVVerifier(
+            **_groups(args),
+            num_blocks=args.num_blocks,
+            max_num_reqs=args.concurrency,
+            device=args.device,
+        )
+    except (MemoryError, ValueError) as error:  # pages or tables too large
+        given = f"--block-size {args.block_size}"
+        if args.specs is not None:
+            given = f"--groups {shown(args.groups)}"
+        raise UsageError(
+            f"{given} with --num-blocks {args.num_blocks} and --concurrency "
+            f"{args.concurrency} is too much to verify: {error}"
+        ) from None
+
+
+def _workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]:
+    from kvcache.replay import chat_workload
+
+    if args.trace is not None:
+        return Path(args.trace).name, itertools.islice(_trace(args.trace), args.limit)
+    seed = args.seed or 0
+    requests = chat_workload(args.requests or options.CHAT_REQUESTS, seed)
+    return f"chat (seed {seed})", itertools.islice(requests, args.limit)
+
+
+def _trace(path: str) -> Iterator[WorkloadRequest]:
+    from kvcache.replay import read_mooncake
+
+    try:
+        yield from read_mooncake(path)
+    except OSError as error:
+        raise UsageError(
+            f"TRACE is {path!r}: expected a readable file ({error.strerror})"
+        ) from None
+
+
+def _progress(
+    args: argparse.Namespace,
+) -> AbstractContextManager[Callable[[], None] | None]:
+    """A progress bar where somebody watches; gives what to call after each request."""
+    if args.json or not sys.stderr.isatty():
+        return nullcontext()
+    return progress(_num_expected(args))
+
+
+def _num_expected(args: argparse.Namespace) -> int | None:
+    """Requests to come; None where counting would consume them (a pipe)."""
+    if args.trace is None:
+        num_requests = args.requests or options.CHAT_REQUESTS
+    elif os.path.isfile(args.trace):
+        with open(args.trace, "rb") as file:
+            num_requests = sum(not line.isspace() for line in file)
+    else:
+        return args.limit
+    return num_requests if args.limit is None else min(num_requests, args.limit)
+
+
+def _print_table(report: ReplayReport) -> None:
+    from kvcache.replay.report import report_table
+
+    show(report_table(report))
+
+
+def _plot(series: Series, report: ReplayReport, path: str) -> None:
+    from kvcache.replay.plots import draw
+
+    try:
+        draw(series, report, path)
+    except OSError as error:
+        raise UsageError(
+            f"--plot is {path!r}: expected a writable file ({error.strerror})"
+        ) from None
+
+
+def _judged(report: ReplayReport) -> int:
+    """Names the wrong KV that was found; the exit code."""
+    found = report.mismatched_requests or []
+    for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
+        say(str(mismatch))
+    if len(found) > _NUM_SHOWN_MISMATCHES:
+        more = len(found) - _NUM_SHOWN_MISMATCHES
+        say(f"wrong KV in {more} more requests")
+    return 1 if found else 0

@@ -1,0 +1,43 @@
+"""An admitted request of a replay, and the piece of it that a step computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.allocator import Request
+from kvcache.replay.workload import WorkloadRequest
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """A request from its first asking until it is freed."""
+
+    item: WorkloadRequest
+    request: Request
+    place: int  # in the workload as far as it was replayed, from 0
+    row: int = -1  # while it is admitted
+    num_hit: int = 0  # tokens
+    num_computed: int = 0  # tokens, the hit included
+    checked_at: int = -1  # number of plans applied when its KV was last read
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of the prompt that are not computed yet."""
+        return self.item.num_tokens - self.num_computed
+
+
+class Span(NamedTuple):
+    """Tokens start to stop - 1 of an admitted request: those of one step.
+
+    With start = stop, as one that is to be read: what the next token would attend to.
+    """
+
+    request: WorkloadRequest
+    row: int
+    block_ids: Sequence[np.ndarray]  # per group int32[k], the request's as the manager has them
+    start: int
+    stop: int
