@@ -373,7 +373,7 @@ class Driver:
     def some_blocks(self) -> list[int]:
         """Any block, some of a request, or one that was dropped a moment ago."""
         choose = self.choose
-        dropped = [block for step in self.model.in_flight for _, _, block in step["dropped"]]
+        dropped = [block for step in self.model.in_flight for _, _, block, _ in step["dropped"]]
         if dropped and choose.chance(3):
             return [choose.pick(dropped[-3:])]
         if choose.chance(2) or not self.requests:

@@ -111,6 +111,7 @@ class ModelManager:
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
+        self.tenancy = dict.fromkeys(range(1, num_blocks), 0)  # how often it was handed out
         self.uncached_free = list(range(1, num_blocks))
         self.cached_free: list[int] = []
         # Of cached blocks: group, tokens of the full block or None, tokens of its parts.
@@ -230,6 +231,10 @@ class ModelManager:
     def free(self, row):
         state = self.rows.pop(row)
         self._publish(state)
+        for g, (group, held) in enumerate(zip(self.groups, state.held)):
+            for column in range(held.num_published, ceil_div(state.num_computed, group.block_size)):
+                if group.pages != ENCODER and held.blocks[column]:
+                    self._note_dropped(state, g, column, held.blocks[column])
         self._give_back_row(state, with_encoder=True)
         if state.by_step:
             self.to_clear.add(row)
@@ -429,6 +434,7 @@ class ModelManager:
                 continue
             if each.source and taken[g]:
                 self.step_answer.copy.append((each.source, taken[g][0]))
+                self._note_dropped(state, g, len(each.blocks), each.source)
                 each.source = 0
             each.blocks += taken[g]
 
@@ -447,6 +453,7 @@ class ModelManager:
         block = (self.uncached_free or self.cached_free).pop(0)
         self._forget(block)
         self.refs[block] = 1
+        self.tenancy[block] += 1
         return block
 
     def _retain(self, block):
@@ -529,7 +536,7 @@ class ModelManager:
         self.published.append((g, prefix, block))
         parts = self.content[block][2] if block in self.content else []
         self.content[block] = (g, prefix, parts)
-        self._note_published(state, block)
+        self._note_published(state, block, g, prefix)
 
     def _publish_parts(self, state, g, known):
         each, size = state.held[g], self.groups[g].block_size
@@ -543,7 +550,7 @@ class ModelManager:
             if block not in self.content:
                 self.content[block] = (g, None, [])
             self.content[block][2].append(prefix)
-            self._note_published(state, block)
+            self._note_published(state, block, g, prefix)
         each.num_parts = max(each.num_parts, known // self.hash_size)
 
     def _publish_state(self, state, g, num_tokens):
@@ -556,23 +563,27 @@ class ModelManager:
             self._publish_block(state, g, num_tokens // size - 1)
             each.num_published = num_tokens // size
 
-    def _note_published(self, state, block):
+    def _note_published(self, state, block, g, prefix):
         if self.in_flight and state.by_step:
-            self.in_flight[-1]["published"].append((state.admission, block))
+            entry = (state.admission, block, g, prefix, self.tenancy[block])
+            self.in_flight[-1]["published"].append(entry)
 
     def _note_dropped(self, state, g, column, block):
         if self.in_flight and state.by_step:
-            entry = (state.admission, column * self.groups[g].block_size, block)
+            start = column * self.groups[g].block_size
+            entry = (state.admission, start, block, state.request)
             self.in_flight[-1]["dropped"].append(entry)
 
     # Withdrawing -----------------------------------------------------------------------------------
 
     def abort(self, step_id):
-        alive = {state.admission for state in self.rows.values()}
-        bad, limits = {}, {}
+        if step_id not in [step["id"] for step in self.in_flight]:
+            return {}  # it was aborted before
+        alive = {state.admission: row for row, state in self.rows.items()}
+        bad, limits, published, dropped = {}, {}, [], []
         for step in [each for each in self.in_flight if each["id"] >= step_id]:
-            # What rows that are still there have published is behind their limit.
-            bad |= {block: 0 for admission, block in step["published"] if admission not in alive}
+            published += step["published"]
+            dropped += step["dropped"]
             for row, admission, served_start, is_new in step["rows"]:
                 state = self.rows.get(row)
                 if state is None or state.admission != admission:
@@ -588,44 +599,81 @@ class ModelManager:
                     self.rows[row].resend = True
                 else:
                     self.to_clear.add(row)
-        if step_id <= self.last_issued:
-            self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
+        for admission, block, g, prefix, tenancy in published:
+            if tenancy != self.tenancy[block]:
+                continue  # it is somebody else's by now
+            right, size = 0, self.groups[g].block_size
+            if admission in alive:
+                start = (len(prefix) - 1) // size * size
+                limit = limits.get(alive[admission], FOREVER)
+                if start + size <= limit:
+                    continue
+                right = max(limit, start)
+            bad[block] = min(bad.get(block, right), right)
+        self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
+        if self.in_flight:  # it may have been computed by a step that is still in flight
+            self.in_flight[-1]["published"] += published
+            self.in_flight[-1]["dropped"] += dropped
         self.last_issued = min(self.last_issued, step_id - 1)
         self.fences = [(min(id_, self.last_issued), blocks) for id_, blocks in self.fences]
         self._lift_fences()
-        return self._withdraw(bad, limits, by_content=False)
+        return self._withdraw(bad, limits, None)
 
     def invalidate(self, blocks):
-        limits = {}
+        bad, limits, prefixes = dict.fromkeys(blocks, 0), {}, {}
+        alive = {state.admission: row for row, state in self.rows.items()}
         for step in self.in_flight:
-            for admission, first_token, block in step["dropped"]:
-                for row, state in self.rows.items():
-                    if block in blocks and state.admission == admission:
-                        limits[row] = min(limits.get(row, FOREVER), first_token)
-        return self._withdraw(dict.fromkeys(blocks, 0), limits, by_content=True)
+            for admission, first_token, block, request in step["dropped"]:
+                if block not in blocks:
+                    continue
+                row = alive.get(admission)
+                if row is None:
+                    self._add_left(request, first_token, bad, prefixes)
+                else:
+                    limits[row] = min(limits.get(row, FOREVER), first_token)
+        for block in blocks:
+            g, whole, parts = self.content.get(block, (0, None, []))
+            for prefix in [*parts, *([whole] if whole else [])]:
+                self._add_prefix(prefixes, prefix, 0, self.groups[g].block_size)
+        return self._withdraw(bad, limits, prefixes)
 
-    def _withdraw(self, bad, limits, by_content):
+    def _add_left(self, request, first_token, bad, prefixes):
+        """What a row that has left may have computed from this token on."""
+        if not self.caching:
+            return
+        for g, group in enumerate(self.groups):
+            size = group.block_size
+            first = first_token // self.hash_size * self.hash_size + self.hash_size
+            for end in range(first, len(request.tokens) + 1, self.hash_size):
+                prefix = tuple(request.tokens[:end])
+                right = max(first_token, (end - 1) // size * size)
+                found = self.find(g, prefix) if end % size == 0 else 0
+                if found:
+                    bad[found] = min(bad.get(found, right), right)
+                if group.pages != ENCODER and (found or self.has_parts[g]):
+                    self._add_prefix(prefixes, prefix, right, size)
+
+    def _withdraw(self, bad, limits, prefixes):
         """Row -> tokens from which it goes on, of the rows that lose some.
 
-        `bad`: block -> tokens of its prefix that are right. By content: who runs through the content
-        of a bad block is affected, whatever blocks it holds.
+        `bad`: block -> tokens of its prefix that are right. `prefixes`: bad content -> (tokens of it
+        that are right, block size): who runs through it is affected, whatever blocks it holds; None
+        where only blocks count.
         """
-        prefixes = {}  # of bad content -> (tokens of it that are right, block size)
-        if by_content:
-            for block in bad:
-                g, whole, parts = self.content.get(block, (0, None, []))
-                for prefix in [*parts, *([whole] if whole else [])]:
-                    self._add_prefix(prefixes, prefix, 0, self.groups[g].block_size)
         before = None
         while before != (bad, limits, prefixes):
-            before = dict(bad), dict(limits), dict(prefixes)
+            before = dict(bad), dict(limits), None if prefixes is None else dict(prefixes)
             for row, state in self.rows.items():
-                limit = min(limits.get(row, FOREVER), self._limit_of(state, bad, prefixes))
+                limit = min(limits.get(row, FOREVER), self._limit_of(state, bad, prefixes or {}))
                 if limit >= state.num_computed:
                     continue
+                known = len(state.request.tokens)
+                if limit > state.start and known <= state.num_computed:
+                    # Behind what is known there may be drafts, and one in the last token's place.
+                    limit = max(state.start, min(limit, known - 1))
                 limits[row] = limit = self._own_limit(state, limit)
-                self._add_computed(state, limit, bad, prefixes if by_content else None)
-        derived = self._derived(bad) if by_content else list(bad)
+                self._add_computed(state, limit, bad, prefixes)
+        derived = list(bad) if prefixes is None else self._derived(bad)
         for block in sorted(derived):
             self._evict(block)
         affected, restart = {}, []
@@ -678,16 +726,27 @@ class ModelManager:
             for column, block in enumerate(each.blocks):
                 start, end = column * size, (column + 1) * size
                 is_own = column >= each.num_hits and group.pages != ENCODER
-                if not block or not is_own or end <= limit or start >= state.num_computed:
-                    continue
                 right = max(limit, start)
-                bad[block] = min(bad.get(block, right), right)
+                if not is_own or end <= limit or start >= state.num_computed:
+                    continue
+                if block:
+                    bad[block] = min(bad.get(block, right), right)
+                if prefixes is None or not self.caching:
+                    continue
+                _, whole, parts = self.content.get(block, (0, None, []))
                 for n in range(right // self.hash_size + 1, end // self.hash_size + 1):
                     n *= self.hash_size
                     prefix = tuple(state.request.tokens[:n])
-                    _, whole, parts = self.content.get(block, (0, None, []))
-                    is_known = prefixes is not None and len(prefix) == n
-                    if is_known and prefix in [whole, *parts]:
+                    if len(prefix) < n:
+                        continue
+                    if block:
+                        is_bad = prefix in [whole, *parts]
+                    else:  # dropped since: whole ones as long as they are found, parts always
+                        found = self.find(g, prefix) if n == end else 0
+                        if found:
+                            bad[found] = min(bad.get(found, right), right)
+                        is_bad = found or self.has_parts[g]
+                    if is_bad:
                         self._add_prefix(prefixes, prefix, right, size)
 
     def _derived(self, bad):
@@ -718,9 +777,10 @@ class ModelManager:
             size, first = group.block_size, group.reads_from(num_tokens)
             if group.pages == STATE:
                 return False
-            if group.pages == TOKENS and (num_tokens % size or first < num_tokens):
-                if not all(each.blocks[first // size : ceil_div(num_tokens, size)]):
-                    return False
+            needed = each.blocks[first // size : ceil_div(num_tokens, size)]
+            is_any = num_tokens % size or first < num_tokens
+            if group.pages == TOKENS and is_any and not all(needed):
+                return False
         return True
 
     def _truncate(self, state, num_tokens):

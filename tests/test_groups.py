@@ -302,6 +302,43 @@ def test_tails_of_all_groups_are_evicted_before_heads():
     assert sorted([*taken[0], *taken[1]]) == sorted([small[3], small[2], large[1]])
 
 
+def test_an_array_that_a_kind_changes_is_not_the_one_that_is_served():
+    rows = np.array([0, 1], np.int32)
+
+    @register("test_meddling")
+    class Meddling(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            rows[1] = 1_000_000
+            return 0
+
+    manager = make(GroupSpec("test_meddling", 4))
+    manager.step(new=[Request("a", range(4)), Request("b", range(4))])
+    rows[1] = 1
+    plan = manager.step(rows, np.array([3, 3], np.int32))
+    assert plan.rows.tolist() == [0, 1]
+    manager.check_invariants()
+
+
+def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
+    asked = []
+
+    @register("test_wavering")
+    class Wavering(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            asked.append(num_computed_tokens)
+            with pytest.raises(RuntimeError, match="has not returned"):
+                manager.step()
+            return num_computed_tokens - len(asked) % 7
+
+    manager = make(GroupSpec("test_wavering", 4))
+    for name in "abcd":
+        request = Request(name, range(40))
+        run(manager, request, 8, 8, 8)
+        manager.check_invariants()
+        manager.free(request)
+    assert len(asked) == len(set(asked))
+
+
 @pytest.mark.parametrize(
     ("groups", "options", "error", "message"),
     [
@@ -313,6 +350,7 @@ def test_tails_of_all_groups_are_evicted_before_heads():
         ([FULL], {"hash_block_size": 3}, ValueError, "hash_block_size is 3: expected a divisor"),
         ([FULL], {"hash_block_size": 0}, ValueError, "hash_block_size is 0"),
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
+        ([FULL], {"watermark": "x"}, ValueError, "watermark is 'x'"),
         ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),
         ([FULL], {"stats_window": 0}, ValueError, "stats_window is 0"),
         ([FULL], {"no_such": 1}, TypeError, "no_such"),

@@ -328,6 +328,16 @@ def test_a_call_from_another_thread_is_refused_and_changes_nothing():
         lambda: manager.free(Request("unknown", [1])),
         lambda: manager.reset_prefix_cache(),
         lambda: manager.block_hashes(request),
+        lambda: manager.block_ids(request),
+        lambda: manager.num_computed_tokens(request),
+        lambda: manager.stats,
+        lambda: manager.pool.num_free,
+        lambda: manager.drain_events(),
+        lambda: manager.check_invariants(),
+        lambda: manager.invalidate([1]),
+        lambda: manager.evict([1]),
+        lambda: manager.start_epoch(),
+        lambda: manager.would_fit(Request("b", range(5))),
     ]
     for function in calls:
         thread = threading.Thread(target=call, args=[function])

@@ -30,6 +30,26 @@ def test_admissions_leave_the_watermark_and_running_requests_may_use_it():
     assert manager.step([0], [12]).status.tolist() == [Status.SERVED]
 
 
+def test_a_request_that_fits_in_chunks_is_told_apart():
+    manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
+    long = Request("a", range(2000))
+    assert manager.would_fit(long) == Status.NEVER
+    assert manager.would_fit(long, num_tokens=128) == Status.SERVED
+    assert manager.step(new=[long], new_num_tokens=[128]).status.tolist() == [Status.SERVED]
+
+
+def test_a_hit_inside_a_block_is_given_up_where_the_copy_does_not_fit():
+    groups = [GroupSpec("full_attention", 8)]
+    options = {"hash_block_size": 2, "num_preallocate_tokens": 0}
+    manager = KVCacheManager.for_groups(groups, 4, 64, **options)
+    a, b = Request("a", range(24)), Request("b", [*range(6), *range(50, 68)])
+    manager.step(new=[a])
+    manager.free(a)
+    # Three blocks and the one to be copied from would be four, and there are three.
+    plan = manager.step(new=[b])
+    assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [0]
+
+
 def test_preallocation_leaves_the_watermark():
     manager = make(num_blocks=11, watermark=0.4, num_preallocate_tokens=100)
     assert len(manager.step(new=[Request("a", range(4))]).append_ids[0]) == 6
@@ -97,6 +117,7 @@ def test_token_ids_of_a_row_that_waits_are_not_taken():
         ({"token_ids": [1, 2]}, "token_ids has 2 entries: expected 1, one per row"),
         ({"token_ids": [1], "num_token_ids": [2]}, "expected 2, the sum of num_token_ids"),
         ({"token_ids": [-3]}, r"token_ids\[0\] is -3: expected 0"),
+        ({"token_ids": [1] * 58, "num_token_ids": [58]}, "a request would have 65 tokens"),
         ({"num_token_ids": [1, 1]}, "rows has 1 entries, num_token_ids has 2"),
         ({"num_token_ids": [-1]}, "num_token_ids is -1"),
         ({"num_rejected_tokens": [4]}, "num_rejected_tokens of row 0 is 4: expected at most 0"),
@@ -156,17 +177,41 @@ def test_without_steps_in_flight_nothing_is_fenced():
 
 def test_a_report_on_a_step_that_never_was_is_refused():
     manager = make()
-    with pytest.raises(ValueError, match="step_id is 0: expected 0 to -1, the steps there were"):
+    with pytest.raises(ValueError, match="step_id is 0: there was no step yet"):
         manager.report(StepReport(0, completed=True))
-    with pytest.raises(ValueError, match="step_id is 0: no step is in flight"):
-        manager.abort(0)
     for _ in range(70):
         manager.step()
-    with pytest.raises(ValueError, match="step_id is 5: expected 6 to 69"):
+    with pytest.raises(ValueError, match="step_id is 70: expected 0 to 69, the steps there were"):
+        manager.abort(70)
+    with pytest.raises(ValueError, match=r"step_id is 5: .* in flight, but it is too long ago"):
         manager.abort(5)
     manager.report(StepReport(67, completed=True))
-    with pytest.raises(ValueError, match="step_id is 67: expected 68 to 69"):
-        manager.abort(67)
+    with pytest.raises(ValueError, match=r"step_id is 67: .* but it was reported done"):
+        manager.report(StepReport(67, completed=False))
+
+
+def test_each_of_several_aborted_steps_may_be_reported():
+    """A worker reports every step; the first report on a failed one withdraws all later ones."""
+    manager = make()
+    a = Request("a", range(20))
+    manager.step(new=[a], new_num_tokens=[8])
+    first, second = manager.step([0], [4]), manager.step([0], [4])
+    assert manager.report(StepReport(first.step_id, completed=False)) == {"a": 8}
+    third = manager.step([0], [4])
+    assert manager.report(StepReport(second.step_id, completed=False)) == {}
+    assert third.num_computed_tokens.tolist() == [8]
+    assert manager.num_computed_tokens(a) == 12
+
+
+def test_a_report_is_taken_in_whole_or_not_at_all():
+    manager = make(fence_frees=True)
+    a = Request("a", range(10))
+    plan = manager.step(new=[a])
+    manager.free(a)
+    for completed in (True, False):
+        with pytest.raises(ValueError, match="11: expected 1 to 10"):
+            manager.report(StepReport(plan.step_id, completed, failed_pages=[1, 11]))
+        assert manager.num_fenced_blocks == 3 and manager.pool.num_cached == 2
 
 
 def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
@@ -239,6 +284,68 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     manager.invalidate([ids[1]])
     manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 anew
     assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
+
+
+def test_who_holds_what_was_computed_from_a_failed_block_is_told():
+    """The block itself may be nobody's any more."""
+    manager = make(num_blocks=30)
+    e, d = Request("e", range(5)), Request("d", range(9))
+    manager.step(new=[e, d])  # both compute block 0: e's copy is found first
+    failed = int(manager.block_ids(d)[0])
+    manager.free(d)
+    c = Request("c", range(20))
+    manager.step(new=[c])  # e's block 0, and d's block 1, which followed from the failed one
+    assert manager.invalidate([failed]) == {"c": 0, "e": 0}
+    assert manager.pool.num_cached == 0
+
+
+def test_who_has_dropped_a_failed_page_a_moment_ago_is_told():
+    options = {"enable_caching": False, "num_preallocate_tokens": 0}
+    manager = KVCacheManager(4, 30, 64, 4, **options)
+    a = Request("a", range(40))
+    manager.step(new=[a], new_num_tokens=[8])
+    failed = int(manager.block_ids(a)[0])
+    manager.step([0], [8])
+    assert 0 in manager.block_ids(a).tolist()
+    assert manager.report(StepReport(0, True, [failed])) == {"a": 0}
+
+
+def test_a_row_does_not_go_on_inside_a_block_that_it_has_dropped():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 4, {"chunk_size": 10})]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
+    a = Request("a", range(40), write_cache=False, read_cache=False)
+    manager.step(new=[a], new_num_tokens=[10])
+    aborted = manager.step([0], [10])
+    manager.step([0], [10])
+    # Nothing before token 10 is read by the chunk, but tokens 10 and 11 go into its block.
+    assert manager.abort(aborted.step_id) == {"a": 0}
+    manager.step([0], [12])
+    assert 0 not in manager.block_ids(a, 1).tolist()[2:]
+
+
+def test_drafts_of_the_last_step_are_lost_with_the_failed_block():
+    manager = make(num_blocks=30)
+    a = Request("a", range(8))
+    manager.step(new=[a])
+    manager.step([0], [6], token_ids=[8])  # token 8 and five drafts: nobody knows which were right
+    failed = int(manager.block_ids(a)[3])
+    assert manager.invalidate([failed]) == {"a": 8}
+    manager.step([0], [1])
+    assert manager.num_computed_tokens(a) == 9
+
+
+def test_an_abort_touches_nobody_whom_the_step_did_not_serve():
+    manager = make(num_blocks=40)
+    a, b = Request("a", range(22)), Request("b", range(22))
+    manager.step(new=[a])
+    plan = manager.step(new=[b])
+    assert manager.abort(plan.step_id) == {"b": 20}
+    assert manager.num_computed_tokens(a) == 22
+    face = Request("c", range(50, 70))
+    plan = manager.step([0], [1])
+    manager.allocate_slots(face, 20)
+    assert manager.abort(plan.step_id) == {"a": 22}
+    assert hit_length(manager, range(50, 70)) == 16
 
 
 def test_siblings_of_a_failed_block_stay():
@@ -353,7 +460,9 @@ def test_statistics_count_in_total_recently_and_by_group():
     stats = manager.stats
     assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (3, 27, 16)
     assert (stats.recent.num_requests, stats.recent.hit_rate) == (2, 16 / 18)
-    assert (stats.groups[0].hit_blocks, stats.groups[0].stored_blocks) == (4, 2)
+    group = stats.groups[0]
+    assert (group.query_blocks, group.hit_blocks, group.stored_blocks) == (6, 4, 2)
+    assert (group.hit_rate, group.recent_hit_rate) == (4 / 6, 1.0)
     assert stats.lifetime is None
     manager.clear_stats()
     assert manager.stats.num_requests == manager.stats.recent.num_requests == 0

@@ -156,7 +156,7 @@ def would_build(checkout) -> bool:
     ("changed", "builds"),
     [
         (None, False),
-        ("kvcache/cli.py", False),
+        ("kvcache/cli/__init__.py", False),
         ("kvcache/worker/storage.py", False),
         ("csrc/core/manager.cpp", True),
         ("csrc/ops/token_io.h", True),

@@ -19,7 +19,7 @@ constexpr int64_t kPrefetchBlocks = 8;
 constexpr BlockId kUntouched = -1;
 constexpr BlockId kTouched = kNullBlock;
 
-uint64_t key_of(uint16_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
+uint64_t key_of(uint8_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
 
 std::string named(const char* what, BlockId id) {
   return std::string(what) + " holds block " + std::to_string(id);
@@ -68,7 +68,7 @@ const Block& BlockPool::at(BlockId id, const char* what) const {
   return blocks_[id];
 }
 
-void BlockPool::set_cached(BlockId id, uint16_t group, uint32_t parent, uint32_t root) {
+void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root) {
   Block& block = blocks_[id];
   block.older = block.younger = kNullBlock;
   block.group = group;
@@ -122,7 +122,11 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
     uncached_free_.remove(links_.data(), out[done]);
   }
   take_evicted(n - done, out + done);
-  for (int64_t i = 0; i < n; ++i) blocks_[out[i]].ref_count = 1;
+  for (int64_t i = 0; i < n; ++i) {
+    Block& block = blocks_[out[i]];
+    block.ref_count = 1;
+    ++block.tenancy;
+  }
   num_free_ -= n;
   note_use();
   return true;
@@ -172,7 +176,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
   }
 }
 
-void BlockPool::check_publish(const BlockId* ids, int64_t n, uint16_t group) {
+void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
   // Marked in a link that unindexed blocks do not use, so that an id that repeats is noticed.
   constexpr BlockId kMarked = -1;
   int64_t i = 0;
@@ -198,7 +202,7 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint16_t group) {
   }
 }
 
-void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint16_t group) {
+void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
   for (int64_t i = 0; i < std::min(n, kPrefetchBlocks); ++i) {
     index_.prefetch_bucket(content.hash(i), group);
   }
@@ -222,7 +226,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   }
 }
 
-void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uint16_t group) {
+void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {
   const Block& block = at(id, "id");
   if (block.ref_count == 0) {
     throw std::invalid_argument(named("id", id) + ", which is free: expected a held one");
@@ -234,7 +238,7 @@ void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uin
   parts_.add(id, hash, group);
 }
 
-int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix, BlockId* out,
+int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                           int64_t stride) const {
   int64_t num_leading = -1;
   for (int64_t i = 0; i < n; ++i) {

@@ -27,7 +27,8 @@ struct alignas(16) Block {
   Hash hash;               // valid while indexed
   BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
   int32_t ref_count;       // > 0: held
-  uint16_t group;          // cache group that its content belongs to
+  uint8_t group;           // cache group that its content belongs to
+  uint8_t tenancy;         // how often it was handed out, modulo 256
   uint16_t epoch;          // the pool's: cached; any other: not
 };
 static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
@@ -61,15 +62,15 @@ class FreeList {
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks);
-  BlockId find(const Hash& hash, uint16_t group) const;
+  BlockId find(const Hash& hash, uint8_t group) const;
   // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
   bool insert(BlockId id);
   bool erase(BlockId id);  // whether it was the last under its hash
   void clear() { buckets_.zero(); }
   // Starts loading what `find` of the same key will read: first the bucket, then, once that has
   // arrived, the block it names.
-  void prefetch_bucket(const Hash& hash, uint16_t group) const;
-  void prefetch_block(const Hash& hash, uint16_t group) const;
+  void prefetch_bucket(const Hash& hash, uint8_t group) const;
+  void prefetch_block(const Hash& hash, uint8_t group) const;
   size_t num_bytes() const { return buckets_.num_bytes(); }
 
  private:
@@ -83,13 +84,13 @@ class HashIndex {
     int64_t bucket;
     int slot;  // -1: not found
   };
-  static uint32_t tag_of(const Hash& hash, uint16_t group);
+  static uint32_t tag_of(const Hash& hash, uint8_t group);
   static unsigned slots_with(const Bucket& bucket, uint32_t tag);  // bit i: slot i has this tag
   int64_t home_of(uint32_t tag) const {
     return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
   }
   int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
-  Place place_of(uint32_t tag, const Hash& hash, uint16_t group) const;
+  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const;
   void add(uint32_t tag, BlockId id);
 
   Block* blocks_;
@@ -127,7 +128,7 @@ class BlockPool {
   bool is_cached(BlockId id) const { return is_cached(at(id, "id")); }
   int32_t ref_count(BlockId id) const { return at(id, "id").ref_count; }
   // Whether a lookup of this hash may answer this block. Any id may be asked.
-  bool holds(BlockId id, const Hash& hash, uint16_t group) const {
+  bool holds(BlockId id, const Hash& hash, uint8_t group) const {
     return id > kNullBlock && id < num_blocks_ && is_indexed(blocks_[id]) &&
            blocks_[id].group == group && blocks_[id].hash == hash;
   }
@@ -136,11 +137,13 @@ class BlockPool {
   const Hash* hash_of(BlockId id) const {
     return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
   }
+  // Another number whenever the block is handed out anew (of 256, so for a while).
+  uint8_t tenancy(BlockId id) const { return blocks_[id].tenancy; }
   // Of a cached block: the group of its content, and the hashes of its parts.
-  uint16_t group_of(BlockId id) const { return blocks_[id].group; }
+  uint8_t group_of(BlockId id) const { return blocks_[id].group; }
   std::vector<Hash> parts_of(BlockId id) const { return parts_.of(id); }
   // Cached blocks of a group that were taken for other content.
-  int64_t num_evicted_of(uint16_t group) const {
+  int64_t num_evicted_of(uint8_t group) const {
     return group < evicted_by_group_.size() ? evicted_by_group_[group] : 0;
   }
 
@@ -158,19 +161,19 @@ class BlockPool {
 
   // Makes held blocks that are not yet, findable under their hashes for `group`. Two blocks may
   // share a hash.
-  void publish(const BlockId* ids, const Content& content, int64_t n, uint16_t group);
+  void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
 
   // Makes what a held block holds so far findable by `find_part`, under one hash more.
-  void publish_part(BlockId id, const Hash& hash, const Hash& root, uint16_t group);
+  void publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
 
   // out[i]: the oldest block published under hashes[i * stride], or -1. With `prefix`, everything
   // from the first miss on is -1 and is not looked at. Returns the number of leading hits.
-  int64_t lookup(const Hash* hashes, int64_t n, uint16_t group, bool prefix, BlockId* out,
+  int64_t lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                  int64_t stride = 1) const;
 
   // The oldest block published under this hash, and the oldest with such a part; or the null block.
-  BlockId find(const Hash& hash, uint16_t group) const { return index_.find(hash, group); }
-  BlockId find_part(const Hash& hash, uint16_t group) const { return parts_.find(hash, group); }
+  BlockId find(const Hash& hash, uint8_t group) const { return index_.find(hash, group); }
+  BlockId find_part(const Hash& hash, uint8_t group) const { return parts_.find(hash, group); }
 
   // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
   // left as they are.
@@ -211,8 +214,8 @@ class BlockPool {
     return is_cached(block) && block.older != kNullBlock;
   }
   void take_evicted(int64_t n, BlockId* out);
-  void check_publish(const BlockId* ids, int64_t n, uint16_t group);
-  void set_cached(BlockId id, uint16_t group, uint32_t parent, uint32_t root);
+  void check_publish(const BlockId* ids, int64_t n, uint8_t group);
+  void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
   void forget(BlockId id);  // drops hash and parts

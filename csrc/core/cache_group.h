@@ -19,7 +19,7 @@ struct CacheGroup {
   AttentionKind::Pages pages;
   bool keeps_all;
   bool has_parts;        // hits inside a block, which are copied
-  uint16_t id;           // place among the groups, and group of its blocks in the pool
+  uint8_t id;            // place among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
   int64_t num_hashes;    // per block
   int64_t max_blocks;    // of one request

@@ -14,7 +14,7 @@ class EventLog {
   enum class Kind : uint8_t { kStored = 0, kRemoved = 1, kCleared = 2 };
   struct Event {
     Kind kind;
-    uint16_t group;
+    uint8_t group;
     Hash hash;
     Hash parent;  // of a stored one
   };
@@ -23,14 +23,14 @@ class EventLog {
     std::vector<int32_t> tokens;  // of the stored ones, one after the other
   };
 
-  void stored(const Hash& hash, const Hash& parent, uint16_t group, const int32_t* tokens,
+  void stored(const Hash& hash, const Hash& parent, uint8_t group, const int32_t* tokens,
               int64_t num_tokens) {
     drained_.events.push_back({Kind::kStored, group, hash, parent});
     if (tokens != nullptr) {
       drained_.tokens.insert(drained_.tokens.end(), tokens, tokens + num_tokens);
     }
   }
-  void removed(const Hash& hash, uint16_t group) {
+  void removed(const Hash& hash, uint8_t group) {
     drained_.events.push_back({Kind::kRemoved, group, hash, {}});
   }
   void cleared() { drained_.events.push_back({Kind::kCleared, 0, {}, {}}); }

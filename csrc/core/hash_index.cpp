@@ -8,7 +8,7 @@ HashIndex::HashIndex(Block* blocks, int64_t num_blocks)
       num_buckets_((num_blocks + 3) / 4),
       buckets_(static_cast<size_t>(num_buckets_)) {}
 
-uint32_t HashIndex::tag_of(const Hash& hash, uint16_t group) {
+uint32_t HashIndex::tag_of(const Hash& hash, uint8_t group) {
   uint64_t word;
   std::memcpy(&word, hash.bytes, sizeof(word));
   // Hashes are uniform already; the multiplication also spreads ones that a caller made up.
@@ -22,7 +22,7 @@ unsigned HashIndex::slots_with(const Bucket& bucket, uint32_t tag) {
   return slots;
 }
 
-HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint16_t group) const {
+HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
   // Every walk is bounded: hashes that a caller made up can leave no bucket without displaced
   // entries, and a search would go round for ever.
   int64_t b = home_of(tag);
@@ -38,16 +38,16 @@ HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint16_t gr
   return {b, -1};
 }
 
-BlockId HashIndex::find(const Hash& hash, uint16_t group) const {
+BlockId HashIndex::find(const Hash& hash, uint8_t group) const {
   const Place place = place_of(tag_of(hash, group), hash, group);
   return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
 }
 
-void HashIndex::prefetch_bucket(const Hash& hash, uint16_t group) const {
+void HashIndex::prefetch_bucket(const Hash& hash, uint8_t group) const {
   __builtin_prefetch(&buckets_[home_of(tag_of(hash, group))], 1);
 }
 
-void HashIndex::prefetch_block(const Hash& hash, uint16_t group) const {
+void HashIndex::prefetch_block(const Hash& hash, uint8_t group) const {
   const uint32_t tag = tag_of(hash, group);
   const Bucket& bucket = buckets_[home_of(tag)];
   const unsigned slots = slots_with(bucket, tag);

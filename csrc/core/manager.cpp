@@ -54,7 +54,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.keeps_all = each.kind->keeps_all();
     group.has_parts = options.hash_block_size > 0 && hash_block_size < each.block_size &&
                       group.pages == AttentionKind::Pages::kTokens;
-    group.id = static_cast<uint16_t>(groups.size());
+    group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;
     group.max_blocks = ceil_div(options.max_model_len, each.block_size);
@@ -293,6 +293,7 @@ void Manager::free(int32_t row) {
   // Tokens that came since the row was last served may have filled blocks.
   if (r.num_computed >= r.next_publish) hash_ahead(*r.chain, /*reads=*/false);
   publish(row);
+  note_left(row);
   give_back_row(held(row), /*with_encoder=*/true);
   if (r.by_step) clear_rows_.push_back(row);
   r = Row{};

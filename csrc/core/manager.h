@@ -226,7 +226,7 @@ class Manager {
   };
   struct StateMove {  // a recurrent state leaves a page, when all rows are served
     int32_t row;
-    uint16_t group;
+    uint8_t group;
     int64_t block;       // of the sequence
     int64_t num_tokens;  // that the state is of
   };
@@ -239,13 +239,15 @@ class Manager {
     };
     struct Published {
       int32_t row;
-      int64_t admission;
       BlockId id;
+      int64_t admission, first_token;
+      uint8_t group, tenancy;  // the block may be somebody else's by now
     };
     struct Dropped {
       int32_t row;
-      int64_t admission, first_token;
       BlockId id;
+      int64_t admission, first_token;
+      std::shared_ptr<TokenChain> chain;  // of the row, which may have left
     };
     std::vector<Served> rows;
     std::vector<int32_t> clear_rows;
@@ -329,6 +331,7 @@ class Manager {
   void tell_resent();
   static bool copies_parts(const PrefixHit& hit);
   void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
+  void note_left(int32_t row);
   void begin_step();
 
   // Publishing (manager_publishing.cpp).
@@ -338,7 +341,7 @@ class Manager {
   void publish_state(const Row& row, const CacheGroup& group, Held* held, int64_t num_tokens);
   void publish_run(const Row& row, const CacheGroup& group, const Held& held, int64_t first_block,
                    int64_t n);
-  void note_published(const Row& row, const BlockId* ids, int64_t n);
+  void note_published(const Row& row, const CacheGroup& group, int64_t block, BlockId id);
   int64_t next_publish(const Row& row, const Held* held) const;
 
   // Giving back (manager_withdrawal.cpp).
@@ -355,15 +358,23 @@ class Manager {
   std::vector<BlockId> checked_ids(const BlockId* ids, int64_t n) const;
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);
-  Recompute withdraw(const std::vector<BlockId>& ids, Limits limits, bool by_hash);
+  Recompute withdraw_ids(const std::vector<BlockId>& ids);
+  Recompute withdraw(Bad bad, Limits limits, bool by_hash);
   bool spread(Bad* bad, Limits* limits, bool by_hash) const;
   int64_t limit_by_blocks(int32_t row, const Bad& bad) const;
   int64_t limit_by_hashes(int32_t row, const Bad& bad) const;
-  void limit_by_drops(const std::vector<BlockId>& ids, Limits* limits) const;
+  void limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* limits) const;
+  void add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const;
+  int64_t confirmed_limit(int32_t row, int64_t limit) const;
   int64_t own_limit(int32_t row, int64_t limit) const;
   bool add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const;
+  static bool add_block(BlockId id, int64_t num_right, Bad* bad);
+  bool add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id, int64_t num_right,
+                 Bad* bad) const;
+  bool add_dropped(int32_t row, const CacheGroup& group, int64_t block, int64_t num_right,
+                   Bad* bad) const;
   void add_hashes(BlockId id, Bad* bad) const;
-  static void add_hash(const Hash& hash, const BadHash& what, Bad* bad);
+  static bool add_hash(const Hash& hash, const BadHash& what, Bad* bad);
   bool can_resume(const Held* held, int64_t num_tokens) const;
   void truncate(int32_t row, int64_t num_tokens);
   void restart(int32_t row);

@@ -48,7 +48,7 @@ void Manager::publish_parts(const Row& row, const CacheGroup& group, Held* held,
     if (is_whole || block < held->num_dropped) continue;
     pool_.publish_part(held->blocks[static_cast<size_t>(block)],
                        hashes[static_cast<size_t>(held->num_parts)], hashes[0], group.id);
-    note_published(row, &held->blocks[static_cast<size_t>(block)], 1);
+    note_published(row, group, block, held->blocks[static_cast<size_t>(block)]);
   }
 }
 
@@ -84,15 +84,17 @@ void Manager::publish_run(const Row& row, const CacheGroup& group, const Held& h
   const BlockId* ids = held.blocks.data() + first_block;
   pool_.publish(ids, content, n, group.id);
   stats_.add_stored(group.id, n);
-  note_published(row, ids, n);
+  for (int64_t i = 0; i < n; ++i) {
+    note_published(row, group, first_block + i, ids[i]);
+  }
 }
 
 // So that `abort` knows what steps made findable, be it when a row leaves.
-void Manager::note_published(const Row& row, const BlockId* ids, int64_t n) {
+void Manager::note_published(const Row& row, const CacheGroup& group, int64_t block, BlockId id) {
   if (in_flight_.empty() || !row.by_step) return;
-  const auto index = static_cast<int32_t>(&row - rows_.data());
-  std::vector<Step::Published>& published = in_flight_.back().published;
-  for (int64_t i = 0; i < n; ++i) published.push_back({index, row.admission, ids[i]});
+  in_flight_.back().published.push_back({static_cast<int32_t>(&row - rows_.data()), id,
+                                         row.admission, block * group.block_size, group.id,
+                                         pool_.tenancy(id)});
 }
 
 }  // namespace kvcache

@@ -211,6 +211,7 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
     if (each.source != kNullBlock) {
       delta_->copy.insert(delta_->copy.end(),
                           {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
+      note_dropped(row, group, sizes_[group.id], each.source);  // had, and not kept
       each.source = kNullBlock;
     }
   }
@@ -354,7 +355,21 @@ void Manager::tell_resent() {
 
 void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
   if (in_flight_.empty() || !rows_[row].by_step) return;
-  in_flight_.back().dropped.push_back({row, rows_[row].admission, block * group.block_size, id});
+  in_flight_.back().dropped.push_back(
+      {row, id, rows_[row].admission, block * group.block_size, rows_[row].chain});
+}
+
+// What a row that leaves has computed and not published.
+void Manager::note_left(int32_t row) {
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held(row)[group.id];
+    const int64_t size = std::min(static_cast<int64_t>(each.blocks.size()),
+                                  ceil_div(rows_[row].num_computed, group.block_size));
+    for (int64_t b = std::max(each.num_dropped, each.num_published);
+         group.is_cacheable() && b < size; ++b) {
+      note_dropped(row, group, b, each.blocks[static_cast<size_t>(b)]);
+    }
+  }
 }
 
 // The journal of the step that begins; the memory of one that is too old to be aborted is used

@@ -74,7 +74,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed
     all = abort_from(step_id);
   }
   if (bad.empty()) return all;
-  const Recompute more = withdraw({bad.begin(), bad.end()}, {}, /*by_hash=*/true);
+  const Recompute more = withdraw_ids(bad);
   all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
   all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
                                  more.num_computed_tokens.end());
@@ -93,7 +93,7 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
   const std::vector<BlockId> bad = checked_ids(ids, n);
   hash_rows();
-  return withdraw(bad, {}, /*by_hash=*/true);
+  return withdraw_ids(bad);
 }
 
 void Manager::complete(int64_t step_id) {
@@ -132,6 +132,9 @@ void Manager::hash_rows() {
   for (const Row& row : rows_) {
     if (row.chain != nullptr) hash_ahead(*row.chain, /*reads=*/true);
   }
+  for (const Step& step : in_flight_) {
+    for (const Step::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
+  }
 }
 
 void Manager::complete_to(int64_t step_id) {
@@ -143,16 +146,19 @@ void Manager::complete_to(int64_t step_id) {
 // Everything that was computed from what an aborted step computed, an aborted step has computed: a
 // row goes back to where its first one began, and what its blocks hold from there on is bad.
 Recompute Manager::abort_from(int64_t step_id) {
-  std::vector<BlockId> bad;
+  const auto is_it = [&](const Step& step) { return step.id == step_id; };
+  if (std::none_of(in_flight_.begin(), in_flight_.end(), is_it)) return {};  // aborted before
+  Bad bad;
   Limits limits;
+  std::vector<Step::Published> published;
+  std::vector<Step::Dropped> dropped;
   const auto is_there = [&](int32_t row, int64_t admission) {
     return rows_[row].chain != nullptr && rows_[row].admission == admission;
   };
   while (!in_flight_.empty() && in_flight_.back().id >= step_id) {
     const Step& step = in_flight_.back();
-    for (const Step::Published& each : step.published) {
-      if (!is_there(each.row, each.admission)) bad.push_back(each.id);  // its row has left
-    }
+    published.insert(published.end(), step.published.begin(), step.published.end());
+    dropped.insert(dropped.end(), step.dropped.begin(), step.dropped.end());
     for (const Step::Served& served : step.rows) {
       if (!is_there(served.row, served.admission)) continue;
       int64_t start = served.start;
@@ -174,24 +180,45 @@ Recompute Manager::abort_from(int64_t step_id) {
     }
     in_flight_.pop_back();
   }
+  for (const Step::Published& each : published) {
+    if (pool_.tenancy(each.id) != each.tenancy) continue;
+    int64_t num_right = 0;  // of a row that has left: nobody knows
+    if (is_there(each.row, each.admission)) {
+      const auto limit = limits.find(each.row);
+      const int64_t end = each.first_token + groups_[each.group].block_size;
+      if (limit == limits.end() || end <= limit->second) continue;
+      num_right = std::max(limit->second, each.first_token);
+    }
+    add_block(each.id, num_right, &bad);
+  }
+  // What was published late, or dropped, may have been computed by a step that is still in flight.
+  if (!in_flight_.empty()) {
+    Step& step = in_flight_.back();
+    step.published.insert(step.published.end(), published.begin(), published.end());
+    step.dropped.insert(step.dropped.end(), dropped.begin(), dropped.end());
+  }
   // Nothing reads any more for these steps.
   last_issued_ = std::min(last_issued_, step_id - 1);
   for (Fence& fence : fences_) fence.step_id = std::min(fence.step_id, last_issued_);
   lift_fences();
-  return withdraw(bad, std::move(limits), /*by_hash=*/false);
+  return withdraw(std::move(bad), std::move(limits), /*by_hash=*/false);
 }
 
-// `ids` hold nothing that is right; of a row in `limits`, no more than so many tokens are. With
-// `by_hash`, rows whose tokens run through the content of a bad block are affected whether they
-// hold that very block or not: they may have dropped it, copied it, or hit what was computed from
-// it.
-Recompute Manager::withdraw(const std::vector<BlockId>& ids, Limits limits, bool by_hash) {
+Recompute Manager::withdraw_ids(const std::vector<BlockId>& ids) {
   Bad bad;
-  for (BlockId id : ids) bad.blocks.emplace(id, 0);
-  if (by_hash) {
-    for (BlockId id : ids) add_hashes(id, &bad);
-    limit_by_drops(ids, &limits);
+  Limits limits;
+  for (BlockId id : ids) {
+    bad.blocks.emplace(id, 0);
+    add_hashes(id, &bad);
   }
+  limit_by_drops(ids, &bad, &limits);
+  return withdraw(std::move(bad), std::move(limits), /*by_hash=*/true);
+}
+
+// Of a row in `limits`, no more than so many tokens are right. With `by_hash`, rows whose tokens
+// run through the content of a bad block are affected whether they hold that very block or not:
+// they may have dropped it, copied it, or hit what was computed from it.
+Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
   while (spread(&bad, &limits, by_hash)) {
   }
   std::vector<BlockId> all;
@@ -234,7 +261,7 @@ bool Manager::spread(Bad* bad, Limits* limits, bool by_hash) const {
     int64_t limit = std::min(before, limit_by_blocks(row, *bad));
     if (by_hash) limit = std::min(limit, limit_by_hashes(row, *bad));
     if (limit >= rows_[row].num_computed) continue;
-    limit = own_limit(row, limit);
+    limit = own_limit(row, confirmed_limit(row, limit));
     if (limit < before) {
       (*limits)[row] = limit;
       changed = true;
@@ -275,18 +302,48 @@ int64_t Manager::limit_by_hashes(int32_t row, const Bad& bad) const {
 
 // Blocks that left a window, and pages that states left, are known for as long as their steps may
 // be in flight.
-void Manager::limit_by_drops(const std::vector<BlockId>& ids, Limits* limits) const {
+void Manager::limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* limits) const {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
   for (const Step& step : in_flight_) {
     for (const Step::Dropped& each : step.dropped) {
+      if (failed.count(each.id) == 0) continue;
       const Row& row = rows_[each.row];
-      if (failed.count(each.id) == 0 || row.chain == nullptr || row.admission != each.admission) {
+      if (row.chain == nullptr || row.admission != each.admission) {
+        add_left(*each.chain, each.first_token, bad);
         continue;
       }
       const auto [limit, is_first] = limits->emplace(each.row, each.first_token);
       limit->second = std::min(limit->second, each.first_token);
     }
   }
+}
+
+// What a row that has left may have computed from token `first_token` on.
+void Manager::add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const {
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  for (const CacheGroup& group : groups_) {
+    if (!group.is_cacheable()) continue;
+    for (int64_t i = first_token / hash_block_size_; i < static_cast<int64_t>(hashes.size()); ++i) {
+      const Hash& hash = hashes[static_cast<size_t>(i)];
+      const int64_t num_right = std::max(first_token, i / group.num_hashes * group.block_size);
+      const bool is_whole = (i + 1) % group.num_hashes == 0;
+      const BlockId id = is_whole ? pool_.find(hash, group.id) : kNullBlock;
+      if (id != kNullBlock) add_block(id, num_right, bad);
+      if (id != kNullBlock || group.has_parts) {
+        add_hash(hash, {num_right, group.block_size}, bad);
+      }
+    }
+  }
+}
+
+// Of what a row's last step computed, tokens at the end may be drafts of which nobody has said yet
+// that they were rejected. Where not all of it was prompt, all but what must have been right is
+// lost.
+int64_t Manager::confirmed_limit(int32_t row, int64_t limit) const {
+  const Row& r = rows_[row];
+  const int64_t num_known = r.chain->num_tokens();
+  if (limit <= r.start || num_known > r.num_computed) return limit;
+  return std::max(r.start, std::min(limit, num_known - 1));
 }
 
 // A row may go on inside a block only where nobody else can hold that block: one of its own.
@@ -306,31 +363,62 @@ int64_t Manager::own_limit(int32_t row, int64_t limit) const {
 // What the row has computed from token `limit` on. Whether any of it was not known to be bad.
 bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const {
   bool changed = false;
-  const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
     const Held& each = held(row)[group.id];
-    const auto size = static_cast<int64_t>(each.blocks.size());
-    const int64_t first = std::max({each.num_dropped, each.num_hits, limit / group.block_size});
-    for (int64_t b = first; b < size && b * group.block_size < rows_[row].num_computed; ++b) {
-      const BlockId id = each.blocks[static_cast<size_t>(b)];
+    const int64_t size = std::min(static_cast<int64_t>(each.blocks.size()),
+                                  ceil_div(rows_[row].num_computed, group.block_size));
+    for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
       const int64_t num_right = std::max(limit, b * group.block_size);
-      const auto [known, is_new] = bad->blocks.emplace(id, num_right);
-      if (!is_new && known->second <= num_right) continue;
-      known->second = num_right;
-      changed = true;
-      if (!by_hash) continue;
-      std::vector<Hash> found = pool_.parts_of(id);
-      if (pool_.hash_of(id) != nullptr) found.push_back(*pool_.hash_of(id));
-      const int64_t last =
-          std::min((b + 1) * group.num_hashes, static_cast<int64_t>(hashes.size()));
-      for (int64_t i = num_right / hash_block_size_; i < last && !found.empty(); ++i) {
-        const Hash& hash = hashes[static_cast<size_t>(i)];
-        if (std::find(found.begin(), found.end(), hash) != found.end()) {
-          add_hash(hash, {num_right, group.block_size}, bad);
-        }
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      if (id != kNullBlock) {
+        changed |= add_block(id, num_right, bad);
+        if (by_hash) changed |= add_found(row, group, b, id, num_right, bad);
+      } else if (by_hash) {
+        changed |= add_dropped(row, group, b, num_right, bad);
       }
     }
+  }
+  return changed;
+}
+
+bool Manager::add_block(BlockId id, int64_t num_right, Bad* bad) {
+  const auto [known, is_new] = bad->blocks.emplace(id, num_right);
+  if (!is_new && known->second <= num_right) return false;
+  known->second = num_right;
+  return true;
+}
+
+// The hashes under which others may have found what the row computed into this block.
+bool Manager::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
+                        int64_t num_right, Bad* bad) const {
+  const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
+  std::vector<Hash> found = pool_.parts_of(id);
+  if (pool_.hash_of(id) != nullptr) found.push_back(*pool_.hash_of(id));
+  const int64_t last =
+      std::min((block + 1) * group.num_hashes, static_cast<int64_t>(hashes.size()));
+  bool changed = false;
+  for (int64_t i = num_right / hash_block_size_; i < last && !found.empty(); ++i) {
+    const Hash& hash = hashes[static_cast<size_t>(i)];
+    if (std::find(found.begin(), found.end(), hash) == found.end()) continue;
+    changed |= add_hash(hash, {num_right, group.block_size}, bad);
+  }
+  return changed;
+}
+
+// The same of a block that the row has dropped: as long as it is found; of parts nobody knows.
+bool Manager::add_dropped(int32_t row, const CacheGroup& group, int64_t block, int64_t num_right,
+                          Bad* bad) const {
+  const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
+  const int64_t end = (block + 1) * group.num_hashes;
+  bool changed = false;
+  for (int64_t i = num_right / hash_block_size_;
+       i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
+    const Hash& hash = hashes[static_cast<size_t>(i)];
+    const BlockId id = i + 1 == end ? pool_.find(hash, group.id) : kNullBlock;
+    if (id != kNullBlock) changed |= add_block(id, num_right, bad);
+    if (id == kNullBlock && !group.has_parts) continue;
+    changed |= add_hash(hash, {num_right, group.block_size}, bad);
   }
   return changed;
 }
@@ -341,11 +429,13 @@ void Manager::add_hashes(BlockId id, Bad* bad) const {
   for (const Hash& hash : pool_.parts_of(id)) add_hash(hash, {0, block_size}, bad);
 }
 
-void Manager::add_hash(const Hash& hash, const BadHash& what, Bad* bad) {
+bool Manager::add_hash(const Hash& hash, const BadHash& what, Bad* bad) {
   const auto [known, is_new] = bad->hashes.emplace(hash, what);
-  if (is_new) return;
-  known->second.num_right = std::min(known->second.num_right, what.num_right);
-  known->second.block_size = std::max(known->second.block_size, what.block_size);
+  const BadHash before = known->second;
+  known->second.num_right = std::min(before.num_right, what.num_right);
+  known->second.block_size = std::max(before.block_size, what.block_size);
+  return is_new || known->second.num_right < before.num_right ||
+         known->second.block_size > before.block_size;
 }
 
 // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that it

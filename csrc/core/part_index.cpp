@@ -2,7 +2,7 @@
 
 namespace kvcache {
 
-void PartIndex::add(BlockId id, const Hash& hash, uint16_t group) {
+void PartIndex::add(BlockId id, const Hash& hash, uint8_t group) {
   int32_t at = unused_;
   if (at == kNone) {
     at = static_cast<int32_t>(parts_.size());

@@ -16,12 +16,12 @@ namespace kvcache {
 class PartIndex {
  public:
   // The oldest block that holds what this hash stands for, or the null block.
-  BlockId find(const Hash& hash, uint16_t group) const {
+  BlockId find(const Hash& hash, uint8_t group) const {
     if (by_hash_.empty()) return kNullBlock;
     const auto found = by_hash_.find({hash, group});
     return found == by_hash_.end() ? kNullBlock : parts_[found->second.first].block;
   }
-  void add(BlockId id, const Hash& hash, uint16_t group);
+  void add(BlockId id, const Hash& hash, uint8_t group);
   void forget(BlockId id);  // all its parts
   void clear();
   bool empty() const { return of_block_.empty(); }
@@ -32,7 +32,7 @@ class PartIndex {
   static constexpr int32_t kNone = -1;
   struct Key {
     Hash hash;
-    uint16_t group;
+    uint8_t group;
     bool operator==(const Key& other) const { return group == other.group && hash == other.hash; }
   };
   struct KeyHash {

@@ -19,12 +19,12 @@
 namespace kvcache {
 namespace {
 
-uint16_t checked_group(const py::handle& value) {
+uint8_t checked_group(const py::handle& value) {
   const int64_t group = int_argument(value, "group");
-  if (group >= 0 && group <= std::numeric_limits<uint16_t>::max()) {
-    return static_cast<uint16_t>(group);
+  if (group >= 0 && group <= std::numeric_limits<uint8_t>::max()) {
+    return static_cast<uint8_t>(group);
   }
-  throw py::value_error("group is " + std::to_string(group) + ": expected 0 to 65535");
+  throw py::value_error("group is " + std::to_string(group) + ": expected 0 to 255");
 }
 
 void append_tokens(TokenIds& self, const py::object& token_ids) {

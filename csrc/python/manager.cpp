@@ -259,7 +259,7 @@ py::tuple stats_of(Manager& self) {
     const GroupCount& group = stats.groups()[g];
     groups.append(py::make_tuple(group.query_blocks, group.hit_blocks, recent[g].query_blocks,
                                  recent[g].hit_blocks, group.stored_blocks,
-                                 self.pool().num_evicted_of(static_cast<uint16_t>(g))));
+                                 self.pool().num_evicted_of(static_cast<uint8_t>(g))));
   }
   const Residency* residency = self.pool().residency();
   return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,

@@ -25,7 +25,7 @@ Hash hash_of(uint32_t i) {
 }
 
 void publish(BlockPool* pool, const BlockId* ids, const Hash* hashes, int64_t n,
-             uint16_t group = 0) {
+             uint8_t group = 0) {
   const Hash no_parent{};
   pool->publish(ids, Content{hashes, &no_parent}, n, group);
 }

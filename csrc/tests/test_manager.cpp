@@ -193,7 +193,9 @@ class Driver {
         break;
       case 5: {
         if (row == rows_.end()) break;
-        const std::vector<int32_t> ids(static_cast<size_t>(below(9)), below(3));
+        const int64_t most = options_.max_model_len + 1 - row->second.request.tokens->size();
+        const int64_t n = std::clamp<int64_t>(most, 0, below(9));
+        const std::vector<int32_t> ids(static_cast<size_t>(n), below(3));
         row->second.request.tokens->append(ids.data(), static_cast<int64_t>(ids.size()));
         break;
       }
@@ -252,7 +254,9 @@ class Driver {
       if (!state.by_step || room(id) == 0 || below(2) == 0) continue;
       asked.push_back(id);
       counts.push_back(1 + below(room(id)));
-      num_ids.push_back(below(3));
+      // At most one more than max_model_len: the last that was sampled.
+      const int64_t most = options_.max_model_len + 1 - state.request.tokens->size();
+      num_ids.push_back(static_cast<int32_t>(std::clamp<int64_t>(most, 0, below(3))));
       ids.insert(ids.end(), static_cast<size_t>(num_ids.back()), below(2));
     }
     std::vector<Request> requests;
@@ -291,7 +295,7 @@ class Driver {
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
-    const Status status = manager_.would_fit(*request.chain);
+    const Status status = manager_.would_fit(*request.chain, options_.max_model_len);
     StepRequest alone;
     alone.new_rows = {{request.chain, options_.max_model_len}};
     waiting_.push_back(request);
@@ -336,7 +340,7 @@ class Driver {
     CHECK_THROWS(manager_.allocate(mine.chain, 0, {}, 0), "num_tokens is 0");
     if (!has_state_) CHECK_THROWS(manager_.allocate(mine.chain, 1, {}, 0), "has 0 groups");
     const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
-    CHECK_THROWS(manager_.would_fit(*other.chain), "came to a manager with block_size");
+    CHECK_THROWS(manager_.would_fit(*other.chain, 1), "came to a manager with block_size");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
     const int32_t row = rows_.begin()->first;
     if (room(row) == 0) return;
@@ -349,7 +353,9 @@ class Driver {
     request.num_rows = 1;
     request.token_ids = ids + 1;
     request.num_ids = 1;
-    CHECK_THROWS(manager_.step(request), "token_ids[0] is -5");
+    if (rows_.begin()->second.request.tokens->size() <= options_.max_model_len) {
+      CHECK_THROWS(manager_.step(request), "token_ids[0] is -5");
+    }
   }
 
   void apply(const StepDelta& delta) {

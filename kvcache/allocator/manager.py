@@ -394,8 +394,8 @@ class KVCacheManager:
         (groups of unequal block sizes: everything that begins with the same first hash block).
         Returns per affected request (its id) the token from which it must recompute: as far as its
         own blocks are right, or the cache has them. Affected is who has such a block, who had one in
-        a step that may be in flight, and whose tokens run through the content of one. The next plan
-        tells its table anew.
+        a step that may be in flight, and whose tokens run through the content of one. Drafts of its
+        last step are lost: none is to be rejected any more. The next plan tells its table anew.
 
         Ids name what is in the blocks now. Who learns of a failure after further steps were planned
         needs `fence_frees`: without it, the block may by then be another request's.

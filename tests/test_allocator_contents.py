@@ -1,0 +1,451 @@
+"""What pages hold: plans are carried out on simulated pages, and every read must find the right KV.
+
+The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
+of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
+aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvcache import KVCacheManager, Request, Status, StepPlan, StepReport
+from tests.allocator_driver import FULL, MIXES, Chooser, _window
+from tests.model import ENCODER, STATE, ModelGroup
+
+NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
+LONGEST = 48
+MOST_STEPS_BACK = 60  # an older step is not aborted
+BAD = "bad"  # content that nothing may read
+KV_MIXES = [
+    *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
+    ([(FULL, 8), (_window(9), 12)], 2),
+    ([(_window(20), 4), (_window(6), 8)], None),
+]
+
+Content = tuple[int, ...] | str | None
+Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: the only one) -> content
+Tables = dict[int, list[list[int]]]  # row -> group -> pages
+Cell = tuple[int, int | str, int]  # page, slot, position of the token whose KV is to be there
+
+
+@dataclass(eq=False)
+class Conversation:
+    """A request, and the tokens that it will have in the end."""
+
+    request: Request
+    tokens: list[int]
+    num_sampled: int  # tokens that exist by now, whether or not the manager knows them
+    num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
+
+    def __post_init__(self) -> None:
+        self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
+
+    def content(self, position: int) -> Content:
+        """The KV of a token, or the state behind it; None before the first."""
+        return self.contents[position] if position >= 0 else None
+
+    def late_tokens(self) -> list[int]:
+        return self.tokens[self.request.num_tokens : self.num_sampled]
+
+
+@dataclass
+class StepInFlight:
+    """What there was before it, and the pages that it reads."""
+
+    pages: Pages
+    tables: Tables
+    reads: set[int] = field(default_factory=set)
+
+
+def pages_of(table: list[list[int]]) -> set[int]:
+    return {page for blocks in table for page in blocks}
+
+
+def copy_pages(pages: Pages) -> Pages:
+    return {page: dict(slots) for page, slots in pages.items()}
+
+
+class Simulation:
+    """One manager, and the pages and tables of a device that does as it is told."""
+
+    def __init__(self, choose: Chooser, *, lose_pages: bool) -> None:
+        self.choose = choose
+        kinds, hash_block_size = choose.pick(KV_MIXES)
+        self.groups = [kind.model(size) for kind, size in kinds]
+        self.has_state = any(group.pages == STATE for group in self.groups)
+        self.fences = choose.chance(2)
+        self.manager = KVCacheManager.for_groups(
+            [kind.spec(size) for kind, size in kinds],
+            choose.integer(8, 24) * len(kinds),
+            LONGEST,
+            max_num_reqs=6,
+            num_preallocate_tokens=choose.pick([0, 5]),
+            hash_block_size=hash_block_size,
+            use_eagle=choose.chance(5),
+            fence_frees=self.fences,
+        )
+        self.pages: Pages = {}
+        self.tables: Tables = {}  # rows that were freed keep theirs
+        self.running: dict[int, Conversation] = {}  # by row
+        self.idle: list[Conversation] = []
+        self.num_conversations = 0
+        self.num_steps = 0
+        self.in_flight: dict[int, StepInFlight] = {}  # by step
+        self.last_written: list[int] = []
+        self.lost_page: int | None = None  # the manager has not been told yet
+        self.lost_slots: dict[int | str, Content] = {}
+        self.is_over = False
+        operations = [(12, self.step), (3, self.free), (2, self.report), (1, self.abort)]
+        if lose_pages:
+            operations.append((1, self.lose_or_invalidate))
+        self.weighted = [each for weight, each in operations for _ in range(weight)]
+
+    def run(self, num_operations: int) -> None:
+        for _ in range(num_operations):
+            self.choose.pick(self.weighted)()
+            self.manager.check_invariants()
+            if self.is_over:
+                return
+
+    # Conversations ---------------------------------------------------------------------------------
+
+    def next_conversation(self) -> Conversation:
+        """A new one, or one that was here before."""
+        choose = self.choose
+        if self.idle and choose.chance(2):
+            return self.idle.pop(choose.integer(0, len(self.idle) - 1))
+        self.num_conversations += 1
+        differs, num_prompt = choose.pick([0, 3, 6, 9, 14, 99, 99]), choose.integer(1, 30)
+        tokens = [i + (1000 * choose.integer(1, 2) if i >= differs else 0) for i in range(LONGEST)]
+        request = Request(f"r{self.num_conversations}", tokens[:num_prompt])
+        return Conversation(request, tokens, num_prompt)
+
+    def num_tokens_next(self, conversation: Conversation) -> int:
+        """A chunk of the tokens that exist, with drafts behind the last of them; 0: not in this step."""
+        choose = self.choose
+        computed = self.manager.num_computed_tokens(conversation.request)
+        computed -= conversation.num_rejected
+        missing = conversation.num_sampled - computed
+        if missing <= 0 or choose.chance(3):
+            return 0
+        count = choose.integer(1, missing)
+        if count == missing and not self.has_state and choose.chance(2):
+            count += choose.integer(0, 4)
+        return min(count, LONGEST - computed)
+
+    def restart(self, affected: dict[str, int]) -> None:
+        """The manager answered from where these go on: no draft is left to reject."""
+        for conversation in self.running.values():
+            if conversation.request.request_id in affected:
+                conversation.num_rejected = 0
+
+    # Operations ------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        choose = self.choose
+        counts = {row: self.num_tokens_next(each) for row, each in self.running.items()}
+        counts = {row: count for row, count in counts.items() if count}
+        batch = [self.running[row] for row in counts]
+        late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
+        admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
+        plan = self.manager.step(
+            [*counts],
+            [*counts.values()],
+            new=[each.request for each in admitted],
+            new_num_tokens=[choose.pick([3, 8, LONGEST]) for _ in admitted],
+            token_ids=[token for tokens in late for token in tokens],
+            num_token_ids=[len(tokens) for tokens in late],
+            num_rejected_tokens=[each.num_rejected for each in batch],
+        )
+        assert plan.step_id == self.num_steps
+        self.num_steps += 1
+        self.execute(plan, batch + admitted)
+
+    def free(self) -> None:
+        if not self.running:
+            return
+        conversation = self.running.pop(self.choose.pick([*self.running]))
+        if conversation.num_rejected:
+            self.manager.reject_tokens(conversation.request, conversation.num_rejected)
+            conversation.num_rejected = 0
+        conversation.request.append_tokens(conversation.late_tokens())
+        self.manager.free(conversation.request)
+        self.idle.append(conversation)
+
+    def report(self) -> None:
+        """The oldest step has completed."""
+        if self.in_flight:
+            step = min(self.in_flight)
+            del self.in_flight[step]
+            self.manager.report(StepReport(step, completed=True))
+
+    def abort(self) -> None:
+        """A step and all behind it: whatever became of them, what they wrote counts for nothing."""
+        if not self.in_flight or self.lost_page is not None:
+            return
+        if min(self.in_flight) <= self.num_steps - MOST_STEPS_BACK:
+            return
+        first = self.choose.pick([*self.in_flight])
+        aborted = self.in_flight[first]
+        self.in_flight = {step: each for step, each in self.in_flight.items() if step < first}
+        outcome = self.choose.pick(["carried out", "not carried out", "garbled"])
+        if outcome == "not carried out":
+            self.pages, self.tables = aborted.pages, aborted.tables
+            for row in self.running:
+                self.tables.setdefault(row, [[] for _ in self.groups])
+        elif outcome == "garbled":
+            self.garble_what_changed(aborted.pages)
+        self.restart(self.manager.report(StepReport(first, completed=False)))
+        self.check_what_is_kept(f"after an abort, {outcome}")
+
+    def garble_what_changed(self, before: Pages) -> None:
+        for page, slots in self.pages.items():
+            for slot, content in slots.items():
+                if before.get(page, {}).get(slot) != content:
+                    slots[slot] = BAD
+
+    def lose_or_invalidate(self) -> None:
+        """A page loses its contents; the manager hears of it some operations later."""
+        if self.lost_page is None:
+            self.lose_page()
+        else:
+            page, self.lost_page = self.lost_page, None
+            self.restart(self.manager.invalidate([page]))
+            self.check_what_is_kept("after an invalidation")
+
+    def lose_page(self) -> None:
+        if not self.last_written:
+            return
+        page = self.choose.pick(self.last_written)
+        if any(page in pages_of(table) for table in self.tables.values()):
+            self.pages[page] = dict.fromkeys(self.pages.get(page, {}), BAD)
+            self.lost_page, self.lost_slots = page, dict(self.pages[page])
+
+    # The device ------------------------------------------------------------------------------------
+
+    def execute(self, plan: StepPlan, asked: list[Conversation]) -> None:
+        """Carries out a plan and computes what it serves; `asked` are those that it answers."""
+        held_before = {row: pages_of(table) for row, table in self.tables.items()}
+        fenced = set()
+        if self.fences:
+            fenced = set().union(*(each.reads for each in self.in_flight.values()))
+        step = StepInFlight(copy_pages(self.pages), copy.deepcopy(self.tables))
+        step.reads.update(plan.copy[:, 0].tolist())
+        self.in_flight[plan.step_id] = step
+        self.check_destinations(plan, fenced)
+        self.carry_out_copies(plan)
+        self.pages.update({page: {} for page in plan.zero.tolist()})
+        self.update_tables(plan)
+        self.notice_reuse_of_lost_page(plan, held_before)
+        for row, start in self.settle(plan, asked):
+            self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
+
+    def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
+        """A page is written once, not while it is read, and no copy reads what a copy writes."""
+        written = plan.copy[:, 1].tolist() + plan.zero.tolist()
+        assert len(written) == len(set(written)), "a page is written twice"
+        assert not set(plan.copy[:, 0].tolist()) & set(written), "a copy reads a page being written"
+        assert not fenced & set(written), "a plan writes a page that a step in flight reads"
+        self.last_written = written
+
+    def carry_out_copies(self, plan: StepPlan) -> None:
+        """All read before any is written."""
+        copies = plan.copy.tolist()
+        self.pages.update({target: dict(self.pages.get(source, {})) for source, target in copies})
+
+    def update_tables(self, plan: StepPlan) -> None:
+        for row in plan.clear_rows.tolist():
+            self.tables[row] = [[] for _ in self.groups]
+        for g in range(len(self.groups)):
+            splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
+            for i, row in enumerate(plan.append_rows.tolist()):
+                self.tables[row][g] += ids[splits[i] : splits[i + 1]]
+            for row, column, page in plan.replace[g].tolist():
+                self.tables[row][g][column] = page
+
+    def notice_reuse_of_lost_page(self, plan: StepPlan, held_before: dict[int, set[int]]) -> None:
+        """Once it is given to another, to invalidate it no longer says what was lost: that ends it."""
+        lost = self.lost_page
+        if lost is None:
+            return
+        held = any(lost in pages for pages in held_before.values())
+        written = self.last_written  # so far only by the plan's copies and zeros
+        appended = any(lost in ids.tolist() for ids in plan.append_ids)
+        shared = any(
+            lost in pages_of(table) and lost not in held_before.get(row, ())
+            for row, table in self.tables.items()
+        )
+        refilled = self.pages.get(lost) != self.lost_slots
+        if lost in written or (appended and not held) or (shared and refilled):
+            self.is_over = True
+
+    def settle(self, plan: StepPlan, asked: list[Conversation]) -> list[tuple[int, int]]:
+        """(row, first token) of those that are served; a new request that is not becomes idle."""
+        served = []
+        answers = zip(plan.rows.tolist(), plan.status.tolist(), plan.num_computed_tokens.tolist())
+        for conversation, (row, status, start) in zip(asked, answers):
+            if status == Status.SERVED:
+                conversation.num_rejected = 0
+                self.running[row] = conversation
+                served.append((row, start))
+            elif conversation not in self.running.values():
+                self.idle.append(conversation)
+        return served
+
+    def compute(self, row: int, start: int, reads: set[int], forbidden: set[int]) -> None:
+        """Reads and writes KV through the row's table; some of its drafts are accepted.
+
+        `reads` takes what is read; a page of `forbidden` is not to be written.
+        """
+        conversation, table = self.running[row], self.tables[row]
+        request = conversation.request
+        assert table == [self.block_ids(request, g) for g in range(len(self.groups))], "table"
+        end = num_accepted = self.manager.num_computed_tokens(request)
+        if end > conversation.num_sampled:
+            num_accepted = self.choose.integer(conversation.num_sampled, end)
+        for position in range(start, end):
+            cells = self.cells_read(table, position, end)
+            reads.update(page for page, _, _ in cells)
+            assert all(page for page, _, _ in cells), f"row {row} reads the null page"
+            accepted = [cell for cell in cells if cell[2] < num_accepted]
+            wrong = self.wrong_cells(conversation, accepted)
+            assert not wrong or self.lost_page is not None, f"row {row} reads wrong KV: {wrong}"
+            is_right = not wrong and position < num_accepted
+            content = conversation.content(position) if is_right else BAD
+            self.write(table, position, end, content, forbidden)
+        conversation.num_rejected = end - num_accepted
+        if conversation.num_sampled <= num_accepted < LONGEST:
+            conversation.num_sampled = num_accepted + 1
+
+    def write(
+        self,
+        table: list[list[int]],
+        position: int,
+        end: int,
+        content: Content,
+        forbidden: set[int],
+    ) -> None:
+        """The KV of a token, and the state behind it."""
+        for group, blocks in zip(self.groups, table):
+            is_state = group.pages == STATE
+            page = blocks[(end - 1 if is_state else position) // group.block_size]
+            assert page, "KV is written to the null page"
+            assert page not in forbidden, "KV is written to a page that a step in flight reads"
+            slot = STATE if is_state else position % group.block_size
+            self.pages.setdefault(page, {})[slot] = content
+            self.last_written.append(page)
+
+    # Checks ----------------------------------------------------------------------------------------
+
+    def block_ids(self, request: Request, group: int) -> list[int]:
+        return self.manager.block_ids(request, group).tolist()
+
+    def cells_read(self, table: list[list[int]], position: int, end: int) -> list[Cell]:
+        """What the token at `position` reads in a step that ends at `end`."""
+        each_group = zip(self.groups, table)
+        return [
+            cell for group, blocks in each_group for cell in cells_of(group, blocks, position, end)
+        ]
+
+    def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
+        """Those that do not hold the conversation's KV."""
+        return [
+            (page, slot, position)
+            for page, slot, position in cells
+            if not page or self.pages.get(page, {}).get(slot) != conversation.content(position)
+        ]
+
+    def check_what_is_kept(self, when: str) -> None:
+        """All rows' own blocks, and all that is a hit for anyone, hold what they should."""
+        for row, conversation in self.running.items():
+            self.check_row(row, conversation, when)
+        for conversation in [*self.running.values(), *self.idle]:
+            self.check_hit(conversation, when)
+
+    def check_row(self, row: int, conversation: Conversation, when: str) -> None:
+        computed = self.manager.num_computed_tokens(conversation.request)
+        if computed:
+            table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
+            real = min(conversation.num_sampled, computed - conversation.num_rejected)
+            cells = [cell for cell in self.cells_read(table, computed, computed) if cell[2] < real]
+            wrong = self.wrong_cells(conversation, cells)
+            assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
+
+    def check_hit(self, conversation: Conversation, when: str) -> None:
+        probe = Request("probe", conversation.tokens)
+        found, num_hit = self.manager.get_computed_blocks(probe)
+        if num_hit:
+            found = [found] if len(self.groups) == 1 else found
+            table = [ids.tolist() for ids in found]
+            wrong = self.wrong_cells(conversation, self.cells_read(table, num_hit, num_hit))
+            assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
+
+
+def cells_of(group: ModelGroup, blocks: list[int], position: int, end: int) -> list[Cell]:
+    """What the token at `position` reads of a group in a step that ends at `end`."""
+    size = group.block_size
+    if group.pages == STATE:
+        return [(blocks[(end - 1) // size], STATE, position - 1)]
+    return [(blocks[i // size], i % size, i) for i in range(group.reads_from(position), position)]
+
+
+def simulate(seed: int, *, lose_pages: bool) -> None:
+    """Runs a seed; an error names it."""
+    try:
+        Simulation(Chooser(seed), lose_pages=lose_pages).run(NUM_OPERATIONS)
+    except BaseException as error:
+        error.add_note(f"found by simulate({seed}, lose_pages={lose_pages})")
+        raise
+
+
+@pytest.mark.parametrize("lose_pages", [False, True], ids=["intact", "lost_pages"])
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))
+def test_every_read_finds_the_right_kv(first, lose_pages):
+    for seed in range(first, first + SEEDS_PER_TEST):
+        simulate(seed, lose_pages=lose_pages)
+
+
+def test_every_mix_is_simulated():
+    mixes = {KV_MIXES.index(Chooser(seed).pick(KV_MIXES)) for seed in range(NUM_SEEDS)}
+    assert mixes == set(range(len(KV_MIXES)))
+
+
+# Planted defects: each must be noticed ----------------------------------------------------------------
+
+
+def test_copies_that_are_not_carried_out_are_noticed(monkeypatch):
+    monkeypatch.setattr(Simulation, "carry_out_copies", lambda self, plan: None)
+    expect_error("reads wrong KV", lose_pages=False)
+
+
+def test_an_invalidation_without_effect_is_noticed(monkeypatch):
+    monkeypatch.setattr(KVCacheManager, "invalidate", lambda self, ids: {})
+    expect_error("after an invalidation, .* wrong KV", lose_pages=True)
+
+
+def test_an_abort_without_effect_is_noticed(monkeypatch):
+    report = KVCacheManager.report
+    monkeypatch.setattr(
+        KVCacheManager, "report", lambda self, of: report(self, of) if of.completed else {}
+    )
+    expect_error("after an abort, .* wrong KV", lose_pages=False)
+
+
+def test_missing_fences_are_noticed(monkeypatch):
+    for_groups = KVCacheManager.for_groups
+    monkeypatch.setattr(
+        KVCacheManager,
+        "for_groups",
+        lambda *args, **options: for_groups(*args, **{**options, "fence_frees": False}),
+    )
+    expect_error("a step in flight reads", lose_pages=False)
+
+
+def expect_error(message: str, *, lose_pages: bool) -> None:
+    with pytest.raises(AssertionError, match=message):
+        for seed in range(NUM_SEEDS):
+            simulate(seed, lose_pages=lose_pages)
