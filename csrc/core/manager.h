@@ -326,10 +326,12 @@ class Manager {
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
   void end_state_moves();
+  static bool copies_parts(const PrefixHit& hit);
+
+  // Telling, and the journal (manager_telling.cpp).
   void answer(int32_t row, Status status, int64_t start, bool is_new);
   void tell_table(int32_t row, const int64_t* from);
   void tell_resent();
-  static bool copies_parts(const PrefixHit& hit);
   void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void note_left(int32_t row);
   void begin_step();
@@ -344,41 +346,46 @@ class Manager {
   void note_published(const Row& row, const CacheGroup& group, int64_t block, BlockId id);
   int64_t next_publish(const Row& row, const Held* held) const;
 
-  // Giving back (manager_withdrawal.cpp).
+  // Giving back (manager_giving_back.cpp).
   void give_back(const BlockId* ids, int64_t n, int64_t step_id);
   void give_back(const BlockId* ids, int64_t n) { give_back(ids, n, last_issued_); }
   bool is_fenced(int64_t step_id) const {  // whether what this step reads must wait for a report
     return options_.fence_frees && step_id >= num_completed_;
   }
-  void give_back_row(Held* held, bool with_encoder);
   void lift_fences();
-  void hash_rows();
+  void give_back_row(Held* held, bool with_encoder);
+  bool can_resume(const Held* held, int64_t num_tokens) const;
+  void truncate(int32_t row, int64_t num_tokens);
+  void restart(int32_t row);
+  void resend(int32_t row);
+
+  // Reports (manager_reports.cpp).
   void check_step_id(int64_t step_id) const;
   void check_may_abort(int64_t step_id) const;
   std::vector<BlockId> checked_ids(const BlockId* ids, int64_t n) const;
+  void hash_rows();
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);
+
+  // Withdrawal (manager_withdrawal.cpp).
   Recompute withdraw_ids(const std::vector<BlockId>& ids);
   Recompute withdraw(Bad bad, Limits limits, bool by_hash);
   bool spread(Bad* bad, Limits* limits, bool by_hash) const;
   int64_t limit_by_blocks(int32_t row, const Bad& bad) const;
   int64_t limit_by_hashes(int32_t row, const Bad& bad) const;
   void limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* limits) const;
-  void add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const;
   int64_t confirmed_limit(int32_t row, int64_t limit) const;
   int64_t own_limit(int32_t row, int64_t limit) const;
   bool add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const;
-  static bool add_block(BlockId id, int64_t num_right, Bad* bad);
   bool add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id, int64_t num_right,
                  Bad* bad) const;
   bool add_dropped(int32_t row, const CacheGroup& group, int64_t block, int64_t num_right,
                    Bad* bad) const;
+  void add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const;
   void add_hashes(BlockId id, Bad* bad) const;
+  static bool add_block(BlockId id, int64_t num_right, Bad* bad);
   static bool add_hash(const Hash& hash, const BadHash& what, Bad* bad);
-  bool can_resume(const Held* held, int64_t num_tokens) const;
-  void truncate(int32_t row, int64_t num_tokens);
-  void restart(int32_t row);
-  void resend(int32_t row);
+
   void read_clock();
 
   ManagerOptions options_;

@@ -289,37 +289,6 @@ bool Manager::copies_parts(const PrefixHit& hit) {
                      [](BlockId source) { return source != kNullBlock; });
 }
 
-void Manager::answer(int32_t row, Status status, int64_t start, bool is_new) {
-  delta_->rows.push_back(row);
-  delta_->status.push_back(static_cast<uint8_t>(status));
-  delta_->num_computed_tokens.push_back(static_cast<int32_t>(start));
-  if (status != Status::kServed) return;
-  in_flight_.back().rows.push_back({row, rows_[row].admission, start, is_new});
-  if (is_new) {
-    std::fill(sizes_.begin(), sizes_.end(), 0);
-  } else if (rows_[row].must_resend) {
-    return;  // told whole when all are served
-  }
-  tell_table(row, sizes_.data());
-}
-
-// The row's blocks from from[g] on, in every group g.
-void Manager::tell_table(int32_t row, const int64_t* from) {
-  const Held* h = held(row);
-  bool any = false;
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    any |= static_cast<int64_t>(h[g].blocks.size()) > from[g];
-  }
-  if (!any) return;
-  delta_->append_rows.push_back(row);
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    StepDelta::Group& group = delta_->groups[g];
-    group.append_ids.insert(group.append_ids.end(), h[g].blocks.begin() + from[g],
-                            h[g].blocks.end());
-    group.append_splits.push_back(static_cast<int32_t>(group.append_ids.size()));
-  }
-}
-
 // Publishes what the step's rows have filled, and lets go of the pages that states have left.
 void Manager::end_state_moves() {
   for (const StateMove& move : state_moves_) {
@@ -340,51 +309,6 @@ void Manager::end_state_moves() {
     replace.insert(replace.end(), {move.row, static_cast<int32_t>(move.block), kNullBlock});
   }
   state_moves_.clear();
-}
-
-void Manager::tell_resent() {
-  std::fill(sizes_.begin(), sizes_.end(), 0);
-  for (int32_t row : resend_) {
-    if (rows_[row].chain == nullptr || !rows_[row].must_resend) continue;
-    rows_[row].must_resend = false;
-    delta_->clear_rows.push_back(row);
-    tell_table(row, sizes_.data());
-  }
-  resend_.clear();
-}
-
-void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
-  if (in_flight_.empty() || !rows_[row].by_step) return;
-  in_flight_.back().dropped.push_back(
-      {row, id, rows_[row].admission, block * group.block_size, rows_[row].chain});
-}
-
-// What a row that leaves has computed and not published.
-void Manager::note_left(int32_t row) {
-  for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
-    const int64_t size = std::min(static_cast<int64_t>(each.blocks.size()),
-                                  ceil_div(rows_[row].num_computed, group.block_size));
-    for (int64_t b = std::max(each.num_dropped, each.num_published);
-         group.is_cacheable() && b < size; ++b) {
-      note_dropped(row, group, b, each.blocks[static_cast<size_t>(b)]);
-    }
-  }
-}
-
-// The journal of the step that begins; the memory of one that is too old to be aborted is used
-// again.
-void Manager::begin_step() {
-  Step step;
-  if (static_cast<int64_t>(in_flight_.size()) == kMaxStepsInFlight) {
-    step = std::move(in_flight_.front());
-    in_flight_.pop_front();
-    step.rows.clear();
-    step.published.clear();
-    step.dropped.clear();
-  }
-  step.id = num_steps_;
-  in_flight_.push_back(std::move(step));
 }
 
 }  // namespace kvcache

@@ -1,0 +1,119 @@
+// How blocks come back: at once or behind a fence; rows that lose some, or all, and go on.
+#include <algorithm>
+
+#include "core/manager.h"
+
+namespace kvcache {
+
+void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
+  if (n == 0) return;
+  if (!is_fenced(step_id)) {
+    pool_.release(ids, n);
+    return;
+  }
+  fences_.push_back({step_id, {ids, ids + n}});
+  for (int64_t i = 0; i < n; ++i) ++fenced_[static_cast<size_t>(ids[i])];
+  num_fenced_ += n;
+}
+
+void Manager::lift_fences() {
+  while (!fences_.empty() && fences_.front().step_id < num_completed_) {
+    const std::vector<BlockId>& ids = fences_.front().ids;
+    pool_.release(ids.data(), static_cast<int64_t>(ids.size()));
+    for (BlockId id : ids) --fenced_[static_cast<size_t>(id)];
+    num_fenced_ -= static_cast<int64_t>(ids.size());
+    fences_.pop_front();
+  }
+}
+
+// Tails are evicted before heads, in all groups alike: what lies further back in the sequence goes
+// first.
+void Manager::give_back_row(Held* held, bool with_encoder) {
+  dropped_.clear();
+  std::vector<int64_t>& left = sizes_;
+  for (const CacheGroup& group : groups_) {
+    left[group.id] = static_cast<int64_t>(held[group.id].blocks.size());
+    if (group.is_cacheable()) continue;
+    if (with_encoder) {
+      dropped_.insert(dropped_.end(), held[group.id].blocks.rbegin(), held[group.id].blocks.rend());
+    }
+    left[group.id] = 0;
+  }
+  for (;;) {
+    const CacheGroup* last = nullptr;
+    for (const CacheGroup& group : groups_) {
+      if (left[group.id] <= held[group.id].num_dropped) continue;
+      if (last == nullptr ||
+          (left[group.id] - 1) * group.block_size > (left[last->id] - 1) * last->block_size) {
+        last = &group;
+      }
+    }
+    if (last == nullptr) break;
+    dropped_.push_back(held[last->id].blocks[static_cast<size_t>(--left[last->id])]);
+  }
+  give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+  for (const CacheGroup& group : groups_) {
+    if (with_encoder || group.is_cacheable()) held[group.id].clear();
+  }
+}
+
+// Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that it
+// goes into.
+bool Manager::can_resume(const Held* held, int64_t num_tokens) const {
+  if (num_tokens == 0) return false;  // the cache may still have something
+  for (const CacheGroup& group : groups_) {
+    if (group.holds_state()) return false;  // it was updated in place
+    if (!group.holds_tokens()) continue;
+    const bool needs_any =
+        num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;
+    if (needs_any && held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void Manager::truncate(int32_t row, int64_t num_tokens) {
+  for (const CacheGroup& group : groups_) {
+    if (!group.is_cacheable()) continue;
+    Held& each = held(row)[group.id];
+    const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
+    if (each.blocks.size() > kept) {
+      dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - static_cast<int64_t>(kept));
+      // The tail of a table may already be gone.
+      dropped_.erase(std::remove(dropped_.begin(), dropped_.end(), kNullBlock), dropped_.end());
+      give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+      each.blocks.resize(kept);
+    }
+    each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
+    each.num_published = std::min(each.num_published, num_tokens / group.block_size);
+    each.num_parts = std::min(each.num_parts, num_tokens / hash_block_size_);
+    each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
+  }
+  Row& r = rows_[row];
+  r.num_computed = r.start = num_tokens;
+  r.next_publish = next_publish(r, held(row));
+}
+
+// The row has given its blocks back; it goes on from what the cache has.
+void Manager::restart(int32_t row) {
+  Row& r = rows_[row];
+  const PrefixHit& hit = find(*r.chain, /*with_parts=*/false);
+  Held* h = held(row);
+  for (const CacheGroup& group : groups_) {
+    if (!group.is_cacheable()) continue;
+    set_hit(&h[group.id], group, hit);
+  }
+  take_hits(h, hit);
+  r.num_computed = r.start = hit.num_tokens;
+  r.is_stale = false;
+  r.next_publish = next_publish(r, h);
+}
+
+void Manager::resend(int32_t row) {
+  if (!rows_[row].by_step || rows_[row].must_resend) return;
+  rows_[row].must_resend = true;
+  resend_.push_back(row);
+}
+
+}  // namespace kvcache
