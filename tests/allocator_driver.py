@@ -1,8 +1,8 @@
 """Drives the manager and its plain model through the same random calls and compares all they say.
 
 Where choices come from is open: hypothesis (which shrinks what it finds) or a seeded generator
-(which is fast). A found case is a seed and a number of operations: FOUND of
-test_allocator_random.py keeps them. For as long as wanted: `make soak SECONDS=600`.
+(which is fast). An error names its seed; what it found becomes a case of its own. For as long as
+wanted: `make soak SECONDS=600`.
 """
 
 from __future__ import annotations

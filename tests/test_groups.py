@@ -244,6 +244,15 @@ def test_a_hit_inside_a_block_is_copied_into_the_requests_own():
     manager.check_invariants()
 
 
+def test_behind_a_missing_block_a_hit_may_still_end_inside_it():
+    """Found by a random run: of a window's missing block, the part before was not looked for."""
+    manager = make(GroupSpec("sliding_window", 8, {"window": 3}), hash_block_size=4)
+    run(manager, Request("a", range(14)), 14)
+    plan = manager.step(new=[Request("b", range(20))])
+    assert plan.num_computed_tokens.tolist() == [12]
+    assert plan.append_ids[0].tolist() == [0, 3, 4] and plan.copy.tolist() == [[2, 3]]
+
+
 def test_a_large_block_is_hit_by_prompts_shorter_than_it():
     """B5: hybrid models make blocks of 2048 tokens."""
     manager = make(

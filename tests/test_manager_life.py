@@ -397,6 +397,7 @@ def test_a_state_goes_back_to_the_last_one_stored():
 
 
 def test_a_failed_page_of_an_encoder_restarts_the_request():
+    """Found by a random run: the encoder's blocks were taken a second time."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
     manager = KVCacheManager.for_groups(groups, 20, 64, num_preallocate_tokens=0)
     request = Request("a", range(9), num_encoder_tokens=8)
