@@ -154,33 +154,45 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
   return out;
 }
 
-// int32[n, width], or None for no rows.
-py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width) {
-  if (values.empty()) return py::none();
+// What empty sections of all plans share: int32[0], [0, 2] and [0, 3], of kvcache/plan.py.
+struct EmptySections {
+  py::object ids, pairs, replace;
+};
+
+EmptySections& empty_sections() {
+  static auto* sections = new EmptySections;  // leaked: it must outlive the interpreter
+  return *sections;
+}
+
+// int32[n, width].
+py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const py::object& empty) {
+  if (values.empty()) return empty;
   const auto n = static_cast<py::ssize_t>(values.size()) / width;
   py::array_t<int32_t> out({n, width});
   std::copy(values.begin(), values.end(), out.mutable_data());
   return std::move(out);
 }
 
-py::object ids_or_none(const std::vector<int32_t>& ids) {
-  if (ids.empty()) return py::none();
+py::object ids_of(const std::vector<int32_t>& ids) {
+  if (ids.empty()) return empty_sections().ids;
   return copy_int32(ids);
 }
 
-// The fields of a StepPlan in its order; None where a section is empty.
+// The fields of a StepPlan in its order.
 py::tuple as_tuple(const StepDelta& delta) {
+  const EmptySections& empty = empty_sections();
   const size_t num_groups = delta.groups.size();
   py::list splits(num_groups), ids(num_groups), replace(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
     splits[g] = copy_int32(delta.groups[g].append_splits);
-    ids[g] = copy_int32(delta.groups[g].append_ids);
-    replace[g] = rows_of(delta.groups[g].replace, 3);
+    ids[g] = ids_of(delta.groups[g].append_ids);
+    replace[g] = rows_of(delta.groups[g].replace, 3, empty.replace);
   }
   return py::make_tuple(delta.step_id, copy_int32(delta.rows), copy_array(delta.status),
-                        copy_int32(delta.num_computed_tokens), ids_or_none(delta.clear_rows),
-                        ids_or_none(delta.append_rows), std::move(splits), std::move(ids),
-                        std::move(replace), rows_of(delta.copy, 2), ids_or_none(delta.zero));
+                        copy_int32(delta.num_computed_tokens), ids_of(delta.clear_rows),
+                        ids_of(delta.append_rows), std::move(splits), std::move(ids),
+                        std::move(replace), empty.pairs, rows_of(delta.copy, 2, empty.pairs),
+                        ids_of(delta.zero), empty.pairs);
 }
 
 py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,
@@ -297,6 +309,12 @@ std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
 
 void bind_manager(py::module_& m) {
   bind_kinds(m);
+  m.def(
+      "set_empty_sections",
+      [](const py::object& ids, const py::object& pairs, const py::object& replace) {
+        empty_sections() = {ids, pairs, replace};
+      },
+      py::arg("ids"), py::arg("pairs"), py::arg("replace"));
   py::class_<Manager>(m, "Manager")
       .def(py::init(&make_manager), py::kw_only(), py::arg("groups"), py::arg("num_gpu_blocks"),
            py::arg("max_model_len"), py::arg("hash_block_size"), py::arg("enable_caching"),

@@ -20,6 +20,8 @@ from kvcache.specs import ContextParallel, GroupSpec
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
 
+core.set_empty_sections(NO_IDS, NO_PAIRS, NO_REPLACE)
+
 Ids = np.ndarray | Sequence[int]
 
 
@@ -269,8 +271,8 @@ class KVCacheManager:
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
             raise ValueError("new names a request twice")
-        plan = _plan_of(
-            self._native.step(
+        plan = StepPlan(
+            *self._native.step(
                 rows,
                 num_tokens,
                 chains,
@@ -446,22 +448,3 @@ class KVCacheManager:
     def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
-
-
-def _plan_of(delta: tuple) -> StepPlan:
-    step_id, rows, status, computed, clear, append_rows, splits, ids, replace, copy, zero = delta
-    return StepPlan(
-        step_id,
-        rows,
-        status,
-        computed,
-        NO_IDS if clear is None else clear,
-        NO_IDS if append_rows is None else append_rows,
-        splits,
-        ids,
-        [NO_REPLACE if each is None else each for each in replace],
-        NO_PAIRS,
-        NO_PAIRS if copy is None else copy,
-        NO_IDS if zero is None else zero,
-        NO_PAIRS,
-    )
