@@ -348,8 +348,9 @@ class Driver:
         step = self.choose.integer(least, self.model.num_steps - 1)
         failed = self.some_blocks() if self.choose.chance(4) else []
         found = self.manager.report(StepReport(step, completed=True, failed_pages=failed))
+        want = self.model.invalidate(failed) if failed else {}
         self.model.complete(step)
-        assert found == self.by_request(self.model.invalidate(failed) if failed else {})
+        assert found == self.by_request(want)
 
     def abort(self) -> None:
         """Of a step in flight, or of one that was aborted already."""

@@ -190,7 +190,7 @@ class ModelManager:
         self.in_flight[-1]["clear"] = set(answer.clear)
         self.last_issued = self.num_steps
         self.num_steps += 1
-        self.in_flight = self.in_flight[-64:]
+        self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_steps - 64]
         return answer
 
     def _note_row(self, row, start, is_new):

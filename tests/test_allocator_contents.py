@@ -177,8 +177,8 @@ class Simulation:
         self.idle.append(conversation)
 
     def report(self) -> None:
-        """The oldest step has completed."""
-        if self.in_flight:
+        """The oldest step has completed; not while nobody has heard of a lost page."""
+        if self.in_flight and self.lost_page is None:
             step = min(self.in_flight)
             del self.in_flight[step]
             self.manager.report(StepReport(step, completed=True))
@@ -214,7 +214,12 @@ class Simulation:
             self.lose_page()
         else:
             page, self.lost_page = self.lost_page, None
-            self.restart(self.manager.invalidate([page]))
+            if self.in_flight and self.choose.chance(2):
+                step = min(self.in_flight)
+                del self.in_flight[step]
+                self.restart(self.manager.report(StepReport(step, True, failed_pages=[page])))
+            else:
+                self.restart(self.manager.invalidate([page]))
             self.check_what_is_kept("after an invalidation")
 
     def lose_page(self) -> None:
@@ -423,7 +428,13 @@ def test_copies_that_are_not_carried_out_are_noticed(monkeypatch):
 
 
 def test_an_invalidation_without_effect_is_noticed(monkeypatch):
+    report = KVCacheManager.report
     monkeypatch.setattr(KVCacheManager, "invalidate", lambda self, ids: {})
+    monkeypatch.setattr(
+        KVCacheManager,
+        "report",
+        lambda self, of: report(self, StepReport(of.step_id, of.completed)),
+    )
     expect_error("after an invalidation, .* wrong KV", lose_pages=True)
 
 

@@ -214,6 +214,52 @@ def test_a_report_is_taken_in_whole_or_not_at_all():
         assert manager.num_fenced_blocks == 3 and manager.pool.num_cached == 2
 
 
+def test_a_report_knows_who_let_go_of_a_failed_page_in_its_own_step():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
+    manager = KVCacheManager.for_groups(groups, 50, 64, num_preallocate_tokens=0, fence_frees=True)
+    manager.step(new=[Request("a", range(13))], new_num_tokens=[3])
+    manager.report(StepReport(0, completed=True))
+    state = int(manager.step([0], [5]).copy[0, 0])  # the step moves the state out of this page
+    assert manager.report(StepReport(1, True, [state])) == {"a": 0}
+    assert hit_length(manager, range(13)) == 0
+
+
+def test_aborts_leave_no_journal_behind():
+    """A step that is never reported, and as many aborts as steps."""
+    manager = make()
+    kept = Request("kept", [99])
+    manager.step(new=[kept])
+    for i in range(100):
+        request = Request(str(i), range(8))
+        plan = manager.step(new=[request])
+        manager.free(request)
+        manager.abort(plan.step_id)
+    with pytest.raises(ValueError, match=r"step_id is 0: .* too long ago"):
+        manager.abort(0)
+    manager.step()
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.report(None), "report is None: expected a StepReport"),
+        (lambda m: m.report(StepReport(0, None)), r"report.completed is None: expected True"),
+        (lambda m: m.free(None), "request is None: expected a Request"),
+        (lambda m: m.row("r"), "request is 'r': expected a Request"),
+    ],
+)
+def test_what_is_no_report_and_no_request_is_named(call, message):
+    manager = make()
+    manager.step(new=[Request("a", [1])])
+    with pytest.raises(TypeError, match=message):
+        call(manager)
+    with pytest.raises(ValueError, match="failed_pages holds block 20: expected 1 to 10"):
+        manager.report(StepReport(0, True, [20]))
+    with pytest.raises(ValueError, match="seconds is inf"):
+        manager.set_now(float("inf"))
+
+
 def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
     manager = make()
     a, b = Request("a", range(20)), Request("b", range(20))

@@ -137,6 +137,8 @@ class BlockPool {
   const Hash* hash_of(BlockId id) const {
     return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
   }
+  // Throws std::invalid_argument that names `what` where the id is none of the pool.
+  void check_id(BlockId id, const char* what) const { (void)at(id, what); }
   // Another number whenever the block is handed out anew (of 256, so for a while).
   uint8_t tenancy(BlockId id) const { return blocks_[id].tenancy; }
   // Of a cached block: the group of its content, and the hashes of its parts.

@@ -362,7 +362,7 @@ class Manager {
   // Reports (manager_reports.cpp).
   void check_step_id(int64_t step_id) const;
   void check_may_abort(int64_t step_id) const;
-  std::vector<BlockId> checked_ids(const BlockId* ids, int64_t n) const;
+  std::vector<BlockId> checked_ids(const BlockId* ids, int64_t n, const char* name) const;
   void hash_rows();
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);

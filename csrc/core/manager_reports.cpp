@@ -12,20 +12,19 @@ namespace kvcache {
 Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed, int64_t n) {
   const Call call(this);
   check_step_id(step_id);
-  const std::vector<BlockId> bad = checked_ids(failed, n);
+  const std::vector<BlockId> bad = checked_ids(failed, n, "failed_pages");
   if (!completed) check_may_abort(step_id);
   hash_rows();
   Recompute all;
-  if (completed) {
-    complete_to(step_id);
-  } else {
-    all = abort_from(step_id);
+  if (!completed) all = abort_from(step_id);
+  if (!bad.empty()) {
+    // Before the step is done: its journal knows who has used these pages and let go of them.
+    const Recompute more = withdraw_ids(bad);
+    all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
+    all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
+                                   more.num_computed_tokens.end());
   }
-  if (bad.empty()) return all;
-  const Recompute more = withdraw_ids(bad);
-  all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
-  all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
-                                 more.num_computed_tokens.end());
+  if (completed) complete_to(step_id);
   return all;
 }
 
@@ -39,7 +38,7 @@ Recompute Manager::abort(int64_t step_id) {
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
-  const std::vector<BlockId> bad = checked_ids(ids, n);
+  const std::vector<BlockId> bad = checked_ids(ids, n, "ids");
   hash_rows();
   return withdraw_ids(bad);
 }
@@ -69,9 +68,9 @@ void Manager::check_may_abort(int64_t step_id) const {
 }
 
 // A copy: a digest from Python could change the caller's.
-std::vector<BlockId> Manager::checked_ids(const BlockId* ids, int64_t n) const {
+std::vector<BlockId> Manager::checked_ids(const BlockId* ids, int64_t n, const char* name) const {
   const std::vector<BlockId> out(ids, ids + n);
-  for (BlockId id : out) pool_.ref_count(id);  // throws where it is none of the pool
+  for (BlockId id : out) pool_.check_id(id, name);
   return out;
 }
 

@@ -68,16 +68,16 @@ void Manager::note_left(int32_t row) {
 }
 
 // The journal of the step that begins; the memory of one that is too old to be aborted is used
-// again.
+// again. By number, not by count: aborts leave gaps.
 void Manager::begin_step() {
   Step step;
-  if (static_cast<int64_t>(in_flight_.size()) == kMaxStepsInFlight) {
+  while (!in_flight_.empty() && in_flight_.front().id <= num_steps_ - kMaxStepsInFlight) {
     step = std::move(in_flight_.front());
     in_flight_.pop_front();
-    step.rows.clear();
-    step.published.clear();
-    step.dropped.clear();
   }
+  step.rows.clear();
+  step.published.clear();
+  step.dropped.clear();
   step.id = num_steps_;
   in_flight_.push_back(std::move(step));
 }

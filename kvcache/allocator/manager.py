@@ -211,6 +211,8 @@ class KVCacheManager:
 
     def set_now(self, seconds: float) -> None:
         """Sets the clock of residency times, for replays; without it, the system's is read."""
+        if not 0 <= seconds < 2**50:
+            raise ValueError(f"seconds is {seconds!r}: expected 0 or more, and a finite number")
         self._native.set_now(int(seconds * 1000))
 
     def block_hashes(self, request: Request) -> np.ndarray:
@@ -228,7 +230,7 @@ class KVCacheManager:
 
     def row(self, request: Request) -> int:
         """The row of an admitted request; ValueError for any other."""
-        row = self._rows.get(request.request_id)
+        row = self._rows.get(_id_of(request))
         if row is None:
             raise ValueError(f"request {request.request_id!r} is not admitted: it has no blocks")
         return row
@@ -360,7 +362,7 @@ class KVCacheManager:
         rejected since are to be taken back before (`reject_tokens`). The blocks keep content and hash
         until taken; the next plan clears the row, if `step` admitted it.
         """
-        row = self._rows.get(request.request_id)
+        row = self._rows.get(_id_of(request))
         if row is None:
             self._native.check_caller()
             return
@@ -375,8 +377,12 @@ class KVCacheManager:
         invalidated. ValueError, with nothing changed, for a step that never was or a page that is
         none, and for a step that did not complete but was reported done before.
         """
+        if not isinstance(report, StepReport):
+            raise TypeError(f"report is {report!r}: expected a StepReport")
+        if not isinstance(report.completed, bool | np.bool_):
+            raise TypeError(f"report.completed is {report.completed!r}: expected True or False")
         return self._by_request(
-            self._native.report(report.step_id, report.completed, report.failed_pages)
+            self._native.report(report.step_id, bool(report.completed), report.failed_pages)
         )
 
     def abort(self, step_id: int) -> dict[str, int]:
@@ -448,3 +454,10 @@ class KVCacheManager:
     def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
+
+
+def _id_of(request: Request) -> str:
+    try:
+        return request.request_id
+    except AttributeError:
+        raise TypeError(f"request is {request!r}: expected a Request") from None
