@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.specs import (
+    MAX_GROUPS,
     MAX_INT32,
     MAX_INT64,
     ContextParallel,
@@ -16,7 +17,6 @@ from kvcache.specs import (
     integer,
 )
 
-MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 _SLACK = 1.1  # bytes that fewer groups may cost
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral
 
+MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
 MAX_INT64 = 2**63 - 1
 

@@ -180,23 +180,23 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
   // Marked in a link that unindexed blocks do not use, so that an id that repeats is noticed.
   constexpr BlockId kMarked = -1;
   int64_t i = 0;
-  const auto fail = [&](const char* what) {
+  const auto fail = [&](const std::string& what) {
     while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
     throw std::invalid_argument(what);
   };
   for (; i < n; ++i) {
     if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) {
-      fail((named("ids", ids[i]) + ": expected 1 to " + std::to_string(num_blocks_ - 1)).c_str());
+      fail(named("ids", ids[i]) + ": expected 1 to " + std::to_string(num_blocks_ - 1));
     }
     Block& block = blocks_[ids[i]];
     if (block.ref_count == 0) {
-      fail((named("ids", ids[i]) + ", which is free: expected a held one").c_str());
+      fail(named("ids", ids[i]) + ", which is free: expected a held one");
     }
     if (is_indexed(block) || block.younger == kMarked) {
-      fail((named("ids", ids[i]) + ", which is already published").c_str());
+      fail(named("ids", ids[i]) + ", which is already published");
     }
     if (is_cached(block) && block.group != group) {
-      fail((named("ids", ids[i]) + ", which is published for another group").c_str());
+      fail(named("ids", ids[i]) + ", which is published for another group");
     }
     block.younger = kMarked;
   }

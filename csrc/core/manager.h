@@ -165,20 +165,17 @@ class Manager {
   // first, and the row; the next step's delta clears it, if a step admitted it.
   void free(int32_t row);
 
-  // The plan of this step and of every later one will not be carried out, or came to nothing: what
-  // they computed leaves the cache, and the rows go back to where they were. The next delta tells
-  // their tables anew.
-  Recompute abort(int64_t step_id);
+  // What a worker says of a step. Completed: this step and all before it are done, what was given
+  // back until then can be used again. If not, the plan of this step and of every later one will
+  // not be carried out, or came to nothing: what they computed leaves the cache, and the rows go
+  // back to where they were. The `failed` blocks are invalidated. The next delta tells the rows'
+  // tables anew. All of it or, where something is refused, nothing.
+  Recompute report(int64_t step_id, bool completed, const BlockId* failed, int64_t n);
+  Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, nullptr, 0); }
 
   // These blocks do not hold what they should: they and all that was computed from them leave the
   // cache, and the rows that used them go back to what is left.
   Recompute invalidate(const BlockId* ids, int64_t n);
-
-  // This step and all before it are done: what was given back until then can be used again.
-  void complete(int64_t step_id);
-
-  // `complete` or `abort`, then `invalidate`: all of it or, where something is refused, nothing.
-  Recompute report(int64_t step_id, bool completed, const BlockId* failed, int64_t n);
 
   // Forgets what these blocks hold, held or free; see BlockPool::evict.
   void evict(const BlockId* ids, int64_t n);
@@ -287,6 +284,7 @@ class Manager {
   Held* held(int32_t row) { return &held_[static_cast<size_t>(row) * groups_.size()]; }
   const Held* held(int32_t row) const { return &held_[static_cast<size_t>(row) * groups_.size()]; }
   int32_t take_row();
+  int64_t num_written(int32_t row, const CacheGroup& group) const;  // blocks with KV in them
 
   // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
   void check_group(int64_t group) const;
@@ -379,8 +377,8 @@ class Manager {
   bool add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const;
   bool add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id, int64_t num_right,
                  Bad* bad) const;
-  bool add_dropped(int32_t row, const CacheGroup& group, int64_t block, int64_t num_right,
-                   Bad* bad) const;
+  bool add_lost(const TokenChain& chain, const CacheGroup& group, int64_t block, int64_t num_right,
+                Bad* bad) const;
   void add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const;
   void add_hashes(BlockId id, Bad* bad) const;
   static bool add_block(BlockId id, int64_t num_right, Bad* bad);

@@ -14,7 +14,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed
   check_step_id(step_id);
   const std::vector<BlockId> bad = checked_ids(failed, n, "failed_pages");
   if (!completed) check_may_abort(step_id);
-  hash_rows();
+  if (!completed || !bad.empty()) hash_rows();  // else nothing is withdrawn: most reports
   Recompute all;
   if (!completed) all = abort_from(step_id);
   if (!bad.empty()) {
@@ -28,25 +28,11 @@ Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed
   return all;
 }
 
-Recompute Manager::abort(int64_t step_id) {
-  const Call call(this);
-  check_step_id(step_id);
-  check_may_abort(step_id);
-  hash_rows();
-  return abort_from(step_id);
-}
-
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
   const std::vector<BlockId> bad = checked_ids(ids, n, "ids");
   hash_rows();
   return withdraw_ids(bad);
-}
-
-void Manager::complete(int64_t step_id) {
-  const Call call(this);
-  check_step_id(step_id);
-  complete_to(step_id);
 }
 
 void Manager::check_step_id(int64_t step_id) const {

@@ -165,6 +165,11 @@ int32_t Manager::take_row() {
   return static_cast<int32_t>(rows_.size()) - 1;
 }
 
+int64_t Manager::num_written(int32_t row, const CacheGroup& group) const {
+  return std::min(static_cast<int64_t>(held(row)[group.id].blocks.size()),
+                  ceil_div(rows_[row].num_computed, group.block_size));
+}
+
 void Manager::take_hits(Held* held, const PrefixHit& hit) {
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;

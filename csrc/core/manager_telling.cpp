@@ -58,10 +58,9 @@ void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, 
 void Manager::note_left(int32_t row) {
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
-    const int64_t size = std::min(static_cast<int64_t>(each.blocks.size()),
-                                  ceil_div(rows_[row].num_computed, group.block_size));
-    for (int64_t b = std::max(each.num_dropped, each.num_published);
-         group.is_cacheable() && b < size; ++b) {
+    if (!group.is_cacheable()) continue;
+    const int64_t size = num_written(row, group);
+    for (int64_t b = std::max(each.num_dropped, each.num_published); b < size; ++b) {
       note_dropped(row, group, b, each.blocks[static_cast<size_t>(b)]);
     }
   }

@@ -123,18 +123,11 @@ void Manager::limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* 
 
 // What a row that has left may have computed from token `first_token` on.
 void Manager::add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const {
-  const std::vector<Hash>& hashes = chain.known_hashes();
+  const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    for (int64_t i = first_token / hash_block_size_; i < static_cast<int64_t>(hashes.size()); ++i) {
-      const Hash& hash = hashes[static_cast<size_t>(i)];
-      const int64_t num_right = std::max(first_token, i / group.num_hashes * group.block_size);
-      const bool is_whole = (i + 1) % group.num_hashes == 0;
-      const BlockId id = is_whole ? pool_.find(hash, group.id) : kNullBlock;
-      if (id != kNullBlock) add_block(id, num_right, bad);
-      if (id != kNullBlock || group.has_parts) {
-        add_hash(hash, {num_right, group.block_size}, bad);
-      }
+    for (int64_t b = first_token / group.block_size; b * group.num_hashes < num_hashed; ++b) {
+      add_lost(chain, group, b, std::max(first_token, b * group.block_size), bad);
     }
   }
 }
@@ -169,8 +162,7 @@ bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) c
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
     const Held& each = held(row)[group.id];
-    const int64_t size = std::min(static_cast<int64_t>(each.blocks.size()),
-                                  ceil_div(rows_[row].num_computed, group.block_size));
+    const int64_t size = num_written(row, group);
     for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
       const int64_t num_right = std::max(limit, b * group.block_size);
       const BlockId id = each.blocks[static_cast<size_t>(b)];
@@ -178,7 +170,7 @@ bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) c
         changed |= add_block(id, num_right, bad);
         if (by_hash) changed |= add_found(row, group, b, id, num_right, bad);
       } else if (by_hash) {
-        changed |= add_dropped(row, group, b, num_right, bad);
+        changed |= add_lost(*rows_[row].chain, group, b, num_right, bad);
       }
     }
   }
@@ -209,10 +201,11 @@ bool Manager::add_found(int32_t row, const CacheGroup& group, int64_t block, Blo
   return changed;
 }
 
-// The same of a block that the row has dropped: as long as it is found; of parts nobody knows.
-bool Manager::add_dropped(int32_t row, const CacheGroup& group, int64_t block, int64_t num_right,
-                          Bad* bad) const {
-  const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
+// The same of a block that nobody can name any more, because its row has dropped it or has left: as
+// long as it is found; of parts nobody knows.
+bool Manager::add_lost(const TokenChain& chain, const CacheGroup& group, int64_t block,
+                       int64_t num_right, Bad* bad) const {
+  const std::vector<Hash>& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
   for (int64_t i = num_right / hash_block_size_;

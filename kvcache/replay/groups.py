@@ -6,9 +6,8 @@ import math
 from collections.abc import Sequence
 
 from kvcache.allocator.groups import kind_names, make_kind
-from kvcache.specs import GroupSpec
+from kvcache.specs import MAX_GROUPS, GroupSpec
 
-_MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 _MOST = 2**31 - 1  # tokens
 _REFUSED = "cross_attention"
 # For messages: what the kinds of this project take.
@@ -28,8 +27,8 @@ def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
     sliding_window 16 {'window': 1024}
     """
     groups = [_group(part.strip(), block_size) for part in text.split(",")]
-    if len(groups) > _MAX_GROUPS:
-        raise ValueError(f"{len(groups)} groups: expected at most {_MAX_GROUPS}")
+    if len(groups) > MAX_GROUPS:
+        raise ValueError(f"{len(groups)} groups: expected at most {MAX_GROUPS}")
     return groups
 
 

@@ -10,13 +10,12 @@ import torch
 from kvcache import ops
 from kvcache._native import core
 from kvcache.plan import StepPlan
-from kvcache.specs import ContextParallel
+from kvcache.specs import MAX_GROUPS, ContextParallel
 from kvcache.worker.buffer import BufferView, HostDeviceBuffer
 from kvcache.worker.table_layout import TableLayout, positive
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
-MAX_GROUPS = 32  # what an op takes in one launch
 
 
 class TableSet:
