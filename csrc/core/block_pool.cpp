@@ -82,7 +82,7 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t 
 void BlockPool::forget(BlockId id) {
   Block& block = blocks_[id];
   if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
-    events_->removed(block.hash, block.group);
+    events_->removed(block.hash, block.group, medium_);
   }
   if (!parts_.empty()) parts_.forget(id);
   block.epoch = 0;
@@ -103,6 +103,7 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
       index_.prefetch_bucket(ahead.hash, ahead.group);
     }
     if (residency_) residency_->evicted(out[i]);
+    if (evicting_ && blocks_[out[i]].younger == out[i]) evicting_(out[i]);
     ++evicted_by_group_[blocks_[out[i]].group];
     forget(out[i]);
   }
@@ -226,6 +227,20 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   }
 }
 
+Copied BlockPool::copied(BlockId id) const {
+  const Block& block = blocks_[id];
+  return {block.hash, block.group, lineage_[id].parent, lineage_[id].root};
+}
+
+void BlockPool::publish_copy(BlockId id, const Copied& copied) {
+  check_publish(&id, 1, copied.group);
+  set_cached(id, copied.group, copied.parent, copied.root);
+  blocks_[id].hash = copied.hash;
+  if (index_.insert(id) && events_ != nullptr) {
+    events_->stored_on_host(copied.hash, copied.group);
+  }
+}
+
 void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {
   const Block& block = at(id, "id");
   if (block.ref_count == 0) {
@@ -273,38 +288,40 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
   }
 }
 
-void BlockPool::evict_derived(const BlockId* ids, int64_t n, bool is_uniform) {
-  // Once per incident: one walk over the blocks that were ever used.
-  std::unordered_set<uint32_t> bad, roots;
+void BlockPool::taint(const BlockId* ids, int64_t n, Tainted* tainted) const {
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) continue;
-    bad.insert(blocks_[ids[i]].hash.tag());
-    roots.insert(lineage_[ids[i]].root);
+    tainted->hashes.insert(blocks_[ids[i]].hash.tag());
+    tainted->roots.insert(lineage_[ids[i]].root);
   }
-  if (roots.empty()) return;
+}
+
+void BlockPool::evict_derived(const Tainted& tainted, bool is_uniform) {
+  // Once per incident: one walk over the blocks that were ever used.
+  if (tainted.roots.empty()) return;
   std::vector<BlockId> found;
   std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];
-    if (!is_cached(block) || roots.count(lineage_[id].root) == 0) continue;
+    if (!is_cached(block) || tainted.roots.count(lineage_[id].root) == 0) continue;
     found.push_back(id);
     by_hash.emplace(key_of(block.group, block.hash.tag()), id);
   }
   if (is_uniform) {
-    const auto touched = [&](BlockId id) { return !is_untouched(id, bad, &by_hash); };
+    const auto touched = [&](BlockId id) { return !is_untouched(id, tainted.hashes, &by_hash); };
     found.erase(std::stable_partition(found.begin(), found.end(), touched), found.end());
   }
   evict(found.data(), static_cast<int64_t>(found.size()));
 }
 
 // Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
-bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad,
+bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& tainted,
                              std::unordered_map<uint64_t, BlockId>* by_hash) const {
   std::vector<uint64_t> path;
   BlockId verdict = kTouched;
   for (BlockId up = id;;) {
     const Block& block = blocks_[up];
-    if (bad.count(block.hash.tag()) != 0) break;
+    if (tainted.count(block.hash.tag()) != 0) break;
     path.push_back(key_of(block.group, block.hash.tag()));
     if (block.hash.tag() == lineage_[up].root) {
       verdict = kUntouched;
@@ -337,7 +354,7 @@ void BlockPool::clear() {
     for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
     epoch_ = 1;
   }
-  if (events_ != nullptr) events_->cleared();
+  if (events_ != nullptr) events_->cleared(medium_);
 }
 
 void BlockPool::track_residency() {

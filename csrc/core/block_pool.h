@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -98,6 +99,13 @@ class HashIndex {
   ZeroedArray<Bucket> buckets_;
 };
 
+// What a cached block holds, told to another pool.
+struct Copied {
+  Hash hash;
+  uint8_t group;
+  uint32_t parent, root;  // tags
+};
+
 // What some blocks of one request hold: hashes and, where events tell them, tokens. Hash i is
 // hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
 struct Content {
@@ -110,6 +118,11 @@ struct Content {
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }
   const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
+};
+
+// By tags of hashes: content that is wrong, and the chains it is in.
+struct Tainted {
+  std::unordered_set<uint32_t> hashes, roots;
 };
 
 class BlockPool {
@@ -165,6 +178,11 @@ class BlockPool {
   // share a hash.
   void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
 
+  // The same for one block that holds what a cached block of another pool does. Whether it is the
+  // first under its hash.
+  void publish_copy(BlockId id, const Copied& copied);
+  Copied copied(BlockId id) const;  // of a block that is found under a hash
+
   // Makes what a held block holds so far findable by `find_part`, under one hash more.
   void publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
 
@@ -181,11 +199,13 @@ class BlockPool {
   // left as they are.
   void evict(const BlockId* ids, int64_t n);
 
-  // Evicts these blocks and all that may have been computed from them: every block of a chain with
-  // the same root, but for those whose ancestors are all cached, in the same group, and none of
-  // them is under the hash of one of `ids`. That exception holds where a chain's blocks are all of
-  // one size (`is_uniform`).
-  void evict_derived(const BlockId* ids, int64_t n, bool is_uniform);
+  // Adds what these blocks hold, where they are cached.
+  void taint(const BlockId* ids, int64_t n, Tainted* tainted) const;
+
+  // Evicts what is tainted and all that may have been computed from it: every block of a chain with
+  // such a root, but for those whose ancestors are all cached, in the same group, and none of them
+  // is tainted. That exception holds where a chain's blocks are all of one size (`is_uniform`).
+  void evict_derived(const Tainted& tainted, bool is_uniform);
 
   // Forgets every hash; false, and nothing changed, while any block is held.
   bool reset();
@@ -195,8 +215,15 @@ class BlockPool {
   // Of these ids, how many are free (so that a retain would take them out of `num_free`).
   int64_t count_free(const BlockId* ids, int64_t n) const;
 
-  // Where stored, removed and cleared hashes are told; null for nowhere.
-  void tell(EventLog* events) { events_ = events; }
+  // Where stored, removed and cleared hashes are told, as of which medium.
+  void tell(EventLog* events, Medium medium) {
+    events_ = events;
+    medium_ = medium;
+  }
+
+  // Called for each block that is about to be taken for other content, while it is still found under
+  // a hash, and alone under it.
+  void on_eviction(std::function<void(BlockId)> call) { evicting_ = std::move(call); }
 
   // How long cached blocks stay, once they are tracked.
   void track_residency();
@@ -218,7 +245,7 @@ class BlockPool {
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
   void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
-  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad,
+  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& tainted,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
   void forget(BlockId id);  // drops hash and parts
   FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
@@ -242,6 +269,8 @@ class BlockPool {
   uint16_t epoch_ = 1;
   PartIndex parts_;
   EventLog* events_ = nullptr;
+  Medium medium_ = Medium::kDevice;
+  std::function<void(BlockId)> evicting_;
   std::unique_ptr<Residency> residency_;
 };
 

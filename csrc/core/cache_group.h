@@ -48,14 +48,15 @@ struct Held {
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
   int64_t num_parts = 0;      // has_parts: leading hash blocks that are
   int64_t num_hits = 0;       // leading blocks that the row has not computed
-  BlockId source = kNullBlock;  // of a new row: block that is to be copied into its next one
-  int64_t num_copied = 0;       // tokens of the row's hit, where there was a source
+  // Of a row that is being served: block that is to be copied into its next one, or page of the host
+  // that is to be loaded into it.
+  BlockId source = kNullBlock, host_source = kNullBlock;
 
   // Nothing held; the memory stays for the next.
   void clear() {
     blocks.clear();
-    num_dropped = num_published = num_parts = num_hits = num_copied = 0;
-    source = kNullBlock;
+    num_dropped = num_published = num_parts = num_hits = 0;
+    source = host_source = kNullBlock;
   }
 
   // Blocks that are not null.

@@ -11,6 +11,16 @@ struct HitCount {
   int64_t num_requests = 0;  // admitted with reading allowed
   int64_t query_tokens = 0;  // their tokens
   int64_t hit_tokens = 0;    // of those, found in the cache
+  int64_t host_hit_tokens = 0;  // of those, from the first one on whose block was on the host
+};
+
+// Pages that moved between the tiers.
+struct TierCount {
+  int64_t written_blocks = 0;      // cached blocks that went to the host
+  int64_t unwritten_blocks = 0;    // that were to, and found no free page there
+  int64_t loaded_blocks = 0;       // of hits on the host
+  int64_t swapped_out_blocks = 0;  // of rows
+  int64_t swapped_in_blocks = 0;
 };
 
 // Whole blocks of one group.
@@ -28,8 +38,8 @@ class CacheStats {
         groups_(block_sizes_.size()),
         recent_(static_cast<size_t>(window)) {}
 
-  void add(int64_t query_tokens, int64_t hit_tokens) {
-    const HitCount one{1, query_tokens, hit_tokens};
+  void add(int64_t query_tokens, int64_t hit_tokens, int64_t host_hit_tokens) {
+    const HitCount one{1, query_tokens, hit_tokens, host_hit_tokens};
     add_to(&total_, one, 1);
     add_blocks(one, &groups_);
     HitCount& oldest = recent_[next_];
@@ -56,6 +66,7 @@ class CacheStats {
     sum->num_requests += sign * one.num_requests;
     sum->query_tokens += sign * one.query_tokens;
     sum->hit_tokens += sign * one.hit_tokens;
+    sum->host_hit_tokens += sign * one.host_hit_tokens;
   }
   void add_blocks(const HitCount& one, std::vector<GroupCount>* sums) const {
     for (size_t g = 0; g < block_sizes_.size(); ++g) {

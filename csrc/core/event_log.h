@@ -9,14 +9,17 @@
 
 namespace kvcache {
 
+enum class Medium : uint8_t { kDevice = 0, kHost = 1 };
+
 class EventLog {
  public:
   enum class Kind : uint8_t { kStored = 0, kRemoved = 1, kCleared = 2 };
   struct Event {
     Kind kind;
     uint8_t group;
+    Medium medium;
     Hash hash;
-    Hash parent;  // of a stored one
+    Hash parent;  // of one stored on the device
   };
   struct Drained {
     std::vector<Event> events;
@@ -25,15 +28,18 @@ class EventLog {
 
   void stored(const Hash& hash, const Hash& parent, uint8_t group, const int32_t* tokens,
               int64_t num_tokens) {
-    drained_.events.push_back({Kind::kStored, group, hash, parent});
+    drained_.events.push_back({Kind::kStored, group, Medium::kDevice, hash, parent});
     if (tokens != nullptr) {
       drained_.tokens.insert(drained_.tokens.end(), tokens, tokens + num_tokens);
     }
   }
-  void removed(const Hash& hash, uint8_t group) {
-    drained_.events.push_back({Kind::kRemoved, group, hash, {}});
+  void stored_on_host(const Hash& hash, uint8_t group) {
+    drained_.events.push_back({Kind::kStored, group, Medium::kHost, hash, {}});
   }
-  void cleared() { drained_.events.push_back({Kind::kCleared, 0, {}, {}}); }
+  void removed(const Hash& hash, uint8_t group, Medium medium) {
+    drained_.events.push_back({Kind::kRemoved, group, medium, hash, {}});
+  }
+  void cleared(Medium medium) { drained_.events.push_back({Kind::kCleared, 0, medium, {}, {}}); }
 
   Drained drain() { return std::exchange(drained_, {}); }
 

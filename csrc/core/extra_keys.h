@@ -20,6 +20,9 @@ namespace kvcache {
 struct MmItem {
   std::string identifier;
   int64_t first, length;  // tokens
+  bool operator==(const MmItem& other) const {
+    return first == other.first && length == other.length && identifier == other.identifier;
+  }
 };
 
 class ExtraKeys {
@@ -30,6 +33,11 @@ class ExtraKeys {
   ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
             std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
             std::vector<Hash> embed_digests);  // of block i's rows
+
+  bool operator==(const ExtraKeys& other) const {
+    return lora_ == other.lora_ && cache_salt_ == other.cache_salt_ && items_ == other.items_ &&
+           embed_digests_ == other.embed_digests_;
+  }
 
   // CBOR of the block's keys, empty for none; valid until the next call. Ask for blocks in
   // ascending order (one may be asked again): items are walked once.

@@ -30,6 +30,12 @@ ManagerOptions checked(const ManagerOptions& options) {
   checked_size("max_num_reqs", options.max_num_reqs, 0);
   checked_size("watermark_blocks", options.watermark_blocks, 0);
   checked_size("stats_window", options.stats_window, 1);
+  if (options.num_host_blocks != 0) {
+    checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
+  }
+  if (options.host_write == HostWrite::kSelective) {
+    checked_size("the number of hits after which blocks are written", options.num_hits_to_write, 1);
+  }
   return options;
 }
 
@@ -79,7 +85,9 @@ Manager::Manager(const ManagerOptions& options)
       hash_block_size_(hash_block_size_of(options)),
       groups_(groups_of(options, hash_block_size_)),
       pool_(options.num_blocks),
-      finder_(&pool_, &groups_, hash_block_size_, options.drop_last_hit),
+      host_(options.num_host_blocks == 0 ? nullptr
+                                         : std::make_unique<BlockPool>(options.num_host_blocks)),
+      finder_(&pool_, host_.get(), &groups_, hash_block_size_, options.drop_last_hit),
       stats_(cached_block_sizes(groups_), options.stats_window),
       demand_(groups_.size()),
       candidate_(groups_.size()),
@@ -90,13 +98,22 @@ Manager::Manager(const ManagerOptions& options)
   }
   last_delta_.groups.resize(groups_.size());
   if (options.fence_frees) fenced_.resize(static_cast<size_t>(options.num_blocks));
-  if (options.record_events) pool_.tell(&events_);
+  if (host_ != nullptr) {
+    const auto num_blocks = static_cast<size_t>(options.num_blocks);
+    loading_.resize(num_blocks);
+    if (options.host_write == HostWrite::kSelective) num_block_hits_.resize(num_blocks);
+    pool_.on_eviction([this](BlockId id) { on_eviction(id); });
+  }
+  if (options.record_events) {
+    pool_.tell(&events_, Medium::kDevice);
+    if (host_ != nullptr) host_->tell(&events_, Medium::kHost);
+  }
   if (options.track_residency) pool_.track_residency();
 }
 
 void StepDelta::clear() {
   for (std::vector<int32_t>* each :
-       {&rows, &num_computed_tokens, &clear_rows, &append_rows, &copy, &zero}) {
+       {&rows, &num_computed_tokens, &clear_rows, &append_rows, &swap_out, &copy, &zero, &swap_in}) {
     each->clear();
   }
   status.clear();
@@ -147,6 +164,7 @@ EventLog::Drained Manager::drain_events() {
 void Manager::clear_stats() {
   const Call call(this);
   stats_.clear();
+  tiers_ = {};
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
@@ -159,7 +177,7 @@ const Manager::Row& Manager::at(int32_t row) const {
 
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
   check_reader();
-  at(row);
+  check_on_device(row);
   check_group(group);
   return held(row)[group].blocks;
 }
@@ -169,10 +187,10 @@ const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
   return chain.hashes();
 }
 
-const PrefixHit& Manager::lookup(TokenChain& chain) {
+const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   const Call call(this);
   if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
-  return find(chain, /*with_parts=*/false);
+  return find(chain, /*with_parts=*/false, with_host);
 }
 
 Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
@@ -182,7 +200,7 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
   Status status = Status::kWait;
   for (bool with_parts : {true, false}) {
-    const PrefixHit& hit = find(chain, with_parts);
+    const PrefixHit& hit = find(chain, with_parts, /*with_host=*/true);
     const int64_t after = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
     status = judge_new(chain, hit, after, 0, 0).status;
     if (status != Status::kWait || !copies_parts(hit)) break;
@@ -213,10 +231,15 @@ const StepDelta& Manager::step(const StepRequest& request) {
   delta.step_id = num_steps_;
   delta.clear_rows.swap(clear_rows_);
   delta_ = &delta;
+  if (host_ != nullptr) write_pending();
+  swap_out_rows(request);
   serve_rows(request);
+  answer_swapped(request);
   serve_new(request);
   // Published last: what a step computes is a hit for later plans only, never within its own.
   end_state_moves();
+  end_writes();
+  moved_.clear();
   give_back(borrowed_.data(), static_cast<int64_t>(borrowed_.size()), num_steps_);
   borrowed_.clear();
   tell_resent();
@@ -256,6 +279,7 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
     slots.new_blocks.emplace_back(blocks.begin() + static_cast<int64_t>(computed[group.id].size()),
                                   blocks.end());
   }
+  facts_[slots.row].num_marked = hit.num_tokens;
   publish(slots.row);
   return slots;
 }
@@ -263,12 +287,14 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
   check_face(row, /*by_step=*/false);
+  check_on_device(row);
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   check_length(rows_[row].num_computed + num_tokens, "a row");
   hash_ahead(*rows_[row].chain, /*reads=*/false);
+  copies_.clear();
   const Verdict verdict = grow(row, 0, num_tokens, num_lookahead_tokens);
-  Slots slots{verdict.status, row, {}};
+  Slots slots{verdict.status, row, {}, copies_};
   if (verdict.status != Status::kServed) return slots;
   for (const CacheGroup& group : groups_) {
     const std::vector<BlockId>& blocks = held(row)[group.id].blocks;
@@ -286,15 +312,18 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
   rows_[row].num_computed -= num_tokens;
 }
 
-void Manager::free(int32_t row) {
+void Manager::free(int32_t row, const ReleaseFeatures& features) {
   const Call call(this);
   at(row);
   Row& r = rows_[row];
-  // Tokens that came since the row was last served may have filled blocks.
-  if (r.num_computed >= r.next_publish) hash_ahead(*r.chain, /*reads=*/false);
-  publish(row);
-  note_left(row);
-  give_back_row(held(row), /*with_encoder=*/true);
+  if (!r.on_host) {
+    // Tokens that came since the row was last served may have filled blocks.
+    if (r.num_computed >= r.next_publish) hash_ahead(*r.chain, /*reads=*/false);
+    publish(row);
+    note_left(row);
+    tell_release(row, features);
+  }
+  give_back_row(row, /*with_encoder=*/true);
   if (r.by_step) clear_rows_.push_back(row);
   r = Row{};
   free_rows_.push(row);
@@ -303,28 +332,62 @@ void Manager::free(int32_t row) {
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
   const Call call(this);
-  at(row);
+  check_on_device(row);
   check_group(group);
   checked_size("num_running_requests", num_running, 1);
   int64_t n = 0;
   for (BlockId id : held(row)[group].blocks) {
     if (id == kNullBlock) break;
-    // References of requests that have left do not count.
-    const int32_t num_left = fenced_.empty() ? 0 : fenced_[static_cast<size_t>(id)];
+    // References of requests that have left do not count, nor those of loads.
+    int32_t num_left = fenced_.empty() ? 0 : fenced_[static_cast<size_t>(id)];
+    if (!loading_.empty()) num_left += loading_[static_cast<size_t>(id)];
     if (pool_.ref_count(id) - num_left != num_running) break;
     ++n;
   }
   return n;
 }
 
+void Manager::mark_computed(int32_t row, int64_t num_tokens) {
+  const Call call(this);
+  check_face(row, /*by_step=*/false);
+  checked_size("num_tokens", num_tokens, 0);
+  Row& r = rows_[row];
+  if (!r.on_host) {
+    // Hashed before anything changes.
+    if (std::min(r.num_computed, num_tokens) >= r.next_publish) {
+      hash_ahead(*r.chain, /*reads=*/false);
+    }
+  }
+  int64_t& num_marked = facts_[row].num_marked;
+  num_marked = std::max(num_marked, num_tokens);
+  if (!r.on_host) publish(row);
+}
+
+void Manager::access(int32_t row, double now) {
+  const Call call(this);
+  check_on_device(row);
+  if (!pool_.has_policy()) return;
+  std::vector<BlockId> ids;
+  tail_first(row, /*with_encoder=*/false, &ids, nullptr);
+  pool_.access(ids.data(), static_cast<int64_t>(ids.size()), now);
+}
+
 bool Manager::reset_prefix_cache() {
   const Call call(this);
-  return pool_.reset();
+  const auto in_use = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
+  if (in_use(pool_) || (host_ != nullptr && in_use(*host_))) return false;
+  clear_cache();
+  return true;
+}
+
+void Manager::clear_cache() {
+  pool_.clear();
+  if (host_ != nullptr) host_->clear();
 }
 
 void Manager::start_epoch() {
   const Call call(this);
-  pool_.clear();
+  clear_cache();
   for (Row& row : rows_) {
     if (row.chain == nullptr) continue;
     row.is_stale = true;
@@ -335,7 +398,9 @@ void Manager::start_epoch() {
 void Manager::check_invariants() const {
   check_reader();
   pool_.check_invariants();
+  if (host_ != nullptr) host_->check_invariants();
   std::vector<int32_t> references(static_cast<size_t>(pool_.num_blocks()), 0);
+  std::vector<int32_t> of_host(host_ == nullptr ? 1 : static_cast<size_t>(host_->num_blocks()), 0);
   int64_t num_rows = 0, num_fenced = 0;
   for (size_t row = 0; row < rows_.size(); ++row) {
     num_rows += rows_[row].chain != nullptr;
@@ -345,20 +410,32 @@ void Manager::check_invariants() const {
         if ((each.blocks[b] == kNullBlock) != (static_cast<int64_t>(b) < each.num_dropped)) {
           throw std::logic_error("row " + std::to_string(row) + " has a hole, or num_dropped lies");
         }
-        ++references[each.blocks[b]];
+        ++(rows_[row].on_host ? of_host : references)[static_cast<size_t>(each.blocks[b])];
       }
     }
   }
+  std::vector<int32_t> loading(loading_.size(), 0);
+  for (const Load& load : loads_) {
+    ++references[static_cast<size_t>(load.device)];
+    ++loading[static_cast<size_t>(load.device)];
+    ++of_host[static_cast<size_t>(load.host)];
+  }
+  if (loading != loading_) throw std::logic_error("loading_ does not count what loads hold");
   for (const Fence& fence : fences_) {
     num_fenced += static_cast<int64_t>(fence.ids.size());
     for (BlockId id : fence.ids) ++references[id];
   }
-  for (BlockId id = 1; id < pool_.num_blocks(); ++id) {
-    if (references[id] == pool_.ref_count(id)) continue;
-    throw std::logic_error("block " + std::to_string(id) + " has " +
-                           std::to_string(pool_.ref_count(id)) + " references, but rows hold " +
-                           std::to_string(references[id]));
-  }
+  const auto compare = [](const BlockPool& pool, const std::vector<int32_t>& counted,
+                          const char* what) {
+    for (BlockId id = 1; id < pool.num_blocks(); ++id) {
+      if (counted[id] == pool.ref_count(id)) continue;
+      throw std::logic_error(std::string(what) + " " + std::to_string(id) + " has " +
+                             std::to_string(pool.ref_count(id)) + " references, but " +
+                             std::to_string(counted[id]) + " are held");
+    }
+  };
+  compare(pool_, references, "block");
+  if (host_ != nullptr) compare(*host_, of_host, "page of the host");
   if (num_rows != num_rows_) throw std::logic_error("num_rows is wrong");
   if (num_fenced != num_fenced_) throw std::logic_error("num_fenced is wrong");
 }

@@ -1,5 +1,9 @@
 // The request-level manager: rows of requests over a block pool, a whole batch per call.
 //
+// Two tiers of one page size: the device's pool and, where there is one, the host's. Pages move
+// between them by pairs of the delta: rows that are swapped out and back, and cached blocks that
+// live on on the host when the device has lost them.
+//
 // A row is a request's stable place in the tables. `step` decides for every asked row which blocks
 // it gets in every cache group; what changed in the tables leaves as one StepDelta. `allocate` and
 // `append` decide for one request of a caller that keeps its own tables. A row belongs to the face
@@ -16,6 +20,7 @@
 #include <limits>
 #include <map>
 #include <memory>
+#include <optional>
 #include <queue>
 #include <thread>
 #include <unordered_map>
@@ -26,12 +31,21 @@
 #include "core/cache_group.h"
 #include "core/cache_stats.h"
 #include "core/event_log.h"
+#include "core/eviction/eviction_policy.h"
+#include "core/limits.h"
 #include "core/prefix_finder.h"
 #include "core/token_chain.h"
 
 namespace kvcache {
 
 enum class Status : uint8_t { kServed = 0, kWait = 1, kNever = 2 };
+
+// When a cached block is written to the host.
+enum class HostWrite : uint8_t {
+  kBack,       // when it is evicted from the device
+  kThrough,    // by the step after the one that filled it
+  kSelective,  // by the step after the one in which it was hit for the n-th time
+};
 
 struct GroupOptions {
   std::shared_ptr<const AttentionKind> kind;
@@ -54,12 +68,19 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   bool record_events = false;
   bool track_residency = false;
   int64_t stats_window = 1000;  // requests
+  int64_t num_host_blocks = 0;   // the null block counted; 0: no host tier
+  HostWrite host_write = HostWrite::kBack;
+  int64_t num_hits_to_write = 0;  // kSelective
+  // Driven by sequences (`BlockSpaceManager`): a prompt is computed at once, so that what a window
+  // has left behind at its end is never held, and blocks are published when they are marked.
+  bool by_sequences = false;
 };
 
 // A request that asks a step for a row.
 struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
+  int64_t max_host_blocks = kMaxSize;  // a hit that takes more from the host is not taken from there
 };
 
 // What a step is asked for. Arrays of running rows have num_rows entries.
@@ -71,8 +92,10 @@ struct StepRequest {
   int64_t num_ids = 0;                     // of all rows
   const int32_t* num_token_ids = nullptr;  // per row; null with ids: one each
   const int32_t* num_rejected = nullptr;   // tokens of the row's last step to take back first
-  const int32_t* lookahead = nullptr;      // per running, then per new row; null: num_lookahead
+  const int32_t* lookahead = nullptr;      // per served, then per new row; null: num_lookahead
   int64_t num_lookahead = 0;               // tokens
+  const int32_t* swap_out_rows = nullptr;  // that leave for the host, before others are served
+  int64_t num_swap_out_rows = 0;
   std::vector<NewRow> new_rows;
   int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
 };
@@ -80,7 +103,7 @@ struct StepRequest {
 // What a step answered and what it changed, ragged by row where it says so.
 struct StepDelta {
   int64_t step_id = -1;
-  std::vector<int32_t> rows;  // per asked row, in the order asked; -1: got none
+  std::vector<int32_t> rows;  // per asked row: those served, swapped out, new; -1: got none
   std::vector<uint8_t> status;
   std::vector<int32_t> num_computed_tokens;  // where the row's new tokens start
   std::vector<int32_t> clear_rows;
@@ -90,8 +113,10 @@ struct StepDelta {
     std::vector<int32_t> replace;  // (row, block of the sequence, id) each
   };
   std::vector<Group> groups;
-  std::vector<int32_t> copy;  // (source, destination) each
+  std::vector<int32_t> swap_out;  // (device page, host page) each
+  std::vector<int32_t> copy;      // (source, destination) each
   std::vector<int32_t> zero;
+  std::vector<int32_t> swap_in;  // (host page, device page) each
 
   void clear();
 };
@@ -101,6 +126,7 @@ struct Slots {
   Status status;
   int32_t row = -1;
   std::vector<std::vector<BlockId>> new_blocks;  // per group
+  std::vector<BlockId> copies;                   // (source, destination) each: copy-on-write
 };
 
 // Rows whose KV is not what it was: each has only so many computed tokens left.
@@ -120,7 +146,10 @@ class Manager {
   const std::vector<CacheGroup>& groups() const { return groups_; }
   const BlockPool& pool() const { return pool_; }
   BlockPool& pool() { return pool_; }
+  const BlockPool* host() const { return host_.get(); }  // null where there is none
+  BlockPool* host() { return host_.get(); }
   const CacheStats& stats() const { return stats_; }
+  const TierCount& tiers() const { return tiers_; }
   void clear_stats();
   EventLog::Drained drain_events();
 
@@ -139,7 +168,7 @@ class Manager {
 
   // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
   // None where the request opted out of reading. Changes nothing; valid until the next call.
-  const PrefixHit& lookup(TokenChain& chain);
+  const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
 
   // What admitting a request with at most num_tokens tokens behind its hit would be answered now.
   Status would_fit(TokenChain& chain, int64_t num_tokens);
@@ -161,17 +190,38 @@ class Manager {
   // row's next ones.
   void reject(int32_t row, int64_t num_tokens);
 
+  // A row for `child`, which begins with all tokens that the row has computed, and shares its
+  // blocks. Whoever writes to a shared block first gets its own: the delta copies and replaces.
+  Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
+
+  // For rows that `allocate` gave, all of them or, where they do not fit, none: (device page, host
+  // page) each, and back. A block that several of them hold moves once. To be carried out in the
+  // order of the calls.
+  std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
+  std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
+  bool is_on_host(int32_t row) const { return at(row).on_host; }
+  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
+
+  // Of a row by sequences: its first num_tokens tokens have their KV now.
+  void mark_computed(int32_t row, int64_t num_tokens);
+
+  // The row's blocks were used; what that means is the eviction policy's.
+  void access(int32_t row, double now);
+
   // Publishes what has filled since the row was last served, then gives the row's blocks back, tail
   // first, and the row; the next step's delta clears it, if a step admitted it.
-  void free(int32_t row);
+  // `features`: what the caller says of the conversation, for the eviction policy.
+  void free(int32_t row, const ReleaseFeatures& features = {});
 
   // What a worker says of a step. Completed: this step and all before it are done, what was given
   // back until then can be used again. If not, the plan of this step and of every later one will
   // not be carried out, or came to nothing: what they computed leaves the cache, and the rows go
   // back to where they were. The `failed` blocks are invalidated. The next delta tells the rows'
   // tables anew. All of it or, where something is refused, nothing.
-  Recompute report(int64_t step_id, bool completed, const BlockId* failed, int64_t n);
-  Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, nullptr, 0); }
+  // `failed_on_host`: pages of the host that were not written.
+  Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
+                   const std::vector<BlockId>& failed_on_host);
+  Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
 
   // These blocks do not hold what they should: they and all that was computed from them leave the
   // cache, and the rows that used them go back to what is left.
@@ -191,6 +241,7 @@ class Manager {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_steps() const { return num_steps_; }
   int64_t num_fenced() const { return num_fenced_; }
+  int64_t num_loading() const { return static_cast<int64_t>(loads_.size()); }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
   bool must_resend(int32_t row) const { return at(row).must_resend; }  // by the next delta
@@ -211,11 +262,21 @@ class Manager {
     bool by_step = false;               // admitted by `step`
     bool must_resend = false;           // its table is to be told anew
     bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
+    bool has_forked = false;            // shares blocks that are not full, or did
+    bool may_share = false;             // of those that it writes next
+    bool on_host = false;               // its blocks are pages of the host
+  };
+  struct Facts {  // of a row, for those who ask when it leaves
+    int64_t num_prompt = 0;  // tokens known when it was admitted
+    int64_t num_hit = 0;     // of these
+    int64_t num_marked = 0;  // by sequences: tokens with KV
   };
   // What one group of a row needs to be served.
   struct Demand {
-    int64_t num_new = 0;  // blocks
-    int64_t drop_to = 0;  // blocks below it are given back
+    int64_t num_new = 0;     // blocks behind those it has
+    int64_t drop_to = 0;     // blocks below it are given back
+    int64_t num_shared = 0;  // blocks that it writes and others hold: it gets its own
+    int64_t num_skipped = 0;  // blocks behind those it has that stay null
   };
   struct Verdict {
     Status status;
@@ -231,8 +292,8 @@ class Manager {
     int64_t id;
     struct Served {
       int32_t row;
-      int64_t admission, start;
-      bool is_new;
+      int64_t admission;
+      int64_t start;  // tokens before it are right whatever became of the step
     };
     struct Published {
       int32_t row;
@@ -246,7 +307,13 @@ class Manager {
       int64_t admission, first_token;
       std::shared_ptr<TokenChain> chain;  // of the row, which may have left
     };
+    struct Swapped {
+      int32_t row;
+      int64_t admission;
+    };
     std::vector<Served> rows;
+    std::vector<Swapped> swapped;  // to the host, or back
+    std::vector<BlockId> written;  // pages of the host
     std::vector<int32_t> clear_rows;
     std::vector<Published> published;
     std::vector<Dropped> dropped;
@@ -254,6 +321,18 @@ class Manager {
   struct Fence {
     int64_t step_id;
     std::vector<BlockId> ids;
+  };
+  struct Load {  // of a page of the host, until a report says that it has arrived
+    int64_t step_id;
+    BlockId host, device;  // one reference each
+    int64_t block;         // of the sequence
+    uint8_t group;
+    std::shared_ptr<TokenChain> chain;  // of a hit: the block is found once it has arrived
+  };
+  struct Write {  // of a page of the host, of this step
+    BlockId page;
+    Copied content;
+    bool is_row;  // a row's: it is not given back
   };
   using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
   struct BadHash {
@@ -263,6 +342,7 @@ class Manager {
   struct Bad {
     std::unordered_map<BlockId, int64_t> blocks;  // tokens of the prefix that are right
     std::unordered_map<Hash, BadHash, HashOf> hashes;
+    std::unordered_set<BlockId> host;
   };
   // One call at a time: a digest from Python could call this manager again.
   class Call {
@@ -283,6 +363,7 @@ class Manager {
   const Row& at(int32_t row) const;
   Held* held(int32_t row) { return &held_[static_cast<size_t>(row) * groups_.size()]; }
   const Held* held(int32_t row) const { return &held_[static_cast<size_t>(row) * groups_.size()]; }
+  bool has_free_row() const;
   int32_t take_row();
   int64_t num_written(int32_t row, const CacheGroup& group) const;  // blocks with KV in them
 
@@ -306,9 +387,13 @@ class Manager {
   void take_back_ids_of(const StepRequest& request, int64_t i);
 
   // Serving (manager_serving.cpp).
-  const PrefixHit& find(const TokenChain& chain, bool with_parts);
+  const PrefixHit& find(const TokenChain& chain, bool with_parts, bool with_host);
   Verdict judge(const Held* held, int64_t start, int64_t after, int64_t lookahead, int64_t num_free,
-                int64_t num_kept_free);
+                int64_t num_kept_free, bool may_share = false);
+  void judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
+                    Demand* demand) const;
+  bool is_shared(BlockId id) const;
+  bool shares_from(int32_t row, int64_t start) const;
   Verdict judge_new(const TokenChain& chain, const PrefixHit& hit, int64_t after, int64_t lookahead,
                     int64_t num_reserved);
   int64_t num_blocks_ever(const TokenChain& chain) const;
@@ -317,9 +402,13 @@ class Manager {
   Slots admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, int64_t after,
               int64_t lookahead, int64_t num_reserved, bool by_step);
   static void set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit);
-  void take_hits(Held* held, const PrefixHit& hit);
+  void take_hits(int32_t row, const PrefixHit& hit);
+  void note_hits(const BlockId* ids, int64_t n);
+  int64_t first_host_token(const PrefixHit& hit) const;
   void supply(int32_t row, int64_t start, int64_t after, int64_t num_spare);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
+  void own_shared(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
+                  const BlockId** next);
   void move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after, BlockId page);
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
@@ -328,11 +417,39 @@ class Manager {
 
   // Telling, and the journal (manager_telling.cpp).
   void answer(int32_t row, Status status, int64_t start, bool is_new);
+  void tell_replaced(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void tell_table(int32_t row, const int64_t* from);
   void tell_resent();
   void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void note_left(int32_t row);
   void begin_step();
+
+  // Forks (manager_forking.cpp).
+  void check_fork(int32_t row, const TokenChain& child) const;
+  void note_forked(int32_t row, int32_t child);
+
+  // Rows that leave the device and come back (manager_swapping.cpp).
+  void check_has_host(const char* what) const;
+  void check_on_device(int32_t row) const;
+  void check_swap(const std::vector<int32_t>& rows, bool on_host);
+  std::vector<BlockId> written_blocks(int32_t row) const;
+  bool move_out(int32_t row, std::vector<BlockId>* pairs);
+  bool shares_load(const CacheGroup& group, int64_t block, int64_t start, BlockId host) const;
+  Verdict resume(int32_t row, int64_t start, int64_t after, int64_t lookahead);
+  void move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs);
+  void swap_out_rows(const StepRequest& request);
+  void answer_swapped(const StepRequest& request);
+
+  // Cached blocks on the host (manager_host.cpp).
+  bool write_to_host(BlockId id);
+  void on_eviction(BlockId id);
+  void write_pending();
+  void end_writes();
+  void load(int32_t row, const CacheGroup& group, int64_t block, BlockId host, BlockId device,
+            bool is_hit);
+  void load_hits(int32_t row);
+  void count_hits(const BlockId* ids, int64_t n);
+  void end_loads(bool arrived);
 
   // Publishing (manager_publishing.cpp).
   void publish(int32_t row);
@@ -341,8 +458,11 @@ class Manager {
   void publish_state(const Row& row, const CacheGroup& group, Held* held, int64_t num_tokens);
   void publish_run(const Row& row, const CacheGroup& group, const Held& held, int64_t first_block,
                    int64_t n);
+  void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
+                   const BlockId* ids, int64_t n);
   void note_published(const Row& row, const CacheGroup& group, int64_t block, BlockId id);
   int64_t next_publish(const Row& row, const Held* held) const;
+  int64_t num_with_kv(int32_t row) const;
 
   // Giving back (manager_giving_back.cpp).
   void give_back(const BlockId* ids, int64_t n, int64_t step_id);
@@ -351,7 +471,10 @@ class Manager {
     return options_.fence_frees && step_id >= num_completed_;
   }
   void lift_fences();
-  void give_back_row(Held* held, bool with_encoder);
+  void tail_first(int32_t row, bool with_encoder, std::vector<BlockId>* ids,
+                  std::vector<int64_t>* ends);
+  void give_back_row(int32_t row, bool with_encoder);
+  void tell_release(int32_t row, ReleaseFeatures features);
   bool can_resume(const Held* held, int64_t num_tokens) const;
   void truncate(int32_t row, int64_t num_tokens);
   void restart(int32_t row);
@@ -360,13 +483,13 @@ class Manager {
   // Reports (manager_reports.cpp).
   void check_step_id(int64_t step_id) const;
   void check_may_abort(int64_t step_id) const;
-  std::vector<BlockId> checked_ids(const BlockId* ids, int64_t n, const char* name) const;
+  static void check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name);
   void hash_rows();
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);
 
   // Withdrawal (manager_withdrawal.cpp).
-  Recompute withdraw_ids(const std::vector<BlockId>& ids);
+  Recompute withdraw_ids(const std::vector<BlockId>& ids, const std::vector<BlockId>& host_ids);
   Recompute withdraw(Bad bad, Limits limits, bool by_hash);
   bool spread(Bad* bad, Limits* limits, bool by_hash) const;
   int64_t limit_by_blocks(int32_t row, const Bad& bad) const;
@@ -380,10 +503,12 @@ class Manager {
   bool add_lost(const TokenChain& chain, const CacheGroup& group, int64_t block, int64_t num_right,
                 Bad* bad) const;
   void add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const;
-  void add_hashes(BlockId id, Bad* bad) const;
+  void add_hashes(const BlockPool& pool, BlockId id, Bad* bad) const;
+  void evict_derived(const std::vector<BlockId>& ids, Bad* bad);
   static bool add_block(BlockId id, int64_t num_right, Bad* bad);
   static bool add_hash(const Hash& hash, const BadHash& what, Bad* bad);
 
+  void clear_cache();
   void read_clock();
 
   ManagerOptions options_;
@@ -392,15 +517,18 @@ class Manager {
   bool has_state_ = false;  // a group of pages that hold states
   bool is_uniform_ = true;  // all blocks are of one size, that of a hash block
   BlockPool pool_;
+  std::unique_ptr<BlockPool> host_;
   PrefixFinder finder_;
   EventLog events_;
   std::vector<Row> rows_;
+  std::vector<Facts> facts_;  // by row
   std::vector<Held> held_;  // [rows, groups]
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   std::vector<int32_t> clear_rows_;  // freed since the last step
   std::vector<int32_t> resend_;      // whose tables the next delta tells anew
   int64_t num_rows_ = 0;             // in use
   int64_t num_admissions_ = 0;
+  int64_t num_releases_ = 0;
   int64_t num_steps_ = 0;
   int64_t last_issued_ = -1;   // the last step that was not aborted
   int64_t num_completed_ = 0;  // steps below it are done
@@ -409,6 +537,11 @@ class Manager {
   std::deque<Step> in_flight_;
   std::deque<Fence> fences_;
   std::vector<int32_t> fenced_;  // references that fences hold, by block
+  std::deque<Load> loads_;
+  std::vector<int32_t> loading_;          // references that loads hold, by block
+  std::vector<BlockId> pending_writes_;   // cached blocks that the next step writes to the host
+  std::vector<int32_t> num_block_hits_;  // kSelective: of cached blocks, by block
+  TierCount tiers_;
   CacheStats stats_;
   bool has_clock_ = false;  // somebody sets it
   std::thread::id owner_;   // of no thread until the first call
@@ -419,6 +552,11 @@ class Manager {
   std::vector<BlockId> taken_, dropped_;
   std::vector<BlockId> borrowed_;  // sources of copies, held until all rows are served
   std::vector<StateMove> state_moves_;
+  std::vector<Write> writes_;
+  std::vector<bool> swap_answers_;  // of the rows that were to be swapped out
+  std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
+  std::vector<BlockId> copies_;                 // copy-on-write of `append`
+  int64_t safe_start_ = 0;  // of the row at hand: tokens before it do not depend on this step
   std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
   StepDelta last_delta_;
   StepDelta* delta_ = nullptr;  // of a step: where changes are told

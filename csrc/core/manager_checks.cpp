@@ -135,6 +135,17 @@ void Manager::check_step_rows(const StepRequest& request) {
     }
     r.mark = mark_;
   }
+  if (request.num_swap_out_rows > 0) check_has_host("swap_out names rows");
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    check_face(row, /*by_step=*/true);
+    check_on_device(row);
+    if (rows_[row].mark == mark_) {
+      throw std::invalid_argument("swap_out names row " + std::to_string(row) +
+                                  ", which rows or swap_out names too: expected it once");
+    }
+    rows_[row].mark = mark_;
+  }
 }
 
 void Manager::check_token_ids(const StepRequest& request) const {
@@ -180,6 +191,7 @@ void Manager::check_step(const StepRequest& request) {
   check_token_ids(request);
   for (const NewRow& row : request.new_rows) {
     checked_size("new_num_tokens", row.num_tokens, 1);
+    checked_size("max_host_blocks", row.max_host_blocks, 0);
     check_new(*row.chain);
   }
 }
@@ -199,6 +211,10 @@ void Manager::hash_ahead(const StepRequest& request) {
     if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
       hash_ahead(*row.chain, /*reads=*/false);
     }
+  }
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const Row& row = rows_[request.swap_out_rows[i]];
+    if (row.num_computed >= row.next_publish) hash_ahead(*row.chain, /*reads=*/false);
   }
   for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.chain->read_cache());
 }

@@ -27,34 +27,65 @@ void Manager::lift_fences() {
 }
 
 // Tails are evicted before heads, in all groups alike: what lies further back in the sequence goes
-// first.
-void Manager::give_back_row(Held* held, bool with_encoder) {
-  dropped_.clear();
+// first. `ends`: of each block, the tokens up to its end.
+void Manager::tail_first(int32_t row, bool with_encoder, std::vector<BlockId>* ids,
+                         std::vector<int64_t>* ends) {
+  const Held* h = held(row);
   std::vector<int64_t>& left = sizes_;
+  const auto add = [&](const CacheGroup& group, int64_t block) {
+    ids->push_back(h[group.id].blocks[static_cast<size_t>(block)]);
+    if (ends != nullptr) ends->push_back((block + 1) * group.block_size);
+  };
   for (const CacheGroup& group : groups_) {
-    left[group.id] = static_cast<int64_t>(held[group.id].blocks.size());
+    left[group.id] = static_cast<int64_t>(h[group.id].blocks.size());
     if (group.is_cacheable()) continue;
-    if (with_encoder) {
-      dropped_.insert(dropped_.end(), held[group.id].blocks.rbegin(), held[group.id].blocks.rend());
-    }
+    for (int64_t b = left[group.id]; with_encoder && b-- > 0;) add(group, b);
     left[group.id] = 0;
   }
   for (;;) {
     const CacheGroup* last = nullptr;
     for (const CacheGroup& group : groups_) {
-      if (left[group.id] <= held[group.id].num_dropped) continue;
+      if (left[group.id] <= h[group.id].num_dropped) continue;
       if (last == nullptr ||
           (left[group.id] - 1) * group.block_size > (left[last->id] - 1) * last->block_size) {
         last = &group;
       }
     }
     if (last == nullptr) break;
-    dropped_.push_back(held[last->id].blocks[static_cast<size_t>(--left[last->id])]);
+    add(*last, --left[last->id]);
   }
-  give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+}
+
+void Manager::give_back_row(int32_t row, bool with_encoder) {
+  dropped_.clear();
+  tail_first(row, with_encoder, &dropped_, nullptr);
+  const auto n = static_cast<int64_t>(dropped_.size());
+  if (rows_[row].on_host) {
+    host_->release(dropped_.data(), n);
+  } else {
+    give_back(dropped_.data(), n);
+  }
   for (const CacheGroup& group : groups_) {
-    if (with_encoder || group.is_cacheable()) held[group.id].clear();
+    if (with_encoder || group.is_cacheable()) held(row)[group.id].clear();
   }
+}
+
+// For the eviction policy, before the row's blocks are given back.
+void Manager::tell_release(int32_t row, ReleaseFeatures features) {
+  if (!pool_.has_policy()) return;
+  std::vector<BlockId> ids;
+  std::vector<int64_t> ends;
+  tail_first(row, /*with_encoder=*/false, &ids, &ends);
+  const Facts& facts = facts_[row];
+  const Row& r = rows_[row];
+  features.num_prefix_tokens = facts.num_hit;
+  features.num_output_tokens = std::max<int64_t>(r.chain->num_tokens() - facts.num_prompt, 0);
+  features.logical_time = ++num_releases_;
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held(row)[group.id];
+    features.num_new_blocks += static_cast<int64_t>(each.blocks.size()) - each.num_hits;
+  }
+  pool_.tell_release(ids.data(), ends.data(), static_cast<int64_t>(ids.size()), features);
 }
 
 // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that it
@@ -92,19 +123,23 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
   }
   Row& r = rows_[row];
   r.num_computed = r.start = num_tokens;
+  r.may_share = r.has_forked;
   r.next_publish = next_publish(r, held(row));
 }
 
-// The row has given its blocks back; it goes on from what the cache has.
+// The row has given its blocks back; it goes on from what the device's cache has. What was swapped out
+// of an encoder stays there: its pages come back with the row.
 void Manager::restart(int32_t row) {
   Row& r = rows_[row];
-  const PrefixHit& hit = find(*r.chain, /*with_parts=*/false);
+  r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
+  r.has_forked = r.may_share = false;
+  const PrefixHit& hit = find(*r.chain, /*with_parts=*/false, /*with_host=*/false);
   Held* h = held(row);
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
     set_hit(&h[group.id], group, hit);
   }
-  take_hits(h, hit);
+  take_hits(row, hit);
   r.num_computed = r.start = hit.num_tokens;
   r.is_stale = false;
   r.next_publish = next_publish(r, h);

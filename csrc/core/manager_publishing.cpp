@@ -5,6 +5,12 @@
 
 namespace kvcache {
 
+// Tokens with KV: by sequences those that were said to be.
+int64_t Manager::num_with_kv(int32_t row) const {
+  const int64_t num_computed = rows_[row].num_computed;
+  return options_.by_sequences ? std::min(facts_[row].num_marked, num_computed) : num_computed;
+}
+
 int64_t Manager::next_publish(const Row& row, const Held* held) const {
   if (row.is_stale || !options_.enable_caching || !row.chain->write_cache()) return kNothing;
   int64_t next = kNothing;
@@ -20,7 +26,7 @@ int64_t Manager::next_publish(const Row& row, const Held* held) const {
 void Manager::publish(int32_t row) {
   Row& r = rows_[row];
   if (r.num_computed < r.next_publish) return;  // most rows of a step
-  const int64_t num_hashed = std::min(r.num_computed / hash_block_size_,
+  const int64_t num_hashed = std::min(num_with_kv(row) / hash_block_size_,
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : groups_) {
     Held* each = &held(row)[group.id];
@@ -69,7 +75,16 @@ void Manager::publish_state(const Row& row, const CacheGroup& group, Held* held,
 
 void Manager::publish_run(const Row& row, const CacheGroup& group, const Held& held,
                           int64_t first_block, int64_t n) {
-  const TokenChain& chain = *row.chain;
+  const BlockId* ids = held.blocks.data() + first_block;
+  publish_ids(*row.chain, group, first_block, ids, n);
+  for (int64_t i = 0; i < n; ++i) {
+    note_published(row, group, first_block + i, ids[i]);
+  }
+}
+
+// As blocks `first_block` on of what the chain stands for.
+void Manager::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
+                          const BlockId* ids, int64_t n) {
   const Hash* hashes = chain.known_hashes().data();
   const int64_t first_hash = first_block * group.num_hashes;
   Content content{};
@@ -81,11 +96,13 @@ void Manager::publish_run(const Row& row, const CacheGroup& group, const Held& h
     content.tokens = chain.tokens() + first_block * group.block_size;
     content.tokens_per_block = group.block_size;
   }
-  const BlockId* ids = held.blocks.data() + first_block;
   pool_.publish(ids, content, n, group.id);
   stats_.add_stored(group.id, n);
-  for (int64_t i = 0; i < n; ++i) {
-    note_published(row, group, first_block + i, ids[i]);
+  if (!num_block_hits_.empty()) {
+    for (int64_t i = 0; i < n; ++i) num_block_hits_[static_cast<size_t>(ids[i])] = 0;
+  }
+  if (host_ != nullptr && options_.host_write == HostWrite::kThrough) {
+    pending_writes_.insert(pending_writes_.end(), ids, ids + n);
   }
 }
 

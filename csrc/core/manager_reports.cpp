@@ -9,17 +9,23 @@
 namespace kvcache {
 
 // Checks everything first: what a report says is taken in whole or not at all.
-Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed, int64_t n) {
+Recompute Manager::report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
+                          const std::vector<BlockId>& failed_on_host) {
   const Call call(this);
   check_step_id(step_id);
-  const std::vector<BlockId> bad = checked_ids(failed, n, "failed_pages");
+  check_ids(pool_, failed, "failed_pages");
+  if (!failed_on_host.empty()) {
+    check_has_host("failed_host_pages names pages");
+    check_ids(*host_, failed_on_host, "failed_host_pages");
+  }
+  const bool any_failed = !failed.empty() || !failed_on_host.empty();
   if (!completed) check_may_abort(step_id);
-  if (!completed || !bad.empty()) hash_rows();  // else nothing is withdrawn: most reports
+  if (!completed || any_failed) hash_rows();  // else nothing is withdrawn: most reports
   Recompute all;
   if (!completed) all = abort_from(step_id);
-  if (!bad.empty()) {
+  if (any_failed) {
     // Before the step is done: its journal knows who has used these pages and let go of them.
-    const Recompute more = withdraw_ids(bad);
+    const Recompute more = withdraw_ids(failed, failed_on_host);
     all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
     all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
                                    more.num_computed_tokens.end());
@@ -30,9 +36,10 @@ Recompute Manager::report(int64_t step_id, bool completed, const BlockId* failed
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
-  const std::vector<BlockId> bad = checked_ids(ids, n, "ids");
+  const std::vector<BlockId> bad(ids, ids + n);  // a digest from Python could change the caller's
+  check_ids(pool_, bad, "ids");
   hash_rows();
-  return withdraw_ids(bad);
+  return withdraw_ids(bad, {});
 }
 
 void Manager::check_step_id(int64_t step_id) const {
@@ -53,11 +60,8 @@ void Manager::check_may_abort(int64_t step_id) const {
                               ": expected a step that may be in flight, but " + why);
 }
 
-// A copy: a digest from Python could change the caller's.
-std::vector<BlockId> Manager::checked_ids(const BlockId* ids, int64_t n, const char* name) const {
-  const std::vector<BlockId> out(ids, ids + n);
-  for (BlockId id : out) pool_.check_id(id, name);
-  return out;
+void Manager::check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name) {
+  for (BlockId id : ids) pool.check_id(id, name);
 }
 
 // What a row has dropped is known by its hashes alone; restarted rows look theirs up.
@@ -73,6 +77,7 @@ void Manager::hash_rows() {
 void Manager::complete_to(int64_t step_id) {
   num_completed_ = std::max(num_completed_, step_id + 1);
   while (!in_flight_.empty() && in_flight_.front().id < num_completed_) in_flight_.pop_front();
+  end_loads(/*arrived=*/true);
   lift_fences();
 }
 
@@ -94,15 +99,15 @@ Recompute Manager::abort_from(int64_t step_id) {
     dropped.insert(dropped.end(), step.dropped.begin(), step.dropped.end());
     for (const Step::Served& served : step.rows) {
       if (!is_there(served.row, served.admission)) continue;
-      int64_t start = served.start;
-      for (const CacheGroup& group : groups_) {
-        // The copy that the plan was to make did not come.
-        const bool is_copied = served.is_new && held(served.row)[group.id].num_copied > 0;
-        if (is_copied) start = std::min(start, served.start - served.start % group.block_size);
-      }
-      const auto [limit, is_first] = limits.emplace(served.row, start);
-      limit->second = std::min(limit->second, start);
+      const auto [limit, is_first] = limits.emplace(served.row, served.start);
+      limit->second = std::min(limit->second, served.start);
       resend(served.row);
+    }
+    for (const Step::Swapped& swapped : step.swapped) {
+      if (is_there(swapped.row, swapped.admission)) limits[swapped.row] = 0;
+    }
+    if (host_ != nullptr) {
+      host_->evict(step.written.data(), static_cast<int64_t>(step.written.size()));
     }
     for (int32_t row : step.clear_rows) {
       if (rows_[row].chain != nullptr && rows_[row].by_step) {
@@ -133,6 +138,7 @@ Recompute Manager::abort_from(int64_t step_id) {
   // Nothing reads any more for these steps.
   last_issued_ = std::min(last_issued_, step_id - 1);
   for (Fence& fence : fences_) fence.step_id = std::min(fence.step_id, last_issued_);
+  end_loads(/*arrived=*/false);
   lift_fences();
   return withdraw(std::move(bad), std::move(limits), /*by_hash=*/false);
 }

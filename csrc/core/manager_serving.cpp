@@ -5,11 +5,11 @@
 
 namespace kvcache {
 
-const PrefixHit& Manager::find(const TokenChain& chain, bool with_parts) {
+const PrefixHit& Manager::find(const TokenChain& chain, bool with_parts, bool with_host) {
   static const std::vector<Hash> kNone;
   const bool reads = options_.enable_caching && chain.read_cache() && chain.num_tokens() > 0;
   return finder_.find(reads ? chain.known_hashes() : kNone,
-                      std::max<int64_t>(chain.num_tokens() - 1, 0), with_parts);
+                      std::max<int64_t>(chain.num_tokens() - 1, 0), with_parts, with_host);
 }
 
 int64_t Manager::num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) const {
@@ -18,21 +18,29 @@ int64_t Manager::num_encoder_blocks(const CacheGroup& group, const TokenChain& c
 
 // What `held` needs so that tokens start to after - 1 have slots; into demand_.
 Manager::Verdict Manager::judge(const Held* held, int64_t start, int64_t after, int64_t lookahead,
-                                int64_t num_free, int64_t num_kept_free) {
+                                int64_t num_free, int64_t num_kept_free, bool may_share) {
   int64_t num_new = 0;
   const bool frees_at_once = !is_fenced(last_issued_);
   for (const CacheGroup& group : groups_) {
     const Held& each = held[group.id];
     const auto size = static_cast<int64_t>(each.blocks.size());
     Demand& demand = demand_[group.id];
-    demand = {0, each.num_dropped};
+    demand = {0, each.num_dropped, 0, 0};
     if (group.holds_state()) {
       demand.num_new = after > size * group.block_size;
+      if (may_share && demand.num_new == 0) judge_shared(group, each, after - 1, after, &demand);
     } else if (group.holds_tokens()) {
       if (after + lookahead > size * group.block_size) {
         const int64_t most =
             std::min(ceil_div(after + lookahead, group.block_size), group.max_blocks);
         demand.num_new = std::max<int64_t>(most - size, 0);
+      }
+      if (may_share) judge_shared(group, each, start, after + lookahead, &demand);
+      if (options_.by_sequences && size == each.num_dropped) {
+        // The whole prompt is computed now, from its own K and V.
+        demand.num_skipped =
+            std::clamp<int64_t>(group.first_needed_block(after) - size, 0, demand.num_new);
+        demand.num_new -= demand.num_skipped;
       }
       demand.drop_to = std::max(each.num_dropped, std::min(group.first_needed_block(start), size));
       // Blocks that leave a window make room for what comes, unless a step may still read them.
@@ -40,11 +48,45 @@ Manager::Verdict Manager::judge(const Held* held, int64_t start, int64_t after, 
         num_free += pool_.ref_count(each.blocks[static_cast<size_t>(b)]) == 1;
       }
     }
-    num_new += demand.num_new;
+    num_new += demand.num_new + demand.num_shared;
   }
   if (num_free - num_new < num_kept_free) return {Status::kWait};
   const int64_t kept = std::max(num_kept_free, options_.watermark_blocks);
   return {Status::kServed, std::max<int64_t>(num_free - num_new - kept, 0)};
+}
+
+// Blocks in which tokens start to stop - 1 are written, and that others hold.
+void Manager::judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
+                           Demand* demand) const {
+  const int64_t last = std::min(ceil_div(stop, group.block_size),
+                                static_cast<int64_t>(held.blocks.size()));
+  for (int64_t b = start / group.block_size; b < last; ++b) {
+    demand->num_shared += is_shared(held.blocks[static_cast<size_t>(b)]);
+  }
+}
+
+// Whether a block that may be written behind token `start` is held by others.
+bool Manager::shares_from(int32_t row, int64_t start) const {
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held(row)[group.id];
+    const int64_t stop = static_cast<int64_t>(each.blocks.size()) * group.block_size;
+    Demand demand;
+    if (group.is_cacheable()) {
+      judge_shared(group, each, group.holds_state() ? stop - 1 : start, stop, &demand);
+    }
+    if (demand.num_shared > 0) return true;
+  }
+  return false;
+}
+
+// Blocks that a row of this step has left for a copy of its own are held until the step ends, those
+// that are loaded until the report.
+bool Manager::is_shared(BlockId id) const {
+  if (id == kNullBlock) return false;
+  int64_t num_held = pool_.ref_count(id);
+  if (num_held == 1) return false;
+  if (!loading_.empty()) num_held -= loading_[static_cast<size_t>(id)];
+  return num_held - std::count(borrowed_.begin(), borrowed_.end(), id) > 1;
 }
 
 // Blocks that a request holds when its last known token runs alone.
@@ -76,7 +118,13 @@ void Manager::set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit)
   held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
-  held->num_copied = held->source == kNullBlock ? 0 : hit.num_tokens;
+  held->host_source = kNullBlock;
+  if (group.holds_state() && !blocks.empty() && is_host_page(blocks.back())) {
+    // The state is loaded into the page that goes on from it.
+    held->host_source = -blocks.back();
+    held->blocks.back() = kNullBlock;
+    held->num_dropped = held->num_published;
+  }
 }
 
 Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hit, int64_t after,
@@ -86,8 +134,11 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
     Held& each = candidate_[group.id];
     set_hit(&each, group, hit);
     // Hits that are free stop being so when this request takes them: they cannot also be its new
-    // ones.
-    num_free -= pool_.count_free(each.blocks.data() + each.num_dropped, each.num_alive());
+    // ones. Those on the host take a free one.
+    for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      num_free -= is_host_page(id) || pool_.ref_count(id) == 0;
+    }
     num_free -= each.source != kNullBlock && pool_.ref_count(each.source) == 0;
     num_blocks += each.num_alive();
   }
@@ -106,11 +157,7 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
   }
   const int64_t most = pool_.num_total() - options_.watermark_blocks;
   if (std::max(num_blocks, num_blocks_ever(chain)) > most) return {Status::kNever};
-  if (free_rows_.empty() && options_.max_num_reqs > 0 &&
-      static_cast<int64_t>(rows_.size()) >= options_.max_num_reqs) {
-    return {Status::kWait};
-  }
-  return verdict;
+  return has_free_row() ? verdict : Verdict{Status::kWait};
 }
 
 Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_tokens,
@@ -118,7 +165,11 @@ Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_to
   Row& r = rows_[row];
   const int64_t start = r.num_computed - num_rejected;
   const int64_t after = start + num_tokens;
-  const Verdict verdict = judge(held(row), start, after, lookahead, pool_.num_free(), 0);
+  safe_start_ = start;
+  const Verdict verdict = r.on_host ? resume(row, start, after, lookahead)
+                                    : judge(held(row), start, after, lookahead, pool_.num_free(), 0,
+                                            r.may_share);
+  if (verdict.status != Status::kServed && r.on_host) return verdict;
   if (verdict.status != Status::kServed) {
     int64_t num_blocks = 0;
     for (const CacheGroup& group : groups_) {
@@ -128,29 +179,51 @@ Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_to
     }
     return {num_blocks > pool_.num_total() ? Status::kNever : Status::kWait};
   }
+  if (r.on_host) move_in(row, start, nullptr);
   r.start = start;
   r.num_computed = after;
   supply(row, start, after, verdict.num_spare);
+  if (r.may_share) r.may_share = shares_from(row, start);
   return verdict;
 }
 
 Slots Manager::admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, int64_t after,
                      int64_t lookahead, int64_t num_reserved, bool by_step) {
   const Verdict verdict = judge_new(*chain, hit, after, lookahead, num_reserved);
-  if (verdict.status != Status::kServed) return {verdict.status, -1, {}};
-  Slots slots{Status::kServed, take_row(), {}};
+  if (verdict.status != Status::kServed) return {verdict.status, -1, {}, {}};
+  Slots slots{Status::kServed, take_row(), {}, {}};
   Row& r = rows_[slots.row];
+  safe_start_ = hit.num_tokens;
+  facts_[slots.row] = {chain->num_tokens(), hit.num_tokens, 0};
   r.chain = chain;
   r.start = hit.num_tokens;
   r.num_computed = after;
   r.admission = ++num_admissions_;
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), held(slots.row));
-  take_hits(held(slots.row), hit);
+  take_hits(slots.row, hit);
   supply(slots.row, hit.num_tokens, after, verdict.num_spare);
   r.next_publish = next_publish(r, held(slots.row));
-  if (chain->read_cache()) stats_.add(chain->num_tokens(), hit.num_tokens);
+  if (chain->read_cache()) {
+    stats_.add(chain->num_tokens(), hit.num_tokens, hit.num_tokens - first_host_token(hit));
+  }
   return slots;
+}
+
+// From here on, the hit rests on what was on the host.
+int64_t Manager::first_host_token(const PrefixHit& hit) const {
+  int64_t first = hit.num_tokens;
+  for (const CacheGroup& group : groups_) {
+    const std::vector<BlockId>& blocks = hit.blocks[group.id];
+    const auto on_host = std::find_if(blocks.begin(), blocks.end(), is_host_page);
+    first = std::min<int64_t>(first, (on_host - blocks.begin()) * group.block_size);
+  }
+  return first;
+}
+
+bool Manager::has_free_row() const {
+  return !free_rows_.empty() || options_.max_num_reqs == 0 ||
+         static_cast<int64_t>(rows_.size()) < options_.max_num_reqs;
 }
 
 int32_t Manager::take_row() {
@@ -161,25 +234,50 @@ int32_t Manager::take_row() {
     return row;
   }
   rows_.emplace_back();
+  facts_.emplace_back();
   held_.resize(held_.size() + groups_.size());
   return static_cast<int32_t>(rows_.size()) - 1;
 }
 
 int64_t Manager::num_written(int32_t row, const CacheGroup& group) const {
-  return std::min(static_cast<int64_t>(held(row)[group.id].blocks.size()),
-                  ceil_div(rows_[row].num_computed, group.block_size));
+  const auto size = static_cast<int64_t>(held(row)[group.id].blocks.size());
+  if (!group.is_cacheable()) return size;
+  return std::min(size, ceil_div(rows_[row].num_computed, group.block_size));
 }
 
-void Manager::take_hits(Held* held, const PrefixHit& hit) {
+void Manager::take_hits(int32_t row, const PrefixHit& hit) {
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    const Held& each = held[group.id];
-    pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
+    const Held& each = held(row)[group.id];
     const BlockId source = hit.sources[group.id];
-    if (source == kNullBlock) continue;
-    pool_.retain(&source, 1);  // nobody may get it before it was copied
-    borrowed_.push_back(source);
+    if (source != kNullBlock) {
+      pool_.retain(&source, 1);  // nobody may get it before it was copied
+      borrowed_.push_back(source);
+    }
+    if (hit.num_host_blocks == 0) {
+      pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
+      note_hits(each.blocks.data() + each.num_dropped, each.num_alive());
+      continue;
+    }
+    taken_.clear();
+    std::vector<BlockId> pages;
+    for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      is_host_page(id) ? pages.push_back(-id) : taken_.push_back(id);
+    }
+    if (each.host_source != kNullBlock) pages.push_back(each.host_source);
+    pool_.retain(taken_.data(), static_cast<int64_t>(taken_.size()));
+    note_hits(taken_.data(), static_cast<int64_t>(taken_.size()));
+    host_->retain(pages.data(), static_cast<int64_t>(pages.size()));
+    host_->hit(pages.data(), static_cast<int64_t>(pages.size()));
   }
+  // All that is taken is held: what is loaded into evicts nothing of it.
+  if (hit.num_host_blocks > 0) load_hits(row);
+}
+
+void Manager::note_hits(const BlockId* ids, int64_t n) {
+  pool_.hit(ids, n);
+  if (!num_block_hits_.empty()) count_hits(ids, n);
 }
 
 // Does what `judge` found, in demand_, to be possible.
@@ -188,8 +286,13 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
   int64_t num_new = 0;
   for (const CacheGroup& group : groups_) {
     Demand& demand = demand_[group.id];
-    const auto size = static_cast<int64_t>(h[group.id].blocks.size());
-    sizes_[group.id] = size;
+    Held& each = h[group.id];
+    sizes_[group.id] = static_cast<int64_t>(each.blocks.size());
+    if (demand.num_skipped > 0) {
+      each.blocks.resize(each.blocks.size() + static_cast<size_t>(demand.num_skipped), kNullBlock);
+      each.num_dropped = static_cast<int64_t>(each.blocks.size());
+    }
+    const auto size = static_cast<int64_t>(each.blocks.size());
     if (demand.drop_to > h[group.id].num_dropped) drop(row, group, demand.drop_to);
     if (demand.num_new > 0 && group.holds_tokens()) {
       const int64_t more =
@@ -197,7 +300,7 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
       demand.num_new += more;
       num_spare -= more;
     }
-    num_new += demand.num_new;
+    num_new += demand.num_new + demand.num_shared;
   }
   if (num_new == 0) return;
   taken_.resize(static_cast<size_t>(num_new));
@@ -205,6 +308,7 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
   const BlockId* next = taken_.data();
   for (const CacheGroup& group : groups_) {
     Held& each = h[group.id];
+    if (demand_[group.id].num_shared > 0) own_shared(row, group, start, after, &next);
     const int64_t n = demand_[group.id].num_new;
     if (n == 0) continue;
     if (group.holds_state()) {
@@ -217,8 +321,37 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
       delta_->copy.insert(delta_->copy.end(),
                           {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
       note_dropped(row, group, sizes_[group.id], each.source);  // had, and not kept
+      safe_start_ = std::min(safe_start_, sizes_[group.id] * group.block_size);
       each.source = kNullBlock;
     }
+  }
+}
+
+// The row's own blocks in place of those that it writes and others hold. What they hold of it is
+// copied; where that is nothing, they are only replaced.
+void Manager::own_shared(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
+                         const BlockId** next) {
+  Held& each = held(row)[group.id];
+  const int64_t first = (group.holds_state() ? after - 1 : start) / group.block_size;
+  int64_t num_left = demand_[group.id].num_shared;
+  for (int64_t b = first; num_left > 0; ++b) {
+    BlockId& id = each.blocks[static_cast<size_t>(b)];
+    if (!is_shared(id)) continue;
+    --num_left;
+    const BlockId shared = std::exchange(id, *(*next)++);
+    each.num_hits = std::min(each.num_hits, b);
+    tell_replaced(row, group, b, id);
+    if (group.holds_state() || b * group.block_size < start) {
+      note_dropped(row, group, b, shared);  // had, and not kept
+      safe_start_ = std::min(safe_start_, b * group.block_size);
+      if (delta_ != nullptr) {
+        delta_->copy.insert(delta_->copy.end(), {shared, id});
+        borrowed_.push_back(shared);  // until it is copied
+        continue;
+      }
+      copies_.insert(copies_.end(), {shared, id});
+    }
+    give_back(&shared, 1);
   }
 }
 
@@ -230,10 +363,7 @@ void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     dropped_.push_back(id);
     note_dropped(row, group, b, id);
     id = kNullBlock;
-    if (delta_ != nullptr && !rows_[row].must_resend) {
-      std::vector<int32_t>& replace = delta_->groups[group.id].replace;
-      replace.insert(replace.end(), {row, static_cast<int32_t>(b), kNullBlock});
-    }
+    tell_replaced(row, group, b, kNullBlock);
   }
   each.num_dropped = drop_to;
   give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
@@ -242,7 +372,11 @@ void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
 void Manager::move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
                          BlockId page) {
   Held& each = held(row)[group.id];
-  if (start > 0) {
+  if (each.host_source != kNullBlock) {
+    load(row, group, (after - 1) / group.block_size, each.host_source, page, /*is_hit=*/false);
+    each.host_source = kNullBlock;
+    each.num_dropped = (after - 1) / group.block_size;
+  } else if (start > 0) {
     const BlockId source = each.blocks.back();
     delta_->copy.insert(delta_->copy.end(), {source, page});
     state_moves_.push_back({row, group.id, static_cast<int64_t>(each.blocks.size()) - 1, start});
@@ -273,16 +407,19 @@ void Manager::serve_new(const StepRequest& request) {
     const int64_t lookahead = request.lookahead == nullptr
                                   ? request.num_lookahead
                                   : request.lookahead[request.num_rows + static_cast<int64_t>(i)];
-    Slots slots{Status::kWait, -1, {}};
+    Slots slots{Status::kWait, -1, {}, {}};
     int64_t start = 0;
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_parts : {true, false}) {
-      const PrefixHit& hit = find(*asked.chain, with_parts);
-      start = hit.num_tokens;
+      const PrefixHit* hit = &find(*asked.chain, with_parts, /*with_host=*/true);
+      if (hit->num_host_blocks > asked.max_host_blocks) {
+        hit = &find(*asked.chain, with_parts, /*with_host=*/false);
+      }
+      start = hit->num_tokens;
       const int64_t after = std::min(start + asked.num_tokens, asked.chain->num_tokens());
-      slots = admit(asked.chain, hit, after, lookahead, request.num_reserved_blocks,
+      slots = admit(asked.chain, *hit, after, lookahead, request.num_reserved_blocks,
                     /*by_step=*/true);
-      if (slots.status != Status::kWait || !copies_parts(hit)) break;
+      if (slots.status != Status::kWait || !copies_parts(*hit)) break;
     }
     if (slots.status == Status::kServed) delta_->clear_rows.push_back(slots.row);
     answer(slots.row, slots.status, start, /*is_new=*/true);
@@ -308,10 +445,8 @@ void Manager::end_state_moves() {
     give_back(&id, 1, num_steps_);
     id = kNullBlock;
     each.num_dropped = static_cast<int64_t>(each.blocks.size()) - 1;
-    if (rows_[move.row].must_resend) continue;
     // A row that is new tells its whole table, this entry included.
-    std::vector<int32_t>& replace = delta_->groups[move.group].replace;
-    replace.insert(replace.end(), {move.row, static_cast<int32_t>(move.block), kNullBlock});
+    tell_replaced(move.row, groups_[move.group], move.block, kNullBlock);
   }
   state_moves_.clear();
 }

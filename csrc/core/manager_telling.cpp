@@ -11,13 +11,20 @@ void Manager::answer(int32_t row, Status status, int64_t start, bool is_new) {
   delta_->status.push_back(static_cast<uint8_t>(status));
   delta_->num_computed_tokens.push_back(static_cast<int32_t>(start));
   if (status != Status::kServed) return;
-  in_flight_.back().rows.push_back({row, rows_[row].admission, start, is_new});
+  in_flight_.back().rows.push_back({row, rows_[row].admission, safe_start_});
   if (is_new) {
     std::fill(sizes_.begin(), sizes_.end(), 0);
   } else if (rows_[row].must_resend) {
     return;  // told whole when all are served
   }
   tell_table(row, sizes_.data());
+}
+
+// One entry of a table that the worker has.
+void Manager::tell_replaced(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
+  if (delta_ == nullptr || rows_[row].must_resend) return;
+  std::vector<int32_t>& replace = delta_->groups[group.id].replace;
+  replace.insert(replace.end(), {row, static_cast<int32_t>(block), id});
 }
 
 // The row's blocks from from[g] on, in every group g.

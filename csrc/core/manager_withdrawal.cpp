@@ -7,14 +7,29 @@
 
 namespace kvcache {
 
-Recompute Manager::withdraw_ids(const std::vector<BlockId>& ids) {
+Recompute Manager::withdraw_ids(const std::vector<BlockId>& ids,
+                                const std::vector<BlockId>& host_ids) {
   Bad bad;
   Limits limits;
   for (BlockId id : ids) {
     bad.blocks.emplace(id, 0);
-    add_hashes(id, &bad);
+    add_hashes(pool_, id, &bad);
   }
-  limit_by_drops(ids, &bad, &limits);
+  for (BlockId id : host_ids) {
+    bad.host.insert(id);
+    add_hashes(*host_, id, &bad);
+  }
+  std::vector<BlockId> failed = ids;
+  for (const Load& load : loads_) {
+    // What was to be loaded is not there, or should not have been. Nobody is to load it again.
+    const bool is_named = std::find(ids.begin(), ids.end(), load.device) != ids.end();
+    const bool is_from_bad = bad.host.count(load.host) != 0;
+    if (!is_named && !is_from_bad) continue;
+    bad.host.insert(load.host);
+    add_hashes(*host_, load.host, &bad);
+    if (bad.blocks.emplace(load.device, 0).second) failed.push_back(load.device);
+  }
+  limit_by_drops(failed, &bad, &limits);
   return withdraw(std::move(bad), std::move(limits), /*by_hash=*/true);
 }
 
@@ -28,7 +43,7 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
   for (const auto& [id, num_right] : bad.blocks) all.push_back(id);
   std::sort(all.begin(), all.end());  // the order in which they are freed
   if (by_hash) {
-    pool_.evict_derived(all.data(), static_cast<int64_t>(all.size()), is_uniform_);
+    evict_derived(all, &bad);
   } else {
     pool_.evict(all.data(), static_cast<int64_t>(all.size()));
   }
@@ -38,10 +53,10 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
   for (const auto& [row, limit] : limits) {
     if (limit >= rows_[row].num_computed) continue;
     out.rows.push_back(row);
-    if (can_resume(held(row), limit)) {
+    if (!rows_[row].on_host && can_resume(held(row), limit)) {
       truncate(row, limit);
     } else {
-      give_back_row(held(row), /*with_encoder=*/false);
+      give_back_row(row, /*with_encoder=*/false);
       to_restart.push_back(row);
     }
     if (rows_[row].by_step) resend(row);
@@ -51,6 +66,24 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
   }
   return out;
+}
+
+// Of both tiers: what is bad, and what follows from it.
+void Manager::evict_derived(const std::vector<BlockId>& ids, Bad* bad) {
+  Tainted tainted;
+  pool_.taint(ids.data(), static_cast<int64_t>(ids.size()), &tainted);
+  if (host_ != nullptr) {
+    for (const auto& [hash, what] : bad->hashes) {
+      for (const CacheGroup& group : groups_) {
+        const BlockId page = host_->find(hash, group.id);
+        if (page != kNullBlock) bad->host.insert(page);
+      }
+    }
+    const std::vector<BlockId> pages(bad->host.begin(), bad->host.end());
+    host_->taint(pages.data(), static_cast<int64_t>(pages.size()), &tainted);
+    host_->evict_derived(tainted, is_uniform_);
+  }
+  pool_.evict_derived(tainted, is_uniform_);
 }
 
 // Lowers the limits of rows that use bad content, and adds what they have computed behind them.
@@ -76,10 +109,16 @@ bool Manager::spread(Bad* bad, Limits* limits, bool by_hash) const {
 
 int64_t Manager::limit_by_blocks(int32_t row, const Bad& bad) const {
   int64_t limit = kNothing;
+  const bool on_host = rows_[row].on_host;
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
-      const auto found = bad.blocks.find(each.blocks[static_cast<size_t>(b)]);
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      if (on_host) {
+        if (bad.host.count(id) != 0) return 0;  // it starts anew in any case
+        continue;
+      }
+      const auto found = bad.blocks.find(id);
       if (found == bad.blocks.end()) continue;
       limit =
           std::min(limit, group.is_cacheable() ? std::max(found->second, b * group.block_size) : 0);
@@ -165,7 +204,8 @@ bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) c
     const int64_t size = num_written(row, group);
     for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
       const int64_t num_right = std::max(limit, b * group.block_size);
-      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      const BlockId id =
+          rows_[row].on_host ? kNullBlock : each.blocks[static_cast<size_t>(b)];
       if (id != kNullBlock) {
         changed |= add_block(id, num_right, bad);
         if (by_hash) changed |= add_found(row, group, b, id, num_right, bad);
@@ -213,16 +253,18 @@ bool Manager::add_lost(const TokenChain& chain, const CacheGroup& group, int64_t
     const Hash& hash = hashes[static_cast<size_t>(i)];
     const BlockId id = i + 1 == end ? pool_.find(hash, group.id) : kNullBlock;
     if (id != kNullBlock) changed |= add_block(id, num_right, bad);
-    if (id == kNullBlock && !group.has_parts) continue;
+    const bool on_host = id == kNullBlock && i + 1 == end && host_ != nullptr &&
+                         host_->find(hash, group.id) != kNullBlock;
+    if (id == kNullBlock && !on_host && !group.has_parts) continue;
     changed |= add_hash(hash, {num_right, group.block_size}, bad);
   }
   return changed;
 }
 
-void Manager::add_hashes(BlockId id, Bad* bad) const {
-  const int64_t block_size = groups_[pool_.group_of(id)].block_size;
-  if (pool_.hash_of(id) != nullptr) add_hash(*pool_.hash_of(id), {0, block_size}, bad);
-  for (const Hash& hash : pool_.parts_of(id)) add_hash(hash, {0, block_size}, bad);
+void Manager::add_hashes(const BlockPool& pool, BlockId id, Bad* bad) const {
+  const int64_t block_size = groups_[pool.group_of(id)].block_size;
+  if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size}, bad);
+  for (const Hash& hash : pool.parts_of(id)) add_hash(hash, {0, block_size}, bad);
 }
 
 bool Manager::add_hash(const Hash& hash, const BadHash& what, Bad* bad) {

@@ -7,9 +7,14 @@
 
 namespace kvcache {
 
-PrefixFinder::PrefixFinder(const BlockPool* pool, const std::vector<CacheGroup>* groups,
-                           int64_t hash_block_size, bool drop_last)
-    : pool_(pool), groups_(groups), hash_block_size_(hash_block_size), drop_last_(drop_last) {
+PrefixFinder::PrefixFinder(const BlockPool* pool, const BlockPool* host,
+                           const std::vector<CacheGroup>* groups, int64_t hash_block_size,
+                           bool drop_last)
+    : pool_(pool),
+      host_(host),
+      groups_(groups),
+      hash_block_size_(hash_block_size),
+      drop_last_(drop_last) {
   for (const CacheGroup& group : *groups) {
     if (!group.is_cacheable()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
@@ -26,7 +31,32 @@ const Hash& PrefixFinder::hash_at(int64_t num_tokens) const {
 }
 
 BlockId PrefixFinder::block_of(const CacheGroup& group, int64_t block) const {
-  return pool_->find(hash_at((block + 1) * group.block_size), group.id);
+  const Hash& hash = hash_at((block + 1) * group.block_size);
+  const BlockId id = pool_->find(hash, group.id);
+  return id == kNullBlock && with_host_ ? -host_->find(hash, group.id) : id;
+}
+
+// Of the first num_blocks blocks of a group, how many are found before one is not.
+int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
+  std::vector<BlockId>& found = hit_.blocks[group.id];
+  // A cold prompt is known by its first block: nothing is made ready for the others.
+  const bool any = num_blocks > 0 && block_of(group, 0) != kNullBlock;
+  found.resize(any ? static_cast<size_t>(num_blocks) : 0);
+  int64_t n = 0;
+  const auto search = [&](const BlockPool& pool) {
+    if (n == num_blocks) return int64_t{0};
+    return pool.lookup(&hash_at((n + 1) * group.block_size), num_blocks - n, group.id,
+                       /*prefix=*/true, found.data() + n, group.num_hashes);
+  };
+  while (any) {
+    n += search(*pool_);
+    if (!with_host_) break;
+    const int64_t num_on_host = search(*host_);
+    for (int64_t i = n; i < n + num_on_host; ++i) found[i] = -found[i];
+    n += num_on_host;
+    if (num_on_host == 0) break;
+  }
+  return n;
 }
 
 BlockId PrefixFinder::part_of(const CacheGroup& group, int64_t num_tokens) const {
@@ -34,8 +64,10 @@ BlockId PrefixFinder::part_of(const CacheGroup& group, int64_t num_tokens) const
 }
 
 const PrefixHit& PrefixFinder::find(const std::vector<Hash>& hashes, int64_t max_tokens,
-                                    bool with_parts) {
+                                    bool with_parts, bool with_host) {
   hashes_ = &hashes;
+  with_host_ = with_host && host_ != nullptr;
+  hit_.num_host_blocks = 0;
   step_ = with_parts ? unit_ : whole_unit_;
   num_leading_.assign(groups_->size(), -1);
   for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
@@ -72,15 +104,7 @@ int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
 int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {
   const int64_t bs = group.block_size;
   int64_t& num_leading = num_leading_[group.id];
-  if (num_leading < 0) {
-    std::vector<BlockId>& found = hit_.blocks[group.id];
-    // A cold prompt is known by its first block: nothing is made ready for the others.
-    const bool any = num_tokens >= bs && block_of(group, 0) != kNullBlock;
-    found.resize(any ? static_cast<size_t>(num_tokens / bs) : 0);
-    num_leading = any ? pool_->lookup(&hash_at(bs), num_tokens / bs, group.id, /*prefix=*/true,
-                                      found.data(), group.num_hashes)
-                      : 0;
-  }
+  if (num_leading < 0) num_leading = find_leading(group, num_tokens / bs);
   // Beyond the whole blocks at most a part of the next one.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_);
   num_tokens -= num_tokens % step_;
@@ -120,6 +144,9 @@ void PrefixFinder::collect(const CacheGroup& group) {
     for (int64_t b = group.first_needed_block(n); b < n / group.block_size; ++b) {
       blocks[static_cast<size_t>(b)] = block_of(group, b);
     }
+  }
+  if (with_host_) {
+    hit_.num_host_blocks += std::count_if(blocks.begin(), blocks.end(), is_host_page);
   }
   if (n % group.block_size != 0 && group.first_needed_token(n) < n) {
     hit_.sources[group.id] = part_of(group, n);

@@ -1,4 +1,5 @@
-// The longest prefix that all cache groups of a manager can take from the cache.
+// The longest prefix that all cache groups of a manager can take from the cache, be it the device's
+// or the host's.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +10,13 @@
 
 namespace kvcache {
 
+// A block of a hit that is on the host is named by its negative page.
+inline bool is_host_page(BlockId id) { return id < kNullBlock; }
+
 struct PrefixHit {
   int64_t num_tokens = 0;
   std::vector<std::vector<BlockId>> blocks;  // per group: whole ones; null where not read any more
+  int64_t num_host_blocks = 0;
   // Per group: the block whose first num_tokens % block_size tokens are to be copied, or null.
   std::vector<BlockId> sources;
 };
@@ -19,8 +24,8 @@ struct PrefixHit {
 class PrefixFinder {
  public:
   // `drop_last`: the last hit of `unit()` tokens is given up, so that a drafter sees its hidden
-  // states (EAGLE).
-  PrefixFinder(const BlockPool* pool, const std::vector<CacheGroup>* groups,
+  // states (EAGLE). `host`: null where there is none.
+  PrefixFinder(const BlockPool* pool, const BlockPool* host, const std::vector<CacheGroup>* groups,
                int64_t hash_block_size, bool drop_last);
 
   // Hits end at multiples of it, with and without those that end inside blocks.
@@ -28,7 +33,9 @@ class PrefixFinder {
   int64_t whole_unit() const { return whole_unit_; }
 
   // Of at most `max_tokens` tokens, with these hashes; valid until the next call. Changes no pool.
-  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_parts);
+  // Parts of blocks are found on the device only.
+  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_parts,
+                        bool with_host);
 
  private:
   int64_t settle(int64_t num_tokens);
@@ -37,10 +44,12 @@ class PrefixFinder {
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
   BlockId block_of(const CacheGroup& group, int64_t block) const;
+  int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
   BlockId part_of(const CacheGroup& group, int64_t num_tokens) const;
   void collect(const CacheGroup& group);
 
   const BlockPool* pool_;
+  const BlockPool* host_;
   const std::vector<CacheGroup>* groups_;
   int64_t hash_block_size_;
   int64_t unit_ = 1, whole_unit_ = 1;
@@ -48,6 +57,7 @@ class PrefixFinder {
   // Of the search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
   int64_t step_ = 1;                  // unit() or whole_unit()
+  bool with_host_ = false;
   std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
   PrefixHit hit_;
 };

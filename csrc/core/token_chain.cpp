@@ -34,6 +34,18 @@ TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, con
       write_cache_(write_cache),
       num_encoder_tokens_(checked_size("num_encoder_tokens", num_encoder_tokens, 0)) {}
 
+bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const {
+  return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
+         num_encoder_tokens_ == other.num_encoder_tokens_ && parent_ == other.parent_ &&
+         extra_keys_ == other.extra_keys_ && std::equal(tokens(), tokens() + num_tokens, other.tokens());
+}
+
+void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
+  const auto n = std::min(static_cast<size_t>(num_tokens / block_size_), other.hashes_.size());
+  if (is_hashing_ || hashes_.size() >= n) return;
+  hashes_.assign(other.hashes_.begin(), other.hashes_.begin() + static_cast<int64_t>(n));
+}
+
 void TokenChain::take_back(int64_t n) {
   tokens_->take_back(n);
   const auto num_full = static_cast<size_t>(num_tokens() / block_size_);

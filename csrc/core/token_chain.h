@@ -60,6 +60,11 @@ class TokenChain {
   const std::vector<Hash>& known_hashes() const { return hashes_; }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
+  // Whether both stand for the same KV as far as their first num_tokens tokens go.
+  bool begins_like(const TokenChain& other, int64_t num_tokens) const;
+  // Takes over the hashes of another chain's blocks within num_tokens tokens, which begin like it.
+  void adopt_hashes(const TokenChain& other, int64_t num_tokens);
+
   // Forgets the last n tokens, which nobody else has seen, and the hashes of their blocks.
   void take_back(int64_t n);
 

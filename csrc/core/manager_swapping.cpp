@@ -1,0 +1,254 @@
+// Rows that leave the device for the host, and come back.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "core/manager.h"
+
+namespace kvcache {
+
+void Manager::check_has_host(const char* what) const {
+  if (host_ != nullptr) return;
+  throw std::invalid_argument(std::string(what) +
+                              ", but there is no host tier: expected num_host_blocks of 2 or more");
+}
+
+void Manager::check_on_device(int32_t row) const {
+  if (!at(row).on_host) return;
+  throw std::invalid_argument("row " + std::to_string(row) +
+                              " is swapped out: expected one on the device");
+}
+
+void Manager::check_swap(const std::vector<int32_t>& rows, bool on_host) {
+  ++mark_;
+  for (int32_t row : rows) {
+    check_face(row, /*by_step=*/false);
+    if (rows_[row].on_host != on_host) {
+      throw std::invalid_argument("row " + std::to_string(row) +
+                                  (on_host ? " is on the device: expected one that is swapped out"
+                                           : " is swapped out: expected one on the device"));
+    }
+    if (rows_[row].mark == mark_) {
+      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+    }
+    rows_[row].mark = mark_;
+  }
+}
+
+// Blocks of the row that hold KV, of all groups; no null ones.
+std::vector<BlockId> Manager::written_blocks(int32_t row) const {
+  std::vector<BlockId> out;
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held(row)[group.id];
+    const auto first = each.blocks.begin() + each.num_dropped;
+    const int64_t size =
+        rows_[row].on_host ? static_cast<int64_t>(each.blocks.size()) : num_written(row, group);
+    out.insert(out.end(), first, std::max(first, each.blocks.begin() + size));
+  }
+  return out;
+}
+
+int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
+  check_reader();
+  std::unordered_set<BlockId> unique;
+  for (int32_t row : rows) {
+    at(row);
+    const std::vector<BlockId> blocks = written_blocks(row);
+    unique.insert(blocks.begin(), blocks.end());
+  }
+  return static_cast<int64_t>(unique.size());
+}
+
+// Moves the row to the host, if its blocks that have not moved yet fit there. Lookahead blocks hold
+// nothing: they are given back.
+bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
+  const std::vector<BlockId> written = written_blocks(row);
+  const auto num_new = std::count_if(written.begin(), written.end(),
+                                     [&](BlockId id) { return moved_.count(id) == 0; });
+  if (num_new > host_->num_free()) return false;
+  publish(row);
+  tell_release(row, {});
+  std::vector<BlockId> pages(static_cast<size_t>(num_new));
+  host_->allocate(num_new, pages.data());
+  const BlockId* next = pages.data();
+  std::vector<BlockId> given_back;
+  tail_first(row, /*with_encoder=*/true, &given_back, nullptr);
+  for (const CacheGroup& group : groups_) {
+    Held& each = held(row)[group.id];
+    each.blocks.resize(static_cast<size_t>(
+        std::max(each.num_dropped, num_written(row, group))));
+    for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
+      BlockId& id = each.blocks[static_cast<size_t>(b)];
+      const auto [to, is_first] = moved_.emplace(id, kNullBlock);
+      if (is_first) {
+        to->second = *next++;
+        pairs->insert(pairs->end(), {id, to->second});
+        if (pool_.hash_of(id) != nullptr) {
+          writes_.push_back({to->second, pool_.copied(id), /*is_row=*/true});
+        }
+      } else {
+        host_->retain(&to->second, 1);
+      }
+      id = to->second;
+    }
+  }
+  tiers_.swapped_out_blocks += num_new;
+  // The plan that is being made reads them.
+  give_back(given_back.data(), static_cast<int64_t>(given_back.size()), num_steps_);
+  rows_[row].on_host = true;
+  return true;
+}
+
+std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {
+  const Call call(this);
+  check_has_host("swap_out was called");
+  check_swap(rows, /*on_host=*/false);
+  for (int32_t row : rows) {
+    if (rows_[row].num_computed >= rows_[row].next_publish) {
+      hash_ahead(*rows_[row].chain, /*reads=*/false);
+    }
+  }
+  check_swap(rows, /*on_host=*/false);  // a digest may call back
+  std::unordered_set<BlockId> unique;
+  for (int32_t row : rows) {
+    for (BlockId id : written_blocks(row)) unique.insert(id);
+  }
+  if (static_cast<int64_t>(unique.size()) > host_->num_free()) return std::nullopt;
+  std::vector<BlockId> pairs;
+  moved_.clear();
+  for (int32_t row : rows) move_out(row, &pairs);
+  end_writes();
+  return pairs;
+}
+
+std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>& rows) {
+  const Call call(this);
+  check_has_host("swap_in was called");
+  check_swap(rows, /*on_host=*/true);
+  std::unordered_set<BlockId> unique;
+  for (int32_t row : rows) {
+    for (BlockId id : written_blocks(row)) unique.insert(id);
+  }
+  if (static_cast<int64_t>(unique.size()) > pool_.num_free()) return std::nullopt;
+  std::vector<BlockId> pairs;
+  moved_.clear();
+  for (int32_t row : rows) move_in(row, rows_[row].num_computed, &pairs);
+  return pairs;
+}
+
+// What a row on the host needs to be served: the pages that it still reads, and new ones.
+Manager::Verdict Manager::resume(int32_t row, int64_t start, int64_t after, int64_t lookahead) {
+  Held* h = held(row);
+  // Blocks on the host that leave a window free nothing on the device.
+  int64_t num_loads = 0, num_blocks = 0;
+  for (const CacheGroup& group : groups_) {
+    const Held& each = h[group.id];
+    candidate_[group.id].clear();
+    candidate_[group.id].blocks.assign(each.blocks.size(), kNullBlock);
+    int64_t first = each.num_dropped;
+    if (group.holds_tokens()) {
+      first = std::max(first, std::min(group.first_needed_block(start),
+                                       static_cast<int64_t>(each.blocks.size())));
+    }
+    candidate_[group.id].num_dropped = first;
+    // A state that moves on is loaded into its new page.
+    const bool moves = group.holds_state() && start > 0 &&
+                       after > static_cast<int64_t>(each.blocks.size()) * group.block_size;
+    for (auto b = first; b < static_cast<int64_t>(each.blocks.size()) && !moves; ++b) {
+      num_loads += !shares_load(group, b, start, each.blocks[static_cast<size_t>(b)]);
+      ++num_blocks;
+    }
+  }
+  Verdict verdict = judge(candidate_.data(), start, after, lookahead, pool_.num_free() - num_loads,
+                          options_.watermark_blocks);
+  for (const Demand& demand : demand_) num_blocks += demand.num_new;
+  if (verdict.status == Status::kServed) return verdict;
+  return {num_blocks > pool_.num_total() - options_.watermark_blocks ? Status::kNever
+                                                                     : Status::kWait};
+}
+
+// Whether a block of a row that comes back is one that another row has just brought back: not where
+// it is written at once.
+bool Manager::shares_load(const CacheGroup& group, int64_t block, int64_t start,
+                          BlockId host) const {
+  if (moved_.count(host) == 0 || group.holds_state()) return false;
+  return !group.is_cacheable() || (block + 1) * group.block_size <= start;
+}
+
+// Brings the row's pages back. What it does not read any more, and a state that moves on, stays
+// behind: `candidate_` of `resume` says so in a step.
+void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
+  Row& r = rows_[row];
+  const bool by_step = delta_ != nullptr;
+  std::vector<BlockId> left;
+  for (const CacheGroup& group : groups_) {
+    Held& each = held(row)[group.id];
+    const bool moves = by_step && group.holds_state() && demand_[group.id].num_new > 0;
+    if (by_step) {
+      const int64_t first = candidate_[group.id].num_dropped;
+      for (int64_t b = each.num_dropped; b < first; ++b) {
+        left.push_back(std::exchange(each.blocks[static_cast<size_t>(b)], kNullBlock));
+      }
+      each.num_dropped = first;
+    }
+    for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
+      BlockId& id = each.blocks[static_cast<size_t>(b)];
+      const BlockId from = id;
+      if (moves) {  // alone: a state is one page
+        each.host_source = from;
+        id = kNullBlock;
+        each.num_dropped = b + 1;
+        continue;
+      }
+      const auto known = moved_.find(from);
+      if (known != moved_.end() && (!by_step || shares_load(group, b, start, from))) {
+        id = known->second;
+        pool_.retain(&id, 1);
+        left.push_back(from);
+        continue;
+      }
+      pool_.allocate(1, &id);
+      moved_.emplace(from, id);
+      ++tiers_.swapped_in_blocks;
+      if (by_step) {
+        load(row, group, b, from, id, /*is_hit=*/false);
+      } else {
+        pairs->insert(pairs->end(), {from, id});
+        left.push_back(from);
+      }
+    }
+  }
+  std::reverse(left.begin(), left.end());
+  host_->release(left.data(), static_cast<int64_t>(left.size()));
+  r.on_host = false;
+  r.may_share = r.has_forked;
+  if (by_step) {
+    safe_start_ = 0;
+    in_flight_.back().swapped.push_back({row, r.admission});
+    resend(row);
+  }
+}
+
+void Manager::swap_out_rows(const StepRequest& request) {
+  moved_.clear();
+  swap_answers_.clear();
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    const bool is_out = move_out(row, &delta_->swap_out);
+    if (is_out) in_flight_.back().swapped.push_back({row, rows_[row].admission});
+    swap_answers_.push_back(is_out);
+  }
+  moved_.clear();
+}
+
+void Manager::answer_swapped(const StepRequest& request) {
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    const Status status = swap_answers_[static_cast<size_t>(i)] ? Status::kServed : Status::kWait;
+    delta_->rows.push_back(row);
+    delta_->status.push_back(static_cast<uint8_t>(status));
+    delta_->num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
+  }
+}
+
+}  // namespace kvcache
