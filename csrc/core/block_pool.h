@@ -15,6 +15,9 @@
 #include <vector>
 
 #include "core/event_log.h"
+#include "core/eviction/candidates.h"
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/pins.h"
 #include "core/hash.h"
 #include "core/part_index.h"
 #include "core/residency.h"
@@ -45,6 +48,7 @@ struct Link {
 class FreeList {
  public:
   BlockId head() const { return head_; }
+  BlockId tail() const { return tail_; }
   void push(Link* links, BlockId id);
   void remove(Link* links, BlockId id);
   void take_over(Link* links,
@@ -107,6 +111,7 @@ struct Content {
   const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
   const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
   int64_t tokens_per_block = 0;
+  bool is_chain = true;  // whether a block is of no use without its parent
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }
   const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
@@ -114,8 +119,9 @@ struct Content {
 
 class BlockPool {
  public:
-  // `num_blocks` counts the null block. Memory is zero pages until a block is first used.
-  explicit BlockPool(int64_t num_blocks);
+  // `num_blocks` counts the null block. Memory is zero pages until a block is first used. Without a
+  // policy the least recently released goes first.
+  explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy = nullptr);
 
   int64_t num_blocks() const { return num_blocks_; }
   int64_t num_total() const { return num_blocks_ - 1; }  // the null block never counts
@@ -150,8 +156,9 @@ class BlockPool {
   }
 
   // n blocks with one reference each into `out`; false, and nothing changed, when fewer are free.
-  // Uncached blocks first, then cached ones (evicted: they lose their hash), each least recently
-  // released first.
+  // Uncached blocks first, least recently released first; then cached ones (evicted: they lose
+  // their hash), as the policy says; where it has no candidate, parents of held blocks, least
+  // recently released first; then pinned ones, least recently released first.
   bool allocate(int64_t n, BlockId* out);
 
   // One more reference each; the block must be held, or free and cached (a hit). An id may repeat.
@@ -195,6 +202,31 @@ class BlockPool {
   // Of these ids, how many are free (so that a retain would take them out of `num_free`).
   int64_t count_free(const BlockId* ids, int64_t n) const;
 
+  // One pin more, or less, for each of these cached blocks; an id may repeat. Pinned blocks are
+  // evicted only when no other cached block is free. A pin ends with its block's hash. Throws on a
+  // block that is not cached, or not pinned as often, with nothing changed.
+  void pin(const BlockId* ids, int64_t n);
+  void unpin(const BlockId* ids, int64_t n);
+  bool is_pinned(BlockId id) const { return has_pin(at(id, "id")); }
+  int64_t num_pinned() const { return pins_ ? pins_->num_pinned() : 0; }
+  int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }  // pinned, evicted
+
+  // What the policy may learn from (eviction_policy.h); without one nothing happens.
+  bool has_policy() const { return candidates_ != nullptr; }
+  void hit(const BlockId* ids, int64_t n) {
+    if (has_policy()) tell_hit(ids, n);
+  }
+  void tell_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                    const ReleaseFeatures& features) {
+    if (has_policy()) tell_policy_release(ids, prefix_tokens, n, features);
+  }
+  void access(const BlockId* ids, int64_t n, double now) {
+    if (has_policy()) tell_access(ids, n, now);
+  }
+  void set_now(int64_t ms) {
+    if (has_policy()) candidates_->policy().set_now(ms);
+  }
+
   // Where stored, removed and cleared hashes are told; null for nowhere.
   void tell(EventLog* events) { events_ = events; }
 
@@ -220,9 +252,30 @@ class BlockPool {
   void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& bad,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  void forget(BlockId id);  // drops hash and parts
-  FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
+  void forget(BlockId id, bool evicted = false);  // drops hash and parts
+  FreeList& list_of(const Block& block) {
+    if (!is_cached(block)) return uncached_free_;
+    return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;
+  }
   void note_use();
+
+  // block_pool_eviction.cpp: what a pool does that has a policy, or ever had a pin.
+  BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
+  bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
+  void check_told(const BlockId* ids, int64_t n) const;
+  void tell_hit(const BlockId* ids, int64_t n);
+  void tell_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                           const ReleaseFeatures& features);
+  void tell_access(const BlockId* ids, int64_t n, double now);
+  void tell_published(BlockId id, const Hash* parent);
+  void tell_idle(BlockId last);
+  void take_chosen(int64_t n, BlockId* out);
+  BlockId least_recently_released();
+  void unlist(BlockId id);
+  void settle(BlockId id);
+  void forget_place(BlockId id, bool evicted);
+  void clear_places();
+  void check_places() const;
 
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
@@ -233,6 +286,7 @@ class BlockPool {
   ZeroedArray<Lineage> lineage_;  // of cached blocks
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
+  FreeList passed_;  // pinned blocks that eviction met: released before all of `cached_free_`
   BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list
   int64_t num_free_;
   int64_t num_cached_ = 0;
@@ -243,6 +297,9 @@ class BlockPool {
   PartIndex parts_;
   EventLog* events_ = nullptr;
   std::unique_ptr<Residency> residency_;
+  bool is_plain_;  // no policy, and no block was ever pinned
+  std::unique_ptr<Candidates> candidates_;
+  std::unique_ptr<Pins> pins_;
 };
 
 }  // namespace kvcache
