@@ -13,9 +13,11 @@ __version__ = "0.1.0"
 
 _HOME = {
     "BlockPool": "kvcache.allocator",
+    "CachedTokens": "kvcache.allocator",
     "KVCacheManager": "kvcache.allocator",
     "PrefixCacheStats": "kvcache.allocator",
     "Request": "kvcache.allocator",
+    "eviction_names": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
     "CachePlan": "kvcache.planning",
     "ContextParallel": "kvcache.specs",

@@ -17,10 +17,12 @@ class BlockStored:
 
     `block_hashes`: uint8[n, 32]. `parent_hash`: that of the block before the first (of a first
     block: the hash of the seed), 32 bytes. `token_ids`: int32[n * block_size]. `block_size`: tokens.
+    `medium`: "gpu", or "cpu" for the host tier; of blocks there parent and tokens are not told (None and
+    empty: they were told when the blocks were on the device), and they need not be consecutive.
     """
 
     block_hashes: np.ndarray
-    parent_hash: bytes
+    parent_hash: bytes | None
     token_ids: np.ndarray
     block_size: int
     group: int
@@ -38,7 +40,9 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No hash stored before is found any more, in any group."""
+    """No hash stored before on this medium is found any more, in any group."""
+
+    medium: str = "gpu"
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class Status(IntEnum):
@@ -67,6 +67,17 @@ class StepPlan:
         default_factory=lambda: NO_PAIRS
     )  # int32[n, 2]: host page, device page
     version: int = PLAN_VERSION
+    page_bytes: int = 0  # of a page; 0: the manager was not told
+
+    @property
+    def swap_in_bytes(self) -> int:
+        """Bytes that come from the host."""
+        return len(self.swap_in) * self.page_bytes
+
+    @property
+    def swap_out_bytes(self) -> int:
+        """Bytes that go to the host."""
+        return len(self.swap_out) * self.page_bytes
 
 
 @dataclass(slots=True)
@@ -75,4 +86,5 @@ class StepReport:
 
     step_id: int
     completed: bool
-    failed_pages: list[int] = field(default_factory=list)
+    failed_pages: list[int] = field(default_factory=list)  # of the device
+    failed_host_pages: list[int] = field(default_factory=list)  # that a swap-out did not fill

@@ -47,17 +47,21 @@ void FreeList::take_over(Link* links, FreeList* other) {
   *other = FreeList();
 }
 
-BlockPool::BlockPool(int64_t num_blocks)
+BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy)
     : num_blocks_(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)")),
       blocks_(static_cast<size_t>(num_blocks)),
       links_(static_cast<size_t>(num_blocks)),
       lineage_(static_cast<size_t>(num_blocks)),
       index_(blocks_.data(), num_blocks),
-      num_free_(num_blocks - 1) {}
+      num_free_(num_blocks - 1),
+      is_plain_(policy == nullptr) {
+  if (policy) candidates_ = std::make_unique<Candidates>(std::move(policy), num_blocks);
+}
 
 size_t BlockPool::num_bytes() const {
   return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + lineage_.num_bytes() +
-         index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0);
+         index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0) +
+         (candidates_ ? candidates_->num_bytes() : 0) + (pins_ ? pins_->num_bytes() : 0);
 }
 
 const Block& BlockPool::at(BlockId id, const char* what) const {
@@ -79,7 +83,8 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t 
   if (residency_) residency_->published(id);
 }
 
-void BlockPool::forget(BlockId id) {
+void BlockPool::forget(BlockId id, bool evicted) {
+  if (!is_plain_) forget_place(id, evicted);
   Block& block = blocks_[id];
   if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
     events_->removed(block.hash, block.group, medium_);
@@ -90,6 +95,7 @@ void BlockPool::forget(BlockId id) {
 }
 
 void BlockPool::take_evicted(int64_t n, BlockId* out) {
+  if (!is_plain_) return take_chosen(n, out);
   // The list is walked first: then the blocks, and the index entries that their hashes lead to, are
   // known far enough ahead to be loaded before they are needed.
   for (int64_t i = 0; i < n; ++i) {
@@ -103,7 +109,7 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
       index_.prefetch_bucket(ahead.hash, ahead.group);
     }
     if (residency_) residency_->evicted(out[i]);
-    if (evicting_ && blocks_[out[i]].younger == out[i]) evicting_(out[i]);
+    tell_eviction(out[i]);
     ++evicted_by_group_[blocks_[out[i]].group];
     forget(out[i]);
   }
@@ -129,6 +135,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
     ++block.tenancy;
   }
   num_free_ -= n;
+  if (candidates_) candidates_->policy().on_allocate(out, n);
   note_use();
   return true;
 }
@@ -145,14 +152,20 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
     if (i + kPrefetchBlocks < n) __builtin_prefetch(&blocks_[ids[i + kPrefetchBlocks]], 1);
     Block& block = blocks_[ids[i]];
     if (block.ref_count++ == 0) {
-      cached_free_.remove(links_.data(), ids[i]);
       --num_free_;
+      if (is_plain_) {
+        cached_free_.remove(links_.data(), ids[i]);
+      } else {
+        unlist(ids[i]);
+        settle(ids[i]);
+      }
     }
   }
   note_use();
 }
 
 void BlockPool::release(const BlockId* ids, int64_t n) {
+  const BlockId last = cached_free_.tail();
   for (int64_t i = 0; i < n; ++i) {
     const BlockId ahead = i + kPrefetchBlocks < n ? ids[i + kPrefetchBlocks] : kNullBlock;
     if (ahead > kNullBlock && ahead < num_blocks_) __builtin_prefetch(&blocks_[ahead], 1);
@@ -175,6 +188,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     throw std::invalid_argument(named("ids", id) +
                                 " more often than it is held: it was released already");
   }
+  if (candidates_) tell_idle(last);
 }
 
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
@@ -218,7 +232,9 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     if (!is_cached(block)) {
       set_cached(ids[i], group, parent.tag(), content.root ? content.root->tag() : hash.tag());
     }
+    lineage_[ids[i]].parent = parent.tag();  // parts of it were published without
     block.hash = hash;
+    if (candidates_) tell_published(ids[i], content.is_chain);
     if (index_.insert(ids[i]) && events_ != nullptr) {
       const int32_t* tokens =
           content.tokens == nullptr ? nullptr : content.tokens + i * content.tokens_per_block;
@@ -227,15 +243,16 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   }
 }
 
-Copied BlockPool::copied(BlockId id) const {
+Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
-  return {block.hash, block.group, lineage_[id].parent, lineage_[id].root};
+  return {block.hash, block.group, lineage_[id].parent, lineage_[id].root, is_chain};
 }
 
 void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   check_publish(&id, 1, copied.group);
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
+  if (candidates_) tell_published(id, copied.is_chain);
   if (index_.insert(id) && events_ != nullptr) {
     events_->stored_on_host(copied.hash, copied.group);
   }
@@ -249,7 +266,10 @@ void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uin
   if (is_cached(block) && block.group != group) {
     throw std::invalid_argument(named("id", id) + ", which is published for another group");
   }
-  if (!is_cached(block)) set_cached(id, group, /*parent=*/0, root.tag());
+  if (!is_cached(block)) {
+    set_cached(id, group, /*parent=*/0, root.tag());
+    if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
+  }
   parts_.add(id, hash, group);
 }
 
@@ -281,7 +301,7 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
     Block& block = blocks_[ids[i]];
     if (!is_cached(block)) continue;
     if (block.ref_count == 0) {
-      cached_free_.remove(links_.data(), ids[i]);
+      unlist(ids[i]);
       uncached_free_.push(links_.data(), ids[i]);
     }
     forget(ids[i]);
@@ -348,6 +368,7 @@ bool BlockPool::reset() {
 void BlockPool::clear() {
   if (num_cached_ > 0) index_.clear();
   parts_.clear();
+  if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;
   if (++epoch_ == 0) {  // a block that slept through all epochs must not wake up cached
@@ -373,7 +394,7 @@ void BlockPool::check_invariants() const {
   };
   std::vector<char> listed(static_cast<size_t>(num_blocks_), 0);
   int64_t num_listed = 0;
-  for (const FreeList* list : {&uncached_free_, &cached_free_}) {
+  for (const FreeList* list : {&uncached_free_, &cached_free_, &passed_}) {
     BlockId before = kNullBlock;
     for (BlockId id = list->head(); id != kNullBlock; before = id, id = links_[id].next) {
       require(!listed[id], "a block is in a free list twice", id);
@@ -381,8 +402,10 @@ void BlockPool::check_invariants() const {
       ++num_listed;
       require(links_[id].prev == before, "a free list is not linked backwards", id);
       require(blocks_[id].ref_count == 0, "a block in a free list is held", id);
-      require(is_cached(blocks_[id]) == (list == &cached_free_), "a block is in the wrong list",
+      require(is_cached(blocks_[id]) == (list != &uncached_free_), "a block is in the wrong list",
               id);
+      require((pins_ && pins_->is_passed(id)) == (list == &passed_),
+              "a block is passed over wrongly", id);
       require(id < next_fresh_, "a fresh block is in a free list", id);
     }
   }
@@ -408,6 +431,7 @@ void BlockPool::check_invariants() const {
     require(other == id, "a cached block is not in the ring of its hash", id);
   }
   require(num_cached == num_cached_, "num_cached is wrong", 0);
+  check_places();
 }
 
 }  // namespace kvcache

@@ -16,6 +16,9 @@
 #include <vector>
 
 #include "core/event_log.h"
+#include "core/eviction/candidates.h"
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/pins.h"
 #include "core/hash.h"
 #include "core/part_index.h"
 #include "core/residency.h"
@@ -46,6 +49,7 @@ struct Link {
 class FreeList {
  public:
   BlockId head() const { return head_; }
+  BlockId tail() const { return tail_; }
   void push(Link* links, BlockId id);
   void remove(Link* links, BlockId id);
   void take_over(Link* links,
@@ -104,6 +108,7 @@ struct Copied {
   Hash hash;
   uint8_t group;
   uint32_t parent, root;  // tags
+  bool is_chain;          // nothing finds it without its parent
 };
 
 // What some blocks of one request hold: hashes and, where events tell them, tokens. Hash i is
@@ -115,6 +120,7 @@ struct Content {
   const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
   const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
   int64_t tokens_per_block = 0;
+  bool is_chain = true;  // whether a block is of no use without its parent
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }
   const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
@@ -127,8 +133,9 @@ struct Tainted {
 
 class BlockPool {
  public:
-  // `num_blocks` counts the null block. Memory is zero pages until a block is first used.
-  explicit BlockPool(int64_t num_blocks);
+  // `num_blocks` counts the null block. Memory is zero pages until a block is first used. Without a
+  // policy the least recently released goes first.
+  explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy = nullptr);
 
   int64_t num_blocks() const { return num_blocks_; }
   int64_t num_total() const { return num_blocks_ - 1; }  // the null block never counts
@@ -163,8 +170,9 @@ class BlockPool {
   }
 
   // n blocks with one reference each into `out`; false, and nothing changed, when fewer are free.
-  // Uncached blocks first, then cached ones (evicted: they lose their hash), each least recently
-  // released first.
+  // Uncached blocks first, least recently released first; then cached ones (evicted: they lose
+  // their hash), as the policy says; where it has no candidate, parents of held blocks, least
+  // recently released first; then pinned ones, least recently released first.
   bool allocate(int64_t n, BlockId* out);
 
   // One more reference each; the block must be held, or free and cached (a hit). An id may repeat.
@@ -181,7 +189,7 @@ class BlockPool {
   // The same for one block that holds what a cached block of another pool does. Whether it is the
   // first under its hash.
   void publish_copy(BlockId id, const Copied& copied);
-  Copied copied(BlockId id) const;  // of a block that is found under a hash
+  Copied copied(BlockId id, bool is_chain) const;  // of a block that is found under a hash
 
   // Makes what a held block holds so far findable by `find_part`, under one hash more.
   void publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
@@ -215,14 +223,39 @@ class BlockPool {
   // Of these ids, how many are free (so that a retain would take them out of `num_free`).
   int64_t count_free(const BlockId* ids, int64_t n) const;
 
+  // One pin more, or less, for each of these cached blocks; an id may repeat. Pinned blocks are
+  // evicted only when no other cached block is free. A pin ends with its block's hash. Throws on a
+  // block that is not cached, or not pinned as often, with nothing changed.
+  void pin(const BlockId* ids, int64_t n);
+  void unpin(const BlockId* ids, int64_t n);
+  bool is_pinned(BlockId id) const { return has_pin(at(id, "id")); }
+  int64_t num_pinned() const { return pins_ ? pins_->num_pinned() : 0; }
+  int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }  // pinned, evicted
+
+  // What the policy may learn from (eviction_policy.h); without one nothing happens.
+  bool has_policy() const { return candidates_ != nullptr; }
+  void hit(const BlockId* ids, int64_t n) {
+    if (has_policy()) tell_hit(ids, n);
+  }
+  void tell_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                    const ReleaseFeatures& features) {
+    if (has_policy()) tell_policy_release(ids, prefix_tokens, n, features);
+  }
+  void access(const BlockId* ids, int64_t n, double now) {
+    if (has_policy()) tell_access(ids, n, now);
+  }
+  void set_now(int64_t ms) {
+    if (has_policy()) candidates_->policy().set_now(ms);
+  }
+
   // Where stored, removed and cleared hashes are told, as of which medium.
   void tell(EventLog* events, Medium medium) {
     events_ = events;
     medium_ = medium;
   }
 
-  // Called for each block that is about to be taken for other content, while it is still found under
-  // a hash, and alone under it.
+  // Called for each block that is about to be taken for other content, while it is still found
+  // under a hash, and alone under it.
   void on_eviction(std::function<void(BlockId)> call) { evicting_ = std::move(call); }
 
   // How long cached blocks stay, once they are tracked.
@@ -242,14 +275,39 @@ class BlockPool {
   bool is_indexed(const Block& block) const {
     return is_cached(block) && block.older != kNullBlock;
   }
+  void tell_eviction(BlockId id) {
+    // Alone in the ring of its hash: nothing is found under it once the block is gone.
+    if (evicting_ && is_indexed(blocks_[id]) && blocks_[id].younger == id) evicting_(id);
+  }
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
   void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& tainted,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  void forget(BlockId id);  // drops hash and parts
-  FreeList& list_of(const Block& block) { return is_cached(block) ? cached_free_ : uncached_free_; }
+  void forget(BlockId id, bool evicted = false);  // drops hash and parts
+  FreeList& list_of(const Block& block) {
+    if (!is_cached(block)) return uncached_free_;
+    return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;
+  }
   void note_use();
+
+  // block_pool_eviction.cpp: what a pool does that has a policy, or ever had a pin.
+  BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
+  bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
+  void check_told(const BlockId* ids, int64_t n) const;
+  void tell_hit(const BlockId* ids, int64_t n);
+  void tell_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                           const ReleaseFeatures& features);
+  void tell_access(const BlockId* ids, int64_t n, double now);
+  void tell_published(BlockId id, bool is_chain);
+  void tell_idle(BlockId last);
+  void take_chosen(int64_t n, BlockId* out);
+  BlockId least_recently_released();
+  void unlist(BlockId id);
+  void settle(BlockId id);
+  void forget_place(BlockId id, bool evicted);
+  void clear_places();
+  void check_places() const;
 
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
@@ -260,6 +318,7 @@ class BlockPool {
   ZeroedArray<Lineage> lineage_;  // of cached blocks
   HashIndex index_;
   FreeList uncached_free_, cached_free_;
+  FreeList passed_;  // pinned blocks that eviction met: released before all of `cached_free_`
   BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list
   int64_t num_free_;
   int64_t num_cached_ = 0;
@@ -272,6 +331,9 @@ class BlockPool {
   Medium medium_ = Medium::kDevice;
   std::function<void(BlockId)> evicting_;
   std::unique_ptr<Residency> residency_;
+  bool is_plain_;  // no policy, and no block was ever pinned
+  std::unique_ptr<Candidates> candidates_;
+  std::unique_ptr<Pins> pins_;
 };
 
 }  // namespace kvcache

@@ -48,8 +48,8 @@ struct Held {
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
   int64_t num_parts = 0;      // has_parts: leading hash blocks that are
   int64_t num_hits = 0;       // leading blocks that the row has not computed
-  // Of a row that is being served: block that is to be copied into its next one, or page of the host
-  // that is to be loaded into it.
+  // Of a row that is being served: block that is to be copied into its next one, or page of the
+  // host that is to be loaded into it.
   BlockId source = kNullBlock, host_source = kNullBlock;
 
   // Nothing held; the memory stays for the next.

@@ -8,9 +8,9 @@
 namespace kvcache {
 
 struct HitCount {
-  int64_t num_requests = 0;  // admitted with reading allowed
-  int64_t query_tokens = 0;  // their tokens
-  int64_t hit_tokens = 0;    // of those, found in the cache
+  int64_t num_requests = 0;     // admitted with reading allowed
+  int64_t query_tokens = 0;     // their tokens
+  int64_t hit_tokens = 0;       // of those, found in the cache
   int64_t host_hit_tokens = 0;  // of those, from the first one on whose block was on the host
 };
 

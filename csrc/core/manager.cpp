@@ -78,15 +78,24 @@ std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
   return sizes;
 }
 
+std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks) {
+  return make_eviction_policy(eviction.policy, eviction.options, num_blocks);
+}
+
+std::unique_ptr<BlockPool> host_of(const ManagerOptions& options) {
+  if (options.num_host_blocks == 0) return nullptr;
+  return std::make_unique<BlockPool>(options.num_host_blocks,
+                                     policy_of(options.host_eviction, options.num_host_blocks));
+}
+
 }  // namespace
 
 Manager::Manager(const ManagerOptions& options)
     : options_(checked(options)),
       hash_block_size_(hash_block_size_of(options)),
       groups_(groups_of(options, hash_block_size_)),
-      pool_(options.num_blocks),
-      host_(options.num_host_blocks == 0 ? nullptr
-                                         : std::make_unique<BlockPool>(options.num_host_blocks)),
+      pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
+      host_(host_of(options)),
       finder_(&pool_, host_.get(), &groups_, hash_block_size_, options.drop_last_hit),
       stats_(cached_block_sizes(groups_), options.stats_window),
       demand_(groups_.size()),
@@ -109,11 +118,13 @@ Manager::Manager(const ManagerOptions& options)
     if (host_ != nullptr) host_->tell(&events_, Medium::kHost);
   }
   if (options.track_residency) pool_.track_residency();
+  needs_clock_ =
+      options.track_residency || pool_.has_policy() || (host_ != nullptr && host_->has_policy());
 }
 
 void StepDelta::clear() {
-  for (std::vector<int32_t>* each :
-       {&rows, &num_computed_tokens, &clear_rows, &append_rows, &swap_out, &copy, &zero, &swap_in}) {
+  for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &clear_rows, &append_rows,
+                                     &swap_out, &copy, &zero, &swap_in}) {
     each->clear();
   }
   status.clear();
@@ -147,13 +158,20 @@ void Manager::check_reader() const {
 void Manager::set_now(int64_t ms) {
   check_caller();
   has_clock_ = true;
-  if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
+  tell_time(ms);
 }
 
 void Manager::read_clock() {
   if (has_clock_) return;
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  pool_.residency()->set_now(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+  tell_time(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+}
+
+void Manager::tell_time(int64_t ms) {
+  now_ms_ = ms;
+  if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
+  pool_.set_now(ms);
+  if (host_ != nullptr) host_->set_now(ms);
 }
 
 EventLog::Drained Manager::drain_events() {
@@ -206,6 +224,44 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
     if (status != Status::kWait || !copies_parts(hit)) break;
   }
   return status;
+}
+
+int64_t Manager::pin(const std::string& session, TokenChain& chain) {
+  const Call call(this);
+  hash_ahead(chain, /*reads=*/true);
+  std::vector<Pinned> pinned;
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  for (const CacheGroup& group : groups_) {
+    if (!group.is_cacheable()) continue;
+    for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < hashes.size();
+         i += static_cast<size_t>(group.num_hashes)) {
+      const BlockId id = pool_.find(hashes[i], group.id);
+      if (id != kNullBlock) pinned.push_back({id, group.id, pool_.tenancy(id), hashes[i]});
+    }
+  }
+  for (const Pinned& each : pinned) pool_.pin(&each.id, 1);
+  std::vector<Pinned>& of_session = pins_[session];
+  unpin_all(of_session);
+  of_session = std::move(pinned);
+  return static_cast<int64_t>(of_session.size());
+}
+
+void Manager::unpin(const std::string& session) {
+  const Call call(this);
+  const auto found = pins_.find(session);
+  if (found == pins_.end()) return;
+  unpin_all(found->second);
+  pins_.erase(found);
+}
+
+// A pin went with its block's hash.
+void Manager::unpin_all(const std::vector<Pinned>& pinned) {
+  for (const Pinned& each : pinned) {
+    if (pool_.holds(each.id, each.hash, each.group) && pool_.tenancy(each.id) == each.tenancy &&
+        pool_.is_pinned(each.id)) {
+      pool_.unpin(&each.id, 1);
+    }
+  }
 }
 
 void Manager::evict(const BlockId* ids, int64_t n) {
@@ -367,8 +423,7 @@ void Manager::access(int32_t row, double now) {
   const Call call(this);
   check_on_device(row);
   if (!pool_.has_policy()) return;
-  std::vector<BlockId> ids;
-  tail_first(row, /*with_encoder=*/false, &ids, nullptr);
+  const std::vector<BlockId>& ids = tail_first(row, /*with_encoder=*/false);
   pool_.access(ids.data(), static_cast<int64_t>(ids.size()), now);
 }
 

@@ -22,6 +22,7 @@
 #include <memory>
 #include <optional>
 #include <queue>
+#include <string>
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
@@ -31,7 +32,7 @@
 #include "core/cache_group.h"
 #include "core/cache_stats.h"
 #include "core/event_log.h"
-#include "core/eviction/eviction_policy.h"
+#include "core/eviction/registry.h"
 #include "core/limits.h"
 #include "core/prefix_finder.h"
 #include "core/token_chain.h"
@@ -52,6 +53,11 @@ struct GroupOptions {
   int64_t block_size;  // tokens, over all context-parallel ranks
 };
 
+struct Eviction {  // of a pool
+  std::string policy = "lru";
+  std::map<std::string, double> options;
+};
+
 struct ManagerOptions {  // sizes are each at most 2**31 - 1
   std::vector<GroupOptions> groups;
   int64_t num_blocks;     // the null block counted
@@ -68,7 +74,8 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   bool record_events = false;
   bool track_residency = false;
   int64_t stats_window = 1000;  // requests
-  int64_t num_host_blocks = 0;   // the null block counted; 0: no host tier
+  Eviction eviction, host_eviction;
+  int64_t num_host_blocks = 0;  // the null block counted; 0: no host tier
   HostWrite host_write = HostWrite::kBack;
   int64_t num_hits_to_write = 0;  // kSelective
   // Driven by sequences (`BlockSpaceManager`): a prompt is computed at once, so that what a window
@@ -80,7 +87,8 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
 struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
-  int64_t max_host_blocks = kMaxSize;  // a hit that takes more from the host is not taken from there
+  int64_t max_host_blocks =
+      kMaxSize;  // a hit that takes more from the host is not taken from there
 };
 
 // What a step is asked for. Arrays of running rows have num_rows entries.
@@ -160,9 +168,11 @@ class Manager {
   // The same without making an owner: for questions, which may come before the first call.
   void check_reader() const;
 
-  // The clock of residency times: milliseconds since any moment, for all calls from now on. Without
-  // it, each call that may publish, release or evict asks the system's steady clock.
+  // The clock of residency times and of eviction policies: milliseconds since any moment, for all
+  // calls from now on. Without it, each call that may publish, release or evict asks the system's
+  // steady clock.
   void set_now(int64_t ms);
+  int64_t now_ms() const { return now_ms_; }
 
   const std::vector<Hash>& hashes(TokenChain& chain);
 
@@ -200,6 +210,7 @@ class Manager {
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
   bool is_on_host(int32_t row) const { return at(row).on_host; }
+  bool by_step(int32_t row) const { return at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
 
   // Of a row by sequences: its first num_tokens tokens have their KV now.
@@ -226,6 +237,11 @@ class Manager {
   // These blocks do not hold what they should: they and all that was computed from them leave the
   // cache, and the rows that used them go back to what is left.
   Recompute invalidate(const BlockId* ids, int64_t n);
+
+  // Pins, for a session, what the device's cache has of the request's full blocks; see
+  // BlockPool::pin. What the session had pinned before is not any more. The number of blocks.
+  int64_t pin(const std::string& session, TokenChain& chain);
+  void unpin(const std::string& session);  // one that pins nothing: no-op
 
   // Forgets what these blocks hold, held or free; see BlockPool::evict.
   void evict(const BlockId* ids, int64_t n);
@@ -266,16 +282,16 @@ class Manager {
     bool may_share = false;             // of those that it writes next
     bool on_host = false;               // its blocks are pages of the host
   };
-  struct Facts {  // of a row, for those who ask when it leaves
+  struct Facts {             // of a row, for those who ask when it leaves
     int64_t num_prompt = 0;  // tokens known when it was admitted
     int64_t num_hit = 0;     // of these
     int64_t num_marked = 0;  // by sequences: tokens with KV
   };
   // What one group of a row needs to be served.
   struct Demand {
-    int64_t num_new = 0;     // blocks behind those it has
-    int64_t drop_to = 0;     // blocks below it are given back
-    int64_t num_shared = 0;  // blocks that it writes and others hold: it gets its own
+    int64_t num_new = 0;      // blocks behind those it has
+    int64_t drop_to = 0;      // blocks below it are given back
+    int64_t num_shared = 0;   // blocks that it writes and others hold: it gets its own
     int64_t num_skipped = 0;  // blocks behind those it has that stay null
   };
   struct Verdict {
@@ -318,6 +334,11 @@ class Manager {
     std::vector<Published> published;
     std::vector<Dropped> dropped;
   };
+  struct Pinned {
+    BlockId id;
+    uint8_t group, tenancy;
+    Hash hash;
+  };
   struct Fence {
     int64_t step_id;
     std::vector<BlockId> ids;
@@ -350,7 +371,7 @@ class Manager {
     explicit Call(Manager* manager) : manager_(manager) {
       manager->check_caller();
       manager->in_call_ = true;
-      if (manager->pool_.residency() != nullptr) manager->read_clock();
+      if (manager->needs_clock_) manager->read_clock();
     }
     ~Call() { manager_->in_call_ = false; }
     Call(const Call&) = delete;
@@ -441,6 +462,7 @@ class Manager {
   void answer_swapped(const StepRequest& request);
 
   // Cached blocks on the host (manager_host.cpp).
+  Copied content_of(BlockId id) const;
   bool write_to_host(BlockId id);
   void on_eviction(BlockId id);
   void write_pending();
@@ -471,8 +493,7 @@ class Manager {
     return options_.fence_frees && step_id >= num_completed_;
   }
   void lift_fences();
-  void tail_first(int32_t row, bool with_encoder, std::vector<BlockId>* ids,
-                  std::vector<int64_t>* ends);
+  std::vector<BlockId>& tail_first(int32_t row, bool with_encoder);
   void give_back_row(int32_t row, bool with_encoder);
   void tell_release(int32_t row, ReleaseFeatures features);
   bool can_resume(const Held* held, int64_t num_tokens) const;
@@ -509,7 +530,9 @@ class Manager {
   static bool add_hash(const Hash& hash, const BadHash& what, Bad* bad);
 
   void clear_cache();
+  void unpin_all(const std::vector<Pinned>& pinned);
   void read_clock();
+  void tell_time(int64_t ms);
 
   ManagerOptions options_;
   int64_t hash_block_size_;
@@ -522,7 +545,7 @@ class Manager {
   EventLog events_;
   std::vector<Row> rows_;
   std::vector<Facts> facts_;  // by row
-  std::vector<Held> held_;  // [rows, groups]
+  std::vector<Held> held_;    // [rows, groups]
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   std::vector<int32_t> clear_rows_;  // freed since the last step
   std::vector<int32_t> resend_;      // whose tables the next delta tells anew
@@ -538,13 +561,16 @@ class Manager {
   std::deque<Fence> fences_;
   std::vector<int32_t> fenced_;  // references that fences hold, by block
   std::deque<Load> loads_;
-  std::vector<int32_t> loading_;          // references that loads hold, by block
-  std::vector<BlockId> pending_writes_;   // cached blocks that the next step writes to the host
+  std::vector<int32_t> loading_;         // references that loads hold, by block
+  std::vector<BlockId> pending_writes_;  // cached blocks that the next step writes to the host
   std::vector<int32_t> num_block_hits_;  // kSelective: of cached blocks, by block
   TierCount tiers_;
   CacheStats stats_;
+  bool needs_clock_ = false;
   bool has_clock_ = false;  // somebody sets it
-  std::thread::id owner_;   // of no thread until the first call
+  int64_t now_ms_ = 0;
+  std::unordered_map<std::string, std::vector<Pinned>> pins_;  // by session
+  std::thread::id owner_;                                      // of no thread until the first call
   bool in_call_ = false;
   // Scratch of the call at hand.
   std::vector<Demand> demand_;
@@ -553,10 +579,10 @@ class Manager {
   std::vector<BlockId> borrowed_;  // sources of copies, held until all rows are served
   std::vector<StateMove> state_moves_;
   std::vector<Write> writes_;
-  std::vector<bool> swap_answers_;  // of the rows that were to be swapped out
+  std::vector<bool> swap_answers_;              // of the rows that were to be swapped out
   std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
   std::vector<BlockId> copies_;                 // copy-on-write of `append`
-  int64_t safe_start_ = 0;  // of the row at hand: tokens before it do not depend on this step
+  int64_t safe_start_ = 0;      // of the row at hand: tokens before it do not depend on this step
   std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
   StepDelta last_delta_;
   StepDelta* delta_ = nullptr;  // of a step: where changes are told

@@ -19,9 +19,9 @@ void Manager::check_fork(int32_t row, const TokenChain& child) const {
         " are known: expected the others to be appended or rejected before it is forked");
   }
   if (child.begins_like(*parent.chain, parent.num_computed)) return;
-  throw std::invalid_argument(
-      "the child has other tokens, or other extra keys, than row " + std::to_string(row) +
-      ": expected the same for the " + std::to_string(parent.num_computed) + " computed tokens");
+  throw std::invalid_argument("the child has other tokens, or other extra keys, than row " +
+                              std::to_string(row) + ": expected the same for the " +
+                              std::to_string(parent.num_computed) + " computed tokens");
 }
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {

@@ -27,14 +27,13 @@ void Manager::lift_fences() {
 }
 
 // Tails are evicted before heads, in all groups alike: what lies further back in the sequence goes
-// first. `ends`: of each block, the tokens up to its end.
-void Manager::tail_first(int32_t row, bool with_encoder, std::vector<BlockId>* ids,
-                         std::vector<int64_t>* ends) {
+// first.
+std::vector<BlockId>& Manager::tail_first(int32_t row, bool with_encoder) {
   const Held* h = held(row);
   std::vector<int64_t>& left = sizes_;
+  dropped_.clear();
   const auto add = [&](const CacheGroup& group, int64_t block) {
-    ids->push_back(h[group.id].blocks[static_cast<size_t>(block)]);
-    if (ends != nullptr) ends->push_back((block + 1) * group.block_size);
+    dropped_.push_back(h[group.id].blocks[static_cast<size_t>(block)]);
   };
   for (const CacheGroup& group : groups_) {
     left[group.id] = static_cast<int64_t>(h[group.id].blocks.size());
@@ -54,16 +53,16 @@ void Manager::tail_first(int32_t row, bool with_encoder, std::vector<BlockId>* i
     if (last == nullptr) break;
     add(*last, --left[last->id]);
   }
+  return dropped_;
 }
 
 void Manager::give_back_row(int32_t row, bool with_encoder) {
-  dropped_.clear();
-  tail_first(row, with_encoder, &dropped_, nullptr);
-  const auto n = static_cast<int64_t>(dropped_.size());
+  const std::vector<BlockId>& ids = tail_first(row, with_encoder);
+  const auto n = static_cast<int64_t>(ids.size());
   if (rows_[row].on_host) {
-    host_->release(dropped_.data(), n);
+    host_->release(ids.data(), n);
   } else {
-    give_back(dropped_.data(), n);
+    give_back(ids.data(), n);
   }
   for (const CacheGroup& group : groups_) {
     if (with_encoder || group.is_cacheable()) held(row)[group.id].clear();
@@ -73,19 +72,28 @@ void Manager::give_back_row(int32_t row, bool with_encoder) {
 // For the eviction policy, before the row's blocks are given back.
 void Manager::tell_release(int32_t row, ReleaseFeatures features) {
   if (!pool_.has_policy()) return;
-  std::vector<BlockId> ids;
-  std::vector<int64_t> ends;
-  tail_first(row, /*with_encoder=*/false, &ids, &ends);
   const Facts& facts = facts_[row];
-  const Row& r = rows_[row];
   features.num_prefix_tokens = facts.num_hit;
-  features.num_output_tokens = std::max<int64_t>(r.chain->num_tokens() - facts.num_prompt, 0);
+  features.num_output_tokens =
+      std::max<int64_t>(rows_[row].chain->num_tokens() - facts.num_prompt, 0);
   features.logical_time = ++num_releases_;
+  features.wall_ms = now_ms_;
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
     features.num_new_blocks += static_cast<int64_t>(each.blocks.size()) - each.num_hits;
   }
-  pool_.tell_release(ids.data(), ends.data(), static_cast<int64_t>(ids.size()), features);
+  std::vector<int64_t> ends;
+  for (const CacheGroup& group : groups_) {
+    const Held& each = held(row)[group.id];
+    if (!group.is_cacheable()) continue;
+    dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
+    ends.clear();
+    for (auto end = static_cast<int64_t>(each.blocks.size()); end > each.num_dropped; --end) {
+      ends.push_back(end * group.block_size);
+    }
+    features.tokens_per_block = group.block_size;
+    pool_.tell_release(dropped_.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
+  }
 }
 
 // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that it
@@ -127,8 +135,8 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
   r.next_publish = next_publish(r, held(row));
 }
 
-// The row has given its blocks back; it goes on from what the device's cache has. What was swapped out
-// of an encoder stays there: its pages come back with the row.
+// The row has given its blocks back; it goes on from what the device's cache has. What was swapped
+// out of an encoder stays there: its pages come back with the row.
 void Manager::restart(int32_t row) {
   Row& r = rows_[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;

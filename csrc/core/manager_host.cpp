@@ -6,9 +6,13 @@
 
 namespace kvcache {
 
+Copied Manager::content_of(BlockId id) const {
+  return pool_.copied(id, groups_[pool_.group_of(id)].keeps_all);
+}
+
 // Whether the step's plan writes this cached block to the host. It is found there by later steps.
 bool Manager::write_to_host(BlockId id) {
-  const Copied content = pool_.copied(id);
+  const Copied content = content_of(id);
   if (host_->find(content.hash, content.group) != kNullBlock) return false;
   BlockId page;
   if (!host_->allocate(1, &page)) {
@@ -40,8 +44,8 @@ void Manager::write_pending() {
   pending_writes_.clear();
 }
 
-// Makes what the step writes findable. Until now the pages were held: nothing else of the step could
-// take them.
+// Makes what the step writes findable. Until now the pages were held: nothing else of the step
+// could take them.
 void Manager::end_writes() {
   for (const Write& write : writes_) {
     host_->publish_copy(write.page, write.content);
@@ -88,9 +92,10 @@ void Manager::count_hits(const BlockId* ids, int64_t n) {
   }
 }
 
-// Of the steps below num_completed_, whose loads have arrived; or of those behind last_issued_, whose
-// loads came to nothing.
+// Of the steps below num_completed_, whose loads have arrived; or of those behind last_issued_,
+// whose loads came to nothing.
 void Manager::end_loads(bool arrived) {
+  if (loads_.empty()) return;
   const auto is_over = [&](const Load& load) {
     return arrived ? load.step_id < num_completed_ : load.step_id > last_issued_;
   };

@@ -92,6 +92,7 @@ void Manager::publish_ids(const TokenChain& chain, const CacheGroup& group, int6
   content.parent = first_hash == 0 ? &chain.parent() : hashes + first_hash - 1;
   content.stride = group.num_hashes;
   content.root = hashes;
+  content.is_chain = group.keeps_all;
   if (options_.record_events) {
     content.tokens = chain.tokens() + first_block * group.block_size;
     content.tokens_per_block = group.block_size;

@@ -58,8 +58,8 @@ Manager::Verdict Manager::judge(const Held* held, int64_t start, int64_t after, 
 // Blocks in which tokens start to stop - 1 are written, and that others hold.
 void Manager::judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
                            Demand* demand) const {
-  const int64_t last = std::min(ceil_div(stop, group.block_size),
-                                static_cast<int64_t>(held.blocks.size()));
+  const int64_t last =
+      std::min(ceil_div(stop, group.block_size), static_cast<int64_t>(held.blocks.size()));
   for (int64_t b = start / group.block_size; b < last; ++b) {
     demand->num_shared += is_shared(held.blocks[static_cast<size_t>(b)]);
   }
@@ -166,9 +166,9 @@ Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_to
   const int64_t start = r.num_computed - num_rejected;
   const int64_t after = start + num_tokens;
   safe_start_ = start;
-  const Verdict verdict = r.on_host ? resume(row, start, after, lookahead)
-                                    : judge(held(row), start, after, lookahead, pool_.num_free(), 0,
-                                            r.may_share);
+  const Verdict verdict =
+      r.on_host ? resume(row, start, after, lookahead)
+                : judge(held(row), start, after, lookahead, pool_.num_free(), 0, r.may_share);
   if (verdict.status != Status::kServed && r.on_host) return verdict;
   if (verdict.status != Status::kServed) {
     int64_t num_blocks = 0;

@@ -71,12 +71,10 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   std::vector<BlockId> pages(static_cast<size_t>(num_new));
   host_->allocate(num_new, pages.data());
   const BlockId* next = pages.data();
-  std::vector<BlockId> given_back;
-  tail_first(row, /*with_encoder=*/true, &given_back, nullptr);
+  const std::vector<BlockId> given_back = tail_first(row, /*with_encoder=*/true);
   for (const CacheGroup& group : groups_) {
     Held& each = held(row)[group.id];
-    each.blocks.resize(static_cast<size_t>(
-        std::max(each.num_dropped, num_written(row, group))));
+    each.blocks.resize(static_cast<size_t>(std::max(each.num_dropped, num_written(row, group))));
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       BlockId& id = each.blocks[static_cast<size_t>(b)];
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
@@ -84,7 +82,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
         to->second = *next++;
         pairs->insert(pairs->end(), {id, to->second});
         if (pool_.hash_of(id) != nullptr) {
-          writes_.push_back({to->second, pool_.copied(id), /*is_row=*/true});
+          writes_.push_back({to->second, content_of(id), /*is_row=*/true});
         }
       } else {
         host_->retain(&to->second, 1);

@@ -204,8 +204,7 @@ bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) c
     const int64_t size = num_written(row, group);
     for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
       const int64_t num_right = std::max(limit, b * group.block_size);
-      const BlockId id =
-          rows_[row].on_host ? kNullBlock : each.blocks[static_cast<size_t>(b)];
+      const BlockId id = rows_[row].on_host ? kNullBlock : each.blocks[static_cast<size_t>(b)];
       if (id != kNullBlock) {
         changed |= add_block(id, num_right, bad);
         if (by_hash) changed |= add_found(row, group, b, id, num_right, bad);

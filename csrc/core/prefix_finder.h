@@ -56,7 +56,7 @@ class PrefixFinder {
   bool drop_last_;
   // Of the search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
-  int64_t step_ = 1;                  // unit() or whole_unit()
+  int64_t step_ = 1;  // unit() or whole_unit()
   bool with_host_ = false;
   std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
   PrefixHit hit_;

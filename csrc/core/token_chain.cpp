@@ -37,7 +37,8 @@ TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, con
 bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const {
   return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
          num_encoder_tokens_ == other.num_encoder_tokens_ && parent_ == other.parent_ &&
-         extra_keys_ == other.extra_keys_ && std::equal(tokens(), tokens() + num_tokens, other.tokens());
+         extra_keys_ == other.extra_keys_ &&
+         std::equal(tokens(), tokens() + num_tokens, other.tokens());
 }
 
 void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {

@@ -4,11 +4,15 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cmath>
 #include <limits>
+#include <map>
 #include <optional>
+#include <tuple>
 
 #include "core/block_hash.h"
 #include "core/block_pool.h"
+#include "core/eviction/registry.h"
 #include "core/extra_keys.h"
 #include "core/limits.h"
 #include "core/sha256.h"
@@ -131,24 +135,143 @@ void bind_hashing(py::module_& m) {
            py::arg("num_encoder_tokens") = 0);
 }
 
+std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::string& eviction,
+                                     const py::dict& eviction_options) {
+  const int64_t n = int_argument(num_blocks, "num_blocks");
+  std::map<std::string, double> options;
+  for (const auto& [name, value] : eviction_options) {
+    if (!py::isinstance<py::str>(name) || !PyNumber_Check(value.ptr())) {
+      throw py::type_error("eviction_options[" + py::cast<std::string>(py::repr(name)) + "] is " +
+                           py::cast<std::string>(py::repr(value)) +
+                           ": expected a number under the option's name");
+    }
+    options[py::cast<std::string>(name)] = py::cast<double>(py::float_(value.cast<py::object>()));
+  }
+  return std::make_unique<BlockPool>(n, make_eviction_policy(eviction, options, n));
+}
+
+// Also where there is no policy that would look at them.
+void check_ids(const BlockPool& pool, const Int32Input& ids) {
+  for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
+}
+
+// A time in seconds, in milliseconds; at most about 285 million years.
+int64_t milliseconds(double seconds, const char* name) {
+  if (std::abs(seconds) <= 9e15) return std::llround(seconds * 1000);
+  throw py::value_error(std::string(name) + " is " + std::to_string(seconds) +
+                        ": expected a finite number of seconds");
+}
+
+void tell_release(
+    BlockPool& self, const py::object& ids, const py::object& prefix_tokens,
+    int64_t tokens_per_block, int32_t turn, int64_t num_prefix_tokens, int64_t num_new_blocks,
+    int64_t num_output_tokens, int32_t request_class, int64_t logical_time, int64_t wall_ms,
+    const std::vector<std::tuple<int64_t, int64_t, int32_t, std::optional<double>>>& retention) {
+  const Int32Input array(ids, "ids");
+  check_ids(self, array);
+  const Int32Input prefixes(prefix_tokens, "prefix_tokens");
+  require_same_length(array.size(), "ids", prefixes.size(), "prefix_tokens");
+  const std::vector<int64_t> wide(prefixes.data(), prefixes.data() + prefixes.size());
+  std::vector<Retention> wanted;
+  for (const auto& [first, stop, priority, ttl_s] : retention) {
+    if (ttl_s && !(*ttl_s >= 0)) {
+      throw py::value_error("retention[" + std::to_string(wanted.size()) + "] has ttl_s " +
+                            std::to_string(*ttl_s) + ": expected 0 or more, or None");
+    }
+    wanted.push_back({first, stop, priority, ttl_s ? milliseconds(*ttl_s, "ttl_s") : -1});
+  }
+  ReleaseFeatures features;
+  features.turn = turn;
+  features.num_prefix_tokens = num_prefix_tokens;
+  features.num_new_blocks = num_new_blocks;
+  features.num_output_tokens = num_output_tokens;
+  features.request_class = request_class;
+  features.logical_time = logical_time;
+  features.wall_ms = wall_ms;
+  features.tokens_per_block = tokens_per_block;
+  features.retention = wanted.data();
+  features.num_retention = static_cast<int64_t>(wanted.size());
+  self.tell_release(array.data(), wide.data(), array.size(), features);
+}
+
+void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
+  m.def("eviction_names", &eviction_names, "Names of the eviction policies.");
+  pool->def(
+          "hit",
+          [](BlockPool& self, const py::object& ids) {
+            const Int32Input array(ids, "ids");
+            check_ids(self, array);
+            self.hit(array.data(), array.size());
+          },
+          py::arg("ids"), "Tells the policy that these cached blocks were hits of a request.")
+      .def("tell_release", &tell_release, py::arg("ids"), py::arg("prefix_tokens"), py::kw_only(),
+           py::arg("tokens_per_block") = 1, py::arg("turn") = 0, py::arg("num_prefix_tokens") = 0,
+           py::arg("num_new_blocks") = 0, py::arg("num_output_tokens") = 0,
+           py::arg("request_class") = -1, py::arg("logical_time") = 0, py::arg("wall_ms") = 0,
+           py::arg("retention") = py::list(),
+           "Tells the policy, before `release`, what these blocks were: prefix_tokens[i] tokens\n"
+           "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).")
+      .def(
+          "access",
+          [](BlockPool& self, const py::object& ids, double now) {
+            const Int32Input array(ids, "ids");
+            check_ids(self, array);
+            self.access(array.data(), array.size(), now);
+          },
+          py::arg("ids"), py::arg("now"), "Tells the policy that these blocks were accessed.")
+      .def(
+          "set_now",
+          [](BlockPool& self, double seconds) { self.set_now(milliseconds(seconds, "seconds")); },
+          py::arg("seconds"), "Tells the policy the time; it never goes back.")
+      .def(
+          "pin",
+          [](BlockPool& self, const py::object& ids) {
+            const Int32Input array(ids, "ids");
+            self.pin(array.data(), array.size());
+          },
+          py::arg("ids"),
+          "One pin more for each cached block: it is evicted only when no other cached block is\n"
+          "free. A pin ends with its block's hash.")
+      .def(
+          "unpin",
+          [](BlockPool& self, const py::object& ids) {
+            const Int32Input array(ids, "ids");
+            self.unpin(array.data(), array.size());
+          },
+          py::arg("ids"), "One pin less for each.")
+      .def(
+          "is_pinned",
+          [](const BlockPool& self, const py::object& id) {
+            const Int32Input array(py::make_tuple(id), "id");
+            return self.is_pinned(array.data()[0]);
+          },
+          py::arg("id"))
+      .def_property_readonly("has_policy", &BlockPool::has_policy)
+      .def_property_readonly("num_pinned", &BlockPool::num_pinned)
+      .def_property_readonly("num_pins_broken", &BlockPool::num_pins_broken,
+                             "Blocks that were evicted though they were pinned.");
+}
+
 void bind_pool(py::module_& m) {
-  py::class_<BlockPool>(m, "BlockPool",
-                        R"(Which block is free, held and cached; int32 ids, no bytes.
+  py::class_<BlockPool> pool(m, "BlockPool",
+                             R"(Which block is free, held and cached; int32 ids, no bytes.
 
 Every call serves its whole batch or changes nothing. Block 0 is the null block: never handed out,
 never cached, not counted in `num_total` and `num_free`. Ids out of range, a release of a block that
 is not held, a publish of a free or already published block: ValueError.
+
+`eviction` names the policy that chooses among free cached blocks (`eviction_names`), and
+`eviction_options` holds its options: protected_share of segmented_lru, small_share of s3_fifo,
+default_priority of priority.
 
 >>> pool = BlockPool(5)
 >>> ids = pool.allocate(2)
 >>> pool.release(ids[::-1])
 >>> pool.num_free
 4
-)")
-      .def(py::init([](const py::object& num_blocks) {
-             return std::make_unique<BlockPool>(int_argument(num_blocks, "num_blocks"));
-           }),
-           py::arg("num_blocks"))
+)");
+  pool.def(py::init(&make_pool), py::arg("num_blocks"), py::arg("eviction") = "lru",
+           py::arg("eviction_options") = py::dict())
       .def(
           "allocate",
           [](BlockPool& self, const py::object& count) -> py::object {
@@ -160,8 +283,8 @@ is not held, a publish of a free or already published block: ValueError.
           },
           py::arg("n"),
           "n block ids (int32[n]) with one reference each, or None when fewer are free.\n\n"
-          "Uncached blocks first, then cached ones, which are evicted; each least recently\n"
-          "released first.")
+          "Uncached blocks first, least recently released first, then cached ones, which are\n"
+          "evicted, as the policy says.")
       .def(
           "retain",
           [](BlockPool& self, const py::object& ids) {
@@ -179,16 +302,20 @@ is not held, a publish of a free or already published block: ValueError.
       .def(
           "publish",
           [](BlockPool& self, const py::object& ids, const py::object& hashes,
-             const py::object& group) {
+             const py::object& group, const std::optional<std::string>& parent, bool is_chain) {
             const Int32Input array(ids, "ids");
             const HashArray hash = hash_array(hashes, "hashes");
             require_same_length(array.size(), "ids", hash.shape(0), "hashes");
-            const Hash no_parent{};
-            self.publish(array.data(), Content{as_hashes(hash), &no_parent}, array.size(),
-                         checked_group(group));
+            const Hash first = parent ? hash_of(*parent, "parent") : Hash{};
+            Content content{as_hashes(hash), &first};
+            content.is_chain = is_chain;
+            self.publish(array.data(), content, array.size(), checked_group(group));
           },
-          py::arg("ids"), py::arg("hashes"), py::arg("group") = 0,
-          "Makes held blocks findable under hashes (uint8[n, 32]). Two may share a hash.")
+          py::arg("ids"), py::arg("hashes"), py::arg("group") = 0, py::arg("parent") = py::none(),
+          py::arg("is_chain") = true,
+          "Makes held blocks findable under hashes (uint8[n, 32]). Two may share a hash. Each is\n"
+          "the child of the one before, the first that of `parent` (bytes; 32 zeros where None),\n"
+          "unless not `is_chain`: policies evict children first.")
       .def(
           "lookup",
           [](const BlockPool& self, const py::object& hashes, const py::object& group,
@@ -230,6 +357,7 @@ is not held, a publish of a free or already published block: ValueError.
       .def_property_readonly("peak_used", &BlockPool::peak_used)
       .def_property_readonly("num_bytes", &BlockPool::num_bytes,
                              "Bytes of the pool itself when every block was used once.");
+  bind_eviction(m, &pool);
 }
 
 }  // namespace

@@ -101,14 +101,14 @@ int64_t optional_size(const py::object& value, const char* name) {
   return value.is_none() ? 0 : checked_size(name, int_argument(value, name), 1);
 }
 
-std::unique_ptr<Manager> make_manager(const py::list& groups, const py::object& num_gpu_blocks,
-                                      const py::object& max_model_len,
-                                      const py::object& hash_block_size, bool enable_caching,
-                                      const py::object& num_preallocate_tokens,
-                                      const py::object& max_num_reqs,
-                                      const py::object& watermark_blocks, bool use_eagle,
-                                      bool fence_frees, bool enable_events, bool track_residency,
-                                      const py::object& stats_window) {
+std::unique_ptr<Manager> make_manager(
+    const py::list& groups, const py::object& num_gpu_blocks, const py::object& max_model_len,
+    const py::object& hash_block_size, bool enable_caching,
+    const py::object& num_preallocate_tokens, const py::object& max_num_reqs,
+    const py::object& watermark_blocks, bool use_eagle, bool fence_frees, bool enable_events,
+    bool track_residency, const py::object& stats_window, const Eviction& eviction,
+    const py::object& num_host_blocks, const Eviction& host_eviction, HostWrite host_write,
+    const py::object& num_hits_to_write, bool by_sequences) {
   ManagerOptions options{};
   options.groups = group_options(groups);
   options.num_blocks = int_argument(num_gpu_blocks, "num_gpu_blocks");
@@ -123,6 +123,12 @@ std::unique_ptr<Manager> make_manager(const py::list& groups, const py::object& 
   options.record_events = enable_events;
   options.track_residency = track_residency;
   options.stats_window = int_argument(stats_window, "stats_window");
+  options.eviction = eviction;
+  options.num_host_blocks = int_argument(num_host_blocks, "num_host_blocks");
+  options.host_eviction = host_eviction;
+  options.host_write = host_write;
+  options.num_hits_to_write = int_argument(num_hits_to_write, "num_hits_to_write");
+  options.by_sequences = by_sequences;
   return std::make_unique<Manager>(options);
 }
 
@@ -143,13 +149,15 @@ class OptionalInput {
   std::optional<Int32Input> input_;
 };
 
-std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens) {
+std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens,
+                             const OptionalInput& max_host_blocks) {
   require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
                       "new_num_tokens");
   std::vector<NewRow> out(chains.size());
   for (size_t i = 0; i < out.size(); ++i) {
     out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
     out[i].num_tokens = num_tokens.data()[i];
+    if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
   }
   return out;
 }
@@ -191,16 +199,19 @@ py::tuple as_tuple(const StepDelta& delta) {
   return py::make_tuple(delta.step_id, copy_int32(delta.rows), copy_array(delta.status),
                         copy_int32(delta.num_computed_tokens), ids_of(delta.clear_rows),
                         ids_of(delta.append_rows), std::move(splits), std::move(ids),
-                        std::move(replace), empty.pairs, rows_of(delta.copy, 2, empty.pairs),
-                        ids_of(delta.zero), empty.pairs);
+                        std::move(replace), rows_of(delta.swap_out, 2, empty.pairs),
+                        rows_of(delta.copy, 2, empty.pairs), ids_of(delta.zero),
+                        rows_of(delta.swap_in, 2, empty.pairs));
 }
 
 py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,
                const py::list& new_chains, const py::object& new_num_tokens,
                const py::object& token_ids, const py::object& num_token_ids,
                const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
-               const py::object& num_reserved_blocks) {
+               const py::object& num_reserved_blocks, const py::object& swap_out,
+               const py::object& max_host_blocks) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
+  OptionalInput out(swap_out, "swap_out");
   const Int32Input limits(new_num_tokens, "new_num_tokens");
   OptionalInput ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids");
   OptionalInput rejected(num_rejected_tokens, "num_rejected_tokens");
@@ -210,7 +221,12 @@ py::tuple step(Manager& self, const py::object& rows, const py::object& num_toke
     require_same_length(r.size(), "rows", rejected.size(), "num_rejected_tokens");
   }
   StepRequest request;
-  request.new_rows = new_rows(new_chains, limits);
+  const OptionalInput most(max_host_blocks, "max_host_blocks");
+  if (most.is_given()) {
+    require_same_length(static_cast<py::ssize_t>(new_chains.size()), "new", most.size(),
+                        "max_host_blocks");
+  }
+  request.new_rows = new_rows(new_chains, limits, most);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
@@ -223,7 +239,7 @@ py::tuple step(Manager& self, const py::object& rows, const py::object& num_toke
   if (calls_python(self)) {
     r.copy_values();
     n.copy_values();
-    for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead}) each->copy_values();
+    for (OptionalInput* each : {&ids, &num_ids, &rejected, &lookahead, &out}) each->copy_values();
   }
   request.rows = r.data();
   request.num_tokens = n.data();
@@ -233,6 +249,8 @@ py::tuple step(Manager& self, const py::object& rows, const py::object& num_toke
   request.num_token_ids = num_ids.data();
   request.num_rejected = rejected.data();
   request.lookahead = lookahead.data();
+  request.swap_out_rows = out.data();
+  request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
   return as_tuple(self.step(request));
 }
@@ -259,10 +277,26 @@ py::object as_tuple(const DurationStats& stats) {
 }
 
 py::tuple as_tuple(const HitCount& count) {
-  return py::make_tuple(count.num_requests, count.query_tokens, count.hit_tokens);
+  return py::make_tuple(count.num_requests, count.query_tokens, count.hit_tokens,
+                        count.host_hit_tokens);
 }
 
-// (total, window, groups, lifetime or None, idle or None)
+py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
+  if (host == nullptr) return py::none();
+  return py::make_tuple(tiers.written_blocks, tiers.unwritten_blocks, tiers.loaded_blocks,
+                        tiers.swapped_out_blocks, tiers.swapped_in_blocks, host->num_evicted());
+}
+
+// (row, copies [n, 2]) of a fork or an append; int32[n, 2].
+py::object pairs_of(const std::vector<BlockId>& pairs) {
+  return rows_of(pairs, 2, empty_sections().pairs);
+}
+
+py::object pairs_or_none(const std::optional<std::vector<BlockId>>& pairs) {
+  return pairs ? pairs_of(*pairs) : py::object(py::none());
+}
+
+// (total, window, groups, lifetime or None, idle or None, host or None)
 py::tuple stats_of(Manager& self) {
   const CacheStats& stats = self.stats();
   const std::vector<GroupCount> recent = stats.window_groups();
@@ -276,24 +310,27 @@ py::tuple stats_of(Manager& self) {
   const Residency* residency = self.pool().residency();
   return py::make_tuple(as_tuple(stats.total()), as_tuple(stats.window()), groups,
                         residency ? as_tuple(residency->lifetime()) : py::object(py::none()),
-                        residency ? as_tuple(residency->idle()) : py::object(py::none()));
+                        residency ? as_tuple(residency->idle()) : py::object(py::none()),
+                        as_tuple(self.tiers(), self.host()));
 }
 
-// (kinds uint8[n], groups int32[n], hashes uint8[n, 32], parents uint8[n, 32], tokens int32[...])
+// (kinds uint8[n], mediums uint8[n], groups int32[n], hashes uint8[n, 32], parents uint8[n, 32],
+// tokens int32[...])
 py::tuple drained_events(Manager& self) {
   const EventLog::Drained drained = self.drain_events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
-  py::array_t<uint8_t> kinds(n);
+  py::array_t<uint8_t> kinds(n), mediums(n);
   Int32Array groups = new_int32(n);
   HashArray hashes({n, py::ssize_t{sizeof(Hash)}}), parents({n, py::ssize_t{sizeof(Hash)}});
   for (py::ssize_t i = 0; i < n; ++i) {
     const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
     kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
+    mediums.mutable_data()[i] = static_cast<uint8_t>(event.medium);
     groups.mutable_data()[i] = event.group;
     std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, sizeof(Hash));
     std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, sizeof(Hash));
   }
-  return py::make_tuple(kinds, groups, hashes, parents, copy_int32(drained.tokens));
+  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens));
 }
 
 std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
@@ -315,12 +352,26 @@ void bind_manager(py::module_& m) {
         empty_sections() = {ids, pairs, replace};
       },
       py::arg("ids"), py::arg("pairs"), py::arg("replace"));
+  py::class_<Eviction>(m, "Eviction")
+      .def(py::init<>())
+      .def(py::init([](const std::string& policy, const std::map<std::string, double>& options) {
+             make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
+             return Eviction{policy, options};
+           }),
+           py::arg("policy"), py::arg("options"));
+  py::enum_<HostWrite>(m, "HostWrite")
+      .value("BACK", HostWrite::kBack)
+      .value("THROUGH", HostWrite::kThrough)
+      .value("SELECTIVE", HostWrite::kSelective);
   py::class_<Manager>(m, "Manager")
       .def(py::init(&make_manager), py::kw_only(), py::arg("groups"), py::arg("num_gpu_blocks"),
            py::arg("max_model_len"), py::arg("hash_block_size"), py::arg("enable_caching"),
            py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"), py::arg("watermark_blocks"),
            py::arg("use_eagle"), py::arg("fence_frees"), py::arg("enable_events"),
-           py::arg("track_residency"), py::arg("stats_window"))
+           py::arg("track_residency"), py::arg("stats_window"), py::arg("eviction") = Eviction{},
+           py::arg("num_host_blocks") = 0, py::arg("host_eviction") = Eviction{},
+           py::arg("host_write") = HostWrite::kBack, py::arg("num_hits_to_write") = 0,
+           py::arg("by_sequences") = false)
       .def("check_caller", &Manager::check_caller)
       .def("set_now", &Manager::set_now)
       .def("hashes",
@@ -332,6 +383,12 @@ void bind_manager(py::module_& m) {
            [](Manager& self, TokenChain& chain) {
              const PrefixHit& hit = self.lookup(chain);
              return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
+           })
+      .def("lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
+           [](Manager& self, TokenChain& chain) {
+             const int64_t on_device = self.lookup(chain).num_tokens;
+             const PrefixHit& hit = self.lookup(chain, /*with_host=*/true);
+             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
            })
       .def("would_fit",
            [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
@@ -356,7 +413,47 @@ void bind_manager(py::module_& m) {
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              self.reject(row, int_argument(num_tokens, "num_tokens"));
            })
-      .def("free", &Manager::free)
+      .def("free", [](Manager& self, int32_t row) { self.free(row); })
+      .def("free",
+           [](Manager& self, int32_t row, const py::object& turn, const py::object& request_class,
+              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention) {
+             ReleaseFeatures features;
+             features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
+             features.request_class =
+                 static_cast<int32_t>(int_argument(request_class, "request_class"));
+             std::vector<Retention> ranges;
+             for (const auto& [first, stop, priority, ttl_ms] : retention) {
+               ranges.push_back({first, stop, priority, ttl_ms});
+             }
+             features.retention = ranges.data();
+             features.num_retention = static_cast<int64_t>(ranges.size());
+             self.free(row, features);
+           })
+      .def("fork",
+           [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
+             return self.fork(row, child).row;
+           })
+      .def("swap_out",
+           [](Manager& self, const std::vector<int32_t>& rows) {
+             return pairs_or_none(self.swap_out(rows));
+           })
+      .def("swap_in",
+           [](Manager& self, const std::vector<int32_t>& rows) {
+             return pairs_or_none(self.swap_in(rows));
+           })
+      .def("is_on_host", &Manager::is_on_host)
+      .def("by_step", &Manager::by_step)
+      .def("num_unique_blocks", &Manager::num_unique_blocks)
+      .def("append_sequence",  // None, or copy-on-write pairs
+           [](Manager& self, int32_t row, int64_t num_tokens, int64_t num_lookahead) -> py::object {
+             const Slots slots = self.append(row, num_tokens, num_lookahead);
+             if (slots.status != Status::kServed) return py::none();
+             return pairs_of(slots.copies);
+           })
+      .def("mark_computed", &Manager::mark_computed)
+      .def("access", &Manager::access)
+      .def("pin", &Manager::pin)
+      .def("unpin", &Manager::unpin)
       .def("abort",
            [](Manager& self, const py::object& step_id) {
              return as_tuple(self.abort(int_argument(step_id, "step_id")));
@@ -367,10 +464,15 @@ void bind_manager(py::module_& m) {
              return as_tuple(self.invalidate(array.data(), array.size()));
            })
       .def("report",
-           [](Manager& self, const py::object& step_id, bool completed, const py::object& failed) {
-             const Int32Input ids(failed, "failed_pages");
-             return as_tuple(
-                 self.report(int_argument(step_id, "step_id"), completed, ids.data(), ids.size()));
+           [](Manager& self, const py::object& step_id, bool completed, const py::object& failed,
+              const py::object& failed_on_host) {
+             const auto ids = [](const py::object& values, const char* name) {
+               const Int32Input array(values, name);
+               return std::vector<BlockId>(array.data(), array.data() + array.size());
+             };
+             return as_tuple(self.report(int_argument(step_id, "step_id"), completed,
+                                         ids(failed, "failed_pages"),
+                                         ids(failed_on_host, "failed_host_pages")));
            })
       .def("evict",
            [](Manager& self, const py::object& ids) {
@@ -398,6 +500,10 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
       .def_property_readonly("num_rows", &Manager::num_rows)
       .def_property_readonly("num_fenced", &Manager::num_fenced)
+      .def_property_readonly("num_loading", &Manager::num_loading)
+      .def_property_readonly(
+          "host", [](Manager& self) { return self.host(); },
+          py::return_value_policy::reference_internal)
       .def_property_readonly(
           "pool", [](Manager& self) -> BlockPool& { return self.pool(); },
           py::return_value_policy::reference_internal);

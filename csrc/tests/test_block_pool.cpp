@@ -30,6 +30,12 @@ void publish(BlockPool* pool, const BlockId* ids, const Hash* hashes, int64_t n,
   pool->publish(ids, Content{hashes, &no_parent}, n, group);
 }
 
+void evict_derived(BlockPool* pool, BlockId id, bool is_uniform) {
+  kvcache::Tainted tainted;
+  pool->taint(&id, 1, &tainted);
+  pool->evict_derived(tainted, is_uniform);
+}
+
 struct Model {
   explicit Model(int n) : refs(n, 0), content(n, -1), age(n, 0) {
     for (int id = 1; id < n; ++id) uncached.push_back(id);
@@ -230,7 +236,7 @@ TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
 TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   BlockPool pool(4);
   EventLog events;
-  pool.tell(&events);
+  pool.tell(&events, kvcache::Medium::kDevice);
   BlockId ids[3];
   CHECK(pool.allocate(3, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2)};
@@ -293,11 +299,11 @@ TEST(what_follows_from_a_bad_block_is_evicted_though_its_parent_is_gone) {
   const Hash unrelated = hash_of(9);
   publish(&pool, &ids[5], &unrelated, 1);
   pool.evict(&ids[2], 1);
-  pool.evict_derived(&ids[1], 1, /*is_uniform=*/true);
+  evict_derived(&pool, ids[1], /*is_uniform=*/true);
   CHECK(pool.is_cached(ids[0]) && !pool.is_cached(ids[1]) && !pool.is_cached(ids[3]));
   CHECK(pool.is_cached(ids[4]) && pool.is_cached(ids[5]));
   pool.check_invariants();
-  pool.evict_derived(&ids[4], 1, /*is_uniform=*/false);
+  evict_derived(&pool, ids[4], /*is_uniform=*/false);
   CHECK(!pool.is_cached(ids[0]) && !pool.is_cached(ids[4]) && pool.is_cached(ids[5]));
 }
 

@@ -213,7 +213,7 @@ class Driver {
         if (num_steps == 0) break;
         const int64_t id = std::max<int64_t>(num_steps - 1 - below(3), 0);
         if (below(2) == 0) {
-          manager_.report(id, /*completed=*/true, nullptr, 0);
+          manager_.report(id, /*completed=*/true, {}, {});
           break;
         }
         try {
@@ -330,7 +330,7 @@ class Driver {
     CHECK_THROWS(manager_.step(request), "num_reserved_blocks is -1");
     const BlockId beyond = static_cast<BlockId>(options_.num_blocks);
     CHECK_THROWS(manager_.invalidate(&beyond, 1), "expected 1 to ");
-    CHECK_THROWS(manager_.report(manager_.num_steps(), true, nullptr, 0), "step_id is ");
+    CHECK_THROWS(manager_.report(manager_.num_steps(), true, {}, {}), "step_id is ");
     CHECK_THROWS(manager_.abort(manager_.num_steps()), "step_id is ");
     CHECK_THROWS(manager_.free(-1), "row -1 is not in use");
     CHECK_THROWS(manager_.append(1000, 1, 0), "row 1000 is not in use");

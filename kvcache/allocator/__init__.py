@@ -2,17 +2,20 @@
 
 from kvcache._native import core
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
-from kvcache.allocator.manager import KVCacheManager
+from kvcache.allocator.manager import CachedTokens, KVCacheManager
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats
 
 BlockPool = core.BlockPool
+eviction_names = core.eviction_names
 
 __all__ = [
     "DEFAULT_SEED",
     "BlockPool",
+    "CachedTokens",
     "KVCacheManager",
     "PrefixCacheStats",
     "Request",
+    "eviction_names",
     "hash_blocks",
 ]

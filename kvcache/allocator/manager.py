@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +25,21 @@ _ALL = 2**31 - 1  # tokens: as many as the request has
 core.set_empty_sections(NO_IDS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
+
+_HOST_WRITES = {
+    "back": core.HostWrite.BACK,
+    "through": core.HostWrite.THROUGH,
+    "selective": core.HostWrite.SELECTIVE,
+}
+
+
+class CachedTokens(NamedTuple):
+    """What of a request is cached: tokens on the device, with the host, and what that would load."""
+
+    on_device: int
+    with_host: int
+    num_host_blocks: int
+    num_host_bytes: int  # 0 where the manager was not told `page_bytes`
 
 
 class KVCacheManager:
@@ -46,6 +63,18 @@ class KVCacheManager:
     - `enable_events`: `drain_events` tells what is cached. `track_residency`: `stats` says how long
       blocks stayed. `stats_window`: requests that `stats.recent` counts.
     - `hash_seed` gives the parent of first blocks.
+    - `eviction`: which cached block goes first when its space is needed: "lru" (least recently
+      released), or one of `eviction_names()`, with `eviction_options` (a dict). Whichever it is, no
+      block goes before one that follows it in a chain, and pinned ones (`pin`) go last.
+    - `num_host_blocks`: pages of a second tier in host memory, its null block counted. There rows go
+      that are swapped out (`swap_out` of `step`), and cached blocks that leave the device, to be hit
+      and loaded from there. `host_write` says when a cached block is written: "back", when it is
+      evicted from the device; "through", by the plan after the one that filled it; "selective", after
+      `num_hits_to_write` hits (what is evicted is written in each mode that would have it there, if
+      it is not there any more). `host_eviction`, `host_eviction_options`: of this pool. Such a manager
+      needs the reports of its steps: what is loaded becomes a hit for others, and the host's page can
+      be used again, when `report` has said that the step is done.
+    - `page_bytes`: bytes of a page (`CachePlan.page_bytes`), so that plans can say how many they move.
 
     Two ways to drive a request, the same code below: `step`, a whole batch per call, answered by a
     `StepPlan` that a worker applies; or `get_computed_blocks`, `allocate_slots` and `append_slots`,
@@ -146,7 +175,19 @@ class KVCacheManager:
         track_residency: bool = False,
         stats_window: int = 1000,
         hash_seed: str = DEFAULT_SEED,
+        eviction: str = "lru",
+        eviction_options: Mapping[str, float] | None = None,
+        num_host_blocks: int = 0,
+        host_eviction: str = "lru",
+        host_eviction_options: Mapping[str, float] | None = None,
+        host_write: str = "back",
+        num_hits_to_write: int = 2,
+        page_bytes: int = 0,
     ) -> None:
+        if host_write not in _HOST_WRITES:
+            raise ValueError(
+                f"host_write is {host_write!r}: expected one of {', '.join(_HOST_WRITES)}"
+            )
         if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
             raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
         cp = context_parallel or ContextParallel()
@@ -167,8 +208,17 @@ class KVCacheManager:
             enable_events=enable_events,
             track_residency=track_residency,
             stats_window=stats_window,
+            eviction=core.Eviction(eviction, dict(eviction_options or {})),
+            num_host_blocks=num_host_blocks,
+            host_eviction=core.Eviction(host_eviction, dict(host_eviction_options or {})),
+            host_write=_HOST_WRITES[host_write],
+            num_hits_to_write=num_hits_to_write,
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
+        self._host_pool = None
+        if num_host_blocks:
+            self._host_pool = PoolView(self._native.host, self._native.check_reader)
+        self.page_bytes = _checked_size(page_bytes, "page_bytes")
         self.max_model_len = int(max_model_len)
         self.enable_caching = enable_caching
         self._chain_key = (self._native.hash_block_size, first_parent(hash_seed, "hash_seed"))
@@ -191,6 +241,16 @@ class KVCacheManager:
         return self._pool
 
     @property
+    def host_pool(self) -> PoolView | None:
+        """The same of the host tier; None where there is none."""
+        return self._host_pool
+
+    @property
+    def num_loading_blocks(self) -> int:
+        """Blocks that plans load from the host, of steps that were not reported yet."""
+        return self._native.num_loading
+
+    @property
     def num_fenced_blocks(self) -> int:
         """References of blocks that wait for a report; see `fence_frees`."""
         return self._native.num_fenced
@@ -199,7 +259,7 @@ class KVCacheManager:
     def stats(self) -> PrefixCacheStats:
         """How much of what was asked for was found in the cache, and how long blocks stayed."""
         self._native.check_reader()
-        return stats_of(self._native.stats())
+        return stats_of(self._native.stats(), self._native.pool.num_pins_broken)
 
     def clear_stats(self) -> None:
         """Starts the counts of `stats` anew."""
@@ -247,6 +307,8 @@ class KVCacheManager:
         num_rejected_tokens: Ids | None = None,
         num_lookahead_tokens: int | Ids = 0,
         num_reserved_blocks: int = 0,
+        swap_out: Ids | None = None,
+        max_host_blocks: Ids | None = None,
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
@@ -266,6 +328,15 @@ class KVCacheManager:
         the next tokens; one number, or one for each of rows and new. `num_reserved_blocks`: that new
         requests leave free besides the watermark.
 
+        `swap_out`: rows that leave for the host first of all, each if it fits there (`WAIT`: it does
+        not, and stays). A row that is there comes back when it is among `rows` again, behind the
+        watermark like a new request; blocks that rows share move once. A preempted request can also be
+        freed, and come again as a new one: what of it is still cached, on either tier, is a hit.
+
+        `max_host_blocks[j]`: a new request whose hit needs more blocks from the host than that takes
+        what the device has; ask `cached_tokens` before, and refuse what would arrive later than it is
+        computed. The plan answers `rows`, then `swap_out`, then `new`.
+
         Raises ValueError, with nothing changed, on an unknown row, one that `allocate_slots` admitted,
         a row or request named twice, no tokens, or tokens beyond `max_model_len` (of `token_ids` one
         more: the last that was sampled).
@@ -284,7 +355,10 @@ class KVCacheManager:
                 num_rejected_tokens,
                 num_lookahead_tokens,
                 num_reserved_blocks,
-            )
+                swap_out,
+                max_host_blocks,
+            ),
+            page_bytes=self.page_bytes,
         )
         if chains:
             for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
@@ -300,6 +374,49 @@ class KVCacheManager:
         """
         count = _ALL if num_tokens is None else num_tokens
         return Status(self._native.would_fit(self._new_chain(request), count))
+
+    def fork(self, parent: Request, child: Request) -> int:
+        """Admits `child` with the blocks of `parent`, which `step` admitted; returns its row, or -1.
+
+        -1: no row is free (`max_num_reqs`), nothing changed. The child has the parent's tokens as far
+        as they are computed, and the same extra keys; it goes on from there. All blocks are shared.
+        Who writes to a shared block first gets its own: the plan copies and replaces it. The next
+        plan tells the child's table. ValueError for other tokens, a parent whose computed tokens are
+        not all known or that is swapped out, and a child that is admitted already.
+        """
+        row = self.row(parent)
+        chain = self._new_chain(child)
+        if not self._native.by_step(row):
+            raise ValueError(
+                f"request {parent.request_id!r} was admitted by allocate_slots: expected one that "
+                "step admitted, whose plans can tell what is copied"
+            )
+        child_row = self._native.fork(row, chain)
+        if child_row >= 0:
+            self._rows[child.request_id] = child_row
+        return child_row
+
+    def is_swapped_out(self, request: Request) -> bool:
+        """Whether an admitted request's blocks are on the host."""
+        self._native.check_reader()
+        return self._native.is_on_host(self.row(request))
+
+    def cached_tokens(self, request: Request) -> CachedTokens:
+        """How much of a request each tier has in whole blocks; changes nothing."""
+        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
+        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self.page_bytes)
+
+    def pin(self, session: str, request: Request) -> int:
+        """Pins, for a session, what the device's cache has of the request; returns how many blocks.
+
+        Whatever the session had pinned before is not any more. A pin is a wish: a pinned block is
+        evicted when no other cached block is left; `stats.num_pins_broken` says how often.
+        """
+        return self._native.pin(session, self._chain(request))
+
+    def unpin(self, session: str) -> None:
+        """Ends the pins of a session; one that pins nothing is a no-op."""
+        self._native.unpin(session)
 
     def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
@@ -355,18 +472,31 @@ class KVCacheManager:
         """
         self._native.reject(self.row(request), num_tokens)
 
-    def free(self, request: Request) -> None:
+    def free(
+        self,
+        request: Request,
+        *,
+        turn: int = 0,
+        request_class: int = -1,
+        retention: Sequence[tuple[int, int, int, float | None]] = (),
+    ) -> None:
         """Gives a request's blocks back, tail first; unknown or already freed is a no-op.
 
         Blocks that filled with tokens appended since the last call are cached first; drafts that were
         rejected since are to be taken back before (`reject_tokens`). The blocks keep content and hash
         until taken; the next plan clears the row, if `step` admitted it.
+
+        For eviction policies: `turn` of the conversation, a `request_class` of the caller's, and
+        `retention`, tuples (first token, stop, priority 0 to 100, seconds or None for ever).
         """
         row = self._rows.get(_id_of(request))
         if row is None:
             self._native.check_caller()
             return
-        self._native.free(row)
+        if turn or request_class != -1 or len(retention):
+            self._native.free(row, turn, request_class, _checked_retention(retention))
+        else:
+            self._native.free(row)
         del self._rows[request.request_id]
 
     def report(self, report: StepReport) -> dict[str, int]:
@@ -382,7 +512,12 @@ class KVCacheManager:
         if not isinstance(report.completed, bool | np.bool_):
             raise TypeError(f"report.completed is {report.completed!r}: expected True or False")
         return self._by_request(
-            self._native.report(report.step_id, bool(report.completed), report.failed_pages)
+            self._native.report(
+                report.step_id,
+                bool(report.completed),
+                report.failed_pages,
+                report.failed_host_pages,
+            )
         )
 
     def abort(self, step_id: int) -> dict[str, int]:
@@ -461,3 +596,34 @@ def _id_of(request: Request) -> str:
         return request.request_id
     except AttributeError:
         raise TypeError(f"request is {request!r}: expected a Request") from None
+
+
+def _checked_size(value: int, name: str) -> int:
+    try:
+        size = index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}: expected an integer") from None
+    if size < 0:
+        raise ValueError(f"{name} is {size}: expected 0 or more")
+    return size
+
+
+def _checked_retention(retention: Sequence) -> list[tuple[int, int, int, int]]:
+    checked = []
+    for i, each in enumerate(retention):
+        try:
+            first, stop, priority, seconds = each
+            ms = -1 if seconds is None else int(seconds * 1000)
+            ranges = (index(first), index(stop), index(priority), ms)
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(
+                f"retention[{i}] is {each!r}: expected (first token, stop, priority, seconds or None)"
+            ) from None
+        if not 0 <= ranges[0] <= ranges[1] <= _ALL or not 0 <= ranges[2] <= 100:
+            raise ValueError(
+                f"retention[{i}] is {each!r}: expected 0 <= first <= stop, and a priority of 0 to 100"
+            )
+        if seconds is not None and seconds < 0:
+            raise ValueError(f"retention[{i}] is {each!r}: expected 0 seconds or more, or None")
+        checked.append(ranges)
+    return checked

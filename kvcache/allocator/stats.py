@@ -12,6 +12,7 @@ class HitStats:
     num_requests: int
     query_tokens: int  # their known tokens
     hit_tokens: int  # of those, found in the cache
+    host_hit_tokens: int = 0  # of those, from the first one on whose block was on the host
 
     @property
     def hit_rate(self) -> float:
@@ -59,28 +60,45 @@ class DurationStats:
 
 
 @dataclass(frozen=True)
+class HostStats:
+    """Pages that moved between device and host."""
+
+    written_blocks: int  # cached blocks that went to the host
+    unwritten_blocks: int  # that were to, and found no free page there
+    loaded_blocks: int  # of hits on the host
+    swapped_out_blocks: int  # of requests
+    swapped_in_blocks: int
+    evicted_blocks: int  # cached on the host, taken for other content; since the manager was made
+
+
+@dataclass(frozen=True)
 class PrefixCacheStats(HitStats):
     """In total since the start or the last `clear_stats()`; `recent`: the last requests alone.
 
     `lifetime`, `idle`: of evicted blocks, the time since they were cached, and since they were last
-    given back; None unless residency is tracked.
+    given back; None unless residency is tracked. `host`: None without a host tier. `num_pins_broken`:
+    pinned blocks that were evicted all the same, since the manager was made.
     """
 
-    recent: HitStats
-    groups: tuple[GroupStats, ...]
-    lifetime: DurationStats | None
-    idle: DurationStats | None
+    recent: HitStats = HitStats(0, 0, 0)
+    groups: tuple[GroupStats, ...] = ()
+    lifetime: DurationStats | None = None
+    idle: DurationStats | None = None
+    host: HostStats | None = None
+    num_pins_broken: int = 0
 
 
-def stats_of(native: tuple) -> PrefixCacheStats:
+def stats_of(native: tuple, num_pins_broken: int) -> PrefixCacheStats:
     """From what the native manager counts."""
-    total, recent, groups, lifetime, idle = native
+    total, recent, groups, lifetime, idle, host = native
     return PrefixCacheStats(
         *total,
         HitStats(*recent),
         tuple(GroupStats(*each) for each in groups),
         _durations(lifetime),
         _durations(idle),
+        None if host is None else HostStats(*host),
+        num_pins_broken,
     )
 
 

@@ -1,0 +1,67 @@
+// Which cached block goes next: what a policy is told, and what it is asked.
+//
+// The pool keeps what holds for every policy: a block that is held, pinned, or has a cached child
+// is no candidate; uncached blocks go first. A policy ranks candidates, and nothing else.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+// How long a caller wants the tokens [first, stop) of a request to stay.
+struct Retention {
+  int64_t first, stop;
+  int32_t priority;  // 0 to 100; the lowest goes first
+  int64_t ttl_ms;    // from the release; negative: for ever
+};
+
+// What is known of the request segment whose blocks are given back.
+struct ReleaseFeatures {
+  int32_t turn = 0;               // of the conversation
+  int64_t num_prefix_tokens = 0;  // hit length at admission
+  int64_t num_new_blocks = 0;
+  int64_t num_output_tokens = 0;
+  int32_t request_class = -1;    // the caller's; -1: none
+  int64_t logical_time = 0;      // number of releases so far
+  int64_t wall_ms = 0;           // a clock of the caller's
+  int64_t tokens_per_block = 1;  // blocks begin at its multiples
+  const Retention* retention = nullptr;
+  int64_t num_retention = 0;
+};
+
+// Not told about a block that is not of the pool. What it was told of a block holds until the block
+// is forgotten or handed out anew.
+class EvictionPolicy {
+ public:
+  virtual ~EvictionPolicy() = default;
+
+  // Cached, held by nobody, not pinned, without a cached child: a candidate from now on. Comes
+  // again when a child or a pin has gone, so a candidate's rank may not depend on when this is
+  // called.
+  virtual void insert(BlockId id) = 0;
+  virtual void remove(BlockId id) = 0;  // no candidate any more
+  // Which candidate goes next; the null block when there is none. Does not remove it.
+  virtual BlockId victim() = 0;
+
+  // What a policy may learn from, each before the `insert` or after the `remove` that it causes.
+  virtual void on_allocate(const BlockId*, int64_t) {}  // handed out anew
+  // Cached from now on; `hash` is null while only a part of the block is, and may follow.
+  virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
+  virtual void on_hit(const BlockId*, int64_t) {}  // cached ones that a request took
+  // Right before these blocks lose a reference; prefix_tokens[i]: tokens of the prefix that ends
+  // with block i.
+  virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
+                          const ReleaseFeatures&) {}
+  virtual void on_idle(BlockId) {}  // cached, and just now nobody's: told in the order of release
+  virtual void on_access(const BlockId*, int64_t, double /*now*/) {}
+  // Not cached any more; `evicted`: because its space was needed.
+  virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
+  virtual void set_now(int64_t /*ms*/) {}
+  virtual void clear() {}  // nothing is cached any more
+  virtual size_t num_bytes() const { return 0; }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,90 @@
+// By last access, then longest prefix, then order of release.
+//
+// A block's access time is the `now` of its last `on_access`, however often it is released after.
+// A block that no access ever named has that of its last release: the caller's clock as it was then
+// (the largest `now` so far, 0 before the first), and among those the release's logical time. So
+// without any access the least recent release goes first, and of one release the longest prefix.
+#pragma once
+
+#include <algorithm>
+#include <tuple>
+
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/ranked.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+class LastAccess : public EvictionPolicy {
+ public:
+  explicit LastAccess(int64_t num_blocks)
+      : states_(static_cast<size_t>(num_blocks)), candidates_(num_blocks) {}
+
+  void insert(BlockId id) override {
+    const State& state = states_[id];
+    candidates_.set(id, {state.time, state.tick, -state.num_prefix_tokens, state.idle});
+  }
+  void remove(BlockId id) override { candidates_.erase(id); }
+  BlockId victim() override { return candidates_.top(); }
+
+  void on_allocate(const BlockId* ids, int64_t n) override {
+    for (int64_t i = 0; i < n; ++i) states_[ids[i]] = {};
+  }
+  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                  const ReleaseFeatures& features) override {
+    logical_time_ = features.logical_time;
+    for (int64_t i = 0; i < n; ++i) {
+      states_[ids[i]].num_prefix_tokens = prefix_tokens[i];
+      refresh(ids[i]);
+    }
+  }
+  void on_idle(BlockId id) override {
+    State& state = states_[id];
+    state.idle = ++num_idle_;
+    if (state.is_accessed) return;
+    state.time = clock_;
+    state.tick = logical_time_;
+  }
+  void on_access(const BlockId* ids, int64_t n, double now) override {
+    clock_ = is_started_ ? std::max(clock_, now) : now;
+    is_started_ = true;
+    for (int64_t i = 0; i < n; ++i) {
+      State& state = states_[ids[i]];
+      state.is_accessed = true;
+      state.time = now;
+      state.tick = kAccessed;
+      refresh(ids[i]);
+    }
+  }
+  void on_forget(BlockId id, const Hash*, uint8_t, bool) override { states_[id] = {}; }
+  void clear() override {
+    states_.zero();
+    candidates_.clear();
+  }
+  size_t num_bytes() const override {
+    return sizeof(*this) + states_.num_bytes() + candidates_.num_bytes();
+  }
+
+ private:
+  // Of blocks with one time, those that were accessed then go first: releases came after it.
+  static constexpr int64_t kAccessed = INT64_MIN;
+  struct State {
+    double time;
+    int64_t tick;  // logical time of the release, or kAccessed
+    int64_t num_prefix_tokens;
+    int64_t idle;  // when it was released, among all blocks
+    bool is_accessed;
+  };
+  void refresh(BlockId id) {  // a candidate, where its rank has changed
+    if (candidates_.has(id)) insert(id);
+  }
+
+  ZeroedArray<State> states_;
+  Ranked<std::tuple<double, int64_t, int64_t, int64_t>> candidates_;
+  double clock_ = 0;
+  bool is_started_ = false;
+  int64_t logical_time_ = 0;
+  int64_t num_idle_ = 0;
+};
+
+}  // namespace kvcache

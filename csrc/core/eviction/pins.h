@@ -1,0 +1,49 @@
+// Which blocks somebody asked to keep. A pin is a wish, not a reference: pinned blocks go when
+// nothing else is left.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/hash.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+class Pins {
+ public:
+  explicit Pins(int64_t num_blocks)
+      : counts_(static_cast<size_t>(num_blocks)), passed_(static_cast<size_t>(num_blocks)) {}
+
+  bool has(BlockId id) const { return counts_[id] > 0; }
+  int64_t num_pinned() const { return num_pinned_; }  // blocks
+  int64_t num_broken() const { return num_broken_; }
+  void add(BlockId id) { num_pinned_ += counts_[id]++ == 0; }
+  void take(BlockId id) { num_pinned_ -= --counts_[id] == 0; }  // of a pinned block
+  // The block is not cached any more; `evicted`: because its space was needed.
+  void forget(BlockId id, bool evicted) {
+    if (!has(id)) return;
+    counts_[id] = 0;
+    --num_pinned_;
+    num_broken_ += evicted;
+  }
+
+  // Whether eviction has passed the block over: it is then in a free list of its own.
+  bool is_passed(BlockId id) const { return passed_[id] != 0; }
+  void set_passed(BlockId id, bool passed) { passed_[id] = passed; }
+
+  void clear() {
+    counts_.zero();
+    passed_.zero();
+    num_pinned_ = 0;
+  }
+  size_t num_bytes() const { return counts_.num_bytes() + passed_.num_bytes(); }
+
+ private:
+  ZeroedArray<int32_t> counts_;
+  ZeroedArray<uint8_t> passed_;
+  int64_t num_pinned_ = 0;
+  int64_t num_broken_ = 0;
+};
+
+}  // namespace kvcache

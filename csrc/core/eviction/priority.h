@@ -1,0 +1,99 @@
+// By priority, lowest first, then least recently released.
+//
+// A release may name priorities for ranges of its tokens, with a time after which they end. A block
+// takes the highest of those that overlap its tokens (of equal ones, that which lasts longest), in
+// place of what an earlier release gave it; a release that names nothing for a block leaves it as
+// it was. Blocks that were given none, or whose time has passed, have the default.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/ranked.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+class Priority : public EvictionPolicy {
+ public:
+  Priority(int64_t num_blocks, int32_t default_priority)
+      : default_priority_(default_priority),
+        states_(static_cast<size_t>(num_blocks)),
+        candidates_(num_blocks),
+        ends_(num_blocks) {}
+
+  void insert(BlockId id) override {
+    const State& state = states_[id];
+    const bool is_given = state.is_given && state.end > now_;
+    candidates_.set(id, {is_given ? state.priority : default_priority_, state.idle});
+    is_given ? ends_.set(id, {state.end, id}) : ends_.erase(id);
+  }
+  void remove(BlockId id) override {
+    candidates_.erase(id);
+    ends_.erase(id);
+  }
+  BlockId victim() override {
+    while (ends_.size() > 0 && ends_.top_key().first <= now_) insert(ends_.top());
+    return candidates_.top();
+  }
+
+  void on_allocate(const BlockId* ids, int64_t n) override {
+    for (int64_t i = 0; i < n; ++i) states_[ids[i]] = {};
+  }
+  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                  const ReleaseFeatures& features) override {
+    if (features.num_retention == 0) return;
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t last = prefix_tokens[i] - 1;
+      give(ids[i], last - last % features.tokens_per_block, last, features);
+    }
+  }
+  void on_idle(BlockId id) override { states_[id].idle = ++num_idle_; }
+  void on_forget(BlockId id, const Hash*, uint8_t, bool) override { states_[id] = {}; }
+  void set_now(int64_t ms) override { now_ = std::max(now_, ms); }
+  void clear() override {
+    states_.zero();
+    candidates_.clear();
+    ends_.clear();
+  }
+  size_t num_bytes() const override {
+    return sizeof(*this) + states_.num_bytes() + candidates_.num_bytes() + ends_.num_bytes();
+  }
+
+ private:
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+  struct State {
+    int64_t end;   // of the priority
+    int64_t idle;  // when it was released, among all blocks
+    int32_t priority;
+    bool is_given;
+  };
+  // Tokens `first` to `last` of the request are the block's.
+  void give(BlockId id, int64_t first, int64_t last, const ReleaseFeatures& features) {
+    std::pair<int32_t, int64_t> best{-1, 0};
+    for (int64_t i = 0; i < features.num_retention; ++i) {
+      const Retention& each = features.retention[i];
+      if (each.first > last || each.stop <= first || each.first == each.stop) continue;
+      const bool has_end = each.ttl_ms >= 0 && each.ttl_ms < kNever - now_;
+      best = std::max(best, {each.priority, has_end ? now_ + each.ttl_ms : kNever});
+    }
+    if (best.first < 0) return;
+    State& state = states_[id];
+    state.priority = best.first;
+    state.end = best.second;
+    state.is_given = true;
+    if (candidates_.has(id)) insert(id);
+  }
+
+  int32_t default_priority_;
+  ZeroedArray<State> states_;
+  Ranked<std::pair<int32_t, int64_t>> candidates_;
+  Ranked<std::pair<int64_t, BlockId>> ends_;  // candidates whose priority was given
+  int64_t now_ = 0;
+  int64_t num_idle_ = 0;
+};
+
+}  // namespace kvcache
