@@ -340,14 +340,43 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   return slots;
 }
 
-Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
-  const Call call(this);
+void Manager::check_append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const {
   check_face(row, /*by_step=*/false);
   check_on_device(row);
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   check_length(rows_[row].num_computed + num_tokens, "a row");
+}
+
+Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  check_append(row, num_tokens, num_lookahead_tokens);
   hash_ahead(*rows_[row].chain, /*reads=*/false);
+  return append_checked(row, num_tokens, num_lookahead_tokens);
+}
+
+Slots Manager::append_known(int32_t row, const std::vector<int32_t>& token_ids,
+                            int64_t num_lookahead_tokens) {
+  const Call call(this);
+  const auto n = static_cast<int64_t>(token_ids.size());
+  check_append(row, n, num_lookahead_tokens);
+  const std::shared_ptr<TokenChain> chain = rows_[row].chain;
+  chain->append(token_ids.data(), n);
+  Slots slots{Status::kWait, row, {}, {}};
+  try {
+    if (rows_[row].num_computed + n >= rows_[row].next_publish) {
+      hash_ahead(*chain, /*reads=*/false);
+    }
+    slots = append_checked(row, n, num_lookahead_tokens);
+  } catch (...) {
+    chain->take_back(n);
+    throw;
+  }
+  if (slots.status != Status::kServed) chain->take_back(n);
+  return slots;
+}
+
+Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   copies_.clear();
   const Verdict verdict = grow(row, 0, num_tokens, num_lookahead_tokens);
   Slots slots{verdict.status, row, {}, copies_};

@@ -196,6 +196,10 @@ class Manager {
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
+  // The same for tokens that have become known: the chain takes them, unless they do not fit.
+  Slots append_known(int32_t row, const std::vector<int32_t>& token_ids,
+                     int64_t num_lookahead_tokens);
+
   // Takes back the last num_tokens tokens of a row: drafts that were rejected. Their slots are the
   // row's next ones.
   void reject(int32_t row, int64_t num_tokens);
@@ -387,6 +391,9 @@ class Manager {
   bool has_free_row() const;
   int32_t take_row();
   int64_t num_written(int32_t row, const CacheGroup& group) const;  // blocks with KV in them
+
+  void check_append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
+  Slots append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
   void check_group(int64_t group) const;

@@ -444,9 +444,20 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
-      .def("append_sequence",  // None, or copy-on-write pairs
-           [](Manager& self, int32_t row, int64_t num_tokens, int64_t num_lookahead) -> py::object {
-             const Slots slots = self.append(row, num_tokens, num_lookahead);
+      // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
+      // of ints, or the number of tokens that nobody needs to know (no caching).
+      .def("append_sequence",
+           [](Manager& self, int32_t row, const py::object& token_ids,
+              int64_t num_lookahead) -> py::object {
+             std::vector<int32_t> ids;
+             if (PyLong_Check(token_ids.ptr())) {
+               const int64_t n = int_argument(token_ids, "token_ids");
+               ids.resize(static_cast<size_t>(checked_size("the number of tokens", n, 1)));
+             } else {
+               const Int32Input array(token_ids, "token_ids", /*least=*/0);
+               ids.assign(array.data(), array.data() + array.size());
+             }
+             const Slots slots = self.append_known(row, ids, num_lookahead);
              if (slots.status != Status::kServed) return py::none();
              return pairs_of(slots.copies);
            })
