@@ -2,7 +2,8 @@
 
 The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
-aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost.
+aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost. Requests are
+forked, swapped out and back; a second tier of pages takes what is evicted, under any eviction policy.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvcache import KVCacheManager, Request, Status, StepPlan, StepReport
+from kvcache import KVCacheManager, Request, Status, StepPlan, StepReport, eviction_names
 from tests.allocator_driver import FULL, MIXES, Chooser, _window
 from tests.model import ENCODER, STATE, ModelGroup
 
@@ -57,8 +58,10 @@ class StepInFlight:
     """What there was before it, and the pages that it reads."""
 
     pages: Pages
+    host: Pages
     tables: Tables
     reads: set[int] = field(default_factory=set)
+    host_reads: set[int] = field(default_factory=set)
 
 
 def pages_of(table: list[list[int]]) -> set[int]:
@@ -78,6 +81,14 @@ class Simulation:
         self.groups = [kind.model(size) for kind, size in kinds]
         self.has_state = any(group.pages == STATE for group in self.groups)
         self.fences = choose.chance(2)
+        tiers = {"eviction": choose.pick(eviction_names())}
+        if choose.chance(2):
+            tiers |= {
+                "num_host_blocks": choose.integer(4, 40) * len(kinds),
+                "host_eviction": choose.pick(eviction_names()),
+                "host_write": choose.pick(["back", "through", "selective"]),
+                "num_hits_to_write": 1,
+            }
         self.manager = KVCacheManager.for_groups(
             [kind.spec(size) for kind, size in kinds],
             choose.integer(8, 24) * len(kinds),
@@ -87,8 +98,10 @@ class Simulation:
             hash_block_size=hash_block_size,
             use_eagle=choose.chance(5),
             fence_frees=self.fences,
+            **tiers,
         )
         self.pages: Pages = {}
+        self.host: Pages = {}
         self.tables: Tables = {}  # rows that were freed keep theirs
         self.running: dict[int, Conversation] = {}  # by row
         self.idle: list[Conversation] = []
@@ -98,8 +111,17 @@ class Simulation:
         self.last_written: list[int] = []
         self.lost_page: int | None = None  # the manager has not been told yet
         self.lost_slots: dict[int | str, Content] = {}
+        self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
+        self.lose_pages = lose_pages
         self.is_over = False
-        operations = [(12, self.step), (3, self.free), (2, self.report), (1, self.abort)]
+        operations = [
+            (12, self.step),
+            (3, self.free),
+            (2, self.fork),
+            (1, self.pin),
+            (2 if self.manager.host_pool is None else 8, self.report),
+            (1, self.abort),
+        ]
         if lose_pages:
             operations.append((1, self.lose_or_invalidate))
         self.weighted = [each for weight, each in operations for _ in range(weight)]
@@ -152,6 +174,7 @@ class Simulation:
         batch = [self.running[row] for row in counts]
         late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
+        leaving = self.rows_to_swap_out(counts)
         plan = self.manager.step(
             [*counts],
             [*counts.values()],
@@ -160,10 +183,54 @@ class Simulation:
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
             num_rejected_tokens=[each.num_rejected for each in batch],
+            swap_out=leaving,
+            max_host_blocks=[choose.pick([0, 3, 99, 99]) for _ in admitted],
         )
         assert plan.step_id == self.num_steps
         self.num_steps += 1
-        self.execute(plan, batch + admitted)
+        self.execute(plan, batch + [self.running[row] for row in leaving] + admitted, leaving)
+
+    def rows_to_swap_out(self, served: dict[int, int]) -> list[int]:
+        if self.manager.host_pool is None:
+            return []
+        return [
+            row
+            for row, each in self.running.items()
+            if row not in served
+            and not self.manager.is_swapped_out(each.request)
+            and self.choose.chance(4)
+        ]
+
+    def fork(self) -> None:
+        """A conversation goes on in two ways from what is computed."""
+        on_device = [
+            each for each in self.running.values() if not self.manager.is_swapped_out(each.request)
+        ]
+        if not on_device:
+            return
+        parent = self.choose.pick(on_device)
+        if parent.num_rejected:
+            self.manager.reject_tokens(parent.request, parent.num_rejected)
+            parent.num_rejected = 0
+        parent.request.append_tokens(parent.late_tokens())
+        shared = self.manager.num_computed_tokens(parent.request)
+        if shared >= LONGEST:
+            return
+        self.num_conversations += 1
+        other = 1000 * self.choose.integer(0, 2)
+        tokens = parent.tokens[:shared] + [token + other for token in parent.tokens[shared:]]
+        request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
+        row = self.manager.fork(parent.request, request)
+        if row >= 0:
+            self.running[row] = Conversation(request, tokens, shared + 1)
+            self.tables[row] = [[] for _ in self.groups]
+
+    def pin(self) -> None:
+        session = self.choose.pick(["one", "two"])
+        if self.idle and self.choose.chance(2):
+            self.manager.pin(session, self.choose.pick(self.idle).request)
+        else:
+            self.manager.unpin(session)
 
     def free(self) -> None:
         if not self.running:
@@ -178,14 +245,14 @@ class Simulation:
 
     def report(self) -> None:
         """The oldest step has completed; not while nobody has heard of a lost page."""
-        if self.in_flight and self.lost_page is None:
+        if self.in_flight and self.lost_page is None and self.lost_on_host is None:
             step = min(self.in_flight)
             del self.in_flight[step]
             self.manager.report(StepReport(step, completed=True))
 
     def abort(self) -> None:
         """A step and all behind it: whatever became of them, what they wrote counts for nothing."""
-        if not self.in_flight or self.lost_page is not None:
+        if not self.in_flight or self.lost_page is not None or self.lost_on_host is not None:
             return
         if min(self.in_flight) <= self.num_steps - MOST_STEPS_BACK:
             return
@@ -194,23 +261,30 @@ class Simulation:
         self.in_flight = {step: each for step, each in self.in_flight.items() if step < first}
         outcome = self.choose.pick(["carried out", "not carried out", "garbled"])
         if outcome == "not carried out":
-            self.pages, self.tables = aborted.pages, aborted.tables
+            self.pages, self.host, self.tables = aborted.pages, aborted.host, aborted.tables
             for row in self.running:
                 self.tables.setdefault(row, [[] for _ in self.groups])
         elif outcome == "garbled":
-            self.garble_what_changed(aborted.pages)
+            self.garble_what_changed(self.pages, aborted.pages)
+            self.garble_what_changed(self.host, aborted.host)
         self.restart(self.manager.report(StepReport(first, completed=False)))
         self.check_what_is_kept(f"after an abort, {outcome}")
 
-    def garble_what_changed(self, before: Pages) -> None:
-        for page, slots in self.pages.items():
+    @staticmethod
+    def garble_what_changed(pages: Pages, before: Pages) -> None:
+        for page, slots in pages.items():
             for slot, content in slots.items():
                 if before.get(page, {}).get(slot) != content:
                     slots[slot] = BAD
 
     def lose_or_invalidate(self) -> None:
         """A page loses its contents; the manager hears of it some operations later."""
-        if self.lost_page is None:
+        if self.lost_on_host is not None:
+            (last, page), self.lost_on_host = self.lost_on_host, None
+            self.in_flight = {step: each for step, each in self.in_flight.items() if step > last}
+            self.restart(self.manager.report(StepReport(last, True, failed_host_pages=[page])))
+            self.check_what_is_kept("after a page of the host was not written")
+        elif self.lost_page is None:
             self.lose_page()
         else:
             page, self.lost_page = self.lost_page, None
@@ -226,36 +300,66 @@ class Simulation:
         if not self.last_written:
             return
         page = self.choose.pick(self.last_written)
+        if not self.may_lose():
+            return
         if any(page in pages_of(table) for table in self.tables.values()):
             self.pages[page] = dict.fromkeys(self.pages.get(page, {}), BAD)
             self.lost_page, self.lost_slots = page, dict(self.pages[page])
 
     # The device ------------------------------------------------------------------------------------
 
-    def execute(self, plan: StepPlan, asked: list[Conversation]) -> None:
+    def execute(self, plan: StepPlan, asked: list[Conversation], leaving: list[int]) -> None:
         """Carries out a plan and computes what it serves; `asked` are those that it answers."""
         held_before = {row: pages_of(table) for row, table in self.tables.items()}
         fenced = set()
         if self.fences:
             fenced = set().union(*(each.reads for each in self.in_flight.values()))
-        step = StepInFlight(copy_pages(self.pages), copy.deepcopy(self.tables))
-        step.reads.update(plan.copy[:, 0].tolist())
+        tables = copy.deepcopy(self.tables)
+        step = StepInFlight(copy_pages(self.pages), copy_pages(self.host), tables)
+        step.reads.update(plan.copy[:, 0].tolist(), plan.swap_out[:, 0].tolist())
+        self.check_host_pages(plan)
+        step.host_reads.update(plan.swap_in[:, 0].tolist())
         self.in_flight[plan.step_id] = step
         self.check_destinations(plan, fenced)
+        self.swap_out(plan)
         self.carry_out_copies(plan)
         self.pages.update({page: {} for page in plan.zero.tolist()})
+        self.swap_in(plan)
         self.update_tables(plan)
         self.notice_reuse_of_lost_page(plan, held_before)
-        for row, start in self.settle(plan, asked):
+        for row, start in self.settle(plan, asked, leaving):
             self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
 
     def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
         """A page is written once, not while it is read, and no copy reads what a copy writes."""
-        written = plan.copy[:, 1].tolist() + plan.zero.tolist()
+        written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
         assert len(written) == len(set(written)), "a page is written twice"
         assert not set(plan.copy[:, 0].tolist()) & set(written), "a copy reads a page being written"
         assert not fenced & set(written), "a plan writes a page that a step in flight reads"
         self.last_written = written
+
+    def check_host_pages(self, plan: StepPlan) -> None:
+        """A page of the host is written once, and not while a step reads it."""
+        written = plan.swap_out[:, 1].tolist()
+        assert len(written) == len(set(written)), "a page of the host is written twice"
+        read = set(plan.swap_in[:, 0].tolist())
+        read = read.union(*(each.host_reads for each in self.in_flight.values()))
+        assert not read & set(written), "a page of the host is written while it is read"
+
+    def swap_out(self, plan: StepPlan) -> None:
+        for page, target in plan.swap_out.tolist():
+            self.host[target] = dict(self.pages.get(page, {}))
+        if self.lose_pages and len(plan.swap_out) and self.may_lose() and self.choose.chance(8):
+            target = self.choose.pick(plan.swap_out[:, 1].tolist())
+            self.host[target] = dict.fromkeys(self.host[target], BAD)
+            self.lost_on_host = plan.step_id, target
+
+    def may_lose(self) -> bool:
+        return self.lost_page is None and self.lost_on_host is None
+
+    def swap_in(self, plan: StepPlan) -> None:
+        for page, target in plan.swap_in.tolist():
+            self.pages[target] = dict(self.host.get(page, {}))
 
     def carry_out_copies(self, plan: StepPlan) -> None:
         """All read before any is written."""
@@ -288,12 +392,17 @@ class Simulation:
         if lost in written or (appended and not held) or (shared and refilled):
             self.is_over = True
 
-    def settle(self, plan: StepPlan, asked: list[Conversation]) -> list[tuple[int, int]]:
+    def settle(
+        self, plan: StepPlan, asked: list[Conversation], leaving: list[int]
+    ) -> list[tuple[int, int]]:
         """(row, first token) of those that are served; a new request that is not becomes idle."""
         served = []
         answers = zip(plan.rows.tolist(), plan.status.tolist(), plan.num_computed_tokens.tolist())
-        for conversation, (row, status, start) in zip(asked, answers):
-            if status == Status.SERVED:
+        for conversation, (row, status, start) in zip(asked, answers, strict=True):
+            if row in leaving:
+                is_out = self.manager.is_swapped_out(conversation.request)
+                assert is_out == (status == Status.SERVED)
+            elif status == Status.SERVED:
                 conversation.num_rejected = 0
                 self.running[row] = conversation
                 served.append((row, start))
@@ -318,7 +427,7 @@ class Simulation:
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
             wrong = self.wrong_cells(conversation, accepted)
-            assert not wrong or self.lost_page is not None, f"row {row} reads wrong KV: {wrong}"
+            assert not wrong or not self.may_lose(), f"row {row} reads wrong KV: {wrong}"
             is_right = not wrong and position < num_accepted
             content = conversation.content(position) if is_right else BAD
             self.write(table, position, end, content, forbidden)
@@ -367,7 +476,8 @@ class Simulation:
     def check_what_is_kept(self, when: str) -> None:
         """All rows' own blocks, and all that is a hit for anyone, hold what they should."""
         for row, conversation in self.running.items():
-            self.check_row(row, conversation, when)
+            if not self.manager.is_swapped_out(conversation.request):
+                self.check_row(row, conversation, when)
         for conversation in [*self.running.values(), *self.idle]:
             self.check_hit(conversation, when)
 

@@ -61,8 +61,15 @@ void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, 
       {row, id, rows_[row].admission, block * group.block_size, rows_[row].chain});
 }
 
-// What a row that leaves has computed and not published.
+// What a row that leaves has computed and not published, and what it loads.
 void Manager::note_left(int32_t row) {
+  for (const Load& load : loads_) {
+    const std::vector<BlockId>& blocks = held(row)[load.group].blocks;
+    if (load.block < static_cast<int64_t>(blocks.size()) &&
+        blocks[static_cast<size_t>(load.block)] == load.device) {
+      note_dropped(row, groups_[load.group], load.block, load.device);
+    }
+  }
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
