@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <deque>
 #include <map>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "core/eviction/registry.h"
 #include "tests/check.h"
 
 using kvcache::BlockId;
@@ -356,6 +358,209 @@ TEST(reset_needs_every_block_free) {
   CHECK(pool.reset());
   CHECK_EQ(pool.num_cached(), 0);
   pool.check_invariants();
+}
+
+// First in, first out among candidates; notes what it is told.
+struct Recorder : kvcache::EvictionPolicy {
+  explicit Recorder(std::vector<std::string>* log) : log(log) {}
+  std::vector<std::string>* log;
+  std::deque<BlockId> candidates;
+
+  template <class... T>
+  void note(const std::string& what, T... numbers) {
+    std::string line = what;
+    ((line += " " + std::to_string(numbers)), ...);
+    log->push_back(line);
+  }
+  void insert(BlockId id) override {
+    note("insert", id);
+    candidates.push_back(id);
+  }
+  void remove(BlockId id) override {
+    note("remove", id);
+    candidates.erase(std::find(candidates.begin(), candidates.end(), id));
+  }
+  BlockId victim() override { return candidates.empty() ? 0 : candidates.front(); }
+  void on_allocate(const BlockId* ids, int64_t n) override { note("allocate", n, ids[0]); }
+  void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
+    note(hash == nullptr ? "part" : "publish", id, int{group});
+  }
+  void on_hit(const BlockId* ids, int64_t n) override { note("hit", n, ids[0]); }
+  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                  const kvcache::ReleaseFeatures& f) override {
+    note("release", n, ids[0], prefix_tokens[0], f.turn, f.num_prefix_tokens, f.num_new_blocks,
+         f.num_output_tokens, f.request_class, f.logical_time, f.wall_ms, f.tokens_per_block,
+         f.num_retention, f.retention[0].first, f.retention[0].stop, f.retention[0].priority,
+         f.retention[0].ttl_ms);
+  }
+  void on_idle(BlockId id) override { note("idle", id); }
+  void on_access(const BlockId* ids, int64_t n, double now) override {
+    note("access", n, ids[0], static_cast<int>(now));
+  }
+  void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
+    note("forget", id, int{hash != nullptr}, int{group}, int{evicted});
+  }
+  void set_now(int64_t ms) override { note("now", ms); }
+  void clear() override {
+    note("clear");
+    candidates.clear();
+  }
+};
+
+TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
+  std::vector<std::string> log;
+  BlockPool pool(4, std::make_unique<Recorder>(&log));
+  const auto told = [&](const std::vector<std::string>& expected) {
+    pool.check_invariants();
+    const bool same = log == expected;
+    if (!same) {
+      for (const std::string& line : log) std::printf("  %s\n", line.c_str());
+    }
+    log.clear();
+    return same;
+  };
+  CHECK(pool.has_policy());
+  BlockId ids[3], one;
+  CHECK(pool.allocate(3, ids));
+  const Hash hashes[] = {hash_of(1), hash_of(2)};
+  publish(&pool, ids, hashes, 2, 3);
+  pool.publish_part(ids[2], hash_of(8), hash_of(1), 3);
+  CHECK(told({"allocate 3 1", "publish 1 3", "publish 2 3", "part 3 3"}));
+
+  const int64_t prefix_tokens[] = {16, 32, 40};
+  const kvcache::Retention retention{1, 2, 3, 4};
+  const kvcache::ReleaseFeatures features{5, 6, 7, 8, 9, 10, 11, 16, &retention, 1};
+  pool.tell_release(ids, prefix_tokens, 3, features);
+  pool.access(ids, 2, 7.0);
+  pool.set_now(99);
+  pool.release(ids, 3);  // block 1 has a child, block 3 is no chain's
+  CHECK(told({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7", "now 99", "idle 1",
+              "idle 2", "insert 2", "idle 3", "insert 3"}));
+
+  pool.hit(&ids[1], 1);
+  pool.retain(&ids[1], 1);
+  CHECK(told({"hit 1 2", "remove 2"}));
+  const BlockId twice[] = {ids[1], ids[1]};
+  CHECK_THROWS(pool.release(twice, 2), "more often");
+  CHECK(told({}));
+  pool.release(&ids[1], 1);
+  CHECK(told({"idle 2", "insert 2"}));
+
+  CHECK(pool.allocate(1, &one));
+  CHECK(told({"remove 3", "forget 3 0 3 1", "allocate 1 3"}));
+  CHECK(pool.allocate(1, &one));
+  CHECK(told({"remove 2", "forget 2 1 3 1", "insert 1", "allocate 1 2"}));
+  pool.evict(&ids[0], 1);
+  CHECK(told({"remove 1", "forget 1 1 3 0"}));
+  pool.clear();
+  CHECK(told({"clear"}));
+}
+
+TEST(a_child_parks_its_free_parents_until_its_last_twin_is_forgotten) {
+  std::vector<std::string> log;
+  BlockPool pool(5, std::make_unique<Recorder>(&log));
+  BlockId ids[4];
+  CHECK(pool.allocate(4, ids));
+  const Hash parent = hash_of(1), child = hash_of(2);
+  for (int i : {0, 1}) publish(&pool, &ids[i], &parent, 1);
+  pool.release(ids, 2);
+  log.clear();
+  for (int i : {2, 3}) pool.publish(&ids[i], Content{&child, &parent}, 1, 0);
+  CHECK(log == std::vector<std::string>({"remove 2", "remove 1", "publish 3 0", "publish 4 0"}));
+  pool.check_invariants();
+  log.clear();
+  pool.evict(&ids[2], 1);
+  CHECK(log == std::vector<std::string>({"forget 3 1 0 0"}));
+  log.clear();
+  pool.evict(&ids[3], 1);
+  CHECK(log == std::vector<std::string>({"forget 4 1 0 0", "insert 2", "insert 1"}));
+  pool.check_invariants();
+}
+
+TEST(derived_blocks_are_evicted_whatever_the_policy) {
+  std::vector<std::string> log;
+  BlockPool pool(6, std::make_unique<Recorder>(&log));
+  BlockId ids[5];
+  CHECK(pool.allocate(5, ids));
+  const Hash chain[] = {hash_of(1), hash_of(2), hash_of(3), hash_of(4)};
+  const Hash seed{};
+  Content content{chain, &seed};
+  content.root = &chain[0];
+  pool.publish(ids, content, 4, 0);
+  pool.release(ids, 4);
+  pool.pin(ids, 2);
+  pool.evict_derived(&ids[1], 1, /*is_uniform=*/true);
+  pool.check_invariants();
+  CHECK_EQ(pool.num_cached(), 1);
+  pool.publish_part(ids[4], hash_of(9), chain[0], 0);
+  pool.release(&ids[4], 1);
+  const Hash other = hash_of(5);
+  BlockId more;
+  CHECK(pool.allocate(1, &more));
+  pool.publish(&more, Content{&other, &chain[0], 1, &chain[0]}, 1, 0);
+  pool.release(&more, 1);
+  pool.evict_derived(&more, 1, /*is_uniform=*/false);
+  pool.check_invariants();
+  CHECK_EQ(pool.num_cached(), 0);
+  CHECK(pool.allocate(1, &more));
+  publish(&pool, &more, chain, 1);
+  pool.pin(&more, 1);
+  pool.release(&more, 1);
+  CHECK_EQ(pool.num_pinned(), 1);
+  CHECK(pool.allocate(5, ids));
+  CHECK_EQ(pool.num_pins_broken(), 1);
+  pool.check_invariants();
+}
+
+TEST(a_block_that_names_itself_as_parent_still_goes) {
+  std::vector<std::string> log;
+  BlockPool pool(3, std::make_unique<Recorder>(&log));
+  BlockId ids[2];
+  CHECK(pool.allocate(2, ids));
+  const Hash hash = hash_of(1);
+  for (BlockId id : ids) pool.publish(&id, Content{&hash, &hash}, 1, 0);
+  pool.release(ids, 2);
+  pool.check_invariants();
+  CHECK(pool.allocate(2, ids));
+  CHECK_EQ(ids[0], 1);
+  pool.check_invariants();
+}
+
+TEST(pinned_blocks_go_last_in_the_order_of_their_release) {
+  BlockPool pool(6);
+  BlockId ids[5], out[4];
+  CHECK(pool.allocate(5, ids));
+  const Hash hashes[] = {hash_of(1), hash_of(2), hash_of(3), hash_of(4), hash_of(5)};
+  publish(&pool, ids, hashes, 4);
+  CHECK_THROWS(pool.pin(ids, 5), "block 5, which is not cached");
+  CHECK_THROWS(pool.unpin(ids, 1), "block 1, which is not pinned");
+  CHECK_EQ(pool.num_pinned(), 0);
+  publish(&pool, &ids[4], &hashes[4], 1);
+  pool.pin(ids, 3);
+  pool.release(ids, 5);
+  CHECK(pool.allocate(2, out));
+  CHECK(out[0] == 4 && out[1] == 5);
+  pool.check_invariants();
+  pool.retain(ids, 1);  // from among those that eviction has passed over
+  pool.unpin(&ids[2], 1);
+  pool.release(ids, 1);
+  pool.check_invariants();
+  CHECK(pool.is_pinned(1) && !pool.is_pinned(3));
+  CHECK(pool.allocate(3, out));
+  CHECK(out[0] == 3 && out[1] == 2 && out[2] == 1);
+  CHECK_EQ(pool.num_pins_broken(), 2);
+  pool.clear();
+  pool.check_invariants();
+}
+
+TEST(policies_are_made_by_name) {
+  for (const std::string& name : kvcache::eviction_names()) {
+    const auto policy = kvcache::make_eviction_policy(name, {}, 8);
+    CHECK_EQ(policy == nullptr, name == "lru");
+    CHECK(policy == nullptr || policy->num_bytes() > 0);
+  }
+  CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
+  CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");
 }
 
 // A hash whose home in an index of `num_buckets` is this bucket: the inverse of HashIndex::tag_of.
