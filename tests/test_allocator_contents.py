@@ -223,7 +223,8 @@ class Simulation:
         row = self.manager.fork(parent.request, request)
         if row >= 0:
             self.running[row] = Conversation(request, tokens, shared + 1)
-            self.tables[row] = [[] for _ in self.groups]
+            # Until a plan tells its table: pages that it may write to are its own.
+            self.tables[row] = [self.block_ids(request, g) for g in range(len(self.groups))]
 
     def pin(self) -> None:
         session = self.choose.pick(["one", "two"])

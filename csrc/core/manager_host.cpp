@@ -39,7 +39,10 @@ void Manager::on_eviction(BlockId id) {
 void Manager::write_pending() {
   std::unordered_set<BlockId> done;
   for (BlockId id : pending_writes_) {
-    if (pool_.hash_of(id) != nullptr && done.insert(id).second) write_to_host(id);
+    if (pool_.hash_of(id) == nullptr || !done.insert(id).second || !write_to_host(id)) continue;
+    if (!is_fenced(num_steps_)) continue;
+    pool_.retain(&id, 1);  // the step reads it
+    borrowed_.push_back(id);
   }
   pending_writes_.clear();
 }

@@ -77,6 +77,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
     each.blocks.resize(static_cast<size_t>(std::max(each.num_dropped, num_written(row, group))));
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       BlockId& id = each.blocks[static_cast<size_t>(b)];
+      note_dropped(row, group, b, id);  // had, and not kept
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
       if (is_first) {
         to->second = *next++;
