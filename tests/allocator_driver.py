@@ -120,6 +120,12 @@ class Driver:
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
         }
+        if choose.chance(2):
+            options |= {
+                "num_host_blocks": choose.integer(2, 30) * len(kinds),
+                "host_write": choose.pick(["back", "back", "through", "selective"]),
+                "num_hits_to_write": choose.integer(1, 2),
+            }
         watermark = choose.pick([0.0, 0.0, 0.2])
         self.manager = KVCacheManager.for_groups(
             [kind.spec(size) for kind, size in kinds],
@@ -150,7 +156,8 @@ class Driver:
             (10, self.step),
             (3, self.free),
             (3, self.tokens_arrive),
-            (2, self.report),
+            (2 if self.model.host is None else 5, self.report),
+            (2, self.fork),
             (1, self.abort),
             (1, self.invalidate),
             (1, self.reset),
@@ -223,6 +230,16 @@ class Driver:
         choose = self.choose
         rooms = self.rows(by_step=True)
         rows = [row for row in rooms if not choose.chance(3)]
+        leaving = []
+        if self.model.host:
+            leaving = [
+                row
+                for row in sorted(self.requests)
+                if self.model.rows[row].by_step
+                and not self.model.rows[row].on_host
+                and choose.chance(6)
+            ]
+            rows = [row for row in rows if row not in leaving]
         if choose.chance(2):
             rows.reverse()
         counts = [
@@ -240,6 +257,7 @@ class Driver:
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
         reserved = choose.pick([0, 0, 0, 4])
+        most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         plan = self.manager.step(
             rows,
@@ -251,25 +269,34 @@ class Driver:
             num_rejected_tokens=rejected,
             num_lookahead_tokens=ahead,
             num_reserved_blocks=reserved,
+            swap_out=leaving,
+            max_host_blocks=most,
         )
         models = [model for _, model in pairs]
-        want = self.model.step(rows, counts, ids, rejected, models, limits, ahead, reserved)
+        want = self.model.step(
+            rows, counts, ids, rejected, models, limits, ahead, reserved, leaving, most
+        )
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
         assert plan.clear_rows.tolist() == sorted(want.clear)
         assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
         assert plan.zero.tolist() == want.zero
+        assert list(map(tuple, plan.swap_out.tolist())) == want.swap_out
+        assert list(map(tuple, plan.swap_in.tolist())) == want.swap_in
         self.check_destinations(plan)
         self.apply(plan)
-        for pair, row in zip(pairs, want.rows[len(rows) :]):
+        for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.settle(pair, row)
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
-        written = plan.copy[:, 1].tolist() + plan.zero.tolist()
+        written = [*plan.copy[:, 1].tolist(), *plan.zero.tolist(), *plan.swap_in[:, 1].tolist()]
         assert len(written) == len(set(written))
         assert not set(plan.copy[:, 0].tolist()) & set(written)
+        to_host = plan.swap_out[:, 1].tolist()
+        assert len(to_host) == len(set(to_host))
+        assert not set(to_host) & {load["host"] for load in self.model.loads}
 
     def apply(self, plan) -> None:
         for row in plan.clear_rows.tolist():
@@ -282,6 +309,35 @@ class Driver:
             for row, column, block in plan.replace[g].tolist():
                 assert column < len(self.tables[row][g])
                 self.tables[row][g][column] = block
+
+    def fork(self) -> None:
+        forkable = [
+            row
+            for row in sorted(self.requests)
+            if self.model.rows[row].by_step and not self.model.rows[row].on_host
+        ]
+        if not forkable:
+            return
+        row = self.choose.pick(forkable)
+        state, (parent, known) = self.model.rows[row], self.requests[row]
+        num_shared = state.num_computed
+        differs = self.choose.pick([num_shared, 99])
+        length = max(1, min(num_shared + self.choose.integer(0, 5), LONGEST))
+        tokens = known.tokens[:num_shared]
+        tokens += [self.token(i, differs) for i in range(len(tokens), length)]
+        self.count += 1
+        writes = bool(self.choose.integer(0, 3))
+        encoder = known.num_encoder_tokens
+        request = Request(f"r{self.count}", tokens, write_cache=writes, num_encoder_tokens=encoder)
+        if len(known.tokens) < num_shared:  # drafts that nobody has confirmed
+            with pytest.raises(ValueError, match="are known"):
+                self.manager.fork(parent, request)
+            return
+        model = ModelRequest(tokens, not encoder, writes and not encoder, encoder)
+        found = self.manager.fork(parent, request)
+        assert found == self.model.fork(row, model)
+        if found >= 0:
+            self.requests[found] = request, model
 
     def allocate_slots(self) -> None:
         request, model = pair = self.new_request()
@@ -347,8 +403,11 @@ class Driver:
             return
         step = self.choose.integer(least, self.model.num_steps - 1)
         failed = self.some_blocks() if self.choose.chance(4) else []
-        found = self.manager.report(StepReport(step, completed=True, failed_pages=failed))
-        want = self.model.invalidate(failed) if failed else {}
+        pages = []
+        if self.model.host and self.choose.chance(6):
+            pages = [self.choose.integer(1, self.model.host.num_blocks - 1)]
+        found = self.manager.report(StepReport(step, True, failed, pages))
+        want = self.model.invalidate(failed, pages) if failed or pages else {}
         self.model.complete(step)
         assert found == self.by_request(want)
 
@@ -377,9 +436,10 @@ class Driver:
         dropped = [block for step in self.model.in_flight for _, _, block, _ in step["dropped"]]
         if dropped and choose.chance(3):
             return [choose.pick(dropped[-3:])]
-        if choose.chance(2) or not self.requests:
+        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        if choose.chance(2) or not rows:
             return [choose.integer(1, self.model.num_blocks - 1)]
-        row, group = choose.pick(sorted(self.requests)), choose.integer(0, self.num_groups - 1)
+        row, group = choose.pick(rows), choose.integer(0, self.num_groups - 1)
         return [each for each in self.model.blocks(row, group) if each][-2:]
 
     def by_request(self, affected: dict[int, int]) -> dict[str, int]:
@@ -397,12 +457,17 @@ class Driver:
         request, model = pair = self.new_request()
         self.waiting.append(pair)
         num_hit = self.model.hit_length(model, self.model.unit)
+        tokens = self.manager.cached_tokens(request)
+        whole = self.model.whole_unit
+        assert tokens.on_device == self.model.hit_length(model, whole)
+        assert tokens.with_host == self.model.hit_length(model, whole, with_host=True)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
         status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
         assert self.manager.would_fit(request, chunk) == status
         assert self.model.hit_length(model, self.model.unit) == num_hit
-        if self.requests:
-            row = self.choose.pick(sorted(self.requests))
+        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        if rows:
+            row = self.choose.pick(rows)
             group = self.choose.integer(0, self.num_groups - 1)
             running = self.choose.integer(1, 3)
             found = self.manager.get_num_common_prefix_blocks(self.requests[row][0], running, group)
@@ -426,7 +491,20 @@ class Driver:
             lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
             lambda: manager.report(StepReport(0, completed=True, failed_pages=[0])),
             lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
+            lambda: manager.step(swap_out=[len(self.tables) + 50]),
+            lambda: manager.step(new=[stranger], max_host_blocks=[-1]),
+            lambda: manager.fork(stranger, Request("child", [1, 2])),
+            lambda: manager.is_swapped_out(stranger),
         ]
+        on_host = [row for row in self.requests if self.model.rows[row].on_host]
+        if on_host:
+            away = self.requests[on_host[0]][0]
+            calls += [
+                lambda: manager.step(swap_out=[on_host[0]]),
+                lambda: manager.fork(away, Request("child", away.token_ids)),
+                lambda: manager.block_ids(away),
+                lambda: manager.get_num_common_prefix_blocks(away, 1),
+            ]
         rows = self.rows(by_step=True)
         if rows:
             row = self.choose.pick([*rows])
@@ -441,6 +519,8 @@ class Driver:
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
                 lambda: manager.step([row], [1], new=[self.requests[row][0]]),
                 lambda: manager.append_slots(self.requests[row][0], 1),
+                lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
+                lambda: manager.step([row], [1], swap_out=[row]),
             ]
         others = self.rows(by_step=False)
         if others:
@@ -448,6 +528,10 @@ class Driver:
             calls += [
                 lambda: manager.step([row2], [1]),
                 lambda: manager.append_slots(self.requests[row2][0], others[row2] + 1),
+                lambda: manager.step(swap_out=[row2]),
+                lambda: manager.fork(
+                    self.requests[row2][0], Request("child", self.requests[row2][0].token_ids)
+                ),
             ]
         with pytest.raises(ValueError):
             self.choose.pick(calls)()
@@ -457,15 +541,24 @@ class Driver:
     def compare(self) -> None:
         manager, model = self.manager, self.model
         manager.check_invariants()
-        assert manager.pool.num_free == model.num_free()
-        assert manager.pool.num_cached == model.num_cached()
+        pools = [(manager.pool, model.pool)]
+        if model.host:
+            pools.append((manager.host_pool, model.host))
+            assert manager.num_loading_blocks == len(model.loads)
+        for pool, known in pools:
+            assert pool.num_free == known.num_free()
+            assert pool.num_cached == len(known.content)
         assert manager.num_fenced_blocks == sum(len(blocks) for _, blocks in model.fences)
         stats = manager.stats
         assert (stats.query_tokens, stats.hit_tokens) == (model.query_tokens, model.hit_tokens)
+        assert stats.host_hit_tokens == model.host_hit_tokens
         for row, (request, known) in self.requests.items():
             state = model.rows[row]
             assert manager.num_computed_tokens(request) == state.num_computed
             assert request.token_ids.tolist() == known.tokens
+            assert manager.is_swapped_out(request) == state.on_host
+            if state.on_host:
+                continue
             blocks = [manager.block_ids(request, g).tolist() for g in range(self.num_groups)]
             assert blocks == [held.blocks for held in state.held]
             if state.by_step and not state.resend:
@@ -477,31 +570,36 @@ class Driver:
         found = []
         for event in self.manager.drain_events():
             if isinstance(event, AllBlocksCleared):
-                found.append(("cleared",))
+                found.append(("cleared", event.medium))
             elif isinstance(event, BlockRemoved):
-                found += [("removed", event.group, each.tobytes()) for each in event.block_hashes]
+                what = "removed", event.medium, event.group
+                found += [(*what, each.tobytes()) for each in event.block_hashes]
+            elif event.medium == "cpu":
+                what = "stored", "cpu", event.group
+                found += [(*what, each.tobytes()) for each in event.block_hashes]
+                assert (event.parent_hash, len(event.token_ids)) == (None, 0)
             else:
                 found += self.stored(event)
         want = []
-        for kind, *rest in self.model.events:
+        for kind, medium, *rest in self.model.events:
             if kind == "cleared":
-                want.append((kind,))
+                want.append((kind, medium))
                 continue
             group, prefix = rest
-            told = (kind, group, self.hash_of(prefix))
-            if kind == "stored":
+            told = (kind, medium, group, self.hash_of(prefix))
+            if kind == "stored" and medium == "gpu":
                 size = self.model.groups[group].block_size
                 told += (self.hash_of(prefix[:-size]), prefix[-size:])
             want.append(told)
         assert found == want
-        self.model.events = []
+        self.model.events.clear()
 
     def stored(self, event: BlockStored) -> list[tuple]:
         found, size, parent = [], event.block_size, event.parent_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
         for i, each in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            found.append(("stored", event.group, each.tobytes(), parent, tokens))
+            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
             parent = each.tobytes()
         return found
 

@@ -41,7 +41,7 @@ class ModelHeld:
     num_parts: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
     source: int = 0  # of a new row: block that is to be copied into its next one
-    num_copied: int = 0  # tokens of the row's hit, where there was a source
+    host_source: int = 0  # page of the host that is to be loaded into its next one
 
     @property
     def num_dropped(self):
@@ -58,6 +58,8 @@ class ModelRow:
     admission: int
     resend: bool = False
     stale: bool = False
+    forked: bool = False
+    on_host: bool = False
 
 
 @dataclass
@@ -66,12 +68,99 @@ class Answer:
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
+    swap_out: list[tuple[int, int]] = field(default_factory=list)
+    swap_in: list[tuple[int, int]] = field(default_factory=list)
     copy: list[tuple[int, int]] = field(default_factory=list)
     zero: list[int] = field(default_factory=list)
 
 
 def ceil_div(a, b):
     return -(-a // b)
+
+
+class ModelPool:
+    """Blocks of one tier: held, free and cached, or free."""
+
+    def __init__(self, num_blocks, medium, events):
+        self.num_blocks = num_blocks
+        self.refs = dict.fromkeys(range(1, num_blocks), 0)
+        self.tenancy = dict.fromkeys(range(1, num_blocks), 0)  # how often it was handed out
+        self.uncached_free = list(range(1, num_blocks))
+        self.cached_free: list[int] = []
+        # Of cached blocks: group, tokens of the full block or None, tokens of its parts.
+        self.content: dict[int, tuple[int, tuple | None, list[tuple]]] = {}
+        self.published: list[tuple[int, tuple, int]] = []  # (group, tokens, block), oldest first
+        self.parts: list[tuple[int, tuple, int]] = []
+        self.hits: dict[int, int] = {}  # of cached blocks
+        self.medium, self.events = medium, events
+        self.on_eviction = None
+
+    def num_free(self):
+        return len(self.uncached_free) + len(self.cached_free)
+
+    def find(self, g, prefix, parts=False):
+        entries = self.parts if parts else self.published
+        return next((block for group, key, block in entries if (group, key) == (g, prefix)), 0)
+
+    def take(self):
+        if not self.uncached_free:
+            block = self.cached_free[0]
+            g, prefix, _ = self.content[block]
+            copies = [entry for entry in self.published if entry[:2] == (g, prefix)]
+            if self.on_eviction and prefix is not None and len(copies) == 1:
+                self.on_eviction(block)
+        block = (self.uncached_free or self.cached_free).pop(0)
+        self.forget(block)
+        self.refs[block] = 1
+        self.tenancy[block] += 1
+        return block
+
+    def retain(self, block):
+        if self.refs[block] == 0:
+            self.cached_free.remove(block)
+        self.refs[block] += 1
+
+    def release(self, block):
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            (self.cached_free if block in self.content else self.uncached_free).append(block)
+
+    def publish(self, block, g, prefix):
+        if not self.find(g, prefix):
+            self.events.append(("stored", self.medium, g, prefix))
+        self.published.append((g, prefix, block))
+        parts = self.content[block][2] if block in self.content else []
+        self.content[block] = (g, prefix, parts)
+        self.hits[block] = 0
+
+    def publish_part(self, block, g, prefix):
+        self.parts.append((g, prefix, block))
+        self.content.setdefault(block, (g, None, []))[2].append(prefix)
+
+    def forget(self, block):
+        if block not in self.content:
+            return
+        g, prefix, _ = self.content.pop(block)
+        self.published = [entry for entry in self.published if entry[2] != block]
+        self.parts = [entry for entry in self.parts if entry[2] != block]
+        if prefix is not None and not self.find(g, prefix):
+            self.events.append(("removed", self.medium, g, prefix))
+
+    def evict(self, block):
+        if block in self.content:
+            self.forget(block)
+            if self.refs[block] == 0:
+                self.cached_free.remove(block)
+                self.uncached_free.append(block)
+
+    def clear(self):
+        self.uncached_free += self.cached_free
+        self.cached_free, self.content, self.published, self.parts = [], {}, [], []
+        self.events.append(("cleared", self.medium))
+
+    def any_prefix(self, block):
+        _, prefix, parts = self.content[block]
+        return prefix if prefix is not None else parts[0]
 
 
 class ModelManager:
@@ -87,8 +176,18 @@ class ModelManager:
         use_eagle=False,
         fence_frees=False,
         enable_caching=True,
+        num_host_blocks=0,
+        host_write="back",
+        num_hits_to_write=2,
     ):
         self.groups = groups
+        self.events: list[tuple] = []
+        self.pool = ModelPool(num_blocks, "gpu", self.events)
+        self.host = None
+        if num_host_blocks:
+            self.host = ModelPool(num_host_blocks, "cpu", self.events)
+            self.pool.on_eviction = self._on_eviction
+        self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
         self.num_blocks = num_blocks
         self.max_model_len = max_model_len
         self.max_num_reqs = max_num_reqs
@@ -110,41 +209,49 @@ class ModelManager:
 
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
-        self.refs = dict.fromkeys(range(1, num_blocks), 0)
-        self.tenancy = dict.fromkeys(range(1, num_blocks), 0)  # how often it was handed out
-        self.uncached_free = list(range(1, num_blocks))
-        self.cached_free: list[int] = []
-        # Of cached blocks: group, tokens of the full block or None, tokens of its parts.
-        self.content: dict[int, tuple[int, tuple | None, list[tuple]]] = {}
-        self.published: list[tuple[int, tuple, int]] = []  # (group, tokens, block), oldest first
-        self.parts: list[tuple[int, tuple, int]] = []
         self.fences: list[tuple[int, list[int]]] = []
+        self.loads: list[dict] = []  # in flight
+        self.pending_writes: list[int] = []
+        self.writes: list[tuple[int, int, tuple, bool]] = []  # of this step
+        self.moved: dict[int, int] = {}  # by this step's swaps
+        self.step_answer = None
         self.in_flight: list[dict] = []
         self.num_steps = self.num_completed = self.num_admissions = 0
         self.last_issued = -1
-        self.query_tokens = self.hit_tokens = 0
-        self.events: list[tuple] = []
-
-    # Counts ----------------------------------------------------------------------------------------
-
-    def num_free(self):
-        return len(self.uncached_free) + len(self.cached_free)
-
-    def num_cached(self):
-        return len(self.content)
+        self.query_tokens = self.hit_tokens = self.host_hit_tokens = 0
 
     def blocks(self, row, group):
         return self.rows[row].held[group].blocks
 
     # Steps -----------------------------------------------------------------------------------------
 
-    def step(self, rows, counts, ids, rejected, requests, limits, lookahead, reserved=0):
-        """`ids`: per row, tokens that became known. `lookahead`: per row, then per request."""
+    def step(
+        self,
+        rows,
+        counts,
+        ids,
+        rejected,
+        requests,
+        limits,
+        lookahead,
+        reserved=0,
+        leaving=(),
+        most=None,
+    ):
+        """`ids`: per row, tokens that became known. `lookahead`: per row, then per request.
+
+        `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host.
+        """
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
         journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
-        self.in_flight.append(journal)
+        self.in_flight.append(journal | {"swapped": [], "written": []})
         self.step_answer, self.moves, self.borrowed = answer, [], []
+        if self.host:
+            self._write_pending()
+        self.moved = {}
+        swapped = [self._move_out(row) for row in leaving]
+        self.moved = {}
         served = []
         for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
             state = self.rows[row]
@@ -156,14 +263,25 @@ class ModelManager:
             if status == SERVED:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
-                self._note_row(row, start, is_new=False)
-        for request, limit, ahead in zip(requests, limits, lookahead[len(rows) :]):
+                self._note_row(row)
+        for row, is_out in zip(leaving, swapped):
+            answer.rows.append(row)
+            answer.status.append(SERVED if is_out else WAIT)
+            answer.computed.append(self.rows[row].num_computed)
+        most = most or [FOREVER] * len(requests)
+        for request, limit, ahead, cap in zip(requests, limits, lookahead[len(rows) :], most):
             # A hit inside a block takes that block and the copy: without it, less may do.
             for unit in (self.unit, self.whole_unit):
-                num_hit = self.hit_length(request, unit)
+                num_hit = self.hit_length(request, unit, with_host=True)
+                held = self.hit_blocks(request, num_hit)
+                num_loads = sum(b < 0 for h in held for b in h.blocks)
+                num_loads += sum(h.host_source > 0 for h in held)
+                if num_loads > cap:
+                    num_hit = self.hit_length(request, unit)
+                    held = self.hit_blocks(request, num_hit)
                 after = min(num_hit + limit, len(request.tokens))
+                copies = any(each.source for each in held)
                 status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
-                copies = any(held.source for held in self.hit_blocks(request, num_hit))
                 if status != WAIT or not copies:
                     break
             answer.status.append(status)
@@ -172,7 +290,7 @@ class ModelManager:
             if status == SERVED:
                 answer.clear.add(row)
                 served.append(row)
-                self._note_row(row, num_hit, is_new=True)
+                self._note_row(row)
         for row, g, _, num_tokens in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
@@ -182,19 +300,22 @@ class ModelManager:
             self._note_dropped(self.rows[row], g, column, held.blocks[column])
             self._give_back([held.blocks[column]], self.num_steps)
             held.blocks[column] = 0
+        self._end_writes()
+        self.moved = {}
         self._give_back(self.borrowed, self.num_steps)
         for row, state in self.rows.items():
             if state.resend:
                 answer.clear.add(row)
                 state.resend = False
+        self.step_answer = None
         self.in_flight[-1]["clear"] = set(answer.clear)
         self.last_issued = self.num_steps
         self.num_steps += 1
         self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_steps - 64]
         return answer
 
-    def _note_row(self, row, start, is_new):
-        entry = (row, self.rows[row].admission, start, is_new)
+    def _note_row(self, row):
+        entry = (row, self.rows[row].admission, self.safe_start)
         self.in_flight[-1]["rows"].append(entry)
 
     def allocate(self, request, count, num_hit, lookahead):
@@ -230,11 +351,17 @@ class ModelManager:
 
     def free(self, row):
         state = self.rows.pop(row)
-        self._publish(state)
-        for g, (group, held) in enumerate(zip(self.groups, state.held)):
-            for column in range(held.num_published, ceil_div(state.num_computed, group.block_size)):
-                if group.pages != ENCODER and held.blocks[column]:
-                    self._note_dropped(state, g, column, held.blocks[column])
+        if not state.on_host:
+            self._publish(state)
+            for load in self.loads:
+                blocks = state.held[load["group"]].blocks
+                if blocks[load["column"] : load["column"] + 1] == [load["device"]]:
+                    self._note_dropped(state, load["group"], load["column"], load["device"])
+            for g, (group, held) in enumerate(zip(self.groups, state.held)):
+                stop = ceil_div(state.num_computed, group.block_size)
+                for column in range(held.num_published, stop):
+                    if group.pages != ENCODER and held.blocks[column]:
+                        self._note_dropped(state, g, column, held.blocks[column])
         self._give_back_row(state, with_encoder=True)
         if state.by_step:
             self.to_clear.add(row)
@@ -242,10 +369,12 @@ class ModelManager:
     def complete(self, step_id):
         self.num_completed = max(self.num_completed, step_id + 1)
         self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_completed]
+        self._end_loads(lambda load: load["step"] < self.num_completed, arrived=True)
         self._lift_fences()
 
     def reset(self):
-        if any(self.refs.values()):
+        pools = [self.pool] + ([self.host] if self.host else [])
+        if any(any(pool.refs.values()) for pool in pools):
             return False
         self._clear()
         return True
@@ -256,26 +385,27 @@ class ModelManager:
             state.stale = True
 
     def _clear(self):
-        self.uncached_free += self.cached_free
-        self.cached_free, self.content, self.published, self.parts = [], {}, [], []
-        self.events.append(("cleared",))
+        self.pool.clear()
+        if self.host:
+            self.host.clear()
 
     def num_common_prefix_blocks(self, row, num_running, g):
-        fenced = [block for _, blocks in self.fences for block in blocks]
         count = 0
         for block in self.rows[row].held[g].blocks:
-            if not block or self.refs[block] - fenced.count(block) != num_running:
+            if not block or self._num_holders(block) != num_running:
                 break
             count += 1
         return count
 
     # Hits ------------------------------------------------------------------------------------------
 
-    def find(self, g, prefix, where=None):
-        entries = self.published if where is None else where
-        return next((block for group, key, block in entries if (group, key) == (g, prefix)), 0)
+    def find(self, g, prefix, with_host=False):
+        """The block under these tokens; a page of the host is negative."""
+        return self.pool.find(g, prefix) or (
+            -self.host.find(g, prefix) if with_host and self.host else 0
+        )
 
-    def has_all(self, tokens, num_tokens):
+    def has_all(self, tokens, num_tokens, with_host=False):
         """Whether every group has what the tokens behind this prefix read."""
         for g, group in enumerate(self.groups):
             size = group.block_size
@@ -283,25 +413,27 @@ class ModelManager:
                 continue
             first = group.reads_from(num_tokens)
             for column in range(first // size, num_tokens // size):
-                if not self.find(g, tuple(tokens[: (column + 1) * size])):
+                if not self.find(g, tuple(tokens[: (column + 1) * size]), with_host):
                     return False
             is_inside = num_tokens % size and first < num_tokens
-            if is_inside and not self.find(g, tuple(tokens[:num_tokens]), self.parts):
+            if is_inside and not self.pool.find(g, tuple(tokens[:num_tokens]), parts=True):
                 return False
         return True
 
-    def hit_length(self, request, unit):
+    def hit_length(self, request, unit, with_host=False):
         if not request.reads or not self.caching:
             return 0
         most = len(request.tokens) - 1
-        lengths = [n for n in range(0, most + 1, unit) if self.has_all(request.tokens, n)]
+        lengths = [
+            n for n in range(0, most + 1, unit) if self.has_all(request.tokens, n, with_host)
+        ]
         best = max(lengths)
         if self.use_eagle and best > 0:
             best = max(n for n in lengths if n <= best - unit)
         return best
 
     def hit_blocks(self, request, num_tokens):
-        """Per group what a row with this hit begins with."""
+        """Per group what a row with this hit begins with; a page of the host is negative."""
         held = []
         for g, group in enumerate(self.groups):
             size, each = group.block_size, ModelHeld()
@@ -309,7 +441,8 @@ class ModelManager:
                 first = group.reads_from(num_tokens)
                 for column in range(num_tokens // size):
                     prefix = tuple(request.tokens[: (column + 1) * size])
-                    each.blocks.append(self.find(g, prefix) if column >= first // size else 0)
+                    is_read = column >= first // size
+                    each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
                 each.num_hits = each.num_published
                 each.num_parts = each.num_published * (size // self.hash_size)
@@ -317,8 +450,9 @@ class ModelManager:
                     each.num_parts = num_tokens // self.hash_size
                 if num_tokens % size and first < num_tokens:
                     prefix = tuple(request.tokens[:num_tokens])
-                    each.source = self.find(g, prefix, self.parts)
-                    each.num_copied = num_tokens
+                    each.source = self.pool.find(g, prefix, parts=True)
+                if group.pages == STATE and each.blocks and each.blocks[-1] < 0:
+                    each.host_source, each.blocks[-1] = -each.blocks[-1], 0
             held.append(each)
         return held
 
@@ -345,16 +479,43 @@ class ModelManager:
         for each, (num_new, drop_to) in zip(held, needs):
             free -= num_new
             for block in each.blocks[each.num_dropped : drop_to]:
-                free += self.refs[block] == 1 and not self._is_fenced(self.last_issued)
+                free += self.pool.refs[block] == 1 and not self._is_fenced(self.last_issued)
         return free
+
+    def _shared(self, state, start, after, lookahead):
+        """(group, column) of blocks that are written for these tokens, and that others hold."""
+        found = []
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            size = group.block_size
+            stop = ceil_div(after + lookahead, size)
+            columns = range(start // size, min(stop, len(each.blocks)))
+            if group.pages == STATE:  # in place, unless it moves on to another page
+                moves = after > len(each.blocks) * size
+                columns = [] if moves else [len(each.blocks) - 1]
+            if group.pages != ENCODER:
+                found += [(g, column) for column in columns if self._is_shared(each.blocks[column])]
+        return found
+
+    def _is_shared(self, block):
+        return self._num_holders(block) - self.borrowed.count(block) > 1
+
+    def _num_holders(self, block):
+        """References of rows: not those of requests that have left, nor of loads."""
+        count = self.pool.refs.get(block, 0)
+        count -= sum(blocks.count(block) for _, blocks in self.fences)
+        return count - sum(load["device"] == block for load in self.loads)
 
     def _is_fenced(self, step_id):
         return self.fence_frees and step_id >= self.num_completed
 
     def _serve(self, state, row, start, count, lookahead):
         after = start + count
+        self.safe_start, self.copies = start, []
+        if state.on_host:
+            return self._resume(state, row, start, after, lookahead)
         needs = self._needs(state.held, start, after, lookahead)
-        room = self._room(state.held, needs, self.num_free())
+        shared = self._shared(state, start, after, lookahead) if state.forked else []
+        room = self._room(state.held, needs, self.pool.num_free()) - len(shared)
         if room < 0:
             alive = sum(
                 len(each.blocks) - drop_to + num_new
@@ -362,14 +523,59 @@ class ModelManager:
             )
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
-        self._supply(state, row, start, after, needs, max(room - self.watermark, 0))
+        self._supply(state, row, start, after, needs, max(room - self.watermark, 0), shared)
+        return SERVED
+
+    def _resume(self, state, row, start, after, lookahead):
+        """A row on the host needs what it still reads, and what it writes, on the device again."""
+        needs = self._needs(state.held, start, after, lookahead)
+        loads = []  # (group, column, whether a row of this step has loaded the same page)
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if group.pages == STATE and needs[g][0] and start > 0:
+                continue  # loaded into its new page
+            for column in range(needs[g][1], len(each.blocks)):
+                is_read_only = group.pages == ENCODER or (
+                    group.pages == TOKENS and (column + 1) * group.block_size <= start
+                )
+                loads.append((g, column, is_read_only and each.blocks[column] in self.moved))
+        num_new = sum(n for n, _ in needs) + sum(not is_there for _, _, is_there in loads)
+        room = self.pool.num_free() - num_new - self.watermark
+        if room < 0:
+            num_held = sum(n for n, _ in needs) + len(loads)
+            return NEVER if num_held > self.num_blocks - 1 - self.watermark else WAIT
+        left = []
+        for g, each in enumerate(state.held):
+            drop_to = needs[g][1]
+            left += each.blocks[each.num_dropped : drop_to]
+            each.blocks[:drop_to] = [0] * drop_to
+            if self.groups[g].pages == STATE and needs[g][0] and start > 0:
+                each.host_source, each.blocks[-1] = each.blocks[-1], 0
+                needs[g] = (1, len(each.blocks))
+            for column in [column for group, column, _ in loads if group == g]:
+                page = each.blocks[column]
+                if (g, column, True) in loads:
+                    each.blocks[column] = self.moved[page]
+                    self.pool.retain(self.moved[page])
+                    left.append(page)
+                    continue
+                each.blocks[column] = self.pool.take()
+                self.moved.setdefault(page, each.blocks[column])
+                self._load(state, g, column, page, each.blocks[column], is_hit=False)
+        for page in reversed(left):
+            self.host.release(page)
+        state.on_host, state.resend = False, True
+        self.safe_start = 0
+        self.in_flight[-1]["swapped"].append((row, state.admission))
+        state.start, state.num_computed = start, after
+        self._supply(state, row, start, after, needs, room)
         return SERVED
 
     def _admit(self, request, num_hit, after, lookahead, reserved, by_step):
         held = self.hit_blocks(request, num_hit)
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
-        free = self.num_free() - sum(self.refs[block] == 0 for block in hits + sources)
+        free = self.pool.num_free()
+        free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
         needs = self._needs(held, num_hit, after, lookahead)
         for g, group in enumerate(self.groups):
             if group.pages == ENCODER:
@@ -381,18 +587,48 @@ class ModelManager:
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
-        for block in hits + sources:
-            self._retain(block)
-        if sources:
-            self.borrowed += sources
+        self.safe_start, self.copies = num_hit, []
+        for source in sources:
+            self.pool.retain(source)
+            self.borrowed.append(source)
         self.num_admissions += 1
         state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
         self.rows[row] = state
+        first_on_host = self._take_hits(state, num_hit)
         self._supply(state, row, num_hit, after, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
+            self.host_hit_tokens += num_hit - first_on_host
         return SERVED, row
+
+    def _take_hits(self, state, num_hit):
+        """Holds them, and loads those on the host; the token from which on it rests on these."""
+        for each in state.held:
+            taken = [block for block in each.blocks if block > 0]
+            for block in taken:
+                self.pool.retain(block)
+            self._count_hits(taken)
+            for page in [-block for block in each.blocks if block < 0] + [each.host_source]:
+                if page:
+                    self.host.retain(page)
+        first = num_hit
+        for g, each in enumerate(state.held):
+            for column, block in enumerate(each.blocks):
+                if block < 0:
+                    each.blocks[column] = self.pool.take()
+                    self._load(state, g, column, -block, each.blocks[column], is_hit=True)
+                    first = min(first, column * self.groups[g].block_size)
+            if each.host_source:
+                first = min(first, (len(each.blocks) - 1) * self.groups[g].block_size)
+        return first
+
+    def _count_hits(self, blocks):
+        for block in blocks:
+            if self.host and self.host_write == "selective":
+                self.pool.hits[block] = min(self.pool.hits[block] + 1, self.num_hits_to_write)
+                if self.pool.hits[block] == self.num_hits_to_write:
+                    self.pending_writes.append(block)
 
     def _ever(self, request):
         """Blocks held when the last known token runs alone."""
@@ -407,7 +643,7 @@ class ModelManager:
                 count += ceil_div(n, group.block_size) - first // group.block_size
         return count
 
-    def _supply(self, state, row, start, after, needs, room):
+    def _supply(self, state, row, start, after, needs, room, shared=()):
         numbers = []
         for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
             first = each.num_dropped
@@ -427,7 +663,14 @@ class ModelManager:
                 )
                 room -= more
             numbers.append(num_new + more)
-        taken = [[self._take() for _ in range(n)] for n in numbers]
+        # Taken group by group: own ones in place of shared ones, then those behind.
+        taken, own = [], []
+        for g, n in enumerate(numbers):
+            columns = [column for group, column in shared if group == g]
+            own += [(g, column, self.pool.take()) for column in columns]
+            taken.append([self.pool.take() for _ in range(n)])
+        for g, column, block in own:
+            self._own(state, g, column, block, start)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             if group.pages == STATE and taken[g]:
                 self._move_state(row, each, g, start, after, taken[g][0])
@@ -435,11 +678,31 @@ class ModelManager:
             if each.source and taken[g]:
                 self.step_answer.copy.append((each.source, taken[g][0]))
                 self._note_dropped(state, g, len(each.blocks), each.source)
+                self.safe_start = min(self.safe_start, len(each.blocks) * group.block_size)
                 each.source = 0
             each.blocks += taken[g]
 
+    def _own(self, state, g, column, block, start):
+        """A block of its own in place of one that others hold, with what that holds."""
+        each, size = state.held[g], self.groups[g].block_size
+        shared, each.blocks[column] = each.blocks[column], block
+        each.num_hits = min(each.num_hits, column)
+        if self.groups[g].pages == STATE or column * size < start:
+            self._note_dropped(state, g, column, shared)
+            self.safe_start = min(self.safe_start, column * size)
+            if self.step_answer:
+                self.step_answer.copy.append((shared, block))
+                self.borrowed.append(shared)
+                return
+            self.copies.append((shared, block))
+        self._give_back([shared], self.last_issued)
+
     def _move_state(self, row, held, g, start, after, page):
-        if start > 0:
+        if held.host_source:
+            column = (after - 1) // self.groups[g].block_size
+            self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
+            held.host_source = 0
+        elif start > 0:
             self.step_answer.copy.append((held.blocks[-1], page))
             self.moves.append((row, g, len(held.blocks) - 1, start))
         else:
@@ -449,37 +712,20 @@ class ModelManager:
 
     # Blocks ----------------------------------------------------------------------------------------
 
-    def _take(self):
-        block = (self.uncached_free or self.cached_free).pop(0)
-        self._forget(block)
-        self.refs[block] = 1
-        self.tenancy[block] += 1
-        return block
-
-    def _retain(self, block):
-        if self.refs[block] == 0:
-            self.cached_free.remove(block)
-        self.refs[block] += 1
-
-    def _release(self, block):
-        self.refs[block] -= 1
-        if self.refs[block] == 0:
-            (self.cached_free if block in self.content else self.uncached_free).append(block)
-
     def _give_back(self, blocks, step_id):
         if self._is_fenced(step_id):
             if blocks:
                 self.fences.append((step_id, list(blocks)))
             return
         for block in blocks:
-            self._release(block)
+            self.pool.release(block)
 
     def _lift_fences(self):
         while self.fences and self.fences[0][0] < self.num_completed:
             for block in self.fences.pop(0)[1]:
-                self._release(block)
+                self.pool.release(block)
 
-    def _give_back_row(self, state, with_encoder):
+    def _tail_first(self, state, with_encoder):
         last, first = [], []
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             if group.pages == ENCODER:
@@ -488,27 +734,151 @@ class ModelManager:
             for column, block in enumerate(each.blocks):
                 if block:
                     last.append((-column * group.block_size, g, block))
-        blocks = first + [block for _, _, block in sorted(last)]
-        self._give_back(blocks, self.last_issued)
+        return first + [block for _, _, block in sorted(last)]
+
+    def _give_back_row(self, state, with_encoder):
+        blocks = self._tail_first(state, with_encoder)
+        if state.on_host:
+            for page in blocks:
+                self.host.release(page)
+        else:
+            self._give_back(blocks, self.last_issued)
         for g, group in enumerate(self.groups):
             if with_encoder or group.pages != ENCODER:
                 state.held[g] = ModelHeld()
 
-    def _forget(self, block):
-        if block not in self.content:
-            return
-        g, prefix, _ = self.content.pop(block)
-        self.published = [entry for entry in self.published if entry[2] != block]
-        self.parts = [entry for entry in self.parts if entry[2] != block]
-        if prefix is not None and not self.find(g, prefix):
-            self.events.append(("removed", g, prefix))
+    # Forks, swaps, and the host -----------------------------------------------------------------------
 
-    def _evict(self, block):
-        if block in self.content:
-            self._forget(block)
-            if self.refs[block] == 0:
-                self.cached_free.remove(block)
-                self.uncached_free.append(block)
+    def fork(self, row, request):
+        """The child's row, or -1."""
+        parent = self.rows[row]
+        other = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
+        if other >= self.max_num_reqs:
+            return -1
+        self._publish(parent)
+        parent.forked = True
+        held = []
+        for each, group in zip(parent.held, self.groups):
+            for block in each.blocks:
+                if block:
+                    self.pool.retain(block)
+            child = ModelHeld(list(each.blocks), num_hits=len(each.blocks))
+            child.num_published = max(each.num_published, parent.num_computed // group.block_size)
+            child.num_parts = max(each.num_parts, parent.num_computed // self.hash_size)
+            held.append(child)
+        self.num_admissions += 1
+        n = parent.num_computed
+        state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions)
+        state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
+        self.rows[other] = state
+        for step in self.in_flight:
+            for what in ("rows", "swapped"):
+                step[what] += [
+                    (other, state.admission, *rest)
+                    for of, admission, *rest in step[what]
+                    if (of, admission) == (row, parent.admission)
+                ]
+            step["dropped"] += [
+                (state.admission, *rest)
+                for admission, *rest in step["dropped"]
+                if admission == parent.admission
+            ]
+        return other
+
+    def _move_out(self, row):
+        """Whether the row's blocks with KV fit on the host, and went there."""
+        state = self.rows[row]
+        held = []
+        for group, each in zip(self.groups, state.held):
+            stop = len(each.blocks)
+            if group.pages != ENCODER:
+                stop = min(stop, ceil_div(state.num_computed, group.block_size))
+            held.append(each.blocks[: max(stop, each.num_dropped)])
+        new = {block for blocks in held for block in blocks if block} - set(self.moved)
+        if len(new) > self.host.num_free():
+            return False
+        self._publish(state)
+        left = self._tail_first(state, with_encoder=True)
+        for g, blocks in enumerate(held):
+            state.held[g].blocks = []
+            for column, block in enumerate(blocks):
+                if not block:
+                    state.held[g].blocks.append(0)
+                    continue
+                self._note_dropped(state, g, column, block)
+                if block in self.moved:
+                    self.host.retain(self.moved[block])
+                else:
+                    self.moved[block] = page = self.host.take()
+                    self.step_answer.swap_out.append((block, page))
+                    group, prefix, _ = self.pool.content.get(block, (0, None, []))
+                    if prefix is not None:
+                        self.writes.append((page, group, prefix, True))
+                state.held[g].blocks.append(self.moved[block])
+        self._give_back(left, self.num_steps)
+        state.on_host = True
+        self.in_flight[-1]["swapped"].append((row, state.admission))
+        return True
+
+    def _on_eviction(self, block):
+        if self.step_answer is None:
+            return
+        if self.host_write == "selective" and self.pool.hits[block] < self.num_hits_to_write:
+            return
+        self._write(block)
+
+    def _write(self, block):
+        """Whether a cached block goes to the host."""
+        g, prefix, _ = self.pool.content[block]
+        if self.host.find(g, prefix) or not self.host.num_free():
+            return False
+        page = self.host.take()
+        self.step_answer.swap_out.append((block, page))
+        self.writes.append((page, g, prefix, False))
+        return True
+
+    def _write_pending(self):
+        for block in dict.fromkeys(self.pending_writes):
+            if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
+                continue
+            if self._is_fenced(self.num_steps):
+                self.pool.retain(block)
+                self.borrowed.append(block)
+        self.pending_writes = []
+
+    def _end_writes(self):
+        for page, g, prefix, is_row in self.writes:
+            self.host.publish(page, g, prefix)
+            self.in_flight[-1]["written"].append(page)
+            if not is_row:
+                self.host.release(page)
+        self.writes = []
+
+    def _load(self, state, g, column, page, block, is_hit):
+        self.step_answer.swap_in.append((page, block))
+        self.pool.retain(block)
+        load = {"step": self.num_steps, "host": page, "device": block, "column": column}
+        request = state.request if is_hit else None
+        self.loads.append(load | {"group": g, "request": request})
+        self.safe_start = min(self.safe_start, column * self.groups[g].block_size)
+
+    def _end_loads(self, is_over, arrived):
+        over = [load for load in self.loads if is_over(load)]
+        self.loads = [load for load in self.loads if not is_over(load)]
+        for load in over if arrived else []:
+            g, block, page = load["group"], load["device"], load["host"]
+            if load["request"] is None:
+                continue
+            prefix = tuple(
+                load["request"].tokens[: (load["column"] + 1) * self.groups[g].block_size]
+            )
+            is_there = self.host.content.get(page, (0, None))[:2] == (g, prefix)
+            if is_there and self.pool.content.get(block, (0, None))[1] is None:
+                self._publish_content(block, g, prefix)
+        for load in reversed(over):
+            self.pool.release(load["device"])
+        for load in reversed(over):
+            self.host.release(load["host"])
 
     # Publishing ------------------------------------------------------------------------------------
 
@@ -531,12 +901,13 @@ class ModelManager:
         if not block:
             return
         prefix = tuple(state.request.tokens[: (column + 1) * self.groups[g].block_size])
-        if not self.find(g, prefix):
-            self.events.append(("stored", g, prefix))
-        self.published.append((g, prefix, block))
-        parts = self.content[block][2] if block in self.content else []
-        self.content[block] = (g, prefix, parts)
+        self._publish_content(block, g, prefix)
         self._note_published(state, block, g, prefix)
+
+    def _publish_content(self, block, g, prefix):
+        self.pool.publish(block, g, prefix)
+        if self.host and self.host_write == "through":
+            self.pending_writes.append(block)
 
     def _publish_parts(self, state, g, known):
         each, size = state.held[g], self.groups[g].block_size
@@ -546,10 +917,7 @@ class ModelManager:
             if end % size == 0 or not block:
                 continue
             prefix = tuple(state.request.tokens[:end])
-            self.parts.append((g, prefix, block))
-            if block not in self.content:
-                self.content[block] = (g, None, [])
-            self.content[block][2].append(prefix)
+            self.pool.publish_part(block, g, prefix)
             self._note_published(state, block, g, prefix)
         each.num_parts = max(each.num_parts, known // self.hash_size)
 
@@ -565,7 +933,7 @@ class ModelManager:
 
     def _note_published(self, state, block, g, prefix):
         if self.in_flight and state.by_step:
-            entry = (state.admission, block, g, prefix, self.tenancy[block])
+            entry = (state.admission, block, g, prefix, self.pool.tenancy[block])
             self.in_flight[-1]["published"].append(entry)
 
     def _note_dropped(self, state, g, column, block):
@@ -581,26 +949,26 @@ class ModelManager:
             return {}  # it was aborted before
         alive = {state.admission: row for row, state in self.rows.items()}
         bad, limits, published, dropped = {}, {}, [], []
-        for step in [each for each in self.in_flight if each["id"] >= step_id]:
+        for step in [each for each in reversed(self.in_flight) if each["id"] >= step_id]:
             published += step["published"]
             dropped += step["dropped"]
-            for row, admission, served_start, is_new in step["rows"]:
-                state = self.rows.get(row)
-                if state is None or state.admission != admission:
+            for row, admission, safe_start in step["rows"]:
+                if alive.get(admission) != row:
                     continue
-                start = served_start
-                for group, each in zip(self.groups, state.held):
-                    if is_new and each.num_copied:  # the copy did not come
-                        start = min(start, served_start - served_start % group.block_size)
-                limits[row] = min(limits.get(row, FOREVER), start)
-                state.resend |= state.by_step
+                limits[row] = min(limits.get(row, FOREVER), safe_start)
+                self.rows[row].resend |= self.rows[row].by_step
+            for row, admission in step["swapped"]:
+                if alive.get(admission) == row:
+                    limits[row] = 0
+            for page in step["written"]:
+                self.host.evict(page)
             for row in step["clear"]:
                 if row in self.rows and self.rows[row].by_step:
                     self.rows[row].resend = True
                 else:
                     self.to_clear.add(row)
         for admission, block, g, prefix, tenancy in published:
-            if tenancy != self.tenancy[block]:
+            if tenancy != self.pool.tenancy[block]:
                 continue  # it is somebody else's by now
             right, size = 0, self.groups[g].block_size
             if admission in alive:
@@ -616,11 +984,18 @@ class ModelManager:
             self.in_flight[-1]["dropped"] += dropped
         self.last_issued = min(self.last_issued, step_id - 1)
         self.fences = [(min(id_, self.last_issued), blocks) for id_, blocks in self.fences]
+        self._end_loads(lambda load: load["step"] > self.last_issued, arrived=False)
         self._lift_fences()
-        return self._withdraw(bad, limits, None)
+        return self._withdraw(bad, limits, None, set())
 
-    def invalidate(self, blocks):
+    def invalidate(self, blocks, pages=()):
         bad, limits, prefixes = dict.fromkeys(blocks, 0), {}, {}
+        bad_pages = set(pages)
+        for load in self.loads:
+            if load["device"] in blocks or load["host"] in bad_pages:
+                bad_pages.add(load["host"])
+                bad[load["device"]] = 0
+        blocks = list(bad)
         alive = {state.admission: row for row, state in self.rows.items()}
         for step in self.in_flight:
             for admission, first_token, block, request in step["dropped"]:
@@ -632,10 +1007,14 @@ class ModelManager:
                 else:
                     limits[row] = min(limits.get(row, FOREVER), first_token)
         for block in blocks:
-            g, whole, parts = self.content.get(block, (0, None, []))
+            g, whole, parts = self.pool.content.get(block, (0, None, []))
             for prefix in [*parts, *([whole] if whole else [])]:
                 self._add_prefix(prefixes, prefix, 0, self.groups[g].block_size)
-        return self._withdraw(bad, limits, prefixes)
+        for page in bad_pages:
+            g, whole, _ = self.host.content.get(page, (0, None, []))
+            if whole:
+                self._add_prefix(prefixes, whole, 0, self.groups[g].block_size)
+        return self._withdraw(bad, limits, prefixes, bad_pages)
 
     def _add_left(self, request, first_token, bad, prefixes):
         """What a row that has left may have computed from this token on."""
@@ -647,13 +1026,13 @@ class ModelManager:
             for end in range(first, len(request.tokens) + 1, self.hash_size):
                 prefix = tuple(request.tokens[:end])
                 right = max(first_token, (end - 1) // size * size)
-                found = self.find(g, prefix) if end % size == 0 else 0
-                if found:
+                found = self.find(g, prefix, with_host=True) if end % size == 0 else 0
+                if found > 0:
                     bad[found] = min(bad.get(found, right), right)
                 if group.pages != ENCODER and (found or self.has_parts[g]):
                     self._add_prefix(prefixes, prefix, right, size)
 
-    def _withdraw(self, bad, limits, prefixes):
+    def _withdraw(self, bad, limits, prefixes, bad_pages):
         """Row -> tokens from which it goes on, of the rows that lose some.
 
         `bad`: block -> tokens of its prefix that are right. `prefixes`: bad content -> (tokens of it
@@ -665,6 +1044,8 @@ class ModelManager:
             before = dict(bad), dict(limits), None if prefixes is None else dict(prefixes)
             for row, state in self.rows.items():
                 limit = min(limits.get(row, FOREVER), self._limit_of(state, bad, prefixes or {}))
+                if state.on_host and any(bad_pages & set(each.blocks) for each in state.held):
+                    limit = 0
                 if limit >= state.num_computed:
                     continue
                 known = len(state.request.tokens)
@@ -673,16 +1054,18 @@ class ModelManager:
                     limit = max(state.start, min(limit, known - 1))
                 limits[row] = limit = self._own_limit(state, limit)
                 self._add_computed(state, limit, bad, prefixes)
-        derived = list(bad) if prefixes is None else self._derived(bad)
-        for block in sorted(derived):
-            self._evict(block)
+        if prefixes is None:
+            for block in sorted(bad):
+                self.pool.evict(block)
+        else:
+            self._evict_derived(bad, prefixes, bad_pages)
         affected, restart = {}, []
         for row in sorted(limits):
             state, limit = self.rows.get(row), limits[row]
             if state is None or limit >= state.num_computed:
                 continue
             state.resend |= state.by_step
-            if self._can_resume(state, limit):
+            if not state.on_host and self._can_resume(state, limit):
                 self._truncate(state, limit)
             else:
                 self._give_back_row(state, with_encoder=False)
@@ -701,7 +1084,7 @@ class ModelManager:
         limit = FOREVER
         for group, each in zip(self.groups, state.held):
             for column, block in enumerate(each.blocks):
-                if block and block in bad:
+                if block and block in bad and not state.on_host:
                     right = max(bad[block], column * group.block_size)
                     limit = min(limit, 0 if group.pages == ENCODER else right)
         tokens = state.request.tokens
@@ -724,6 +1107,7 @@ class ModelManager:
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size = group.block_size
             for column, block in enumerate(each.blocks):
+                block = 0 if state.on_host else block
                 start, end = column * size, (column + 1) * size
                 is_own = column >= each.num_hits and group.pages != ENCODER
                 right = max(limit, start)
@@ -733,7 +1117,7 @@ class ModelManager:
                     bad[block] = min(bad.get(block, right), right)
                 if prefixes is None or not self.caching:
                     continue
-                _, whole, parts = self.content.get(block, (0, None, []))
+                _, whole, parts = self.pool.content.get(block, (0, None, []))
                 for n in range(right // self.hash_size + 1, end // self.hash_size + 1):
                     n *= self.hash_size
                     prefix = tuple(state.request.tokens[:n])
@@ -742,32 +1126,36 @@ class ModelManager:
                     if block:
                         is_bad = prefix in [whole, *parts]
                     else:  # dropped since: whole ones as long as they are found, parts always
-                        found = self.find(g, prefix) if n == end else 0
-                        if found:
+                        found = self.find(g, prefix, with_host=True) if n == end else 0
+                        if found > 0:
                             bad[found] = min(bad.get(found, right), right)
                         is_bad = found or self.has_parts[g]
                     if is_bad:
                         self._add_prefix(prefixes, prefix, right, size)
 
-    def _derived(self, bad):
-        """Cached blocks that hold the content of bad ones, or what may follow from it."""
-        cached = [block for block in bad if block in self.content]
-        roots = {self._any_prefix(block)[: self.hash_size] for block in cached}
-        found = [b for b in self.content if self._any_prefix(b)[: self.hash_size] in roots]
-        if not self.is_uniform:
-            return found
-        prefixes = {self.content[block][1] for block in cached}
-        return [block for block in found if not self._is_untouched(block, prefixes)]
+    def _evict_derived(self, bad, prefixes, bad_pages):
+        """What cached blocks and pages hold of bad content, or what may follow from it."""
+        pools = [(self.pool, bad)]
+        if self.host:
+            for prefix in prefixes:
+                pages = [self.host.find(g, prefix) for g in range(len(self.groups))]
+                bad_pages |= {page for page in pages if page}
+            pools.append((self.host, bad_pages))
+        wrong = [(pool, b) for pool, blocks in pools for b in blocks if b in pool.content]
+        roots = {pool.any_prefix(block)[: self.hash_size] for pool, block in wrong}
+        tainted = {pool.content[block][1] for pool, block in wrong}
+        for pool, _ in pools:
+            found = [b for b in pool.content if pool.any_prefix(b)[: self.hash_size] in roots]
+            if self.is_uniform:
+                found = [block for block in found if not self._is_untouched(pool, block, tainted)]
+            for block in sorted(found):
+                pool.evict(block)
 
-    def _is_untouched(self, block, bad_prefixes):
+    def _is_untouched(self, pool, block, tainted):
         """Whether all it follows from is still there to be seen, and right."""
-        g, prefix, _ = self.content[block]
+        g, prefix, _ = pool.content[block]
         ends = range(self.hash_size, len(prefix) + 1, self.hash_size)
-        return all(self.find(g, prefix[:n]) and prefix[:n] not in bad_prefixes for n in ends)
-
-    def _any_prefix(self, block):
-        _, prefix, parts = self.content[block]
-        return prefix if prefix is not None else parts[0]
+        return all(pool.find(g, prefix[:n]) and prefix[:n] not in tainted for n in ends)
 
     def _can_resume(self, state, num_tokens):
         """Whether its own blocks hold what the token reads, and the one that it goes into."""
@@ -803,10 +1191,13 @@ class ModelManager:
             if group.pages == ENCODER:
                 held[g] = state.held[g]
                 continue
-            for block in held[g].blocks:
-                if block:
-                    self._retain(block)
+            taken = [block for block in held[g].blocks if block]
+            for block in taken:
+                self.pool.retain(block)
+            self._count_hits(taken)
         state.held = held
+        state.on_host = state.on_host and state.request.num_encoder_tokens > 0
+        state.forked = False
         state.num_computed = state.start = num_hit
         state.stale = False
         return num_hit

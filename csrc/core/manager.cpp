@@ -423,10 +423,7 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
   int64_t n = 0;
   for (BlockId id : held(row)[group].blocks) {
     if (id == kNullBlock) break;
-    // References of requests that have left do not count, nor those of loads.
-    int32_t num_left = fenced_.empty() ? 0 : fenced_[static_cast<size_t>(id)];
-    if (!loading_.empty()) num_left += loading_[static_cast<size_t>(id)];
-    if (pool_.ref_count(id) - num_left != num_running) break;
+    if (num_holders(id) != num_running) break;
     ++n;
   }
   return n;

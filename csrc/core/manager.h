@@ -421,6 +421,7 @@ class Manager {
   void judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
                     Demand* demand) const;
   bool is_shared(BlockId id) const;
+  int64_t num_holders(BlockId id) const;
   bool shares_from(int32_t row, int64_t start) const;
   Verdict judge_new(const TokenChain& chain, const PrefixHit& hit, int64_t after, int64_t lookahead,
                     int64_t num_reserved);

@@ -79,13 +79,19 @@ bool Manager::shares_from(int32_t row, int64_t start) const {
   return false;
 }
 
-// Blocks that a row of this step has left for a copy of its own are held until the step ends, those
-// that are loaded until the report.
+// References of rows: not those of requests that have left, nor of loads.
+int64_t Manager::num_holders(BlockId id) const {
+  int64_t n = pool_.ref_count(id);
+  if (!fenced_.empty()) n -= fenced_[static_cast<size_t>(id)];
+  if (!loading_.empty()) n -= loading_[static_cast<size_t>(id)];
+  return n;
+}
+
+// Whether several rows hold the block. One that a row of this step has left for a copy of its own is
+// held until the step ends, too.
 bool Manager::is_shared(BlockId id) const {
-  if (id == kNullBlock) return false;
-  int64_t num_held = pool_.ref_count(id);
-  if (num_held == 1) return false;
-  if (!loading_.empty()) num_held -= loading_[static_cast<size_t>(id)];
+  if (id == kNullBlock || pool_.ref_count(id) == 1) return false;
+  const int64_t num_held = num_holders(id);
   return num_held - std::count(borrowed_.begin(), borrowed_.end(), id) > 1;
 }
 
@@ -216,6 +222,7 @@ int64_t Manager::first_host_token(const PrefixHit& hit) const {
   for (const CacheGroup& group : groups_) {
     const std::vector<BlockId>& blocks = hit.blocks[group.id];
     const auto on_host = std::find_if(blocks.begin(), blocks.end(), is_host_page);
+    if (on_host == blocks.end()) continue;
     first = std::min<int64_t>(first, (on_host - blocks.begin()) * group.block_size);
   }
   return first;

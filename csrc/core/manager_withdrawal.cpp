@@ -81,9 +81,9 @@ void Manager::evict_derived(const std::vector<BlockId>& ids, Bad* bad) {
     }
     const std::vector<BlockId> pages(bad->host.begin(), bad->host.end());
     host_->taint(pages.data(), static_cast<int64_t>(pages.size()), &tainted);
-    host_->evict_derived(tainted, is_uniform_);
   }
   pool_.evict_derived(tainted, is_uniform_);
+  if (host_ != nullptr) host_->evict_derived(tainted, is_uniform_);
 }
 
 // Lowers the limits of rows that use bad content, and adds what they have computed behind them.
