@@ -51,10 +51,14 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
   while (any) {
     n += search(*pool_);
     if (!with_host_) break;
-    const int64_t num_on_host = search(*host_);
-    for (int64_t i = n; i < n + num_on_host; ++i) found[i] = -found[i];
-    n += num_on_host;
-    if (num_on_host == 0) break;
+    const int64_t first = n;
+    n += search(*host_);
+    if (n == first) break;
+    for (int64_t i = first; i < n; ++i) {
+      // The device may have a later block, and lack those before it.
+      const BlockId id = pool_->find(hash_at((i + 1) * group.block_size), group.id);
+      found[i] = id == kNullBlock ? -found[i] : id;
+    }
   }
   return n;
 }
