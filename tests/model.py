@@ -990,7 +990,7 @@ class ModelManager:
 
     def invalidate(self, blocks, pages=()):
         bad, limits, prefixes = dict.fromkeys(blocks, 0), {}, {}
-        bad_pages = set(pages)
+        bad_pages, self.bad_roots = set(pages), set()
         for load in self.loads:
             if load["device"] in blocks or load["host"] in bad_pages:
                 bad_pages.add(load["host"])
@@ -1020,8 +1020,11 @@ class ModelManager:
         """What a row that has left may have computed from this token on."""
         if not self.caching:
             return
+        num_hashed = len(request.tokens) // self.hash_size * self.hash_size
         for g, group in enumerate(self.groups):
             size = group.block_size
+            if group.pages != ENCODER and first_token // size * size < num_hashed:
+                self.bad_roots.add(tuple(request.tokens[: self.hash_size]))
             first = first_token // self.hash_size * self.hash_size + self.hash_size
             for end in range(first, len(request.tokens) + 1, self.hash_size):
                 prefix = tuple(request.tokens[:end])
@@ -1118,6 +1121,8 @@ class ModelManager:
                 if prefixes is None or not self.caching:
                     continue
                 _, whole, parts = self.pool.content.get(block, (0, None, []))
+                if not block and len(state.request.tokens) >= self.hash_size:
+                    self.bad_roots.add(tuple(state.request.tokens[: self.hash_size]))
                 for n in range(right // self.hash_size + 1, end // self.hash_size + 1):
                     n *= self.hash_size
                     prefix = tuple(state.request.tokens[:n])
@@ -1143,6 +1148,7 @@ class ModelManager:
             pools.append((self.host, bad_pages))
         wrong = [(pool, b) for pool, blocks in pools for b in blocks if b in pool.content]
         roots = {pool.any_prefix(block)[: self.hash_size] for pool, block in wrong}
+        roots |= self.bad_roots
         tainted = {pool.content[block][1] for pool, block in wrong}
         for pool, _ in pools:
             found = [b for b in pool.content if pool.any_prefix(b)[: self.hash_size] in roots]

@@ -175,6 +175,7 @@ class Simulation:
         late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
         leaving = self.rows_to_swap_out(counts)
+        held_before = self.pages_held()
         plan = self.manager.step(
             [*counts],
             [*counts.values()],
@@ -188,7 +189,17 @@ class Simulation:
         )
         assert plan.step_id == self.num_steps
         self.num_steps += 1
-        self.execute(plan, batch + [self.running[row] for row in leaving] + admitted, leaving)
+        self.execute(
+            plan, batch + [self.running[row] for row in leaving] + admitted, leaving, held_before
+        )
+
+    def pages_held(self) -> dict[int, set[int]]:
+        """By row, as the manager has them."""
+        return {
+            row: pages_of([self.block_ids(each.request, g) for g in range(len(self.groups))])
+            for row, each in self.running.items()
+            if not self.manager.is_swapped_out(each.request)
+        }
 
     def rows_to_swap_out(self, served: dict[int, int]) -> list[int]:
         if self.manager.host_pool is None:
@@ -223,8 +234,7 @@ class Simulation:
         row = self.manager.fork(parent.request, request)
         if row >= 0:
             self.running[row] = Conversation(request, tokens, shared + 1)
-            # Until a plan tells its table: pages that it may write to are its own.
-            self.tables[row] = [self.block_ids(request, g) for g in range(len(self.groups))]
+            self.tables[row] = [[] for _ in self.groups]
 
     def pin(self) -> None:
         session = self.choose.pick(["one", "two"])
@@ -309,9 +319,14 @@ class Simulation:
 
     # The device ------------------------------------------------------------------------------------
 
-    def execute(self, plan: StepPlan, asked: list[Conversation], leaving: list[int]) -> None:
+    def execute(
+        self,
+        plan: StepPlan,
+        asked: list[Conversation],
+        leaving: list[int],
+        held_before: dict[int, set[int]],
+    ) -> None:
         """Carries out a plan and computes what it serves; `asked` are those that it answers."""
-        held_before = {row: pages_of(table) for row, table in self.tables.items()}
         fenced = set()
         if self.fences:
             fenced = set().union(*(each.reads for each in self.in_flight.values()))

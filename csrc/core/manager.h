@@ -368,6 +368,7 @@ class Manager {
     std::unordered_map<BlockId, int64_t> blocks;  // tokens of the prefix that are right
     std::unordered_map<Hash, BadHash, HashOf> hashes;
     std::unordered_set<BlockId> host;
+    std::unordered_set<uint32_t> roots;  // tags, of chains that lost blocks run in
   };
   // One call at a time: a digest from Python could call this manager again.
   class Call {

@@ -71,6 +71,7 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
 // Of both tiers: what is bad, and what follows from it.
 void Manager::evict_derived(const std::vector<BlockId>& ids, Bad* bad) {
   Tainted tainted;
+  tainted.roots = std::move(bad->roots);
   pool_.taint(ids.data(), static_cast<int64_t>(ids.size()), &tainted);
   if (host_ != nullptr) {
     for (const auto& [hash, what] : bad->hashes) {
@@ -247,6 +248,8 @@ bool Manager::add_lost(const TokenChain& chain, const CacheGroup& group, int64_t
   const std::vector<Hash>& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
+  // Others may have used it while it was found, and be found themselves.
+  if (!hashes.empty()) bad->roots.insert(hashes[0].tag());
   for (int64_t i = num_right / hash_block_size_;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
     const Hash& hash = hashes[static_cast<size_t>(i)];
