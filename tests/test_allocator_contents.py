@@ -19,7 +19,7 @@ from tests.model import ENCODER, STATE, ModelGroup
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
 LONGEST = 48
-MOST_STEPS_BACK = 60  # an older step is not aborted
+MOST_STEPS_BACK = 60  # an older step is not aborted, and what it let go of is not traced
 BAD = "bad"  # content that nothing may read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
@@ -111,6 +111,7 @@ class Simulation:
         self.last_written: list[int] = []
         self.lost_page: int | None = None  # the manager has not been told yet
         self.lost_slots: dict[int | str, Content] = {}
+        self.lost_at = 0
         self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
         self.lose_pages = lose_pages
         self.is_over = False
@@ -316,6 +317,7 @@ class Simulation:
         if any(page in pages_of(table) for table in self.tables.values()):
             self.pages[page] = dict.fromkeys(self.pages.get(page, {}), BAD)
             self.lost_page, self.lost_slots = page, dict(self.pages[page])
+            self.lost_at = self.num_steps
 
     # The device ------------------------------------------------------------------------------------
 
@@ -397,6 +399,8 @@ class Simulation:
         lost = self.lost_page
         if lost is None:
             return
+        if self.num_steps - self.lost_at > MOST_STEPS_BACK:
+            self.is_over = True
         held = any(lost in pages for pages in held_before.values())
         written = self.last_written  # so far only by the plan's copies and zeros
         appended = any(lost in ids.tolist() for ids in plan.append_ids)
