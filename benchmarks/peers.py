@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 import cbor2
 
@@ -103,3 +103,79 @@ def decode_step(
             cache.block_of.setdefault(block_hash, block)
             cache.hash_of[block] = block_hash
     return new_blocks
+
+
+class SequenceBlocks:
+    """A sequence-group manager as engines write it: one Python step per block."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.refs = [0] * num_blocks
+        self.free_blocks = deque(range(1, num_blocks))
+        self.free_pages = deque(range(1, num_host_blocks))
+        self.tables: dict[int, list[int]] = {}
+        self.lengths: dict[int, int] = {}
+
+    def _take(self) -> int:
+        block = self.free_blocks.popleft()
+        self.refs[block] = 1
+        return block
+
+    def allocate(self, seq_id: int, num_tokens: int) -> None:
+        self.tables[seq_id] = [self._take() for _ in range(-(-num_tokens // self.size))]
+        self.lengths[seq_id] = num_tokens
+
+    def fork(self, parent: int, child: int) -> None:
+        table = []
+        for block in self.tables[parent]:
+            self.refs[block] += 1
+            table.append(block)
+        self.tables[child], self.lengths[child] = table, self.lengths[parent]
+
+    def append(self, seq_id: int, num_tokens: int) -> list[tuple[int, int]]:
+        table, length, pairs = self.tables[seq_id], self.lengths[seq_id], []
+        for position in range(length, length + num_tokens):
+            column = position // self.size
+            if column == len(table):
+                table.append(self._take())
+            elif self.refs[table[column]] > 1:
+                old, new = table[column], self._take()
+                self.refs[old] -= 1
+                table[column] = new
+                pairs.append((old, new))
+        self.lengths[seq_id] = length + num_tokens
+        return pairs
+
+    def _release(self, block: int) -> None:
+        self.refs[block] -= 1
+        if self.refs[block] == 0:
+            self.free_blocks.append(block)
+
+    def free(self, seq_id: int) -> None:
+        for block in reversed(self.tables.pop(seq_id)):
+            self._release(block)
+        del self.lengths[seq_id]
+
+    def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+        moved: dict[int, int] = {}
+        for seq_id in seq_ids:
+            table = self.tables[seq_id]
+            for i, block in enumerate(table):
+                if block not in moved:
+                    moved[block] = self.free_pages.popleft()
+                table[i] = moved[block]
+                self._release(block)
+        return [*moved.items()]
+
+    def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+        moved: dict[int, int] = {}
+        for seq_id in seq_ids:
+            table = self.tables[seq_id]
+            for i, page in enumerate(table):
+                if page in moved:
+                    self.refs[moved[page]] += 1
+                else:
+                    moved[page] = self._take()
+                    self.free_pages.append(page)
+                table[i] = moved[page]
+        return [*moved.items()]

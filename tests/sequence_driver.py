@@ -100,14 +100,14 @@ class Driver:
         self.random = random.Random(seed)
         pick = self.random.choice
         self.caching = pick([False, True])
-        options = dict(
-            block_size=pick([1, 2, 3, 4, 8]),
-            num_gpu_blocks=pick([6, 12, 25, 60]),
-            num_cpu_blocks=pick([0, 1, 8, 40]),
-            watermark=pick([0, 0.01, 0.1, 0.3]),
-            sliding_window=pick([None, None, 2, 5, 8, 13]),
-            enable_caching=self.caching,
-        )
+        options = {
+            "block_size": pick([1, 2, 3, 4, 8]),
+            "num_gpu_blocks": pick([6, 12, 25, 60]),
+            "num_cpu_blocks": pick([0, 1, 8, 40]),
+            "watermark": pick([0, 0.01, 0.1, 0.3]),
+            "sliding_window": pick([None, None, 2, 5, 8, 13]),
+            "enable_caching": self.caching,
+        }
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
         self.manager = BlockSpaceManager(**options)
@@ -129,7 +129,7 @@ class Driver:
             (self.compute, 4),
             (self.append, 12),
             (self.fork, 3),
-            (self.finish, 2),
+            (self.finish, 4),
             (self.preempt, 1),
             (self.swap_out, 2),
             (self.swap_in, 3),
@@ -245,7 +245,9 @@ class Driver:
         self.end_prompt(group)
         grown = [seq for seq in group.seqs if self.random.random() < 0.7]
         for seq in grown:
-            seq.tokens += [self.random.randint(0, 1) for _ in range(self.random.choice([1, 1, 1, 5]))]
+            seq.tokens += [
+                self.random.randint(0, 1) for _ in range(self.random.choice([1, 1, 1, 5]))
+            ]
         lookahead = self.random.choice([0, 0, 0, 1, 6])
         lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
         can_append = self.manager.can_append_slots(group, lookahead)

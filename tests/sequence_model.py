@@ -58,7 +58,9 @@ class ModelPool:
 
     def _evict(self):
         parents = {(extra, tokens[: -self.block_size]) for extra, tokens in self.content.values()}
-        leaves = [b for b in self.cached_free if not self.is_chain or self.content[b] not in parents]
+        leaves = [
+            b for b in self.cached_free if not self.is_chain or self.content[b] not in parents
+        ]
         block = min(leaves or self.cached_free[:1], key=lambda b: self.use[b].rank())
         self.cached_free.remove(block)
         del self.content[block]
@@ -212,7 +214,9 @@ class ModelSpace:
         if cross_key is not None and required > self.gpu.num_free():
             return False
         num_hit = self.hit_length(tokens, extra) if caches else 0
-        sequence = self._admit(tokens, extra, num_hit) or (num_hit and self._admit(tokens, extra, 0))
+        sequence = self._admit(tokens, extra, num_hit) or (
+            num_hit and self._admit(tokens, extra, 0)
+        )
         if not sequence:
             return False
         sequence.caches = caches

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
 from kvcache._native import core
@@ -43,9 +45,9 @@ class TokenSource:
             num_known = len(kept.ids)
             if num_known <= num_tokens:
                 if num_known < num_tokens:
-                    kept.ids.append(tokens_from(seq, num_known, num_tokens))
+                    kept.ids.append(_tokens_from(seq, num_known, num_tokens))
                 return kept
-        return self._make(core.TokenIds(tokens_from(seq, 0, num_tokens)), True, extra)
+        return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
@@ -76,12 +78,16 @@ class TokenSource:
         return Tokens(ids, are_read, extra, chain)
 
 
-def tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
-    """Ids of the tokens from `first` on, of a sequence that says it has `num_tokens`."""
+def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
     ids = token_sequence(seq.get_token_ids()[first:] if first else seq.get_token_ids())
     if len(ids) != num_tokens - first:
-        raise ValueError(
-            f"get_token_ids() of seq {seq.seq_id!r} has {len(ids) + first} tokens: expected "
-            f"{num_tokens}, as get_len() says"
-        )
+        fail_ids(seq, first + len(ids))
     return ids
+
+
+def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
+    """For a sequence whose number of token ids is not its length."""
+    raise ValueError(
+        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
+        "get_len() says"
+    )

@@ -20,7 +20,7 @@ from kvcache.allocator.sequence_protocol import (
     extra_hash,
     status_name,
 )
-from kvcache.allocator.sequence_tokens import Tokens, TokenSource, tokens_from
+from kvcache.allocator.sequence_tokens import Tokens, TokenSource, fail_ids
 from kvcache.allocator.stats import stats_of
 from kvcache.plan import NO_IDS, NO_PAIRS
 
@@ -110,6 +110,10 @@ class BlockSpaceManager:
         hash_seed: str = DEFAULT_SEED,
         max_model_len: int = 2**31 - 1,
     ) -> None:
+        if sliding_window == 1:
+            raise ValueError(
+                "sliding_window is 1: expected 2 or more, a token that reads itself needs no cache"
+            )
         kind = (
             make_kind("full_attention", {})
             if sliding_window is None
@@ -230,7 +234,11 @@ class BlockSpaceManager:
             if num_new:
                 self._fail_shorter(seq, known)
             return []
-        new = tokens_from(seq, known.num_tokens, num_tokens) if known.reads_ids else num_new
+        new = num_new
+        if known.reads_ids:
+            new = seq.get_token_ids()[known.num_tokens :]
+            if len(new) != num_new:
+                fail_ids(seq, known.num_tokens + len(new))
         try:
             copies = self._append(known.row, new, num_lookahead_slots)
         except (TypeError, ValueError):
@@ -392,11 +400,13 @@ class BlockSpaceManager:
         return self._native.blocks(known.row, 0).tolist()
 
     def free(self, seq: SequenceLike) -> None:
-        """Gives a sequence's blocks back, on either tier; an unknown one: no-op."""
+        """Gives a sequence's blocks back, on either tier; one without: no-op."""
         known = self._allocated.get(seq.seq_id)
         if known is not None:
             self._native.free(known.row)
             del self._allocated[seq.seq_id]
+        else:
+            self._tokens.forget(seq)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
         """Gives the blocks of a group's encoder back; one without: no-op."""
