@@ -163,7 +163,7 @@ def test_allocating_again_is_refused():
     group.set_status(Status.WAITING)
     with pytest.raises(ValueError, match="seq 'r0' has blocks already"):
         manager.allocate(group)
-    with pytest.raises(ValueError, match="seq 5 has blocks already"):
+    with pytest.raises(ValueError, match="'s' has seq 5 twice"):
         manager.allocate(Group("s", [seq(5, 4), seq(5, 4)]))
     assert counts(manager)[0] == 8
 
@@ -271,7 +271,7 @@ def test_slots_that_do_not_fit_are_refused_and_asked_for_again():
     one = admitted(manager, 8).seqs[0]
     one.tokens += [1]
     with pytest.raises(
-        ValueError, match=r"1 tokens and 2 more, 0 blocks are free: .*can_append_sl"
+        ValueError, match="1 slots and 2 more, 0 blocks are free: expected can_append"
     ):
         manager.append_slots(one, 2)
     manager.check_invariants()
@@ -459,7 +459,9 @@ def test_a_swap_out_that_does_not_fit_changes_nothing():
     manager = make(num_cpu_blocks=3)
     group = admitted(manager, 12)
     assert not manager.can_swap_out(group)
-    with pytest.raises(ValueError, match="2 of the host are free: expected can_swap_out"):
+    with pytest.raises(
+        ValueError, match="does not fit on the host, 2 blocks are free: expected can_sw"
+    ):
         manager.swap_out(group)
     assert counts(manager) == (7, 2)
     assert manager.get_block_table(group.seqs[0]) == [1, 2, 3]
@@ -486,7 +488,9 @@ def test_a_swap_in_that_does_not_fit_changes_nothing():
     swapped_out(manager, group)
     admitted(manager, 5, "s")
     assert manager.can_swap_in(group, 0) == LATER
-    with pytest.raises(ValueError, match=r"1 blocks of the device .* expected can_swap_in"):
+    with pytest.raises(
+        ValueError, match="does not fit on the device, 1 blocks are free: expected can"
+    ):
         manager.swap_in(group)
     assert counts(manager) == (1, 8)
 

@@ -46,6 +46,11 @@ def status_name(seq: SequenceLike) -> str:
     return status if type(status) is str else getattr(status, "name", status)
 
 
+def with_status(seq_group: SequenceGroupLike, name: str) -> list[SequenceLike]:
+    """The group's sequences of this status."""
+    return [seq for seq in seq_group.get_seqs() if status_name(seq) == name]
+
+
 def extra_hash(seq: SequenceLike) -> str | None:
     """What its KV depends on besides tokens, as text."""
     extra = getattr(seq, "extra_hash", None)

@@ -14,13 +14,24 @@ from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.manager import watermark_blocks
 from kvcache.allocator.request import checked_count
+from kvcache.allocator.sequence_checks import (
+    check_one_prompt,
+    checked_encoder_length,
+    device_name,
+    fail_ids,
+    fail_shorter,
+    fail_status,
+    fail_to_fit,
+    fail_unknown,
+)
 from kvcache.allocator.sequence_protocol import (
     SequenceGroupLike,
     SequenceLike,
     extra_hash,
     status_name,
+    with_status,
 )
-from kvcache.allocator.sequence_tokens import Tokens, TokenSource, fail_ids
+from kvcache.allocator.sequence_tokens import Tokens, TokenSource
 from kvcache.allocator.stats import stats_of
 from kvcache.plan import NO_IDS, NO_PAIRS
 
@@ -119,7 +130,6 @@ class BlockSpaceManager:
             if sliding_window is None
             else make_kind("sliding_window", {"window": sliding_window})
         )
-        self.watermark_blocks = watermark_blocks(watermark, num_gpu_blocks)
         num_host_blocks = checked_count(num_cpu_blocks, "num_cpu_blocks")
         self._native = core.Manager(
             groups=[(kind, block_size)],
@@ -139,6 +149,7 @@ class BlockSpaceManager:
             num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
             by_sequences=True,
         )
+        self.watermark_blocks = watermark_blocks(watermark, num_gpu_blocks)
         self.block_size = index(block_size)
         self.sliding_window = sliding_window
         self.enable_caching = bool(enable_caching)
@@ -168,15 +179,16 @@ class BlockSpaceManager:
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
         seqs = self._waiting(seq_group)
-        self._check_new(seq_group, seqs)
         first, has_encoder = seqs[0], seq_group.is_encoder_decoder()
+        # What a decoder computes depends on the encoder's input: others cannot use it.
+        reads_ids = self.enable_caching and not has_encoder
+        self._check_new(seq_group, seqs, reads_ids)
         num_encoder_tokens = 0
         if has_encoder:
-            num_encoder_tokens = self._num_encoder_tokens(seq_group)
+            num_encoder_tokens = checked_encoder_length(seq_group, self.max_model_len)
             if self._num_required(seq_group, first, 0) > self._pool.num_free:
                 self._fail_allocate(seq_group)
-        # What a decoder computes depends on the encoder's input.
-        if self.enable_caching and not has_encoder:
+        if reads_ids:
             tokens = self._tokens.read(first)
             hits, num_cached = self._native.lookup(tokens.chain)
         else:
@@ -204,7 +216,7 @@ class BlockSpaceManager:
                 f"group {seq_group.request_id!r} has no cross-attention table: expected one that "
                 "was allocated as an encoder-decoder group"
             )
-        self._check_on(row, f"the encoder of group {seq_group.request_id!r}", on_host=False)
+        self._check_on(row, "the encoder of group", seq_group.request_id, on_host=False)
         return self._native.blocks(row, 0).tolist()
 
     # Growth ----------------------------------------------------------------------------------------
@@ -215,7 +227,7 @@ class BlockSpaceManager:
         In the worst case: every block that is touched needs a new one.
         """
         lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
-        running = self._with_status(seq_group, _RUNNING)
+        running = with_status(seq_group, _RUNNING)
         return self._num_touched(running, lookahead) <= self._pool.num_free
 
     def append_slots(self, seq: SequenceLike, num_lookahead_slots: int) -> Pairs:
@@ -227,12 +239,12 @@ class BlockSpaceManager:
         """
         known = self._allocated.get(seq.seq_id)
         if known is None:
-            self._fail_unknown(seq)
+            fail_unknown(seq)
         num_tokens = seq.get_len()
         num_new = num_tokens - known.num_tokens
         if num_new <= 0 and (num_new or not num_lookahead_slots):
             if num_new:
-                self._fail_shorter(seq, known)
+                fail_shorter(seq, known.num_tokens)
             return []
         new = num_new
         if known.reads_ids:
@@ -243,10 +255,11 @@ class BlockSpaceManager:
             copies = self._append(known.row, new, num_lookahead_slots)
         except (TypeError, ValueError):
             checked_count(num_lookahead_slots, "num_lookahead_slots")
-            self._check_on(known.row, f"seq {seq.seq_id!r}", on_host=False)
+            self._check_on(known.row, "seq", seq.seq_id, on_host=False)
             raise
         if copies is None:
-            self._fail_append(seq, num_new, num_lookahead_slots)
+            what = f"seq {seq.seq_id!r} does not get {num_new} slots and {num_lookahead_slots} more"
+            fail_to_fit(what, self._pool.num_free, "can_append_slots")
         known.num_tokens = num_tokens
         return [] if copies is NO_PAIRS else _as_pairs(copies)
 
@@ -257,12 +270,12 @@ class BlockSpaceManager:
         """
         parent = self._allocated.get(parent_seq.seq_id)
         if parent is None:
-            self._fail_unknown(parent_seq)
+            fail_unknown(parent_seq)
         if child_seq.seq_id in self._allocated:
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has blocks already: expected a new seq_id"
             )
-        self._check_on(parent.row, f"parent_seq {parent_seq.seq_id!r}", on_host=False)
+        self._check_on(parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
         if child_seq.get_len() < parent.num_tokens:
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has {child_seq.get_len()} tokens: expected those of "
@@ -281,7 +294,7 @@ class BlockSpaceManager:
         """Whether the blocks of the group's RUNNING sequences fit on the host."""
         if self._host is None:
             return False
-        rows = self._rows(seq_group, self._with_status(seq_group, _RUNNING), on_host=False)
+        rows = self._rows(seq_group, with_status(seq_group, _RUNNING), on_host=False)
         return self._native.num_unique_blocks(rows) <= self._host.num_free
 
     def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
@@ -290,15 +303,19 @@ class BlockSpaceManager:
         Blocks that several hold move once; lookahead slots are given back.
         """
         self._check_has_host()
-        rows = self._rows(seq_group, self._with_status(seq_group, _RUNNING), on_host=False)
-        return self._swapped(seq_group, self._native.swap_out(rows), "can_swap_out")
+        rows = self._rows(seq_group, with_status(seq_group, _RUNNING), on_host=False)
+        pairs = self._native.swap_out(rows)
+        if pairs is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit on the host"
+            fail_to_fit(what, self._host.num_free, "can_swap_out")
+        return _as_pairs(pairs)
 
     def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
         """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device."""
         lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
         if self._host is None:
             return AllocStatus.NEVER
-        seqs = self._with_status(seq_group, _SWAPPED)
+        seqs = with_status(seq_group, _SWAPPED)
         rows = self._rows(seq_group, seqs, on_host=True)
         required = self._native.num_unique_blocks(rows) + self._num_touched(seqs, lookahead)
         if required > self._pool.num_total:
@@ -308,15 +325,19 @@ class BlockSpaceManager:
     def swap_in(self, seq_group: SequenceGroupLike) -> Pairs:
         """Moves the SWAPPED sequences and the encoder back: (host block, device block)."""
         self._check_has_host()
-        rows = self._rows(seq_group, self._with_status(seq_group, _SWAPPED), on_host=True)
-        return self._swapped(seq_group, self._native.swap_in(rows), "can_swap_in")
+        rows = self._rows(seq_group, with_status(seq_group, _SWAPPED), on_host=True)
+        pairs = self._native.swap_in(rows)
+        if pairs is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit on the device"
+            fail_to_fit(what, self._pool.num_free, "can_swap_in")
+        return _as_pairs(pairs)
 
     # Prefix caching --------------------------------------------------------------------------------
 
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:
         """The sequence's blocks are used at `now`, any clock's: older ones are evicted first."""
         known = self._known(seq)
-        self._check_on(known.row, f"seq {seq.seq_id!r}", on_host=False)
+        self._check_on(known.row, "seq", seq.seq_id, on_host=False)
         self._native.access(known.row, now)
 
     def mark_blocks_as_computed(self, seq_group: SequenceGroupLike, token_chunk_size: int) -> None:
@@ -362,7 +383,7 @@ class BlockSpaceManager:
 
     def get_prefix_cache_hit_rate(self, device: Enum | str) -> float:
         """Hit blocks per full block of all prompts; -1.0 without caching. None hits the host's."""
-        on_device = _device_name(device) == "gpu"
+        on_device = device_name(device) == "gpu"
         if not self.enable_caching:
             return -1.0
         return stats_of(self._native.stats(), 0).groups[0].hit_rate if on_device else 0.0
@@ -372,7 +393,7 @@ class BlockSpaceManager:
 
         False, with nothing changed, while a block there is in use.
         """
-        names = ("gpu", "cpu") if device is None else (_device_name(device),)
+        names = ("gpu", "cpu") if device is None else (device_name(device),)
         self._native.check_caller()
         pools = [self._pool] if "gpu" in names else []
         if "cpu" in names and self._host is not None:
@@ -396,7 +417,7 @@ class BlockSpaceManager:
     def get_block_table(self, seq: SequenceLike) -> list[int]:
         """Blocks of a sequence on the device, lookahead ones too; 0 where a window left one."""
         known = self._known(seq)
-        self._check_on(known.row, f"seq {seq.seq_id!r}", on_host=False)
+        self._check_on(known.row, "seq", seq.seq_id, on_host=False)
         return self._native.blocks(known.row, 0).tolist()
 
     def free(self, seq: SequenceLike) -> None:
@@ -431,30 +452,19 @@ class BlockSpaceManager:
 
     # Groups ----------------------------------------------------------------------------------------
 
-    def _with_status(self, seq_group: SequenceGroupLike, name: str) -> list[SequenceLike]:
-        return [seq for seq in seq_group.get_seqs() if status_name(seq) == name]
-
     def _waiting(self, seq_group: SequenceGroupLike) -> list[SequenceLike]:
-        seqs = self._with_status(seq_group, _WAITING)
-        if not seqs:
-            raise ValueError(
-                f"seq_group {seq_group.request_id!r} has no WAITING sequence: expected 1 or more"
-            )
-        return seqs
+        return with_status(seq_group, _WAITING) or fail_status(seq_group, _WAITING)
 
     def _rows(
         self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], on_host: bool
     ) -> list[int]:
         """Rows of these sequences, and the encoder's; all of them on this tier."""
         if not seqs:
-            raise ValueError(
-                f"seq_group {seq_group.request_id!r} has no "
-                f"{_SWAPPED if on_host else _RUNNING} sequence: expected 1 or more"
-            )
+            fail_status(seq_group, _SWAPPED if on_host else _RUNNING)
         rows = []
         for seq in seqs:
             row = self._known(seq).row
-            self._check_on(row, f"seq {seq.seq_id!r}", on_host)
+            self._check_on(row, "seq", seq.seq_id, on_host)
             rows.append(row)
         cross = self._cross.get(seq_group.request_id)
         if cross is not None and self._native.is_on_host(cross) == on_host:
@@ -464,7 +474,7 @@ class BlockSpaceManager:
     def _known(self, seq: SequenceLike) -> _Allocated:
         known = self._allocated.get(seq.seq_id)
         if known is None:
-            self._fail_unknown(seq)
+            fail_unknown(seq)
         return known
 
     def _now_or_later(self, required: int) -> AllocStatus:
@@ -488,20 +498,11 @@ class BlockSpaceManager:
             known = self._known(seq)
             num_slots = seq.get_len() - known.num_tokens + num_lookahead_slots
             if num_slots < num_lookahead_slots:
-                self._fail_shorter(seq, known)
+                fail_shorter(seq, known.num_tokens)
             if num_slots > 0:
                 first, last = known.num_tokens, known.num_tokens + num_slots - 1
                 num_touched += last // self.block_size - first // self.block_size + 1
         return num_touched
-
-    def _swapped(self, seq_group: SequenceGroupLike, pairs: object, question: str) -> Pairs:
-        if pairs is None:
-            raise ValueError(
-                f"seq_group {seq_group.request_id!r} does not fit, {self._pool.num_free} blocks of the "
-                f"device and {self._host.num_free} of the host are free: expected {question} to be "
-                "asked first"
-            )
-        return _as_pairs(pairs)
 
     # Rows ------------------------------------------------------------------------------------------
 
@@ -523,70 +524,35 @@ class BlockSpaceManager:
             self._append(row, num_tokens - 1, 0)
         self._cross[seq_group.request_id] = row
 
-    # Errors ----------------------------------------------------------------------------------------
-
-    def _check_new(self, seq_group: SequenceGroupLike, seqs: list[SequenceLike]) -> None:
-        """That none of these is allocated, and all have the first one's prompt."""
+    def _check_new(
+        self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
+    ) -> None:
         if seq_group.request_id in self._cross:
             raise ValueError(
                 f"seq_group {seq_group.request_id!r} has a cross-attention table already: expected "
                 "free_cross first"
             )
-        first = seqs[0]
-        for i, seq in enumerate(seqs):
-            if seq.seq_id in self._allocated or seq.seq_id in {each.seq_id for each in seqs[:i]}:
+        for seq in seqs:
+            if seq.seq_id in self._allocated:
                 raise ValueError(f"seq {seq.seq_id!r} has blocks already: expected a new seq_id")
-            same = seq is first or seq.get_len() == first.get_len()
-            if same and seq is not first and self.enable_caching:
-                same = [*seq.get_token_ids()] == [*first.get_token_ids()]
-                same = same and extra_hash(seq) == extra_hash(first)
-            if not same:
-                raise ValueError(
-                    f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has other tokens, or "
-                    f"another extra_hash, than seq {first.seq_id!r}: expected one prompt"
-                )
+        if len(seqs) > 1:
+            check_one_prompt(seq_group, seqs, reads_ids)
 
-    def _num_encoder_tokens(self, seq_group: SequenceGroupLike) -> int:
-        count = checked_count(seq_group.get_encoder_seq().get_len(), "get_encoder_seq().get_len()")
-        if not 0 < count <= self.max_model_len:
-            raise ValueError(
-                f"the encoder of seq_group {seq_group.request_id!r} has {count} tokens: expected "
-                f"1 to max_model_len, which is {self.max_model_len}"
-            )
-        return count
+    def _fail_allocate(self, seq_group: SequenceGroupLike) -> NoReturn:
+        what = f"seq_group {seq_group.request_id!r} does not fit"
+        fail_to_fit(what, self._pool.num_free, "can_allocate")
 
-    def _check_on(self, row: int, name: str, on_host: bool) -> None:
+    def _check_on(self, row: int, what: str, name: object, on_host: bool) -> None:
         if self._native.is_on_host(row) != on_host:
             raise ValueError(
-                f"{name} is on the device: expected one that is swapped out"
+                f"{what} {name!r} is on the device: expected one that is swapped out"
                 if on_host
-                else f"{name} is swapped out: expected one on the device"
+                else f"{what} {name!r} is swapped out: expected one on the device"
             )
 
     def _check_has_host(self) -> None:
         if self._host is None:
             raise ValueError("there is no host pool: expected num_cpu_blocks of 2 or more")
-
-    def _fail_unknown(self, seq: SequenceLike) -> NoReturn:
-        raise ValueError(f"seq {seq.seq_id!r} has no blocks: expected one that was allocated")
-
-    def _fail_shorter(self, seq: SequenceLike, known: _Allocated) -> NoReturn:
-        raise ValueError(
-            f"seq {seq.seq_id!r} has {seq.get_len()} tokens: expected {known.num_tokens} or more, "
-            "which have slots"
-        )
-
-    def _fail_allocate(self, seq_group: SequenceGroupLike) -> NoReturn:
-        raise ValueError(
-            f"seq_group {seq_group.request_id!r} does not fit, {self._pool.num_free} blocks are "
-            "free: expected can_allocate to be asked first"
-        )
-
-    def _fail_append(self, seq: SequenceLike, num_new: int, num_lookahead_slots: int) -> NoReturn:
-        raise ValueError(
-            f"seq {seq.seq_id!r} does not get slots for {num_new} tokens and {num_lookahead_slots} "
-            f"more, {self._pool.num_free} blocks are free: expected can_append_slots to be asked first"
-        )
 
 
 def _as_pairs(pairs: np.ndarray) -> Pairs:
@@ -596,12 +562,3 @@ def _as_pairs(pairs: np.ndarray) -> Pairs:
 def _common_prefix(a: list[int], b: list[int]) -> list[int]:
     n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     return a[:n]
-
-
-def _device_name(device: Enum | str) -> str:
-    name = device if isinstance(device, str) else getattr(device, "name", None)
-    if not isinstance(name, str):
-        raise TypeError(f"device is {device!r}: expected 'gpu', 'cpu' or an enum member so named")
-    if name.lower() not in ("gpu", "cpu"):
-        raise ValueError(f"device is {device!r}: expected 'gpu' or 'cpu'")
-    return name.lower()
