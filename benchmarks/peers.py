@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 
 import cbor2
 
@@ -103,3 +103,90 @@ def decode_step(
             cache.block_of.setdefault(block_hash, block)
             cache.hash_of[block] = block_hash
     return new_blocks
+
+
+class Block:
+    """One entry of a sequence's table: its block, and the tokens in it."""
+
+    __slots__ = ("block_id", "prev", "token_ids")
+
+    def __init__(self, prev: Block | None, token_ids: list[int], block_id: int) -> None:
+        self.prev = prev
+        self.token_ids = token_ids
+        self.block_id = block_id
+
+
+class SequenceBlocks:
+    """A sequence-group manager as engines write it: an object and a step of Python per block."""
+
+    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.refs = [0] * num_blocks
+        self.free_blocks = deque(range(1, num_blocks))
+        self.free_pages = deque(range(1, num_host_blocks))
+        self.tables: dict[int, list[Block]] = {}
+
+    def _take(self) -> int:
+        block_id = self.free_blocks.popleft()
+        self.refs[block_id] = 1
+        return block_id
+
+    def _release(self, block_id: int) -> None:
+        self.refs[block_id] -= 1
+        if self.refs[block_id] == 0:
+            self.free_blocks.append(block_id)
+
+    def allocate(self, seq_id: int, token_ids: list[int]) -> None:
+        table: list[Block] = []
+        for start in range(0, len(token_ids), self.size):
+            prev = table[-1] if table else None
+            table.append(Block(prev, token_ids[start : start + self.size], self._take()))
+        self.tables[seq_id] = table
+
+    def fork(self, parent: int, child: int) -> None:
+        table: list[Block] = []
+        for block in self.tables[parent]:
+            self.refs[block.block_id] += 1
+            prev = table[-1] if table else None
+            table.append(Block(prev, [*block.token_ids], block.block_id))
+        self.tables[child] = table
+
+    def append(self, seq_id: int, token_ids: list[int]) -> list[tuple[int, int]]:
+        table, pairs = self.tables[seq_id], []
+        for token in token_ids:
+            last = table[-1]
+            if len(last.token_ids) == self.size:
+                last = Block(last, [], self._take())
+                table.append(last)
+            elif self.refs[last.block_id] > 1:
+                old, last.block_id = last.block_id, self._take()
+                self._release(old)
+                pairs.append((old, last.block_id))
+            last.token_ids.append(token)
+        return pairs
+
+    def free(self, seq_id: int) -> None:
+        for block in reversed(self.tables.pop(seq_id)):
+            self._release(block.block_id)
+
+    def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+        moved: dict[int, int] = {}
+        for block in [block for seq_id in seq_ids for block in self.tables[seq_id]]:
+            old = block.block_id
+            if old not in moved:
+                moved[old] = self.free_pages.popleft()
+            block.block_id = moved[old]
+            self._release(old)
+        return [*moved.items()]
+
+    def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+        moved: dict[int, int] = {}
+        for block in [block for seq_id in seq_ids for block in self.tables[seq_id]]:
+            page = block.block_id
+            if page in moved:
+                self.refs[moved[page]] += 1
+            else:
+                moved[page] = self._take()
+                self.free_pages.append(page)
+            block.block_id = moved[page]
+        return [*moved.items()]

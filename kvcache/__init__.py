@@ -1,7 +1,7 @@
 """kvcache: the KV-cache layer of an LLM inference engine as a library.
 
-Public names are imported when first used: the control plane (`BlockPool`, `KVCacheManager`,
-`Request`, `hash_blocks`, `StepPlan`) works where torch is not installed; the data plane
+Public names are imported when first used: the control plane (`BlockPool`, `BlockSpaceManager`,
+`KVCacheManager`, `Request`, `hash_blocks`, `StepPlan`) works where torch is not installed; the data plane
 (`BlockTable`, `KVStorage`, `Worker`, `ops`) imports it.
 """
 
@@ -12,7 +12,9 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME = {
+    "AllocStatus": "kvcache.allocator",
     "BlockPool": "kvcache.allocator",
+    "BlockSpaceManager": "kvcache.allocator",
     "CachedTokens": "kvcache.allocator",
     "KVCacheManager": "kvcache.allocator",
     "PrefixCacheStats": "kvcache.allocator",

@@ -15,6 +15,7 @@ DOCUMENTED = [
     "kvcache.allocator.hashing",
     "kvcache.allocator.manager",
     "kvcache.allocator.request",
+    "kvcache.allocator.sequences",
     "kvcache.planning",
     "kvcache.specs",
     "kvcache.worker.apply",

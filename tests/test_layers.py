@@ -112,7 +112,7 @@ class Blocked:
         if name.split(".")[0] == "torch":
             raise ModuleNotFoundError("No module named 'torch' (blocked)", name="torch")
 sys.meta_path.insert(0, Blocked())
-from kvcache import BlockPool, KVCacheManager, Request, StepPlan, hash_blocks
+from kvcache import BlockPool, BlockSpaceManager, KVCacheManager, Request, StepPlan, hash_blocks
 manager = KVCacheManager(16, 100, 1000)
 request = Request("a", range(40))
 plan = manager.step(new=[request])
@@ -120,6 +120,7 @@ assert plan.append_ids[0].size and isinstance(plan, StepPlan)
 manager.free(request)
 assert manager.get_computed_blocks(request)[1] == 32
 assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
+assert BlockSpaceManager(16, 100, 0).get_num_free_gpu_blocks() == 99
 assert "torch" not in sys.modules
 try:
     from kvcache import BlockTable

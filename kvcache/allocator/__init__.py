@@ -4,6 +4,7 @@ from kvcache._native import core
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
 from kvcache.allocator.request import Request
+from kvcache.allocator.sequences import AllocStatus, BlockSpaceManager
 from kvcache.allocator.stats import PrefixCacheStats
 
 BlockPool = core.BlockPool
@@ -11,7 +12,9 @@ eviction_names = core.eviction_names
 
 __all__ = [
     "DEFAULT_SEED",
+    "AllocStatus",
     "BlockPool",
+    "BlockSpaceManager",
     "CachedTokens",
     "KVCacheManager",
     "PrefixCacheStats",

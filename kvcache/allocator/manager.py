@@ -33,6 +33,13 @@ _HOST_WRITES = {
 }
 
 
+def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
+    """Blocks that this share of all, 0 to 1, stands for."""
+    if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
+        raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
+    return int(watermark * num_gpu_blocks)
+
+
 class CachedTokens(NamedTuple):
     """What of a request is cached: tokens on the device, with the host, and what that would load."""
 
@@ -188,8 +195,6 @@ class KVCacheManager:
             raise ValueError(
                 f"host_write is {host_write!r}: expected one of {', '.join(_HOST_WRITES)}"
             )
-        if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
-            raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
         cp = context_parallel or ContextParallel()
         self.groups = tuple(groups)
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
@@ -202,7 +207,7 @@ class KVCacheManager:
             enable_caching=enable_caching,
             num_preallocate_tokens=num_preallocate_tokens,
             max_num_reqs=max_num_reqs,
-            watermark_blocks=int(watermark * num_gpu_blocks),
+            watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
             use_eagle=use_eagle,
             fence_frees=fence_frees,
             enable_events=enable_events,

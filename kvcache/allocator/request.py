@@ -81,7 +81,7 @@ class Request:
         self._mm_items = tuple(_checked_item(i, item) for i, item in enumerate(mm_items))
         self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
-        self._num_encoder_tokens = _checked_count(num_encoder_tokens, "num_encoder_tokens")
+        self._num_encoder_tokens = checked_count(num_encoder_tokens, "num_encoder_tokens")
         self._read_cache = bool(read_cache) and not num_encoder_tokens
         self._write_cache = bool(write_cache) and not num_encoder_tokens
         self._has_extra_keys = not (
@@ -149,7 +149,8 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def _checked_count(value: int, name: str) -> int:
+def checked_count(value: int, name: str) -> int:
+    """`value` as an int of 0 to 2**31 - 1."""
     try:
         count = index(value)
     except TypeError:

@@ -1,0 +1,89 @@
+"""What `BlockSpaceManager` refuses of its arguments before anything changes."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NoReturn
+
+from kvcache.allocator.request import checked_count
+from kvcache.allocator.sequence_protocol import SequenceGroupLike, SequenceLike, extra_hash
+
+
+def check_one_prompt(
+    seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
+) -> None:
+    """That these sequences of a group are several, and all have the first one's prompt."""
+    first = seqs[0]
+    seen = {first.seq_id}
+    for seq in seqs[1:]:
+        if seq.seq_id in seen:
+            raise ValueError(
+                f"seq_group {seq_group.request_id!r} has seq {seq.seq_id!r} twice: expected it once"
+            )
+        seen.add(seq.seq_id)
+        same = seq.get_len() == first.get_len() and (
+            not reads_ids
+            or (
+                ([*seq.get_token_ids()] == [*first.get_token_ids()])
+                and extra_hash(seq) == extra_hash(first)
+            )
+        )
+        if not same:
+            raise ValueError(
+                f"seq {seq.seq_id!r} of seq_group {seq_group.request_id!r} has other tokens, or "
+                f"another extra_hash, than seq {first.seq_id!r}: expected one prompt"
+            )
+
+
+def checked_encoder_length(seq_group: SequenceGroupLike, max_model_len: int) -> int:
+    """Tokens of the group's encoder, 1 to `max_model_len`."""
+    count = checked_count(seq_group.get_encoder_seq().get_len(), "get_encoder_seq().get_len()")
+    if not 0 < count <= max_model_len:
+        raise ValueError(
+            f"the encoder of seq_group {seq_group.request_id!r} has {count} tokens: expected 1 to "
+            f"max_model_len, which is {max_model_len}"
+        )
+    return count
+
+
+def device_name(device: Enum | str) -> str:
+    """Either "gpu" or "cpu"."""
+    name = device if isinstance(device, str) else getattr(device, "name", None)
+    if not isinstance(name, str):
+        raise TypeError(f"device is {device!r}: expected 'gpu', 'cpu' or an enum member so named")
+    if name.lower() not in ("gpu", "cpu"):
+        raise ValueError(f"device is {device!r}: expected 'gpu' or 'cpu'")
+    return name.lower()
+
+
+def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
+    """For a sequence whose number of token ids is not its length."""
+    raise ValueError(
+        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
+        "get_len() says"
+    )
+
+
+def fail_shorter(seq: SequenceLike, num_tokens: int) -> NoReturn:
+    """For a sequence that had `num_tokens` before."""
+    raise ValueError(
+        f"seq {seq.seq_id!r} has {seq.get_len()} tokens: expected {num_tokens} or more, which have "
+        "slots"
+    )
+
+
+def fail_unknown(seq: SequenceLike) -> NoReturn:
+    """For a sequence without blocks."""
+    raise ValueError(f"seq {seq.seq_id!r} has no blocks: expected one that was allocated")
+
+
+def fail_status(seq_group: SequenceGroupLike, name: str) -> NoReturn:
+    """For a group without a sequence of this status."""
+    raise ValueError(
+        f"seq_group {seq_group.request_id!r} has no {name} sequence: expected 1 or more"
+    )
+
+
+def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:
+    """For what needs more than the free blocks."""
+    raise ValueError(f"{what}, {num_free} blocks are free: expected {question} to be asked first")

@@ -1,0 +1,62 @@
+"""What `BlockSpaceManager` asks of an engine's sequences and sequence groups: no base class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Protocol
+
+
+class SequenceLike(Protocol):
+    """One sequence: a prompt and what was generated behind it.
+
+    Where its KV depends on more than its tokens (an adapter), it also has `extra_hash()`: a str or
+    int, or None, the same for as long as it lives. It enters the hashes as `cache_salt` of a
+    `Request` does, an int as its decimal text.
+    """
+
+    seq_id: int  # any hashable, one per sequence that lives
+    status: Enum | str  # its name: WAITING, RUNNING, SWAPPED, or one that begins with FINISHED
+
+    def get_len(self) -> int:
+        """Tokens known so far, 1 or more; never fewer than before."""
+
+    def get_token_ids(self) -> Sequence[int]:
+        """All of them, 0 to 2**31 - 1; asked for only with caching."""
+
+
+class SequenceGroupLike(Protocol):
+    """Sequences that come from one prompt."""
+
+    request_id: str  # any hashable, one per group that lives
+
+    def get_seqs(self) -> Iterable[SequenceLike]:
+        """All of them, whatever their status."""
+
+    def is_encoder_decoder(self) -> bool:
+        """Whether `get_encoder_seq` answers."""
+
+    def get_encoder_seq(self) -> SequenceLike:
+        """The encoder's tokens, of which only the number is asked."""
+
+
+def status_name(seq: SequenceLike) -> str:
+    """The name of its status."""
+    status = seq.status
+    return status if type(status) is str else getattr(status, "name", status)
+
+
+def with_status(seq_group: SequenceGroupLike, name: str) -> list[SequenceLike]:
+    """The group's sequences of this status."""
+    return [seq for seq in seq_group.get_seqs() if status_name(seq) == name]
+
+
+def extra_hash(seq: SequenceLike) -> str | None:
+    """What its KV depends on besides tokens, as text."""
+    extra = getattr(seq, "extra_hash", None)
+    extra = None if extra is None else extra()
+    if extra is None or isinstance(extra, str):
+        return extra
+    if isinstance(extra, int):
+        return str(extra)
+    raise TypeError(f"extra_hash() of seq {seq.seq_id!r} is {extra!r}: expected a str, int or None")

@@ -1,0 +1,84 @@
+"""What the native manager is told of a sequence's tokens: their ids, or only how many."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvcache._native import core
+from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.allocator.hashing import token_sequence
+from kvcache.allocator.request import checked_count
+from kvcache.allocator.sequence_checks import fail_ids
+from kvcache.allocator.sequence_protocol import SequenceLike, extra_hash
+
+
+class Tokens:
+    """Known tokens, and the hashes of their blocks; what is appended natively is known here too."""
+
+    __slots__ = ("are_read", "chain", "extra", "ids", "seq")
+
+    def __init__(
+        self, ids: core.TokenIds, are_read: bool, extra: str | None, chain: core.TokenChain
+    ) -> None:
+        self.ids = ids
+        self.are_read = are_read  # whether `ids` are the real ones
+        self.extra = extra
+        self.chain = chain
+        self.seq: SequenceLike | None = None  # whose they are, until it is allocated
+
+
+class TokenSource:
+    """Makes them; keeps those of sequences that were asked for, so that each is hashed once."""
+
+    def __init__(self, block_size: int, hash_seed: str) -> None:
+        self._block_size = block_size
+        self._parent = first_parent(hash_seed, "hash_seed")
+        self._asked: dict[object, Tokens] = {}  # by seq_id
+        self._zeros = np.zeros(4096, np.int32)
+
+    def read(self, seq: SequenceLike) -> Tokens:
+        """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
+        extra, num_tokens = extra_hash(seq), seq.get_len()
+        kept = self._asked.get(seq.seq_id)
+        if kept is not None and kept.seq is seq and kept.extra == extra:
+            num_known = len(kept.ids)
+            if num_known <= num_tokens:
+                if num_known < num_tokens:
+                    kept.ids.append(_tokens_from(seq, num_known, num_tokens))
+                return kept
+        return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
+
+    def unread(self, num_tokens: int) -> Tokens:
+        """So many tokens, whichever they are; they neither take hits nor leave any."""
+        count = checked_count(num_tokens, "get_len()")
+        if count > len(self._zeros):
+            self._zeros = np.zeros(2 * count, np.int32)
+        return self._make(core.TokenIds(self._zeros[:count]), False, None)
+
+    def copy_of(self, tokens: Tokens) -> Tokens:
+        """The same tokens, which then go on by themselves."""
+        if not tokens.are_read:
+            return self.unread(len(tokens.ids))
+        return self._make(core.TokenIds(tokens.ids.copy()), True, tokens.extra)
+
+    def keep(self, seq: SequenceLike, tokens: Tokens) -> None:
+        """Until the sequence is forgotten."""
+        tokens.seq = seq
+        self._asked[seq.seq_id] = tokens
+
+    def forget(self, seq: SequenceLike) -> None:
+        """No-op where nothing is kept."""
+        if self._asked:
+            self._asked.pop(seq.seq_id, None)
+
+    def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
+        salt = () if extra is None else (None, (), extra)
+        chain = core.TokenChain(ids, self._block_size, self._parent, are_read, are_read, *salt)
+        return Tokens(ids, are_read, extra, chain)
+
+
+def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
+    ids = token_sequence(seq.get_token_ids()[first:] if first else seq.get_token_ids())
+    if len(ids) != num_tokens - first:
+        fail_ids(seq, first + len(ids))
+    return ids

@@ -1,0 +1,352 @@
+"""A plain model of the sequence-group manager: lists, dictionaries and loops; no hashes, no arrays.
+
+Content is known by its tokens. Block ids are exact: who gets which block, and who is evicted, is
+part of what the model says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+OK, LATER, NEVER = "OK", "LATER", "NEVER"
+
+
+def ceil_div(a, b):
+    return -(-a // b)
+
+
+@dataclass
+class ModelUse:
+    """What the eviction of a block goes by."""
+
+    time: float = 0
+    release: float = 0  # which one, counted; before all of them where it was accessed
+    num_prefix_tokens: int = 0
+    idle: int = 0
+    is_accessed: bool = False
+
+    def rank(self):
+        return (self.time, self.release, -self.num_prefix_tokens, self.idle)
+
+
+class ModelPool:
+    """Blocks of one device. `content`: what cached blocks hold, (extra, tokens of the prefix)."""
+
+    def __init__(self, num_blocks, block_size, is_chain):
+        self.num_total = max(num_blocks - 1, 0)
+        self.block_size = block_size
+        self.is_chain = is_chain  # whether a block is of use only behind the one before
+        self.refs = dict.fromkeys(range(1, num_blocks), 0)
+        self.uncached_free = list(range(1, num_blocks))
+        self.cached_free = []  # in the order of release
+        self.content = {}  # oldest first
+        self.use = {block: ModelUse() for block in self.refs}
+        self.clock, self.num_idle, self.release_time = 0, 0, 0
+
+    def num_free(self):
+        return len(self.uncached_free) + len(self.cached_free)
+
+    def take(self, count):
+        taken = []
+        for _ in range(count):
+            block = self.uncached_free.pop(0) if self.uncached_free else self._evict()
+            assert self.refs[block] == 0
+            self.refs[block] = 1
+            self.use[block] = ModelUse()
+            taken.append(block)
+        return taken
+
+    def _evict(self):
+        parents = {(extra, tokens[: -self.block_size]) for extra, tokens in self.content.values()}
+        leaves = [
+            b for b in self.cached_free if not self.is_chain or self.content[b] not in parents
+        ]
+        block = min(leaves or self.cached_free[:1], key=lambda b: self.use[b].rank())
+        self.cached_free.remove(block)
+        del self.content[block]
+        return block
+
+    def hold(self, blocks):
+        for block in blocks:
+            if self.refs[block] == 0:
+                self.cached_free.remove(block)
+            self.refs[block] += 1
+
+    def give_back(self, blocks):
+        for block in blocks:
+            self.refs[block] -= 1
+            assert self.refs[block] >= 0
+            if self.refs[block]:
+                continue
+            if block not in self.content:
+                self.uncached_free.append(block)
+                continue
+            self.cached_free.append(block)
+            self.num_idle += 1
+            use = self.use[block]
+            use.idle = self.num_idle
+            if not use.is_accessed:
+                use.time, use.release = self.clock, self.release_time
+
+    def publish(self, block, content):
+        assert block not in self.content and self.refs[block]
+        self.content[block] = content
+
+    def find(self, content):
+        return next((block for block, each in self.content.items() if each == content), 0)
+
+    def access(self, blocks, now):
+        self.clock = max(self.clock, now)
+        for block in blocks:
+            use = self.use[block]
+            use.is_accessed, use.time, use.release = True, now, float("-inf")
+
+    def reset(self):
+        if any(self.refs.values()):
+            return False
+        self.uncached_free += self.cached_free
+        self.cached_free, self.content = [], {}
+        self.use = {block: ModelUse() for block in self.refs}
+        return True
+
+
+@dataclass
+class ModelSequence:
+    tokens: list[int]  # with slots
+    extra: object = None
+    caches: bool = False
+    num_cached: int = 0
+    blocks: list[int] = field(default_factory=list)  # 0 where a window left one
+    num_published: int = 0
+    num_marked: int = 0
+    on_host: bool = False
+
+    @property
+    def num_dropped(self):
+        return next((i for i, block in enumerate(self.blocks) if block), len(self.blocks))
+
+    def tail_first(self):
+        return [block for block in reversed(self.blocks) if block]
+
+
+class ModelSpace:
+    """`sequences`: by any key, cross-attention tables among them."""
+
+    def __init__(
+        self, block_size, num_gpu_blocks, num_cpu_blocks, watermark, sliding_window, enable_caching
+    ):
+        self.size = block_size
+        self.window = sliding_window
+        self.caching = enable_caching
+        self.watermark = int(watermark * num_gpu_blocks)
+        self.gpu = ModelPool(num_gpu_blocks, block_size, is_chain=sliding_window is None)
+        self.cpu = ModelPool(num_cpu_blocks, block_size, is_chain=False)
+        self.sequences: dict[object, ModelSequence] = {}
+        self.num_releases = 0
+        self.query_blocks = self.hit_blocks = 0
+
+    # Questions -------------------------------------------------------------------------------------
+
+    def first_read(self, position):
+        """The first block that the token at this position reads."""
+        return 0 if self.window is None else max(position - self.window + 1, 0) // self.size
+
+    def required(self, num_tokens, lookahead, num_encoder_tokens):
+        required = ceil_div(num_tokens + lookahead, self.size)
+        if self.window is not None:
+            required = min(required, self.window // self.size + 2)
+        return required + ceil_div(num_encoder_tokens, self.size)
+
+    def can_allocate(self, num_tokens, lookahead, num_encoder_tokens):
+        required = self.required(num_tokens, lookahead, num_encoder_tokens)
+        if self.gpu.num_total - required < self.watermark:
+            return NEVER
+        return OK if self.gpu.num_free() - required >= self.watermark else LATER
+
+    def num_touched(self, lengths, lookahead):
+        """`lengths`: per sequence, the tokens it has now."""
+        touched = set()
+        for key, length in lengths.items():
+            known = len(self.sequences[key].tokens)
+            touched |= {(key, p // self.size) for p in range(known, length + lookahead)}
+        return len(touched)
+
+    def can_append(self, lengths, lookahead):
+        return self.num_touched(lengths, lookahead) <= self.gpu.num_free()
+
+    def can_swap_out(self, keys):
+        return len(self.moving(keys)) <= self.cpu.num_free()
+
+    def can_swap_in(self, keys, lengths, lookahead):
+        required = len(self.moving(keys)) + self.num_touched(lengths, lookahead)
+        if required > self.gpu.num_total:
+            return NEVER
+        return OK if self.gpu.num_free() - required >= self.watermark else LATER
+
+    def moving(self, keys):
+        """Blocks with KV of these sequences, each once."""
+        found = {}
+        for key in keys:
+            each = self.sequences[key]
+            found.update(dict.fromkeys(filter(None, each.blocks[: self.num_written(each)])))
+        return list(found)
+
+    def num_written(self, sequence):
+        return min(len(sequence.blocks), ceil_div(len(sequence.tokens), self.size))
+
+    def hit_length(self, tokens, extra):
+        """The longest cached prefix in whole blocks, not the whole prompt."""
+        for num_blocks in range((len(tokens) - 1) // self.size, 0, -1):
+            read = range(self.first_read(num_blocks * self.size), num_blocks)
+            if all(self._cached(tokens, extra, column) for column in read):
+                return num_blocks * self.size
+        return 0
+
+    def _cached(self, tokens, extra, column):
+        return self.gpu.find((extra, tuple(tokens[: (column + 1) * self.size])))
+
+    # Changes ---------------------------------------------------------------------------------------
+
+    def allocate(self, keys, tokens, extra, cross_key, num_encoder_tokens):
+        """Whether it fits; `cross_key`: None for a decoder alone."""
+        caches = self.caching and cross_key is None
+        required = self.required(len(tokens), 0, num_encoder_tokens)
+        if cross_key is not None and required > self.gpu.num_free():
+            return False
+        num_hit = self.hit_length(tokens, extra) if caches else 0
+        sequence = self._admit(tokens, extra, num_hit) or (
+            num_hit and self._admit(tokens, extra, 0)
+        )
+        if not sequence:
+            return False
+        sequence.caches = caches
+        if caches:
+            self.query_blocks += len(tokens) // self.size
+            self.hit_blocks += sequence.num_cached // self.size
+        self.sequences[keys[0]] = sequence
+        for key in keys[1:]:
+            self.fork(keys[0], key)
+        if cross_key is not None:
+            blocks = self.gpu.take(ceil_div(num_encoder_tokens, self.size))
+            cross = ModelSequence([0] * num_encoder_tokens, blocks=blocks)
+            self.sequences[cross_key] = cross
+        return True
+
+    def _admit(self, tokens, extra, num_hit):
+        num_hit_blocks = num_hit // self.size
+        first = self.first_read(num_hit)
+        hits = [self._cached(tokens, extra, column) for column in range(first, num_hit_blocks)]
+        num_blocks = ceil_div(len(tokens), self.size)
+        # A prompt without a hit is computed from its own K and V: only its last window is held.
+        skipped = 0 if num_hit else self.first_read(len(tokens))
+        num_new = num_blocks - max(skipped, num_hit_blocks)
+        num_free = self.gpu.num_free() - sum(self.gpu.refs[block] == 0 for block in hits)
+        if num_new > num_free:
+            return None
+        self.gpu.hold(hits)
+        blocks = [0] * max(first, skipped) + hits + self.gpu.take(num_new)
+        sequence = ModelSequence([*tokens], extra, num_cached=num_hit, blocks=blocks)
+        sequence.num_published = num_hit_blocks
+        return sequence
+
+    def append(self, key, tokens, lookahead):
+        """Pairs to be copied, or None."""
+        each, size = self.sequences[key], self.size
+        start = len(each.tokens)
+        stop = start + len(tokens) + lookahead
+        drop_to = min(self.first_read(start), len(each.blocks))
+        left = [block for block in each.blocks[:drop_to] if block]
+        written = range(start // size, min(ceil_div(stop, size), len(each.blocks)))
+        shared = [column for column in written if self.gpu.refs[each.blocks[column]] > 1]
+        num_new = max(ceil_div(stop, size) - len(each.blocks), 0)
+        room = self.gpu.num_free() + sum(self.gpu.refs[block] == 1 for block in left)
+        if num_new + len(shared) > room:
+            return None
+        each.blocks[:drop_to] = [0] * drop_to
+        self.gpu.give_back(left)
+        own = self.gpu.take(len(shared) + num_new)
+        pairs = []
+        for column in shared:
+            old, each.blocks[column] = each.blocks[column], own.pop(0)
+            self.gpu.give_back([old])
+            if column * size < start:
+                pairs.append((old, each.blocks[column]))
+        each.blocks += own
+        each.tokens += tokens
+        return pairs
+
+    def fork(self, parent_key, child_key):
+        parent = self.sequences[parent_key]
+        child = ModelSequence(**{**vars(parent), "tokens": [*parent.tokens]})
+        child.blocks = [*parent.blocks]
+        child.num_published = max(parent.num_published, len(parent.tokens) // self.size)
+        self.gpu.hold([block for block in child.blocks if block])
+        self.sequences[child_key] = child
+
+    def mark(self, key, count):
+        each = self.sequences[key]
+        each.num_marked = min(each.num_marked + count, len(each.tokens))
+        if not each.caches:
+            return
+        for column in range(each.num_published, each.num_marked // self.size):
+            if each.blocks[column]:
+                content = (each.extra, tuple(each.tokens[: (column + 1) * self.size]))
+                self.gpu.publish(each.blocks[column], content)
+            each.num_published = column + 1
+
+    def swap_out(self, keys):
+        moving = self.moving(keys)
+        if len(moving) > self.cpu.num_free():
+            return None
+        moved, contents = {}, {}
+        for key in keys:
+            each = self.sequences[key]
+            self._tell_release(each)
+            left = each.tail_first()
+            del each.blocks[max(self.num_written(each), each.num_dropped) :]
+            new = [block for block in each.blocks if block and block not in moved]
+            moved.update(zip(new, self.cpu.take(len(new))))
+            contents.update({b: self.gpu.content[b] for b in new if b in self.gpu.content})
+            self.cpu.hold([moved[block] for block in each.blocks if block and block not in new])
+            each.blocks = [block and moved[block] for block in each.blocks]
+            each.on_host = True
+            self.gpu.give_back(left)
+        for block, content in contents.items():
+            self.cpu.publish(moved[block], content)
+        return list(moved.items())
+
+    def swap_in(self, keys):
+        if len(self.moving(keys)) > self.gpu.num_free():
+            return None
+        moved = {}
+        for key in keys:
+            each = self.sequences[key]
+            left = each.tail_first()
+            for page in reversed(left):
+                if page in moved:
+                    self.gpu.hold([moved[page]])
+                else:
+                    moved[page] = self.gpu.take(1)[0]
+            each.blocks = [page and moved[page] for page in each.blocks]
+            each.on_host = False
+            self.cpu.give_back(left)
+        return list(moved.items())
+
+    def free(self, key):
+        each = self.sequences.pop(key)
+        if each.on_host:
+            self.cpu.give_back(each.tail_first())
+        else:
+            self._tell_release(each)
+            self.gpu.give_back(each.tail_first())
+
+    def access(self, key, now):
+        if self.caching:
+            self.gpu.access(self.sequences[key].tail_first(), now)
+
+    def _tell_release(self, sequence):
+        self.num_releases += 1
+        self.gpu.release_time = self.num_releases
+        for column, block in enumerate(sequence.blocks):
+            if block:
+                self.gpu.use[block].num_prefix_tokens = (column + 1) * self.size

@@ -1,0 +1,788 @@
+"""The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
+
+import threading
+from enum import Enum
+
+import numpy as np
+import pytest
+
+from kvcache import AllocStatus, BlockSpaceManager, KVCacheManager, Request
+from tests import sequence_driver
+from tests.sequence_driver import Group, Seq, Status
+
+OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
+Device = Enum("Device", ["GPU", "CPU"])
+
+
+def make(num_gpu_blocks=11, num_cpu_blocks=11, block_size=4, watermark=0, **options):
+    return BlockSpaceManager(block_size, num_gpu_blocks, num_cpu_blocks, watermark, **options)
+
+
+def seq(seq_id, num_tokens, status=Status.WAITING, first=0):
+    return Seq(seq_id, [*range(first, first + num_tokens)], status)
+
+
+def admitted(manager, num_tokens=6, request_id="r", num_seqs=1, encoder=0, first=0):
+    seqs = [seq(f"{request_id}{i}", num_tokens, first=first) for i in range(num_seqs)]
+    group = Group(request_id, seqs, seq("encoder", encoder) if encoder else None)
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    return group
+
+
+def child_of(manager, parent, seq_id):
+    child = Seq(seq_id, [*parent.tokens], Status.RUNNING, parent.extra)
+    manager.fork(parent, child)
+    return child
+
+
+def swapped_out(manager, group):
+    pairs = manager.swap_out(group)
+    group.set_status(Status.SWAPPED)
+    return pairs
+
+
+def counts(manager):
+    return manager.get_num_free_gpu_blocks(), manager.get_num_free_cpu_blocks()
+
+
+# E1: two pools ---------------------------------------------------------------------------------------
+
+
+def test_null_blocks_are_in_no_count():
+    assert counts(make(11, 6)) == (10, 5)
+
+
+@pytest.mark.parametrize("num_cpu_blocks", [0, 1])
+def test_without_a_host_pool_nothing_is_swapped(num_cpu_blocks):
+    manager = make(num_cpu_blocks=num_cpu_blocks)
+    group = admitted(manager)
+    assert manager.get_num_free_cpu_blocks() == 0
+    assert not manager.can_swap_out(group)
+    assert manager.can_swap_in(group, 0) == NEVER
+    for swap in (manager.swap_out, manager.swap_in):
+        with pytest.raises(ValueError, match="num_cpu_blocks of 2 or more"):
+            swap(group)
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"num_gpu_blocks": 1}, "num_gpu_blocks is 1"),
+        ({"num_cpu_blocks": -1}, "num_cpu_blocks is -1"),
+        ({"block_size": 0}, "block_size"),
+        ({"watermark": 1.5}, "watermark is 1.5"),
+        ({"sliding_window": 0}, "window"),
+        ({"sliding_window": 1}, "sliding_window is 1"),
+        ({"max_model_len": 0}, "max_model_len"),
+    ],
+)
+def test_wrong_sizes_are_named(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        make(**arguments)
+
+
+def test_a_seed_that_is_no_text_is_a_type_error():
+    with pytest.raises(TypeError, match="hash_seed is 5"):
+        make(hash_seed=5)
+
+
+# E2: admission ---------------------------------------------------------------------------------------
+
+
+def test_can_allocate_keeps_the_watermark():
+    manager = make(num_gpu_blocks=11, watermark=0.2)  # 10 in all, 2 kept: int(0.2 * 11)
+    assert manager.watermark_blocks == 2
+    assert manager.can_allocate(Group("r", [seq(0, 32)])) == OK
+    assert manager.can_allocate(Group("r", [seq(0, 33)])) == NEVER
+    admitted(manager, 4)
+    assert manager.can_allocate(Group("r", [seq(0, 32)])) == LATER
+    assert manager.can_allocate(Group("r", [seq(0, 28)])) == OK
+
+
+def test_can_allocate_counts_lookahead_slots():
+    manager = make(num_gpu_blocks=4)
+    group = Group("r", [seq(0, 10)])
+    assert [manager.can_allocate(group, n) for n in (0, 2, 3)] == [OK, OK, NEVER]
+
+
+def test_can_allocate_counts_no_hits():
+    manager = make(num_gpu_blocks=5, enable_caching=True)
+    group = admitted(manager, 12)
+    manager.mark_blocks_as_computed(group, 12)
+    again = Group("s", [seq("s", 12)])
+    assert manager.can_allocate(again) == LATER
+    manager.allocate(again)  # it takes one block beside its hits
+    assert counts(manager)[0] == 0
+
+
+def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing():
+    manager = make(num_gpu_blocks=3)
+    with pytest.raises(ValueError, match="expected can_allocate to be asked first"):
+        manager.allocate(Group("r", [seq(0, 9)]))
+    assert counts(manager)[0] == 2
+    manager.check_invariants()
+
+
+def test_sequences_of_a_group_share_the_prompt():
+    manager = make()
+    group = admitted(manager, 6, num_seqs=3)
+    assert [manager.get_block_table(each) for each in group.seqs] == [[1, 2]] * 3
+    assert counts(manager)[0] == 8
+    for each in group.seqs[:2]:
+        manager.free(each)
+    assert counts(manager)[0] == 8
+    manager.free(group.seqs[2])
+    assert counts(manager)[0] == 10
+
+
+def test_only_waiting_sequences_are_allocated():
+    manager = make()
+    group = Group("r", [seq(0, 4, Status.FINISHED_STOPPED), seq(1, 4)])
+    manager.allocate(group)
+    assert manager.get_block_table(group.seqs[1]) == [1]
+    with pytest.raises(ValueError, match="seq 0 has no blocks"):
+        manager.get_block_table(group.seqs[0])
+    group.set_status(Status.RUNNING)
+    for call in (manager.allocate, manager.can_allocate):
+        with pytest.raises(ValueError, match="'r' has no WAITING sequence"):
+            call(group)
+
+
+def test_a_status_may_be_text():
+    manager = make()
+    one = Seq("a", [1, 2], "WAITING")
+    manager.allocate(Group("r", [one]))
+    one.status = "RUNNING"
+    assert manager.can_append_slots(Group("r", [one]), 1)
+
+
+def test_allocating_again_is_refused():
+    manager = make()
+    group = admitted(manager)
+    group.set_status(Status.WAITING)
+    with pytest.raises(ValueError, match="seq 'r0' has blocks already"):
+        manager.allocate(group)
+    with pytest.raises(ValueError, match="'s' has seq 5 twice"):
+        manager.allocate(Group("s", [seq(5, 4), seq(5, 4)]))
+    assert counts(manager)[0] == 8
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_a_group_has_one_prompt(caching):
+    manager = make(enable_caching=caching)
+    others = [seq(1, 5)] + [seq(1, 4, first=9), Seq(1, [0, 1, 2, 3], extra="x")] * caching
+    for other in others:
+        with pytest.raises(ValueError, match=r"seq 1 of seq_group 'r' .* expected one prompt"):
+            manager.allocate(Group("r", [seq(0, 4), other]))
+    assert counts(manager)[0] == 10
+
+
+@pytest.mark.parametrize("window", [None, 2, 4])
+@pytest.mark.parametrize("num_tokens", [1, 4, 9])
+def test_an_encoder_has_a_table_of_its_own(window, num_tokens):
+    manager = make(sliding_window=window)
+    group = admitted(manager, 4, encoder=num_tokens)
+    table = manager.get_cross_block_table(group)
+    assert table == [2, 3, 4][: -(-num_tokens // 4)]
+    manager.free(group.seqs[0])
+    assert manager.get_cross_block_table(group) == table
+    manager.free_cross(group)
+    manager.free_cross(group)
+    assert counts(manager)[0] == 10
+    with pytest.raises(ValueError, match="'r' has no cross-attention table"):
+        manager.get_cross_block_table(group)
+
+
+def test_an_encoder_counts_in_what_fits():
+    manager = make(num_gpu_blocks=5)
+    group = Group("r", [seq(0, 8)], seq("e", 9))
+    assert manager.can_allocate(group) == NEVER
+    with pytest.raises(ValueError, match="can_allocate"):
+        manager.allocate(group)
+    assert counts(manager)[0] == 4
+    group.encoder.tokens = [1]
+    assert manager.can_allocate(group) == OK
+    manager.allocate(group)
+    other = Group("r", [seq(1, 1)], seq("e", 1))
+    with pytest.raises(ValueError, match="'r' has a cross-attention table already"):
+        manager.allocate(other)
+    with pytest.raises(ValueError, match="the encoder of seq_group 's' has 0 tokens"):
+        manager.allocate(Group("s", [seq(1, 1)], seq("e", 0)))
+
+
+def test_an_encoder_keeps_a_group_out_of_the_cache():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 8, encoder=1)
+    manager.mark_blocks_as_computed(group, 8)
+    assert manager.get_num_cached_tokens(seq("other", 9)) == 0
+
+
+# E3: growth ------------------------------------------------------------------------------------------
+
+
+def test_append_slots_is_for_new_tokens():
+    manager = make()
+    group = admitted(manager, 3)
+    one = group.seqs[0]
+    assert manager.append_slots(one, 0) == []
+    one.tokens += [1]
+    assert manager.append_slots(one, 0) == []
+    assert manager.get_block_table(one) == [1]
+    one.tokens += [1] * 6
+    assert manager.append_slots(one, 0) == []
+    assert manager.get_block_table(one) == [1, 2, 3]
+
+
+def test_lookahead_slots_are_given_again_to_the_next_tokens():
+    manager = make()
+    one = admitted(manager, 3).seqs[0]
+    one.tokens += [1]
+    assert manager.append_slots(one, 5) == []
+    assert manager.get_block_table(one) == [1, 2, 3]
+    one.tokens += [1] * 5
+    assert manager.append_slots(one, 0) == []
+    assert manager.get_block_table(one) == [1, 2, 3]
+
+
+@pytest.mark.xfail(strict=True, reason="the native append takes one token or more")
+def test_lookahead_without_a_new_token():
+    manager = make()
+    one = admitted(manager, 3).seqs[0]
+    assert manager.append_slots(one, 5) == []
+    assert manager.get_block_table(one) == [1, 2]
+
+
+def test_can_append_slots_counts_every_block_that_is_touched():
+    manager = make(num_gpu_blocks=6)  # 5
+    group = admitted(manager, 6, num_seqs=2)  # 2 of them
+    assert manager.can_append_slots(group, 0)  # nothing to write
+    assert manager.can_append_slots(group, 2)  # 2 slots left in one block: one each
+    assert not manager.can_append_slots(group, 3)  # two blocks each, 4 > 3
+    group.seqs[1].status = Status.FINISHED_STOPPED
+    assert manager.can_append_slots(group, 3)
+    group.seqs[0].tokens += [1] * 8
+    assert manager.can_append_slots(group, 2)  # slots 6 to 15: 3 blocks
+    assert not manager.can_append_slots(group, 3)
+
+
+def test_slots_that_do_not_fit_are_refused_and_asked_for_again():
+    manager = make(num_gpu_blocks=3)
+    one = admitted(manager, 8).seqs[0]
+    one.tokens += [1]
+    with pytest.raises(
+        ValueError, match="1 slots and 2 more, 0 blocks are free: expected can_append"
+    ):
+        manager.append_slots(one, 2)
+    manager.check_invariants()
+    assert manager.get_block_table(one) == [1, 2]
+
+
+def test_wrong_appends_are_named():
+    manager = make(max_model_len=8)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.append_slots(seq("x", 1), 0)
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.can_append_slots(Group("s", [seq("x", 1, Status.RUNNING)]), 0)
+    short = seq("r0", 5, Status.RUNNING)
+    for call in (
+        manager.append_slots,
+        lambda each, n: manager.can_append_slots(Group("r", [each]), n),
+    ):
+        with pytest.raises(ValueError, match="seq 'r0' has 5 tokens: expected 6 or more"):
+            call(short, 4)
+    one.tokens += [1]
+    with pytest.raises(ValueError, match="num_lookahead_slots is -1"):
+        manager.append_slots(one, -1)
+    for call in (manager.append_slots, lambda each, n: manager.can_append_slots(group, n)):
+        with pytest.raises(TypeError, match=r"num_lookahead_slots is 1\.5"):
+            call(one, 1.5)
+    one.tokens += [1, 1]
+    with pytest.raises(ValueError, match="max_model_len"):
+        manager.append_slots(one, 0)
+    manager.check_invariants()
+
+
+def test_token_ids_are_checked_with_caching():
+    manager = make(enable_caching=True)
+    one = admitted(manager, 6).seqs[0]
+    one.tokens += [-1]
+    with pytest.raises(ValueError, match="-1"):
+        manager.append_slots(one, 0)
+    one.tokens[-1] = 1
+    one.get_len = lambda: 9
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'r0' has 7 tokens: expected 9"):
+        manager.append_slots(one, 0)
+    other = seq("s", 4)
+    other.get_len = lambda: 3
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 's' has 4 tokens: expected 3"):
+        manager.allocate(Group("s", [other]))
+    del one.get_len
+    assert manager.append_slots(one, 0) == []
+    manager.check_invariants()
+
+
+def test_token_ids_are_not_read_without_caching():
+    manager = make()
+    one = Seq(0, [1, 2, 3], readable=False)
+    group = Group("r", [one])
+    manager.allocate(group)
+    one.status = Status.RUNNING
+    one.tokens += [4, 5]
+    manager.append_slots(one, 0)
+    manager.fork(one, Seq(1, one.tokens, readable=False))
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(one) == 0
+
+
+def test_with_caching_only_the_tail_is_read():
+    class Ids(list):
+        def __getitem__(self, index):
+            taken.append(index)
+            return super().__getitem__(index)
+
+    taken = []
+    manager = make(enable_caching=True)
+    one = admitted(manager, 6).seqs[0]
+    one.tokens = Ids([*range(6), 9])
+    manager.append_slots(one, 0)
+    assert taken == [slice(6, None)]
+
+
+# E4: forks -------------------------------------------------------------------------------------------
+
+
+def test_a_fork_shares_all_blocks_and_the_first_write_copies_the_partial_one():
+    manager = make()
+    parent = admitted(manager, 6).seqs[0]
+    child = child_of(manager, parent, "c")
+    assert manager.get_block_table(child) == manager.get_block_table(parent) == [1, 2]
+    child.tokens += [7]
+    assert manager.append_slots(child, 0) == [(2, 3)]
+    assert manager.get_block_table(child) == [1, 3]
+    parent.tokens += [8]
+    assert manager.append_slots(parent, 0) == []  # it is the only one left
+    assert manager.get_block_table(parent) == [1, 2]
+
+
+def test_a_full_block_is_not_copied():
+    manager = make()
+    parent = admitted(manager, 8).seqs[0]
+    child = child_of(manager, parent, "c")
+    child.tokens += [7]
+    assert manager.append_slots(child, 0) == []
+    assert manager.get_block_table(child) == [1, 2, 3]
+
+
+def test_shared_lookahead_blocks_are_replaced_not_copied():
+    manager = make()
+    parent = admitted(manager, 6).seqs[0]
+    parent.tokens += [1]
+    manager.append_slots(parent, 4)
+    child = child_of(manager, parent, "c")
+    child.tokens += [1, 2]
+    assert manager.append_slots(child, 0) == [(2, 4)]
+    assert manager.get_block_table(child) == [1, 4, 5]
+    assert manager.get_block_table(parent) == [1, 2, 3]
+
+
+def test_a_child_may_have_a_token_more():
+    manager = make()
+    parent = admitted(manager, 6).seqs[0]
+    child = seq("c", 7, Status.RUNNING)
+    manager.fork(parent, child)
+    assert manager.append_slots(child, 0) == [(2, 3)]
+
+
+def test_wrong_forks_are_named():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 6)
+    parent = group.seqs[0]
+    with pytest.raises(ValueError, match="child_seq 'r0' has blocks already"):
+        manager.fork(parent, parent)
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.fork(seq("x", 6), seq("c", 6))
+    with pytest.raises(
+        ValueError, match="child_seq 'c' has 5 tokens: expected those of its parent, 6"
+    ):
+        manager.fork(parent, seq("c", 5))
+    with pytest.raises(ValueError, match="child_seq 'c' is 'x': expected that of its parent, None"):
+        manager.fork(parent, Seq("c", [*parent.tokens], extra="x"))
+    swapped_out(manager, group)
+    with pytest.raises(ValueError, match="parent_seq 'r0' is swapped out"):
+        manager.fork(parent, seq("c", 6))
+    manager.check_invariants()
+
+
+# E5: swaps -------------------------------------------------------------------------------------------
+
+
+def test_blocks_shared_by_sequences_move_once():
+    manager = make()
+    group = admitted(manager, 8)
+    parent = group.seqs[0]
+    child = child_of(manager, parent, "c")
+    group.seqs.append(child)
+    child.tokens += [7]
+    manager.append_slots(child, 0)
+    assert swapped_out(manager, group) == [(1, 1), (2, 2), (3, 3)]
+    assert counts(manager) == (10, 7)
+    assert manager.can_swap_in(group, 0) == OK
+    assert manager.swap_in(group) == [(1, 4), (2, 5), (3, 6)]
+    group.set_status(Status.RUNNING)
+    assert manager.get_block_table(parent) == [4, 5]
+    assert manager.get_block_table(child) == [4, 5, 6]
+    assert counts(manager) == (7, 10)
+
+
+def test_the_encoder_moves_with_its_group():
+    manager = make()
+    group = admitted(manager, 4, encoder=6)
+    assert len(swapped_out(manager, group)) == 3
+    with pytest.raises(ValueError, match="the encoder of group 'r' is swapped out"):
+        manager.get_cross_block_table(group)
+    assert manager.swap_in(group) == [(1, 4), (2, 5), (3, 6)]
+    assert manager.get_cross_block_table(group) == [5, 6]
+
+
+def test_lookahead_slots_do_not_move():
+    manager = make()
+    group = admitted(manager, 3)
+    group.seqs[0].tokens += [1]
+    manager.append_slots(group.seqs[0], 9)
+    assert swapped_out(manager, group) == [(1, 1)]
+
+
+def test_a_swap_out_that_does_not_fit_changes_nothing():
+    manager = make(num_cpu_blocks=3)
+    group = admitted(manager, 12)
+    assert not manager.can_swap_out(group)
+    with pytest.raises(
+        ValueError, match="does not fit on the host, 2 blocks are free: expected can_sw"
+    ):
+        manager.swap_out(group)
+    assert counts(manager) == (7, 2)
+    assert manager.get_block_table(group.seqs[0]) == [1, 2, 3]
+
+
+def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
+    manager = make(num_gpu_blocks=7, watermark=0.3)  # 6, 2 kept
+    group = admitted(manager, 6)
+    swapped_out(manager, group)
+    assert [manager.can_swap_in(group, n) for n in (0, 6, 7, 14, 15)] == [
+        OK,
+        OK,
+        LATER,
+        LATER,
+        NEVER,
+    ]
+    group.seqs[0].tokens += [1]
+    assert manager.can_swap_in(group, 6) == LATER
+
+
+def test_a_swap_in_that_does_not_fit_changes_nothing():
+    manager = make(num_gpu_blocks=4)
+    group = admitted(manager, 8)
+    swapped_out(manager, group)
+    admitted(manager, 5, "s")
+    assert manager.can_swap_in(group, 0) == LATER
+    with pytest.raises(
+        ValueError, match="does not fit on the device, 1 blocks are free: expected can"
+    ):
+        manager.swap_in(group)
+    assert counts(manager) == (1, 8)
+
+
+def test_wrong_swaps_are_named():
+    manager = make()
+    group = admitted(manager, 6)
+    with pytest.raises(ValueError, match="'r' has no SWAPPED sequence"):
+        manager.swap_in(group)
+    group.set_status(Status.SWAPPED)
+    for call in (manager.swap_out, manager.can_swap_out):
+        with pytest.raises(ValueError, match="'r' has no RUNNING sequence"):
+            call(group)
+    for call in (manager.swap_in, lambda each: manager.can_swap_in(each, 0)):
+        with pytest.raises(
+            ValueError, match="seq 'r0' is on the device: expected one that is swapped"
+        ):
+            call(group)
+    with pytest.raises(ValueError, match="seq 'x' has no blocks"):
+        manager.swap_out(Group("s", [seq("x", 1, Status.RUNNING)]))
+    group.set_status(Status.RUNNING)
+    manager.swap_out(group)
+    one = group.seqs[0]
+    for call in (
+        lambda: manager.swap_out(group),
+        lambda: manager.get_block_table(one),
+        lambda: manager.access_all_blocks_in_seq(one, 1.0),
+    ):
+        with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
+            call()
+    one.tokens += [1]
+    with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
+        manager.append_slots(one, 0)
+    manager.check_invariants()
+
+
+def test_a_swapped_sequence_can_be_freed():
+    manager = make()
+    group = admitted(manager, 6)
+    swapped_out(manager, group)
+    manager.free(group.seqs[0])
+    assert counts(manager) == (10, 10)
+
+
+# E6: windows -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [2, 4, 7, 9])
+def test_a_window_holds_its_blocks_and_no_more(window):
+    manager = make(num_gpu_blocks=100, sliding_window=window)
+    one = admitted(manager, 50).seqs[0]
+    for _ in range(20):
+        table = manager.get_block_table(one)
+        first = (len(one.tokens) - window + 1) // 4  # what the next token reads, at the least
+        assert not any(table[: max(first - 1, 0)]) and all(table[first:])
+        held = sum(map(bool, table))
+        assert held <= window // 4 + 2 and counts(manager)[0] == 99 - held
+        one.tokens += [1]
+        manager.append_slots(one, 0)
+
+
+def test_can_allocate_asks_for_no_more_than_the_window():
+    manager = make(num_gpu_blocks=5, sliding_window=8)
+    group = Group("r", [seq(0, 400)])
+    assert manager.can_allocate(group) == OK
+    manager.allocate(group)
+    assert len(manager.get_block_table(group.seqs[0])) == 100
+
+
+def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
+    manager = make(num_gpu_blocks=5, sliding_window=4, enable_caching=True)
+    group = admitted(manager, 5)
+    manager.mark_blocks_as_computed(group, 5)
+    manager.free(group.seqs[0])
+    long = Group("s", [seq("s", 30)])
+    assert manager.get_num_cached_tokens(long.seqs[0]) == 4
+    assert manager.can_allocate(long) == OK
+    manager.allocate(long)
+    assert manager.get_num_cached_tokens(long.seqs[0]) == 0
+    manager.check_invariants()
+
+
+# E7: prefix caching ----------------------------------------------------------------------------------
+
+
+def test_only_computed_blocks_are_hits():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 11)
+    other = seq("s", 20)
+    assert manager.get_num_cached_tokens(other) == 0
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(other) == 4
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(other) == 8
+    manager.allocate(Group("s", [other]))
+    assert manager.get_block_table(other) == [1, 2, 4, 5, 6]
+
+
+def test_the_last_token_is_never_a_hit():
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 8), 8)
+    assert manager.get_num_cached_tokens(seq("s", 8)) == 4
+
+
+def test_marks_count_cached_tokens_and_never_more_than_there_are():
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    group = admitted(manager, 14, "s")
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 8
+    manager.mark_blocks_as_computed(group, 11)  # 8 of them were there
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 8
+    manager.mark_blocks_as_computed(group, 100)
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 12
+    group.seqs[0].tokens += [14, 15]
+    manager.append_slots(group.seqs[0], 0)
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 12
+    manager.mark_blocks_as_computed(group, 2)
+    assert manager.get_num_cached_tokens(seq("t", 20)) == 16
+
+
+def test_cached_tokens_stay_what_they_were_at_allocation():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0
+    again = admitted(manager, 9, "s")
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 8
+    child = child_of(manager, again.seqs[0], "c")
+    assert manager.get_num_cached_tokens(child) == 8
+
+
+def test_a_sequence_that_is_asked_for_is_hashed_once():
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 12), 12)
+    one = seq("s", 6)
+    assert manager.get_num_cached_tokens(one) == 4
+    one.tokens = [None] * 6 + [6, 7, 8]  # only what is new is read
+    assert manager.get_num_cached_tokens(one) == 8
+    manager.remove_seq_from_computed_blocks_tracker(one)
+    one.tokens = [*range(5)]
+    assert manager.get_num_cached_tokens(one) == 4
+
+
+@pytest.mark.parametrize("change", [lambda one: one, lambda one: Seq("s", [9] * 6)])
+def test_another_sequence_of_the_same_id_is_not_taken_for_it(change):
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 12), 12)
+    one = seq("s", 6)
+    assert manager.get_num_cached_tokens(one) == 4
+    other = change(one)
+    if other is one:
+        one.extra = "x"
+    assert manager.get_num_cached_tokens(other) == 0
+
+
+@pytest.mark.parametrize("extra", ["lora-a", 7])
+def test_extra_hash_keeps_sequences_apart(extra):
+    manager = make(enable_caching=True)
+    one = Seq("a", [*range(8)], extra=extra)
+    group = Group("r", [one])
+    manager.allocate(group)
+    manager.mark_blocks_as_computed(group, 8)
+    assert manager.get_num_cached_tokens(seq("b", 9)) == 0
+    assert manager.get_num_cached_tokens(Seq("c", [*range(9)], extra=extra)) == 8
+
+
+def test_extra_hash_is_optional_and_checked():
+    class Plain:
+        seq_id, status = "p", "WAITING"
+
+        def get_len(self):
+            return 4
+
+        def get_token_ids(self):
+            return np.arange(4)
+
+    manager = make(enable_caching=True)
+    manager.allocate(Group("r", [Plain()]))
+    with pytest.raises(TypeError, match=r"extra_hash\(\) of seq 'q' is 1.5"):
+        manager.allocate(Group("s", [Seq("q", [1], extra=1.5)]))
+
+
+def test_the_hashes_are_those_of_the_request_manager():
+    """Two faces of one allocator (E8): the same chain, salt and seed."""
+    manager = make(enable_caching=True, hash_seed="s")
+    tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
+    other = KVCacheManager(4, 10, 100, hash_seed="s")
+    request = Request("a", range(8), cache_salt="salt")
+    assert np.array_equal(manager._native.hashes(tokens.chain), other.block_hashes(request))
+
+
+def test_common_computed_blocks_are_those_that_all_hit():
+    manager = make(num_gpu_blocks=40, enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 12), 12)
+    long, short = (admitted(manager, n, str(n)).seqs[0] for n in (12, 7))
+    assert manager.get_common_computed_block_ids([long]) == [1, 2]
+    assert manager.get_common_computed_block_ids([long, short]) == [1]
+    cold = admitted(manager, 8, "cold", first=50).seqs[0]
+    assert manager.get_common_computed_block_ids([long, cold]) == []
+    assert manager.get_common_computed_block_ids([]) == []
+
+
+def test_the_least_recently_accessed_is_evicted_first():
+    manager = make(num_gpu_blocks=5, enable_caching=True)
+    groups = [admitted(manager, 5, name, first=n) for name, n in (("a", 10), ("b", 20))]
+    for group, now in zip(groups, (2.0, 1.0)):
+        manager.mark_blocks_as_computed(group, 5)
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
+    for group in groups:
+        manager.free(group.seqs[0])
+    admitted(manager, 9, "c", first=30)  # two uncached blocks, and one that was
+    assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 0
+    assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 4
+
+
+def test_of_one_access_the_longest_prefix_is_evicted_first():
+    manager = make(num_gpu_blocks=4, enable_caching=True)
+    group = admitted(manager, 12)
+    manager.mark_blocks_as_computed(group, 12)
+    manager.access_all_blocks_in_seq(group.seqs[0], 1.0)
+    manager.free(group.seqs[0])
+    admitted(manager, 1, "s", first=50)
+    assert manager.get_num_cached_tokens(seq("t", 13)) == 8
+
+
+def test_hit_rate():
+    manager = make(num_gpu_blocks=40, enable_caching=True)
+    assert [manager.get_prefix_cache_hit_rate(each) for each in (Device.GPU, "cpu")] == [0.0, 0.0]
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    admitted(manager, 9, "s")
+    assert manager.get_prefix_cache_hit_rate(Device.GPU) == 0.5  # 2 of 4 full blocks
+    assert manager.get_prefix_cache_hit_rate(Device.CPU) == 0.0
+    for device in (Device.GPU, Device.CPU, "gpu", "cpu"):
+        assert make().get_prefix_cache_hit_rate(device) == -1.0
+    with pytest.raises(ValueError, match="device is 'tpu'"):
+        manager.get_prefix_cache_hit_rate("tpu")
+    with pytest.raises(TypeError, match="device is 3"):
+        manager.get_prefix_cache_hit_rate(3)
+
+
+def test_reset_is_refused_while_a_block_is_in_use():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    assert not manager.reset_prefix_cache()
+    manager.free(group.seqs[0])
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 8
+    assert manager.reset_prefix_cache()
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 0
+
+
+def test_tiers_are_reset_one_by_one():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 9)
+    manager.mark_blocks_as_computed(group, 9)
+    swapped_out(manager, group)
+    assert not manager.reset_prefix_cache()
+    assert not manager.reset_prefix_cache(Device.CPU)
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 8
+    assert manager.reset_prefix_cache(Device.GPU)
+    assert manager.get_num_cached_tokens(seq("s", 9)) == 0
+    with pytest.raises(ValueError, match="device is 'disk'"):
+        manager.reset_prefix_cache("disk")
+
+
+def test_free_of_an_unknown_sequence_is_a_no_op():
+    manager = make()
+    manager.free(seq("x", 1))
+    assert counts(manager) == (10, 10)
+
+
+def test_it_belongs_to_the_thread_that_used_it_first():
+    manager, errors = make(), []
+    group = admitted(manager)
+
+    def call():
+        try:
+            manager.free(group.seqs[0])
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert len(errors) == 1
+    assert manager.get_block_table(group.seqs[0]) == [1, 2]
+
+
+# Random calls ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 25))
+def test_random_calls_answer_as_the_model_does(seed):
+    for each in range(seed, seed + 25):
+        sequence_driver.drive(each)
