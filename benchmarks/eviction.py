@@ -204,15 +204,15 @@ def write_table(reports: dict[tuple[int, str], ReplayReport]) -> str:
 
 
 def compared(name: str, rates: list[float], lru: list[float]) -> str:
-    """One line: where a policy is better than LRU, and where worse, to the digits of the table."""
+    """A line for a policy: where it is better than LRU, and where worse, to the digits shown."""
     if rates is lru:
         return ""
     gains = [round(rate, 4) - round(base, 4) for rate, base in zip(rates, lru)]
     found = []
     for what, is_so in (
         ("better than `lru`", lambda gain: gain > 0),
-        ("worse", lambda gain: gain < 0),
-        ("equal", lambda gain: gain == 0),
+        ("worse than `lru`", lambda gain: gain < 0),
+        ("as `lru`", lambda gain: gain == 0),
     ):
         sizes = [f"{size:,}" for size, gain in zip(CAPACITIES, gains) if is_so(gain)]
         if sizes:
