@@ -220,6 +220,95 @@ def test_groups_too_large_to_verify_are_one_line(capsys):
     assert "--groups 'full_attention' with --num-blocks 2147483647 and --concurrency 1 is" in error
 
 
+# --- eviction and the host tier -------------------------------------------------------------------
+
+TIERED = ("--requests", "200", "--num-blocks", "400", "--host-blocks", "2000")
+
+
+def test_a_host_tier_is_replayed_verified_and_reported(capsys):
+    found = run_json(
+        capsys, *TIERED, "--verify", "--concurrency", "3", "--chunk-tokens", "64",
+        "--groups", "full_attention,sliding_window:window=64,recurrent",
+        "--eviction", "s3_fifo:small_share=0.2", "--host-eviction", "segmented_lru",
+        "--host-write", "selective:1",
+    )  # fmt: skip
+    assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
+    assert (found["eviction"], found["host_eviction"]) == (
+        "s3_fifo:small_share=0.2", "segmented_lru",
+    )  # fmt: skip
+    assert (found["host_blocks"], found["host_write"]) == (2000, "selective:1")
+    assert found["hit_tokens"] > found["host_hit_tokens"] > 0
+    assert found["written_blocks"] > 0 < found["loaded_blocks"]
+
+
+def test_without_a_host_tier_nothing_is_said_of_it(capsys):
+    plain = run_json(capsys, "--requests", "50")
+    given = run_json(capsys, "--requests", "50", "--host-blocks", "0", "--eviction", "lru")
+    assert plain.pop("us_per_request") and given.pop("us_per_request")
+    assert plain == given
+    names = ("host_blocks", "host_hit_tokens", "host_evicted_blocks", "host_write", "host_eviction")
+    assert not {*names, "written_blocks", "loaded_blocks", "eviction"} & plain.keys()
+
+
+def test_the_table_has_a_section_of_the_host(capsys):
+    pytest.importorskip("rich")
+    assert main(["replay", *TIERED, "--eviction", "s3_fifo", "--host-write", "through"]) == 0
+    out = capsys.readouterr().out
+    for text in (
+        "s3_fifo",
+        "host capacity",
+        "1,999",
+        "write through, lru",
+        "host hits",
+        "host loads",
+    ):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["--eviction", "x"], "--eviction is 'x': expected one of last_access, lru, priority, s3_f"),
+        (["--eviction", ""], "--eviction is '': expected one of last_access"),
+        (
+            ["--eviction", "s3_fifo:share=1"],
+            "--eviction is 's3_fifo:share=1': option 'share' is 1: expected no option but 'small_sh",
+        ),
+        (["--eviction", "s3_fifo:small_share=2"], "option 'small_share' is 2: expected 0 to 1"),
+        (["--eviction", "s3_fifo:small_share=nan"], "option 'small_share' is nan: expected 0 to 1"),
+        (["--eviction", "s3_fifo:small_share=x"], "'small_share' is 'x': expected a number"),
+        (["--eviction", "s3_fifo:small_share"], "'small_share' is no option: expected option=value"),
+        (["--eviction", "lru:a=1:a=2"], "'a' stands there twice: expected it once"),
+        (["--eviction", "priority:default_priority=1.5"], "expected an integer from 0 to 100"),
+        (["--eviction", "x" * 999], "...': expected one of"),
+        (["--host-blocks", "1"], "--host-blocks is 1: expected 2 or more (one is the null block)"),
+        (["--host-write", "back"], "--host-write is 'back': expected only with --host-blocks"),
+        (["--host-eviction", "lru"], "--host-eviction is 'lru': expected only with --host-blocks"),
+        (
+            ["--host-blocks", "9", "--host-eviction", "lru:x=1"],
+            "--host-eviction is 'lru:x=1': option 'x' is 1: expected no options",
+        ),
+        *(
+            (["--host-blocks", "9", "--host-write", value], f"--host-write is {value!r}: expected {says}")
+            for value, says in (
+                ("never", "back, through, selective or selective:N"),
+                ("back:2", "back, through, selective or selective:N"),
+                ("selective:", "selective:N with N from 1 to 2147483647"),
+                ("selective:0", "selective:N with N from 1 to 2147483647"),
+                ("selective:1.5", "selective:N with N from 1 to 2147483647"),
+            )
+        ),
+        (
+            ["--host-blocks", "2147483647", "--verify"],
+            "--num-blocks 1025 and --host-blocks 2147483647 and --concurrency 1 is too much to verify",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_policies_and_host_tiers_are_one_line(capsys, argv, says):
+    error = error_of(capsys, "replay", *argv, "--json")
+    assert says in error and len(error) < 400
+
+
 # --- wrong KV -------------------------------------------------------------------------------------
 
 
@@ -293,7 +382,7 @@ def error_of(capsys, *argv, code=2) -> str:
     "option",
     [
         "--block-size", "--num-blocks", "--limit", "--concurrency", "--requests", "--seed",
-        "--hash-block-size", "--chunk-tokens",
+        "--hash-block-size", "--chunk-tokens", "--host-blocks",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["-1", "many", "1.5", "", "nan", "9" * 20, "9" * 5000])

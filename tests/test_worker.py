@@ -80,7 +80,7 @@ def append(rows, splits, ids):
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),  # it was cleared
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, append_ids has 2"),
-        ({"version": 99}, "plan has version 99: expected 1"),
+        ({"version": 99}, "plan has version 99: expected 2"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_named_and_changes_nothing(sections, message):
@@ -89,13 +89,6 @@ def test_a_plan_that_does_not_fit_is_named_and_changes_nothing(sections, message
     with pytest.raises(ValueError, match=message):
         w.apply(plan(**{"clear_rows": np.array([2]), **sections}))
     assert content(w.tables) == [[], [], [7, 8], []]
-
-
-@pytest.mark.parametrize("section", ["swap_out", "swap_in"])
-def test_a_section_that_this_worker_cannot_apply_is_named(section):
-    w = worker()
-    with pytest.raises(NotImplementedError, match=section):
-        w.apply(plan(**{section: np.array([[1, 2]])}))
 
 
 def pairs(*values):
@@ -146,7 +139,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"copy": pairs((1, 0))}, r"copy\[0\] writes to page 0: expected 1 to 19"),
         ({"zero": np.array([3, 0])}, r"zero\[1\] writes to page 0: expected 1 to 19"),
         ({"zero": np.array([20])}, r"zero\[0\] writes to page 20"),
-        ({"copy": pairs((1, 2), (3, 2))}, "copy and zero write to page 2 twice: expected one"),
+        ({"copy": pairs((1, 2), (3, 2))}, "copy, zero and swap_in write to page 2 twice: expected"),
         ({"copy": pairs((1, 2)), "zero": np.array([4, 2])}, "write to page 2 twice"),
         ({"zero": np.array([4, 4])}, "write to page 4 twice"),
         ({"zero": np.array([[4]])}, r"zero has shape \[1, 1\]: expected \[n\]"),
@@ -170,6 +163,146 @@ def test_pages_that_do_not_fit_are_named_and_nothing_changes(sections, message):
         w.apply(given)
     assert content(w.tables) == [[], [], [7, 8], []]
     assert numbers(w.storage) == list(range(20))
+
+
+# --- swaps ----------------------------------------------------------------------------------------
+
+
+def swapping(device="cpu", num_layers=2, layout="NHD"):
+    """A worker of 20 pages, each of its number (layer 1: 100 more), and 6 of the host (-1, -2, ...)."""
+    storage = KVStorage(
+        20, 4, 1, 8, num_layers=num_layers, dtype=torch.float32, device=device, layout=layout
+    )
+    numbered(storage)
+    host = [torch.empty(6, *pages.shape[1:]) for pages in storage.pages]
+    for layer, pages in enumerate(host):
+        for page in range(6):
+            pages[page] = -page - 100 * layer
+    return Worker(storage, BlockTable(4, 4, 5, 16, False, device, 4), host)
+
+
+def host_numbers(w, layer=0) -> list[int]:
+    found = [sorted(set(page.flatten().tolist())) for page in w.host[layer]]
+    assert all(len(each) == 1 for each in found)
+    return [int(each[0]) for each in found]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_plan_swaps_out_then_copies_then_clears_then_swaps_in(device, layout):
+    w = swapping(device, layout=layout)
+    given = plan(
+        swap_out=pairs((5, 3), (6, 1)),  # what was there before the plan
+        copy=pairs((9, 5), (7, 8)),
+        zero=np.array([6]),
+        swap_in=pairs((4, 7), (2, 9)),  # read by the copies above before they are overwritten
+        **append([1], [0, 2], [7, 9]),
+    )
+    report = w.apply(given)
+    assert (report.step_id, report.completed) == (7, True)
+    for layer, more in enumerate((0, 100)):
+        expected = [-more, 6 + more, -2 - more, 5 + more, -4 - more, -5 - more]
+        assert host_numbers(w, layer) == expected
+        found = numbers(w.storage, layer)
+        assert found[4:10] == [4 + more, 9 + more, 0, -4 - more, 7 + more, -2 - more]
+    assert content(w.tables) == [[], [7, 9], [], []]
+
+
+def test_a_page_comes_back_as_it_left():
+    pages, host = allocate_pages(8, 64, num_layers=3), allocate_pages(5, 64, num_layers=3)
+    w = Worker(KVStorage.over(pages, 4, 1, 4), BlockTable(4, 4, 5, 16, False, "cpu", 4), host)
+    for page in pages:
+        page[1:] = torch.randint(0, 256, (7, 64), dtype=torch.uint8)
+    before = [page.clone() for page in pages]
+    w.apply(plan(swap_out=pairs((2, 4), (3, 1)), zero=np.array([2, 3])))
+    w.apply(plan(swap_in=pairs((4, 6), (1, 2))))
+    for page, was in zip(pages, before):
+        assert torch.equal(page[6], was[2]) and torch.equal(page[2], was[3])
+        assert not page[3].any() and torch.equal(page[[0, 1, 4, 5, 7]], was[[0, 1, 4, 5, 7]])
+
+
+def test_one_page_may_go_to_two_and_be_read_twice():
+    w = swapping()
+    w.apply(plan(swap_out=pairs((5, 3), (5, 4)), swap_in=pairs((2, 7), (2, 8))))
+    assert host_numbers(w) == [0, -1, -2, 5, 5, -5]
+    assert numbers(w.storage)[7:9] == [-2, -2]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"swap_out": pairs((20, 1))}, r"swap_out\[0\] reads page 20: expected 1 to 19"),
+        ({"swap_out": pairs((0, 1))}, r"swap_out\[0\] reads page 0: expected 1 to 19"),
+        (
+            {"swap_out": pairs((3, 1), (4, 6))},
+            r"swap_out\[1\] writes to host page 6: expected 1 to 5",
+        ),
+        ({"swap_out": pairs((3, 0))}, r"swap_out\[0\] writes to host page 0: expected 1 to 5"),
+        ({"swap_in": pairs((6, 1))}, r"swap_in\[0\] reads host page 6: expected 1 to 5"),
+        ({"swap_in": pairs((-1, 1))}, r"swap_in\[0\] reads host page -1: expected 1 to 5"),
+        ({"swap_in": pairs((1, 0))}, r"swap_in\[0\] writes to page 0: expected 1 to 19"),
+        ({"swap_in": pairs((1, 20))}, r"swap_in\[0\] writes to page 20: expected 1 to 19"),
+        ({"swap_out": pairs((3, 1), (4, 1))}, "swap_out writes to host page 1 twice: expected one"),
+        ({"swap_in": pairs((1, 4), (2, 4))}, "copy, zero and swap_in write to page 4 twice"),
+        ({"swap_in": pairs((1, 4)), "zero": np.array([4])}, "swap_in write to page 4 twice"),
+        ({"swap_in": pairs((1, 4)), "copy": pairs((3, 4))}, "swap_in write to page 4 twice"),
+        (
+            {"swap_out": pairs((3, 2)), "swap_in": pairs((2, 4))},
+            "swap_out writes to host page 2, and swap_in reads it: expected one of the two",
+        ),
+        ({"swap_out": np.array([3])}, r"swap_out has shape \[1\]: expected \[n, 2\]"),
+        ({"swap_in": np.array([[1.5, 2]])}, "swap_in has dtype float64: expected integers"),
+        # Right pages, wrong tables: not a byte has moved.
+        ({"swap_out": pairs((3, 2)), "clear_rows": np.array([9])}, r"clear_rows\[0\] is 9"),
+    ],
+)
+def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
+    w = swapping()
+    w.tables.add_row([7, 8], 2)
+    given = plan(clear_rows=np.array([2]))
+    for name, value in sections.items():
+        setattr(given, name, value)
+    with pytest.raises((ValueError, TypeError), match=message):
+        w.apply(given)
+    assert content(w.tables) == [[], [], [7, 8], []]
+    assert numbers(w.storage) == list(range(20))
+    assert host_numbers(w) == [0, -1, -2, -3, -4, -5]
+
+
+@pytest.mark.parametrize("section", ["swap_out", "swap_in"])
+def test_swaps_without_host_pages_are_named_and_nothing_changes(section):
+    w = worker()
+    w.tables.add_row([7, 8], 2)
+    numbered(w.storage)
+    given = plan(clear_rows=np.array([2]), zero=np.array([3]), **{section: pairs((1, 2))})
+    with pytest.raises(ValueError, match=f"plan has {section}: expected a worker that was given"):
+        w.apply(given)
+    assert content(w.tables) == [[], [], [7, 8], []]
+    assert numbers(w.storage) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        (allocate_pages(5, 64), "host has 1 layers: expected 2"),
+        (
+            allocate_pages(5, 32, num_layers=2),
+            r"host\[0\] has pages of torch.uint8\[32\]: expected",
+        ),
+        (
+            [page.view(torch.int8) for page in allocate_pages(5, 64, num_layers=2)],
+            r"host\[0\] has pages of torch.int8\[64\]: expected torch.uint8\[64\], as the storage",
+        ),
+        (
+            allocate_pages(5, 64) + allocate_pages(4, 64),
+            r"host\[1\] has 4 pages on cpu: expected 5",
+        ),
+    ],
+)
+def test_host_pages_unlike_the_storage_are_refused(host, message):
+    storage = KVStorage.over(allocate_pages(8, 64, num_layers=2), 4, 1, 4)
+    with pytest.raises(ValueError, match=message):
+        Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), host)
 
 
 # --- several groups over one memory ---------------------------------------------------------------

@@ -28,6 +28,12 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         ("--concurrency", 1, MAX_INT32, "requests that run at a time; default 1"),
         ("--hash-block-size", 1, MAX_INT32, "tokens; finer than blocks: hits end inside them, too"),
         ("--chunk-tokens", 1, MAX_INT32, "compute prompts in chunks of at most N tokens"),
+        (
+            "--host-blocks",
+            0,
+            MAX_INT32,
+            "pages of a host tier, its null block counted; default none",
+        ),
         ("--seed", 0, MAX_INT64, "of the chats; default 0"),
         ("--requests", 1, MAX_INT32, f"number of chat turns; default {CHAT_REQUESTS}"),
     ):
@@ -38,6 +44,21 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         help="cache groups, kind[:option=value]... each, as full_attention,sliding_window:window=1024;"
         " block_size=N is an option of all kinds; default: one full_attention",
     )
+    for option, metavar, text in (
+        (
+            "--eviction",
+            "P",
+            "policy[:option=value]... that says which cached block goes; default lru",
+        ),
+        ("--host-eviction", "P", "the same of the host tier"),
+        (
+            "--host-write",
+            "MODE",
+            "when cached blocks go to the host: back (default; when evicted), through (at once), "
+            "or selective[:N] (after N hits, default 2)",
+        ),
+    ):
+        sub.add_argument(option, metavar=metavar, help=text)
     sub.add_argument(
         "--device", default="cpu", type=_device_name, help="where --verify keeps KV; default cpu"
     )

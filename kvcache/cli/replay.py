@@ -129,6 +129,7 @@ def _settle(args: argparse.Namespace) -> None:
             args.specs = _import("kvcache.replay.groups").parse_groups(args.groups, args.block_size)
         except ValueError as error:
             raise UsageError(f"--groups has {error}") from None
+    args.policies = _policies(args)
     if args.hash_block_size is not None:
         sizes = [spec.block_size for spec in args.specs or ()] or [args.block_size]
         if math.gcd(*sizes) % args.hash_block_size:
@@ -138,6 +139,33 @@ def _settle(args: argparse.Namespace) -> None:
             )
 
 
+def _policies(args: argparse.Namespace) -> dict:
+    """What the replayer is told of eviction and of the host tier."""
+    if args.host_blocks == 1:
+        raise UsageError(
+            "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
+        )
+    told = {"num_host_blocks": args.host_blocks or 0}
+    for option, value, name in (
+        ("--eviction", args.eviction, "eviction"),
+        ("--host-eviction", args.host_eviction, "host_eviction"),
+        ("--host-write", args.host_write, None),
+    ):
+        if value is None:
+            continue
+        if option != "--eviction" and not args.host_blocks:
+            raise UsageError(f"{option} is {shown(value)}: expected only with --host-blocks")
+        policies = _import("kvcache.replay.policies")
+        try:
+            if name is None:
+                told |= policies.parse_host_write(value)
+            else:
+                told[name], told[f"{name}_options"] = policies.parse_eviction(value)
+        except ValueError as error:
+            raise UsageError(f"{option} is {error}") from None
+    return told
+
+
 def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     replay = _import("kvcache.replay")
     series = replay.Series() if args.plot is not None else None
@@ -145,6 +173,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     try:
         replayer = replay.Replayer(
             **_groups(args),
+            **args.policies,
             num_blocks=args.num_blocks,
             hash_block_size=args.hash_block_size,
             chunk_tokens=args.chunk_tokens,
@@ -154,8 +183,8 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
         )
     except MemoryError as error:
         raise UsageError(
-            f"--num-blocks is {args.num_blocks}: expected fewer, they do not fit into memory "
-            f"({error})"
+            f"--num-blocks is {args.num_blocks}{_and_host(args)}: expected fewer, they do not fit "
+            f"into memory ({error})"
         ) from None
     except ValueError as error:  # sizes that have no common multiple within reason
         raise UsageError(f"--groups is {shown(args.groups)}: {error}") from None
@@ -171,6 +200,10 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
 def _groups(args: argparse.Namespace) -> dict:
     """What replayer and verifier are told of the groups."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
+
+
+def _and_host(args: argparse.Namespace) -> str:
+    return f" and --host-blocks {args.host_blocks}" if args.host_blocks else ""
 
 
 def _import(name: str) -> ModuleType:
@@ -190,6 +223,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
         return verifier.KVVerifier(
             **_groups(args),
             num_blocks=args.num_blocks,
+            num_host_blocks=args.host_blocks or 0,
             max_num_reqs=args.concurrency,
             device=args.device,
         )
@@ -198,7 +232,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
         if args.specs is not None:
             given = f"--groups {shown(args.groups)}"
         raise UsageError(
-            f"{given} with --num-blocks {args.num_blocks} and --concurrency "
+            f"{given} with --num-blocks {args.num_blocks}{_and_host(args)} and --concurrency "
             f"{args.concurrency} is too much to verify: {error}"
         ) from None
 

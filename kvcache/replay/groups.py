@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvcache.allocator.groups import kind_names, make_kind
+from kvcache.replay.written import parted, shown
 from kvcache.specs import MAX_GROUPS, GroupSpec
 
 _MOST = 2**31 - 1  # tokens
@@ -63,19 +64,10 @@ def check_replayable(group: GroupSpec) -> None:
 
 
 def _group(text: str, block_size: int) -> GroupSpec:
-    kind, *settings = text.split(":")
+    kind, written = parted(text)
     if kind not in kind_names():
-        raise ValueError(f"{_shown(text)}: its kind is {_shown(kind)}: expected {_replayable()}")
-    options: dict[str, int] = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise ValueError(
-                f"{_shown(text)}: {_shown(setting)} is no option: expected option=value"
-            )
-        if name in options:
-            raise ValueError(f"{_shown(text)}: {_shown(name)} stands there twice: expected it once")
-        options[name] = _number(name, value, text)
+        raise ValueError(f"{shown(text)}: its kind is {shown(kind)}: expected {_replayable()}")
+    options = {name: _number(name, value, text) for name, value in written.items()}
     try:
         group = GroupSpec(kind, options.pop("block_size", block_size), options)
         check_replayable(group)
@@ -84,10 +76,10 @@ def _group(text: str, block_size: int) -> GroupSpec:
         if kind in _WITHOUT_OPTIONS:
             wanted = "none"
         raise ValueError(
-            f"{_shown(text)}: its options besides block_size are {options}: expected {wanted}"
+            f"{shown(text)}: its options besides block_size are {options}: expected {wanted}"
         ) from None
     except ValueError as error:
-        raise ValueError(f"{_shown(text)}: {error}") from None
+        raise ValueError(f"{shown(text)}: {error}") from None
     return group
 
 
@@ -98,7 +90,7 @@ def _number(name: str, value: str, text: str) -> int:
         number = _MOST + 1
     if abs(number) > _MOST:
         raise ValueError(
-            f"{_shown(text)}: {_shown(name)} is {_shown(value)}: "
+            f"{shown(text)}: {shown(name)} is {shown(value)}: "
             f"expected a whole number of at most {_MOST}"
         )
     return number
@@ -106,7 +98,3 @@ def _number(name: str, value: str, text: str) -> int:
 
 def _replayable() -> str:
     return "one of " + ", ".join(name for name in kind_names() if name != _REFUSED)
-
-
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")

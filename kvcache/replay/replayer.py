@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.plan import Status, StepPlan
+from kvcache.plan import Status, StepPlan, StepReport
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import given_groups, state_tokens
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.workload import WorkloadRequest
+from kvcache.replay.written import joined
 from kvcache.specs import GroupSpec
 
 if TYPE_CHECKING:
@@ -41,6 +42,9 @@ class Replayer:
     hash; finer than a block, hits end inside blocks. `verifier`: of the same groups; writes and reads
     real KV behind every plan. `series`: filled per request.
 
+    `eviction` to `num_hits_to_write`: as of `KVCacheManager`. With a host tier, each step is reported
+    as completed before the next: what it loads is a hit for all that come after.
+
     A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
     together with the chunks of all other prompts that are not computed yet. Where there are recurrent
     states, chunks end at boundaries of their blocks, so that they can be hit. A chunk that does not
@@ -60,6 +64,13 @@ class Replayer:
         hash_block_size: int | None = None,
         chunk_tokens: int | None = None,
         concurrency: int = 1,
+        eviction: str = "lru",
+        eviction_options: Mapping[str, float] | None = None,
+        num_host_blocks: int = 0,
+        host_eviction: str = "lru",
+        host_eviction_options: Mapping[str, float] | None = None,
+        host_write: str = "back",
+        num_hits_to_write: int = 2,
         verifier: KVVerifier | None = None,
         series: Series | None = None,
     ) -> None:
@@ -72,7 +83,19 @@ class Replayer:
             _NO_LENGTH_LIMIT,
             num_preallocate_tokens=0,
             hash_block_size=hash_block_size,
+            eviction=eviction,
+            eviction_options=eviction_options,
+            num_host_blocks=num_host_blocks,
+            host_eviction=host_eviction,
+            host_eviction_options=host_eviction_options,
+            host_write=host_write,
+            num_hits_to_write=num_hits_to_write,
         )
+        self._eviction = joined(eviction, eviction_options or {})
+        self._host_eviction = joined(host_eviction, host_eviction_options or {})
+        self._host_write = host_write
+        if host_write == "selective":
+            self._host_write = f"selective:{num_hits_to_write}"
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
         self.verifier = verifier
@@ -84,7 +107,7 @@ class Replayer:
         self._state_tokens = state_tokens(self.manager.groups)
         self._running: list[Running] = []  # oldest first
         self._num_requests = self._num_rejected = 0
-        self._prompt_tokens = self._hit_tokens = 0
+        self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._hash_ns = self._step_ns = self._free_ns = 0
 
     def run(
@@ -143,6 +166,8 @@ class Replayer:
 
         Returns what the plan says of the new request.
         """
+        has_host = self.manager.host_pool is not None
+        num_host_hit = self.manager.stats.host_hit_tokens if has_host else 0
         going = []
         if self.chunk_tokens is not None:
             going = [each for each in self._running if each.num_left]
@@ -159,9 +184,15 @@ class Replayer:
             self._running.append(new)
             new.row, new.num_hit = int(plan.rows[-1]), starts[-1]
             new.num_computed = self.manager.num_computed_tokens(new.request)
+            if has_host:
+                new.num_host_hit = self.manager.stats.host_hit_tokens - num_host_hit
             served.append((new, new.num_hit))
         if self._audit is not None:
             self._audit.apply(plan, served)
+        if has_host:
+            start = perf_counter_ns()
+            self.manager.report(StepReport(plan.step_id, completed=True))
+            self._step_ns += perf_counter_ns() - start
         for running, answer in zip(going, status):
             if answer != Status.SERVED:
                 self._help(running, Status(answer))
@@ -200,7 +231,8 @@ class Replayer:
         """Tokens that will be hit, as far as the end of the first chunk depends on it."""
         if self._state_tokens == 1:
             return 0
-        return self.manager.get_computed_blocks(new.request)[1]
+        on_device = self.manager.get_computed_blocks(new.request)[1]
+        return max(on_device, self.manager.cached_tokens(new.request).with_host)
 
     def _num_blocks_left(self, running: Running, num_computed: int) -> int:
         """At most so many blocks does a prompt take from here to its end."""
@@ -220,6 +252,7 @@ class Replayer:
             self._audit.finish(running)
         self._prompt_tokens += running.item.num_tokens
         self._hit_tokens += running.num_hit
+        self._host_hit_tokens += running.num_host_hit
         self._free(running)
 
     def _reject(self, running: Running) -> None:
@@ -266,13 +299,27 @@ class Replayer:
             hash_block_size=self._hash_block_size,
             chunk_tokens=self.chunk_tokens,
             groups=groups if self._tells_groups else None,
+            eviction=None if self._eviction == "lru" else self._eviction,
         )
+        if self.manager.host_pool is not None:
+            self._tell_host(report)
         if self._audit is not None:
             report.verify_us_per_request = self._us(self._audit.ns)
             report.verified_tokens = self._prompt_tokens  # of all that finished
             report.mismatches = self._audit.num_mismatches
             report.mismatched_requests = list(self._audit.mismatches.values())
         return report
+
+    def _tell_host(self, report: ReplayReport) -> None:
+        counts = self.manager.stats.host
+        report.host_blocks = self.manager.host_pool.num_blocks
+        report.host_write = self._host_write
+        report.host_eviction = self._host_eviction
+        report.host_hit_tokens = self._host_hit_tokens
+        report.host_evicted_blocks = counts.evicted_blocks
+        report.written_blocks = counts.written_blocks
+        report.unwritten_blocks = counts.unwritten_blocks
+        report.loaded_blocks = counts.loaded_blocks
 
     def _groups(self) -> list[dict]:
         """What the manager counted per group."""

@@ -45,10 +45,15 @@ class ReplayReport:
     each served prompt token once, `mismatches` every token found wrong, `mismatched_requests` has the
     first of each request.
 
-    The last three are None unless asked for: tokens per hash, tokens per chunk of a prompt, and per
+    The next three are None unless asked for: tokens per hash, tokens per chunk of a prompt, and per
     group (where groups were given) `kind`, `block_size`, `options`, and the `hit_blocks`,
     `stored_blocks` and `evicted_blocks` that the manager counted. Of several groups, `block_size` is
     the first one's, and `hit_blocks` the sum over all.
+
+    `eviction`: None where it is the default. The fields from `host_blocks` (null block counted) on are
+    None without a host tier: `host_hit_tokens` are those of `hit_tokens` from a request's first block
+    on that was loaded from the host; `written_blocks` went there, `unwritten_blocks` were to and found
+    no free page, `loaded_blocks` came back for hits.
     """
 
     trace: str
@@ -73,6 +78,15 @@ class ReplayReport:
     hash_block_size: int | None = None
     chunk_tokens: int | None = None
     groups: list[dict] | None = None
+    eviction: str | None = None
+    host_blocks: int | None = None
+    host_write: str | None = None
+    host_eviction: str | None = None
+    host_hit_tokens: int | None = None
+    host_evicted_blocks: int | None = None
+    written_blocks: int | None = None
+    unwritten_blocks: int | None = None
+    loaded_blocks: int | None = None
 
     def to_dict(self) -> dict:
         """The report as plain data for JSON; what was not asked for is absent."""
@@ -128,7 +142,10 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
         (name, f"{report.us_per_request[key]:,.1f}", "microseconds per request")
         for key, name in phases.items()
     ]
-    return [workload, cache, _groups(report), pool, times, _verification(report)]
+    if report.eviction is not None:
+        cache.append(("eviction", report.eviction, "which cached block goes first"))
+    sections = [workload, cache, _groups(report), pool, _host(report), times]
+    return [*sections, _verification(report)]
 
 
 def _groups(report: ReplayReport) -> list[tuple[str, str, str]]:
@@ -141,6 +158,19 @@ def _groups(report: ReplayReport) -> list[tuple[str, str, str]]:
             f"{group['stored_blocks']:,} stored, {group['evicted_blocks']:,} evicted",
         )
         for group in report.groups or []
+    ]
+
+
+def _host(report: ReplayReport) -> list[tuple[str, str, str]]:
+    if report.host_blocks is None:
+        return []
+    how = f"blocks, write {report.host_write}, {report.host_eviction}"
+    return [
+        ("host capacity", f"{report.host_blocks - 1:,}", how),
+        ("host hits", f"{report.host_hit_tokens:,}", "tokens of those hit"),
+        ("host writes", f"{report.written_blocks:,}", "blocks, from the device"),
+        ("host loads", f"{report.loaded_blocks:,}", "blocks, to the device"),
+        ("host evictions", f"{report.host_evicted_blocks:,}", "cached there, taken for others"),
     ]
 
 

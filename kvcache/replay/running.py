@@ -21,6 +21,7 @@ class Running:
     place: int  # in the workload as far as it was replayed, from 0
     row: int = -1  # while it is admitted
     num_hit: int = 0  # tokens
+    num_host_hit: int = 0  # of those, from the first block on that was loaded from the host
     num_computed: int = 0  # tokens, the hit included
     checked_at: int = -1  # number of plans applied when its KV was last read
 

@@ -31,10 +31,10 @@ _ELEMENT_BYTES = 4  # int32
 class KVVerifier:
     """Storage and block tables behind a manager; writes each request's new KV and reads it back.
 
-    `block_size`: of one group of full attention; or `groups`, those of the manager. `num_blocks`
-    counts the null block. `chunk_tokens` bounds the working memory, not the length of a request:
-    4,096 to 131,072 were equally fast within noise on the development machine. Raises MemoryError
-    when the device has no room.
+    `block_size`: of one group of full attention; or `groups`, those of the manager. `num_blocks` and
+    `num_host_blocks` (0: no host tier) count the null block. `chunk_tokens` bounds the
+    working memory, not the length of a request: 4,096 to 131,072 were equally fast within noise on the
+    development machine. Raises MemoryError when there is no room.
 
     Per step: `reserve` before it, `apply` its plan, `check_arrival` of all its rows, `write` all,
     `check` all.
@@ -46,6 +46,7 @@ class KVVerifier:
         num_blocks: int,
         block_size: int | None = None,
         groups: Sequence[GroupSpec] | None = None,
+        num_host_blocks: int = 0,
         max_num_reqs: int = 1,
         device: str = "cpu",
         num_kv_heads: int = 2,
@@ -66,8 +67,15 @@ class KVVerifier:
         page_features = features * max(sizes, default=1)
         page_bytes = 2 * page_features * _ELEMENT_BYTES
         table_bytes = 4 * len(specs) * max_num_reqs * num_blocks
-        _check_memory(num_layers * num_blocks * page_bytes + table_bytes, device)
+        device_bytes = num_layers * num_blocks * page_bytes + table_bytes
+        host_bytes = num_layers * num_host_blocks * page_bytes
+        on_host = torch.device(device).type == "cpu"
+        _check_memory(device_bytes + host_bytes if on_host else device_bytes, device)
         pages = allocate_pages(num_blocks, page_bytes, num_layers=num_layers, device=device)
+        self._host = None
+        if num_host_blocks:
+            _check_memory(host_bytes, "cpu")
+            self._host = allocate_pages(num_host_blocks, page_bytes, num_layers=num_layers)
         shapes = [
             (spec.block_size, num_kv_heads, head_size) if slots else (1, 1, page_features)
             for spec, slots in zip(specs, self._has_slots)
@@ -139,7 +147,7 @@ class KVVerifier:
             max_num_blocks=widths,
             slot_mapping=self._has_slots,
         )
-        self.worker = Worker(self.storages, self.tables)
+        self.worker = Worker(self.storages, self.tables, self._host)
 
     def _make_groups(self, kinds: list[core.AttentionKind], num_layers: int) -> list[VerifiedGroup]:
         features = [each.num_kv_heads * each.head_size for each in self.storages]

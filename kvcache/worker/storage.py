@@ -137,19 +137,14 @@ class KVStorage:
         not there, a destination named twice, and the null block as one.
         """
         check_page_moves(pairs, NO_IDS, self.num_blocks)
-        sources, destinations = self._on_device(pairs).unbind(1)
-        for pages in self.pages:
-            pages.index_copy_(0, destinations, pages.index_select(0, sources))
+        move_pages(self.pages, self.pages, pairs)
 
     def zero_pages(self, ids: np.ndarray) -> None:
         """Clears whole pages of all layers; `ids`: int32[n]. ValueError as for `copy_pages`."""
         check_page_moves(NO_PAIRS, ids, self.num_blocks)
-        ids = self._on_device(ids)
+        ids = _ids_on(self.device, ids)
         for pages in self.pages:
             pages.index_fill_(0, ids, 0)
-
-    def _on_device(self, ids: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.array(ids, np.int64)).to(self.device)
 
     def _allocate(self) -> torch.Tensor:
         shape = (2, self.num_blocks, *self._block_shape())
@@ -197,26 +192,71 @@ def allocate_pages(
     return pages
 
 
-def check_page_moves(copy: np.ndarray, zero: np.ndarray, num_blocks: int) -> None:
-    """ValueError or TypeError unless pages copied and cleared are there, and each at most once."""
+def move_pages(
+    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: np.ndarray
+) -> None:
+    """Copies whole pages of all layers, unchecked; `pairs`: int32[n, 2], source and destination.
+
+    Per layer, all are read before the first is written. The two may lie on different devices.
+    """
+    if len(pairs) == 0:
+        return
+    read = _ids_on(sources[0].device, pairs[:, 0])
+    written = _ids_on(destinations[0].device, pairs[:, 1])
+    for source, destination in zip(sources, destinations):
+        pages = source.index_select(0, read).to(destination.device)
+        destination.index_copy_(0, written, pages)
+
+
+def check_page_moves(
+    copy: np.ndarray,
+    zero: np.ndarray,
+    num_blocks: int,
+    swap_out: np.ndarray = NO_PAIRS,
+    swap_in: np.ndarray = NO_PAIRS,
+    num_host_blocks: int = 0,
+) -> None:
+    """ValueError or TypeError unless all pages are there, and each is written at most once.
+
+    Sections of a plan, in the order of its application. A page of the host is not both written and
+    read: which of the two comes first on a device is the business of its streams.
+    """
+    out = _integers(swap_out, "swap_out", (2,))
     copy = _integers(copy, "copy", (2,))
     zero = _integers(zero, "zero", ())
-    for name, ids, least in (
-        ("copy", copy[:, 0], 0),
-        ("copy", copy[:, 1], 1),
-        ("zero", zero, 1),
+    back = _integers(swap_in, "swap_in", (2,))
+    host = "host page"
+    for name, what, ids, least, size in (
+        ("swap_out", "reads page", out[:, 0], 1, num_blocks),
+        ("swap_out", f"writes to {host}", out[:, 1], 1, num_host_blocks),
+        ("copy", "reads page", copy[:, 0], 0, num_blocks),
+        ("copy", "writes to page", copy[:, 1], 1, num_blocks),
+        ("zero", "writes to page", zero, 1, num_blocks),
+        ("swap_in", f"reads {host}", back[:, 0], 1, num_host_blocks),
+        ("swap_in", "writes to page", back[:, 1], 1, num_blocks),
     ):
-        wrong = np.flatnonzero((ids < least) | (ids >= num_blocks))
+        wrong = np.flatnonzero((ids < least) | (ids >= size))
         if len(wrong):
-            what = "writes to" if least else "reads"
             raise ValueError(
-                f"{name}[{wrong[0]}] {what} page {ids[wrong[0]]}: "
-                f"expected {least} to {num_blocks - 1}"
+                f"{name}[{wrong[0]}] {what} {ids[wrong[0]]}: expected {least} to {size - 1}"
             )
-    written, counts = np.unique(np.concatenate([copy[:, 1], zero]), return_counts=True)
-    if len(written) and counts.max() > 1:
-        page = written[counts.argmax()]
-        raise ValueError(f"copy and zero write to page {page} twice: expected one write per page")
+    _check_once("copy, zero and swap_in write to page", copy[:, 1], zero, back[:, 1])
+    _check_once(f"swap_out writes to {host}", out[:, 1])
+    both = np.intersect1d(out[:, 1], back[:, 0])
+    if len(both):
+        raise ValueError(
+            f"swap_out writes to {host} {both[0]}, and swap_in reads it: expected one of the two"
+        )
+
+
+def _check_once(what: str, *written: np.ndarray) -> None:
+    ids, counts = np.unique(np.concatenate(written), return_counts=True)
+    if len(ids) and counts.max() > 1:
+        raise ValueError(f"{what} {ids[counts.argmax()]} twice: expected one write per page")
+
+
+def _ids_on(device: torch.device, ids: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.array(ids, np.int64)).to(device)
 
 
 def _integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,0 +1,261 @@
+"""Replays with eviction policies and a host tier: exact hits, every byte through swaps, and what
+verification must catch there."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import GroupSpec, eviction_names
+from kvcache.replay import Mismatch, Replayer, chat_workload, read_mooncake
+from kvcache.replay.groups import parse_groups
+from kvcache.replay.policies import parse_eviction, parse_host_write
+from kvcache.replay.verifier import KVVerifier
+from kvcache.replay.written import joined
+
+from .shared import shared_file
+from .test_hybrid_replay import group_lists
+from .test_replay import TRACE, as_workload, plant_in_step, workloads
+
+POLICIES = [*eviction_names(), "s3_fifo:small_share=0.5", "segmented_lru:protected_share=0.3"]
+WRITES = ["back", "through", "selective:1", "selective:3"]
+
+
+def tiered(
+    specs, num_blocks, num_host_blocks, *, eviction="lru", host_eviction="lru", host_write="back",
+    verify=True, concurrency=1, **options,
+) -> Replayer:  # fmt: skip
+    """`specs`: groups, or tokens per block of full attention; policies as on the command line."""
+    name, own = parse_eviction(eviction)
+    host_name, host_own = parse_eviction(host_eviction)
+    groups = [GroupSpec("full_attention", specs)] if isinstance(specs, int) else specs
+    verifier = KVVerifier(
+        groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
+        max_num_reqs=concurrency, num_layers=2, num_kv_heads=1,
+    ) if verify else None  # fmt: skip
+    return Replayer(
+        groups=groups, num_blocks=num_blocks, concurrency=concurrency, verifier=verifier,
+        eviction=name, eviction_options=own, num_host_blocks=num_host_blocks,
+        host_eviction=host_name, host_eviction_options=host_own, **parse_host_write(host_write),
+        **options,
+    )  # fmt: skip
+
+
+def assert_right(replayer, report) -> None:
+    manager = replayer.manager
+    assert report.mismatches == 0, report.mismatched_requests
+    assert report.verified_tokens == report.prompt_tokens
+    assert report.host_hit_tokens <= report.hit_tokens
+    assert manager.pool.num_free == manager.pool.num_total  # nobody is left behind, on either tier
+    assert manager.host_pool.num_free == manager.host_pool.num_total
+    assert manager.num_loading_blocks == 0
+    manager.check_invariants()
+
+
+# --- exact hits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capacity", [1_000, 10_000])
+def test_an_unbounded_host_hits_all_there_is_in_the_published_trace(capacity):
+    requests = read_mooncake(shared_file(TRACE))
+    report = tiered(512, capacity + 1, 300_000, verify=False).run(requests)
+    assert (report.hit_blocks, report.rejected_requests) == (105_592, 0)
+    assert report.hit_tokens == 105_592 * 512 and round(report.token_hit_rate, 4) == 0.3734
+    assert report.loaded_blocks <= report.host_hit_tokens // 512 < 105_592
+    assert (report.host_evicted_blocks, report.unwritten_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("eviction", POLICIES)
+@pytest.mark.parametrize("host_write", ["back", "through"])
+@pytest.mark.parametrize("num_blocks", [250, 500])
+def test_an_unbounded_host_hits_what_an_unbounded_device_does(num_blocks, host_write, eviction):
+    unbounded = Replayer(block_size=16, num_blocks=20_001).run(chat_workload(200, 3))
+    assert unbounded.evicted_blocks == 0
+    replayer = tiered(
+        16, num_blocks, 20_001, eviction=eviction, host_write=host_write, verify=False
+    )
+    report = replayer.run(chat_workload(200, 3))
+    assert (report.hit_tokens, report.rejected_requests) == (unbounded.hit_tokens, 0)
+    assert report.evicted_blocks > 1_000 and report.loaded_blocks > 500
+    alone = Replayer(block_size=16, num_blocks=num_blocks).run(chat_workload(200, 3))
+    assert alone.hit_tokens < unbounded.hit_tokens
+
+
+def test_a_small_host_is_of_use_and_evicts():
+    none, some, more = (
+        tiered(16, 150, size, verify=False).run(chat_workload(200, 3)) for size in (0, 300, 1_000)
+    )
+    assert none.hit_tokens < some.hit_tokens < more.hit_tokens
+    assert some.host_evicted_blocks > more.host_evicted_blocks > 0
+    assert some.loaded_blocks <= some.host_hit_tokens // 16 <= some.hit_blocks
+
+
+def test_selective_writes_fewer_blocks():
+    through, once, often = (
+        tiered(16, 300, 1_000, host_write=mode, verify=False).run(chat_workload(200, 3))
+        for mode in ("through", "selective:1", "selective:4")
+    )
+    assert through.written_blocks > once.written_blocks > often.written_blocks > 0
+
+
+def test_without_a_host_nothing_is_said_of_it():
+    report = tiered(16, 150, 0, verify=False).run(chat_workload(20)).to_dict()
+    assert "eviction" not in report and not [name for name in report if "host" in name]
+    assert not {"written_blocks", "unwritten_blocks", "loaded_blocks"} & report.keys()
+
+
+def test_the_report_says_how_it_was_made():
+    replayer = tiered(
+        16, 150, 200, eviction="s3_fifo:small_share=0.25", host_write="selective", verify=False
+    )
+    report = replayer.run(chat_workload(20)).to_dict()
+    assert report["eviction"] == "s3_fifo:small_share=0.25"
+    assert (report["host_blocks"], report["host_eviction"]) == (200, "lru")
+    assert report["host_write"] == "selective:2"
+
+
+# --- every byte -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("host_write", WRITES)
+@pytest.mark.parametrize("chunk_tokens", [None, 64])
+@pytest.mark.parametrize(
+    ("groups", "hash_block_size"),
+    [
+        ("full_attention", None),
+        ("full_attention,sliding_window:window=64,recurrent", None),
+        ("full_attention,sliding_window:window=50:block_size=8,recurrent:block_size=32", 4),
+    ],
+)
+def test_chats_verify_through_a_host(
+    groups, hash_block_size, chunk_tokens, host_write, concurrency
+):
+    policies = itertools.cycle(POLICIES)
+    eviction = next(itertools.islice(policies, 2 * concurrency + len(host_write), None))
+    replayer = tiered(
+        parse_groups(groups, 16), 300, 1_000, eviction=eviction, host_eviction=next(policies),
+        host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
+        hash_block_size=hash_block_size,
+    )  # fmt: skip
+    report = replayer.run(chat_workload(50, 2))
+    assert_right(replayer, report)
+    assert report.prompt_tokens > 30_000
+    # A state stays only where a step ended.
+    if ("recurrent" not in groups or chunk_tokens) and host_write in ("back", "through"):
+        assert report.loaded_blocks > 50
+
+
+@given(
+    workloads(),
+    group_lists(),
+    st.sampled_from([None, 1, 2]),
+    st.none() | st.integers(1, 20),
+    st.integers(6, 60),
+    st.integers(1, 60),
+    st.integers(1, 4),
+    st.sampled_from(POLICIES),
+    st.sampled_from(POLICIES),
+    st.sampled_from(WRITES),
+)
+def test_a_right_tiered_cache_verifies(
+    workload, specs, hash_block_size, chunk_tokens, capacity, host_capacity, concurrency,
+    eviction, host_eviction, host_write,
+):  # fmt: skip
+    replayer = tiered(
+        specs, capacity + 1, host_capacity + 1, eviction=eviction, host_eviction=host_eviction,
+        host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
+        hash_block_size=hash_block_size,
+    )  # fmt: skip
+    report = replayer.run(workload)
+    assert_right(replayer, report)
+    assert report.requests == len(workload)
+
+
+def test_the_published_trace_verifies_through_a_host():
+    requests = itertools.islice(read_mooncake(shared_file(TRACE)), 300)
+    replayer = tiered(512, 501, 4_001, concurrency=3)
+    report = replayer.run(requests)
+    assert_right(replayer, report)
+    assert report.loaded_blocks > 100 and report.host_evicted_blocks > 500
+
+
+# --- planted defects ------------------------------------------------------------------------------
+
+# Six blocks: the first prompt's two leave for the host, and are hit there.
+LEFT = as_workload([*(range(first, first + 9) for first in (0, 100, 200, 300)), [*range(8), 50]])
+
+
+def without_loads(plan, number):
+    plan.swap_in = plan.swap_in[:0]
+
+
+def without_writes(plan, number):
+    plan.swap_out = plan.swap_out[:0]
+
+
+def loads_exchanged(plan, number):
+    plan.swap_in = plan.swap_in.copy()
+    plan.swap_in[:, 0] = plan.swap_in[::-1, 0]
+
+
+def test_what_left_for_the_host_is_hit_there():
+    replayer = tiered(4, 7, 9)
+    report = replayer.run(LEFT)
+    assert_right(replayer, report)
+    assert (report.hit_tokens, report.host_hit_tokens, report.loaded_blocks) == (8, 8, 2)
+
+
+@pytest.mark.parametrize("defect", [without_loads, without_writes, loads_exchanged])
+def test_swaps_that_are_not_carried_out_as_planned_are_caught(monkeypatch, defect):
+    replayer = tiered(4, 7, 9)
+    for page in replayer.verifier.worker.host:
+        page.fill_(255)  # not what a test before has left in this memory
+    plant_in_step(monkeypatch, replayer.manager, defect)
+    report = replayer.run(LEFT)
+    assert report.mismatches == 8
+    (found,) = report.mismatched_requests
+    assert (found.request, found.token, found.block_column) == (4, 0, 0)
+
+
+def test_a_page_that_changes_on_the_host_is_caught():
+    replayer = tiered(4, 7, 9)
+
+    def workload():
+        yield from LEFT[:4]
+        for page in replayer.verifier.worker.host[1]:
+            page += 1
+        yield LEFT[4]
+
+    report = replayer.run(workload())
+    assert report.mismatches == 8 and report.mismatched_requests[0].request == 4
+
+
+def test_a_page_loaded_into_a_block_that_another_holds_is_caught(monkeypatch):
+    replayer = tiered(4, 11, 9, concurrency=2)
+    held = []
+
+    def load_over(plan, number):
+        if len(plan.swap_in):
+            plan.swap_in = np.append(plan.swap_in, [[plan.swap_in[0, 0], held[-1]]], 0)
+        held.append(int(plan.append_ids[0][0]))
+
+    plant_in_step(monkeypatch, replayer.manager, load_over)
+    report = replayer.run(as_workload([[i] * 9 for i in (0, 1, 2, 3, 4, 5, 0)]))
+    assert report.loaded_blocks > 0
+    assert Mismatch(5, 0, 0, held[5]) in report.mismatched_requests
+
+
+# --- policies as they are written -----------------------------------------------------------------
+
+
+def test_policies_are_read_as_they_are_written():
+    for text in POLICIES:
+        assert joined(*parse_eviction(text)) == text
+    assert parse_host_write("through") == {"host_write": "through"}
+    assert parse_host_write("selective") == {"host_write": "selective"}
+    assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}
