@@ -42,8 +42,8 @@ BEFORE = """\
 
 Which cached block goes when its space is needed: `KVCacheManager(..., eviction=, eviction_options=)`, and
 `host_eviction=, host_eviction_options=` for the host tier. Whichever it is, uncached blocks go first, and
-pinned ones last. No block goes before one that follows it in a chain; under `lru` this holds because
-requests give their tails back first, so not for blocks that left a window before.
+pinned ones last. No block goes before one that follows it in a chain, under `lru` because requests give
+their tails back first; blocks of windows and recurrent states follow none.
 
 | policy | option | which cached block goes first |
 |---|---|---|

@@ -157,6 +157,14 @@ class Driver {
     options.record_events = below(2) == 0;
     options.track_residency = below(2) == 0;
     options.stats_window = 7;
+    const std::vector<std::string> policies = kvcache::eviction_names();
+    options.eviction.policy = policies[below(policies.size())];
+    if (below(2) == 0) {
+      options.num_host_blocks = 2 + below(60);
+      options.host_eviction.policy = policies[below(policies.size())];
+      options.host_write = static_cast<kvcache::HostWrite>(below(3));
+      options.num_hits_to_write = 1 + below(2);
+    }
     return options;
   }
 
@@ -178,7 +186,7 @@ class Driver {
 
   void operate() {
     const auto row = rows_.empty() ? rows_.end() : std::next(rows_.begin(), below(rows_.size()));
-    switch (below(13)) {
+    switch (below(17)) {
       case 0:
       case 1:
       case 2:
@@ -188,7 +196,10 @@ class Driver {
         if (!has_state_) allocate();
         break;
       case 4:
-        if (row == rows_.end() || row->second.by_step || room(row->first) == 0) break;
+        if (row == rows_.end() || row->second.by_step || room(row->first) == 0 ||
+            manager_.is_on_host(row->first)) {
+          break;
+        }
         manager_.append(row->first, 1 + below(room(row->first)), below(20));
         break;
       case 5: {
@@ -229,6 +240,27 @@ class Driver {
       case 9:
         wrong();
         break;
+      case 13:
+        if (row == rows_.end() || manager_.is_on_host(row->first)) break;
+        fork(row->first, row->second);
+        break;
+      case 14:
+        if (row == rows_.end() || row->second.by_step || manager_.host() == nullptr) break;
+        if (manager_.is_on_host(row->first)) {
+          manager_.swap_in({row->first});
+        } else {
+          manager_.swap_out({row->first});
+        }
+        break;
+      case 15: {
+        const std::string session = below(2) == 0 ? "one" : "two";
+        if (below(2) == 0 || waiting_.empty()) {
+          manager_.unpin(session);
+        } else {
+          manager_.pin(session, *waiting_.back().chain);
+        }
+        break;
+      }
       case 10:
         if (row == rows_.end() || has_state_) break;
         try {
@@ -239,7 +271,9 @@ class Driver {
         break;
       default:
         if (row == rows_.end()) {
-          if (!options_.fence_frees) CHECK(manager_.reset_prefix_cache());
+          if (!options_.fence_frees && manager_.num_loading() == 0) {
+            CHECK(manager_.reset_prefix_cache());
+          }
           break;
         }
         manager_.free(row->first);
@@ -248,10 +282,30 @@ class Driver {
     }
   }
 
+  // One of two ways that the row's tokens may go on, if they are known.
+  void fork(int32_t row, const Admitted& parent) {
+    const int64_t num_computed = manager_.num_computed_tokens(row);
+    const TokenChain& chain = *parent.request.chain;
+    if (chain.num_tokens() < num_computed || num_computed == 0) return;
+    Request child;
+    child.tokens = std::make_shared<TokenIds>();
+    child.tokens->append(chain.tokens(), num_computed);
+    child.chain = std::make_shared<TokenChain>(child.tokens, manager_.hash_block_size(), Hash{},
+                                               ExtraKeys(), chain.read_cache(), chain.write_cache(),
+                                               chain.num_encoder_tokens());
+    const Slots slots = manager_.fork(row, child.chain);
+    if (slots.status == Status::kServed) rows_[slots.row] = {child, parent.by_step};
+  }
+
   void step() {
-    std::vector<int32_t> asked, counts, ids, num_ids, ahead;
+    std::vector<int32_t> asked, counts, ids, num_ids, ahead, leaving;
     for (const auto& [id, state] : rows_) {
-      if (!state.by_step || room(id) == 0 || below(2) == 0) continue;
+      if (!state.by_step) continue;
+      if (manager_.host() != nullptr && !manager_.is_on_host(id) && below(6) == 0) {
+        leaving.push_back(id);
+        continue;
+      }
+      if (room(id) == 0 || below(2) == 0) continue;
       asked.push_back(id);
       counts.push_back(1 + below(room(id)));
       // At most one more than max_model_len: the last that was sampled.
@@ -263,8 +317,10 @@ class Driver {
     StepRequest request;
     for (int n = below(3); n > 0; --n) {
       requests.push_back(new_request());
-      request.new_rows.push_back({requests.back().chain, 1 + below(100)});
+      request.new_rows.push_back({requests.back().chain, 1 + below(100), below(3) * 10});
     }
+    request.swap_out_rows = leaving.data();
+    request.num_swap_out_rows = static_cast<int64_t>(leaving.size());
     for (size_t i = 0; i < asked.size() + requests.size(); ++i) ahead.push_back(below(12));
     request.rows = asked.data();
     request.num_tokens = counts.data();
@@ -286,7 +342,7 @@ class Driver {
     }
     apply(delta);
     for (size_t k = 0; k < requests.size(); ++k) {
-      const int32_t id = delta.rows[asked.size() + k];
+      const int32_t id = delta.rows[asked.size() + leaving.size() + k];
       if (id >= 0) rows_[id] = {requests[k], true};
     }
   }
@@ -299,7 +355,7 @@ class Driver {
     StepRequest alone;
     alone.new_rows = {{request.chain, options_.max_model_len}};
     waiting_.push_back(request);
-    if (!rows_.empty()) {
+    if (!rows_.empty() && !manager_.is_on_host(rows_.begin()->first)) {
       manager_.num_common_prefix_blocks(rows_.begin()->first, 1 + below(3), 0);
     }
     manager_.set_now(++now_ms_);
@@ -388,7 +444,8 @@ class Driver {
   void check() {
     CHECK_EQ(manager_.num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
-      if (!state.by_step || manager_.must_resend(id)) continue;  // the next delta tells it
+      // The next delta tells the others, or a later one.
+      if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
         CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));
       }
