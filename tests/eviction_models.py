@@ -35,9 +35,12 @@ class Pool:
     def num_free(self):
         return len(self.empty) + len(self.free_cached())
 
-    def has_child(self, i):
+    def is_needed(self, i):
+        """Whether a cached block is found through this one alone."""
         number, group, _ = self.blocks[i].cached
-        return any(self.blocks[j].cached[1:] == (group, number) for j in self.cached())
+        twins = [j for j in self.cached() if self.blocks[j].cached[:2] == (number, group)]
+        children = [j for j in self.cached() if self.blocks[j].cached[1:] == (group, number)]
+        return len(twins) == 1 and len(children) > 0
 
     def lookup(self, number, group):
         found = [i for i in self.cached() if self.blocks[i].cached[:2] == (number, group)]
@@ -45,7 +48,7 @@ class Pool:
 
     def victim(self):
         free = [i for i in self.free_cached() if not self.blocks[i].pins]
-        leaves = [i for i in free if not self.policy.leaf_first or not self.has_child(i)]
+        leaves = [i for i in free if not self.policy.leaf_first or not self.is_needed(i)]
         if leaves:
             return self.policy.choose(leaves)
         return min(free or self.free_cached(), key=lambda i: self.blocks[i].released)

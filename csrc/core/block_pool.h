@@ -333,6 +333,7 @@ class BlockPool {
   std::unique_ptr<Residency> residency_;
   bool is_plain_;  // no policy, and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;
+  std::vector<BlockId> changed_;  // scratch
   std::unique_ptr<Pins> pins_;
 };
 

@@ -62,8 +62,9 @@ void BlockPool::forget_place(BlockId id, bool evicted) {
   if (!candidates_) return;
   candidates_->settle(id, false);
   candidates_->policy().on_forget(id, hash_of(id), block.group, evicted);
-  CacheTree& tree = candidates_->tree();
-  for (BlockId up = tree.remove(id); up != kNullBlock; up = tree.next(up)) settle(up);
+  changed_.clear();
+  candidates_->tree().remove(id, &changed_);
+  for (BlockId other : changed_) settle(other);
 }
 
 void BlockPool::clear_places() {
@@ -158,10 +159,10 @@ void BlockPool::tell_access(const BlockId* ids, int64_t n, double now) {
 
 void BlockPool::tell_published(BlockId id, bool is_chain) {
   const Block& block = blocks_[id];
-  CacheTree& tree = candidates_->tree();
   const uint32_t* parent = is_chain ? &lineage_[id].parent : nullptr;
-  BlockId up = tree.add(id, block.hash.tag(), parent, block.group);
-  for (; up != kNullBlock; up = tree.next(up)) settle(up);
+  changed_.clear();
+  candidates_->tree().add(id, block.hash.tag(), parent, block.group, &changed_);
+  for (BlockId other : changed_) settle(other);
   candidates_->policy().on_publish(id, &block.hash, block.group);
 }
 

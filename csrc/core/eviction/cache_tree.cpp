@@ -18,28 +18,35 @@ void CacheTree::drop_if_unused(Node* node) {
   if (node->num_children == 0 && node->first == kNullBlock) nodes_.erase(node->key);
 }
 
-BlockId CacheTree::add(BlockId id, uint32_t tag, const uint32_t* parent, uint8_t group) {
+void CacheTree::append_blocks(const Node& node, std::vector<BlockId>* out) const {
+  for (BlockId id = node.first; id != kNullBlock; id = places_[id].next) out->push_back(id);
+}
+
+void CacheTree::add(BlockId id, uint32_t tag, const uint32_t* parent, uint8_t group,
+                    std::vector<BlockId>* changed) {
   Place& place = places_[id];
   Node* own = node_at(key_of(group, tag));
+  if (own->first != kNullBlock) changed->push_back(own->first);  // if it was the only one
   place = {own, nullptr, own->first, kNullBlock};
   if (own->first != kNullBlock) places_[own->first].prev = id;
   own->first = id;
-  if (parent == nullptr) return kNullBlock;
+  if (parent == nullptr) return;
   place.parent = node_at(key_of(group, *parent));
-  return place.parent->num_children++ == 0 ? place.parent->first : kNullBlock;
+  if (place.parent->num_children++ == 0) append_blocks(*place.parent, changed);
 }
 
-BlockId CacheTree::remove(BlockId id) {
+void CacheTree::remove(BlockId id, std::vector<BlockId>* changed) {
   const Place place = places_[id];
-  if (place.own == nullptr) return kNullBlock;
+  if (place.own == nullptr) return;
   places_[id] = {};
   (place.prev == kNullBlock ? place.own->first : places_[place.prev].next) = place.next;
   if (place.next != kNullBlock) places_[place.next].prev = place.prev;
+  if (place.own->first != kNullBlock)
+    changed->push_back(place.own->first);  // if it is the only one
   drop_if_unused(place.own);
-  if (place.parent == nullptr) return kNullBlock;
-  const BlockId leaf = --place.parent->num_children == 0 ? place.parent->first : kNullBlock;
+  if (place.parent == nullptr) return;
+  if (--place.parent->num_children == 0) append_blocks(*place.parent, changed);
   drop_if_unused(place.parent);
-  return leaf;
 }
 
 void CacheTree::clear() {

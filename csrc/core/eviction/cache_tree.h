@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <unordered_map>
+#include <vector>
 
 #include "core/hash.h"
 #include "core/zeroed_array.h"
@@ -17,23 +18,24 @@ inline uint64_t wide_key(const Hash& hash, uint8_t group) {
 }
 
 // Per group and tag of a hash: the blocks under it, and how many cached blocks have it as their
-// parent. A child is a child of every block under its parent's hash. Where two tags are equal by
-// accident, a block is taken for no leaf, and waits longer.
+// parent. Where two tags are equal by accident, a block is taken for no leaf, and waits longer, or
+// for one of two under a hash.
 class CacheTree {
  public:
   explicit CacheTree(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)) {}
 
+  // Whether nothing cached is found through this block alone: it has no cached child, or is not the
+  // only one under its hash.
   bool is_leaf(BlockId id) const {
-    return places_[id].own == nullptr || places_[id].own->num_children == 0;
+    const Node* own = places_[id].own;
+    return own == nullptr || own->num_children == 0 || places_[own->first].next != kNullBlock;
   }
-  // The block is cached under a hash with this tag, behind `parent` (null: behind nothing). Answers
-  // the first of the blocks that are no leaves any more.
-  BlockId add(BlockId id, uint32_t tag, const uint32_t* parent, uint8_t group);
-  // The block is not cached any more; it need not have been added. Answers the first of the blocks
-  // that are leaves now.
-  BlockId remove(BlockId id);
-  // The next block under the same hash, or the null block.
-  BlockId next(BlockId id) const { return places_[id].next; }
+  // The block is cached under a hash with this tag, behind `parent` (null: behind nothing). Adds
+  // the other blocks that may be leaves now, or no longer, to `changed`.
+  void add(BlockId id, uint32_t tag, const uint32_t* parent, uint8_t group,
+           std::vector<BlockId>* changed);
+  // The block is not cached any more; it need not have been added.
+  void remove(BlockId id, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
   // Throws std::logic_error unless exactly `num_added` blocks are in, and counted where they
@@ -52,6 +54,7 @@ class CacheTree {
   };
   Node* node_at(uint64_t key);
   void drop_if_unused(Node* node);
+  void append_blocks(const Node& node, std::vector<BlockId>* out) const;
 
   std::unordered_map<uint64_t, Node> nodes_;
   ZeroedArray<Place> places_;
