@@ -15,7 +15,7 @@ from kvcache.allocator.sequence_protocol import SequenceLike, extra_hash
 class Tokens:
     """Known tokens, and the hashes of their blocks; what is appended natively is known here too."""
 
-    __slots__ = ("are_read", "chain", "extra", "ids", "seq")
+    __slots__ = ("are_read", "chain", "extra", "ids")
 
     def __init__(
         self, ids: core.TokenIds, are_read: bool, extra: str | None, chain: core.TokenChain
@@ -24,7 +24,6 @@ class Tokens:
         self.are_read = are_read  # whether `ids` are the real ones
         self.extra = extra
         self.chain = chain
-        self.seq: SequenceLike | None = None  # whose they are, until it is allocated
 
 
 class TokenSource:
@@ -33,19 +32,17 @@ class TokenSource:
     def __init__(self, block_size: int, hash_seed: str) -> None:
         self._block_size = block_size
         self._parent = first_parent(hash_seed, "hash_seed")
-        self._asked: dict[object, Tokens] = {}  # by seq_id
+        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
         self._zeros = np.zeros(4096, np.int32)
 
     def read(self, seq: SequenceLike) -> Tokens:
         """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
         extra, num_tokens = extra_hash(seq), seq.get_len()
-        kept = self._asked.get(seq.seq_id)
-        if kept is not None and kept.seq is seq and kept.extra == extra:
-            num_known = len(kept.ids)
-            if num_known <= num_tokens:
-                if num_known < num_tokens:
-                    kept.ids.append(_tokens_from(seq, num_known, num_tokens))
-                return kept
+        owner, kept = self._kept.get(seq.seq_id, (None, None))
+        if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
+            if len(kept.ids) < num_tokens:
+                kept.ids.append(_tokens_from(seq, len(kept.ids), num_tokens))
+            return kept
         return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
 
     def unread(self, num_tokens: int) -> Tokens:
@@ -63,13 +60,12 @@ class TokenSource:
 
     def keep(self, seq: SequenceLike, tokens: Tokens) -> None:
         """Until the sequence is forgotten."""
-        tokens.seq = seq
-        self._asked[seq.seq_id] = tokens
+        self._kept[seq.seq_id] = (seq, tokens)
 
     def forget(self, seq: SequenceLike) -> None:
         """No-op where nothing is kept."""
-        if self._asked:
-            self._asked.pop(seq.seq_id, None)
+        if self._kept:
+            self._kept.pop(seq.seq_id, None)
 
     def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
         salt = () if extra is None else (None, (), extra)
