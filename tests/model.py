@@ -524,7 +524,14 @@ class ModelManager:
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
         self._supply(state, row, start, after, needs, max(room - self.watermark, 0), shared)
+        self._own_what_is_written(state, start, after)
         return SERVED
+
+    def _own_what_is_written(self, state, start, after):
+        """What a row writes it has computed, though it began in another's block."""
+        for group, each in zip(self.groups, state.held if state.forked else ()):
+            first = after - 1 if group.pages == STATE else start
+            each.num_hits = min(each.num_hits, first // group.block_size)
 
     def _resume(self, state, row, start, after, lookahead):
         """A row on the host needs what it still reads, and what it writes, on the device again."""
@@ -568,6 +575,7 @@ class ModelManager:
         self.in_flight[-1]["swapped"].append((row, state.admission))
         state.start, state.num_computed = start, after
         self._supply(state, row, start, after, needs, room)
+        self._own_what_is_written(state, start, after)
         return SERVED
 
     def _admit(self, request, num_hit, after, lookahead, reserved, by_step):

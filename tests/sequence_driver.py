@@ -252,7 +252,7 @@ class Driver:
         lengths = {seq.seq_id: len(seq.tokens) for seq in group.seqs}
         can_append = self.manager.can_append_slots(group, lookahead)
         assert can_append == self.model.can_append(lengths, lookahead)
-        for seq in grown:
+        for seq in group.seqs:
             self.append_to(group, seq, lookahead, can_append)
 
     def append_to(self, group, seq, lookahead, must_fit):

@@ -251,6 +251,8 @@ class ModelSpace:
 
     def append(self, key, tokens, lookahead):
         """Pairs to be copied, or None."""
+        if not tokens and not lookahead:
+            return []
         each, size = self.sequences[key], self.size
         start = len(each.tokens)
         stop = start + len(tokens) + lookahead

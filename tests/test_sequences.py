@@ -245,7 +245,6 @@ def test_lookahead_slots_are_given_again_to_the_next_tokens():
     assert manager.get_block_table(one) == [1, 2, 3]
 
 
-@pytest.mark.xfail(strict=True, reason="the native append takes one token or more")
 def test_lookahead_without_a_new_token():
     manager = make()
     one = admitted(manager, 3).seqs[0]

@@ -343,25 +343,25 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
 void Manager::check_append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const {
   check_face(row, /*by_step=*/false);
   check_on_device(row);
-  checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   check_length(rows_[row].num_computed + num_tokens, "a row");
 }
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
+  checked_size("num_tokens", num_tokens, 1);
   check_append(row, num_tokens, num_lookahead_tokens);
   hash_ahead(*rows_[row].chain, /*reads=*/false);
   return append_checked(row, num_tokens, num_lookahead_tokens);
 }
 
-Slots Manager::append_known(int32_t row, const std::vector<int32_t>& token_ids,
+Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
                             int64_t num_lookahead_tokens) {
   const Call call(this);
-  const auto n = static_cast<int64_t>(token_ids.size());
+  checked_size("the number of tokens", n, 0);
   check_append(row, n, num_lookahead_tokens);
   const std::shared_ptr<TokenChain> chain = rows_[row].chain;
-  chain->append(token_ids.data(), n);
+  chain->append(token_ids, n);
   Slots slots{Status::kWait, row, {}, {}};
   try {
     if (rows_[row].num_computed + n >= rows_[row].next_publish) {
@@ -441,7 +441,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
     }
   }
   int64_t& num_marked = facts_[row].num_marked;
-  num_marked = std::max(num_marked, num_tokens);
+  num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
   if (!r.on_host) publish(row);
 }
 

@@ -196,8 +196,9 @@ class Manager {
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
-  // The same for tokens that have become known: the chain takes them, unless they do not fit.
-  Slots append_known(int32_t row, const std::vector<int32_t>& token_ids,
+  // The same for n tokens that have become known: the chain takes them, unless they do not fit.
+  // Null: nobody needs to know which. None, with lookahead slots alone, may be asked for.
+  Slots append_known(int32_t row, const int32_t* token_ids, int64_t n,
                      int64_t num_lookahead_tokens);
 
   // Takes back the last num_tokens tokens of a row: drafts that were rejected. Their slots are the

@@ -36,7 +36,8 @@ Manager::Verdict Manager::judge(const Held* held, int64_t start, int64_t after, 
         demand.num_new = std::max<int64_t>(most - size, 0);
       }
       if (may_share) judge_shared(group, each, start, after + lookahead, &demand);
-      if (options_.by_sequences && size == each.num_dropped) {
+      const bool is_new = held == candidate_.data();
+      if (options_.by_sequences && is_new && size == each.num_dropped) {
         // The whole prompt is computed now, from its own K and V.
         demand.num_skipped =
             std::clamp<int64_t>(group.first_needed_block(after) - size, 0, demand.num_new);
@@ -87,8 +88,8 @@ int64_t Manager::num_holders(BlockId id) const {
   return n;
 }
 
-// Whether several rows hold the block. One that a row of this step has left for a copy of its own is
-// held until the step ends, too.
+// Whether several rows hold the block. One that a row of this step has left for a copy of its own
+// is held until the step ends, too.
 bool Manager::is_shared(BlockId id) const {
   if (id == kNullBlock || pool_.ref_count(id) == 1) return false;
   const int64_t num_held = num_holders(id);
@@ -190,6 +191,14 @@ Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_to
   r.num_computed = after;
   supply(row, start, after, verdict.num_spare);
   if (r.may_share) r.may_share = shares_from(row, start);
+  if (r.has_forked) {
+    // What it writes it has computed, though it began in another's block.
+    for (const CacheGroup& group : groups_) {
+      Held& each = held(row)[group.id];
+      const int64_t first = (group.holds_state() ? after - 1 : start) / group.block_size;
+      each.num_hits = std::min(each.num_hits, first);
+    }
+  }
   return verdict;
 }
 

@@ -15,6 +15,10 @@ void TokenIds::append(const int32_t* tokens, int64_t n) {
         "token_ids came while blocks of the same request are being hashed: "
         "append them when that call has returned");
   }
+  if (tokens == nullptr) {
+    ids_.resize(ids_.size() + static_cast<size_t>(n));
+    return;
+  }
   const int32_t* bad = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
   if (bad != tokens + n) {
     throw std::invalid_argument("token_ids[" + std::to_string(bad - tokens) + "] is " +

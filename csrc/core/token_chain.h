@@ -17,8 +17,8 @@ namespace kvcache {
 // Known token ids, each 0 or more; shared by the chains of a request.
 class TokenIds {
  public:
-  // Throws std::invalid_argument on a negative id and std::runtime_error while a chain hashes
-  // these tokens, with nothing appended.
+  // Null stands for zeros. Throws std::invalid_argument on a negative id and std::runtime_error
+  // while a chain hashes these tokens, with nothing appended.
   void append(const int32_t* tokens, int64_t n);
   // Forgets the last n: only those that the caller has just appended.
   void take_back(int64_t n) { ids_.resize(ids_.size() - static_cast<size_t>(n)); }

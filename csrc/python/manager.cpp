@@ -449,15 +449,14 @@ void bind_manager(py::module_& m) {
       .def("append_sequence",
            [](Manager& self, int32_t row, const py::object& token_ids,
               int64_t num_lookahead) -> py::object {
-             std::vector<int32_t> ids;
+             Slots slots;
              if (PyLong_Check(token_ids.ptr())) {
                const int64_t n = int_argument(token_ids, "token_ids");
-               ids.resize(static_cast<size_t>(checked_size("the number of tokens", n, 1)));
+               slots = self.append_known(row, nullptr, n, num_lookahead);
              } else {
                const Int32Input array(token_ids, "token_ids", /*least=*/0);
-               ids.assign(array.data(), array.data() + array.size());
+               slots = self.append_known(row, array.data(), array.size(), num_lookahead);
              }
-             const Slots slots = self.append_known(row, ids, num_lookahead);
              if (slots.status != Status::kServed) return py::none();
              return pairs_of(slots.copies);
            })
