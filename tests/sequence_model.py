@@ -57,14 +57,17 @@ class ModelPool:
         return taken
 
     def _evict(self):
-        parents = {(extra, tokens[: -self.block_size]) for extra, tokens in self.content.values()}
-        leaves = [
-            b for b in self.cached_free if not self.is_chain or self.content[b] not in parents
-        ]
+        leaves = [block for block in self.cached_free if not self._is_needed(block)]
         block = min(leaves or self.cached_free[:1], key=lambda b: self.use[b].rank())
         self.cached_free.remove(block)
         del self.content[block]
         return block
+
+    def _is_needed(self, block):
+        """Whether a cached block is found through this one alone."""
+        parents = [(extra, tokens[: -self.block_size]) for extra, tokens in self.content.values()]
+        twins = [each for each in self.content.values() if each == self.content[block]]
+        return self.is_chain and self.content[block] in parents and len(twins) == 1
 
     def hold(self, blocks):
         for block in blocks:
