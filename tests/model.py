@@ -359,9 +359,10 @@ class ModelManager:
                     self._note_dropped(state, load["group"], load["column"], load["device"])
             for g, (group, held) in enumerate(zip(self.groups, state.held)):
                 stop = ceil_div(state.num_computed, group.block_size)
-                for column in range(held.num_published, stop):
-                    if group.pages != ENCODER and held.blocks[column]:
-                        self._note_dropped(state, g, column, held.blocks[column])
+                for column, block in enumerate(held.blocks[:stop]):
+                    is_found = self.pool.content.get(block, (0, None))[1] is not None
+                    if group.pages != ENCODER and block and not is_found:
+                        self._note_dropped(state, g, column, block)
         self._give_back_row(state, with_encoder=True)
         if state.by_step:
             self.to_clear.add(row)

@@ -61,8 +61,9 @@ void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, 
       {row, id, rows_[row].admission, block * group.block_size, rows_[row].chain});
 }
 
-// What a row that leaves has computed and not published, and what it loads.
+// What a row that leaves has computed and nothing finds, and what it loads.
 void Manager::note_left(int32_t row) {
+  if (in_flight_.empty() || !rows_[row].by_step) return;
   for (const Load& load : loads_) {
     const std::vector<BlockId>& blocks = held(row)[load.group].blocks;
     if (load.block < static_cast<int64_t>(blocks.size()) &&
@@ -74,8 +75,9 @@ void Manager::note_left(int32_t row) {
     const Held& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
     const int64_t size = num_written(row, group);
-    for (int64_t b = std::max(each.num_dropped, each.num_published); b < size; ++b) {
-      note_dropped(row, group, b, each.blocks[static_cast<size_t>(b)]);
+    for (int64_t b = each.num_dropped; b < size; ++b) {
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      if (pool_.hash_of(id) == nullptr) note_dropped(row, group, b, id);
     }
   }
 }

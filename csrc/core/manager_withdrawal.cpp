@@ -27,7 +27,9 @@ Recompute Manager::withdraw_ids(const std::vector<BlockId>& ids,
     if (!is_named && !is_from_bad) continue;
     bad.host.insert(load.host);
     add_hashes(*host_, load.host, &bad);
-    if (bad.blocks.emplace(load.device, 0).second) failed.push_back(load.device);
+    if (!bad.blocks.emplace(load.device, 0).second) continue;
+    add_hashes(pool_, load.device, &bad);
+    failed.push_back(load.device);
   }
   limit_by_drops(failed, &bad, &limits);
   return withdraw(std::move(bad), std::move(limits), /*by_hash=*/true);
