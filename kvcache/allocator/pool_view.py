@@ -29,6 +29,7 @@ class PoolView:
     num_free = _count("num_free", "Blocks that nobody holds, cached or not.")
     num_cached = _count("num_cached", "Blocks that are found under a hash, held or free.")
     num_evicted = _count("num_evicted", "Cached blocks taken for other content, so far.")
+    num_pinned = _count("num_pinned", "Cached blocks that a session has pinned.")
     peak_used = _count("peak_used", "The most blocks that were held at a time.")
     num_bytes = _count("num_bytes", "Bytes of the pool itself when every block was used once.")
 

@@ -1,0 +1,261 @@
+"""Forks and copy-on-write: rows that share blocks until one of them writes."""
+
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+
+FULL = GroupSpec("full_attention", 4)
+
+
+def make(num_blocks=20, groups=(FULL,), **options):
+    options = {"num_preallocate_tokens": 0} | options
+    return KVCacheManager.for_groups(groups, num_blocks, 64, **options)
+
+
+def admit(manager, name, tokens, **options):
+    request = Request(name, tokens, **options)
+    manager.step(new=[request])
+    return request
+
+
+def child_of(manager, parent, name, *more):
+    """A child with the parent's computed tokens and these."""
+    computed = manager.num_computed_tokens(parent)
+    child = Request(name, [*parent.token_ids[:computed].tolist(), *more])
+    assert manager.fork(parent, child) >= 0
+    return child
+
+
+def serve(manager, *requests, num_tokens=1, **options):
+    rows = [manager.row(request) for request in requests]
+    return manager.step(rows, [num_tokens] * len(rows), **options)
+
+
+def ids(manager, request, group=0):
+    return manager.block_ids(request, group).tolist()
+
+
+def test_a_child_shares_all_blocks_and_the_next_plan_tells_its_table():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    free = manager.pool.num_free
+    child = child_of(manager, parent, "child", 7)
+    assert ids(manager, child) == ids(manager, parent) == [1, 2, 3]
+    assert manager.pool.num_free == free
+    assert manager.pool.ref_counts([1, 2, 3]).tolist() == [2, 2, 2]
+    plan = manager.step()
+    assert plan.clear_rows.tolist() == plan.append_rows.tolist() == [1]
+    assert plan.append_ids[0].tolist() == [1, 2, 3]
+    manager.check_invariants()
+
+
+def test_the_first_write_to_a_shared_block_copies_and_replaces_it():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    child = child_of(manager, parent, "child", 7)
+    manager.step()
+    plan = serve(manager, parent)
+    assert plan.copy.tolist() == [[3, 4]]
+    assert plan.replace[0].tolist() == [[0, 2, 4]]
+    assert ids(manager, parent) == [1, 2, 4]
+    assert ids(manager, child) == [1, 2, 3]
+    plan = serve(manager, child)  # alone by now: nothing to copy
+    assert len(plan.copy) == len(plan.replace[0]) == 0
+    manager.check_invariants()
+
+
+def test_of_three_that_write_in_one_step_the_last_keeps_the_block():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    children = [child_of(manager, parent, f"child {i}", i) for i in range(2)]
+    manager.step()
+    plan = serve(manager, parent, *children)
+    assert plan.copy.tolist() == [[3, 4], [3, 5]]
+    assert [ids(manager, each)[2] for each in (parent, *children)] == [4, 5, 3]
+
+
+def test_at_a_block_boundary_nothing_is_copied():
+    manager = make()
+    parent = admit(manager, "parent", range(8))
+    child = child_of(manager, parent, "child", 7)
+    plan = serve(manager, parent, child)
+    assert len(plan.copy) == 0
+    assert ids(manager, parent) == [1, 2, 3]
+    assert ids(manager, child) == [1, 2, 4]
+
+
+def test_shared_blocks_without_content_are_replaced_but_not_copied():
+    manager = make(num_preallocate_tokens=8)
+    parent = admit(manager, "parent", range(8))
+    assert ids(manager, parent) == [1, 2, 3, 4]
+    child = child_of(manager, parent, "child", 7)
+    plan = serve(manager, child)
+    assert len(plan.copy) == 0
+    assert ids(manager, child)[:3] == [1, 2, 5]
+    manager.check_invariants()
+
+
+def test_a_write_that_finds_no_block_for_its_copy_waits_unchanged():
+    manager = make(num_blocks=4)
+    parent = admit(manager, "parent", range(10))
+    child = child_of(manager, parent, "child", 7)
+    plan = serve(manager, parent)
+    assert plan.status.tolist() == [1]
+    manager.free(child)
+    assert serve(manager, parent).status.tolist() == [0]
+
+
+def test_a_state_that_is_shared_is_copied_even_within_its_block():
+    manager = make(groups=[GroupSpec("recurrent", 8)])
+    parent = admit(manager, "parent", range(3))
+    child = child_of(manager, parent, "child", 7)
+    manager.step()
+    plan = serve(manager, child)
+    assert plan.copy.tolist() == [[1, 2]]
+    assert plan.replace[0].tolist() == [[1, 0, 2]]
+    assert ids(manager, parent) == [1]
+
+
+def test_a_window_slides_for_each_of_them():
+    manager = make(groups=[GroupSpec("sliding_window", 4, {"window": 5})])
+    parent = admit(manager, "parent", range(10))
+    child = child_of(manager, parent, "child", 7)
+    serve(manager, parent, num_tokens=6)
+    assert ids(manager, parent) == [0, 2, 4, 5]
+    assert ids(manager, child) == [1, 2, 3]
+    manager.free(parent)
+    manager.check_invariants()
+    assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
+
+
+def test_what_each_computes_is_cached_under_its_own_tokens():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    child = child_of(manager, parent, "child", 50, 51)
+    parent.append_tokens([10, 11])
+    serve(manager, parent, child, num_tokens=2)
+    for tokens in ([*range(12), 0], [*range(10), 50, 51, 0]):
+        assert manager.get_computed_blocks(Request("probe", tokens))[1] == 12
+
+
+def test_hashes_are_taken_over():
+    manager = make()
+    parent = admit(manager, "parent", range(40))
+    child = child_of(manager, parent, "child", 7)
+    assert manager.block_hashes(child).tolist() == manager.block_hashes(parent).tolist()
+
+
+def test_an_aborted_step_takes_the_child_back_too():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    serve(manager, parent, token_ids=[10])
+    parent.append_tokens([11])
+    child = child_of(manager, parent, "child", 7)
+    assert manager.abort(1) == {"parent": 10, "child": 8}  # inside a block only where it is its own
+    assert ids(manager, child) == [1, 2]
+    manager.check_invariants()
+
+
+def test_a_copy_that_was_aborted_is_lost():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    child_of(manager, parent, "child", 7)
+    plan = serve(manager, parent)
+    assert len(plan.copy) == 1
+    assert manager.abort(plan.step_id) == {"parent": 8}
+
+
+def test_what_is_wrong_is_wrong_for_both():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    child_of(manager, parent, "child", 7)
+    assert manager.invalidate([2]) == {"parent": 4, "child": 4}
+    manager.check_invariants()
+
+
+def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_with_it():
+    """Found by a random run of the simulation of contents: its block counted as another's."""
+    groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
+    manager = make(groups=groups)
+    parent = admit(manager, "parent", range(3))
+    child = child_of(manager, parent, "child", 3, 4)
+    first = ids(manager, child, group=1)[0]
+    manager.free(parent)
+    serve(manager, child, num_tokens=2)
+    probe = Request("probe", [0, 1, 2, 3, 9, 9, 9, 9, 9])
+    assert manager.pool.num_cached == 1
+    manager.invalidate([first])
+    assert manager.pool.num_cached == 0
+    assert manager.get_computed_blocks(probe)[1] == 0
+
+
+def test_common_prefix_counts_rows():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    child_of(manager, parent, "child", 7)
+    assert manager.get_num_common_prefix_blocks(parent, 2) == 3
+
+
+def test_extra_keys_go_along():
+    manager = make()
+    parent = admit(manager, "parent", range(10), cache_salt="x")
+    with pytest.raises(ValueError, match="other extra keys"):
+        manager.fork(parent, Request("child", range(10)))
+    assert manager.fork(parent, Request("child", range(10), cache_salt="x")) == 1
+
+
+def test_without_a_free_row_nothing_happens():
+    manager = make(max_num_reqs=1)
+    parent = admit(manager, "parent", range(10))
+    assert manager.fork(parent, Request("child", range(10))) == -1
+    assert manager.pool.ref_counts([1]).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("fork", "message"),
+    [
+        (lambda m, p: m.fork(p, p), "'parent' is admitted already"),
+        (lambda m, p: m.fork(Request("who", [1]), Request("c", [1])), "'who' is not admitted"),
+        (lambda m, p: m.fork(p, Request("c", [*range(9), 99])), "other tokens"),
+        (lambda m, p: m.fork(p, Request("c", range(9))), "other tokens"),
+        (lambda m, p: m.fork(p, Request("c", range(65))), "would have 65 tokens"),
+    ],
+)
+def test_wrong_forks_are_refused_and_change_nothing(fork, message):
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    with pytest.raises(ValueError, match=message):
+        fork(manager, parent)
+    manager.check_invariants()
+    assert manager.pool.ref_counts([1, 2, 3]).tolist() == [1, 1, 1]
+    assert len(manager.step().append_rows) == 0
+
+
+def test_drafts_are_to_be_confirmed_or_rejected_first():
+    manager = make()
+    parent = admit(manager, "parent", range(10))
+    serve(manager, parent, num_tokens=3)
+    child = Request("child", range(10))
+    with pytest.raises(ValueError, match="13 computed tokens, of which 10 are known"):
+        manager.fork(parent, child)
+    manager.reject_tokens(parent, 3)
+    assert manager.fork(parent, child) == 1
+
+
+def test_requests_of_the_other_face_are_not_forked():
+    manager = make()
+    request = Request("r", range(10))
+    manager.allocate_slots(request, 10)
+    with pytest.raises(ValueError, match="expected one that step admitted"):
+        manager.fork(request, Request("child", range(10)))
+
+
+def test_fences_do_not_make_a_block_shared():
+    manager = make(fence_frees=True)
+    parent = admit(manager, "parent", range(10))
+    child = child_of(manager, parent, "child", 7)
+    serve(manager, parent)
+    plan = serve(manager, child)  # the copy's source waits for a report, but is nobody else's
+    assert len(plan.copy) == 0
+    manager.report(StepReport(plan.step_id, completed=True))
+    manager.check_invariants()

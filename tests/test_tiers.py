@@ -1,0 +1,594 @@
+"""Two tiers: rows swapped out and back, cached blocks that live on on the host, pins, eviction by name."""
+
+import numpy as np
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, StepReport, eviction_names
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.plan import Status
+
+FULL = GroupSpec("full_attention", 4)
+
+
+def make(num_blocks=6, num_host_blocks=20, groups=(FULL,), **options):
+    options = {"num_preallocate_tokens": 0} | options
+    return KVCacheManager.for_groups(
+        groups, num_blocks, 64, num_host_blocks=num_host_blocks, **options
+    )
+
+
+class Engine:
+    """Steps that are reported done at once."""
+
+    def __init__(self, **options):
+        self.manager = make(**options)
+
+    def step(self, *args, **options):
+        plan = self.manager.step(*args, **options)
+        self.manager.report(StepReport(plan.step_id, completed=True))
+        self.manager.check_invariants()
+        return plan
+
+    def admit(self, name, tokens, **options):
+        request = Request(name, tokens)
+        return request, self.step(new=[request], **options)
+
+    def run(self, name, tokens):
+        """A request from its admission to its end; its plan."""
+        request, plan = self.admit(name, tokens)
+        self.manager.free(request)
+        return plan
+
+
+# Hits on the host ----------------------------------------------------------------------------------
+
+
+def test_evicted_blocks_are_hit_on_the_host():
+    engine = Engine()
+    engine.run("a", range(16))  # blocks 1 to 4
+    plan = engine.run("b", range(100, 116))
+    assert plan.swap_out.tolist() == [[4, 1], [3, 2], [2, 3]]  # tails first, block 5 was empty
+    assert engine.manager.host_pool.num_cached == 3
+    request, plan = engine.admit("a2", range(16))
+    assert plan.num_computed_tokens.tolist() == [12]
+    assert plan.swap_in[:, 0].tolist() == [3, 2]  # the first block is still on the device
+    assert set(plan.swap_in[:, 1]) <= set(engine.manager.block_ids(request).tolist())
+    stats = engine.manager.stats
+    assert stats.hit_tokens == 12
+    assert stats.host_hit_tokens == stats.host.loaded_blocks * 4 == len(plan.swap_in) * 4
+
+
+def test_what_is_loaded_becomes_a_hit_for_others_when_the_report_says_so():
+    engine = Engine(num_blocks=9)
+    manager = engine.manager
+    engine.run("a", range(13))
+    engine.run("b", range(100, 132))
+    plan = manager.step(new=[Request("a2", range(13))])
+    num_loaded = len(plan.swap_in)
+    assert num_loaded > 0
+    assert manager.num_loading_blocks == num_loaded
+    held = manager.pool.num_total - manager.pool.num_free
+    probe = Request("probe", range(13))
+    before = manager.cached_tokens(probe)
+    manager.report(StepReport(plan.step_id, completed=True))
+    after = manager.cached_tokens(probe)
+    assert manager.num_loading_blocks == 0
+    assert (before.with_host, after.with_host) == (12, 12)
+    assert (before.num_host_blocks, after.num_host_blocks) == (num_loaded, 0)
+    assert manager.pool.num_total - manager.pool.num_free == held
+    manager.check_invariants()
+
+
+def test_a_page_of_the_host_is_not_reused_while_it_is_read():
+    manager = make(num_blocks=6, num_host_blocks=4)  # 3 pages
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 16))
+        plan = manager.step(new=[request])
+        manager.free(request)
+    pages = plan.swap_out[:, 1].tolist()
+    assert len(pages) == 3
+    again = Request("a2", range(16))
+    plan = manager.step(new=[again])
+    read = plan.swap_in[:, 0].tolist()
+    assert read
+    assert not set(read) & set(plan.swap_out[:, 1].tolist())
+    manager.free(again)
+    for i in range(3):
+        other = Request(f"c{i}", range(200 + 50 * i, 216 + 50 * i))
+        later = manager.step(new=[other])
+        assert not set(read) & set(later.swap_out[:, 1].tolist())
+        manager.free(other)
+    assert manager.stats.host.unwritten_blocks > 0
+    manager.report(StepReport(later.step_id, completed=True))
+    manager.check_invariants()
+
+
+def test_a_hit_prefers_the_device_block_by_block():
+    """Found by a random run: a block that both tiers had was loaded, where those before it were not."""
+    engine = Engine(num_blocks=8)
+    engine.run("a", range(13))
+    manager = engine.manager
+    first = manager.get_computed_blocks(Request("probe", range(13)))[0]
+    engine.run("b", range(100, 128))
+    manager.evict(first)
+    engine.run("c", [*range(12), 50])
+    blocks = manager.get_computed_blocks(Request("probe", range(13)))[0]
+    if len(blocks) == 3:
+        manager.evict(blocks[:1])
+    tokens = manager.cached_tokens(Request("probe", range(13)))
+    assert tokens.with_host == 12
+    assert tokens.num_host_blocks == 1
+
+
+def test_a_caller_may_refuse_to_load():
+    engine = Engine(page_bytes=1000)
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    tokens = engine.manager.cached_tokens(Request("probe", range(16)))
+    assert tokens.with_host > tokens.on_device
+    assert tokens.num_host_bytes == 1000 * tokens.num_host_blocks > 0
+    most = tokens.num_host_blocks - 1
+    _, plan = engine.admit("a2", range(16), max_host_blocks=[most])
+    assert len(plan.swap_in) == plan.swap_in_bytes == 0
+    assert plan.num_computed_tokens.tolist() == [tokens.on_device]
+    assert plan.swap_out_bytes == 1000 * len(plan.swap_out)
+
+
+def test_write_through_writes_in_the_next_plan():
+    engine = Engine(host_write="through")
+    assert len(engine.run("a", range(9)).swap_out) == 0
+    assert engine.step().swap_out.tolist() == [[1, 1], [2, 2]]
+    assert len(engine.step().swap_out) == 0
+    assert engine.manager.stats.host.written_blocks == 2
+
+
+def test_selective_writes_after_so_many_hits():
+    engine = Engine(host_write="selective", num_hits_to_write=2)
+    engine.run("a", range(9))
+    engine.run("a2", range(9))
+    assert len(engine.step().swap_out) == 0
+    engine.run("a3", range(9))
+    assert engine.step().swap_out.tolist() == [[1, 1], [2, 2]]
+
+
+def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_before_the_report():
+    """Found by a random run of the simulation of contents."""
+    manager = make(num_blocks=4, host_write="through", fence_frees=True)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    manager.free(request)
+    plan = manager.step()
+    manager.report(StepReport(0, completed=True))
+    assert plan.swap_out[:, 0].tolist() == [1, 2]
+    waits = manager.step(new=[Request("b", range(100, 112))])
+    assert waits.status.tolist() == [Status.WAIT]
+    manager.report(StepReport(plan.step_id, completed=True))
+    assert manager.step(new=[Request("c", range(200, 212))]).status.tolist() == [Status.SERVED]
+
+
+def test_an_aborted_write_is_not_found():
+    manager = make()
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 16))
+        plan = manager.step(new=[request])
+        manager.free(request)
+    assert manager.host_pool.num_cached > 0
+    manager.abort(plan.step_id)
+    assert manager.host_pool.num_cached == 0
+    manager.check_invariants()
+
+
+def test_an_aborted_load_is_not_found_and_its_row_goes_back():
+    engine = Engine()
+    manager = engine.manager
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    on_device = manager.cached_tokens(Request("probe", range(16))).on_device
+    plan = manager.step(new=[Request("a2", range(16))])
+    assert len(plan.swap_in) > 0
+    goes_on_at = manager.abort(plan.step_id)["a2"]
+    assert goes_on_at <= plan.num_computed_tokens[0] - 4 * len(plan.swap_in)
+    assert manager.num_loading_blocks == 0
+    assert manager.cached_tokens(Request("probe", range(16))).on_device <= on_device
+    manager.check_invariants()
+
+
+def test_a_load_that_failed_is_not_found_on_either_tier():
+    engine = Engine()
+    manager = engine.manager
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    plan = manager.step(new=[Request("a2", range(16))])
+    page, block = plan.swap_in[0].tolist()
+    column = manager.block_ids(Request("a2", [1])).tolist().index(block)
+    report = StepReport(plan.step_id, completed=True, failed_pages=[block])
+    assert manager.report(report) == {"a2": column * 4}
+    tokens = manager.cached_tokens(Request("probe", range(16)))
+    assert tokens.with_host <= column * 4
+    manager.check_invariants()
+
+
+def test_a_page_of_the_host_that_was_not_written_is_not_found():
+    engine = Engine()
+    manager = engine.manager
+    engine.run("a", range(16))
+    request = Request("b", range(100, 116))
+    plan = manager.step(new=[request])
+    report = StepReport(plan.step_id, True, failed_host_pages=plan.swap_out[:, 1].tolist())
+    assert manager.report(report) == {}
+    assert manager.host_pool.num_cached == 0
+    manager.check_invariants()
+
+
+def test_an_epoch_forgets_both_tiers():
+    engine = Engine()
+    engine.run("a", range(16))
+    engine.run("b", range(100, 116))
+    engine.manager.start_epoch()
+    assert engine.manager.host_pool.num_cached == engine.manager.pool.num_cached == 0
+    assert engine.run("a2", range(16)).num_computed_tokens.tolist() == [0]
+
+
+@pytest.mark.parametrize("num_blocks", [6, 9, 17])
+@pytest.mark.parametrize("policy", eviction_names())
+def test_an_unbounded_host_hits_what_an_unbounded_device_hits(num_blocks, policy):
+    rng = np.random.default_rng(num_blocks)
+    prompts = []
+    for _ in range(300):
+        length = int(rng.integers(1, 20))
+        prompts.append([i + 1000 * int(rng.integers(0, 2)) * (i >= 4) for i in range(length)])
+    small = Engine(num_blocks=num_blocks, num_host_blocks=5000, eviction=policy)
+    large = Engine(num_blocks=5000, num_host_blocks=2)
+    for i, tokens in enumerate(prompts):
+        found = [each.run(f"r{i}", tokens).num_computed_tokens[0] for each in (small, large)]
+        assert found[0] == found[1]
+    assert small.manager.stats.host_hit_tokens > 0
+
+
+def test_states_are_loaded_into_the_page_that_goes_on_from_them():
+    groups = [FULL, GroupSpec("recurrent", 4)]
+    engine = Engine(num_blocks=9, groups=groups)
+    manager = engine.manager
+    for name, start in (("a", 0), ("b", 100), ("c", 200)):
+        request, _ = engine.admit(name, range(start, start + 9), new_num_tokens=[8])
+        engine.step([manager.row(request)], [1])
+        manager.free(request)
+    request, plan = engine.admit("a2", range(9))
+    assert plan.num_computed_tokens.tolist() == [8]
+    state = manager.block_ids(request, 1).tolist()
+    assert state[:2] == [0, 0]
+    assert len(plan.copy) == len(plan.zero) == 0
+    assert state[2] in plan.swap_in[:, 1].tolist()
+
+
+def test_events_and_statistics_name_the_tier():
+    engine = Engine(enable_events=True)
+    engine.run("a", range(9))
+    engine.run("b", range(100, 117))
+    told = engine.manager.drain_events()
+    kinds = [(type(each), each.medium) for each in told]
+    assert (BlockStored, "gpu") in kinds
+    assert (BlockRemoved, "gpu") in kinds
+    stored = next(each for each in told if isinstance(each, BlockStored) and each.medium == "cpu")
+    assert stored.parent_hash is None
+    assert len(stored.token_ids) == 0
+    assert stored.block_hashes.shape == (2, 32)
+    engine.manager.reset_prefix_cache()
+    cleared = engine.manager.drain_events()
+    assert cleared == [AllBlocksCleared("gpu"), AllBlocksCleared("cpu")]
+
+
+# Rows that are swapped out ---------------------------------------------------------------------------
+
+
+def test_a_row_leaves_and_comes_back_when_it_is_served():
+    engine = Engine(num_blocks=9)
+    manager = engine.manager
+    request, _ = engine.admit("a", range(10))
+    row = manager.row(request)
+    plan = engine.step(swap_out=[row])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert plan.swap_out.tolist() == [[1, 1], [2, 2], [3, 3]]
+    assert manager.is_swapped_out(request)
+    assert manager.pool.num_free == manager.pool.num_total
+    assert manager.num_computed_tokens(request) == 10
+    plan = engine.step([row], [3])
+    assert plan.num_computed_tokens.tolist() == [10]
+    assert plan.swap_in[:, 0].tolist() == [1, 2, 3]
+    assert plan.clear_rows.tolist() == plan.append_rows.tolist() == [row]
+    assert plan.append_ids[0].tolist() == manager.block_ids(request).tolist()
+    assert plan.append_ids[0].tolist()[:3] == plan.swap_in[:, 1].tolist()
+    assert not manager.is_swapped_out(request)
+    assert manager.host_pool.num_free == manager.host_pool.num_total
+
+
+def test_its_blocks_serve_others_within_the_same_step():
+    engine = Engine(num_blocks=5)
+    request, _ = engine.admit("a", range(12))
+    other = Request("b", range(100, 116))
+    plan = engine.step(swap_out=[0], new=[other])
+    assert plan.rows.tolist() == [0, 1]  # those that leave, then the new ones
+    assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
+    assert set(plan.swap_out[:, 0]) <= set(plan.append_ids[0])
+    assert engine.step([0], [1]).status.tolist() == [Status.WAIT]
+    assert engine.manager.is_swapped_out(request)
+    engine.manager.free(other)
+    assert engine.step([0], [5]).status.tolist() == [
+        Status.NEVER
+    ]  # 5 blocks are more than there are
+    assert engine.step([0], [4]).status.tolist() == [Status.SERVED]
+
+
+def test_a_host_that_is_full_lets_nothing_leave():
+    engine = Engine(num_blocks=9, num_host_blocks=3)
+    request, _ = engine.admit("a", range(12))
+    plan = engine.step(swap_out=[0])
+    assert plan.status.tolist() == [Status.WAIT]
+    assert not engine.manager.is_swapped_out(request)
+    assert len(plan.swap_out) == 0
+
+
+def test_blocks_that_rows_share_move_once():
+    engine = Engine(num_blocks=12)
+    manager = engine.manager
+    parent, _ = engine.admit("parent", range(10))
+    child = Request("child", [*range(10), 7])
+    manager.fork(parent, child)
+    plan = engine.step(swap_out=[0, 1])
+    assert len(plan.swap_out) == 3
+    plan = engine.step([0, 1], [1, 1])
+    # Full blocks are shared again; the one that both write is loaded for each.
+    assert len(plan.swap_in) == 4
+    assert manager.block_ids(parent).tolist()[:2] == manager.block_ids(child).tolist()[:2]
+    assert manager.block_ids(parent)[2] != manager.block_ids(child)[2]
+    assert len(plan.copy) == 0
+
+
+def test_lookahead_blocks_stay_behind():
+    engine = Engine(num_blocks=12)
+    request = Request("a", range(4))
+    engine.step(new=[request], num_lookahead_tokens=8)
+    assert len(engine.manager.block_ids(request)) == 3
+    assert len(engine.step(swap_out=[0]).swap_out) == 1
+    engine.step([0], [1])
+    assert len(engine.manager.block_ids(request)) == 2
+
+
+def test_a_window_that_has_slid_is_not_loaded():
+    engine = Engine(num_blocks=12, groups=[GroupSpec("sliding_window", 4, {"window": 5})])
+    engine.admit("a", range(16))
+    assert len(engine.step(swap_out=[0]).swap_out) == 4
+    plan = engine.step([0], [1])
+    assert len(plan.swap_in) == 1
+    assert plan.append_ids[0].tolist()[:3] == [0, 0, 0]
+
+
+def test_an_encoders_pages_go_along():
+    engine = Engine(num_blocks=12, groups=[FULL, GroupSpec("cross_attention", 4)])
+    request = Request("a", range(5), num_encoder_tokens=7)
+    engine.step(new=[request])
+    assert len(engine.step(swap_out=[0]).swap_out) == 4
+    plan = engine.step([0], [1])
+    assert len(plan.swap_in) == 4
+    assert len(engine.manager.block_ids(request, 1)) == 2
+
+
+def test_preemption_by_recompute_finds_what_is_left_of_it():
+    engine = Engine(num_blocks=6)
+    request, _ = engine.admit("a", range(16))
+    engine.manager.free(request)
+    engine.run("b", range(100, 120))
+    plan = engine.step(new=[request])
+    assert plan.num_computed_tokens.tolist() == [12]
+    assert len(plan.swap_in) > 0
+
+
+def test_a_freed_row_gives_its_host_pages_back():
+    engine = Engine(num_blocks=9)
+    request, _ = engine.admit("a", range(10))
+    engine.step(swap_out=[0])
+    engine.manager.free(request)
+    assert engine.manager.host_pool.num_free == engine.manager.host_pool.num_total
+    assert engine.step().clear_rows.tolist() == [0]
+
+
+def test_what_leaves_stays_a_hit():
+    engine = Engine(num_blocks=5)
+    engine.admit("a", range(16))
+    engine.step(swap_out=[0], new=[Request("b", range(100, 116))])
+    assert engine.manager.cached_tokens(Request("probe", range(17))).with_host == 16
+
+
+@pytest.mark.parametrize("which", ["out", "in"])
+def test_an_aborted_swap_loses_the_row_its_kv(which):
+    manager = make(num_blocks=9, enable_caching=False)
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    plan = manager.step(swap_out=[0])
+    if which == "in":
+        plan = manager.step([0], [1])
+    assert manager.abort(plan.step_id) == {"a": 0}
+    assert not manager.is_swapped_out(request)
+    manager.check_invariants()
+    assert manager.host_pool.num_free == manager.host_pool.num_total
+    assert manager.step([0], [10]).status.tolist() == [Status.SERVED]
+
+
+def test_a_page_that_turns_out_wrong_after_it_was_swapped_out_is_traced():
+    """Found by a random run of the simulation of contents."""
+    manager = make(num_blocks=9, enable_caching=False)
+    request = Request("a", range(10))
+    manager.step(new=[request])
+    block = int(manager.block_ids(request)[1])
+    manager.step(swap_out=[0])
+    assert manager.invalidate([block]) == {"a": 0}
+    manager.check_invariants()
+
+
+def test_a_row_that_was_swapped_in_from_a_bad_page_and_has_left_is_traced():
+    """Found by a random run of the simulation of contents: its blocks had no hash when they went."""
+    manager = make(num_blocks=9)
+    request = Request("a", range(7))
+    manager.step(new=[request])
+    plan = manager.step(swap_out=[0])
+    page = plan.swap_out[1, 1]
+    manager.step([0], [1], token_ids=[7])  # fills the block that was loaded
+    manager.free(request)
+    probe = Request("probe", range(9))
+    assert manager.cached_tokens(probe).on_device == 8
+    manager.report(StepReport(plan.step_id, True, failed_host_pages=[page]))
+    assert manager.cached_tokens(probe).on_device == 4
+    manager.check_invariants()
+
+
+def test_what_a_row_computed_and_an_invalidation_made_forgotten_is_traced_when_it_has_left():
+    """Found by a random run of the simulation of contents: nothing named its blocks any more."""
+    manager = make(num_blocks=12)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    block = int(manager.block_ids(request)[0])
+    manager.evict([block])
+    manager.step([0], [4], token_ids=list(range(8, 12)), num_token_ids=[4])
+    manager.free(request)
+    assert manager.pool.num_cached == 2
+    manager.invalidate([block])
+    assert manager.pool.num_cached == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: m.step(swap_out=[7]), "row 7 is not in use"),
+        (lambda m: m.step([0], [1], swap_out=[0]), "swap_out names row 0, which rows"),
+        (lambda m: m.step(swap_out=[0, 0]), "swap_out names row 0, which"),
+        (lambda m: m.step(swap_out=[1]), "row 1 is swapped out"),
+        (lambda m: m.block_ids(m.away), "row 1 is swapped out"),
+        (lambda m: m.fork(m.away, Request("c", range(50, 59))), "row 1 is swapped out"),
+        (lambda m: m.step(new=[Request("c", [1])], max_host_blocks=[-1]), "max_host_blocks is -1"),
+        (
+            lambda m: m.step(new=[Request("c", [1])], max_host_blocks=[1, 1]),
+            "max_host_blocks has 2",
+        ),
+        (lambda m: m.report(StepReport(0, True, failed_host_pages=[0])), "failed_host_pages holds"),
+    ],
+)
+def test_wrong_swaps_are_refused_and_change_nothing(call, message):
+    manager = make(num_blocks=12)
+    manager.away = Request("b", range(50, 59))
+    manager.step(new=[Request("a", range(9)), manager.away])
+    manager.step(swap_out=[1])
+    before = (manager.pool.num_free, manager.host_pool.num_free)
+    with pytest.raises(ValueError, match=message):
+        call(manager)
+    assert (manager.pool.num_free, manager.host_pool.num_free) == before
+    manager.check_invariants()
+
+
+def test_without_a_host_nothing_is_swapped():
+    manager = KVCacheManager(4, 10, 64)
+    manager.step(new=[Request("a", range(9))])
+    assert manager.host_pool is None
+    assert manager.stats.host is None
+    with pytest.raises(ValueError, match="there is no host tier: expected num_host_blocks"):
+        manager.step(swap_out=[0])
+    with pytest.raises(ValueError, match="there is no host tier"):
+        manager.report(StepReport(0, True, failed_host_pages=[1]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"host_write": "sometimes"},
+            ValueError,
+            "host_write is 'sometimes': expected one of back",
+        ),
+        ({"host_write": "selective", "num_hits_to_write": 0}, ValueError, "is 0: expected 1 to"),
+        ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
+        ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
+        ({"num_host_blocks": 2.5}, TypeError, "num_host_blocks is 2.5: expected an integer"),
+        ({"eviction": "oldest"}, ValueError, "eviction is 'oldest': expected one of last_access"),
+        ({"eviction_options": {"x": 1}}, ValueError, "option 'x' is 1: expected no options"),
+        ({"host_eviction": "s3"}, ValueError, "eviction is 's3'"),
+        ({"page_bytes": -1}, ValueError, "page_bytes is -1: expected 0 or more"),
+    ],
+)
+def test_wrong_options_of_tiers(options, error, message):
+    with pytest.raises(error, match=message):
+        KVCacheManager(4, 10, 64, **options)
+
+
+# Eviction and pins through the manager ---------------------------------------------------------------
+
+
+def test_priorities_keep_a_range_of_tokens_until_their_time_is_over():
+    manager = KVCacheManager(4, 7, 64, num_preallocate_tokens=0, eviction="priority")
+    manager.set_now(0)
+    kept = Request("kept", range(8))
+    manager.step(new=[kept])
+    manager.free(kept, retention=[(0, 8, 90, 10.0)])
+    for i in range(3):
+        request = Request(f"r{i}", range(100 * i + 100, 100 * i + 116))
+        manager.step(new=[request])
+        manager.free(request)
+    probe = Request("probe", range(9))
+    assert manager.cached_tokens(probe).on_device == 8
+    manager.set_now(11)
+    for i in range(3):
+        request = Request(f"s{i}", range(100 * i + 500, 100 * i + 516))
+        manager.step(new=[request])
+        manager.free(request)
+    assert manager.cached_tokens(probe).on_device == 0
+
+
+def test_a_pinned_session_stays_until_nothing_else_is_left():
+    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
+    request = Request("chat", range(8))
+    manager.step(new=[request])
+    manager.free(request)
+    assert manager.pin("session", request) == 2
+    for i in range(4):
+        other = Request(f"r{i}", range(100 * i + 100, 100 * i + 120))
+        manager.step(new=[other])
+        manager.free(other)
+    probe = Request("probe", range(9))
+    assert manager.cached_tokens(probe).on_device == 8
+    assert manager.stats.num_pins_broken == 0
+    large = Request("large", range(900, 932))  # all blocks
+    assert manager.step(new=[large]).status.tolist() == [Status.SERVED]
+    assert manager.stats.num_pins_broken == 2
+    manager.unpin("session")
+    manager.unpin("nobody")
+    manager.check_invariants()
+
+
+def test_a_session_that_is_pinned_anew_lets_go_of_what_it_had():
+    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
+    for name, start in (("a", 0), ("b", 100)):
+        request = Request(name, range(start, start + 8))
+        manager.step(new=[request])
+        manager.free(request)
+    assert manager.pin("session", Request("a", range(8))) == 2
+    assert manager.pool.num_pinned == 2
+    assert manager.pin("session", Request("a", range(4))) == 1
+    assert manager.pool.num_pinned == 1
+    manager.unpin("session")
+    assert manager.pool.num_pinned == 0
+
+
+@pytest.mark.parametrize(
+    ("retention", "error", "message"),
+    [
+        ([(0, 4, 101, None)], ValueError, r"retention\[0\] is .* priority of 0 to 100"),
+        ([(4, 0, 1, None)], ValueError, "0 <= first <= stop"),
+        ([(0, 4, 1, -1.0)], ValueError, "0 seconds or more, or None"),
+        ([(0, 4)], TypeError, r"expected \(first token, stop, priority, seconds or None\)"),
+    ],
+)
+def test_wrong_retention_frees_nothing(retention, error, message):
+    manager = KVCacheManager(4, 9, 64)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    with pytest.raises(error, match=message):
+        manager.free(request, retention=retention)
+    assert manager.row(request) == 0
