@@ -1,4 +1,4 @@
-"""The manager against its plain model, over mixed groups: at least 200,000 random operations.
+"""The manager against its plain model, over mixed groups: 440,000 random operations.
 
 What random runs found stands as cases of its own in test_groups.py, test_manager_life.py and
 test_hybrid_replay.py ("found by a random run"): a seed means something else with the next operation
@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.allocator_driver import MIXES, OPERATIONS_PER_SEED, Chooser, Driver, drive
 
-NUM_SEEDS, SEEDS_PER_TEST = 440, 22  # 220,000 operations
+NUM_SEEDS, SEEDS_PER_TEST = 880, 22  # 440,000 operations
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS, SEEDS_PER_TEST))

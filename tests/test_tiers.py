@@ -1,4 +1,4 @@
-"""Two tiers: rows swapped out and back, cached blocks that live on on the host, pins, eviction by name."""
+"""Two tiers: rows swapped out and back, cached blocks on the host, pins, eviction by name."""
 
 import numpy as np
 import pytest
@@ -199,7 +199,7 @@ def test_a_load_that_failed_is_not_found_on_either_tier():
     engine.run("a", range(16))
     engine.run("b", range(100, 116))
     plan = manager.step(new=[Request("a2", range(16))])
-    page, block = plan.swap_in[0].tolist()
+    block = int(plan.swap_in[0, 1])
     column = manager.block_ids(Request("a2", [1])).tolist().index(block)
     report = StepReport(plan.step_id, completed=True, failed_pages=[block])
     assert manager.report(report) == {"a2": column * 4}

@@ -411,6 +411,10 @@ class KVCacheManager:
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self.page_bytes)
 
+    def access(self, request: Request, now: float) -> None:
+        """Tells the eviction policy that the request's blocks are used now, by the caller's clock."""
+        self._native.access(self.row(request), now)
+
     def pin(self, session: str, request: Request) -> int:
         """Pins, for a session, what the device's cache has of the request; returns how many blocks.
 
