@@ -48,8 +48,8 @@ their tails back first; blocks of windows and recurrent states follow none.
 | policy | option | which cached block goes first |
 |---|---|---|
 | `lru` | | the least recently released |
-| `last_access` | | the least recently accessed, as the caller told (`BlockPool.access`); of those never \
-named the least recently released; then the longest prefix |
+| `last_access` | | the least recently accessed, as the caller told (`KVCacheManager.access`); of those \
+never named the least recently released; then the longest prefix |
 | `priority` | `default_priority` (35) | the lowest priority that `free(..., retention=)` gave, while \
 its time lasts; then the least recently released |
 | `s3_fifo` | `small_share` (0.1) | of a small queue what was not hit twice there, then of a large one \

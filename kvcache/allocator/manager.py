@@ -223,6 +223,7 @@ class KVCacheManager:
         self._host_pool = None
         if num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
+        self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
         self.page_bytes = _checked_size(page_bytes, "page_bytes")
         self.max_model_len = int(max_model_len)
         self.enable_caching = enable_caching

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 _NO_LENGTH_LIMIT = 2**31 - 1  # the pool alone decides what fits
 
 
+def _policy(tiers: Mapping[str, object], name: str) -> str:
+    return joined(tiers.get(name, "lru"), tiers.get(f"{name}_options") or {})
+
+
 @dataclass
 class Series:
     """One entry per request of the workload, taken right after it was admitted, for the plots."""
@@ -42,8 +46,8 @@ class Replayer:
     hash; finer than a block, hits end inside blocks. `verifier`: of the same groups; writes and reads
     real KV behind every plan. `series`: filled per request.
 
-    `eviction` to `num_hits_to_write`: as of `KVCacheManager`. With a host tier, each step is reported
-    as completed before the next: what it loads is a hit for all that come after.
+    `tiers`: options of `KVCacheManager`, from `eviction` to `num_hits_to_write`. With a host tier, each
+    step is reported as completed before the next: what it loads is a hit for all that come after.
 
     A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
     together with the chunks of all other prompts that are not computed yet. Where there are recurrent
@@ -64,15 +68,9 @@ class Replayer:
         hash_block_size: int | None = None,
         chunk_tokens: int | None = None,
         concurrency: int = 1,
-        eviction: str = "lru",
-        eviction_options: Mapping[str, float] | None = None,
-        num_host_blocks: int = 0,
-        host_eviction: str = "lru",
-        host_eviction_options: Mapping[str, float] | None = None,
-        host_write: str = "back",
-        num_hits_to_write: int = 2,
         verifier: KVVerifier | None = None,
         series: Series | None = None,
+        **tiers: object,
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
             if value is not None and value < 1:
@@ -83,19 +81,13 @@ class Replayer:
             _NO_LENGTH_LIMIT,
             num_preallocate_tokens=0,
             hash_block_size=hash_block_size,
-            eviction=eviction,
-            eviction_options=eviction_options,
-            num_host_blocks=num_host_blocks,
-            host_eviction=host_eviction,
-            host_eviction_options=host_eviction_options,
-            host_write=host_write,
-            num_hits_to_write=num_hits_to_write,
+            **tiers,
         )
-        self._eviction = joined(eviction, eviction_options or {})
-        self._host_eviction = joined(host_eviction, host_eviction_options or {})
-        self._host_write = host_write
-        if host_write == "selective":
-            self._host_write = f"selective:{num_hits_to_write}"
+        self._eviction = _policy(tiers, "eviction")
+        self._host_eviction = _policy(tiers, "host_eviction")
+        self._host_write = self.manager.host_write
+        if self._host_write == "selective":
+            self._host_write += f":{self.manager.num_hits_to_write}"
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
         self.verifier = verifier
