@@ -64,7 +64,10 @@ def _window(window: int) -> Kind:
     )
 
 
-FULL = Kind(lambda size: GroupSpec("full_attention", size), lambda size: ModelGroup(size))
+FULL = Kind(
+    lambda size: GroupSpec("full_attention", size),
+    lambda size: ModelGroup(size, keeps_all=True),
+)
 CHUNKED = Kind(
     lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
     lambda size: ModelGroup(size, lambda n: n // 10 * 10),
@@ -304,7 +307,9 @@ class Driver:
         for g in range(self.num_groups):
             splits, ids = plan.append_splits[g].tolist(), plan.append_ids[g].tolist()
             assert len(splits) == len(plan.append_rows) + 1
+            assert max(ids, default=0) < self.model.num_blocks
             for i, row in enumerate(plan.append_rows.tolist()):
+                assert not self.model.rows[row].on_host
                 self.tables[row][g] += ids[splits[i] : splits[i + 1]]
             for row, column, block in plan.replace[g].tolist():
                 assert column < len(self.tables[row][g])

@@ -181,9 +181,10 @@ class LastAccess(Policy):
         self.accessed = {}
         self.prefix = {}
         self.when_released = {}
+        self.when_told = {}
 
     def forget_told(self, i):
-        for told in (self.accessed, self.prefix, self.when_released):
+        for told in (self.accessed, self.prefix, self.when_released, self.when_told):
             told.pop(i, None)
 
     def on_access(self, i, now):
@@ -194,12 +195,14 @@ class LastAccess(Policy):
     def on_release(self, i, prefix, tokens_per_block, logical_time, retention):
         self.logical_time = logical_time
         self.prefix[i] = prefix
+        self.when_told[i] = (self.largest_now, logical_time)
 
     def on_idle(self, i):
         if i in self.order:
             self.order.remove(i)
         self.order.append(i)
-        self.when_released[i] = (self.largest_now, self.logical_time)
+        now = (self.largest_now, self.logical_time)
+        self.when_released[i] = self.when_told.pop(i, now)
 
     def choose(self, ids):
         def rank(i):

@@ -22,6 +22,7 @@ class ModelGroup:
     block_size: int
     reads_from: Callable[[int], int] = lambda n: 0
     pages: str = TOKENS
+    keeps_all: bool = False  # reads_from is 0 always
 
 
 @dataclass
@@ -79,9 +80,14 @@ def ceil_div(a, b):
 
 
 class ModelPool:
-    """Blocks of one tier: held, free and cached, or free."""
+    """Blocks of one tier: held, free and cached, or free.
 
-    def __init__(self, num_blocks, medium, events):
+    `chain_sizes`: where given, nothing cached is taken through which alone something cached is found;
+    block sizes of the groups in which blocks follow each other.
+    """
+
+    def __init__(self, num_blocks, medium, events, chain_sizes=None):
+        self.chain_sizes = chain_sizes
         self.num_blocks = num_blocks
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
         self.tenancy = dict.fromkeys(range(1, num_blocks), 0)  # how often it was handed out
@@ -102,14 +108,29 @@ class ModelPool:
         entries = self.parts if parts else self.published
         return next((block for group, key, block in entries if (group, key) == (g, prefix)), 0)
 
+    def victim(self):
+        leaves = [block for block in self.cached_free if not self.is_needed(block)]
+        return (leaves or self.cached_free)[0]
+
+    def is_needed(self, block):
+        g, prefix, _ = self.content[block]
+        if self.chain_sizes is None or g not in self.chain_sizes or prefix is None:
+            return False
+        size = self.chain_sizes[g]
+        whole = [(group, key) for group, key, _ in self.published]
+        has_child = any(group == g and key[:-size] == prefix for group, key in whole)
+        return has_child and whole.count((g, prefix)) == 1
+
     def take(self):
-        if not self.uncached_free:
-            block = self.cached_free[0]
+        if self.uncached_free:
+            block = self.uncached_free.pop(0)
+        else:
+            block = self.victim()
             g, prefix, _ = self.content[block]
             copies = [entry for entry in self.published if entry[:2] == (g, prefix)]
             if self.on_eviction and prefix is not None and len(copies) == 1:
                 self.on_eviction(block)
-        block = (self.uncached_free or self.cached_free).pop(0)
+            self.cached_free.remove(block)
         self.forget(block)
         self.refs[block] = 1
         self.tenancy[block] += 1
@@ -185,7 +206,8 @@ class ModelManager:
         self.pool = ModelPool(num_blocks, "gpu", self.events)
         self.host = None
         if num_host_blocks:
-            self.host = ModelPool(num_host_blocks, "cpu", self.events)
+            sizes = {g: group.block_size for g, group in enumerate(groups) if group.keeps_all}
+            self.host = ModelPool(num_host_blocks, "cpu", self.events, sizes)
             self.pool.on_eviction = self._on_eviction
         self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
         self.num_blocks = num_blocks
@@ -212,7 +234,7 @@ class ModelManager:
         self.fences: list[tuple[int, list[int]]] = []
         self.loads: list[dict] = []  # in flight
         self.pending_writes: list[int] = []
-        self.writes: list[tuple[int, int, tuple, bool]] = []  # of this step
+        self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
         self.moved: dict[int, int] = {}  # by this step's swaps
         self.step_answer = None
         self.in_flight: list[dict] = []
@@ -247,11 +269,11 @@ class ModelManager:
         journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
         self.in_flight.append(journal | {"swapped": [], "written": []})
         self.step_answer, self.moves, self.borrowed = answer, [], []
-        if self.host:
-            self._write_pending()
         self.moved = {}
         swapped = [self._move_out(row) for row in leaving]
         self.moved = {}
+        if self.host:
+            self._write_pending()
         served = []
         for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
             state = self.rows[row]
@@ -387,6 +409,7 @@ class ModelManager:
 
     def _clear(self):
         self.pool.clear()
+        self.pending_writes = []
         if self.host:
             self.host.clear()
 
@@ -547,10 +570,12 @@ class ModelManager:
                 )
                 loads.append((g, column, is_read_only and each.blocks[column] in self.moved))
         num_new = sum(n for n, _ in needs) + sum(not is_there for _, _, is_there in loads)
-        room = self.pool.num_free() - num_new - self.watermark
-        if room < 0:
+        is_alone = self.pool.num_free() == self.num_blocks - 1
+        kept = 0 if is_alone else self.watermark
+        if self.pool.num_free() - num_new < kept:
             num_held = sum(n for n, _ in needs) + len(loads)
-            return NEVER if num_held > self.num_blocks - 1 - self.watermark else WAIT
+            return NEVER if num_held > self.num_blocks - 1 else WAIT
+        room = max(self.pool.num_free() - num_new - self.watermark, 0)
         left = []
         for g, each in enumerate(state.held):
             drop_to = needs[g][1]
@@ -637,7 +662,7 @@ class ModelManager:
             if self.host and self.host_write == "selective":
                 self.pool.hits[block] = min(self.pool.hits[block] + 1, self.num_hits_to_write)
                 if self.pool.hits[block] == self.num_hits_to_write:
-                    self.pending_writes.append(block)
+                    self._write_later(block)
 
     def _ever(self, request):
         """Blocks held when the last known token runs alone."""
@@ -724,7 +749,8 @@ class ModelManager:
     def _give_back(self, blocks, step_id):
         if self._is_fenced(step_id):
             if blocks:
-                self.fences.append((step_id, list(blocks)))
+                later = sum(step > step_id for step, _ in self.fences)
+                self.fences.insert(len(self.fences) - later, (step_id, list(blocks)))
             return
         for block in blocks:
             self.pool.release(block)
@@ -771,9 +797,12 @@ class ModelManager:
             for block in each.blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(list(each.blocks), num_hits=len(each.blocks))
-            child.num_published = max(each.num_published, parent.num_computed // group.block_size)
-            child.num_parts = max(each.num_parts, parent.num_computed // self.hash_size)
+            child = ModelHeld(list(each.blocks))
+            if group.pages != ENCODER:
+                full = parent.num_computed // group.block_size
+                child.num_hits = len(each.blocks)
+                child.num_published = max(each.num_published, full)
+                child.num_parts = max(each.num_parts, parent.num_computed // self.hash_size)
             held.append(child)
         self.num_admissions += 1
         n = parent.num_computed
@@ -804,9 +833,18 @@ class ModelManager:
                 stop = min(stop, ceil_div(state.num_computed, group.block_size))
             held.append(each.blocks[: max(stop, each.num_dropped)])
         new = {block for blocks in held for block in blocks if block} - set(self.moved)
-        if len(new) > self.host.num_free():
+        there = {}  # blocks whose content the host has
+        for block in new:
+            group, prefix, _ = self.pool.content.get(block, (0, None, []))
+            page = self.host.find(group, prefix) if prefix is not None else 0
+            if page:
+                there[block] = page
+        free = sum(self.host.refs[page] == 0 for page in set(there.values()))
+        if len(new) - len(there) > self.host.num_free() - free:
             return False
         self._publish(state)
+        for block, page in there.items():
+            self.host.retain(page)
         left = self._tail_first(state, with_encoder=True)
         for g, blocks in enumerate(held):
             state.held[g].blocks = []
@@ -815,14 +853,16 @@ class ModelManager:
                     state.held[g].blocks.append(0)
                     continue
                 self._note_dropped(state, g, column, block)
-                if block in self.moved:
+                if block in there:
+                    self.moved[block] = there[block]
+                elif block in self.moved:
                     self.host.retain(self.moved[block])
                 else:
                     self.moved[block] = page = self.host.take()
                     self.step_answer.swap_out.append((block, page))
                     group, prefix, _ = self.pool.content.get(block, (0, None, []))
                     if prefix is not None:
-                        self.writes.append((page, group, prefix, True))
+                        self.writes.append((page, group, prefix, "row"))
                 state.held[g].blocks.append(self.moved[block])
         self._give_back(left, self.num_steps)
         state.on_host = True
@@ -839,15 +879,22 @@ class ModelManager:
     def _write(self, block):
         """Whether a cached block goes to the host."""
         g, prefix, _ = self.pool.content[block]
-        if self.host.find(g, prefix) or not self.host.num_free():
+        page = self.host.find(g, prefix)
+        if page:
+            self.host.retain(page)  # used once more
+            self.writes.append((page, g, prefix, "there"))
+            return False
+        if any((group, key) == (g, prefix) for _, group, key, _ in self.writes):
+            return False  # it goes there in this step
+        if not self.host.num_free():
             return False
         page = self.host.take()
         self.step_answer.swap_out.append((block, page))
-        self.writes.append((page, g, prefix, False))
+        self.writes.append((page, g, prefix, "new"))
         return True
 
     def _write_pending(self):
-        for block in dict.fromkeys(self.pending_writes):
+        for block in reversed(self.pending_writes):
             if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
                 continue
             if self._is_fenced(self.num_steps):
@@ -856,10 +903,11 @@ class ModelManager:
         self.pending_writes = []
 
     def _end_writes(self):
-        for page, g, prefix, is_row in self.writes:
-            self.host.publish(page, g, prefix)
-            self.in_flight[-1]["written"].append(page)
-            if not is_row:
+        for page, g, prefix, what in self.writes:
+            if what != "there":
+                self.host.publish(page, g, prefix)
+                self.in_flight[-1]["written"].append(page)
+            if what != "row":
                 self.host.release(page)
         self.writes = []
 
@@ -916,6 +964,10 @@ class ModelManager:
     def _publish_content(self, block, g, prefix):
         self.pool.publish(block, g, prefix)
         if self.host and self.host_write == "through":
+            self._write_later(block)
+
+    def _write_later(self, block):
+        if block not in self.pending_writes:
             self.pending_writes.append(block)
 
     def _publish_parts(self, state, g, known):

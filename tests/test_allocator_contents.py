@@ -85,7 +85,7 @@ class Simulation:
         if choose.chance(2):
             tiers |= {
                 "num_host_blocks": choose.integer(4, 40) * len(kinds),
-                "host_eviction": choose.pick(eviction_names()),
+                "host_eviction": choose.pick(["lru", "s3_fifo", "segmented_lru"]),
                 "host_write": choose.pick(["back", "through", "selective"]),
                 "num_hits_to_write": 1,
             }

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "core/eviction/least_recent.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -79,13 +80,21 @@ std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
 }
 
 std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks) {
+  if (eviction.make) return eviction.make(num_blocks);
   return make_eviction_policy(eviction.policy, eviction.options, num_blocks);
 }
 
 std::unique_ptr<BlockPool> host_of(const ManagerOptions& options) {
   if (options.num_host_blocks == 0) return nullptr;
-  return std::make_unique<BlockPool>(options.num_host_blocks,
-                                     policy_of(options.host_eviction, options.num_host_blocks));
+  const std::string& name = options.host_eviction.policy;
+  if (name == "priority" || name == "last_access") {
+    throw std::invalid_argument("host_eviction is '" + name +
+                                "': expected one of lru, s3_fifo, segmented_lru, as the host tier "
+                                "is told of no priorities and no accesses");
+  }
+  auto policy = policy_of(options.host_eviction, options.num_host_blocks);
+  if (policy == nullptr) policy = std::make_unique<LeastRecent>(options.num_host_blocks);
+  return std::make_unique<BlockPool>(options.num_host_blocks, std::move(policy));
 }
 
 }  // namespace
@@ -100,6 +109,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(groups_), options.stats_window),
       demand_(groups_.size()),
       candidate_(groups_.size()),
+      num_borrowed_(static_cast<size_t>(options.num_blocks)),
       sizes_(groups_.size()) {
   for (const CacheGroup& group : groups_) {
     has_state_ |= group.holds_state();
@@ -110,6 +120,7 @@ Manager::Manager(const ManagerOptions& options)
   if (host_ != nullptr) {
     const auto num_blocks = static_cast<size_t>(options.num_blocks);
     loading_.resize(num_blocks);
+    is_pending_.resize(num_blocks);
     if (options.host_write == HostWrite::kSelective) num_block_hits_.resize(num_blocks);
     pool_.on_eviction([this](BlockId id) { on_eviction(id); });
   }
@@ -157,14 +168,19 @@ void Manager::check_reader() const {
 
 void Manager::set_now(int64_t ms) {
   check_caller();
+  if (ms < now_ms_) {
+    throw std::invalid_argument("the clock is set to " + std::to_string(ms) + " ms: expected " +
+                                std::to_string(now_ms_) +
+                                " or more, it does not go back (set it before the first call)");
+  }
   has_clock_ = true;
   tell_time(ms);
 }
 
 void Manager::read_clock() {
   if (has_clock_) return;
-  const auto now = std::chrono::steady_clock::now().time_since_epoch();
-  tell_time(std::chrono::duration_cast<std::chrono::milliseconds>(now).count());
+  const auto since = std::chrono::steady_clock::now() - made_at_;
+  tell_time(std::chrono::duration_cast<std::chrono::milliseconds>(since).count());
 }
 
 void Manager::tell_time(int64_t ms) {
@@ -236,32 +252,54 @@ int64_t Manager::pin(const std::string& session, TokenChain& chain) {
     for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < hashes.size();
          i += static_cast<size_t>(group.num_hashes)) {
       const BlockId id = pool_.find(hashes[i], group.id);
-      if (id != kNullBlock) pinned.push_back({id, group.id, pool_.tenancy(id), hashes[i]});
+      if (id != kNullBlock) {
+        pinned.push_back({id, group.id, pool_.tenancy(id), hashes[i]});
+      } else if (group.keeps_all) {
+        break;  // nothing finds what comes behind
+      }
     }
   }
   for (const Pinned& each : pinned) pool_.pin(&each.id, 1);
+  forget_dead_sessions();
   std::vector<Pinned>& of_session = pins_[session];
   unpin_all(of_session);
   of_session = std::move(pinned);
   return static_cast<int64_t>(of_session.size());
 }
 
-void Manager::unpin(const std::string& session) {
+int64_t Manager::unpin(const std::string& session) {
   const Call call(this);
   const auto found = pins_.find(session);
-  if (found == pins_.end()) return;
+  if (found == pins_.end()) return 0;
+  const auto is_dead = [&](const Pinned& each) { return !is_alive(each); };
+  const auto num_broken = std::count_if(found->second.begin(), found->second.end(), is_dead);
   unpin_all(found->second);
   pins_.erase(found);
+  return num_broken;
 }
 
-// A pin went with its block's hash.
+// A pin goes with its block's hash.
+bool Manager::is_alive(const Pinned& pinned) const {
+  return pool_.holds(pinned.id, pinned.hash, pinned.group) &&
+         pool_.tenancy(pinned.id) == pinned.tenancy && pool_.is_pinned(pinned.id);
+}
+
 void Manager::unpin_all(const std::vector<Pinned>& pinned) {
   for (const Pinned& each : pinned) {
-    if (pool_.holds(each.id, each.hash, each.group) && pool_.tenancy(each.id) == each.tenancy &&
-        pool_.is_pinned(each.id)) {
-      pool_.unpin(&each.id, 1);
-    }
+    if (is_alive(each)) pool_.unpin(&each.id, 1);
   }
+}
+
+// Sessions that nobody ends must not grow without bound. Amortised: looks when they have doubled.
+void Manager::forget_dead_sessions() {
+  if (pins_.size() < num_sessions_to_look_through_) return;
+  for (auto it = pins_.begin(); it != pins_.end();) {
+    const std::vector<Pinned>& pinned = it->second;
+    const bool any = std::any_of(pinned.begin(), pinned.end(),
+                                 [&](const Pinned& each) { return is_alive(each); });
+    it = any ? std::next(it) : pins_.erase(it);
+  }
+  num_sessions_to_look_through_ = std::max<size_t>(2 * pins_.size(), 64);
 }
 
 void Manager::evict(const BlockId* ids, int64_t n) {
@@ -287,8 +325,8 @@ const StepDelta& Manager::step(const StepRequest& request) {
   delta.step_id = num_steps_;
   delta.clear_rows.swap(clear_rows_);
   delta_ = &delta;
-  if (host_ != nullptr) write_pending();
   swap_out_rows(request);
+  if (host_ != nullptr) write_pending();  // behind what must go there
   serve_rows(request);
   answer_swapped(request);
   serve_new(request);
@@ -297,6 +335,7 @@ const StepDelta& Manager::step(const StepRequest& request) {
   end_writes();
   moved_.clear();
   give_back(borrowed_.data(), static_cast<int64_t>(borrowed_.size()), num_steps_);
+  for (BlockId id : borrowed_) num_borrowed_[static_cast<size_t>(id)] = 0;
   borrowed_.clear();
   tell_resent();
   delta_ = nullptr;
@@ -340,17 +379,18 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   return slots;
 }
 
-void Manager::check_append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const {
+void Manager::check_append(int32_t row, int64_t num_tokens, int64_t least,
+                           int64_t num_lookahead_tokens) const {
   check_face(row, /*by_step=*/false);
   check_on_device(row);
+  checked_size("num_tokens", num_tokens, least);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   check_length(rows_[row].num_computed + num_tokens, "a row");
 }
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
-  checked_size("num_tokens", num_tokens, 1);
-  check_append(row, num_tokens, num_lookahead_tokens);
+  check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
   hash_ahead(*rows_[row].chain, /*reads=*/false);
   return append_checked(row, num_tokens, num_lookahead_tokens);
 }
@@ -358,8 +398,7 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
 Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
                             int64_t num_lookahead_tokens) {
   const Call call(this);
-  checked_size("the number of tokens", n, 0);
-  check_append(row, n, num_lookahead_tokens);
+  check_append(row, n, /*least=*/0, num_lookahead_tokens);
   const std::shared_ptr<TokenChain> chain = rows_[row].chain;
   chain->append(token_ids, n);
   Slots slots{Status::kWait, row, {}, {}};
@@ -402,8 +441,7 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
   at(row);
   Row& r = rows_[row];
   if (!r.on_host) {
-    // Tokens that came since the row was last served may have filled blocks.
-    if (r.num_computed >= r.next_publish) hash_ahead(*r.chain, /*reads=*/false);
+    hash_filled(row);
     publish(row);
     note_left(row);
     tell_release(row, features);
@@ -464,6 +502,8 @@ bool Manager::reset_prefix_cache() {
 void Manager::clear_cache() {
   pool_.clear();
   if (host_ != nullptr) host_->clear();
+  for (BlockId id : pending_writes_) is_pending_[static_cast<size_t>(id)] = false;
+  pending_writes_.clear();
 }
 
 void Manager::start_epoch() {

@@ -14,6 +14,7 @@
 // and nothing may then have been changed, or change under the call's feet.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -56,6 +57,8 @@ struct GroupOptions {
 struct Eviction {  // of a pool
   std::string policy = "lru";
   std::map<std::string, double> options;
+  // A policy of the caller's instead, for a pool of so many blocks.
+  std::function<std::unique_ptr<EvictionPolicy>(int64_t)> make;
 };
 
 struct ManagerOptions {  // sizes are each at most 2**31 - 1
@@ -169,8 +172,8 @@ class Manager {
   void check_reader() const;
 
   // The clock of residency times and of eviction policies: milliseconds since any moment, for all
-  // calls from now on. Without it, each call that may publish, release or evict asks the system's
-  // steady clock.
+  // calls from now on. Throws where it would go back. Without it, each call that may publish,
+  // release or evict asks the system's steady clock, since when the manager was made.
   void set_now(int64_t ms);
   int64_t now_ms() const { return now_ms_; }
 
@@ -246,7 +249,8 @@ class Manager {
   // Pins, for a session, what the device's cache has of the request's full blocks; see
   // BlockPool::pin. What the session had pinned before is not any more. The number of blocks.
   int64_t pin(const std::string& session, TokenChain& chain);
-  void unpin(const std::string& session);  // one that pins nothing: no-op
+  // How many of its blocks have been evicted all the same; of a session that pins nothing, none.
+  int64_t unpin(const std::string& session);
 
   // Forgets what these blocks hold, held or free; see BlockPool::evict.
   void evict(const BlockId* ids, int64_t n);
@@ -338,6 +342,15 @@ class Manager {
     std::vector<int32_t> clear_rows;
     std::vector<Published> published;
     std::vector<Dropped> dropped;
+
+    void clear() {
+      rows.clear();
+      swapped.clear();
+      written.clear();
+      clear_rows.clear();
+      published.clear();
+      dropped.clear();
+    }
   };
   struct Pinned {
     BlockId id;
@@ -358,7 +371,8 @@ class Manager {
   struct Write {  // of a page of the host, of this step
     BlockId page;
     Copied content;
-    bool is_row;  // a row's: it is not given back
+    bool is_row;    // a row's: it is not given back
+    bool is_there;  // written before: used once more
   };
   using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
   struct BadHash {
@@ -394,7 +408,8 @@ class Manager {
   int32_t take_row();
   int64_t num_written(int32_t row, const CacheGroup& group) const;  // blocks with KV in them
 
-  void check_append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
+  void check_append(int32_t row, int64_t num_tokens, int64_t least,
+                    int64_t num_lookahead_tokens) const;
   Slots append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
@@ -411,6 +426,7 @@ class Manager {
   void check_step(const StepRequest& request);
   bool must_hash(const TokenChain& chain, bool reads) const;
   void hash_ahead(TokenChain& chain, bool reads) const;
+  void hash_filled(int32_t row) const;
   void hash_ahead(const StepRequest& request);
   void append_ids(const StepRequest& request);
   void take_back_ids(const StepRequest& request, int64_t num_rows);
@@ -438,6 +454,7 @@ class Manager {
   int64_t first_host_token(const PrefixHit& hit) const;
   void supply(int32_t row, int64_t start, int64_t after, int64_t num_spare);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
+  void borrow(BlockId id);
   void own_shared(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
                   const BlockId** next);
   void move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after, BlockId page);
@@ -464,6 +481,7 @@ class Manager {
   void check_on_device(int32_t row) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host);
   std::vector<BlockId> written_blocks(int32_t row) const;
+  int64_t count_unique(const std::vector<int32_t>& rows) const;
   bool move_out(int32_t row, std::vector<BlockId>* pairs);
   bool shares_load(const CacheGroup& group, int64_t block, int64_t start, BlockId host) const;
   Verdict resume(int32_t row, int64_t start, int64_t after, int64_t lookahead);
@@ -475,6 +493,8 @@ class Manager {
   Copied content_of(BlockId id) const;
   bool write_to_host(BlockId id);
   void on_eviction(BlockId id);
+  void add_write(BlockId page, const Copied& content, bool is_row);
+  void write_later(BlockId id);
   void write_pending();
   void end_writes();
   void load(int32_t row, const CacheGroup& group, int64_t block, BlockId host, BlockId device,
@@ -540,7 +560,9 @@ class Manager {
   static bool add_hash(const Hash& hash, const BadHash& what, Bad* bad);
 
   void clear_cache();
+  bool is_alive(const Pinned& pinned) const;
   void unpin_all(const std::vector<Pinned>& pinned);
+  void forget_dead_sessions();
   void read_clock();
   void tell_time(int64_t ms);
 
@@ -573,25 +595,30 @@ class Manager {
   std::deque<Load> loads_;
   std::vector<int32_t> loading_;         // references that loads hold, by block
   std::vector<BlockId> pending_writes_;  // cached blocks that the next step writes to the host
+  std::vector<bool> is_pending_;         // by block
   std::vector<int32_t> num_block_hits_;  // kSelective: of cached blocks, by block
   TierCount tiers_;
   CacheStats stats_;
   bool needs_clock_ = false;
   bool has_clock_ = false;  // somebody sets it
   int64_t now_ms_ = 0;
+  const std::chrono::steady_clock::time_point made_at_ = std::chrono::steady_clock::now();
   std::unordered_map<std::string, std::vector<Pinned>> pins_;  // by session
-  std::thread::id owner_;                                      // of no thread until the first call
+  size_t num_sessions_to_look_through_ = 64;
+  std::thread::id owner_;  // of no thread until the first call
   bool in_call_ = false;
   // Scratch of the call at hand.
   std::vector<Demand> demand_;
   std::vector<Held> candidate_;
   std::vector<BlockId> taken_, dropped_;
-  std::vector<BlockId> borrowed_;  // sources of copies, held until all rows are served
+  std::vector<BlockId> borrowed_;      // read by the step's plan, held until all rows are served
+  ZeroedArray<int32_t> num_borrowed_;  // by block
   std::vector<StateMove> state_moves_;
   std::vector<Write> writes_;
-  std::vector<bool> swap_answers_;              // of the rows that were to be swapped out
-  std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
-  std::vector<BlockId> copies_;                 // copy-on-write of `append`
+  std::unordered_map<Hash, uint32_t, HashOf> writing_;  // of writes_: bit g is group g
+  std::vector<bool> swap_answers_;                      // of the rows that were to be swapped out
+  std::unordered_map<BlockId, BlockId> moved_;          // pages of this call's swaps: from -> to
+  std::vector<BlockId> copies_;                         // copy-on-write of `append`
   int64_t safe_start_ = 0;      // of the row at hand: tokens before it do not depend on this step
   std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
   StepDelta last_delta_;

@@ -56,6 +56,7 @@ void Manager::check_rejected(int32_t row, int64_t num_rejected) const {
   int64_t kept = r.start;
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
+    if (!group.is_cacheable()) continue;
     kept = std::max(kept, each.num_published * group.block_size);
     if (group.has_parts) kept = std::max(kept, each.num_parts * hash_block_size_);
   }
@@ -204,6 +205,12 @@ void Manager::hash_ahead(TokenChain& chain, bool reads) const {
   if (must_hash(chain, reads)) chain.hashes();
 }
 
+// Tokens that came since the row was last served may have filled blocks.
+void Manager::hash_filled(int32_t row) const {
+  const Row& r = rows_[row];
+  if (r.num_computed >= r.next_publish) hash_ahead(*r.chain, /*reads=*/false);
+}
+
 void Manager::hash_ahead(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const Row& row = rows_[request.rows[i]];
@@ -212,10 +219,7 @@ void Manager::hash_ahead(const StepRequest& request) {
       hash_ahead(*row.chain, /*reads=*/false);
     }
   }
-  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
-    const Row& row = rows_[request.swap_out_rows[i]];
-    if (row.num_computed >= row.next_publish) hash_ahead(*row.chain, /*reads=*/false);
-  }
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) hash_filled(request.swap_out_rows[i]);
   for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.chain->read_cache());
 }
 

@@ -27,10 +27,9 @@ void Manager::check_fork(int32_t row, const TokenChain& child) const {
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
   check_fork(row, *child);
-  // Tokens that came since the row was last served may have filled blocks: published now, none that
-  // both hold is left to be.
+  // What has filled is published now: none that both hold is left to be.
   if (rows_[row].num_computed >= rows_[row].next_publish) {
-    hash_ahead(*rows_[row].chain, /*reads=*/false);
+    hash_filled(row);
     check_fork(row, *child);  // a digest may call back
   }
   if (!has_free_row()) return {Status::kWait, -1, {}, {}};
@@ -51,6 +50,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     Held& each = held(other)[group.id];
     each = held(row)[group.id];
     pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
+    if (!group.is_cacheable()) continue;
     each.num_hits = static_cast<int64_t>(each.blocks.size());
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_parts = std::max(each.num_parts, r.num_computed / hash_block_size_);

@@ -11,7 +11,10 @@ void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
     pool_.release(ids, n);
     return;
   }
-  fences_.push_back({step_id, {ids, ids + n}});
+  // In the order of their ends: what a step reads may be given back before what it lets go of.
+  auto at = fences_.end();
+  while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;
+  fences_.insert(at, {step_id, {ids, ids + n}});
   for (int64_t i = 0; i < n; ++i) ++fenced_[static_cast<size_t>(ids[i])];
   num_fenced_ += n;
 }
@@ -80,7 +83,8 @@ void Manager::tell_release(int32_t row, ReleaseFeatures features) {
   features.wall_ms = now_ms_;
   for (const CacheGroup& group : groups_) {
     const Held& each = held(row)[group.id];
-    features.num_new_blocks += static_cast<int64_t>(each.blocks.size()) - each.num_hits;
+    if (!group.is_cacheable()) continue;
+    features.num_new_blocks += std::max<int64_t>(num_written(row, group) - each.num_hits, 0);
   }
   std::vector<int64_t> ends;
   for (const CacheGroup& group : groups_) {

@@ -13,16 +13,33 @@ Copied Manager::content_of(BlockId id) const {
 // Whether the step's plan writes this cached block to the host. It is found there by later steps.
 bool Manager::write_to_host(BlockId id) {
   const Copied content = content_of(id);
-  if (host_->find(content.hash, content.group) != kNullBlock) return false;
-  BlockId page;
+  BlockId page = host_->find(content.hash, content.group);
+  if (page != kNullBlock) {
+    host_->retain(&page, 1);  // it stays as long as one that is written now
+    writes_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
+    return false;
+  }
+  const auto writing = writing_.find(content.hash);
+  if (writing != writing_.end() && (writing->second >> content.group & 1) != 0) return false;
   if (!host_->allocate(1, &page)) {
     ++tiers_.unwritten_blocks;
     return false;
   }
   delta_->swap_out.insert(delta_->swap_out.end(), {id, page});
-  writes_.push_back({page, content, /*is_row=*/false});
+  add_write(page, content, /*is_row=*/false);
   ++tiers_.written_blocks;
   return true;
+}
+
+void Manager::add_write(BlockId page, const Copied& content, bool is_row) {
+  writes_.push_back({page, content, is_row, /*is_there=*/false});
+  writing_[content.hash] |= uint32_t{1} << content.group;
+}
+
+void Manager::write_later(BlockId id) {
+  if (is_pending_[static_cast<size_t>(id)]) return;
+  is_pending_[static_cast<size_t>(id)] = true;
+  pending_writes_.push_back(id);
 }
 
 // Whatever the mode writes earlier, what is to be on the host and is not (any more) goes there now.
@@ -37,12 +54,12 @@ void Manager::on_eviction(BlockId id) {
 
 // What became cached, or was hit often enough, in steps before; not what was forgotten since.
 void Manager::write_pending() {
-  std::unordered_set<BlockId> done;
-  for (BlockId id : pending_writes_) {
-    if (pool_.hash_of(id) == nullptr || !done.insert(id).second || !write_to_host(id)) continue;
-    if (!is_fenced(num_steps_)) continue;
+  for (auto next = pending_writes_.rbegin(); next != pending_writes_.rend(); ++next) {
+    const BlockId id = *next;  // tails first: they are the older ones on the host
+    is_pending_[static_cast<size_t>(id)] = false;
+    if (pool_.hash_of(id) == nullptr || !write_to_host(id) || !is_fenced(num_steps_)) continue;
     pool_.retain(&id, 1);  // the step reads it
-    borrowed_.push_back(id);
+    borrow(id);
   }
   pending_writes_.clear();
 }
@@ -51,11 +68,14 @@ void Manager::write_pending() {
 // could take them.
 void Manager::end_writes() {
   for (const Write& write : writes_) {
-    host_->publish_copy(write.page, write.content);
-    if (!in_flight_.empty()) in_flight_.back().written.push_back(write.page);
+    if (!write.is_there) {
+      host_->publish_copy(write.page, write.content);
+      if (!in_flight_.empty()) in_flight_.back().written.push_back(write.page);
+    }
     if (!write.is_row) host_->release(&write.page, 1);
   }
   writes_.clear();
+  writing_.clear();
 }
 
 // A page of the host comes into a block of the row. Takes over one reference of the page.
@@ -91,7 +111,7 @@ void Manager::count_hits(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     int32_t& count = num_block_hits_[static_cast<size_t>(ids[i])];
     if (count < options_.num_hits_to_write) ++count;
-    if (count == options_.num_hits_to_write) pending_writes_.push_back(ids[i]);
+    if (count == options_.num_hits_to_write) write_later(ids[i]);
   }
 }
 

@@ -103,7 +103,7 @@ void Manager::publish_ids(const TokenChain& chain, const CacheGroup& group, int6
     for (int64_t i = 0; i < n; ++i) num_block_hits_[static_cast<size_t>(ids[i])] = 0;
   }
   if (host_ != nullptr && options_.host_write == HostWrite::kThrough) {
-    pending_writes_.insert(pending_writes_.end(), ids, ids + n);
+    for (int64_t i = 0; i < n; ++i) write_later(ids[i]);
   }
 }
 

@@ -80,6 +80,12 @@ bool Manager::shares_from(int32_t row, int64_t start) const {
   return false;
 }
 
+// Takes over a reference, until all rows are served.
+void Manager::borrow(BlockId id) {
+  borrowed_.push_back(id);
+  ++num_borrowed_[static_cast<size_t>(id)];
+}
+
 // References of rows: not those of requests that have left, nor of loads.
 int64_t Manager::num_holders(BlockId id) const {
   int64_t n = pool_.ref_count(id);
@@ -92,8 +98,7 @@ int64_t Manager::num_holders(BlockId id) const {
 // is held until the step ends, too.
 bool Manager::is_shared(BlockId id) const {
   if (id == kNullBlock || pool_.ref_count(id) == 1) return false;
-  const int64_t num_held = num_holders(id);
-  return num_held - std::count(borrowed_.begin(), borrowed_.end(), id) > 1;
+  return num_holders(id) - num_borrowed_[static_cast<size_t>(id)] > 1;
 }
 
 // Blocks that a request holds when its last known token runs alone.
@@ -268,7 +273,8 @@ void Manager::take_hits(int32_t row, const PrefixHit& hit) {
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
       pool_.retain(&source, 1);  // nobody may get it before it was copied
-      borrowed_.push_back(source);
+      pool_.hit(&source, 1);
+      borrow(source);
     }
     if (hit.num_host_blocks == 0) {
       pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
@@ -292,6 +298,7 @@ void Manager::take_hits(int32_t row, const PrefixHit& hit) {
 }
 
 void Manager::note_hits(const BlockId* ids, int64_t n) {
+  if (n == 0) return;
   pool_.hit(ids, n);
   if (!num_block_hits_.empty()) count_hits(ids, n);
 }
@@ -362,7 +369,7 @@ void Manager::own_shared(int32_t row, const CacheGroup& group, int64_t start, in
       safe_start_ = std::min(safe_start_, b * group.block_size);
       if (delta_ != nullptr) {
         delta_->copy.insert(delta_->copy.end(), {shared, id});
-        borrowed_.push_back(shared);  // until it is copied
+        borrow(shared);  // until it is copied
         continue;
       }
       copies_.insert(copies_.end(), {shared, id});

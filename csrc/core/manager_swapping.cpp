@@ -50,24 +50,48 @@ std::vector<BlockId> Manager::written_blocks(int32_t row) const {
 
 int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   check_reader();
+  for (int32_t row : rows) at(row);
+  return count_unique(rows);
+}
+
+int64_t Manager::count_unique(const std::vector<int32_t>& rows) const {
   std::unordered_set<BlockId> unique;
   for (int32_t row : rows) {
-    at(row);
     const std::vector<BlockId> blocks = written_blocks(row);
     unique.insert(blocks.begin(), blocks.end());
   }
   return static_cast<int64_t>(unique.size());
 }
 
-// Moves the row to the host, if its blocks that have not moved yet fit there. Lookahead blocks hold
+// Moves the row to the host, if its blocks that are not there yet fit. Lookahead blocks hold
 // nothing: they are given back.
 bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
-  const std::vector<BlockId> written = written_blocks(row);
-  const auto num_new = std::count_if(written.begin(), written.end(),
-                                     [&](BlockId id) { return moved_.count(id) == 0; });
-  if (num_new > host_->num_free()) return false;
+  std::vector<BlockId> known;  // (block, page of the host that holds the same) each
+  std::unordered_set<BlockId> to_hold;
+  int64_t num_new = 0, num_free = host_->num_free();
+  for (BlockId id : written_blocks(row)) {
+    if (moved_.count(id) != 0) continue;
+    const Hash* hash = pool_.hash_of(id);
+    const BlockId page = hash == nullptr ? kNullBlock : host_->find(*hash, pool_.group_of(id));
+    if (page == kNullBlock) {
+      ++num_new;
+    } else {
+      known.insert(known.end(), {id, page});
+      // Two blocks may hold the same.
+      num_free -= host_->ref_count(page) == 0 && to_hold.insert(page).second;
+    }
+  }
+  if (num_new > num_free) return false;
   publish(row);
-  tell_release(row, {});
+  ReleaseFeatures features;
+  features.is_swapped_out = true;
+  tell_release(row, features);
+  std::unordered_set<BlockId> taken;  // whose reference is the row's already
+  for (size_t i = 0; i < known.size(); i += 2) {
+    host_->retain(&known[i + 1], 1);  // nothing new may take its place
+    moved_.emplace(known[i], known[i + 1]);
+    taken.insert(known[i]);
+  }
   std::vector<BlockId> pages(static_cast<size_t>(num_new));
   host_->allocate(num_new, pages.data());
   const BlockId* next = pages.data();
@@ -82,10 +106,11 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
       if (is_first) {
         to->second = *next++;
         pairs->insert(pairs->end(), {id, to->second});
-        if (pool_.hash_of(id) != nullptr) {
-          writes_.push_back({to->second, content_of(id), /*is_row=*/true});
+        // Sequences find nothing there.
+        if (pool_.hash_of(id) != nullptr && !options_.by_sequences) {
+          add_write(to->second, content_of(id), /*is_row=*/true);
         }
-      } else {
+      } else if (taken.count(id) == 0) {
         host_->retain(&to->second, 1);
       }
       id = to->second;
@@ -102,17 +127,9 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   const Call call(this);
   check_has_host("swap_out was called");
   check_swap(rows, /*on_host=*/false);
-  for (int32_t row : rows) {
-    if (rows_[row].num_computed >= rows_[row].next_publish) {
-      hash_ahead(*rows_[row].chain, /*reads=*/false);
-    }
-  }
+  for (int32_t row : rows) hash_filled(row);
   check_swap(rows, /*on_host=*/false);  // a digest may call back
-  std::unordered_set<BlockId> unique;
-  for (int32_t row : rows) {
-    for (BlockId id : written_blocks(row)) unique.insert(id);
-  }
-  if (static_cast<int64_t>(unique.size()) > host_->num_free()) return std::nullopt;
+  if (count_unique(rows) > host_->num_free()) return std::nullopt;
   std::vector<BlockId> pairs;
   moved_.clear();
   for (int32_t row : rows) move_out(row, &pairs);
@@ -124,11 +141,7 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   const Call call(this);
   check_has_host("swap_in was called");
   check_swap(rows, /*on_host=*/true);
-  std::unordered_set<BlockId> unique;
-  for (int32_t row : rows) {
-    for (BlockId id : written_blocks(row)) unique.insert(id);
-  }
-  if (static_cast<int64_t>(unique.size()) > pool_.num_free()) return std::nullopt;
+  if (count_unique(rows) > pool_.num_free()) return std::nullopt;
   std::vector<BlockId> pairs;
   moved_.clear();
   for (int32_t row : rows) move_in(row, rows_[row].num_computed, &pairs);
@@ -158,12 +171,13 @@ Manager::Verdict Manager::resume(int32_t row, int64_t start, int64_t after, int6
       ++num_blocks;
     }
   }
+  // Where nobody else has anything, there is nobody to leave something free for.
+  const bool is_alone = pool_.num_free() == pool_.num_total();
   Verdict verdict = judge(candidate_.data(), start, after, lookahead, pool_.num_free() - num_loads,
-                          options_.watermark_blocks);
+                          is_alone ? 0 : options_.watermark_blocks);
   for (const Demand& demand : demand_) num_blocks += demand.num_new;
   if (verdict.status == Status::kServed) return verdict;
-  return {num_blocks > pool_.num_total() - options_.watermark_blocks ? Status::kNever
-                                                                     : Status::kWait};
+  return {num_blocks > pool_.num_total() ? Status::kNever : Status::kWait};
 }
 
 // Whether a block of a row that comes back is one that another row has just brought back: not where

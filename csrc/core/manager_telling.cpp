@@ -50,7 +50,7 @@ void Manager::tell_resent() {
     if (rows_[row].chain == nullptr || !rows_[row].must_resend) continue;
     rows_[row].must_resend = false;
     delta_->clear_rows.push_back(row);
-    tell_table(row, sizes_.data());
+    if (!rows_[row].on_host) tell_table(row, sizes_.data());  // it is told when it comes back
   }
   resend_.clear();
 }
@@ -90,9 +90,7 @@ void Manager::begin_step() {
     step = std::move(in_flight_.front());
     in_flight_.pop_front();
   }
-  step.rows.clear();
-  step.published.clear();
-  step.dropped.clear();
+  step.clear();
   step.id = num_steps_;
   in_flight_.push_back(std::move(step));
 }

@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -161,7 +162,9 @@ class Driver {
     options.eviction.policy = policies[below(policies.size())];
     if (below(2) == 0) {
       options.num_host_blocks = 2 + below(60);
-      options.host_eviction.policy = policies[below(policies.size())];
+      options.host_eviction.policy = below(2) == 0   ? "lru"
+                                     : below(2) == 0 ? "s3_fifo"
+                                                     : "segmented_lru";
       options.host_write = static_cast<kvcache::HostWrite>(below(3));
       options.num_hits_to_write = 1 + below(2);
     }
@@ -462,7 +465,7 @@ class Driver {
   std::map<int32_t, Table> tables_;
   std::vector<Request> waiting_;
   bool raise_ = false;
-  int64_t now_ms_ = 0;
+  int64_t now_ms_ = 1'000'000;
 };
 
 TEST(random_calls_of_both_faces_keep_tables_and_invariants) {
@@ -538,6 +541,137 @@ TEST(calls_from_within_the_digest_are_refused) {
   step_new(&manager, {{request.chain, 100}});
   CHECK_EQ(num_calls, 2);
   use_digest({});
+  manager.free(0);
+  manager.check_invariants();
+}
+
+// A policy that writes down what it is told; evicts in the order of release.
+class Recorder : public kvcache::EvictionPolicy {
+ public:
+  explicit Recorder(std::vector<std::string>* log) : log_(log) {}
+  void insert(BlockId id) override { candidates_.push_back(id); }
+  void remove(BlockId id) override {
+    candidates_.erase(std::find(candidates_.begin(), candidates_.end(), id));
+  }
+  BlockId victim() override {
+    return candidates_.empty() ? kvcache::kNullBlock : candidates_.front();
+  }
+  void on_hit(const BlockId* ids, int64_t n) override { write("hit", ids, n); }
+  void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                  const kvcache::ReleaseFeatures& f) override {
+    write("release", ids, n);
+    std::ostringstream text;
+    text << "  tokens";
+    for (int64_t i = 0; i < n; ++i) text << " " << prefix_tokens[i];
+    text << ", turn " << f.turn << ", prefix " << f.num_prefix_tokens << ", new "
+         << f.num_new_blocks << ", output " << f.num_output_tokens << ", class " << f.request_class
+         << ", time " << f.logical_time << " " << f.wall_ms << ", of " << f.tokens_per_block
+         << ", retention " << f.num_retention << (f.is_swapped_out ? ", swapped" : "");
+    log_->push_back(text.str());
+  }
+  void on_access(const BlockId* ids, int64_t n, double) override { write("access", ids, n); }
+  void on_idle(BlockId id) override { write("idle", &id, 1); }
+
+ private:
+  void write(const char* what, const BlockId* ids, int64_t n) {
+    std::ostringstream text;
+    text << what;
+    for (int64_t i = 0; i < n; ++i) text << " " << ids[i];
+    log_->push_back(text.str());
+  }
+  std::vector<std::string>* log_;
+  std::vector<BlockId> candidates_;
+};
+
+StepDelta serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token) {
+  StepRequest request;
+  request.rows = &row;
+  request.num_tokens = &num_tokens;
+  request.num_rows = 1;
+  request.token_ids = &token;
+  request.num_ids = 1;
+  return manager->step(request);
+}
+
+TEST(a_policy_is_told_what_requests_do) {
+  use_digest({});
+  std::vector<std::string> log;
+  ManagerOptions options = make_options(4, 9, 100);
+  options.eviction.make = [&](int64_t) { return std::make_unique<Recorder>(&log); };
+  options.num_host_blocks = 9;
+  options.fence_frees = true;
+  Manager manager(options);
+  manager.set_now(7);
+  const auto told = [&](const std::vector<std::string>& wanted) {
+    const auto joined = [](const std::vector<std::string>& lines) {
+      std::string all;
+      for (const std::string& line : lines) all += line + "\n";
+      return all;
+    };
+    CHECK_EQ(joined(log), joined(wanted));
+    log.clear();
+  };
+
+  const Request first = make_request(10);
+  step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);  // a chunk of 6, and a block for drafts
+  serve(&manager, 0, 4, 0);                                 // the rest, and one token comes
+  told({});
+  kvcache::ReleaseFeatures features;
+  features.turn = 3;
+  features.request_class = 5;
+  const kvcache::Retention retention[] = {{0, 4, 90, -1}};
+  features.retention = retention;
+  features.num_retention = 1;
+  manager.free(0, features);
+  told(
+      {"release 3 2 1",
+       "  tokens 12 8 4, turn 3, prefix 0, new 3, output 1, class 5, time 1 7, of 4, retention 1"});
+  manager.report(1, /*completed=*/true, {}, {});  // behind the fence; the last one is not cached
+  told({"idle 2", "idle 1"});
+
+  const Request second = make_request(9);
+  step_new(&manager, {{second.chain, 100}});
+  told({"hit 1 2"});
+  manager.access(0, 11.5);
+  told({"access 3 2 1"});
+  const Request child = make_request(9);
+  CHECK(manager.fork(0, child.chain).status == Status::kServed);
+  told({});  // a fork is no hit
+  const int32_t row = 1;
+  StepRequest leave;
+  leave.swap_out_rows = &row;
+  leave.num_swap_out_rows = 1;
+  manager.step(leave);
+  told({"release 3 2 1",
+        "  tokens 12 8 4, turn 0, prefix 9, new 0, output 0, class -1, time 2 7, of 4, retention 0"
+        ", swapped"});
+  manager.free(1);  // from the host: no block of the device goes
+  told({});
+  manager.free(0);
+  told({"release 3 2 1",
+        "  tokens 12 8 4, turn 0, prefix 8, new 1, output 0, class -1, time 3 7, of 4, retention "
+        "0"});
+  manager.report(3, /*completed=*/true, {}, {});
+  told({"idle 2", "idle 1"});
+  manager.check_invariants();
+}
+
+TEST(a_policy_is_told_of_hits_inside_blocks_and_of_each_group) {
+  use_digest({});
+  std::vector<std::string> log;
+  ManagerOptions options = make_options(8, 20, 100);
+  options.groups.push_back({std::make_shared<kvcache::SlidingWindow>(9), 4});
+  options.hash_block_size = 2;
+  options.eviction.make = [&](int64_t) { return std::make_unique<Recorder>(&log); };
+  Manager manager(options);
+  const Request first = make_request(14, 0, 2);
+  step_new(&manager, {{first.chain, 100}});
+  manager.free(0);
+  log.clear();
+  const Request second = make_request(13, 0, 2);
+  step_new(&manager, {{second.chain, 100}});  // 12 tokens: a block and half of one; the window's
+  // The block whose half was copied is idle again.
+  CHECK(log == std::vector<std::string>({"hit 2", "hit 1", "hit 4 5", "idle 2"}));
   manager.free(0);
   manager.check_invariants();
 }

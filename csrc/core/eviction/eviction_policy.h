@@ -28,6 +28,7 @@ struct ReleaseFeatures {
   int64_t logical_time = 0;      // number of releases so far
   int64_t wall_ms = 0;           // a clock of the caller's
   int64_t tokens_per_block = 1;  // blocks begin at its multiples
+  bool is_swapped_out = false;   // the request goes on later, from copies on the host
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
 };
@@ -51,8 +52,9 @@ class EvictionPolicy {
   // Cached from now on; `hash` is null while only a part of the block is, and may follow.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // cached ones that a request took
-  // Right before these blocks lose a reference; prefix_tokens[i]: tokens of the prefix that ends
-  // with block i.
+  // A request gives these blocks back; prefix_tokens[i]: tokens of the prefix that ends with block
+  // i. Behind a fence they become idle later. Not told of blocks that leave a request which goes on
+  // (out of a window, or withdrawn): those are only told when they become idle.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
   virtual void on_idle(BlockId) {}  // cached, and just now nobody's: told in the order of release

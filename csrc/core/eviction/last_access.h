@@ -1,7 +1,7 @@
 // By last access, then longest prefix, then order of release.
 //
 // A block's access time is the `now` of its last `on_access`, however often it is released after.
-// A block that no access ever named has that of its last release: the caller's clock as it was then
+// A block that no access ever named has that of its last release: the caller's clock as it was told
 // (the largest `now` so far, 0 before the first), and among those the release's logical time. So
 // without any access the least recent release goes first, and of one release the longest prefix.
 #pragma once
@@ -34,16 +34,23 @@ class LastAccess : public EvictionPolicy {
                   const ReleaseFeatures& features) override {
     logical_time_ = features.logical_time;
     for (int64_t i = 0; i < n; ++i) {
-      states_[ids[i]].num_prefix_tokens = prefix_tokens[i];
+      State& state = states_[ids[i]];
+      state.num_prefix_tokens = prefix_tokens[i];
+      state.told_time = clock_;
+      state.told_tick = logical_time_;
+      state.is_told = true;
       refresh(ids[i]);
     }
   }
   void on_idle(BlockId id) override {
     State& state = states_[id];
     state.idle = ++num_idle_;
-    if (state.is_accessed) return;
-    state.time = clock_;
-    state.tick = logical_time_;
+    // A fence may have kept it since.
+    if (!state.is_accessed) {
+      state.time = state.is_told ? state.told_time : clock_;
+      state.tick = state.is_told ? state.told_tick : logical_time_;
+    }
+    state.is_told = false;
   }
   void on_access(const BlockId* ids, int64_t n, double now) override {
     clock_ = is_started_ ? std::max(clock_, now) : now;
@@ -72,7 +79,10 @@ class LastAccess : public EvictionPolicy {
     double time;
     int64_t tick;  // logical time of the release, or kAccessed
     int64_t num_prefix_tokens;
-    int64_t idle;  // when it was released, among all blocks
+    int64_t idle;      // when it was released, among all blocks
+    double told_time;  // the same, of a release that was told and has not come yet
+    int64_t told_tick;
+    bool is_told;
     bool is_accessed;
   };
   void refresh(BlockId id) {  // a candidate, where its rank has changed

@@ -1,0 +1,31 @@
+// The least recently released first: what a pool does by itself, but leaf first whatever the order
+// in which blocks are released. For the host tier, to which heads may come before tails.
+#pragma once
+
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/ranked.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+class LeastRecent : public EvictionPolicy {
+ public:
+  explicit LeastRecent(int64_t num_blocks)
+      : idle_(static_cast<size_t>(num_blocks)), candidates_(num_blocks) {}
+
+  void insert(BlockId id) override { candidates_.set(id, idle_[id]); }
+  void remove(BlockId id) override { candidates_.erase(id); }
+  BlockId victim() override { return candidates_.top(); }
+  void on_idle(BlockId id) override { idle_[id] = ++num_idle_; }
+  void clear() override { candidates_.clear(); }
+  size_t num_bytes() const override {
+    return sizeof(*this) + idle_.num_bytes() + candidates_.num_bytes();
+  }
+
+ private:
+  ZeroedArray<int64_t> idle_;  // when it was released, among all blocks
+  Ranked<int64_t> candidates_;
+  int64_t num_idle_ = 0;
+};
+
+}  // namespace kvcache
