@@ -229,6 +229,10 @@ class Driver:
             self.compute_prompt(group, group.num_prompt)
 
     def mark_group(self, group, count):
+        if not self.model.can_mark([seq.seq_id for seq in group.seqs], count):
+            with pytest.raises(ValueError, match="is computed at once: expected"):
+                self.manager.mark_blocks_as_computed(group, count)
+            return
         self.manager.mark_blocks_as_computed(group, count)
         for seq in group.seqs:
             self.model.mark(seq.seq_id, count)
@@ -236,7 +240,9 @@ class Driver:
     def mark(self):
         done = [group for group in self.running if group.num_computed == group.num_prompt]
         if done:
-            self.mark_group(self.random.choice(done), self.random.randint(0, 9))
+            group = self.random.choice(done)
+            most = self.random.choice([1, 9, group.num_prompt])
+            self.mark_group(group, self.random.randint(0, most))
 
     def append(self):
         if not self.running:
@@ -420,19 +426,27 @@ class Driver:
             again = Group(group.request_id, [Seq(seq.seq_id, [1])])
             calls += [
                 lambda: manager.append_slots(short, 3),
-                lambda: manager.append_slots(seq, -1),
                 lambda: manager.fork(seq, seq),
                 lambda: manager.fork(seq, short),
+                lambda: manager.append_slots(seq, -1),
                 lambda: manager.swap_in(group),
                 lambda: manager.allocate(again),
             ]
+            if self.caching and group.encoder is None:
+                known = self.model.sequences[seq.seq_id].tokens
+                changed = self.random.randrange(max(len(known) - self.size, 0), len(known))
+                other = Seq(-7, [*known], Status.RUNNING, seq.extra)
+                other.tokens[changed] += 1
+                calls.append(lambda: manager.fork(seq, other))
         if self.swapped:
             away = self.random.choice(self.swapped)
             gone = away.seqs[0]
+            still = Seq(gone.seq_id, gone.tokens[: len(self.model.sequences[gone.seq_id].tokens)])
             known = len(self.model.sequences[gone.seq_id].tokens)
             longer = Seq(gone.seq_id, [*gone.tokens[:known], 1])
             calls += [
                 lambda: manager.append_slots(longer, 0),
+                lambda: manager.append_slots(still, 0),
                 lambda: manager.fork(gone, Seq(-7, [*gone.tokens])),
                 lambda: manager.swap_out(away),
                 lambda: manager.get_block_table(gone),
