@@ -15,6 +15,7 @@ from enum import Enum
 import pytest
 
 from kvcache import AllocStatus, BlockSpaceManager
+from kvcache.events import AllBlocksCleared, BlockStored
 from tests.sequence_model import ModelSpace
 
 OPERATIONS_PER_SEED = 200
@@ -110,7 +111,8 @@ class Driver:
         }
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
-        self.manager = BlockSpaceManager(**options)
+        self.manager = BlockSpaceManager(**options, enable_events=True)
+        self.findable = {"gpu": set(), "cpu": set()}  # hashes, as the events tell
         self.model = ModelSpace(**options)
         self.pages = Pages(self.size)
         self.waiting, self.running, self.swapped = [], [], []
@@ -460,6 +462,7 @@ class Driver:
     def compare(self):
         manager, model = self.manager, self.model
         manager.check_invariants()
+        self.compare_events()
         assert manager.get_num_free_gpu_blocks() == model.gpu.num_free()
         assert manager.get_num_free_cpu_blocks() == model.cpu.num_free()
         for group in self.running:
@@ -480,6 +483,20 @@ class Driver:
             for seq in group.seqs:
                 num_tokens = len(model.sequences[seq.seq_id].tokens)
                 self.check_reads(group, seq, num_tokens, self.pages.cpu)
+
+    def compare_events(self):
+        """As many hashes as the model has contents are findable, by what the events tell."""
+        for event in self.manager.drain_events():
+            found = self.findable[event.medium]
+            if isinstance(event, AllBlocksCleared):
+                found.clear()
+                continue
+            hashes = {each.tobytes() for each in event.block_hashes}
+            stored = isinstance(event, BlockStored)
+            assert hashes.isdisjoint(found) if stored else hashes <= found
+            found ^= hashes
+        for medium, pool in (("gpu", self.model.gpu), ("cpu", self.model.cpu)):
+            assert len(self.findable[medium]) == len({*pool.content.values()})
 
     def check_reads(self, group, seq, num_computed, pages):
         """That the next token would read what this sequence's tokens have left."""
