@@ -82,9 +82,9 @@ def check_tier(native: core.Manager, row: int, what: str, name: object, on_host:
         )
 
 
-def check_child(child_seq: SequenceLike, tokens: Tokens, block_size: int) -> None:
+def check_child(child_seq: SequenceLike, tokens: Tokens, num_tokens: int, block_size: int) -> None:
     """That a child begins with its parent's tokens; of read ones the last `block_size` are compared."""
-    num_tokens, length = len(tokens.ids), child_seq.get_len()
+    length = child_seq.get_len()
     if length < num_tokens:
         raise ValueError(
             f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "

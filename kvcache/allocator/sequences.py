@@ -273,7 +273,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
                 f"child_seq {child_seq.seq_id!r} has blocks already: expected a new seq_id"
             )
         check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
-        check_child(child_seq, parent.tokens, self.block_size)
+        check_child(child_seq, parent.tokens, parent.num_tokens, self.block_size)
         self._fork(parent, child_seq)
 
     def _fork(self, parent: AllocatedSequence, child_seq: SequenceLike) -> None:
