@@ -15,6 +15,7 @@ from enum import Enum
 import pytest
 
 from kvcache import AllocStatus, BlockSpaceManager
+from kvcache.events import AllBlocksCleared, BlockStored
 from tests.sequence_model import ModelSpace
 
 OPERATIONS_PER_SEED = 200
@@ -110,7 +111,8 @@ class Driver:
         }
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
-        self.manager = BlockSpaceManager(**options)
+        self.manager = BlockSpaceManager(**options, enable_events=True)
+        self.findable = {"gpu": set(), "cpu": set()}  # hashes, as the events tell
         self.model = ModelSpace(**options)
         self.pages = Pages(self.size)
         self.waiting, self.running, self.swapped = [], [], []
@@ -229,6 +231,10 @@ class Driver:
             self.compute_prompt(group, group.num_prompt)
 
     def mark_group(self, group, count):
+        if not self.model.can_mark([seq.seq_id for seq in group.seqs], count):
+            with pytest.raises(ValueError, match="is computed at once: expected"):
+                self.manager.mark_blocks_as_computed(group, count)
+            return
         self.manager.mark_blocks_as_computed(group, count)
         for seq in group.seqs:
             self.model.mark(seq.seq_id, count)
@@ -236,7 +242,9 @@ class Driver:
     def mark(self):
         done = [group for group in self.running if group.num_computed == group.num_prompt]
         if done:
-            self.mark_group(self.random.choice(done), self.random.randint(0, 9))
+            group = self.random.choice(done)
+            most = self.random.choice([1, 9, group.num_prompt])
+            self.mark_group(group, self.random.randint(0, most))
 
     def append(self):
         if not self.running:
@@ -420,19 +428,27 @@ class Driver:
             again = Group(group.request_id, [Seq(seq.seq_id, [1])])
             calls += [
                 lambda: manager.append_slots(short, 3),
-                lambda: manager.append_slots(seq, -1),
                 lambda: manager.fork(seq, seq),
                 lambda: manager.fork(seq, short),
+                lambda: manager.append_slots(seq, -1),
                 lambda: manager.swap_in(group),
                 lambda: manager.allocate(again),
             ]
+            if self.caching and group.encoder is None:
+                known = self.model.sequences[seq.seq_id].tokens
+                changed = self.random.randrange(max(len(known) - self.size, 0), len(known))
+                other = Seq(-7, [*known], Status.RUNNING, seq.extra)
+                other.tokens[changed] += 1
+                calls.append(lambda: manager.fork(seq, other))
         if self.swapped:
             away = self.random.choice(self.swapped)
             gone = away.seqs[0]
+            still = Seq(gone.seq_id, gone.tokens[: len(self.model.sequences[gone.seq_id].tokens)])
             known = len(self.model.sequences[gone.seq_id].tokens)
             longer = Seq(gone.seq_id, [*gone.tokens[:known], 1])
             calls += [
                 lambda: manager.append_slots(longer, 0),
+                lambda: manager.append_slots(still, 0),
                 lambda: manager.fork(gone, Seq(-7, [*gone.tokens])),
                 lambda: manager.swap_out(away),
                 lambda: manager.get_block_table(gone),
@@ -446,6 +462,7 @@ class Driver:
     def compare(self):
         manager, model = self.manager, self.model
         manager.check_invariants()
+        self.compare_events()
         assert manager.get_num_free_gpu_blocks() == model.gpu.num_free()
         assert manager.get_num_free_cpu_blocks() == model.cpu.num_free()
         for group in self.running:
@@ -466,6 +483,20 @@ class Driver:
             for seq in group.seqs:
                 num_tokens = len(model.sequences[seq.seq_id].tokens)
                 self.check_reads(group, seq, num_tokens, self.pages.cpu)
+
+    def compare_events(self):
+        """As many hashes as the model has contents are findable, by what the events tell."""
+        for event in self.manager.drain_events():
+            found = self.findable[event.medium]
+            if isinstance(event, AllBlocksCleared):
+                found.clear()
+                continue
+            hashes = {each.tobytes() for each in event.block_hashes}
+            stored = isinstance(event, BlockStored)
+            assert hashes.isdisjoint(found) if stored else hashes <= found
+            found ^= hashes
+        for medium, pool in (("gpu", self.model.gpu), ("cpu", self.model.cpu)):
+            assert len(self.findable[medium]) == len({*pool.content.values()})
 
     def check_reads(self, group, seq, num_computed, pages):
         """That the next token would read what this sequence's tokens have left."""

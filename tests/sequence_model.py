@@ -121,7 +121,9 @@ class ModelSequence:
     num_cached: int = 0
     blocks: list[int] = field(default_factory=list)  # 0 where a window left one
     num_published: int = 0
-    num_marked: int = 0
+    num_marked: int = 0  # the sum of all marks
+    num_prompt: int = 0
+    skips: bool = False  # whether blocks of the prompt were never held
     on_host: bool = False
 
     @property
@@ -250,6 +252,7 @@ class ModelSpace:
         blocks = [0] * max(first, skipped) + hits + self.gpu.take(num_new)
         sequence = ModelSequence([*tokens], extra, num_cached=num_hit, blocks=blocks)
         sequence.num_published = num_hit_blocks
+        sequence.num_prompt, sequence.skips = len(tokens), skipped > 0
         return sequence
 
     def append(self, key, tokens, lookahead):
@@ -288,12 +291,23 @@ class ModelSpace:
         self.gpu.hold([block for block in child.blocks if block])
         self.sequences[child_key] = child
 
+    def can_mark(self, keys, count):
+        """Whether no prompt that is computed at once would be marked in part."""
+        found = [self.sequences[key] for key in keys]
+        return not any(
+            each.skips and min(each.num_marked + count, len(each.tokens)) < each.num_prompt
+            for each in found
+        )
+
     def mark(self, key, count):
         each = self.sequences[key]
         each.num_marked = min(each.num_marked + count, len(each.tokens))
         if not each.caches:
             return
-        for column in range(each.num_published, each.num_marked // self.size):
+        num_computed = each.num_marked
+        if num_computed >= each.num_prompt:  # all but the newest, whatever the marks say
+            num_computed = max(num_computed, len(each.tokens) - 1)
+        for column in range(each.num_published, num_computed // self.size):
             if each.blocks[column]:
                 content = (each.extra, tuple(each.tokens[: (column + 1) * self.size]))
                 self.gpu.publish(each.blocks[column], content)

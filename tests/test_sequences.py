@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from kvcache import AllocStatus, BlockSpaceManager, KVCacheManager, Request
+from kvcache.events import BlockRemoved, BlockStored
 from tests import sequence_driver
 from tests.sequence_driver import Group, Seq, Status
 
@@ -72,7 +73,10 @@ def test_without_a_host_pool_nothing_is_swapped(num_cpu_blocks):
         ({"num_cpu_blocks": -1}, "num_cpu_blocks is -1"),
         ({"block_size": 0}, "block_size"),
         ({"watermark": 1.5}, "watermark is 1.5"),
-        ({"sliding_window": 0}, "window"),
+        ({"sliding_window": 0}, "^sliding_window is 0: expected 2 or more"),
+        ({"sliding_window": -1}, "sliding_window is -1"),
+        ({"eviction": "newest"}, "eviction is 'newest'"),
+        ({"eviction_options": {"x": 1}}, "'last_access': option 'x' is 1"),
         ({"sliding_window": 1}, "sliding_window is 1"),
         ({"max_model_len": 0}, "max_model_len"),
     ],
@@ -82,9 +86,21 @@ def test_wrong_sizes_are_named(arguments, named):
         make(**arguments)
 
 
-def test_a_seed_that_is_no_text_is_a_type_error():
-    with pytest.raises(TypeError, match="hash_seed is 5"):
-        make(hash_seed=5)
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        ({"hash_seed": 5}, "hash_seed is 5"),
+        ({"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ({"enable_caching": "no"}, "enable_caching is 'no': expected True or False"),
+        ({"enable_events": 1}, "enable_events is 1: expected True or False"),
+        ({"eviction": None}, "eviction is None"),
+        ({"eviction_options": 3}, "eviction_options is 3"),
+        ({"eviction_options": {"x": "y"}}, "eviction_options is {'x': 'y'}"),
+    ],
+)
+def test_wrong_types_are_named(arguments, named):
+    with pytest.raises(TypeError, match=named):
+        make(**arguments)
 
 
 # E2: admission ---------------------------------------------------------------------------------------
@@ -155,6 +171,24 @@ def test_a_status_may_be_text():
     manager.allocate(Group("r", [one]))
     one.status = "RUNNING"
     assert manager.can_append_slots(Group("r", [one]), 1)
+
+
+@pytest.mark.parametrize("status", [3, None, 2.5])
+def test_a_status_that_is_neither_is_named(status):
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    group.set_status(status)
+    for call in (
+        manager.allocate,
+        manager.can_allocate,
+        manager.swap_out,
+        lambda each: manager.can_append_slots(each, 0),
+        lambda each: manager.mark_blocks_as_computed(each, 6),
+    ):
+        with pytest.raises(
+            TypeError, match=f"status of seq 'r0' is {status}: expected an enum member or text"
+        ):
+            call(group)
 
 
 def test_allocating_again_is_refused():
@@ -292,6 +326,9 @@ def test_wrong_appends_are_named():
     ):
         with pytest.raises(ValueError, match="seq 'r0' has 5 tokens: expected 6 or more"):
             call(short, 4)
+    for nothing in (None, 0.0, ""):
+        with pytest.raises(TypeError, match="num_lookahead_slots is "):
+            manager.append_slots(one, nothing)  # no new tokens either
     one.tokens += [1]
     with pytest.raises(ValueError, match="num_lookahead_slots is -1"):
         manager.append_slots(one, -1)
@@ -409,10 +446,49 @@ def test_wrong_forks_are_named():
         manager.fork(parent, seq("c", 5))
     with pytest.raises(ValueError, match="child_seq 'c' is 'x': expected that of its parent, None"):
         manager.fork(parent, Seq("c", [*parent.tokens], extra="x"))
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'c' has 6 tokens: expected 7"):
+        other = seq("c", 6)
+        other.get_len = lambda: 7
+        manager.fork(parent, other)
     swapped_out(manager, group)
     with pytest.raises(ValueError, match="parent_seq 'r0' is swapped out"):
         manager.fork(parent, seq("c", 6))
     manager.check_invariants()
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+@pytest.mark.parametrize("changed", [2, 3, 5])
+def test_a_child_with_other_tokens_in_the_last_block_is_refused(kind, changed):
+    manager = make(enable_caching=True)
+    parent = admitted(manager, 6).seqs[0]
+    tokens = [*range(8)]
+    child = Seq("c", kind(tokens), Status.RUNNING)
+    tokens[changed] = 50
+    other = Seq("d", kind(tokens), Status.RUNNING)
+    with pytest.raises(
+        ValueError, match="child_seq 'd' has other tokens than its parent among 2 to 5"
+    ):
+        manager.fork(parent, other)
+    assert counts(manager)[0] == 8
+    manager.fork(parent, child)
+    manager.check_invariants()
+
+
+def test_a_parent_shorter_than_a_block_is_compared_whole():
+    manager = make(enable_caching=True)
+    parent = admitted(manager, 2).seqs[0]
+    with pytest.raises(ValueError, match="among 0 to 1"):
+        manager.fork(parent, seq("c", 2, first=1))
+    manager.fork(parent, seq("c", 3))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_of_a_child_whose_tokens_nobody_reads_the_length_is_checked(caching):
+    manager = make(enable_caching=caching)
+    parent = admitted(manager, 6, encoder=1).seqs[0]
+    with pytest.raises(ValueError, match="child_seq 'c' has 5 tokens"):
+        manager.fork(parent, Seq("c", [0] * 5, readable=False))
+    manager.fork(parent, Seq("c", [9] * 6, readable=False))
 
 
 # E5: swaps -------------------------------------------------------------------------------------------
@@ -520,9 +596,10 @@ def test_wrong_swaps_are_named():
     ):
         with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
             call()
-    one.tokens += [1]
-    with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
-        manager.append_slots(one, 0)
+    for more in ([], [1]):
+        one.tokens += more
+        with pytest.raises(ValueError, match="seq 'r0' is swapped out: expected one on the device"):
+            manager.append_slots(one, 0)
     manager.check_invariants()
 
 
@@ -572,6 +649,48 @@ def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("caching", [False, True])
+def test_with_a_window_there_is_no_chunked_prefill(caching):
+    manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=caching)
+    group = admitted(manager, 64, num_seqs=2)
+    table = manager.get_block_table(group.seqs[0])
+    assert table == [0] * 14 + [1, 2]
+    for count in (0, 16, 63):
+        with pytest.raises(
+            ValueError,
+            match="a prompt longer than the window is computed at once: expected a "
+            "token_chunk_size of 64",
+        ):
+            manager.mark_blocks_as_computed(group, count)
+    assert manager.get_block_table(group.seqs[0]) == table
+    assert manager.get_num_cached_tokens(seq("s", 65)) == 0
+    manager.mark_blocks_as_computed(group, 64)
+    assert manager.get_num_cached_tokens(seq("s", 65)) == 64 * caching
+    for one in group.seqs:
+        one.tokens += [64]
+        manager.append_slots(one, 0)
+    manager.mark_blocks_as_computed(group, 1)
+
+
+def test_a_refused_mark_changes_no_sequence():
+    manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
+    short, long = admitted(manager, 8).seqs, admitted(manager, 20, "s", first=50).seqs
+    with pytest.raises(ValueError, match="8 tokens of seq 's0' are marked"):
+        manager.mark_blocks_as_computed(Group("both", [*short, *long]), 8)
+    assert manager.get_num_cached_tokens(seq("t", 9)) == 0
+
+
+def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
+    manager = make(num_gpu_blocks=30, sliding_window=8, enable_caching=True)
+    group = admitted(manager, 10)  # its first block is read by what follows
+    manager.mark_blocks_as_computed(group, 5)
+    manager.mark_blocks_as_computed(group, 5)
+    again = admitted(manager, 40, "s")  # behind a hit
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 8
+    manager.mark_blocks_as_computed(again, 20)
+    assert manager.get_num_cached_tokens(seq("t", 60)) == 20
+
+
 # E7: prefix caching ----------------------------------------------------------------------------------
 
 
@@ -608,6 +727,47 @@ def test_marks_count_cached_tokens_and_never_more_than_there_are():
     assert manager.get_num_cached_tokens(seq("t", 20)) == 12
     manager.mark_blocks_as_computed(group, 2)
     assert manager.get_num_cached_tokens(seq("t", 20)) == 16
+
+
+@pytest.mark.parametrize("num_accepted, lookahead", [(1, 0), (5, 0), (5, 6)])
+def test_a_mark_behind_the_prompt_covers_what_a_step_accepts(num_accepted, lookahead):
+    """Engines say 1 token per decode step, however many of the drafted ones it accepts."""
+    manager = make(num_gpu_blocks=30, enable_caching=True)
+    group = admitted(manager, 8)
+    manager.mark_blocks_as_computed(group, 5)
+    manager.mark_blocks_as_computed(group, 3)
+    one = group.seqs[0]
+    while len(one.tokens) < 48:
+        one.tokens += [*range(len(one.tokens), len(one.tokens) + num_accepted)]
+        manager.append_slots(one, lookahead)
+        manager.mark_blocks_as_computed(group, 1)
+        # All but the newest; where marks and tokens go together, that one too.
+        num_computed = len(one.tokens) - (num_accepted > 1)
+        assert manager.get_num_cached_tokens(seq("s", 60)) == num_computed // 4 * 4
+
+
+def test_before_the_end_of_the_prompt_marks_alone_count():
+    manager = make(num_gpu_blocks=30, enable_caching=True)
+    group = admitted(manager, 20)
+    manager.mark_blocks_as_computed(group, 1)
+    manager.mark_blocks_as_computed(group, 18)
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 16
+    child = child_of(manager, group.seqs[0], "c")
+    child.tokens += [*range(20, 29)]
+    manager.append_slots(child, 0)
+    group.seqs.append(child)
+    manager.mark_blocks_as_computed(group, 0)  # a child's prompt is its parent's: 19 are marked
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 16
+    manager.mark_blocks_as_computed(group, 1)
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 28
+
+
+def test_lookahead_slots_are_not_marked():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 8)
+    manager.append_slots(group.seqs[0], 12)
+    manager.mark_blocks_as_computed(group, 100)
+    assert manager.get_num_cached_tokens(seq("s", 30)) == 8
 
 
 def test_cached_tokens_stay_what_they_were_at_allocation():
@@ -713,6 +873,61 @@ def test_of_one_access_the_longest_prefix_is_evicted_first():
     manager.free(group.seqs[0])
     admitted(manager, 1, "s", first=50)
     assert manager.get_num_cached_tokens(seq("t", 13)) == 8
+
+
+def test_accesses_are_numbers():
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    with pytest.raises(TypeError, match="now is None: expected a number"):
+        manager.access_all_blocks_in_seq(group.seqs[0], None)
+    manager.access_all_blocks_in_seq(group.seqs[0], 5)
+
+
+def test_another_eviction_policy():
+    manager = make(num_gpu_blocks=5, enable_caching=True, eviction="lru")
+    groups = [admitted(manager, 5, name, first=n) for name, n in (("a", 10), ("b", 20))]
+    for group, now in zip(groups, (2.0, 1.0)):
+        manager.mark_blocks_as_computed(group, 5)
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
+    for group in groups:
+        manager.free(group.seqs[0])
+    admitted(manager, 9, "c", first=30)
+    assert manager.get_num_cached_tokens(seq("d", 5, first=20)) == 4  # the one released last
+    assert manager.get_num_cached_tokens(seq("d", 5, first=10)) == 0
+    options = {"protected_share": 0.5}
+    make(enable_caching=True, eviction="segmented_lru", eviction_options=options)
+
+
+def test_stats():
+    manager = make(num_gpu_blocks=40, enable_caching=True)
+    assert manager.stats.num_requests == 0
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    group = admitted(manager, 10, "s", num_seqs=2)
+    stats = manager.stats
+    assert (stats.num_requests, stats.query_tokens, stats.hit_tokens) == (2, 19, 8)
+    assert stats.recent == stats.recent.__class__(2, 19, 8)
+    assert stats.groups[0].stored_blocks == 2 and stats.host.swapped_out_blocks == 0
+    swapped_out(manager, group)
+    assert manager.stats.host.swapped_out_blocks == 3
+    assert make(num_cpu_blocks=0).stats.host is None
+
+
+def test_events():
+    manager = make(num_gpu_blocks=4, enable_caching=True, enable_events=True)
+    group = admitted(manager, 9)
+    assert manager.drain_events() == []
+    manager.mark_blocks_as_computed(group, 9)
+    (stored,) = manager.drain_events()
+    assert isinstance(stored, BlockStored) and stored.medium == "gpu"
+    assert stored.token_ids.tolist() == [*range(8)] and stored.block_size == 4
+    manager.free(group.seqs[0])
+    admitted(manager, 8, "s", first=50)  # one free block, and the leaf
+    (removed,) = manager.drain_events()
+    assert isinstance(removed, BlockRemoved)
+    assert removed.block_hashes.tolist() == stored.block_hashes[1:].tolist()
+    manager = make(enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 9), 9)
+    assert manager.drain_events() == []
 
 
 def test_hit_rate():

@@ -4,7 +4,8 @@ from kvcache._native import core
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
 from kvcache.allocator.request import Request
-from kvcache.allocator.sequences import AllocStatus, BlockSpaceManager
+from kvcache.allocator.sequence_demand import AllocStatus
+from kvcache.allocator.sequences import BlockSpaceManager
 from kvcache.allocator.stats import PrefixCacheStats
 
 BlockPool = core.BlockPool

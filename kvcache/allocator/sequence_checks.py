@@ -2,11 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import NoReturn
 
+import numpy as np
+
+from kvcache._native import core
 from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequence_protocol import SequenceGroupLike, SequenceLike, extra_hash
+from kvcache.allocator.sequence_tokens import Tokens, fail_ids
+
+
+def checked_flag(value: bool, name: str) -> bool:
+    """True or False, and no other."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}: expected True or False")
+    return bool(value)
+
+
+def checked_window(sliding_window: int | None) -> int | None:
+    """2 tokens or more; None for no window."""
+    if sliding_window is None:
+        return None
+    window = checked_count(sliding_window, "sliding_window")
+    if window < 2:
+        raise ValueError(
+            f"sliding_window is {window}: expected 2 or more, a token that reads itself alone needs "
+            "no cache"
+        )
+    return window
+
+
+def checked_eviction(eviction: str, eviction_options: Mapping[str, float] | None) -> core.Eviction:
+    """A policy's name and options; the native side knows which there are."""
+    if not isinstance(eviction, str):
+        raise TypeError(f"eviction is {eviction!r}: expected a name of eviction_names()")
+    try:
+        return core.Eviction(eviction, dict(eviction_options or {}))
+    except TypeError:
+        raise TypeError(
+            f"eviction_options is {eviction_options!r}: expected numbers under their names, or None"
+        ) from None
 
 
 def check_one_prompt(
@@ -35,6 +72,42 @@ def check_one_prompt(
             )
 
 
+def check_tier(native: core.Manager, row: int, what: str, name: object, on_host: bool) -> None:
+    """That a row is on this tier; `what` and `name` say whose it is."""
+    if native.is_on_host(row) != on_host:
+        raise ValueError(
+            f"{what} {name!r} is on the device: expected one that is swapped out"
+            if on_host
+            else f"{what} {name!r} is swapped out: expected one on the device"
+        )
+
+
+def check_child(child_seq: SequenceLike, tokens: Tokens, num_tokens: int, block_size: int) -> None:
+    """That a child begins with its parent's tokens; of read ones the last `block_size` are compared."""
+    length = child_seq.get_len()
+    if length < num_tokens:
+        raise ValueError(
+            f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
+            f"{num_tokens}, and any more"
+        )
+    if not tokens.are_read:
+        return
+    extra, ids = extra_hash(child_seq), child_seq.get_token_ids()
+    if extra != tokens.extra:
+        raise ValueError(
+            f"extra_hash() of child_seq {child_seq.seq_id!r} is {extra!r}: expected that of its "
+            f"parent, {tokens.extra!r}"
+        )
+    if len(ids) != length:
+        fail_ids(child_seq, len(ids))
+    first = max(num_tokens - block_size, 0)
+    if [*ids[first:num_tokens]] != tokens.ids.copy()[first:].tolist():
+        raise ValueError(
+            f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
+            f"{num_tokens - 1}: expected the parent's {num_tokens} tokens, and any more"
+        )
+
+
 def checked_encoder_length(seq_group: SequenceGroupLike, max_model_len: int) -> int:
     """Tokens of the group's encoder, 1 to `max_model_len`."""
     count = checked_count(seq_group.get_encoder_seq().get_len(), "get_encoder_seq().get_len()")
@@ -56,14 +129,6 @@ def device_name(device: Enum | str) -> str:
     return name.lower()
 
 
-def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
-    """For a sequence whose number of token ids is not its length."""
-    raise ValueError(
-        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
-        "get_len() says"
-    )
-
-
 def fail_shorter(seq: SequenceLike, num_tokens: int) -> NoReturn:
     """For a sequence that had `num_tokens` before."""
     raise ValueError(
@@ -75,13 +140,6 @@ def fail_shorter(seq: SequenceLike, num_tokens: int) -> NoReturn:
 def fail_unknown(seq: SequenceLike) -> NoReturn:
     """For a sequence without blocks."""
     raise ValueError(f"seq {seq.seq_id!r} has no blocks: expected one that was allocated")
-
-
-def fail_status(seq_group: SequenceGroupLike, name: str) -> NoReturn:
-    """For a group without a sequence of this status."""
-    raise ValueError(
-        f"seq_group {seq_group.request_id!r} has no {name} sequence: expected 1 or more"
-    )
 
 
 def fail_to_fit(what: str, num_free: int, question: str) -> NoReturn:

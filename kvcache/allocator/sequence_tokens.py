@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import numpy as np
 
 from kvcache._native import core
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.hashing import token_sequence
 from kvcache.allocator.request import checked_count
-from kvcache.allocator.sequence_checks import fail_ids
 from kvcache.allocator.sequence_protocol import SequenceLike, extra_hash
 
 
@@ -71,6 +72,14 @@ class TokenSource:
         salt = () if extra is None else (None, (), extra)
         chain = core.TokenChain(ids, self._block_size, self._parent, are_read, are_read, *salt)
         return Tokens(ids, are_read, extra, chain)
+
+
+def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
+    """For a sequence whose number of token ids is not its length."""
+    raise ValueError(
+        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
+        "get_len() says"
+    )
 
 
 def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
