@@ -317,7 +317,7 @@ class ModelSpace:
         moving = self.moving(keys)
         if len(moving) > self.cpu.num_free():
             return None
-        moved, contents = {}, {}
+        moved = {}
         for key in keys:
             each = self.sequences[key]
             self._tell_release(each)
@@ -325,13 +325,10 @@ class ModelSpace:
             del each.blocks[max(self.num_written(each), each.num_dropped) :]
             new = [block for block in each.blocks if block and block not in moved]
             moved.update(zip(new, self.cpu.take(len(new))))
-            contents.update({b: self.gpu.content[b] for b in new if b in self.gpu.content})
             self.cpu.hold([moved[block] for block in each.blocks if block and block not in new])
             each.blocks = [block and moved[block] for block in each.blocks]
             each.on_host = True
             self.gpu.give_back(left)
-        for block, content in contents.items():
-            self.cpu.publish(moved[block], content)
         return list(moved.items())
 
     def swap_in(self, keys):

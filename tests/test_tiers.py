@@ -137,7 +137,7 @@ def test_a_caller_may_refuse_to_load():
 def test_write_through_writes_in_the_next_plan():
     engine = Engine(host_write="through")
     assert len(engine.run("a", range(9)).swap_out) == 0
-    assert engine.step().swap_out.tolist() == [[1, 1], [2, 2]]
+    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]  # tails first
     assert len(engine.step().swap_out) == 0
     assert engine.manager.stats.host.written_blocks == 2
 
@@ -148,7 +148,7 @@ def test_selective_writes_after_so_many_hits():
     engine.run("a2", range(9))
     assert len(engine.step().swap_out) == 0
     engine.run("a3", range(9))
-    assert engine.step().swap_out.tolist() == [[1, 1], [2, 2]]
+    assert engine.step().swap_out.tolist() == [[2, 1], [1, 2]]
 
 
 def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_before_the_report():
@@ -159,7 +159,7 @@ def test_with_fences_a_page_that_a_plan_writes_to_the_host_is_not_given_out_befo
     manager.free(request)
     plan = manager.step()
     manager.report(StepReport(0, completed=True))
-    assert plan.swap_out[:, 0].tolist() == [1, 2]
+    assert plan.swap_out[:, 0].tolist() == [2, 1]
     waits = manager.step(new=[Request("b", range(100, 112))])
     assert waits.status.tolist() == [Status.WAIT]
     manager.report(StepReport(plan.step_id, completed=True))

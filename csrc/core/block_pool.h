@@ -241,6 +241,9 @@ class BlockPool {
                     const ReleaseFeatures& features) {
     if (has_policy()) tell_policy_release(ids, prefix_tokens, n, features);
   }
+  void give_back(const BlockId* ids, int64_t n) {
+    if (has_policy()) candidates_->policy().on_give_back(ids, n);
+  }
   void access(const BlockId* ids, int64_t n, double now) {
     if (has_policy()) tell_access(ids, n, now);
   }

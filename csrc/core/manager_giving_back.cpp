@@ -7,6 +7,7 @@ namespace kvcache {
 
 void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
   if (n == 0) return;
+  pool_.give_back(ids, n);
   if (!is_fenced(step_id)) {
     pool_.release(ids, n);
     return;

@@ -53,10 +53,11 @@ class EvictionPolicy {
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // cached ones that a request took
   // A request gives these blocks back; prefix_tokens[i]: tokens of the prefix that ends with block
-  // i. Behind a fence they become idle later. Not told of blocks that leave a request which goes on
-  // (out of a window, or withdrawn): those are only told when they become idle.
+  // i. Behind a fence they become idle later. Of blocks that leave a request which goes on (out of
+  // a window, for a copy, or withdrawn) only `on_give_back` is told.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
+  virtual void on_give_back(const BlockId*, int64_t) {}  // whatever the reason
   virtual void on_idle(BlockId) {}  // cached, and just now nobody's: told in the order of release
   virtual void on_access(const BlockId*, int64_t, double /*now*/) {}
   // Not cached any more; `evicted`: because its space was needed.

@@ -34,12 +34,17 @@ class LastAccess : public EvictionPolicy {
                   const ReleaseFeatures& features) override {
     logical_time_ = features.logical_time;
     for (int64_t i = 0; i < n; ++i) {
+      states_[ids[i]].num_prefix_tokens = prefix_tokens[i];
+      refresh(ids[i]);
+    }
+    on_give_back(ids, n);
+  }
+  void on_give_back(const BlockId* ids, int64_t n) override {
+    for (int64_t i = 0; i < n; ++i) {
       State& state = states_[ids[i]];
-      state.num_prefix_tokens = prefix_tokens[i];
       state.told_time = clock_;
       state.told_tick = logical_time_;
       state.is_told = true;
-      refresh(ids[i]);
     }
   }
   void on_idle(BlockId id) override {
