@@ -11,7 +11,6 @@ import numpy as np
 from kvcache._native import core
 from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequence_protocol import SequenceGroupLike, SequenceLike, extra_hash
-from kvcache.allocator.sequence_tokens import Tokens, fail_ids
 
 
 def checked_flag(value: bool, name: str) -> bool:
@@ -79,32 +78,6 @@ def check_tier(native: core.Manager, row: int, what: str, name: object, on_host:
             f"{what} {name!r} is on the device: expected one that is swapped out"
             if on_host
             else f"{what} {name!r} is swapped out: expected one on the device"
-        )
-
-
-def check_child(child_seq: SequenceLike, tokens: Tokens, num_tokens: int, block_size: int) -> None:
-    """That a child begins with its parent's tokens; of read ones the last `block_size` are compared."""
-    length = child_seq.get_len()
-    if length < num_tokens:
-        raise ValueError(
-            f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
-            f"{num_tokens}, and any more"
-        )
-    if not tokens.are_read:
-        return
-    extra, ids = extra_hash(child_seq), child_seq.get_token_ids()
-    if extra != tokens.extra:
-        raise ValueError(
-            f"extra_hash() of child_seq {child_seq.seq_id!r} is {extra!r}: expected that of its "
-            f"parent, {tokens.extra!r}"
-        )
-    if len(ids) != length:
-        fail_ids(child_seq, len(ids))
-    first = max(num_tokens - block_size, 0)
-    if [*ids[first:num_tokens]] != tokens.ids.copy()[first:].tolist():
-        raise ValueError(
-            f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
-            f"{num_tokens - 1}: expected the parent's {num_tokens} tokens, and any more"
         )
 
 

@@ -59,6 +59,32 @@ class TokenSource:
             return self.unread(len(tokens.ids))
         return self._make(core.TokenIds(tokens.ids.copy()), True, tokens.extra)
 
+    def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
+        """A copy for a child that begins with them; of read ones the last block's worth is compared."""
+        length = child_seq.get_len()
+        if length < num_tokens:
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
+                f"{num_tokens}, and any more"
+            )
+        if not tokens.are_read:
+            return self.unread(num_tokens)
+        extra, child_ids = extra_hash(child_seq), child_seq.get_token_ids()
+        if extra != tokens.extra:
+            raise ValueError(
+                f"extra_hash() of child_seq {child_seq.seq_id!r} is {extra!r}: expected that of its "
+                f"parent, {tokens.extra!r}"
+            )
+        if len(child_ids) != length:
+            fail_ids(child_seq, len(child_ids))
+        first, ids = max(num_tokens - self._block_size, 0), tokens.ids.copy()
+        if [*child_ids[first:num_tokens]] != ids[first:].tolist():
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
+                f"{num_tokens - 1}: expected the parent's {num_tokens} tokens, and any more"
+            )
+        return self._make(core.TokenIds(ids), True, extra)
+
     def keep(self, seq: SequenceLike, tokens: Tokens) -> None:
         """Until the sequence is forgotten."""
         self._kept[seq.seq_id] = (seq, tokens)

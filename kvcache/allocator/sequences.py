@@ -13,7 +13,6 @@ from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequence_allocated import AllocatedSequence
 from kvcache.allocator.sequence_caching import SequenceCaching
 from kvcache.allocator.sequence_checks import (
-    check_child,
     check_one_prompt,
     check_tier,
     checked_encoder_length,
@@ -178,7 +177,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             fail_to_fit(what, self._pool.num_free, "can_allocate")
         self._admit(seqs[0], first)
         for seq in seqs[1:]:
-            self._fork(first, seq)
+            self._fork(first, seq, self._tokens.copy_of(first.tokens))
 
     def _allocate_plain(self, seq: SequenceLike) -> AllocatedSequence | None:
         return self._row_for(self._tokens.unread(seq.get_len()), [NO_IDS], 0)
@@ -273,11 +272,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
                 f"child_seq {child_seq.seq_id!r} has blocks already: expected a new seq_id"
             )
         check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
-        check_child(child_seq, parent.tokens, parent.num_tokens, self.block_size)
-        self._fork(parent, child_seq)
+        tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
+        self._fork(parent, child_seq, tokens)
 
-    def _fork(self, parent: AllocatedSequence, child_seq: SequenceLike) -> None:
-        tokens = self._tokens.copy_of(parent.tokens)
+    def _fork(self, parent: AllocatedSequence, child_seq: SequenceLike, tokens: Tokens) -> None:
         row = self._native.fork(parent.row, tokens.chain)
         self._admit(child_seq, parent.forked(row, tokens))
 
