@@ -42,8 +42,9 @@ BEFORE = """\
 
 Which cached block goes when its space is needed: `KVCacheManager(..., eviction=, eviction_options=)`, and
 `host_eviction=, host_eviction_options=` for the host tier. Whichever it is, uncached blocks go first, and
-pinned ones last. No block goes before one that follows it in a chain, under `lru` because requests give
-their tails back first; blocks of windows and recurrent states follow none.
+pinned ones last. No block goes before one that is found through it alone, on the device under `lru`
+because requests give their tails back first; blocks of windows and recurrent states follow none. The host
+tier is told of no accesses and no priorities: there `lru`, `s3_fifo` or `segmented_lru`.
 
 | policy | option | which cached block goes first |
 |---|---|---|
@@ -65,7 +66,7 @@ How to choose:
   `free` is told: nothing, in these replays.
 - `last_access` where accesses are seen that are not requests to this pool. These replays have none.
 - `s3_fifo`, `segmented_lru` where the cache is far smaller than what is used again: they let what was hit
-  once outlive what never was. With their usual options they cost hits here at 10,000 blocks and more:
+  once outlive what never was. With their usual options they cost hits here at 10,000 to 50,000 blocks:
   replay your own trace before you choose one:
 
       kvcache replay trace.jsonl --num-blocks 10001 --eviction segmented_lru:protected_share=0.2

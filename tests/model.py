@@ -843,7 +843,7 @@ class ModelManager:
         if len(new) - len(there) > self.host.num_free() - free:
             return False
         self._publish(state)
-        for block, page in there.items():
+        for page in there.values():
             self.host.retain(page)
         left = self._tail_first(state, with_encoder=True)
         for g, blocks in enumerate(held):

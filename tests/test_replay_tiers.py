@@ -259,3 +259,13 @@ def test_policies_are_read_as_they_are_written():
     assert parse_host_write("through") == {"host_write": "through"}
     assert parse_host_write("selective") == {"host_write": "selective"}
     assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "rate"),
+    [("s3_fifo", {}, 0.0588), ("segmented_lru", {"protected_share": 0.2}, 0.0516)],
+)
+def test_cells_of_the_table_in_the_docs(policy, options, rate):
+    trace = shared_file(TRACE)
+    replayer = Replayer(block_size=512, num_blocks=1001, eviction=policy, eviction_options=options)
+    assert round(replayer.run(read_mooncake(trace)).token_hit_rate, 4) == rate

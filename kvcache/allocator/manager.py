@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +12,15 @@ from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.allocator.options import (
+    checked_int,
+    checked_page_bytes,
+    checked_retention,
+    checked_seconds,
+    checked_session,
+    eviction_of,
+    host_write_of,
+)
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
@@ -25,12 +33,6 @@ _ALL = 2**31 - 1  # tokens: as many as the request has
 core.set_empty_sections(NO_IDS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
-
-_HOST_WRITES = {
-    "back": core.HostWrite.BACK,
-    "through": core.HostWrite.THROUGH,
-    "selective": core.HostWrite.SELECTIVE,
-}
 
 
 def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
@@ -191,10 +193,6 @@ class KVCacheManager:
         num_hits_to_write: int = 2,
         page_bytes: int = 0,
     ) -> None:
-        if host_write not in _HOST_WRITES:
-            raise ValueError(
-                f"host_write is {host_write!r}: expected one of {', '.join(_HOST_WRITES)}"
-            )
         cp = context_parallel or ContextParallel()
         self.groups = tuple(groups)
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
@@ -213,18 +211,18 @@ class KVCacheManager:
             enable_events=enable_events,
             track_residency=track_residency,
             stats_window=stats_window,
-            eviction=core.Eviction(eviction, dict(eviction_options or {})),
+            eviction=eviction_of(eviction, eviction_options, "eviction"),
             num_host_blocks=num_host_blocks,
-            host_eviction=core.Eviction(host_eviction, dict(host_eviction_options or {})),
-            host_write=_HOST_WRITES[host_write],
-            num_hits_to_write=num_hits_to_write,
+            host_eviction=eviction_of(host_eviction, host_eviction_options, "host_eviction"),
+            host_write=host_write_of(host_write),
+            num_hits_to_write=checked_int(num_hits_to_write, "num_hits_to_write", least=1),
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
         if num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
         self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
-        self.page_bytes = _checked_size(page_bytes, "page_bytes")
+        self.page_bytes = checked_page_bytes(page_bytes)
         self.max_model_len = int(max_model_len)
         self.enable_caching = enable_caching
         self._chain_key = (self._native.hash_block_size, first_parent(hash_seed, "hash_seed"))
@@ -276,10 +274,12 @@ class KVCacheManager:
         return events_of(self._native.drain_events(), self.block_sizes)
 
     def set_now(self, seconds: float) -> None:
-        """Sets the clock of residency times, for replays; without it, the system's is read."""
-        if not 0 <= seconds < 2**50:
-            raise ValueError(f"seconds is {seconds!r}: expected 0 or more, and a finite number")
-        self._native.set_now(int(seconds * 1000))
+        """Sets the clock of residency times and of priorities that end, for replays.
+
+        Without it the system's is read, counted from when the manager was made. It does not go back:
+        ValueError.
+        """
+        self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
 
     def block_hashes(self, request: Request) -> np.ndarray:
         """uint8[n, 32] of the request's full hash blocks, computed now where they are not yet."""
@@ -414,7 +414,7 @@ class KVCacheManager:
 
     def access(self, request: Request, now: float) -> None:
         """Tells the eviction policy that the request's blocks are used now, by the caller's clock."""
-        self._native.access(self.row(request), now)
+        self._native.access(self.row(request), checked_seconds(now, "now"))
 
     def pin(self, session: str, request: Request) -> int:
         """Pins, for a session, what the device's cache has of the request; returns how many blocks.
@@ -422,11 +422,11 @@ class KVCacheManager:
         Whatever the session had pinned before is not any more. A pin is a wish: a pinned block is
         evicted when no other cached block is left; `stats.num_pins_broken` says how often.
         """
-        return self._native.pin(session, self._chain(request))
+        return self._native.pin(checked_session(session), self._chain(request))
 
-    def unpin(self, session: str) -> None:
-        """Ends the pins of a session; one that pins nothing is a no-op."""
-        self._native.unpin(session)
+    def unpin(self, session: str) -> int:
+        """Ends the pins of a session; returns how many of its blocks were evicted all the same."""
+        return self._native.unpin(checked_session(session))
 
     def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
@@ -503,8 +503,13 @@ class KVCacheManager:
         if row is None:
             self._native.check_caller()
             return
-        if turn or request_class != -1 or len(retention):
-            self._native.free(row, turn, request_class, _checked_retention(retention))
+        if turn != 0 or request_class != -1 or retention != ():
+            self._native.free(
+                row,
+                checked_int(turn, "turn"),
+                checked_int(request_class, "request_class", least=-1),
+                checked_retention(retention),
+            )
         else:
             self._native.free(row)
         del self._rows[request.request_id]
@@ -606,34 +611,3 @@ def _id_of(request: Request) -> str:
         return request.request_id
     except AttributeError:
         raise TypeError(f"request is {request!r}: expected a Request") from None
-
-
-def _checked_size(value: int, name: str) -> int:
-    try:
-        size = index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}: expected an integer") from None
-    if size < 0:
-        raise ValueError(f"{name} is {size}: expected 0 or more")
-    return size
-
-
-def _checked_retention(retention: Sequence) -> list[tuple[int, int, int, int]]:
-    checked = []
-    for i, each in enumerate(retention):
-        try:
-            first, stop, priority, seconds = each
-            ms = -1 if seconds is None else int(seconds * 1000)
-            ranges = (index(first), index(stop), index(priority), ms)
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(
-                f"retention[{i}] is {each!r}: expected (first token, stop, priority, seconds or None)"
-            ) from None
-        if not 0 <= ranges[0] <= ranges[1] <= _ALL or not 0 <= ranges[2] <= 100:
-            raise ValueError(
-                f"retention[{i}] is {each!r}: expected 0 <= first <= stop, and a priority of 0 to 100"
-            )
-        if seconds is not None and seconds < 0:
-            raise ValueError(f"retention[{i}] is {each!r}: expected 0 seconds or more, or None")
-        checked.append(ranges)
-    return checked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum
 from typing import NoReturn
 
@@ -31,18 +30,6 @@ def checked_window(sliding_window: int | None) -> int | None:
             "no cache"
         )
     return window
-
-
-def checked_eviction(eviction: str, eviction_options: Mapping[str, float] | None) -> core.Eviction:
-    """A policy's name and options; the native side knows which there are."""
-    if not isinstance(eviction, str):
-        raise TypeError(f"eviction is {eviction!r}: expected a name of eviction_names()")
-    try:
-        return core.Eviction(eviction, dict(eviction_options or {}))
-    except TypeError:
-        raise TypeError(
-            f"eviction_options is {eviction_options!r}: expected numbers under their names, or None"
-        ) from None
 
 
 def check_one_prompt(

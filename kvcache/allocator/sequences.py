@@ -9,6 +9,7 @@ from kvcache._native import core
 from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.manager import watermark_blocks
+from kvcache.allocator.options import eviction_of
 from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequence_allocated import AllocatedSequence
 from kvcache.allocator.sequence_caching import SequenceCaching
@@ -16,7 +17,6 @@ from kvcache.allocator.sequence_checks import (
     check_one_prompt,
     check_tier,
     checked_encoder_length,
-    checked_eviction,
     checked_flag,
     checked_window,
     fail_shorter,
@@ -112,7 +112,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     ) -> None:
         window = checked_window(sliding_window)
         caching = checked_flag(enable_caching, "enable_caching")
-        policy = checked_eviction(eviction, eviction_options)
+        policy = eviction_of(eviction, eviction_options, "eviction")
         num_host_blocks = checked_count(num_cpu_blocks, "num_cpu_blocks")
         kind = (
             make_kind("full_attention", {})
