@@ -356,7 +356,7 @@ void bind_manager(py::module_& m) {
       .def(py::init<>())
       .def(py::init([](const std::string& policy, const std::map<std::string, double>& options) {
              make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
-             return Eviction{policy, options};
+             return Eviction{policy, options, /*make=*/{}};
            }),
            py::arg("policy"), py::arg("options"));
   py::enum_<HostWrite>(m, "HostWrite")

@@ -633,7 +633,7 @@ TEST(a_policy_is_told_what_requests_do) {
   step_new(&manager, {{second.chain, 100}});
   told({"hit 1 2"});
   manager.access(0, 11.5);
-  told({"access 3 2 1"});
+  told({"access 4 2 1"});
   const Request child = make_request(9);
   CHECK(manager.fork(0, child.chain).status == Status::kServed);
   told({});  // a fork is no hit
@@ -642,13 +642,13 @@ TEST(a_policy_is_told_what_requests_do) {
   leave.swap_out_rows = &row;
   leave.num_swap_out_rows = 1;
   manager.step(leave);
-  told({"release 3 2 1",
+  told({"release 4 2 1",
         "  tokens 12 8 4, turn 0, prefix 9, new 0, output 0, class -1, time 2 7, of 4, retention 0"
         ", swapped"});
   manager.free(1);  // from the host: no block of the device goes
   told({});
   manager.free(0);
-  told({"release 3 2 1",
+  told({"release 4 2 1",
         "  tokens 12 8 4, turn 0, prefix 8, new 1, output 0, class -1, time 3 7, of 4, retention "
         "0"});
   manager.report(3, /*completed=*/true, {}, {});

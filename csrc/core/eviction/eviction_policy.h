@@ -28,9 +28,9 @@ struct ReleaseFeatures {
   int64_t logical_time = 0;      // number of releases so far
   int64_t wall_ms = 0;           // a clock of the caller's
   int64_t tokens_per_block = 1;  // blocks begin at its multiples
-  bool is_swapped_out = false;   // the request goes on later, from copies on the host
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
+  bool is_swapped_out = false;  // the request goes on later, from copies on the host
 };
 
 // Not told about a block that is not of the pool. What it was told of a block holds until the block
