@@ -285,6 +285,10 @@ def test_the_table_has_a_section_of_the_host(capsys):
         (["--host-write", "back"], "--host-write is 'back': expected only with --host-blocks"),
         (["--host-eviction", "lru"], "--host-eviction is 'lru': expected only with --host-blocks"),
         (
+            ["--host-blocks", "9", "--host-eviction", "priority"],
+            "--host-eviction is 'priority': expected one of lru, s3_fifo, segmented_lru",
+        ),
+        (
             ["--host-blocks", "9", "--host-eviction", "lru:x=1"],
             "--host-eviction is 'lru:x=1': option 'x' is 1: expected no options",
         ),

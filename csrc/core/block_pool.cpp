@@ -382,12 +382,6 @@ void BlockPool::track_residency() {
   if (!residency_) residency_ = std::make_unique<Residency>(num_blocks_);
 }
 
-int64_t BlockPool::count_free(const BlockId* ids, int64_t n) const {
-  int64_t num_free = 0;
-  for (int64_t i = 0; i < n; ++i) num_free += blocks_[ids[i]].ref_count == 0;
-  return num_free;
-}
-
 void BlockPool::check_invariants() const {
   const auto require = [](bool ok, const char* what, int64_t id) {
     if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");

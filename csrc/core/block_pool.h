@@ -220,9 +220,6 @@ class BlockPool {
   // The same while blocks are held: they stay so, and are not cached any more. O(1).
   void clear();
 
-  // Of these ids, how many are free (so that a retain would take them out of `num_free`).
-  int64_t count_free(const BlockId* ids, int64_t n) const;
-
   // One pin more, or less, for each of these cached blocks; an id may repeat. Pinned blocks are
   // evicted only when no other cached block is free. A pin ends with its block's hash. Throws on a
   // block that is not cached, or not pinned as often, with nothing changed.

@@ -175,7 +175,6 @@ class Manager {
   // calls from now on. Throws where it would go back. Without it, each call that may publish,
   // release or evict asks the system's steady clock, since when the manager was made.
   void set_now(int64_t ms);
-  int64_t now_ms() const { return now_ms_; }
 
   const std::vector<Hash>& hashes(TokenChain& chain);
 

@@ -160,7 +160,8 @@ def _policies(args: argparse.Namespace) -> dict:
             if name is None:
                 told |= policies.parse_host_write(value)
             else:
-                told[name], told[f"{name}_options"] = policies.parse_eviction(value)
+                names = policies.HOST_POLICIES if name == "host_eviction" else None
+                told[name], told[f"{name}_options"] = policies.parse_eviction(value, names)
         except ValueError as error:
             raise UsageError(f"{option} is {error}") from None
     return told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvcache._native import core
 from kvcache.allocator import eviction_names
 from kvcache.replay.written import parted, shown
@@ -10,8 +12,11 @@ _HOST_WRITES = ("back", "through", "selective")
 _MOST = 2**31 - 1  # hits
 
 
-def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
-    """Name and options of a policy from `name[:option=value]...`.
+HOST_POLICIES = ("lru", "s3_fifo", "segmented_lru")  # the host is told of nothing that others need
+
+
+def parse_eviction(text: str, names: Sequence[str] | None = None) -> tuple[str, dict[str, float]]:
+    """Name and options of a policy, one of `names` (None: all), from `name[:option=value]...`.
 
     ValueError, which names what is wrong and what was expected.
 
@@ -19,8 +24,9 @@ def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
     ('s3_fifo', {'small_share': 0.2})
     """
     name, written = parted(text)
-    if name not in eviction_names():
-        raise ValueError(f"{shown(text)}: expected one of {', '.join(eviction_names())}")
+    names = names or eviction_names()
+    if name not in names:
+        raise ValueError(f"{shown(text)}: expected one of {', '.join(names)}")
     options = {option: _number(option, value, text) for option, value in written.items()}
     try:
         core.Eviction(name, options)
