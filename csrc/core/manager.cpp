@@ -304,6 +304,7 @@ void Manager::forget_dead_sessions() {
 
 void Manager::evict(const BlockId* ids, int64_t n) {
   const Call call(this);
+  has_forgotten_ = true;
   pool_.evict(ids, n);
 }
 
@@ -500,6 +501,7 @@ bool Manager::reset_prefix_cache() {
 }
 
 void Manager::clear_cache() {
+  has_forgotten_ |= num_rows_ > 0;
   pool_.clear();
   if (host_ != nullptr) host_->clear();
   for (BlockId id : pending_writes_) is_pending_[static_cast<size_t>(id)] = false;

@@ -580,6 +580,7 @@ class Manager {
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   std::vector<int32_t> clear_rows_;  // freed since the last step
   std::vector<int32_t> resend_;      // whose tables the next delta tells anew
+  bool has_forgotten_ = false;       // ever, what blocks hold that rows hold
   int64_t num_rows_ = 0;             // in use
   int64_t num_admissions_ = 0;
   int64_t num_releases_ = 0;

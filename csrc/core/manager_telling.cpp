@@ -75,7 +75,11 @@ void Manager::note_left(int32_t row) {
     const Held& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
     const int64_t size = num_written(row, group);
-    for (int64_t b = each.num_dropped; b < size; ++b) {
+    // What was published is found, unless something of this happened.
+    const bool may_be_lost = has_forgotten_ || host_ != nullptr || rows_[row].has_forked;
+    const int64_t first =
+        may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
+    for (int64_t b = first; b < size; ++b) {
       const BlockId id = each.blocks[static_cast<size_t>(b)];
       if (pool_.hash_of(id) == nullptr) note_dropped(row, group, b, id);
     }

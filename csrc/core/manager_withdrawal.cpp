@@ -39,6 +39,7 @@ Recompute Manager::withdraw_ids(const std::vector<BlockId>& ids,
 // run through the content of a bad block are affected whether they hold that very block or not:
 // they may have dropped it, copied it, or hit what was computed from it.
 Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
+  has_forgotten_ = true;
   while (spread(&bad, &limits, by_hash)) {
   }
   std::vector<BlockId> all;
