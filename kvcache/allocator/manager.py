@@ -13,7 +13,6 @@ from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.options import (
-    checked_int,
     checked_page_bytes,
     checked_retention,
     checked_seconds,
@@ -22,7 +21,7 @@ from kvcache.allocator.options import (
     host_write_of,
 )
 from kvcache.allocator.pool_view import PoolView
-from kvcache.allocator.request import Request
+from kvcache.allocator.request import Request, checked_count
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
 from kvcache.events import CacheEvent
 from kvcache.plan import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
@@ -215,7 +214,7 @@ class KVCacheManager:
             num_host_blocks=num_host_blocks,
             host_eviction=eviction_of(host_eviction, host_eviction_options, "host_eviction"),
             host_write=host_write_of(host_write),
-            num_hits_to_write=checked_int(num_hits_to_write, "num_hits_to_write", least=1),
+            num_hits_to_write=checked_count(num_hits_to_write, "num_hits_to_write", least=1),
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
@@ -506,8 +505,8 @@ class KVCacheManager:
         if turn != 0 or request_class != -1 or retention != ():
             self._native.free(
                 row,
-                checked_int(turn, "turn"),
-                checked_int(request_class, "request_class", least=-1),
+                checked_count(turn, "turn"),
+                checked_count(request_class, "request_class", least=-1),
                 checked_retention(retention),
             )
         else:

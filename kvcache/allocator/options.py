@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from operator import index
 
 from kvcache._native import core
+from kvcache.allocator.request import checked_count
 
-_MAX = 2**31 - 1
 _MOST_BYTES = 2**62
-_HOST_WRITES = {
+HOST_WRITES = {
     "back": core.HostWrite.BACK,
     "through": core.HostWrite.THROUGH,
     "selective": core.HostWrite.SELECTIVE,
@@ -32,25 +31,14 @@ def eviction_of(policy: str, options: Mapping[str, float] | None, name: str) -> 
 
 def host_write_of(host_write: str) -> core.HostWrite:
     """When cached blocks are written to the host."""
-    if not isinstance(host_write, str) or host_write not in _HOST_WRITES:
-        raise ValueError(f"host_write is {host_write!r}: expected one of {', '.join(_HOST_WRITES)}")
-    return _HOST_WRITES[host_write]
-
-
-def checked_int(value: int, name: str, least: int = 0, most: int = _MAX) -> int:
-    """An integer in bounds; TypeError or ValueError that names it."""
-    try:
-        number = index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}: expected an integer") from None
-    if not least <= number <= most:
-        raise ValueError(f"{name} is {number}: expected {least} to {most}")
-    return number
+    if not isinstance(host_write, str) or host_write not in HOST_WRITES:
+        raise ValueError(f"host_write is {host_write!r}: expected one of {', '.join(HOST_WRITES)}")
+    return HOST_WRITES[host_write]
 
 
 def checked_page_bytes(value: int) -> int:
     """Bytes of a page; 0 for not known."""
-    return checked_int(value, "page_bytes", most=_MOST_BYTES)
+    return checked_count(value, "page_bytes", most=_MOST_BYTES)
 
 
 def checked_session(session: str) -> str:
@@ -83,9 +71,9 @@ def _checked_range(name: str, value: object) -> tuple[int, int, int, int]:
         raise TypeError(
             f"{name} is {value!r}: expected (first token, stop, priority, seconds or None)"
         )
-    first = checked_int(value[0], f"{name}: first token")
-    stop = checked_int(value[1], f"{name}: stop", least=first)
-    priority = checked_int(value[2], f"{name}: priority", most=100)
+    first = checked_count(value[0], f"{name}: first token")
+    stop = checked_count(value[1], f"{name}: stop", least=first)
+    priority = checked_count(value[2], f"{name}: priority", most=100)
     if value[3] is None:
         return first, stop, priority, -1
     return first, stop, priority, int(checked_seconds(value[3], f"{name}: seconds") * 1000)

@@ -149,14 +149,14 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def checked_count(value: int, name: str) -> int:
-    """`value` as an int of 0 to 2**31 - 1."""
+def checked_count(value: int, name: str, least: int = 0, most: int = _MAX) -> int:
+    """`value` as an int in bounds; TypeError or ValueError that names it."""
     try:
         count = index(value)
     except TypeError:
         raise TypeError(f"{name} is {value!r}: expected an integer") from None
-    if not 0 <= count <= _MAX:
-        raise ValueError(f"{name} is {count}: expected 0 to {_MAX}")
+    if not least <= count <= most:
+        raise ValueError(f"{name} is {count}: expected {least} to {most}")
     return count
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from kvcache._native import core
 from kvcache.allocator import eviction_names
+from kvcache.allocator.options import HOST_WRITES
 from kvcache.replay.written import parted, shown
 
-_HOST_WRITES = ("back", "through", "selective")
 _MOST = 2**31 - 1  # hits
 
 
@@ -43,7 +43,7 @@ def parse_host_write(text: str) -> dict[str, str | int]:
     {'host_write': 'selective', 'num_hits_to_write': 3}
     """
     mode, colon, count = text.partition(":")
-    if mode not in _HOST_WRITES or (colon and mode != "selective"):
+    if mode not in HOST_WRITES or (colon and mode != "selective"):
         raise ValueError(f"{shown(text)}: expected back, through, selective or selective:N")
     if not colon:
         return {"host_write": mode}
