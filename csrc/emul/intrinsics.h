@@ -12,6 +12,16 @@ inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __ffsll(long long v) { return __builtin_ffsll(v); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(unsigned(v)); }
 
+// Loads and stores with cache hints, for the types CUDA has them for and the project uses.
+template <class T>
+T __ldcs(const T* address) {
+  return *address;
+}
+template <class T>
+void __stcs(T* address, T value) {
+  *address = value;
+}
+
 // Not templates: these must win over std::min and std::max where a file says `using namespace std`.
 #define KV_EMUL_MIN_MAX(T)                                   \
   constexpr inline T min(T a, T b) { return b < a ? b : a; } \

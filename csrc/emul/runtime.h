@@ -9,7 +9,11 @@ using cudaStream_t = void*;
 
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost = 2 };
+enum cudaMemcpyKind {
+  cudaMemcpyHostToDevice = 1,
+  cudaMemcpyDeviceToHost = 2,
+  cudaMemcpyDefault = 4,
+};
 
 inline const char* cudaGetErrorString(cudaError_t error) {
   return error == cudaSuccess ? "no error" : "out of memory";
@@ -41,3 +45,15 @@ inline cudaError_t cudaMemsetAsync(void* dst, int value, size_t bytes, cudaStrea
 }
 
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// All memory counts as pinned: a kernel can reach it.
+enum cudaMemoryType { cudaMemoryTypeHost = 1 };
+struct cudaPointerAttributes {
+  cudaMemoryType type;
+};
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
+  attributes->type = cudaMemoryTypeHost;
+  return cudaSuccess;
+}

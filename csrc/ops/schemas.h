@@ -20,6 +20,9 @@ void define_schemas(Library& m) {
   m.def(
       "gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) key, "
       "Tensor(b!) value) -> ()");
+  m.def(
+      "copy_blocks(Tensor? src, Tensor(a!) dst, Tensor regions, Tensor pairs, int num_src_blocks, "
+      "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0) -> ()");
 }
 
 }  // namespace kvcache
