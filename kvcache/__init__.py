@@ -32,6 +32,8 @@ _HOME = {
     "BlockTable": "kvcache.worker",
     "KVStorage": "kvcache.worker",
     "MultiGroupBlockTable": "kvcache.worker",
+    "Pages": "kvcache.worker",
+    "SwapEngine": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
 _MODULES = ("ops", "worker", "allocator", "replay", "plan", "events")

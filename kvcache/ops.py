@@ -18,6 +18,9 @@ from kvcache import _native
 _native.load_ops()
 _ops = torch.ops.kvcache
 
+# Engines of `copy_blocks` between a device and the host.
+KERNEL, COPY_ENGINE = 0, 1
+
 
 def slot_mapping(
     tables: torch.Tensor,
@@ -111,6 +114,45 @@ def gather_kv(
     _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value)
 
 
+def copy_blocks(
+    src: torch.Tensor | None,
+    dst: torch.Tensor,
+    regions: torch.Tensor,
+    pairs: torch.Tensor,
+    num_src_blocks: int,
+    num_dst_blocks: int,
+    engine: int = KERNEL,
+    pages_per_run: int = 0,
+    num_thread_blocks: int = 0,
+) -> None:
+    """Copies whole pages over all layers, between or within devices and the host; clears pages.
+
+    src, dst: the memories that regions count from; src None: both sides lie in dst. regions:
+    int64[r, 5] on the CPU, in bytes: offset of page 0 and distance of pages in src, the same in dst,
+    bytes of a fragment. Usually made by `worker.pages.Route`; it is trusted like pointers. For
+    tensors of an engine's own, offsets may lead outside src and dst (other layers): such calls stay
+    outside `torch.compile`. pairs: int32[n, 2], source and destination page, source -1 clears the
+    destination; on the CPU (checked: pages out of range, one written twice, one both read and
+    written), or on the device. num_src_blocks, num_dst_blocks: pages on either side.
+
+    Between a device and the host, `engine` KERNEL reads and writes pinned host memory from the
+    device with `num_thread_blocks` thread blocks (0: a few), COPY_ENGINE merges neighbouring pages and
+    hands the pieces over, many per call; pages_per_run: pages of the host that were pinned in one
+    piece (0: all). On the CPU both are copies by several threads.
+    """
+    _ops.copy_blocks(
+        src,
+        dst,
+        regions,
+        pairs,
+        num_src_blocks,
+        num_dst_blocks,
+        engine,
+        pages_per_run,
+        num_thread_blocks,
+    )
+
+
 def _fake(*args: object) -> None:
     """The ops return nothing and only mutate: a fake one just looks that they share a device."""
     tensors = [
@@ -136,3 +178,10 @@ for _name in (
     "gather_kv",
 ):
     torch.library.register_fake(f"kvcache::{_name}", _fake)
+
+
+def _fake_copy_blocks(*args: object) -> None:
+    """Memories may lie on different devices."""
+
+
+torch.library.register_fake("kvcache::copy_blocks", _fake_copy_blocks)

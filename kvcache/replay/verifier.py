@@ -23,7 +23,7 @@ from kvcache.replay.running import Span
 from kvcache.replay.verified_group import Found, StateGroup, TokenGroup, VerifiedGroup
 from kvcache.specs import GroupSpec
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Worker
-from kvcache.worker.storage import allocate_pages
+from kvcache.worker.pages import Pages
 
 _ELEMENT_BYTES = 4  # int32
 
@@ -71,11 +71,11 @@ class KVVerifier:
         host_bytes = num_layers * num_host_blocks * page_bytes
         on_host = torch.device(device).type == "cpu"
         _check_memory(device_bytes + host_bytes if on_host else device_bytes, device)
-        pages = allocate_pages(num_blocks, page_bytes, num_layers=num_layers, device=device)
+        pages = Pages.allocate(num_blocks, [[page_bytes]] * num_layers, device=device)
         self._host = None
         if num_host_blocks:
             _check_memory(host_bytes, "cpu")
-            self._host = allocate_pages(num_host_blocks, page_bytes, num_layers=num_layers)
+            self._host = pages.on_host(num_host_blocks)
         shapes = [
             (spec.block_size, num_kv_heads, head_size) if slots else (1, 1, page_features)
             for spec, slots in zip(specs, self._has_slots)

@@ -1,9 +1,22 @@
 """The data plane: tables, storage and the moving of bytes. Needs torch."""
 
-from kvcache.worker.apply import Worker
+from kvcache.worker.apply import StepTransfer, Worker
 from kvcache.worker.block_table import BlockTable
 from kvcache.worker.buffer import HostDeviceBuffer
 from kvcache.worker.multi_group import MultiGroupBlockTable
+from kvcache.worker.pages import Pages
 from kvcache.worker.storage import KVStorage
+from kvcache.worker.swap import SwapEngine, SwapError, SwapJob
 
-__all__ = ["BlockTable", "HostDeviceBuffer", "KVStorage", "MultiGroupBlockTable", "Worker"]
+__all__ = [
+    "BlockTable",
+    "HostDeviceBuffer",
+    "KVStorage",
+    "MultiGroupBlockTable",
+    "Pages",
+    "StepTransfer",
+    "SwapEngine",
+    "SwapError",
+    "SwapJob",
+    "Worker",
+]

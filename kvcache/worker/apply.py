@@ -4,32 +4,83 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 
 from kvcache.plan import PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.block_table import BlockTable
 from kvcache.worker.multi_group import MultiGroupBlockTable
-from kvcache.worker.storage import KVStorage, check_page_moves, move_pages
+from kvcache.worker.page_checks import check_page_moves
+from kvcache.worker.pages import Pages, Route
+from kvcache.worker.storage import KVStorage
+from kvcache.worker.swap import SwapEngine, SwapError, SwapJob
+
+
+class StepTransfer:
+    """A step whose plan has been started: its swaps may still be under way."""
+
+    def __init__(self, step_id: int, engine: SwapEngine | None) -> None:
+        self.step_id = step_id
+        self.errors: list[SwapError] = []  # known when the report is
+        self._engine = engine
+        self._out: SwapJob | None = None
+        self._in: SwapJob | None = None
+
+    def poll(self) -> StepReport | None:
+        """The report, once all bytes have moved; None before. Pages of failed swaps stand in it."""
+        jobs = [job for job in (self._out, self._in) if job is not None]
+        if not all(job.poll() for job in jobs):
+            return None
+        self.errors = [job.error for job in jobs if job.error is not None]
+        return StepReport(
+            self.step_id,
+            completed=True,
+            failed_pages=_failed(self._in),
+            failed_host_pages=_failed(self._out),
+        )
+
+    def wait(self, timeout_s: float | None = None) -> StepReport:
+        """The report, when all bytes have moved. TimeoutError where that takes longer."""
+        for job in (self._out, self._in):
+            try:
+                if job is not None:
+                    job.wait(timeout_s)
+            except SwapError:  # stands in the report
+                pass
+        return self.poll()
+
+    def wait_layer(self, layer: int) -> None:
+        """The calling stream waits until this layer of what the plan swapped in has arrived.
+
+        For workers with `layers_per_event`, before each layer of the step; of others, `start` has made
+        the stream wait for all layers.
+        """
+        if self._in is not None:
+            self._engine.before_read(self._in, layer)
 
 
 class Worker:
-    """Storage and block tables of one device; `apply` brings them to what a plan says.
+    """Storage and block tables of one device; brings them to what a plan says.
 
     `tables`: a `MultiGroupBlockTable`, its groups in the manager's order, or one group's `BlockTable`.
     `storage`: one that serves all groups, or one per group, all over the same pages
     (`KVStorage.over`). Block sizes of storage and table must agree, except where a group has no slots
-    (recurrent state). `host`: the pages of the manager's host tier, if it has one: per layer one tensor
-    of the shape of the storage's (`KVStorage.pages`) but for the number of pages, in host memory.
+    (recurrent state). `host`: the pages of the manager's host tier, if it has one (`Pages.on_host`);
+    `swap_options`: what `SwapEngine` takes.
 
     >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
-    >>> worker = Worker(storage, BlockTable(16, 4, 8, 64, False, "cpu", 16))
+    >>> host = storage.pages.on_host(num_blocks=33)
+    >>> worker = Worker(storage, BlockTable(16, 4, 8, 64, False, "cpu", 16), host)
     """
+
+    # Of application. What is swapped out is read before anything is written.
+    ORDER = ("swap_out", "copy", "zero", "swap_in", "tables")
 
     def __init__(
         self,
         storage: KVStorage | Sequence[KVStorage],
         tables: BlockTable | MultiGroupBlockTable,
-        host: Sequence[torch.Tensor] | None = None,
+        host: Pages | None = None,
+        **swap_options: object,
     ) -> None:
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
         shared = isinstance(storage, KVStorage)
@@ -38,49 +89,80 @@ class Worker:
             raise ValueError(
                 f"storage has {len(self.storages)} entries: expected {len(groups)}, one per group"
             )
+        self.pages = self.storages[0].pages
         for g, (each, table) in enumerate(zip(self.storages, groups)):
             _check_fits(g, each, table)
-        # Groups with fewer layers see part of the pages; this one sees whole ones.
-        self.storage = max(self.storages, key=lambda each: each.num_layers)
-        for g, each in enumerate(self.storages):
-            _check_same_pages(g, each, self.storage)
-        if host is not None:
-            _check_host(host, self.storage)
-        self.host = host
+            if each.pages is not self.pages:
+                raise ValueError(
+                    f"storage of group {g} is not over the pages of the other groups: "
+                    "expected KVStorage.over of the same ones"
+                )
         self.tables = tables
+        self.host = host
+        self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
+        self._waits_by_layer = bool(swap_options.get("layers_per_event"))
+        self._within = Route(self.pages, self.pages)
 
     def apply(self, plan: StepPlan) -> StepReport:
-        """Swaps pages out, copies and clears pages, swaps in, updates and uploads the tables.
+        """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
 
         A plan that does not fit raises, and changes nothing.
         """
+        return self.start(plan).wait()
+
+    def start(self, plan: StepPlan) -> StepTransfer:
+        """As `apply`, but does not wait: whatever is launched next on the calling stream finds pages
+        and tables as the plan says, while swaps may go on beside it."""
         if plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
-        swaps = len(plan.swap_out) > 0 or len(plan.swap_in) > 0
-        if swaps and self.host is None:
-            section = "swap_out" if len(plan.swap_out) else "swap_in"
-            raise ValueError(f"plan has {section}: expected a worker that was given host pages")
-        moves_pages = swaps or len(plan.copy) > 0 or len(plan.zero) > 0
-        if moves_pages:
+        for name in ("swap_out", "swap_in"):
+            if len(getattr(plan, name)) and self.engine is None:
+                raise ValueError(f"plan has {name}: expected a worker that was given host pages")
+        if any(len(x) for x in (plan.swap_out, plan.copy, plan.zero, plan.swap_in)):
             check_page_moves(
-                plan.copy,
-                plan.zero,
-                self.storage.num_blocks,
-                plan.swap_out,
-                plan.swap_in,
-                len(self.host[0]) if swaps else 0,
+                plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
             )
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
-        self.tables.apply(plan, self.storage.num_blocks)
-        if moves_pages:
-            if swaps:
-                move_pages(self.storage.pages, self.host, plan.swap_out)
-            self.storage.copy_pages(plan.copy)
-            self.storage.zero_pages(plan.zero)
-            if swaps:
-                move_pages(self.host, self.storage.pages, plan.swap_in)
+        self.tables.apply(plan, self.pages.num_blocks)
+        transfer = StepTransfer(plan.step_id, self.engine)
+        if self.engine is not None:
+            self.engine.settle()
+        for section in self.ORDER:
+            getattr(self, f"_{section}")(plan, transfer)
+        return transfer
+
+    def _swap_out(self, plan: StepPlan, transfer: StepTransfer) -> None:
+        if self.engine is None:
+            return
+        if len(plan.swap_out):
+            transfer._out = self.engine.swap_out(plan.swap_out)
+        # Whatever the step writes, here or by computing, lies in pages that it takes.
+        replaced = [each[:, 2] for each in plan.replace]
+        taken = [*plan.append_ids, *replaced, plan.copy[:, 1], plan.zero]
+        self.engine.before_write(np.concatenate(taken))
+
+    def _copy(self, plan: StepPlan, transfer: StepTransfer) -> None:
+        if len(plan.copy):
+            self._within.copy(plan.copy)
+
+    def _zero(self, plan: StepPlan, transfer: StepTransfer) -> None:
+        if len(plan.zero):
+            self._within.zero(plan.zero)
+
+    def _swap_in(self, plan: StepPlan, transfer: StepTransfer) -> None:
+        if len(plan.swap_in) == 0:
+            return
+        transfer._in = self.engine.swap_in(plan.swap_in)
+        if not self._waits_by_layer:
+            self.engine.before_read(transfer._in)
+
+    def _tables(self, plan: StepPlan, transfer: StepTransfer) -> None:
         self.tables.commit_updates()
-        return StepReport(plan.step_id, completed=True)
+
+
+def _failed(job: SwapJob | None) -> list[int]:
+    """Destination pages of a job that failed."""
+    return [] if job is None or job.error is None else job.pairs[:, 1].tolist()
 
 
 def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:
@@ -89,28 +171,3 @@ def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:
             f"storage has block_size {storage.block_size}, group {group} {table.block_size}: "
             "expected the same"
         )
-
-
-def _check_host(host: Sequence[torch.Tensor], storage: KVStorage) -> None:
-    if len(host) != storage.num_layers:
-        raise ValueError(f"host has {len(host)} layers: expected {storage.num_layers}")
-    for layer, (mine, theirs) in enumerate(zip(host, storage.pages)):
-        if mine.shape[1:] != theirs.shape[1:] or mine.dtype != theirs.dtype:
-            raise ValueError(
-                f"host[{layer}] has pages of {mine.dtype}{list(mine.shape[1:])}: "
-                f"expected {theirs.dtype}{list(theirs.shape[1:])}, as the storage"
-            )
-        if len(mine) != len(host[0]) or mine.device.type != "cpu":
-            raise ValueError(
-                f"host[{layer}] has {len(mine)} pages on {mine.device}: "
-                f"expected {len(host[0])} on cpu, in each layer"
-            )
-
-
-def _check_same_pages(group: int, storage: KVStorage, whole: KVStorage) -> None:
-    for mine, theirs in zip(storage.pages, whole.pages):
-        if (mine.data_ptr(), mine.shape) != (theirs.data_ptr(), theirs.shape):
-            raise ValueError(
-                f"storage of group {group} is not over the pages of the other groups: "
-                "expected KVStorage.over of the same ones"
-            )

@@ -1,31 +1,44 @@
-"""KV storage: the tensors that the pages of a pool live in."""
+"""KV storage: the tensors that attention kernels see over the pages of a pool."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.plan import NO_IDS, NO_PAIRS
+from kvcache.worker.pages import Pages, Tensors
 
 LAYOUTS = ("NHD", "HND")
 
 
 class KVStorage:
-    """K and V of all layers: per layer one tensor [2, num_blocks, block_size, heads, head_size].
+    """K and V of all layers in pages, as attention kernels see them: views, never copies.
 
     `layout` is the order in memory of tokens (N), heads (H) and head elements (D) within a block; the
-    shape seen is the same for both, strides tell them apart. Memory is not initialised, except block
-    0, the null block, which is zero: padded and slid-out table entries read it.
+    shape seen is the same for both, strides tell them apart. `kv_caches[layer]` is what a kernel
+    takes, by where K and V lie:
 
-    The constructor allocates; `over` is how one of several groups sees memory that they share. `pages`
-    is the memory by page: per layer a tensor whose first dimension is the block.
+    - apart (FlashAttention): [2, num_blocks, block_size, num_kv_heads, head_size];
+    - `blocks_first` (FlashInfer, Triton): [num_blocks, 2, block_size, num_kv_heads, head_size];
+    - `block_major`: the same shape, but all layers of a page lie together: one piece per swap;
+    - `mla`: [num_blocks, block_size, head_size + v_head_size], K (the latent) and V (its rotary part,
+      maybe none) of a token side by side; one head;
+    - K and V of unequal head size: the pair (K, V), each [num_blocks, ...].
+
+    `scale_bytes_per_token` > 0 gives every token room for scales of one's own quantisation
+    (`scale_cache`), which moves with its page. Scales of a layer (fp8): `set_scales`.
+
+    Memory is not initialised, except block 0, the null block, which is zero: padded and slid-out table
+    entries read it. `over` is how one of several groups sees pages that they share, `from_tensors`
+    takes an engine's own. `pages` is the memory by page.
 
     >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
     >>> storage.key_cache(0).shape, storage.key_cache(0).stride()
     (torch.Size([4, 16, 2, 8]), (256, 8, 128, 1))
+    >>> packed = KVStorage(4, 16, 2, 8, num_layers=3, block_major=True)
+    >>> packed.kv_caches[1].shape, packed.kv_caches[1].stride()
+    (torch.Size([4, 2, 16, 2, 8]), (1536, 256, 16, 8, 1))
     """
 
     def __init__(
@@ -35,46 +48,119 @@ class KVStorage:
         num_kv_heads: int,
         head_size: int,
         *,
+        v_head_size: int | None = None,
         num_layers: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         layout: str = "NHD",
+        blocks_first: bool = False,
+        block_major: bool = False,
+        mla: bool = False,
+        scale_bytes_per_token: int = 0,
     ) -> None:
-        _check_positive(num_blocks=num_blocks, num_layers=num_layers)
-        self._describe(num_blocks, block_size, num_kv_heads, head_size, dtype, device, layout)
-        self.kv_caches = [self._allocate() for _ in range(num_layers)]
-        self.pages = [cache.transpose(0, 1) for cache in self.kv_caches]
+        _check_least(1, num_blocks=num_blocks, num_layers=num_layers)
+        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
+        if mla and v_head_size is None:
+            v_head_size = 0
+        self._describe(num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout)
+        if mla and num_kv_heads != 1:
+            raise ValueError(f"num_kv_heads is {num_kv_heads}: expected 1 with mla")
+        tokens = block_size * num_kv_heads * dtype.itemsize
+        key, value = tokens * head_size, tokens * self.v_head_size
+        parts = [key + value] if mla else [key, value]
+        scales = scale_bytes_per_token * block_size
+        if scales and (blocks_first or block_major) and (sum(parts) + scales) % dtype.itemsize:
+            raise ValueError(
+                f"scale_bytes_per_token is {scale_bytes_per_token}: expected a block's scales to fill "
+                f"whole elements of {dtype}, whose blocks lie behind them"
+            )
+        self.pages = Pages.allocate(
+            num_blocks,
+            [[size for size in (*parts, scales) if size]] * num_layers,
+            device=device,
+            blocks_first=blocks_first,
+            block_major=block_major,
+        )
+        self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
+        together = (blocks_first or block_major) and self.v_head_size == head_size
+        for layer in range(num_layers):
+            self._add_layer(layer, mla, together, scale_bytes_per_token)
 
     @classmethod
     def over(
         cls,
-        pages: Sequence[torch.Tensor],
+        pages: Pages,
         block_size: int,
         num_kv_heads: int,
         head_size: int,
         *,
+        v_head_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         layout: str = "NHD",
+        layers: Sequence[int] | None = None,
     ) -> KVStorage:
         """One group's view of pages that all groups share; a page belongs to one group at a time.
 
-        `pages`: per layer uint8[num_blocks, page_bytes], as `allocate_pages` makes them. A page begins
-        with K of the block, V follows, and what then remains is padding. ValueError where a block does
-        not fit. A recurrent state is one token as wide as the state.
+        A page has its bytes of a layer in one place; they begin with K of the block, V follows, and
+        what then remains is padding. ValueError where a block does not fit. `layers`: which of the
+        pages' layers the group's layers are (default: all). A recurrent state is one token as wide as
+        the state.
 
-        >>> pages = allocate_pages(num_blocks=9, page_bytes=1024)
+        >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
         >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
         >>> local = KVStorage.over(pages, 32, num_kv_heads=1, head_size=8)
         >>> full.key_cache(0).shape, local.key_cache(0).shape
         (torch.Size([9, 16, 2, 8]), torch.Size([9, 32, 1, 8]))
         """
+        if not isinstance(pages, Pages):
+            raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
         self = cls.__new__(cls)
-        _check_shared(pages)
         self._describe(
-            len(pages[0]), block_size, num_kv_heads, head_size, dtype, pages[0].device, layout
+            pages.num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout
         )
-        self.pages = list(pages)
-        self.kv_caches = [self._view(page) for page in pages]
+        self.pages = pages
+        self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
+        for layer in range(pages.num_layers) if layers is None else layers:
+            self._add_shared(pages.layer(layer))
+        return self
+
+    @classmethod
+    def from_tensors(
+        cls, kv_caches: Sequence[Tensors], *, block_dim: int | None = None
+    ) -> KVStorage:
+        """An engine's own tensors, as they are; one entry per layer, all alike.
+
+        Shapes, NHD or HND by strides: [2, num_blocks, block_size, num_kv_heads, head_size],
+        [num_blocks, 2, ...], [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
+        [num_blocks, block_size, num_kv_heads, (v_)head_size]. `block_dim` says which of the first two
+        it is where both dimensions are 2. ValueError where a shape is none of these, or layers
+        differ. For anything else (recurrent states) `Pages.over` suffices: it moves any bytes.
+        """
+        if len(kv_caches) == 0:
+            raise ValueError("kv_caches is empty: expected one entry per layer")
+        self = cls.__new__(cls)
+        self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
+        dims = []
+        for number, cache in enumerate(kv_caches):
+            key, value, dim = _key_and_value(cache, block_dim, f"kv_caches[{number}]")
+            dims.append(dim)
+            self.kv_caches.append(cache)
+            self._keys.append(key)
+            self._values.append(value)
+            first = (self._keys[0], self._values[0])
+            for mine, other in zip((key, value), first):
+                if mine.shape != other.shape or mine.dtype != other.dtype:
+                    raise ValueError(
+                        f"kv_caches[{number}] has blocks of {mine.dtype}{list(mine.shape)}, "
+                        f"kv_caches[0] of {other.dtype}{list(other.shape)}: expected the same"
+                    )
+        key, value = self._keys[0], self._values[0]
+        num_blocks, block_size, num_kv_heads, head_size = key.shape
+        layout = "HND" if key.stride(2) > key.stride(1) and num_kv_heads > 1 else "NHD"
+        self._describe(
+            num_blocks, block_size, num_kv_heads, head_size, value.shape[3], key.dtype, layout
+        )
+        self.pages = Pages.over(kv_caches, dims)
         return self
 
     def _describe(
@@ -83,93 +169,164 @@ class KVStorage:
         block_size: int,
         num_kv_heads: int,
         head_size: int,
+        v_head_size: int | None,
         dtype: torch.dtype,
-        device: torch.device | str,
         layout: str,
     ) -> None:
-        _check_positive(block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
+        _check_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
         if layout not in LAYOUTS:
             raise ValueError(f"layout is {layout!r}: expected one of {', '.join(LAYOUTS)}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
+        self.v_head_size = head_size if v_head_size is None else v_head_size
+        _check_least(0, v_head_size=self.v_head_size)
         self.layout = layout
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.k_scale = self.v_scale = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages lie."""
+        return self.pages.device
 
     @property
     def num_layers(self) -> int:
         """Layers, counted from 0."""
-        return len(self.kv_caches)
+        return len(self._keys)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(cache.numel() * cache.element_size() for cache in self.kv_caches)
+        """Bytes of K and V of all layers."""
+        caches = [*self._keys, *self._values]
+        return sum(cache.numel() * cache.element_size() for cache in caches)
 
     def key_cache(self, layer: int) -> torch.Tensor:
         """[num_blocks, block_size, num_kv_heads, head_size], a view."""
-        return self.kv_caches[self._checked(layer)][0]
+        return self._keys[self._checked(layer)]
 
     def value_cache(self, layer: int) -> torch.Tensor:
-        """[num_blocks, block_size, num_kv_heads, head_size], a view."""
-        return self.kv_caches[self._checked(layer)][1]
+        """[num_blocks, block_size, num_kv_heads, v_head_size], a view."""
+        return self._values[self._checked(layer)]
+
+    def scale_cache(self, layer: int) -> torch.Tensor:
+        """uint8[num_blocks, block_size, scale_bytes_per_token], a view."""
+        if not self._scale_caches:
+            raise ValueError("the storage has no scales: expected scale_bytes_per_token > 0")
+        return self._scale_caches[self._checked(layer)]
+
+    def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
+        """What fp8 values are multiplied by: float32[num_layers, 1], or [num_layers, num_kv_heads]."""
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            wanted = ([self.num_layers, 1], [self.num_layers, self.num_kv_heads])
+            if list(scale.shape) not in wanted or scale.dtype != torch.float32:
+                raise ValueError(
+                    f"{name} is {scale.dtype}{list(scale.shape)}: "
+                    f"expected torch.float32{wanted[0]} or {wanted[1]}"
+                )
+        self.k_scale = k_scale.to(self.device).contiguous()
+        self.v_scale = v_scale.to(self.device).contiguous()
 
     def write(
-        self, layer: int, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor | None,
+        slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes key, value [n, num_kv_heads, head_size] at slots int64[n]; see `ops.write_kv`."""
-        ops.write_kv(key, value, self.key_cache(layer), self.value_cache(layer), slot_mapping)
+        """Writes key, value [n, num_kv_heads, (v_)head_size] at slots int64[n]; see `ops.write_kv`.
 
-    def gather(self, layer: int, slot_mapping: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(key, value), each [n, num_kv_heads, head_size], of the tokens at slots int64[n]."""
-        shape = (len(slot_mapping), self.num_kv_heads, self.head_size)
-        key = torch.empty(shape, dtype=self.dtype, device=self.device)
-        value = torch.empty_like(key)
-        ops.gather_kv(self.key_cache(layer), self.value_cache(layer), slot_mapping, key, value)
+        Of fp8 storage they may be bfloat16, float16 or float32, and are divided by the scales. value
+        is None where V has no elements (MLA without a part of its own).
+        """
+        cache = self.key_cache(layer)
+        if value is None:
+            value = key[:, :, :0]
+        scales = self._scales(layer, key.dtype)
+        ops.write_kv(key, value, cache, self.value_cache(layer), slot_mapping, *scales)
+
+    def gather(
+        self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(key, value), [n, num_kv_heads, (v_)head_size], of the tokens at slots int64[n].
+
+        `dtype`: of the answer, for fp8 storage (then times the scales); default the storage's.
+        """
+        shape = (len(slot_mapping), self.num_kv_heads)
+        dtype = dtype or self.dtype
+        key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
+        value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
+        caches = self.key_cache(layer), self.value_cache(layer)
+        ops.gather_kv(*caches, slot_mapping, key, value, *self._scales(layer, dtype))
         return key, value
 
-    def copy_pages(self, pairs: np.ndarray) -> None:
-        """Copies whole pages of all layers; `pairs`: int32[n, 2], source and destination.
-
-        All are read before the first is written. ValueError, with nothing copied, for a page that is
-        not there, a destination named twice, and the null block as one.
-        """
-        check_page_moves(pairs, NO_IDS, self.num_blocks)
-        move_pages(self.pages, self.pages, pairs)
-
-    def zero_pages(self, ids: np.ndarray) -> None:
-        """Clears whole pages of all layers; `ids`: int32[n]. ValueError as for `copy_pages`."""
-        check_page_moves(NO_PAIRS, ids, self.num_blocks)
-        ids = _ids_on(self.device, ids)
-        for pages in self.pages:
-            pages.index_fill_(0, ids, 0)
-
-    def _allocate(self) -> torch.Tensor:
-        shape = (2, self.num_blocks, *self._block_shape())
-        cache = torch.empty(shape, dtype=self.dtype, device=self.device)
-        cache[:, 0] = 0
-        return cache.transpose(2, 3) if self.layout == "HND" else cache
-
-    def _view(self, page: torch.Tensor) -> torch.Tensor:
-        """[2, num_blocks, block_size, heads, head_size] over uint8[num_blocks, page_bytes]."""
-        elements = 2 * self.block_size * self.num_kv_heads * self.head_size
-        num_bytes = elements * self.dtype.itemsize
-        if page.shape[1] < num_bytes or page.shape[1] % self.dtype.itemsize:
+    def _scales(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        if dtype == self.dtype:
+            return ()
+        if self.k_scale is None:
             raise ValueError(
-                f"pages have {page.shape[1]} bytes: expected a multiple of {self.dtype.itemsize}, "
-                f"and {num_bytes} or more for a block of {self.block_size} tokens"
+                f"tokens are {dtype}, the storage {self.dtype}: expected the same, or fp8 storage "
+                "with scales (set_scales)"
             )
-        cache = page[:, :num_bytes].view(self.dtype)
-        cache = cache.view(self.num_blocks, 2, *self._block_shape()).transpose(0, 1)
-        return cache.transpose(2, 3) if self.layout == "HND" else cache
+        return self.k_scale[layer], self.v_scale[layer]
 
-    def _block_shape(self) -> tuple[int, int, int]:
-        """In the order of memory."""
+    def _add_layer(self, layer: int, mla: bool, together: bool, scale_bytes: int) -> None:
+        """Views over the regions of a layer that the constructor allocated."""
+        first = layer * (len(self.pages.sizes) // self.pages.num_layers)
+        if mla:
+            cache = self._elements(first, self.head_size + self.v_head_size)
+            self._keys.append(cache[..., : self.head_size])
+            self._values.append(cache[..., self.head_size :])
+            self.kv_caches.append(cache[:, :, 0])
+            last = first
+        else:
+            last = first + (1 if self.v_head_size else 0)
+            key = self._elements(first, self.head_size)
+            value = self._elements(last, self.v_head_size) if self.v_head_size else key[..., :0]
+            self._keys.append(key)
+            self._values.append(value)
+            self.kv_caches.append((key, value))
+            if self.v_head_size == self.head_size:
+                self.kv_caches[-1] = _both(key, value, 1 if together else 0)
+        if scale_bytes:
+            scales = self.pages.fragment(last + 1)
+            self._scale_caches.append(scales.unflatten(1, (self.block_size, scale_bytes)))
+
+    def _elements(self, region: int, head_size: int) -> torch.Tensor:
+        """[num_blocks, block_size, heads, head_size] over one region."""
+        cache = self.pages.fragment(region).view(self.dtype)
         if self.layout == "HND":
-            return (self.num_kv_heads, self.block_size, self.head_size)
-        return (self.block_size, self.num_kv_heads, self.head_size)
+            shape = (self.num_kv_heads, self.block_size, head_size)
+            return cache.unflatten(1, shape).transpose(1, 2)
+        return cache.unflatten(1, (self.block_size, self.num_kv_heads, head_size))
+
+    def _add_shared(self, page: torch.Tensor) -> None:
+        """K, then V, at the beginning of a layer's uint8[num_blocks, bytes]."""
+        heads = self.block_size * self.num_kv_heads
+        item = self.dtype.itemsize
+        sizes = [heads * self.head_size * item, heads * self.v_head_size * item]
+        if page.shape[1] < sum(sizes) or page.stride(0) % item:
+            raise ValueError(
+                f"pages have {page.shape[1]} bytes, {page.stride(0)} apart: expected a multiple of "
+                f"{item}, and {sum(sizes)} or more for a block of {self.block_size} tokens"
+            )
+        order = (self.block_size, self.num_kv_heads)
+        caches = []
+        for begin, size, head_size in (
+            (0, sizes[0], self.head_size),
+            (sizes[0], sizes[1], self.v_head_size),
+        ):
+            part = page[:, begin : begin + size].view(self.dtype)
+            if self.layout == "HND":
+                cache = part.unflatten(1, (*order[::-1], head_size)).transpose(1, 2)
+            else:
+                cache = part.unflatten(1, (*order, head_size))
+            caches.append(cache)
+        self._keys.append(caches[0])
+        self._values.append(caches[1])
+        equal = self.v_head_size == self.head_size
+        self.kv_caches.append(_both(*caches, 1) if equal else tuple(caches))
 
     def _checked(self, layer: int) -> int:
         if not 0 <= layer < self.num_layers:
@@ -177,116 +334,57 @@ class KVStorage:
         return layer
 
 
-def allocate_pages(
-    num_blocks: int, page_bytes: int, *, num_layers: int = 1, device: torch.device | str = "cpu"
-) -> list[torch.Tensor]:
-    """Per layer uint8[num_blocks, page_bytes]: the memory that `KVStorage.over` shows to each group.
-
-    Not initialised, except block 0, the null block, which is zero.
-    """
-    _check_positive(num_blocks=num_blocks, page_bytes=page_bytes, num_layers=num_layers)
-    shape = (num_blocks, page_bytes)
-    pages = [torch.empty(shape, dtype=torch.uint8, device=device) for _ in range(num_layers)]
-    for page in pages:
-        page[0] = 0
-    return pages
+def _both(key: torch.Tensor, value: torch.Tensor, dim: int) -> torch.Tensor:
+    """One view of K and V of equal shape, stacked in dimension `dim`."""
+    apart = (value.data_ptr() - key.data_ptr()) // key.element_size()
+    shape, strides = list(key.shape), list(key.stride())
+    shape.insert(dim, 2)
+    strides.insert(dim, apart)
+    return key.as_strided(shape, strides, key.storage_offset())
 
 
-def move_pages(
-    sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor], pairs: np.ndarray
-) -> None:
-    """Copies whole pages of all layers, unchecked; `pairs`: int32[n, 2], source and destination.
-
-    Per layer, all are read before the first is written. The two may lie on different devices.
-    """
-    if len(pairs) == 0:
-        return
-    read = _ids_on(sources[0].device, pairs[:, 0])
-    written = _ids_on(destinations[0].device, pairs[:, 1])
-    for source, destination in zip(sources, destinations):
-        pages = source.index_select(0, read).to(destination.device)
-        destination.index_copy_(0, written, pages)
-
-
-def check_page_moves(
-    copy: np.ndarray,
-    zero: np.ndarray,
-    num_blocks: int,
-    swap_out: np.ndarray = NO_PAIRS,
-    swap_in: np.ndarray = NO_PAIRS,
-    num_host_blocks: int = 0,
-) -> None:
-    """ValueError or TypeError unless all pages are there, and each is written at most once.
-
-    Sections of a plan, in the order of its application. A page of the host is not both written and
-    read: which of the two comes first on a device is the business of its streams.
-    """
-    out = _integers(swap_out, "swap_out", (2,))
-    copy = _integers(copy, "copy", (2,))
-    zero = _integers(zero, "zero", ())
-    back = _integers(swap_in, "swap_in", (2,))
-    host = "host page"
-    for name, what, ids, least, size in (
-        ("swap_out", "reads page", out[:, 0], 1, num_blocks),
-        ("swap_out", f"writes to {host}", out[:, 1], 1, num_host_blocks),
-        ("copy", "reads page", copy[:, 0], 0, num_blocks),
-        ("copy", "writes to page", copy[:, 1], 1, num_blocks),
-        ("zero", "writes to page", zero, 1, num_blocks),
-        ("swap_in", f"reads {host}", back[:, 0], 1, num_host_blocks),
-        ("swap_in", "writes to page", back[:, 1], 1, num_blocks),
-    ):
-        wrong = np.flatnonzero((ids < least) | (ids >= size))
-        if len(wrong):
+def _key_and_value(
+    cache: Tensors, block_dim: int | None, name: str
+) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """K, V and the dimension of blocks of what an engine has for one layer."""
+    if not isinstance(cache, torch.Tensor):
+        if len(cache) != 2 or any(each.ndim != 4 for each in cache):
+            shapes = [list(each.shape) for each in cache]
             raise ValueError(
-                f"{name}[{wrong[0]}] {what} {ids[wrong[0]]}: expected {least} to {size - 1}"
+                f"{name} has shapes {shapes}: expected a pair (K, V) of "
+                "[num_blocks, block_size, num_kv_heads, head_size]"
             )
-    _check_once("copy, zero and swap_in write to page", copy[:, 1], zero, back[:, 1])
-    _check_once(f"swap_out writes to {host}", out[:, 1])
-    both = np.intersect1d(out[:, 1], back[:, 0])
-    if len(both):
+        if cache[0].shape[:3] != cache[1].shape[:3]:
+            raise ValueError(
+                f"{name} has K of {list(cache[0].shape)} and V of {list(cache[1].shape)}: "
+                "expected the same but for the last dimension"
+            )
+        return cache[0], cache[1], 0
+    shape = list(cache.shape)
+    if cache.ndim == 3:
+        latent = cache.unsqueeze(2)
+        return latent, latent[..., :0], 0
+    if cache.ndim != 5 or 2 not in shape[:2]:
         raise ValueError(
-            f"swap_out writes to {host} {both[0]}, and swap_in reads it: expected one of the two"
+            f"{name} has shape {shape}: expected [2, num_blocks, block_size, num_kv_heads, head_size], "
+            "[num_blocks, 2, ...], [num_blocks, block_size, head_size] or a pair (K, V)"
         )
+    if block_dim is None:
+        if shape[:2] == [2, 2]:
+            raise ValueError(
+                f"{name} has shape {shape}, which may be either way round: expected block_dim, 0 or 1"
+            )
+        block_dim = 1 if shape[0] == 2 else 0
+    if block_dim not in (0, 1) or shape[1 - block_dim] != 2:
+        raise ValueError(
+            f"block_dim is {block_dim}, {name} has shape {shape}: expected K and V in dimension "
+            f"{1 - block_dim}"
+        )
+    key, value = cache.unbind(1 - block_dim)
+    return key, value, block_dim
 
 
-def _check_once(what: str, *written: np.ndarray) -> None:
-    ids, counts = np.unique(np.concatenate(written), return_counts=True)
-    if len(ids) and counts.max() > 1:
-        raise ValueError(f"{what} {ids[counts.argmax()]} twice: expected one write per page")
-
-
-def _ids_on(device: torch.device, ids: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.array(ids, np.int64)).to(device)
-
-
-def _integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """int64[n, *shape]; nothing is cut off."""
-    array = np.asarray(values)
-    if array.shape[1:] != shape or array.ndim != 1 + len(shape):
-        wanted = ", ".join(["n", *map(str, shape)])
-        raise ValueError(f"{name} has shape {list(array.shape)}: expected [{wanted}]")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    return array.astype(np.int64)
-
-
-def _check_positive(**sizes: int) -> None:
+def _check_least(least: int, **sizes: int) -> None:
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name} is {value}: expected 1 or more")
-
-
-def _check_shared(pages: Sequence[torch.Tensor]) -> None:
-    if len(pages) == 0:
-        raise ValueError("pages is empty: expected one tensor per layer")
-    for i, page in enumerate(pages):
-        if page.dtype != torch.uint8 or page.ndim != 2 or not page.is_contiguous():
-            raise ValueError(
-                f"pages[{i}] is {page.dtype}{list(page.shape)}: "
-                "expected a contiguous uint8[num_blocks, page_bytes]"
-            )
-        if page.shape != pages[0].shape or page.device != pages[0].device:
-            raise ValueError(
-                f"pages[{i}] is {list(page.shape)} on {page.device}, "
-                f"pages[0] {list(pages[0].shape)} on {pages[0].device}: expected the same"
-            )
+        if value < least:
+            raise ValueError(f"{name} is {value}: expected {least} or more")

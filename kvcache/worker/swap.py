@@ -1,0 +1,311 @@
+"""Pages between a device and the host, beside the engine's computing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcache import ops
+from kvcache.worker.calibration import (
+    COPY_ENGINE,
+    IN,
+    KERNEL,
+    METHODS,
+    OUT,
+    STAGING,
+    Calibration,
+    calibration_of,
+)
+from kvcache.worker.page_checks import check_once, check_range, integers
+from kvcache.worker.pages import Pages, Route
+from kvcache.worker.timeline import CpuTimeline, CudaTimeline
+
+_ENGINES = {KERNEL: ops.KERNEL, COPY_ENGINE: ops.COPY_ENGINE}
+_SECONDS_BETWEEN_LOOKS = 50e-6
+_NAMES = {OUT: "swap-out", IN: "swap-in"}
+
+
+class SwapError(RuntimeError):
+    """A swap that failed: names the job; its pages do not hold what they should."""
+
+
+class SwapJob:
+    """Pages on their way in one direction. `pairs`: int64[n, 2], source page and destination page."""
+
+    def __init__(self, name: str, pairs: np.ndarray) -> None:
+        self.name = name
+        self.pairs = pairs
+        self.error: SwapError | None = None
+        self.released = self.done = None  # events: the sources may be written; all has arrived
+        self.layers: list[tuple[int, object]] = []  # (first layer behind these, event)
+
+    def poll(self) -> bool:
+        """Whether it is over: all has arrived, or it has failed (`error`)."""
+        try:
+            return self.done is None or self.done.query()
+        except RuntimeError as error:
+            self.fail(error)
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when all has arrived. SwapError where it failed, TimeoutError where it takes longer."""
+        _until(self.poll, timeout_s, self.name)
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: Exception) -> None:
+        """Notes what went wrong first."""
+        if self.error is not None:
+            return
+        self.error = SwapError(f"{self.name} of {len(self.pairs)} pages failed: {error}")
+        self.error.__cause__ = error
+
+
+class SwapEngine:
+    """Swaps pages between a device and the host on streams of its own, one per direction.
+
+    What is ordered, and against what: a swap-out reads what the calling stream has computed so far, and
+    `before_write` holds the calling stream back until pages that are to be written have been read; a
+    swap-in begins when all that the calling stream was given so far is done, and `before_read` holds the
+    calling stream back until pages have arrived. Jobs of the two directions that touch the same page,
+    on either side, come one after the other. A job's pages must not be written otherwise.
+
+    `method`: "kernel", "copy_engine" or "staging"; None chooses by `calibration` (default: what `kvcache
+    bench --calibrate` has measured here) from direction and mean size of what lies together on both
+    sides. Staging puts pages together in `staging_bytes` of device memory, so that one piece per page
+    crosses the bus, and a swapped-out page may be written as soon as it lies there.
+    `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive.
+
+    On the CPU everything has happened when a call returns. The memories must live until all jobs are
+    over (`wait`). ValueError where the two sides do not fit, or the kernel is asked for and the host's
+    pages are not pinned.
+
+    >>> device = Pages.allocate(9, [[512, 512]] * 4)
+    >>> engine = SwapEngine(device, device.on_host(100))
+    >>> engine.swap_out(np.array([[3, 70], [4, 71]])).wait(timeout_s=5)
+    >>> engine.swap_in(np.array([[70, 8]])).poll()
+    True
+    """
+
+    def __init__(
+        self,
+        device: Pages,
+        host: Pages,
+        *,
+        method: str | None = None,
+        calibration: Calibration | None = None,
+        staging_bytes: int = 64 << 20,
+        layers_per_event: int = 0,
+        timeline: CudaTimeline | CpuTimeline | None = None,
+    ) -> None:
+        if host.device.type != "cpu":
+            raise ValueError(f"the host's pages are on {host.device}: expected cpu")
+        if method not in (None, *METHODS):
+            raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
+        if layers_per_event < 0:
+            raise ValueError(f"layers_per_event is {layers_per_event}: expected 0 or more")
+        on_cuda = device.device.type == "cuda"
+        if method == KERNEL and on_cuda and not host.is_pinned:
+            raise ValueError(
+                "method is 'kernel' and the host's pages are not pinned: expected pinned pages, or "
+                "another method"
+            )
+        self.device, self.host = device, host
+        self.calibration = calibration or calibration_of(device.device)
+        self._timeline = timeline or (CudaTimeline(device.device) if on_cuda else CpuTimeline())
+        self._method = method
+        self._kernel_reaches_host = host.is_pinned or not on_cuda
+        self._layers_per_event = layers_per_event
+        by_layer = layers_per_event > 0
+        self._lanes = {
+            OUT: _Lane(device, host, self._timeline.new_stream()),
+            IN: _Lane(host, device, self._timeline.new_stream(), by_layer=by_layer),
+        }
+        self._staging_bytes = staging_bytes
+        self._num_jobs = 0
+
+    def swap_out(self, pairs: np.ndarray) -> SwapJob:
+        """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages.
+
+        A failure of the device does not raise here: the job tells it.
+        """
+        return self._start(OUT, pairs)
+
+    def swap_in(self, pairs: np.ndarray) -> SwapJob:
+        """pairs: int[n, 2], host page and device page; else as `swap_out`."""
+        return self._start(IN, pairs)
+
+    def before_write(self, pages: np.ndarray) -> None:
+        """The calling stream waits until no job reads or writes these device pages any more."""
+        pages = np.asarray(pages, np.int64)
+        stream = self._timeline.current()
+        self._after(stream, self._lanes[OUT].last_reading(pages), "released")
+        self._after(stream, self._lanes[IN].last_writing(pages), "done")
+
+    def before_read(self, job: SwapJob, layer: int | None = None) -> None:
+        """The calling stream waits until a swapped-in layer (None: all of them) has arrived."""
+        event = job.done
+        if layer is not None and job.error is None:
+            event = next((event for end, event in job.layers if layer < end), job.done)
+        if event is not None:
+            self._timeline.wait(self._timeline.current(), event)
+
+    def settle(self) -> None:
+        """The calling stream waits for all swap-ins so far."""
+        lane = self._lanes[IN]
+        self._after(self._timeline.current(), lane.in_flight.get(lane.last), "done")
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when no job is under way; as `SwapJob.wait`."""
+        for lane in self._lanes.values():
+            for job in list(lane.in_flight.values()):
+                job.wait(timeout_s)
+
+    def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
+        """Mean bytes that lie together on both sides, neighbouring pages merged; direction: out, in."""
+        route = self._lanes[direction].route
+        num_runs = len(pairs)
+        if route.is_dense and len(pairs) > 1:
+            steps = np.diff(pairs, axis=0)
+            num_runs -= int(((np.abs(steps[:, 0]) == 1) & (steps[:, 0] == steps[:, 1])).sum())
+        num_fragments = num_runs * len(route.regions)
+        return len(pairs) * self.device.page_bytes / max(num_fragments, 1)
+
+    def method_for(self, direction: str, pairs: np.ndarray) -> str:
+        """How these pages would move."""
+        if self._method is not None:
+            return self._method
+        method = self.calibration.method(direction, self.fragment_bytes(direction, pairs))
+        route = self._lanes[direction].route
+        if method == STAGING and len(route.regions) == 1:  # a page is one piece already
+            method = KERNEL
+        if method == KERNEL and not self._kernel_reaches_host:
+            method = STAGING if len(route.regions) > 1 else COPY_ENGINE
+        return method
+
+    def _start(self, direction: str, pairs: np.ndarray) -> SwapJob:
+        name = "swap_out" if direction == OUT else "swap_in"
+        lane, other = self._lanes[direction], self._lanes[IN if direction == OUT else OUT]
+        pairs = integers(pairs, name, (2,))
+        check_range(name, "reads page", pairs[:, 0], 1, lane.source.num_blocks)
+        check_range(name, "writes to page", pairs[:, 1], 1, lane.destination.num_blocks)
+        check_once(f"{name} writes to page", pairs[:, 1])
+        self._num_jobs += 1
+        job = SwapJob(f"{_NAMES[direction]} {self._num_jobs}", pairs)
+        timeline, stream = self._timeline, lane.stream
+        try:
+            timeline.wait(stream, timeline.record(timeline.current()))
+            # The other direction's: it writes what this one reads, and reads what this one writes.
+            self._after(stream, other.last_writing(pairs[:, 0]), "done")
+            self._after(stream, other.last_reading(pairs[:, 1]), "released")
+            self._carry(direction, lane, job)
+        except RuntimeError as error:
+            job.fail(error)
+        # Behind whatever was launched, also of a job that failed half-way.
+        try:
+            job.done = timeline.record(stream)
+        except RuntimeError as error:
+            job.fail(error)
+        job.released = job.released or job.done
+        lane.add(job)
+        return job
+
+    def _after(self, stream: object, job: SwapJob | None, what: str) -> None:
+        event = None if job is None else getattr(job, what)
+        if event is not None:
+            self._timeline.wait(stream, event)
+
+    def _carry(self, direction: str, lane: _Lane, job: SwapJob) -> None:
+        if len(job.pairs) == 0:
+            return
+        method = self.method_for(direction, job.pairs)
+        if method == STAGING:
+            self._carry_staged(direction, lane, job)
+        elif direction == IN and self._layers_per_event:
+            for first in range(0, self.device.num_layers, self._layers_per_event):
+                layers = slice(first, first + self._layers_per_event)
+                self._copy(lane, lane.route, job.pairs, method, layers)
+                job.layers.append((layers.stop, self._timeline.record(lane.stream)))
+        else:
+            self._copy(lane, lane.route, job.pairs, method)
+
+    def _carry_staged(self, direction: str, lane: _Lane, job: SwapJob) -> None:
+        """By way of the staging memory, as many pages at a time as it holds."""
+        if lane.staging is None:
+            staging = self.device.staging(self._staging_bytes)
+            lane.staging = (Route(lane.source, staging), Route(staging, lane.destination))
+        to_staging, from_staging = lane.staging
+        methods = (KERNEL, COPY_ENGINE) if direction == OUT else (COPY_ENGINE, KERNEL)
+        size = to_staging.destination.num_blocks
+        for first in range(0, len(job.pairs), size):
+            part = job.pairs[first : first + size]
+            slots = np.arange(len(part))
+            self._copy(lane, to_staging, np.stack([part[:, 0], slots], 1), methods[0])
+            if direction == OUT and first + size >= len(job.pairs):
+                job.released = self._timeline.record(lane.stream)
+            self._copy(lane, from_staging, np.stack([slots, part[:, 1]], 1), methods[1])
+
+    def _copy(
+        self,
+        lane: _Lane,
+        route: Route,
+        pairs: np.ndarray,
+        method: str,
+        layers: slice | None = None,
+    ) -> None:
+        on_bus = "cpu" in (route.source.device.type, route.destination.device.type)
+        blocks = self.calibration.num_thread_blocks if on_bus else 0
+        self._timeline.launch(
+            lane.stream,
+            lambda: route.copy(
+                pairs, engine=_ENGINES[method], num_thread_blocks=blocks, layers=layers
+            ),
+        )
+
+
+class _Lane:
+    """One direction: its stream, its jobs in order, and the last of them that touches each page."""
+
+    def __init__(
+        self, source: Pages, destination: Pages, stream: object, *, by_layer: bool = False
+    ) -> None:
+        self.source, self.destination, self.stream = source, destination, stream
+        self.route = Route(source, destination, by_layer=by_layer)
+        self.staging: tuple[Route, Route] | None = None  # made when first used
+        self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
+        self.last = 0
+        self._reads = np.zeros(source.num_blocks, np.int64)
+        self._writes = np.zeros(destination.num_blocks, np.int64)
+
+    def add(self, job: SwapJob) -> None:
+        for number, earlier in list(self.in_flight.items()):
+            if not earlier.poll():
+                break
+            del self.in_flight[number]
+        self.last += 1
+        self.in_flight[self.last] = job
+        self._reads[job.pairs[:, 0]] = self.last
+        self._writes[job.pairs[:, 1]] = self.last
+
+    def last_reading(self, pages: np.ndarray) -> SwapJob | None:
+        """Of the jobs that may be under way; behind it, no earlier one is either."""
+        return self._last(self._reads, pages)
+
+    def last_writing(self, pages: np.ndarray) -> SwapJob | None:
+        return self._last(self._writes, pages)
+
+    def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
+        if not self.in_flight or len(pages) == 0:
+            return None
+        return self.in_flight.get(int(jobs[pages].max()))
+
+
+def _until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
+    """Looks until it is over. TimeoutError, naming it, after `timeout_s`."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not is_over():
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"{name} is not over after {timeout_s} s")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
