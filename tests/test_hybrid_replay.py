@@ -282,7 +282,7 @@ def test_a_state_that_was_not_copied_is_caught(monkeypatch, defect):
 
 def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65)
-    replayer.verifier.storage.pages[0][1:] = 7  # what was there before
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # what was there before
     plant_in_step(monkeypatch, replayer.manager, without_zeros)
     report = replayer.run(as_workload([range(30)]))
     (found,) = report.mismatched_requests
@@ -291,7 +291,7 @@ def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
 
 def test_copies_that_the_storage_does_not_make_are_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
-    monkeypatch.setattr(replayer.verifier.worker.storage, "copy_pages", lambda pairs: None)
+    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda plan, transfer: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
 
 

@@ -16,6 +16,7 @@ from kvcache.replay.groups import parse_groups
 from kvcache.replay.policies import HOST_POLICIES, parse_eviction, parse_host_write
 from kvcache.replay.verifier import KVVerifier
 from kvcache.replay.written import joined
+from kvcache.worker import Worker
 
 from .shared import shared_file
 from .test_hybrid_replay import group_lists
@@ -214,8 +215,7 @@ def test_what_left_for_the_host_is_hit_there():
 @pytest.mark.parametrize("defect", [without_loads, without_writes, loads_exchanged])
 def test_swaps_that_are_not_carried_out_as_planned_are_caught(monkeypatch, defect):
     replayer = tiered(4, 7, 9)
-    for page in replayer.verifier.worker.host:
-        page.fill_(255)  # not what a test before has left in this memory
+    replayer.verifier.worker.host.memory.fill_(255)  # not what a test before left in this memory
     plant_in_step(monkeypatch, replayer.manager, defect)
     report = replayer.run(LEFT)
     assert report.mismatches == 8
@@ -223,13 +223,39 @@ def test_swaps_that_are_not_carried_out_as_planned_are_caught(monkeypatch, defec
     assert (found.request, found.token, found.block_column) == (4, 0, 0)
 
 
+def prompts_that_use_every_section(rng):
+    """Shared beginnings, so few pages that states and blocks leave for the host and come back."""
+    for i in range(120):
+        first, length = int(rng.integers(6)) * 1000, int(rng.integers(8, 40))
+        yield [*range(first, first + length), *range(10_000 + 20 * i, 10_001 + 20 * i + i % 11)]
+
+
+PAGE_SECTIONS = ("swap_out", "copy", "zero", "swap_in")
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(PAGE_SECTIONS)), ids="-".join)
+def test_the_order_in_which_a_plan_is_applied_matters_where_it_says_so(monkeypatch, order):
+    """What is swapped out is read first: every other order shows. The rest of a plan's sections touch
+    no page of each other's, so that their order does not matter."""
+    monkeypatch.setattr(Worker, "ORDER", (*order, "tables"))
+    workload = as_workload(prompts_that_use_every_section(np.random.default_rng(0)))
+    groups = parse_groups("full_attention,recurrent", 8)
+    replayer = tiered(groups, 61, 400, concurrency=3, chunk_tokens=16)
+    report = replayer.run(workload)
+    assert report.loaded_blocks > 0
+    if order[0] == "swap_out":
+        assert_right(replayer, report)
+    else:
+        assert report.mismatches > 0
+
+
 def test_a_page_that_changes_on_the_host_is_caught():
     replayer = tiered(4, 7, 9)
 
     def workload():
         yield from LEFT[:4]
-        for page in replayer.verifier.worker.host[1]:
-            page += 1
+        page = replayer.verifier.worker.host.layer(1)
+        page += 1
         yield LEFT[4]
 
     report = replayer.run(workload())

@@ -2,8 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockTable, KVStorage, MultiGroupBlockTable, StepPlan, Worker
-from kvcache.worker.storage import allocate_pages
+from kvcache import BlockTable, KVStorage, MultiGroupBlockTable, Pages, StepPlan, Worker
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -97,9 +96,10 @@ def pairs(*values):
 
 def numbered(storage) -> None:
     """Fills each page with its number, and each layer differently."""
-    for layer, pages in enumerate(storage.pages):
+    for layer in range(storage.num_layers):
         for page in range(storage.num_blocks):
-            pages[page] = page + 100 * layer
+            for cache in (storage.key_cache(layer), storage.value_cache(layer)):
+                cache[page] = page + 100 * layer
 
 
 def numbers(storage, layer=0) -> list[int]:
@@ -113,20 +113,20 @@ def numbers(storage, layer=0) -> list[int]:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_pages_are_read_before_any_is_written(layout, device):
+def test_pages_are_copied_and_cleared_in_all_layers(layout, device):
     storage = KVStorage(6, 4, 2, 8, num_layers=2, dtype=torch.float32, device=device, layout=layout)
     numbered(storage)
-    storage.copy_pages(pairs((1, 2), (2, 3), (3, 1), (1, 5)))
-    storage.zero_pages(np.array([4], np.int32))
-    assert numbers(storage) == [0, 3, 1, 2, 0, 1]
-    assert numbers(storage, 1) == [100, 103, 101, 102, 0, 101]
+    storage.pages.copy_from(storage.pages, pairs((1, 2), (3, 5)))
+    storage.pages.zero(np.array([4], np.int32))
+    assert numbers(storage) == [0, 1, 1, 3, 0, 3]
+    assert numbers(storage, 1) == [100, 101, 101, 103, 0, 103]
 
 
 def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
     w = worker()
-    numbered(w.storage)
-    w.apply(plan(copy=pairs((5, 6), (6, 7)), zero=np.array([8]), **append([1], [0, 2], [6, 8])))
-    assert numbers(w.storage)[4:10] == [4, 5, 5, 6, 0, 9]
+    numbered(w.storages[0])
+    w.apply(plan(copy=pairs((5, 6), (4, 7)), zero=np.array([8]), **append([1], [0, 2], [6, 8])))
+    assert numbers(w.storages[0])[4:10] == [4, 5, 5, 4, 0, 9]
     assert content(w.tables) == [[], [6, 8], [], []]
 
 
@@ -137,6 +137,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"copy": pairs((1, 2), (20, 3))}, r"copy\[1\] reads page 20: expected 0 to 19"),
         ({"copy": pairs((-1, 2))}, r"copy\[0\] reads page -1"),
         ({"copy": pairs((1, 0))}, r"copy\[0\] writes to page 0: expected 1 to 19"),
+        ({"copy": pairs((1, 2), (2, 3))}, "copy writes to page 2, and copy reads it: expected one"),
         ({"zero": np.array([3, 0])}, r"zero\[1\] writes to page 0: expected 1 to 19"),
         ({"zero": np.array([20])}, r"zero\[0\] writes to page 20"),
         ({"copy": pairs((1, 2), (3, 2))}, "copy, zero and swap_in write to page 2 twice: expected"),
@@ -153,7 +154,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
 def test_pages_that_do_not_fit_are_named_and_nothing_changes(sections, message):
     w = worker()
     w.tables.add_row([7, 8], 2)
-    numbered(w.storage)
+    numbered(w.storages[0])
     given = plan(clear_rows=np.array([2]))
     for name, value in sections.items():
         setattr(given, name, value)
@@ -162,7 +163,7 @@ def test_pages_that_do_not_fit_are_named_and_nothing_changes(sections, message):
     with pytest.raises((ValueError, TypeError), match=message):
         w.apply(given)
     assert content(w.tables) == [[], [], [7, 8], []]
-    assert numbers(w.storage) == list(range(20))
+    assert numbers(w.storages[0]) == list(range(20))
 
 
 # --- swaps ----------------------------------------------------------------------------------------
@@ -174,15 +175,15 @@ def swapping(device="cpu", num_layers=2, layout="NHD"):
         20, 4, 1, 8, num_layers=num_layers, dtype=torch.float32, device=device, layout=layout
     )
     numbered(storage)
-    host = [torch.empty(6, *pages.shape[1:]) for pages in storage.pages]
-    for layer, pages in enumerate(host):
+    host = storage.pages.on_host(6)
+    for region, layer in enumerate(host.layers):
         for page in range(6):
-            pages[page] = -page - 100 * layer
+            host.fragment(region).view(torch.float32)[page] = -page - 100 * int(layer)
     return Worker(storage, BlockTable(4, 4, 5, 16, False, device, 4), host)
 
 
 def host_numbers(w, layer=0) -> list[int]:
-    found = [sorted(set(page.flatten().tolist())) for page in w.host[layer]]
+    found = [sorted(set(page.tolist())) for page in w.host.layer(layer).view(torch.float32)]
     assert all(len(each) == 1 for each in found)
     return [int(each[0]) for each in found]
 
@@ -203,20 +204,22 @@ def test_a_plan_swaps_out_then_copies_then_clears_then_swaps_in(device, layout):
     for layer, more in enumerate((0, 100)):
         expected = [-more, 6 + more, -2 - more, 5 + more, -4 - more, -5 - more]
         assert host_numbers(w, layer) == expected
-        found = numbers(w.storage, layer)
+        found = numbers(w.storages[0], layer)
         assert found[4:10] == [4 + more, 9 + more, 0, -4 - more, 7 + more, -2 - more]
     assert content(w.tables) == [[], [7, 9], [], []]
 
 
 def test_a_page_comes_back_as_it_left():
-    pages, host = allocate_pages(8, 64, num_layers=3), allocate_pages(5, 64, num_layers=3)
-    w = Worker(KVStorage.over(pages, 4, 1, 4), BlockTable(4, 4, 5, 16, False, "cpu", 4), host)
-    for page in pages:
-        page[1:] = torch.randint(0, 256, (7, 64), dtype=torch.uint8)
-    before = [page.clone() for page in pages]
+    pages = Pages.allocate(8, [[64]] * 3)
+    storage = KVStorage.over(pages, 4, 1, 4)
+    w = Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), pages.on_host(5))
+    layers = [pages.layer(i) for i in range(3)]
+    for layer in layers:
+        layer[1:] = torch.randint(0, 256, (7, 64), dtype=torch.uint8)
+    before = [layer.clone() for layer in layers]
     w.apply(plan(swap_out=pairs((2, 4), (3, 1)), zero=np.array([2, 3])))
     w.apply(plan(swap_in=pairs((4, 6), (1, 2))))
-    for page, was in zip(pages, before):
+    for page, was in zip(layers, before):
         assert torch.equal(page[6], was[2]) and torch.equal(page[2], was[3])
         assert not page[3].any() and torch.equal(page[[0, 1, 4, 5, 7]], was[[0, 1, 4, 5, 7]])
 
@@ -225,7 +228,7 @@ def test_one_page_may_go_to_two_and_be_read_twice():
     w = swapping()
     w.apply(plan(swap_out=pairs((5, 3), (5, 4)), swap_in=pairs((2, 7), (2, 8))))
     assert host_numbers(w) == [0, -1, -2, 5, 5, -5]
-    assert numbers(w.storage)[7:9] == [-2, -2]
+    assert numbers(w.storages[0])[7:9] == [-2, -2]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +268,7 @@ def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
     with pytest.raises((ValueError, TypeError), match=message):
         w.apply(given)
     assert content(w.tables) == [[], [], [7, 8], []]
-    assert numbers(w.storage) == list(range(20))
+    assert numbers(w.storages[0]) == list(range(20))
     assert host_numbers(w) == [0, -1, -2, -3, -4, -5]
 
 
@@ -273,36 +276,26 @@ def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
 def test_swaps_without_host_pages_are_named_and_nothing_changes(section):
     w = worker()
     w.tables.add_row([7, 8], 2)
-    numbered(w.storage)
+    numbered(w.storages[0])
     given = plan(clear_rows=np.array([2]), zero=np.array([3]), **{section: pairs((1, 2))})
     with pytest.raises(ValueError, match=f"plan has {section}: expected a worker that was given"):
         w.apply(given)
     assert content(w.tables) == [[], [], [7, 8], []]
-    assert numbers(w.storage) == list(range(20))
+    assert numbers(w.storages[0]) == list(range(20))
 
 
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        (allocate_pages(5, 64), "host has 1 layers: expected 2"),
-        (
-            allocate_pages(5, 32, num_layers=2),
-            r"host\[0\] has pages of torch.uint8\[32\]: expected",
-        ),
-        (
-            [page.view(torch.int8) for page in allocate_pages(5, 64, num_layers=2)],
-            r"host\[0\] has pages of torch.int8\[64\]: expected torch.uint8\[64\], as the storage",
-        ),
-        (
-            allocate_pages(5, 64) + allocate_pages(4, 64),
-            r"host\[1\] has 4 pages on cpu: expected 5",
-        ),
+        ([[64]], "source's pages have 2 fragments over 2 layers, the destination's 1 over 1"),
+        ([[64], [32]], "fragment 1 has 64 bytes of layer 1 in the source, 32 of layer 1 in the"),
+        ([[64, 64]], "fragment 1 has 64 bytes of layer 1 in the source, 64 of layer 0 in the"),
     ],
 )
 def test_host_pages_unlike_the_storage_are_refused(host, message):
-    storage = KVStorage.over(allocate_pages(8, 64, num_layers=2), 4, 1, 4)
+    storage = KVStorage.over(Pages.allocate(8, [[64]] * 2), 4, 1, 4)
     with pytest.raises(ValueError, match=message):
-        Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), host)
+        Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), Pages.allocate(5, host))
 
 
 # --- several groups over one memory ---------------------------------------------------------------
@@ -311,7 +304,7 @@ def test_host_pages_unlike_the_storage_are_refused(host, message):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_groups_see_the_same_pages_in_their_own_shape(layout, device):
-    pages = allocate_pages(6, 256, num_layers=2, device=device)
+    pages = Pages.allocate(6, [[256]] * 2, device=device)
     wide = KVStorage.over(pages, 4, 2, 8, dtype=torch.float16, layout=layout)
     long = KVStorage.over(pages, 5, 1, 8, dtype=torch.float16, layout=layout)  # 160 of 256 bytes
     for storage, slots in ((wide, [5, 11]), (long, [15, 19])):  # pages 1 and 2; page 3
@@ -322,10 +315,10 @@ def test_groups_see_the_same_pages_in_their_own_shape(layout, device):
             found = storage.gather(layer, slots)
             assert torch.equal(found[0], key) and torch.equal(found[1], value)
     assert not wide.key_cache(0)[0].any()  # the null block is zero
-    wide.copy_pages(pairs((3, 4)))  # whole pages, whoever is asked
+    pages.copy_from(pages, pairs((3, 4)))  # whole pages
     assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
-    long.zero_pages(np.array([1]))
-    assert not wide.value_cache(0)[1].any() and not pages[1][1].any()
+    pages.zero(np.array([1]))
+    assert not wide.value_cache(0)[1].any() and not pages.layer(1)[1].any()
     assert wide.num_layers == 2 and wide.num_bytes == 2 * 6 * 256 and long.num_bytes == 2 * 6 * 160
 
 
@@ -334,27 +327,26 @@ def hybrid_tables(block_sizes=(4, 8), **options):
 
 
 def test_a_worker_of_several_groups_moves_each_page_once():
-    pages = allocate_pages(20, 128)
-    fewer_layers = allocate_pages(20, 128) + pages  # the second layer of the first group
-    storages = [
-        KVStorage.over([fewer_layers[1], fewer_layers[0]], 4, 1, 8),
-        KVStorage.over(pages, 8, 1, 4),
-    ]
+    pages = Pages.allocate(20, [[128]] * 2)
+    # The second group has fewer layers: one, in the second of the pages'.
+    storages = [KVStorage.over(pages, 4, 1, 8), KVStorage.over(pages, 8, 1, 4, layers=[1])]
+    assert [each.num_layers for each in storages] == [2, 1]
     w = Worker(storages, hybrid_tables())
-    numbered(w.storage)
+    numbered(storages[0])
     given = plan(copy=pairs((5, 6)), zero=np.array([7]))
     given.append_splits, given.append_ids = [np.zeros(1, np.int32)] * 2, [np.zeros(0, np.int32)] * 2
     given.replace = [np.empty((0, 3), np.int32)] * 2
     w.apply(given)
-    assert [int(page[0]) for page in pages[0][4:9]] == [4, 5, 5, 0, 8]
-    assert [int(page[0]) for page in fewer_layers[0][4:9]] == [104, 105, 105, 0, 108]
+    assert numbers(storages[0])[4:9] == [4, 5, 5, 0, 8]
+    assert numbers(storages[0], 1)[4:9] == [104, 105, 105, 0, 108]
+    assert torch.equal(storages[1].kv_caches[0].flatten(), storages[0].kv_caches[1].flatten())
 
 
 def test_a_group_of_states_needs_no_block_size():
-    pages = allocate_pages(20, 128)
+    pages = Pages.allocate(20, [[128]])
     state = KVStorage.over(pages, 1, 1, 32)  # as wide as a page
     tables = hybrid_tables(slot_mapping=[True, False])
-    assert Worker([KVStorage.over(pages, 4, 1, 8), state], tables).storage.num_blocks == 20
+    assert Worker([KVStorage.over(pages, 4, 1, 8), state], tables).pages is pages
 
 
 @pytest.mark.parametrize(
@@ -373,25 +365,24 @@ def test_a_group_of_states_needs_no_block_size():
 )
 def test_storages_that_do_not_belong_together_are_refused(storages, message):
     with pytest.raises(ValueError, match=message):
-        Worker(storages(allocate_pages(20, 128), allocate_pages(20, 128)), hybrid_tables())
+        Worker(storages(Pages.allocate(20, [[128]]), Pages.allocate(20, [[128]])), hybrid_tables())
 
 
-@pytest.mark.parametrize(
-    ("pages", "message"),
-    [
-        ([], "pages is empty: expected one tensor per layer"),
-        ([torch.zeros(4, 128)], r"pages\[0\] is torch.float32\[4, 128\]: expected a contiguous"),
-        ([torch.zeros(4, 256, dtype=torch.uint8)[:, ::2]], r"pages\[0\] is torch.uint8\[4, 128\]"),
-        (allocate_pages(4, 128) + allocate_pages(5, 128), r"pages\[1\] is \[5, 128\] on cpu"),
-        (allocate_pages(4, 126), "pages have 126 bytes: expected a multiple of 2, and 128 or more"),
-        (allocate_pages(4, 129), "pages have 129 bytes: expected a multiple of 2"),
-    ],
-)
-def test_pages_of_the_wrong_shape_are_refused(pages, message):
-    with pytest.raises(ValueError, match=message):
-        KVStorage.over(pages, 4, 1, 8)
-    with pytest.raises(ValueError, match="page_bytes is 0: expected 1 or more"):
-        allocate_pages(4, 0)
+def test_pages_of_the_wrong_shape_are_refused():
+    for num_bytes, message in (
+        (126, "pages have 126 bytes, 126 apart: expected a multiple of 2, and 128 or more"),
+        (129, "pages have 129 bytes, 129 apart: expected a multiple of 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            KVStorage.over(Pages.allocate(4, [[num_bytes]]), 4, 1, 8)
+    with pytest.raises(TypeError, match="pages is a list: expected Pages"):
+        KVStorage.over([torch.zeros(4, 128)], 4, 1, 8)
+    with pytest.raises(
+        ValueError, match="layer 0 has of a page lie in 2 places: expected them tog"
+    ):
+        KVStorage.over(Pages.allocate(4, [[64, 64]]), 4, 1, 8)
+    with pytest.raises(ValueError, match="layer is 2: expected 0 to 1"):
+        KVStorage.over(Pages.allocate(4, [[128]] * 2), 4, 1, 8, layers=[0, 2])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
