@@ -161,8 +161,8 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
     if (value < 0)
       fail(std::string(name) + " is " + std::to_string(value) + ": expected 0 or more");
   };
-  not_negative(num_sources, "num_sources");
-  not_negative(num_destinations, "num_destinations");
+  not_negative(num_sources, "num_src_blocks");
+  not_negative(num_destinations, "num_dst_blocks");
   not_negative(pages_per_run, "pages_per_run");
   not_negative(num_thread_blocks, "num_thread_blocks");
   BlockCopy c{};

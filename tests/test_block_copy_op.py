@@ -1,0 +1,325 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.backends import each_backend, each_device_backend, each_real_backend
+from tests.emulation import ASAN
+
+
+@dataclass
+class Side:
+    """Memory of pages: fragment (region, page) is at offsets[region] + page * strides[region]."""
+
+    memory: torch.Tensor  # uint8[n]
+    offsets: list[int]
+    strides: list[int]
+    num_blocks: int
+
+    def fragment(self, memory, region, page, size):
+        start = self.offsets[region] + page * self.strides[region]
+        return memory[start : start + size]
+
+
+def make_side(draw, sizes, generator):
+    """Regions apart or packed together, with gaps, in any order; nothing overlaps."""
+    num_blocks = draw(st.integers(1, 9))
+    gap = draw(st.sampled_from([0, 0, 1, 16]))
+    order = draw(st.permutations(range(len(sizes))))
+    offsets, strides, end = [0] * len(sizes), [0] * len(sizes), draw(st.sampled_from([0, 16, 3]))
+    if draw(st.booleans()):  # a page's bytes of all regions together
+        stride = sum(sizes) + gap
+        for r in order:
+            offsets[r], strides[r] = end, stride
+            end += sizes[r]
+        end += stride * num_blocks
+    else:
+        for r in order:
+            offsets[r], strides[r] = end, sizes[r] + gap
+            end += (sizes[r] + gap) * num_blocks
+    raw = torch.randint(1, 256, (max(end, 1),), generator=generator)
+    return Side(raw.to(torch.uint8), offsets, strides, num_blocks)
+
+
+@st.composite
+def cases(draw):
+    # Whole vectors, none, and more than a warp copies at a time (4 KiB).
+    sizes = draw(st.lists(st.sampled_from([0, 1, 6, 16, 48, 4096, 5008]), min_size=1, max_size=4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    src = make_side(draw, sizes, generator)
+    within = draw(st.booleans())
+    dst = src if within else make_side(draw, sizes, generator)
+    kind = draw(st.sampled_from(["any", "up", "down"]))
+    destinations = draw(st.permutations(range(dst.num_blocks)))
+    if kind == "any":
+        targets = destinations[: draw(st.integers(0, dst.num_blocks))]
+        free = [page for page in range(src.num_blocks) if not within or page not in targets]
+        sources = [draw(st.sampled_from([-1, *free])) for _ in targets]
+    else:  # one run, the middle of which may be cleared
+        n = draw(st.integers(0, min(src.num_blocks, dst.num_blocks) // (2 if within else 1)))
+        sources = [page if draw(st.integers(0, 5)) else -1 for page in range(n)]
+        targets = [page + dst.num_blocks - n for page in range(n)]
+        if kind == "down":
+            sources, targets = sources[::-1], targets[::-1]
+    pairs = torch.tensor([sources, targets], dtype=torch.int32).T.contiguous()
+    return sizes, src, dst, within, pairs
+
+
+def reference(sizes, src, dst, within, pairs):
+    """What dst's memory holds afterwards."""
+    after = dst.memory.clone()
+    for source, target in pairs.tolist():
+        for r, size in enumerate(sizes):
+            place = dst.fragment(after, r, target, size)
+            place[:] = 0 if source < 0 else src.fragment(src.memory, r, source, size)
+    return after
+
+
+def table(sizes, src, dst):
+    rows = [src.offsets, src.strides, dst.offsets, dst.strides, sizes]
+    return torch.tensor(rows, dtype=torch.int64).T.contiguous()
+
+
+def run(backend, case, pairs_device="cpu", **options):
+    """dst's memory after the op, and src's."""
+    sizes, src, dst, within, pairs = case
+    there = dst.memory.to(backend.device, copy=True)
+    here = None if within else src.memory.to(backend.device, copy=True)
+    backend.ops.copy_blocks(
+        here, there, table(sizes, src, dst), pairs.to(pairs_device), src.num_blocks,
+        dst.num_blocks, **options,
+    )  # fmt: skip
+    return there.cpu(), src.memory if here is None else here.cpu()
+
+
+@each_backend
+@given(case=cases())
+def test_pages_arrive_and_nothing_else_changes(backend, case):
+    found, source = run(backend, case)
+    assert torch.equal(found, reference(*case))
+    assert torch.equal(source, case[1].memory)
+
+
+@each_device_backend
+@given(case=cases(), num_thread_blocks=st.integers(1, 3))
+def test_ids_may_live_on_the_device_and_few_thread_blocks_do_all(backend, case, num_thread_blocks):
+    found, _ = run(backend, case, backend.device, num_thread_blocks=num_thread_blocks)
+    assert torch.equal(found, reference(*case))
+
+
+@each_device_backend
+@given(case=cases(), pages_per_run=st.integers(0, 3))
+def test_the_copy_engine_moves_the_same_bytes(backend, case, pages_per_run):
+    *rest, pairs = case
+    case = (*rest, pairs[pairs[:, 0] >= 0].contiguous())
+    found, _ = run(backend, case, engine=1, pages_per_run=pages_per_run)
+    assert torch.equal(found, reference(*case))
+
+
+@each_backend
+def test_more_pages_and_regions_than_one_launch_takes(backend):
+    generator = torch.Generator().manual_seed(0)
+    num_blocks, sizes = 700, [16] * 90
+    memory = torch.randint(0, 256, (num_blocks * 16 * 90,), generator=generator).to(torch.uint8)
+    src = Side(memory, [16 * num_blocks * r for r in range(90)], [16] * 90, num_blocks)
+    dst = Side(torch.zeros_like(memory), [16 * r for r in range(90)], [16 * 90] * 90, num_blocks)
+    pages = torch.randperm(num_blocks, generator=generator)
+    pairs = torch.stack([pages, pages.flip(0)], 1).int()[:600].contiguous()
+    case = (sizes, src, dst, False, pairs)
+    found, _ = run(backend, case)
+    of_pages = memory.view(90, num_blocks, 16).transpose(0, 1)
+    expected = torch.zeros(num_blocks, 90, 16, dtype=torch.uint8)
+    expected[pairs[:, 1].long()] = of_pages[pairs[:, 0].long()]
+    assert torch.equal(found, expected.flatten())
+
+
+@each_backend
+def test_large_copies_go_past_the_caches_and_stay_in_place(backend):
+    """Odd addresses and sizes, more than a thread's share, streamed on the CPU."""
+    size, num_blocks = 70_001, 64
+    if backend.name == "emulated":
+        size, num_blocks = 7_001, 8
+    generator = torch.Generator().manual_seed(1)
+    memory = torch.randint(0, 256, (size * num_blocks + 8,), generator=generator).to(torch.uint8)
+    src = Side(memory, [5], [size], num_blocks)
+    dst = Side(torch.zeros_like(memory), [3], [size], num_blocks)
+    pairs = torch.stack([torch.arange(num_blocks), torch.randperm(num_blocks)], 1).int()
+    found, _ = run(backend, ([size], src, dst, False, pairs))
+    rows = found[3 : 3 + size * num_blocks].view(num_blocks, size)
+    assert torch.equal(rows[pairs[:, 1].long()], memory[5 : 5 + size * num_blocks].view(-1, size))
+    assert not found[:3].any() and not found[3 + size * num_blocks :].any()
+
+
+def arguments(backend, **changes):
+    call = {
+        "src": torch.arange(64, dtype=torch.uint8, device=backend.device),
+        "dst": torch.full((96,), 200, dtype=torch.uint8, device=backend.device),
+        "regions": torch.tensor([[0, 16, 0, 16, 8], [8, 16, 8, 16, 8]]),
+        "pairs": torch.tensor([[1, 2], [3, 0]], dtype=torch.int32),
+        "num_src_blocks": 4,
+        "num_dst_blocks": 6,
+    }
+    return {**call, **changes}
+
+
+def ids(*pairs):
+    return torch.tensor(pairs, dtype=torch.int32)
+
+
+BAD = {
+    r"pairs\[1\] reads page 4: expected -1 \(zeros\) to 3": {"pairs": ids([1, 2], [4, 0])},
+    r"pairs\[0\] reads page -2": {"pairs": ids([-2, 2])},
+    r"pairs\[1\] writes to page 6: expected 0 to 5": {"pairs": ids([1, 2], [2, 6])},
+    r"pairs\[0\] writes to page -1": {"pairs": ids([1, -1])},
+    r"pairs\[0\] and pairs\[2\] both write to page 2: expected each page once": {
+        "pairs": ids([1, 2], [1, 3], [3, 2])
+    },
+    r"pairs\[1\] reads page 2, which pairs\[0\] writes to: expected none that is both": {
+        "src": None, "pairs": ids([1, 2], [2, 3]), "num_src_blocks": 6,
+    },
+    r"pairs\[0\] reads page 5, which pairs\[0\] writes to": {
+        "src": None, "pairs": ids([5, 5]), "num_src_blocks": 6,
+    },
+    r"pairs has shape \[2\]: expected \[num_pairs, 2\]": {"pairs": ids(1, 2)},
+    r"pairs has shape \[1, 3\]: expected size 2 in dimension 1": {"pairs": ids([1, 2, 3])},
+    "pairs has dtype Long: expected Int": {"pairs": torch.tensor([[1, 2]])},
+    "pairs is not contiguous": {"pairs": ids([1, 2], [3, 4]).T},
+    r"regions has shape \[5\]: expected \[num_regions, 5\]": {"regions": torch.zeros(5).long()},
+    r"regions has shape \[1, 4\]: expected size 5": {"regions": torch.zeros(1, 4).long()},
+    "regions has dtype Int: expected Long": {"regions": torch.zeros(1, 5).int()},
+    r"regions\[0\] has -8 bytes: expected 0 or more": {
+        "regions": torch.tensor([[0, 16, 0, 16, -8]])
+    },
+    r"engine is 2: expected 0 \(kernel\) or 1 \(copy engine\)": {"engine": 2},
+    "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
+    "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
+    "pages_per_run is -1: expected 0 or more": {"pages_per_run": -1},
+    "num_thread_blocks is -1: expected 0 or more": {"num_thread_blocks": -1},
+}  # fmt: skip
+
+
+@each_backend
+@pytest.mark.parametrize("message", BAD)
+def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
+    call = arguments(backend, **BAD[message])
+    with pytest.raises(RuntimeError, match=message):
+        backend.ops.copy_blocks(**call)
+    assert (call["dst"] == 200).all()
+
+
+@each_device_backend
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        (ids([1, 2], [4, 0]), r"pairs\[1\] reads page 4"),
+        (ids([1, 2], [1, 7]), r"pairs\[1\] writes to page 7"),
+    ],
+)
+def test_ids_on_a_device_are_checked_in_the_checked_mode(backend, pairs, message, monkeypatch):
+    if backend.name == "emulated":
+        pytest.skip("the emulation's device is the CPU, where ids are always checked")
+    call = arguments(backend, pairs=pairs.to(backend.device))
+    monkeypatch.setenv("KVCACHE_CHECKED", "1")
+    with pytest.raises(RuntimeError, match=message):
+        backend.ops.copy_blocks(**call)
+    assert (call["dst"] == 200).all()
+    monkeypatch.delenv("KVCACHE_CHECKED")
+    backend.ops.copy_blocks(**call)  # skips what is out of range
+    assert call["dst"][32:48].tolist() == list(range(16, 32)) and (call["dst"][:32] == 200).all()
+
+
+@each_device_backend
+def test_the_copy_engine_does_not_clear_pages(backend):
+    call = arguments(backend, pairs=ids([1, 2], [-1, 3]), engine=1)
+    with pytest.raises(RuntimeError, match=r"pairs\[1\] clears a page: expected engine 0"):
+        backend.ops.copy_blocks(**call)
+    assert (call["dst"] == 200).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_kernel_refuses_host_memory_that_is_not_pinned(side):
+    from tests.backends import Backend
+
+    call = arguments(Backend("cuda", "cuda"))
+    call[side] = call[side].cpu()
+    with pytest.raises(RuntimeError, match=f"{side} is host memory that is not pinned: expected"):
+        torch.ops.kvcache.copy_blocks(**call)
+    torch.ops.kvcache.copy_blocks(**call, engine=1)
+    torch.cuda.synchronize()
+    assert call["dst"][32:48].tolist() == list(range(16, 32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", [0, 1])
+@pytest.mark.parametrize("to_host", [True, False])
+@given(case=cases())
+def test_between_device_and_pinned_host(engine, to_host, case):
+    sizes, src, dst, _, pairs = case
+    dst = Side(dst.memory.clone(), dst.offsets, dst.strides, dst.num_blocks)
+    pairs = pairs[pairs[:, 0] >= 0].contiguous()
+    here, there = src.memory, dst.memory
+    here, there = (
+        (here.cuda(), there.pin_memory()) if to_host else (here.pin_memory(), there.cuda())
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.ops.kvcache.copy_blocks(
+            here, there, table(sizes, src, dst), pairs, src.num_blocks, dst.num_blocks, engine
+        )
+    stream.synchronize()
+    assert torch.equal(there.cpu(), reference(sizes, src, dst, False, pairs))
+
+
+@pytest.mark.gpu
+def test_a_captured_copy_reads_its_ids_at_each_replay():
+    from tests.backends import Backend
+
+    call = arguments(Backend("cuda", "cuda"), pairs=ids([1, 2]).cuda())
+    torch.ops.kvcache.copy_blocks(**call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        torch.ops.kvcache.copy_blocks(**call)
+    call["pairs"].copy_(ids([3, 5]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert call["dst"][80:96].tolist() == list(range(48, 64))
+
+
+@each_backend
+def test_no_pairs_no_regions_and_no_bytes_are_nothing_to_do(backend):
+    for changes in (
+        {"pairs": ids([1, 2])[:0]},
+        {"regions": torch.zeros(0, 5).long()},
+        {"regions": torch.zeros(2, 5).long()},
+    ):
+        call = arguments(backend, **changes)
+        backend.ops.copy_blocks(**call)
+        assert (call["dst"] == 200).all()
+
+
+@pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
+@each_real_backend
+@pytest.mark.parametrize("within", [False, True])
+def test_opcheck(backend, within):
+    call = arguments(backend)
+    if within:
+        call |= {"src": None, "num_src_blocks": 6}
+    torch.library.opcheck(torch.ops.kvcache.copy_blocks.default, (), call)
+
+
+@pytest.mark.skipif(ASAN, reason="compiling is about the op, not the kernel")
+@each_real_backend
+def test_a_compiled_function_copies_pages(backend):
+    call = arguments(backend)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(src, dst):
+        torch.ops.kvcache.copy_blocks(src, dst, call["regions"], call["pairs"], 4, 6)
+        return dst + 1
+
+    after = step(call["src"], call["dst"])
+    assert call["dst"][32:48].tolist() == list(range(16, 32)) and int(after[32]) == 17
