@@ -1,0 +1,68 @@
+"""A device whose streams run in any order that events allow: what is not ordered shows as wrong bytes."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+
+class Event:
+    """Happens when its stream comes to it."""
+
+    def __init__(self) -> None:
+        self.happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+class SimulatedTimeline:
+    """`kvcache.worker.timeline` for tests. Work is carried out by `advance`, in a random legal order."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._streams: list[deque] = []
+        self.compute = self.new_stream()
+        self.fails: set[int] = set()  # numbers of launches on other streams that raise
+        self.launches = 0
+
+    def new_stream(self) -> deque:
+        self._streams.append(deque())
+        return self._streams[-1]
+
+    def current(self) -> deque:
+        return self.compute
+
+    def launch(self, stream, work) -> None:
+        if stream is not self.compute:
+            self.launches += 1
+            if self.launches in self.fails:
+                raise RuntimeError("CUDA error: planted")
+        stream.append(work)
+
+    def record(self, stream) -> Event:
+        event = Event()
+        stream.append(event)
+        return event
+
+    def wait(self, stream, event) -> None:
+        stream.append(("wait", event))
+
+    def advance(self, most: int | None = None) -> int:
+        """Carries out up to `most` things (None: all); returns how many are left waiting or queued."""
+        done = 0
+        while most is None or done < most:
+            ready = [stream for stream in self._streams if stream and self._is_ready(stream[0])]
+            if not ready:
+                break
+            item = self._random.choice(ready).popleft()
+            if isinstance(item, Event):
+                item.happened = True
+            elif not isinstance(item, tuple):
+                item()
+            done += 1
+        return sum(map(len, self._streams))
+
+    @staticmethod
+    def _is_ready(item) -> bool:
+        return not isinstance(item, tuple) or item[1].happened

@@ -1,0 +1,447 @@
+"""SwapEngine: what comes before what, on a simulated device; failures; and the race on a real one."""
+
+import random
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import BlockTable, KVStorage, Pages, StepPlan, SwapEngine, Worker
+from kvcache.plan import NO_REPLACE
+from kvcache.worker import SwapError
+from kvcache.worker.timeline import CpuTimeline
+from tests.simulated_device import SimulatedTimeline
+
+LAYERS = 3
+ALL_LAYERS = range(LAYERS)
+FORMS = {
+    "kernel": {"method": "kernel"},
+    "copy engine": {"method": "copy_engine"},
+    "staging of one page": {"method": "staging", "staging_bytes": 1},
+    "staging": {"method": "staging"},
+    "layer by layer": {"method": "kernel", "layers_per_event": 1},
+    "two layers at a time": {"method": "kernel", "layers_per_event": 2},
+}
+
+
+def pairs(*values):
+    return np.array(values, np.int64).reshape(-1, 2)
+
+
+class Race:
+    """Computes, swaps out, reuses, swaps in, as the stream of calls says; every read is compared.
+
+    What a call means is what it would do if everything happened at once: `device` and `host` hold the
+    number of each page then. The simulated device does it later, in some order.
+    """
+
+    def __init__(self, seed: int, **form) -> None:
+        self.random = random.Random(seed)
+        self.timeline = SimulatedTimeline(seed)
+        self.pages = Pages.allocate(12, [[8, 8]] * LAYERS)
+        self.host_pages = self.pages.on_host(10)
+        self.engine = SwapEngine(self.pages, self.host_pages, timeline=self.timeline, **form)
+        self.by_layer = form.get("layers_per_event", 0) > 0
+        self.device = dict.fromkeys(range(1, 12), 0)
+        self.host: dict[int, int] = {}
+        self.number = 0
+        self.wrong = 0
+        self.reads = 0
+        for page in self.device:
+            self._put(page, 0)
+
+    def _put(self, page, number):
+        for region in range(len(self.pages.sizes)):
+            self.pages.fragment(region)[page] = number % 251
+
+    def compute_write(self):
+        chosen = self.random.sample(sorted(self.device), self.random.randint(1, 4))
+        self.engine.before_write(np.array(chosen))
+        for page in chosen:
+            self.number += 1
+            self.device[page] = self.number
+            self.timeline.launch(
+                self.timeline.compute, lambda page=page, number=self.number: self._put(page, number)
+            )
+
+    def compute_read(self, pages=None, layers=ALL_LAYERS):
+        for page in pages or self.random.sample(sorted(self.device), 4):
+            expected = self.device[page] % 251
+
+            def look(page=page, expected=expected):
+                self.reads += 1
+                for region in np.flatnonzero(np.isin(self.pages.layers, list(layers))):
+                    self.wrong += int((self.pages.fragment(region)[page] != expected).any())
+
+            self.timeline.launch(self.timeline.compute, look)
+
+    def swap_out(self):
+        n = self.random.randint(1, 4)
+        chosen = self.random.sample(sorted(self.device), n)
+        targets = self.random.sample(range(1, 10), n)
+        for page, target in zip(chosen, targets):
+            self.host[target] = self.device[page]
+        self.engine.swap_out(pairs(*zip(chosen, targets)))
+
+    def swap_in(self):
+        if not self.host:
+            return
+        chosen = self.random.choices(sorted(self.host), k=self.random.randint(1, 4))
+        targets = self.random.sample(sorted(self.device), len(chosen))
+        for page, target in zip(chosen, targets):
+            self.device[target] = self.host[page]
+        job = self.engine.swap_in(pairs(*zip(chosen, targets)))
+        if self.by_layer:
+            for layer in range(LAYERS):
+                self.engine.before_read(job, layer)
+                self.compute_read(targets, [layer])
+        self.engine.before_read(job)
+
+    def run(self, num_calls):
+        calls = [self.compute_write, self.compute_read, self.swap_out, self.swap_in]
+        for _ in range(num_calls):
+            self.random.choice(calls)()
+            if self.random.random() < 0.5:
+                self.timeline.advance(self.random.randint(0, 8))
+        self.compute_read(sorted(self.device))
+        assert self.timeline.advance() == 0, "streams wait for each other"
+        self.engine.wait(timeout_s=0)
+        return self.wrong
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_the_order_of_streams_every_read_finds_what_the_calls_say(form):
+    for seed in range(60):
+        race = Race(seed, **FORMS[form])
+        assert race.run(40) == 0, f"seed {seed}"
+        assert race.reads >= 12
+
+
+def without_order_against_compute(monkeypatch):
+    """Swaps do not wait for what the compute stream was given before."""
+    record = SimulatedTimeline.record
+
+    def happened(self, stream):
+        event = record(self, stream)
+        event.happened |= stream is self.compute
+        return event
+
+    monkeypatch.setattr(SimulatedTimeline, "record", happened)
+
+
+def without_before_write(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "before_write", lambda self, pages: None)
+
+
+def without_before_read(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "before_read", lambda self, job, layer=None: None)
+
+
+def without_order_of_the_lanes(monkeypatch):
+    monkeypatch.setattr(
+        SwapEngine,
+        "_start",
+        lambda self, direction, given, start=SwapEngine._start: _blind(
+            self, direction, given, start
+        ),
+    )
+
+
+def _blind(engine, direction, given, start):
+    after, engine._after = engine._after, lambda *args: None
+    try:
+        return start(engine, direction, given)
+    finally:
+        engine._after = after
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "defect",
+    [
+        without_order_against_compute,
+        without_before_write,
+        without_before_read,
+        without_order_of_the_lanes,
+    ],
+)
+def test_an_order_that_is_missing_shows(monkeypatch, form, defect):
+    defect(monkeypatch)
+    assert sum(Race(seed, **FORMS[form]).run(40) for seed in range(30)) > 0
+
+
+# --- the worker -----------------------------------------------------------------------------------
+
+
+def plan(step_id=7, **sections):
+    none = np.zeros(0, np.int32)
+    base = StepPlan(
+        step_id, none, np.empty(0, np.uint8), none, none, none, [np.zeros(1, np.int32)], [none],
+        [NO_REPLACE],
+    )  # fmt: skip
+    for name, value in sections.items():
+        setattr(base, name, value)
+    return base
+
+
+def simulated_worker(seed=0, **options):
+    storage = KVStorage(12, 4, 1, 8, num_layers=LAYERS, dtype=torch.float32)
+    timeline = SimulatedTimeline(seed)
+    worker = Worker(
+        storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), storage.pages.on_host(9),
+        timeline=timeline, **options,
+    )  # fmt: skip
+    return worker, timeline
+
+
+def taking(*ids):
+    """A plan's sections that append these pages to row 0."""
+    return {
+        "append_rows": np.zeros(1, np.int32),
+        "append_splits": [np.array([0, len(ids)], np.int32)],
+        "append_ids": [np.array(ids, np.int32)],
+    }
+
+
+def test_a_report_comes_when_the_bytes_have_moved():
+    worker, timeline = simulated_worker()
+    step = worker.start(plan(swap_out=pairs((3, 1))))
+    assert step.poll() is None
+    with pytest.raises(TimeoutError, match=r"swap-out 1 is not over after 0.01 s"):
+        step.wait(timeout_s=0.01)
+    timeline.advance()
+    report = step.wait()
+    assert report == step.poll()
+    assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
+    assert worker.start(plan()).poll().step_id == 7  # nothing to wait for
+
+
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_a_page_that_is_taken_in_the_plan_that_swaps_it_out_is_read_first(method):
+    for seed in range(30):
+        worker, timeline = simulated_worker(seed, method=method)
+        worker.pages.memory.fill_(5)
+        step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), **taking(4, 3)))
+        timeline.launch(timeline.compute, lambda w=worker: w.pages.memory.fill_(9))  # computes
+        timeline.advance()
+        assert step.poll() is not None
+        assert (worker.host.layer(0)[1:3] == 5).all()
+
+
+def test_what_a_plan_swaps_in_is_there_for_the_step_and_gone_for_nobody():
+    for seed in range(30):
+        for by_layer in (0, 1):
+            worker, timeline = simulated_worker(seed, layers_per_event=by_layer)
+            worker.host.memory.fill_(5)
+            seen = []
+
+            def look(layer, w=worker, seen=seen):
+                seen.append(bool((w.storages[0].pages.fragment(2 * layer)[3] == 5).all()))
+
+            step = worker.start(plan(swap_in=pairs((1, 3)), **taking(3)))
+            for layer in range(LAYERS):
+                step.wait_layer(layer)
+                timeline.launch(timeline.compute, lambda layer=layer, look=look: look(layer))
+            timeline.advance()
+            assert seen == [True] * LAYERS
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_pages_of_a_failed_job_come_back_in_the_report(failing):
+    worker, timeline = simulated_worker(method="kernel")
+    timeline.fails = {failing}
+    step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), swap_in=pairs((5, 6), (7, 8))))
+    timeline.advance()
+    report = step.wait(timeout_s=5)
+    assert (report.failed_host_pages, report.failed_pages) == (
+        ([1, 2], []) if failing == 1 else ([], [6, 8])
+    )
+    (error,) = step.errors
+    what = "swap-out 1" if failing == 1 else "swap-in 2"
+    assert str(error) == f"{what} of 2 pages failed: CUDA error: planted"
+    timeline.fails = set()
+    after = worker.start(plan(8, swap_out=pairs((3, 1))))
+    timeline.advance()
+    assert after.wait(timeout_s=5).failed_host_pages == []
+
+
+def test_a_failure_that_shows_late_names_the_job():
+    worker, _ = simulated_worker(method="kernel")
+
+    class Broken:
+        def query(self):
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    job = worker.engine.swap_in(pairs((1, 3)))
+    job.done = Broken()
+    with pytest.raises(SwapError, match="swap-in 1 of 1 pages failed: CUDA error: an illegal"):
+        job.wait(timeout_s=5)
+    assert job.poll() and isinstance(job.error, SwapError)
+
+
+def test_a_job_that_failed_half_way_is_not_over_before_its_first_half():
+    worker, timeline = simulated_worker(method="staging", staging_bytes=1)
+    timeline.fails = {3}  # of four: to staging, from staging, per page
+    job = worker.engine.swap_out(pairs((3, 1), (4, 2)))
+    assert not job.poll() and job.error is not None
+    timeline.advance()
+    assert job.poll()
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def engine(**options):
+    pages = Pages.allocate(6, [[16]] * 2)
+    return SwapEngine(pages, pages.on_host(4), **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "message"),
+    [
+        ("swap_out", pairs((6, 1)), r"swap_out\[0\] reads page 6: expected 1 to 5"),
+        ("swap_out", pairs((1, 1), (2, 4)), r"swap_out\[1\] writes to page 4: expected 1 to 3"),
+        ("swap_in", pairs((4, 1)), r"swap_in\[0\] reads page 4: expected 1 to 3"),
+        ("swap_in", pairs((1, 0)), r"swap_in\[0\] writes to page 0: expected 1 to 5"),
+        ("swap_in", pairs((1, 2), (3, 2)), "swap_in writes to page 2 twice: expected one write"),
+        ("swap_in", np.array([1, 2]), r"swap_in has shape \[2\]: expected \[n, 2\]"),
+        ("swap_out", np.array([[1.5, 2]]), "swap_out has dtype float64: expected integers"),
+    ],
+)
+def test_wrong_pages_are_named_and_nothing_moves(call, given, message):
+    e = engine()
+    e.device.memory.fill_(3)
+    e.host.memory.fill_(4)
+    with pytest.raises((ValueError, TypeError), match=message):
+        getattr(e, call)(given)
+    assert (e.device.memory == 3).all() and (e.host.memory == 4).all()
+
+
+def test_wrong_options_are_named():
+    with pytest.raises(
+        ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
+    ):
+        engine(method="dma")
+    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 or more"):
+        engine(layers_per_event=-1)
+    pages = Pages.allocate(6, [[16]] * 2)
+    with pytest.raises(ValueError, match="source's pages have 2 fragments over 2 layers, the dest"):
+        SwapEngine(pages, Pages.allocate(6, [[16]]))
+
+
+def test_on_the_cpu_everything_has_happened():
+    e = engine()
+    e.device.memory.copy_(torch.arange(e.device.memory.numel()) % 251)
+    before = e.device.layer(1).clone()
+    job = e.swap_out(pairs((2, 3), (4, 1)))
+    assert job.poll() and isinstance(e._timeline, CpuTimeline)
+    e.device.memory.zero_()
+    e.swap_in(pairs((3, 5), (1, 1))).wait(0)
+    assert torch.equal(e.device.layer(1)[5], before[2])
+    assert torch.equal(e.device.layer(1)[1], before[4])
+
+
+def test_a_host_tier_larger_than_memory_is_refused():
+    with pytest.raises(MemoryError, match=r"the host's pages need .* GiB: expected at most the"):
+        Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("block_major", [False, True])
+def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
+    """The same calls as on the simulated device, with real streams and pages that take a while."""
+    storage = KVStorage(
+        40,
+        64,
+        4,
+        128,
+        num_layers=LAYERS,
+        dtype=torch.float32,
+        device="cuda",
+        block_major=block_major,
+    )
+    pages = storage.pages
+    host = pages.on_host(40)
+    options = {**FORMS[form]}
+    swap = SwapEngine(pages, host, **options)
+    chance = random.Random(0)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    device, hosted = dict.fromkeys(range(1, 40), 0.0), {}
+    wrong = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def look(page):
+        for layer in range(LAYERS):
+            for cache in (storage.key_cache(layer), storage.value_cache(layer)):
+                wrong.add_((cache[page] != device[page]).sum())
+
+    for layer in range(LAYERS):
+        storage.key_cache(layer).zero_()
+        storage.value_cache(layer).zero_()
+    deadline = time.monotonic() + 3
+    number = 0
+    last = torch.cuda.current_stream()
+    while number < 2000 and time.monotonic() < deadline:
+        stream = chance.choice(streams)  # the caller's stream changes; the caller orders its own
+        stream.wait_stream(last)
+        last = stream
+        with torch.cuda.stream(stream):
+            swap.settle()
+            number += 1
+            chosen = chance.sample(sorted(device), 6)
+            swap.before_write(np.array(chosen))
+            for page in chosen[:3]:
+                device[page] = float(number)
+                for layer in range(LAYERS):
+                    storage.key_cache(layer)[page] = number
+                    storage.value_cache(layer)[page] = number
+            targets = chance.sample(range(1, 40), 3)
+            swap.swap_out(pairs(*zip(chosen[:3], targets)))
+            hosted |= {target: device[page] for page, target in zip(chosen, targets)}
+            swap.before_write(np.array(chosen[:3]))
+            for page in chosen[:3]:
+                device[page] = -float(number)
+                for layer in range(LAYERS):
+                    storage.key_cache(layer)[page] = -number
+                    storage.value_cache(layer)[page] = -number
+            back = chance.choices(sorted(hosted), k=3)
+            job = swap.swap_in(pairs(*zip(back, chosen[3:])))
+            for page, target in zip(back, chosen[3:]):
+                device[target] = hosted[page]
+            swap.before_read(job)
+            for page in chosen:
+                look(page)
+    swap.wait(timeout_s=30)
+    torch.cuda.synchronize()
+    assert int(wrong) == 0 and number > 20
+
+
+@pytest.mark.gpu
+def test_host_pages_are_pinned_in_pieces_and_let_go(monkeypatch):
+    from kvcache.worker import pinning
+
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
+    seen = []
+    pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
+    host = pages.on_host(1000, progress=lambda done, total: seen.append((done, total)))
+    assert host.is_pinned and len(seen) > 3 and seen[-1][0] == seen[-1][1]
+    assert host.pages_per_chunk % 64 == 0 and host.pages_per_chunk < 1000
+    pages.memory.random_()
+    for method in ("kernel", "copy_engine", "staging"):
+        swap = SwapEngine(pages, host, method=method)
+        last = host.pages_per_chunk  # a run over the end of a piece
+        swap.swap_out(pairs((1, last - 1), (2, last), (3, last + 1))).wait(10)
+        assert torch.equal(host.layer(1)[last - 1 : last + 2], pages.layer(1)[1:4].cpu())
+
+
+@pytest.mark.gpu
+def test_the_kernel_is_refused_where_host_memory_is_not_pinned():
+    pages = Pages.allocate(4, [[64]], device="cuda")
+    with pytest.raises(ValueError, match="method is 'kernel' and the host's pages are not pinned"):
+        SwapEngine(pages, pages.on_host(4, pin_memory=False), method="kernel")
+    swap = SwapEngine(pages, pages.on_host(4, pin_memory=False))
+    assert swap.method_for("in", pairs((1, 2))) == "copy_engine"
