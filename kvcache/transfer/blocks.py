@@ -1,0 +1,134 @@
+"""Blocks between an engine's own tensors on a device and in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from kvcache import ops
+from kvcache.worker.pages import Pages, Route
+
+Ids = np.ndarray | torch.Tensor | Sequence[int]
+
+
+def copy_kv_blocks(
+    src_kv_caches: Mapping[str, torch.Tensor],
+    dst_kv_caches: Mapping[str, torch.Tensor],
+    src_block_ids: Ids,
+    dst_block_ids: Ids,
+    direction: str,
+    *,
+    block_dim: int | None = None,
+) -> None:
+    """Copies blocks of all layers, `src_block_ids[i]` to `dst_block_ids[i]`, in one call.
+
+    Caches: per layer a tensor as attention backends have them: [2, num_blocks, ...],
+    [num_blocks, 2, ...] or [num_blocks, block_size, head_size]; the two sides alike but for the
+    number of blocks. `block_dim`, 0 or 1, says which dimension counts blocks; where it is not given,
+    a first dimension of 2 in five means K and V. direction: "h2d" (src in host memory) or "d2h" (dst
+    in host memory, filled when the call returns). No ids: nothing to do.
+
+    ValueError or TypeError, and no byte moves, for another direction or one that the tensors' devices
+    do not have, lists of different length, layers that only one side has, tensors of different shape,
+    dtype or order in memory, ids out of range, a block written twice.
+    """
+    if direction not in ("h2d", "d2h"):
+        raise ValueError(f"direction is {direction!r}: expected 'h2d' or 'd2h'")
+    src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")
+    if len(src_ids) != len(dst_ids):
+        raise ValueError(
+            f"src_block_ids has {len(src_ids)} entries, dst_block_ids {len(dst_ids)}: "
+            "expected the same number"
+        )
+    _check_layers(src_kv_caches, dst_kv_caches)
+    if not src_kv_caches:
+        raise ValueError("src_kv_caches is empty: expected one tensor per layer")
+    dims = []
+    for name, src in src_kv_caches.items():
+        dims.append(_block_dim(name, src, dst_kv_caches[name], block_dim))
+        _check_alike(name, src, dst_kv_caches[name], dims[-1])
+    src = Pages.over(list(src_kv_caches.values()), dims)
+    dst = Pages.over([dst_kv_caches[name] for name in src_kv_caches], dims)
+    _check_direction(direction, src.device, dst.device)
+    if len(src_ids) == 0:
+        return
+    _check_range("src_block_ids", src_ids, src.num_blocks)
+    _check_range("dst_block_ids", dst_ids, dst.num_blocks)
+    host = src if direction == "h2d" else dst
+    engine = ops.KERNEL if host.is_pinned else ops.COPY_ENGINE
+    try:
+        Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    if direction == "d2h" and src.device.type == "cuda":
+        torch.cuda.current_stream(src.device).synchronize()
+
+
+def _ids(ids: Ids, name: str) -> np.ndarray:
+    array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected [n]")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    return array.astype(np.int64)
+
+
+def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tensor]) -> None:
+    for name, mine, other, others in (
+        ("src_kv_caches", src, "dst_kv_caches", dst),
+        ("dst_kv_caches", dst, "src_kv_caches", src),
+    ):
+        unknown = [layer for layer in mine if layer not in others]
+        if unknown:
+            raise ValueError(f"{name} has layer {unknown[0]!r}: expected one that {other} has too")
+
+
+def _block_dim(name: str, src: torch.Tensor, dst: torch.Tensor, given: int | None) -> int:
+    if given is not None:
+        if given not in (0, 1):
+            raise ValueError(f"block_dim is {given}: expected 0 or 1")
+        return given
+    if src.ndim != 5:
+        return 0
+    firsts = [src.shape[0], dst.shape[0]]
+    seconds = [src.shape[1], dst.shape[1]]
+    if firsts == [2, 2] and seconds == [2, 2]:
+        raise ValueError(
+            f"layer {name!r} has shape {list(src.shape)}, which may be either way round: "
+            "expected block_dim, 0 or 1"
+        )
+    return 1 if firsts == [2, 2] else 0
+
+
+def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> None:
+    shapes = [list(t.shape[:block_dim]) + list(t.shape[block_dim + 1 :]) for t in (src, dst)]
+    if shapes[0] != shapes[1] or src.dtype != dst.dtype:
+        raise ValueError(
+            f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
+            f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected the same but for blocks"
+        )
+    if _order(src, block_dim) != _order(dst, block_dim):
+        raise ValueError(
+            f"layer {name!r} has strides {src.stride()} in src_kv_caches, {dst.stride()} in "
+            "dst_kv_caches: expected the same order in memory"
+        )
+
+
+def _order(tensor: torch.Tensor, block_dim: int) -> list[int]:
+    """The dimensions within a block, from the innermost in memory; those of one have no place."""
+    dims = [d for d in range(tensor.ndim) if d != block_dim and tensor.shape[d] > 1]
+    return sorted(dims, key=tensor.stride)
+
+
+def _check_direction(direction: str, src: torch.device, dst: torch.device) -> None:
+    name, host = ("src_kv_caches", src) if direction == "h2d" else ("dst_kv_caches", dst)
+    if host.type != "cpu":
+        raise ValueError(f"direction is {direction!r} and {name} is on {host}: expected cpu")
+
+
+def _check_range(name: str, ids: np.ndarray, num_blocks: int) -> None:
+    wrong = np.flatnonzero((ids < 0) | (ids >= num_blocks))
+    if len(wrong):
+        raise ValueError(f"{name}[{wrong[0]}] is {ids[wrong[0]]}: expected 0 to {num_blocks - 1}")

@@ -1,0 +1,305 @@
+"""Where bytes lie: every layout of attention backends, as pages and as what kernels see."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcache import KVStorage, Pages
+from kvcache.worker.pages import Route, pairs_tensor
+
+FORMS = {
+    "apart": {},
+    "blocks first": {"blocks_first": True},
+    "block-major": {"block_major": True},
+    "unequal": {"v_head_size": 4},
+    "unequal, blocks first": {"v_head_size": 4, "blocks_first": True},
+    "unequal, block-major": {"v_head_size": 4, "block_major": True},
+    "scales": {"scale_bytes_per_token": 4},
+    "scales, blocks first": {"scale_bytes_per_token": 4, "blocks_first": True},
+    "scales, block-major": {"scale_bytes_per_token": 4, "block_major": True},
+    "mla": {"mla": True, "v_head_size": 4, "num_kv_heads": 1},
+    "mla, block-major": {"mla": True, "v_head_size": 4, "num_kv_heads": 1, "block_major": True},
+    "mla of one part": {"mla": True, "num_kv_heads": 1},
+}
+EACH_FORM = [*itertools.product(FORMS, ("NHD", "HND"))]
+
+
+def storage(form, layout, num_blocks=7, num_layers=3, dtype=torch.float16, **more):
+    options = {"num_kv_heads": 2, "head_size": 8, **FORMS[form], **more}
+    return KVStorage(num_blocks, 5, num_layers=num_layers, dtype=dtype, layout=layout, **options)
+
+
+def fill(kv, generator=None):
+    """Random K, V and scales in all blocks."""
+    kv.pages.memory.random_(0, 256, generator=generator or torch.Generator().manual_seed(0))
+
+
+def content(kv):
+    """All that the views show, per layer."""
+    shown = []
+    for layer in range(kv.num_layers):
+        views = [kv.key_cache(layer), kv.value_cache(layer)]
+        views += [kv.scale_cache(layer)] if kv._scale_caches else []
+        shown.append([view.contiguous().view(torch.uint8).clone() for view in views])
+    return shown
+
+
+@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
+def test_views_show_every_byte_of_a_page_once(form, layout):
+    kv = storage(form, layout)
+    fill(kv)
+    views = [view for layer in content(kv) for view in layer]
+    assert sum(view.numel() for view in views) == kv.pages.num_bytes
+    kv.pages.zero(np.array([3]))  # each view loses that block, and no other
+    for before, after in zip(views, (view for layer in content(kv) for view in layer)):
+        assert not after[3].any()
+        keep = [0, 1, 2, 4, 5, 6]
+        assert torch.equal(before[keep], after[keep])
+
+
+SHAPES = {
+    "apart": [2, 7, 5, 2, 8],
+    "blocks first": [7, 2, 5, 2, 8],
+    "block-major": [7, 2, 5, 2, 8],
+    "scales": [2, 7, 5, 2, 8],
+    "mla": [7, 5, 12],
+    "mla of one part": [7, 5, 8],
+}
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("form", SHAPES)
+def test_kernels_get_the_shapes_of_their_backends(form, layout):
+    kv = storage(form, layout)
+    fill(kv)
+    cache = kv.kv_caches[1]
+    assert list(cache.shape) == SHAPES[form]
+    if "mla" in form:
+        both = torch.cat([kv.key_cache(1), kv.value_cache(1)], dim=3)
+        assert torch.equal(cache.view(torch.uint8), both[:, :, 0].contiguous().view(torch.uint8))
+        return
+    key, value = cache.unbind(0 if form in ("apart", "scales") else 1)
+    assert key.data_ptr() == kv.key_cache(1).data_ptr()
+    assert value.data_ptr() == kv.value_cache(1).data_ptr()
+    heads_inside = cache.stride(-2) < cache.stride(-3)
+    assert heads_inside == (layout == "NHD")
+
+
+@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
+def test_pages_go_to_the_host_and_come_back_as_they_were(form, layout):
+    kv = storage(form, layout)
+    fill(kv)
+    before = content(kv)
+    host = kv.pages.on_host(9)
+    host.copy_from(kv.pages, np.array([[2, 8], [3, 1], [6, 4]]))
+    kv.pages.memory.zero_()
+    kv.pages.copy_from(host, np.array([[8, 1], [1, 5], [4, 6]]))
+    for was, now in zip(itertools.chain(*before), itertools.chain(*content(kv))):
+        assert torch.equal(now[[1, 5, 6]], was[[2, 3, 6]]) and not now[[0, 2, 3, 4]].any()
+
+
+@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
+def test_tokens_are_written_and_gathered_in_every_layout(form, layout):
+    kv = storage(form, layout)
+    generator = torch.Generator().manual_seed(1)
+    slots = torch.tensor([6, 34, -1, 5])
+    for layer in range(kv.num_layers):
+        key = torch.randn(4, kv.num_kv_heads, kv.head_size, generator=generator).half()
+        value = torch.randn(4, kv.num_kv_heads, kv.v_head_size, generator=generator).half()
+        kv.write(layer, key, value if kv.v_head_size else None, slots)
+        found = kv.gather(layer, slots)
+        key[2] = value[2] = 0
+        assert torch.equal(found[0], key) and torch.equal(found[1], value)
+        assert torch.equal(kv.key_cache(layer)[6, 4], key[1])
+
+
+def test_a_page_of_a_packed_storage_is_one_fragment():
+    fragments = {
+        form: len(Route(kv.pages, kv.pages.on_host(3)).regions)
+        for form in FORMS
+        for kv in [storage(form, "NHD", num_layers=4)]
+    }
+    assert fragments == {
+        "apart": 8, "blocks first": 4, "block-major": 1, "unequal": 8, "unequal, blocks first": 4,
+        "unequal, block-major": 1, "scales": 12, "scales, blocks first": 4, "scales, block-major": 1,
+        "mla": 4, "mla, block-major": 1, "mla of one part": 4,
+    }  # fmt: skip
+    kv = storage("block-major", "NHD", num_layers=4)
+    assert len(Route(kv.pages, kv.pages.on_host(3), by_layer=True).regions) == 4
+
+
+# --- an engine's own tensors ----------------------------------------------------------------------
+
+
+def engine_tensors(backend, layout, num_layers=3, num_blocks=6, dtype=torch.float16):
+    """As backends register them: logical [.., block, head, element], order of memory by stride."""
+    size, heads, width = 4, 2, 8
+    inner = [size, heads, width] if layout == "NHD" else [heads, size, width]
+
+    def seen(tensor):
+        return tensor if layout == "NHD" else tensor.transpose(-2, -3)
+
+    made = []
+    packed = torch.randn(num_blocks, num_layers, 2, *inner).to(dtype)
+    for layer in range(num_layers):
+        if backend == "flash_attention":
+            made.append(seen(torch.randn(2, num_blocks, *inner).to(dtype)))
+        elif backend == "flashinfer":
+            made.append(seen(torch.randn(num_blocks, 2, *inner).to(dtype)))
+        elif backend == "cross-layer":
+            made.append(seen(packed[:, layer]))
+        elif backend == "pair":
+            value = torch.randn(num_blocks, *inner[:2], 3).to(dtype)
+            made.append((seen(torch.randn(num_blocks, *inner).to(dtype)), seen(value)))
+        else:
+            made.append(torch.randn(num_blocks, size, width).to(dtype))
+    return made
+
+
+BACKENDS = ["flash_attention", "flashinfer", "cross-layer", "pair", "mla"]
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_engines_tensors_are_taken_as_they_are(backend, layout):
+    caches = engine_tensors(backend, layout)
+    kv = KVStorage.from_tensors(caches)
+    assert (kv.num_blocks, kv.block_size, kv.num_layers) == (6, 4, 3)
+    assert kv.layout == ("NHD" if backend == "mla" else layout)
+    flat = [t for each in caches for t in (each if isinstance(each, tuple) else [each])]
+    assert kv.pages.num_bytes == sum(t.numel() * t.element_size() for t in flat)
+    clones = [t.clone() for t in flat]
+    host = kv.pages.on_host(5)
+    host.copy_from(kv.pages, np.array([[5, 2], [1, 4]]))
+    kv.pages.zero(np.array([1, 5]))
+    kv.pages.copy_from(host, np.array([[2, 3]]))
+    for now, was in zip(flat, clones):
+        dim = 1 if backend == "flash_attention" else 0
+        now, was = now.movedim(dim, 0), was.movedim(dim, 0)
+        assert torch.equal(now[3], was[5]) and not now[[1, 5]].any()
+        assert torch.equal(now[[0, 2, 4]], was[[0, 2, 4]])
+    key = torch.ones(1, kv.num_kv_heads, 8).half()
+    value = torch.ones(1, kv.num_kv_heads, kv.v_head_size).half()
+    kv.write(2, key, value, torch.tensor([9]))
+    assert (kv.key_cache(2)[2, 1] == 1).all()
+    assert sum(int((t == 1).sum()) for t in flat) >= key.numel() + value.numel()
+
+
+def test_states_of_any_dtype_are_pages_too():
+    layers = [(torch.randn(6, 3, 5), torch.randn(6, 7).double()) for _ in range(2)]
+    pages = Pages.over(layers)
+    assert pages.page_bytes == 2 * (60 + 56) and pages.layers.tolist() == [0, 0, 1, 1]
+    before = [t.clone() for layer in layers for t in layer]
+    pages.copy_from(pages, np.array([[2, 4]]))
+    pages.zero(np.array([1]))
+    for now, was in zip((t for layer in layers for t in layer), before):
+        assert torch.equal(now[4], was[2]) and not now[1].any()
+        assert torch.equal(now[[0, 2, 3, 5]], was[[0, 2, 3, 5]])
+
+
+@st.composite
+def strided(draw):
+    """A tensor over part of a larger one, its dimensions in any order in memory."""
+    shape = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    wider = [n + draw(st.integers(0, 1)) for n in shape]
+    order = draw(st.permutations(range(len(shape))))
+    memory = torch.arange(1, 1 + int(np.prod(wider)), dtype=torch.int32)
+    tensor = memory.view([wider[d] for d in order]).permute(*np.argsort(order))
+    tensor = tensor[tuple(slice(0, n) for n in shape)]
+    return tensor, draw(st.integers(0, len(shape) - 1))
+
+
+@given(case=strided())
+def test_any_strides_become_regions_that_hold_exactly_the_tensor(case):
+    tensor, dim = case
+    pages = Pages.over([tensor], dim)
+    assert pages.num_bytes == tensor.numel() * 4
+    found = [pages.fragment(r).contiguous().view(torch.int32) for r in range(len(pages.sizes))]
+    for block in range(tensor.shape[dim]):
+        held = sorted(x for fragment in found for x in fragment[block].tolist())
+        assert held == sorted(tensor.select(dim, block).flatten().tolist())
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def two(shape, *others):
+    return [torch.zeros(shape), *(torch.zeros(other) for other in others)]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Pages.over([]), "there are no tensors: expected one or more per layer"),
+        (lambda: Pages.over(two((4, 2), (5, 2))), "layer 1 has 5 blocks on cpu, layer 0 4 on cpu"),
+        (lambda: Pages.over(two((4, 2)), 2), r"layer 0 has shape \[4, 2\]: expected a dimension 2"),
+        (lambda: Pages.over(two((4, 2)), [0, 0]), "block_dim has 2 entries: expected 1, one per"),
+        (
+            lambda: Pages.over([torch.zeros(1, 2).expand(4, 2)]),
+            r"layer 0 has elements that share memory \(stride 0\): expected none",
+        ),
+        (lambda: Pages.allocate(0, [[4]]), "num_blocks is 0: expected 1 or more"),
+        (lambda: Pages.allocate(2, [[4]]).on_host(0), "num_blocks is 0: expected 1 or more"),
+        (lambda: KVStorage.from_tensors([]), "kv_caches is empty: expected one entry per layer"),
+        (
+            lambda: KVStorage.from_tensors([torch.zeros(2, 2, 4, 1, 8)]),
+            r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which may be either way round",
+        ),
+        (
+            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], block_dim=1),
+            r"block_dim is 1, kv_caches\[0\] has shape .*: expected K and V in dimension 0",
+        ),
+        (
+            lambda: KVStorage.from_tensors([torch.zeros(3, 3, 4, 1, 8)]),
+            r"kv_caches\[0\] has shape \[3, 3, 4, 1, 8\]: expected \[2, num_blocks",
+        ),
+        (
+            lambda: KVStorage.from_tensors(
+                [torch.zeros(3, 2, 4, 1, 8), torch.zeros(3, 2, 4, 1, 9)]
+            ),
+            r"kv_caches\[1\] has blocks of torch.float32\[3, 4, 1, 9\], kv_caches\[0\] of",
+        ),
+        (
+            lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 2, 8))]),
+            "expected the same but for the last dimension",
+        ),
+        (
+            lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 8), torch.zeros(3, 4, 8))]),
+            r"kv_caches\[0\] has shapes .*: expected a pair \(K, V\)",
+        ),
+        (lambda: storage("apart", "NHD", mla=True), "num_kv_heads is 2: expected 1 with mla"),
+        (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 or more"),
+        (
+            lambda: storage("apart", "NHD", scale_bytes_per_token=-1),
+            "scale_bytes_per_token is -1: expected 0 or more",
+        ),
+        (
+            lambda: storage("blocks first", "NHD", scale_bytes_per_token=1),
+            "scale_bytes_per_token is 1: expected a block's scales to fill whole elements",
+        ),
+        (lambda: storage("apart", "NHD").scale_cache(0), "the storage has no scales: expected"),
+        (
+            lambda: storage("apart", "NHD").gather(0, torch.tensor([1]), torch.float32),
+            "tokens are torch.float32, the storage torch.float16: expected the same, or fp8",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_pairs_that_are_none_are_named():
+    for given_pairs, message in (
+        (np.array([1, 2]), r"pairs has shape \[2\]: expected \[n, 2\]"),
+        (np.array([[1, 2**40]]), r"pairs\[0\] has page 1099511627776: expected int32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pairs_tensor(given_pairs)
+    with pytest.raises(TypeError, match="pairs has dtype float64: expected integers"):
+        pairs_tensor(np.array([[1.0, 2]]))
+    assert pairs_tensor([]).shape == (0, 2)

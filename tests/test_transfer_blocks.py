@@ -1,0 +1,107 @@
+"""`copy_kv_blocks` (CONTRACT C3): an engine's tensors of any backend, both directions."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache.transfer import copy_kv_blocks
+from tests.test_pages import BACKENDS, engine_tensors
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def named(tensors):
+    return {f"layers.{i}": tensor for i, tensor in enumerate(tensors)}
+
+
+def on(device, tensor):
+    """Keeps strides, which `.to` would for dense tensors only."""
+    moved = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    return moved.copy_(tensor)
+
+
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("backend", [b for b in BACKENDS if b != "pair"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_arrive_in_all_layers_and_no_other_changes(device, backend, layout, direction):
+    here = engine_tensors(backend, layout)
+    there = engine_tensors(backend, layout, num_blocks=8)
+    if device == "cuda":
+        here = [on("cuda", t) for t in here] if direction == "d2h" else here
+        there = [on("cuda", t) for t in there] if direction == "h2d" else there
+    before = [t.cpu().clone() for t in there]
+    copy_kv_blocks(named(here), named(there), [5, 0, 2], np.array([7, 1, 0]), direction)
+    for source, was, now in zip(here, before, there):
+        dim = 1 if backend == "flash_attention" else 0
+        source, was, now = (t.cpu().movedim(dim, 0) for t in (source, was, now))
+        assert torch.equal(now[[7, 1, 0]], source[[5, 0, 2]])
+        assert torch.equal(now[2:7], was[2:7])
+
+
+def test_no_ids_are_nothing_to_do():
+    here, there = named(engine_tensors("mla", "NHD")), named(engine_tensors("mla", "NHD"))
+    before = {name: t.clone() for name, t in there.items()}
+    copy_kv_blocks(here, there, [], torch.empty(0, dtype=torch.int64), "h2d")
+    assert all(torch.equal(there[name], before[name]) for name in there)
+
+
+def without(caches, name):
+    return {key: value for key, value in caches.items() if key != name}
+
+
+CASES = {
+    "direction is 'd2d': expected 'h2d' or 'd2h'": lambda a, b: (a, b, [1], [2], "d2d"),
+    "src_block_ids has 2 entries, dst_block_ids 1: expected the same number": lambda a, b: (
+        a, b, [1, 2], [2], "h2d",
+    ),
+    "src_kv_caches has layer 'layers.2': expected one that dst_kv_caches has too": lambda a, b: (
+        a, without(b, "layers.2"), [1], [2], "h2d",
+    ),
+    "dst_kv_caches has layer 'layers.0': expected one that src_kv_caches has too": lambda a, b: (
+        without(a, "layers.0"), b, [1], [2], "h2d",
+    ),
+    r"src_block_ids\[1\] is 6: expected 0 to 5": lambda a, b: (a, b, [1, 6], [2, 3], "h2d"),
+    r"dst_block_ids\[0\] is -1: expected 0 to 5": lambda a, b: (a, b, [1, 2], [-1, 3], "d2h"),
+    r"pairs\[0\] and pairs\[1\] both write to page 3": lambda a, b: (a, b, [1, 2], [3, 3], "d2h"),
+    r"layer 'layers.1' is torch.float32\[.*\] in src_kv_caches, torch.float16": lambda a, b: (
+        {**a, "layers.1": a["layers.1"].float()}, b, [1], [2], "h2d",
+    ),
+    r"layer 'layers.1' is torch.float16\[2, 6, 4, 2, 7\] in src_kv_caches": lambda a, b: (
+        {**a, "layers.1": a["layers.1"][..., :7]}, b, [1], [2], "h2d",
+    ),
+    "expected the same order in memory": lambda a, b: (
+        a, named(engine_tensors("flash_attention", "HND")), [1], [2], "h2d",
+    ),
+    r"src_block_ids has dtype float64: expected integers": lambda a, b: (a, b, [1.5], [2], "h2d"),
+    r"src_block_ids has shape \[1, 1\]: expected \[n\]": lambda a, b: (a, b, [[1]], [2], "h2d"),
+    "src_kv_caches is empty: expected one tensor per layer": lambda a, b: ({}, {}, [1], [2], "h2d"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", CASES)
+def test_what_does_not_fit_is_named_and_no_byte_moves(message):
+    here, there = (named(engine_tensors("flash_attention", "NHD")) for _ in range(2))
+    arguments = CASES[message](here, there)
+    before = {name: t.clone() for name, t in arguments[1].items()}
+    with pytest.raises((ValueError, TypeError), match=message):
+        copy_kv_blocks(*arguments)
+    assert all(torch.equal(t, before[name]) for name, t in arguments[1].items())
+
+
+def test_a_dimension_that_may_be_either_is_asked_for():
+    here, there = ({"a": torch.randn(2, 2, 4, 1, 8)} for _ in range(2))
+    with pytest.raises(ValueError, match="which may be either way round: expected block_dim"):
+        copy_kv_blocks(here, there, [1], [0], "h2d")
+    with pytest.raises(ValueError, match="block_dim is 2: expected 0 or 1"):
+        copy_kv_blocks(here, there, [1], [0], "h2d", block_dim=2)
+    copy_kv_blocks(here, there, [1], [0], "h2d", block_dim=1)
+    assert torch.equal(there["a"][:, 0], here["a"][:, 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("direction", "name"), [("h2d", "src"), ("d2h", "dst")])
+def test_a_direction_that_the_devices_do_not_have_is_named(direction, name):
+    caches = {"a": torch.zeros(4, 5, 8, device="cuda")}
+    with pytest.raises(ValueError, match=f"direction is '{direction}' and {name}_kv_caches is on"):
+        copy_kv_blocks(caches, caches, [1], [0], direction)
