@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from kvcache.bench import (
+    median_times as median_times,
+)
 
 
 @dataclass(frozen=True)
@@ -33,19 +35,6 @@ class Result:
         if self.bar is None:
             return None
         return self.ours >= self.bar if self.higher_is_better else self.ours <= self.bar
-
-
-def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
-    """Median seconds per call of each function, measured in turns so that noise meets all alike."""
-    times: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()  # warm caches, allocator and branch predictor
-    for _ in range(rounds):
-        for function, taken in zip(functions, times, strict=True):
-            start = time.perf_counter()
-            function()
-            taken.append(time.perf_counter() - start)
-    return [statistics.median(taken) for taken in times]
 
 
 def seconds_per_call(function: Callable[[], object], calls: int) -> Callable[[], None]:

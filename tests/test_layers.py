@@ -26,9 +26,10 @@ MAY_IMPORT = {
     "kvcache.ops": set(),
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.ops"},
+    "kvcache.bench": {"kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.doctor": {"kvcache"},
-    "kvcache.cli": {"kvcache.replay", "kvcache.doctor"},
+    "kvcache.cli": {"kvcache.replay", "kvcache.doctor", "kvcache.bench", "kvcache.worker"},
     "kvcache.__main__": {"kvcache.cli"},
 }
 TORCH_FREE = {

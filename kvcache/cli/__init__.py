@@ -1,4 +1,4 @@
-"""The command `kvcache`: replay a workload, a demo, and a look at the installation.
+"""The command `kvcache`: replay a workload, a demo, measurements, a look at the installation.
 
 Exit codes: 0; 1 when verification found wrong KV, something is missing or the output cannot be
 written; 2 for wrong usage or a malformed trace; 130 when interrupted or when nobody reads the output
@@ -6,7 +6,7 @@ any more.
 """
 
 # Heavy modules are imported where they are used, here and in the other files: --help and --json stay
-# quick, and nothing but --verify needs torch.
+# quick, and nothing but --verify and bench needs torch.
 from __future__ import annotations
 
 import argparse
@@ -15,6 +15,7 @@ import io
 import sys
 from collections.abc import Sequence
 
+from kvcache.cli.bench import add_bench_options, run_bench
 from kvcache.cli.errors import MissingError, OutputError, UsageError, shown
 from kvcache.cli.options import add_replay_options
 from kvcache.cli.output import say, show, writing
@@ -71,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser("kvcache", description="The KV-cache layer of an LLM engine, at work.")
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     _add_replay(commands)
+    _add_bench(commands)
     for name, command, text in (
         ("demo", run_demo, "replay generated chats with verification, in about ten seconds"),
         ("doctor", _doctor, "show what is installed and which native libraries are in use"),
@@ -85,6 +87,13 @@ def _add_replay(commands: argparse._SubParsersAction) -> None:
     sub = commands.add_parser("replay", help=text, description=text, allow_abbrev=False)
     sub.set_defaults(command=run_replay)
     add_replay_options(sub)
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    text = "measure how fast pages move here, beside one contiguous copy"
+    sub = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(command=run_bench)
+    add_bench_options(sub)
 
 
 def _doctor(_: argparse.Namespace) -> int:

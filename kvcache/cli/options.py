@@ -37,7 +37,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         ("--seed", 0, MAX_INT64, "of the chats; default 0"),
         ("--requests", 1, MAX_INT32, f"number of chat turns; default {CHAT_REQUESTS}"),
     ):
-        sub.add_argument(option, metavar="N", type=_number(option, least, most), help=text)
+        sub.add_argument(option, metavar="N", type=number(option, least, most), help=text)
     sub.add_argument(
         "--groups",
         metavar="LIST",
@@ -60,7 +60,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, metavar=metavar, help=text)
     sub.add_argument(
-        "--device", default="cpu", type=_device_name, help="where --verify keeps KV; default cpu"
+        "--device", default="cpu", type=device_name, help="where --verify keeps KV; default cpu"
     )
     for option, text in (
         ("--verify", "write, read back and compare real KV (needs torch)"),
@@ -72,7 +72,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     )
 
 
-def _number(option: str, least: int, most: int) -> Callable[[str], int]:
+def number(option: str, least: int, most: int) -> Callable[[str], int]:
     def convert(text: str) -> int:
         try:
             value = int(text)
@@ -99,7 +99,7 @@ def _plot_file(text: str) -> str:
     return text
 
 
-def _device_name(text: str) -> str:
+def device_name(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise UsageError(f"--device is {shown(text)}: expected cpu, cuda or cuda:N")
     return text

@@ -1,0 +1,66 @@
+"""Moving pages on the CPU: beside one contiguous memcpy with as many threads, and torch indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from benchmarks.measure import Result, median_times
+from kvcache.bench import host_rates
+from kvcache.worker.pages import Pages, Route
+
+NUM_BYTES = 256 << 20
+
+
+def indexing(fragment: int) -> Iterator[Result]:
+    """The same pages of 16 layers by `copy_blocks`, and layer by layer by index_select, index_copy_."""
+    layers = 16
+    num_blocks = NUM_BYTES // (2 * layers * fragment)
+    source = Pages.allocate(num_blocks, [[2 * fragment]] * layers)
+    target = Pages.allocate(num_blocks, [[2 * fragment]] * layers)
+    source.memory.random_(0, 256)
+    target.memory.fill_(0)
+    chance = np.random.default_rng(0)
+    pairs = np.stack([chance.permutation(num_blocks) for _ in range(2)], 1).astype(np.int32)
+    route = Route(source, target)
+    read, written = torch.from_numpy(pairs).long().unbind(1)
+    # As int64: index_copy_ of bytes is five times slower.
+    sources = [source.layer(i).view(torch.int64) for i in range(layers)]
+    targets = [target.layer(i).view(torch.int64) for i in range(layers)]
+
+    def by_indexing() -> None:
+        for ours, theirs in zip(sources, targets):
+            theirs.index_copy_(0, written, ours.index_select(0, read))
+
+    seconds, peer = median_times(lambda: route.copy(pairs), by_indexing)
+    rates = [num_blocks * source.page_bytes / s / 1e9 for s in (seconds, peer)]
+    name = f"  beside torch indexing, pages of {2 * fragment // 1024} KiB per layer"
+    yield Result(name, "GB/s", *rates, "index_select, index_copy_", rates[1], None, True)
+
+
+def host_cost() -> Iterator[Result]:
+    """What a call costs the host before bytes move: 1,000 pages whose fragments are empty."""
+    pages = Pages.allocate(1001, [[0, 0]] * 80)
+    ids = np.arange(1, 1001, dtype=np.int32)
+    pairs = np.stack([ids, np.random.default_rng(0).permutation(ids)], 1)
+    other = Pages.allocate(1001, [[0, 0]] * 80)
+    route = Route(pages, other)
+    (seconds,) = median_times(lambda: route.copy(pairs), rounds=51)
+    yield Result("  checks of 1,000 page pairs, 80 layers", "us", seconds * 1e6)
+
+
+def all_results() -> Iterator[Result]:
+    threads = torch.get_num_threads()
+    for count in sorted({1, threads}):
+        torch.set_num_threads(count)
+        for rate in host_rates(NUM_BYTES, (4096, 16 * 1024, 64 * 1024, 1 << 20)):
+            kib = rate.fragment // 1024
+            name = f"copy_blocks, host to host, {kib} KiB scattered, {count} threads"
+            bar = 0.8 * rate.contiguous_gb_per_s if kib == 16 else None
+            yield Result(
+                name, "GB/s", rate.gb_per_s, rate.contiguous_gb_per_s, "one memcpy", bar, None, True
+            )
+        yield from indexing(16 * 1024)
+    yield from host_cost()

@@ -1,0 +1,234 @@
+"""How fast pages move on a machine, beside one contiguous copy of the same bytes in the same run."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.worker.calibration import (
+    COPY_ENGINE,
+    DEFAULT,
+    DIRECTIONS,
+    IN,
+    KERNEL,
+    METHODS,
+    OUT,
+    STAGING,
+    Calibration,
+    steps_of,
+)
+from kvcache.worker.pages import Pages, Route
+from kvcache.worker.swap import SwapEngine
+
+FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
+BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
+_THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
+_RUN = 16  # neighbouring pages
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measurement. `direction`: out, in, both or host; `fragment`: bytes of a piece, before runs of
+    neighbouring pages are merged; `pattern`: pages "scattered", or in "runs" of 16."""
+
+    direction: str
+    fragment: int
+    pattern: str
+    method: str
+    gb_per_s: float
+    contiguous_gb_per_s: float
+    num_thread_blocks: int | None = None  # where a kernel reads or writes the host's memory
+
+    @property
+    def share(self) -> float:
+        """Of the contiguous copy."""
+        return self.gb_per_s / self.contiguous_gb_per_s
+
+
+def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
+    """Median seconds per call of each function, measured in turns so that noise meets all alike."""
+    times: list[list[float]] = [[] for _ in functions]
+    for function in functions:
+        function()  # warm caches, allocator and branch predictor
+    for _ in range(rounds):
+        for function, taken in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
+    """From host memory to host memory, with as many threads as torch has, scattered pages."""
+    whole = _memcpy(num_bytes, torch.get_num_threads())
+    for fragment in fragments:
+        source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
+        host = source.on_host(source.num_blocks)
+        # Memory that was never written is one page of zeros, which the caches hold.
+        source.memory.random_(0, 256)
+        host.memory.fill_(1)
+        route = Route(source, host)
+        copy, memcpy = median_times(lambda r=route, p=pairs: r.copy(p), whole)
+        moved = len(pairs) * source.page_bytes
+        yield Rate(HOST, fragment, "scattered", "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
+
+
+def device_rates(
+    device: torch.device,
+    num_bytes: int,
+    fragments: tuple[int, ...] = FRAGMENTS,
+    methods: tuple[str | None, ...] = (None,),
+    calibration: Calibration | None = None,
+    directions: tuple[str, ...] = (OUT, IN, BOTH),
+    patterns: tuple[str, ...] = ("scattered", "runs"),
+    rounds: int = 7,
+) -> Iterator[Rate]:
+    """Between a device and pinned host memory; method None: as the calibration says."""
+    limits = _contiguous_gb_per_s(device, num_bytes, directions)
+    for pattern in patterns:
+        for fragment in fragments:
+            pages, pairs = _pages(fragment, num_bytes, pattern, device)
+            host = pages.on_host(pages.num_blocks)
+            pages.memory.random_(0, 256)
+            for method in methods:
+                engine = SwapEngine(pages, host, method=method, calibration=calibration)
+                for direction in directions:
+                    seconds = _swap_seconds(engine, pairs, direction, rounds)
+                    # Both: one half each way.
+                    rate = len(pairs) * pages.page_bytes / seconds / 1e9
+                    used = method or engine.method_for(
+                        IN if direction == BOTH else direction, pairs
+                    )
+                    blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
+                    yield Rate(direction, fragment, pattern, used, rate, limits[direction], blocks)
+
+
+def calibrate(
+    device: torch.device, num_bytes: int, progress: Callable[[Rate], None] = lambda rate: None
+) -> Calibration:
+    """Measures which method is the fastest for which fragments, and how few thread blocks do."""
+    one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5}
+    by_blocks = {}
+    for blocks in _THREAD_BLOCKS:
+        trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
+        (rate,) = device_rates(device, num_bytes, (16 * 1024,), (KERNEL,), trial, **one)
+        progress(rate)
+        by_blocks[blocks] = rate.gb_per_s
+    enough = 0.97 * max(by_blocks.values())
+    blocks = min(n for n, rate in by_blocks.items() if rate >= enough)
+    trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
+    found: dict[tuple[str, int], Rate] = {}
+    for rate in device_rates(
+        device, num_bytes, FRAGMENTS, METHODS, trial, DIRECTIONS, ("scattered",), 5
+    ):
+        progress(rate)
+        best = found.get((rate.direction, rate.fragment))
+        # Another method must be clearly faster: noise should not make steps.
+        if best is None or rate.gb_per_s > 1.03 * best.gb_per_s:
+            found[rate.direction, rate.fragment] = rate
+    steps = {
+        direction: steps_of((size, found[direction, size].method) for size in FRAGMENTS)
+        for direction in DIRECTIONS
+    }
+    name = torch.cuda.get_device_name(device)
+    return Calibration(name, steps[OUT], steps[IN], blocks)
+
+
+def _pages(
+    fragment: int, num_bytes: int, pattern: str, device: torch.device | str
+) -> tuple[Pages, np.ndarray]:
+    """Pages whose pieces have so many bytes, and pairs that move `num_bytes` of them."""
+    chance = np.random.default_rng(0)
+    if pattern == "runs":  # a page is one piece, and 16 neighbours lie together on both sides
+        pages = Pages.allocate(
+            _RUN * max(num_bytes // (fragment * _RUN), 2) + 1, [[fragment]], device=device
+        )
+        groups = np.arange(1, pages.num_blocks).reshape(-1, _RUN)
+        pairs = [chance.permutation(groups).ravel() for _ in range(2)]
+    else:  # K and V of up to 16 layers, apart
+        layers = int(np.clip(num_bytes // (32 * fragment), 1, 16))
+        num_blocks = max(num_bytes // (2 * layers * fragment), 2) + 1
+        pages = Pages.allocate(num_blocks, [[fragment, fragment]] * layers, device=device)
+        pairs = [chance.permutation(np.arange(1, num_blocks)) for _ in range(2)]
+    return pages, np.stack(pairs, axis=1).astype(np.int32)
+
+
+def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> float:
+    half = len(pairs) // 2
+
+    def swap() -> None:
+        if direction == BOTH:
+            engine.swap_out(pairs[:half])
+            engine.swap_in(pairs[half:, ::-1])
+        else:
+            getattr(engine, f"swap_{direction}")(pairs if direction == OUT else pairs[:, ::-1])
+        engine.wait()
+        torch.cuda.synchronize()
+
+    return median_times(swap, rounds=rounds)[0]
+
+
+def _contiguous_gb_per_s(
+    device: torch.device, num_bytes: int, directions: tuple[str, ...]
+) -> dict[str, float]:
+    """One copy of all bytes, pinned; both: two copies of half of them on two streams."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    half = num_bytes // 2
+
+    def copy(direction: str) -> None:
+        with torch.cuda.stream(streams[0]):
+            if direction == OUT:
+                host.copy_(on_device, non_blocking=True)
+            elif direction == IN:
+                on_device.copy_(host, non_blocking=True)
+            else:
+                host[:half].copy_(on_device[:half], non_blocking=True)
+        if direction == BOTH:
+            with torch.cuda.stream(streams[1]):
+                on_device[half:].copy_(host[half:], non_blocking=True)
+        torch.cuda.synchronize()
+
+    return {
+        direction: num_bytes / median_times(lambda d=direction: copy(d))[0] / 1e9
+        for direction in directions
+    }
+
+
+def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
+    """One contiguous copy by the C library, shared out to threads."""
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
+    pool = ThreadPoolExecutor(num_threads)
+
+    def copy_part(part: int) -> None:
+        begin, end = cuts[part], cuts[part + 1]
+        # ctypes lets go of the interpreter's lock.
+        ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
+
+    def copy() -> None:
+        list(pool.map(copy_part, range(num_threads)))
+
+    return copy
+
+
+__all__ = [
+    "BOTH",
+    "COPY_ENGINE",
+    "FRAGMENTS",
+    "HOST",
+    "STAGING",
+    "Rate",
+    "calibrate",
+    "device_rates",
+    "host_rates",
+    "median_times",
+]

@@ -1,0 +1,124 @@
+"""`kvcache bench`: how fast pages move here, and the calibration of a machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from kvcache.cli.errors import MissingError, OutputError
+from kvcache.cli.options import device_name, number
+from kvcache.cli.output import say, show, writing
+
+if TYPE_CHECKING:
+    from kvcache.bench import Rate
+
+
+def add_bench_options(sub: argparse.ArgumentParser) -> None:
+    """What `kvcache bench` can be told."""
+    sub.add_argument(
+        "--device",
+        default=None,
+        type=device_name,
+        help="swap between this and host memory; default cuda where there is one, else cpu",
+    )
+    sub.add_argument(
+        "--mib",
+        default=256,
+        metavar="N",
+        type=number("--mib", 8, 65_536),
+        help="how much moves per measurement; default 256",
+    )
+    sub.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure which method is the fastest for which fragments, and store it for swaps",
+    )
+    sub.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+
+def run_bench(args: argparse.Namespace) -> int:
+    """Runs the command; exit code 1 where what it needs is missing."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingError("bench needs torch: pip install torch")
+    import torch
+
+    from kvcache import bench
+    from kvcache.worker.calibration import calibration_of, path_for
+
+    has_cuda = torch.cuda.is_available()
+    device = torch.device(args.device or ("cuda" if has_cuda else "cpu"))
+    if device.type == "cuda" and not has_cuda:
+        raise MissingError(f"--device is {args.device}: torch finds no CUDA device here")
+    if args.calibrate and device.type != "cuda":
+        raise MissingError("there is no CUDA device: nothing to calibrate")
+    num_bytes = args.mib << 20
+    report: dict[str, object] = {"device": str(device)}
+    if args.calibrate:
+        found = bench.calibrate(device, num_bytes, lambda rate: say(_line(rate)))
+        path = path_for(found.machine)
+        try:
+            found.save(path)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror}") from None
+        report |= {"calibration": asdict(found), "stored": str(path)}
+        say(f"stored in {path}")
+    rates = list(bench.host_rates(num_bytes))
+    if device.type == "cuda":
+        report["machine"] = torch.cuda.get_device_name(device)
+        report["calibration"] = asdict(calibration_of(device))
+        rates += bench.device_rates(device, num_bytes)
+    report["rates"] = [{**asdict(rate), "share": rate.share} for rate in rates]
+    if args.json:
+        with writing():
+            print(json.dumps(report))
+    elif importlib.util.find_spec("rich") is None:
+        with writing():
+            for rate in rates:
+                print(_line(rate))
+    else:
+        show(_table(rates))
+    return 0
+
+
+def _cells(rate: Rate) -> tuple[str, ...]:
+    how = (
+        rate.method
+        if rate.num_thread_blocks is None
+        else f"{rate.method} ({rate.num_thread_blocks})"
+    )
+    return (
+        rate.direction,
+        f"{rate.fragment // 1024:,} KiB",
+        rate.pattern,
+        how,
+        f"{rate.gb_per_s:.1f}",
+        f"{rate.contiguous_gb_per_s:.1f}",
+        f"{rate.share:.0%}",
+    )
+
+
+def _line(rate: Rate) -> str:
+    direction, fragment, pattern, how, ours, whole, share = _cells(rate)
+    return f"{direction:5} {fragment:>9} {pattern:9} {how:12} {ours:>6} GB/s, {share} of {whole}"
+
+
+def _table(rates: list[Rate]) -> object:
+    from rich.table import Table
+
+    table = Table(title="pages moved, GB/s, beside one contiguous copy of as many bytes")
+    for name, justify in (
+        ("direction", "left"),
+        ("fragment", "right"),
+        ("pages", "left"),
+        ("by (thread blocks)", "left"),
+        ("GB/s", "right"),
+        ("contiguous", "right"),
+        ("share", "right"),
+    ):
+        table.add_column(name, justify=justify)
+    for rate in rates:
+        table.add_row(*_cells(rate))
+    return table
