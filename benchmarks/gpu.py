@@ -140,7 +140,8 @@ class Run:
     def kernels(self, limit_s: float) -> dict:
         tests = sorted(str(path) for path in (REPO / "tests").glob("test_*_op.py"))
         chosen = "cpu" if self.rehearse else "cuda or gpu"
-        return self.pytest([*tests, "tests/test_block_table.py", "-k", chosen], limit_s)
+        tests += ["tests/test_block_table.py", "tests/test_swap.py"]
+        return self.pytest([*tests, "-k", chosen], limit_s)
 
     def tests(self, limit_s: float) -> dict:
         return self.pytest(["tests"], limit_s)
@@ -152,6 +153,7 @@ class Run:
     def replay(self, limit_s: float) -> dict:
         device = "cpu" if self.rehearse else "cuda"
         command = [sys.executable, "-m", "kvcache.cli", "replay", "--verify", "--json"]
+        command += ["--num-blocks", "301", "--host-blocks", "4001"]
         out = self.call([*command, "--device", device, "--concurrency", "4"], limit_s)
         return {"results": json.loads(out.strip().splitlines()[-1])}
 
@@ -170,6 +172,13 @@ class Run:
         if self.rehearse:
             return {"skipped": "no GPU"}
         out = self.call([sys.executable, "-m", "benchmarks.gpu_kernels"], limit_s)
+        return {"results": json.loads(out.strip().splitlines()[-1])}
+
+    def swaps(self, limit_s: float) -> dict:
+        """Calibrates, then measures with what was found: the stored file stays with the machine."""
+        command = [sys.executable, "-m", "kvcache.cli", "bench", "--json"]
+        command += ["--mib", "8"] if self.rehearse else ["--calibrate"]
+        out = self.call(command, limit_s)
         return {"results": json.loads(out.strip().splitlines()[-1])}
 
 
@@ -215,6 +224,7 @@ def main() -> int:
     if ok:
         ok &= run.stage("kernel tests", 120, run.kernels)
         ok &= run.stage("measurements", 120, run.measure)
+        ok &= run.stage("swaps", 120, run.swaps)
         ok &= run.stage("build by torch.utils.cpp_extension", 150, run.jit)
         ok &= run.stage("replay --verify", 60, run.replay)
         ok &= run.stage("compute-sanitizer", 90, run.sanitizer)

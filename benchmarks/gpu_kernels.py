@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from kvcache import MultiGroupBlockTable, ops
+from kvcache import MultiGroupBlockTable, Pages, ops
+from kvcache.worker.pages import Route
 
 ROUNDS = 30
 
@@ -132,10 +133,25 @@ def token_io(limit: float) -> Iterator[dict]:
                 }
 
 
+def block_copy(limit: float) -> Iterator[dict]:
+    """Pages within the device, over 32 regions; ids on the device, as a captured graph has them."""
+    for fragment in (4 << 10, 16 << 10, 64 << 10, 1 << 20):
+        num_blocks = (4 << 30) // (32 * fragment)
+        pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
+        pages.memory.random_(0, 256)
+        ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: num_blocks // 4 * 2]
+        pairs = ids.view(-1, 2).contiguous()
+        route = Route(pages, pages)
+        us = graph_us(lambda: route.copy(pairs), 4)  # noqa: B023
+        rate = 2 * len(pairs) * pages.page_bytes / us / 1e3
+        fact = {"kernel": "copy_blocks", "case": f"fragments of {fragment >> 10} KiB", "us": us}
+        yield {**fact, "gb_per_s": rate, "of_copy": rate / limit}
+
+
 def main() -> int:
     limit = copy_gb_per_s()
     results = {"copy_gb_per_s": limit, "empty_kernel_us": empty_kernel_us()}
-    results["kernels"] = [*slot_mapping(), *token_io(limit)]
+    results["kernels"] = [*slot_mapping(), *token_io(limit), *block_copy(limit)]
     for line in results["kernels"]:
         print(line)
     print(json.dumps(results))

@@ -347,6 +347,60 @@ def test_a_host_tier_larger_than_memory_is_refused():
         Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
 
 
+def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch):
+    from kvcache.worker import pinning
+
+    pages = Pages.allocate(4, [[100, 28]] * 2)
+    told = []
+    released = []
+
+    def register(address, num_bytes, device):
+        told.append(num_bytes)
+        if len(told) == 3:
+            raise RuntimeError("cudaHostRegister of 1048576 bytes: out of memory")
+
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(pinning, "_register", register)
+    monkeypatch.setattr(pinning, "_unpin", lambda addresses, _: released.extend(addresses))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.warns(
+        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
+    ):
+        host = pages.on_host(2000, pin_memory=True)
+    assert len(told) >= 3 and len(released) == len(told) - 1  # what was pinned is let go again
+    host.copy_from(pages, np.array([[1, 1999]]))
+    assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
+
+
+def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
+    from kvcache.worker import pinning
+
+    registered, told = [], []
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
+    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    host = Pages.allocate(4, [[100, 28]] * 2).on_host(
+        2000, pin_memory=True, progress=lambda done, total: told.append((done, total))
+    )
+    stride = int(host.strides[0])
+    assert stride == 256 and host.pages_per_chunk * stride == 1 << 16
+    assert sorted(registered) == [
+        (host.memory.data_ptr() + at, min(1 << 16, 2000 * 256 - at))
+        for at in range(0, 2000 * 256, 1 << 16)
+    ]
+    assert host.memory.data_ptr() % 4096 == 0
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (2000 * 256, 2000 * 256)
+
+
+def test_asking_for_pinned_memory_without_cuda_warns():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.warns(RuntimeWarning, match="could not be pinned"):
+        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
+
+
 # --- on a GPU -------------------------------------------------------------------------------------
 
 

@@ -41,7 +41,7 @@ def allocate_host(
     per_chunk = steps * _PAGES_PER_STEP
     try:
         keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(total))
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
         warnings.warn(
             f"{total / 2**30:.1f} GiB of host memory could not be pinned, swaps will be slower: {error}",
             RuntimeWarning,
@@ -65,8 +65,7 @@ class _Pinned:
         device = torch.cuda.current_device()  # also creates the context, once
 
         def pin_one(chunk: tuple[int, int]) -> int:
-            with torch.cuda.device(device):
-                _register(*chunk)
+            _register(*chunk, device)
             pinned.append(chunk[0])
             return chunk[1]
 
@@ -82,9 +81,10 @@ class _Pinned:
                 raise
 
 
-def _register(address: int, num_bytes: int) -> None:
-    portable = 1  # for all contexts
-    error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, portable)
+def _register(address: int, num_bytes: int, device: int) -> None:
+    flags = 1 | 2  # portable (for all contexts), mapped (kernels reach it)
+    with torch.cuda.device(device):
+        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags)
     if int(error) != 0:
         raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes: {error}")
 

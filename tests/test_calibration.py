@@ -1,0 +1,144 @@
+"""Which method moves which fragments: steps, files, and what `kvcache bench` prints."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Pages, SwapEngine, bench
+from kvcache.cli import main
+from kvcache.worker.calibration import (
+    DEFAULT,
+    Calibration,
+    calibration_of,
+    load,
+    path_for,
+    steps_of,
+)
+
+KIB = 1024
+
+
+def test_steps_begin_half_way_between_two_sizes():
+    measured = [(4096, "staging"), (8192, "staging"), (16384, "kernel"), (32768, "copy_engine")]
+    assert steps_of(measured) == ((0, "staging"), (12288, "kernel"), (24576, "copy_engine"))
+    assert steps_of([(4096, "kernel")]) == ((0, "kernel"),)
+
+
+@pytest.mark.parametrize(
+    ("direction", "fragment", "method"),
+    [
+        ("in", 4 * KIB, "kernel"),
+        ("in", 28 * KIB - 1, "kernel"),
+        ("in", 28 * KIB, "copy_engine"),
+        ("out", 4 * KIB, "staging"),
+        ("out", 1024 * KIB, "copy_engine"),
+    ],
+)
+def test_the_built_in_thresholds_are_those_published(direction, fragment, method):
+    assert DEFAULT.method(direction, fragment) == method
+    assert "H100" in DEFAULT.machine and "published" in DEFAULT.machine
+
+
+def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = Calibration("NVIDIA H200", ((0, "kernel"),), ((0, "kernel"), (100, "staging")), 3)
+    path = path_for(mine.machine)
+    assert path == tmp_path / "kvcache" / "calibration-nvidia-h200.json"
+    mine.save(path)
+    assert load(path) == mine and not list(path.parent.glob("*.tmp"))
+    monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "other.json"))
+    assert path_for("anything") == tmp_path / "other.json"
+    assert calibration_of(torch.device("cpu")) is DEFAULT
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "holds no calibration"),
+        ("[1]", "holds no calibration"),
+        ('{"machine": "a"}', "holds no calibration: .*missing"),
+        (
+            '{"machine": "a", "out": [[0, "dma"]], "in_": [[0, "kernel"]]}',
+            "out has 'dma': expected one of kernel, copy_engine, staging",
+        ),
+        (
+            '{"machine": "a", "out": [[5, "kernel"]], "in_": [[0, "kernel"]]}',
+            r"out begins at \[5\]: expected ascending sizes from 0",
+        ),
+        (
+            '{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 0}',
+            "num_thread_blocks is 0: expected 1 or more",
+        ),
+    ],
+)
+def test_a_file_that_holds_none_is_named(tmp_path, text, message):
+    path = tmp_path / "calibration.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(path)
+    assert str(path) in str(caught.value)
+
+
+def engine(sizes, block_major=False, **options):
+    pages = Pages.allocate(40, sizes, block_major=block_major)
+    return SwapEngine(pages, pages.on_host(40), **options)
+
+
+def ids(*values):
+    return np.array(values).reshape(-1, 2)
+
+
+def test_the_method_follows_what_lies_together_on_both_sides():
+    apart = engine([[8 * KIB, 8 * KIB]] * 4)
+    scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
+    assert apart.fragment_bytes("out", scattered) == 8 * KIB
+    assert apart.fragment_bytes("out", run) == 8 * KIB  # on the host, layers lie between
+    assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
+    packed = engine([[8 * KIB, 8 * KIB]], block_major=True)
+    assert packed.fragment_bytes("in", ids(1, 9, 5, 2)) == 16 * KIB
+    assert packed.fragment_bytes("in", run) == 8 * 16 * KIB
+    assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # downwards too
+    assert packed.method_for("in", scattered) == "kernel"
+    assert packed.method_for("in", run) == "copy_engine"
+    assert packed.method_for("out", scattered) == "kernel"  # a page is one piece: nothing to stage
+    assert engine([[8]], method="staging").method_for("in", run) == "staging"
+
+
+def test_rates_on_the_cpu_are_of_the_bytes_that_moved():
+    (rate,) = bench.host_rates(8 << 20, (64 * KIB,))
+    assert rate.direction == "host" and rate.gb_per_s > 0.01 and rate.share > 0.01
+
+
+def test_bench_prints_a_table_or_json(capsys):
+    assert main(["bench", "--mib", "8", "--device", "cpu", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert [rate["fragment"] for rate in report["rates"]] == list(bench.FRAGMENTS)
+    assert all(rate["share"] > 0 for rate in report["rates"])
+    assert main(["bench", "--mib", "8", "--device", "cpu"]) == 0
+    assert "4,096 KiB" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "message"),
+    [
+        (["bench", "--mib", "3"], 2, "--mib is '3': expected a whole number from 8 to 65536"),
+        (["bench", "--device", "tpu"], 2, "--device is 'tpu': expected cpu, cuda or cuda:N"),
+        (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
+    ],
+)
+def test_bench_names_what_is_wrong(capsys, argv, code, message):
+    assert main(argv) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
+    monkeypatch.setattr(bench, "FRAGMENTS", (16 * KIB, 1024 * KIB))
+    assert main(["bench", "--calibrate", "--mib", "16", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found = load(tmp_path / "here.json")
+    assert report["calibration"]["machine"] == found.machine == torch.cuda.get_device_name()
+    assert calibration_of(torch.device("cuda")) == found
