@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import control_plane, sequences, tables
+from benchmarks import control_plane, sequences, tables, token_io
 from benchmarks.measure import Result
 
 SUITES = {
     "control": control_plane.all_results,
     "sequences": sequences.all_results,
     "tables": tables.all_results,
+    "token_io": token_io.all_results,
 }
 
 

@@ -15,6 +15,9 @@
 namespace kvcache {
 namespace {
 
+constexpr int64_t kCacheLine = 64;
+// A memcpy of 2 KiB is a third slower than two of 1 KiB (AMD EPYC, glibc 2.36).
+constexpr size_t kCopyBytes = 1024;
 constexpr int64_t kGrainBytes = 1 << 18;  // per thread: below it a second thread costs more
 
 // Moves one token of one layer, which has a slot.
@@ -28,10 +31,13 @@ void move_bytes(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
   char* token = p.token(layer, i);
   char* page = p.page(layer, slot);
   for (int64_t piece = 0; piece < num_pieces; ++piece) {
-    if constexpr (direction == Direction::kWrite) {
-      std::memcpy(page, token, bytes);
-    } else {
-      std::memcpy(token, page, bytes);
+    for (size_t begin = 0; begin < bytes; begin += kCopyBytes) {
+      const size_t n = std::min(kCopyBytes, bytes - begin);
+      if constexpr (direction == Direction::kWrite) {
+        std::memcpy(page + begin, token + begin, n);
+      } else {
+        std::memcpy(token + begin, page + begin, n);
+      }
     }
     token += bytes;
     page += p.page_head_stride;
@@ -42,10 +48,16 @@ template <Direction direction, class Element, class Format>
 KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
   const int64_t num_pieces = p.in_one_piece() ? 1 : p.num_heads;
   const int64_t n = p.in_one_piece() ? p.width() : p.head_size;
+  auto* token = reinterpret_cast<Element*>(p.token(layer, i));
+  auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot));
+  // Heads lie apart (HND): without this, each waits for its own memory, and gathering takes twice
+  // as long.
   for (int64_t piece = 0; piece < num_pieces; ++piece) {
-    auto* __restrict__ token = reinterpret_cast<Element*>(p.token(layer, i)) + piece * n;
-    auto* __restrict__ page =
-        reinterpret_cast<uint8_t*>(p.page(layer, slot) + piece * p.page_head_stride);
+    for (int64_t j = 0; j < n; j += kCacheLine) {
+      __builtin_prefetch(page + piece * p.page_head_stride + j, direction == Direction::kWrite);
+    }
+  }
+  for (int64_t piece = 0; piece < num_pieces; ++piece) {
     const float scale = p.scale(layer, piece);
     for (int64_t j = 0; j < n; ++j) {
       if constexpr (direction == Direction::kWrite) {
@@ -54,6 +66,8 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
         dequantize<Format>(page[j], scale, token[j]);
       }
     }
+    token += n;
+    page += p.page_head_stride;
   }
 }
 
