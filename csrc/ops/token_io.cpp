@@ -16,9 +16,17 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-// A memcpy of 2 KiB is a third slower than two of 1 KiB (AMD EPYC, glibc 2.36).
-constexpr size_t kCopyBytes = 1024;
 constexpr int64_t kGrainBytes = 1 << 18;  // per thread: below it a second thread costs more
+
+// Pieces of fixed size: a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12, glibc 2.36).
+constexpr size_t kCopyBytes = 1024;
+
+void copy(char* to, const char* from, size_t n) {
+  for (; n > kCopyBytes; n -= kCopyBytes, to += kCopyBytes, from += kCopyBytes) {
+    std::memcpy(to, from, kCopyBytes);
+  }
+  std::memcpy(to, from, n);
+}
 
 // Moves one token of one layer, which has a slot.
 using Move = void (*)(const TokenPages& p, int64_t layer, int64_t i, int64_t slot);
@@ -31,13 +39,10 @@ void move_bytes(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
   char* token = p.token(layer, i);
   char* page = p.page(layer, slot);
   for (int64_t piece = 0; piece < num_pieces; ++piece) {
-    for (size_t begin = 0; begin < bytes; begin += kCopyBytes) {
-      const size_t n = std::min(kCopyBytes, bytes - begin);
-      if constexpr (direction == Direction::kWrite) {
-        std::memcpy(page + begin, token + begin, n);
-      } else {
-        std::memcpy(token + begin, page + begin, n);
-      }
+    if constexpr (direction == Direction::kWrite) {
+      copy(page, token, bytes);
+    } else {
+      copy(token, page, bytes);
     }
     token += bytes;
     page += p.page_head_stride;
