@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import control_plane, moving, sequences, tables
+from benchmarks import control_plane, moving, sequences, tables, token_io
 from benchmarks.measure import Result
 
 SUITES = {
@@ -20,6 +20,7 @@ SUITES = {
     "sequences": sequences.all_results,
     "tables": tables.all_results,
     "moving": moving.all_results,
+    "token_io": token_io.all_results,
 }
 
 

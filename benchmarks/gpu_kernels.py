@@ -111,26 +111,44 @@ def update_us(tables: MultiGroupBlockTable, num_requests: int) -> float:
 
 def token_io(limit: float) -> Iterator[dict]:
     for layout in ("NHD", "HND"):
-        shape = (4096, 16, 8, 128) if layout == "NHD" else (4096, 8, 16, 128)
-        caches = [torch.randn(shape, device="cuda").bfloat16() for _ in range(2)]
-        caches = [c if layout == "NHD" else c.transpose(1, 2) for c in caches]
         for num_tokens in (256, 8192):
-            key, value = (torch.randn(num_tokens, 8, 128, device="cuda").bfloat16() for _ in "kv")
-            slots = torch.randperm(4096 * 16, device="cuda")[:num_tokens]
-            moved = 2 * 2 * key.numel() * 2  # K and V, read and written, two bytes each
-            for name, call in (
-                ("write_kv", lambda: ops.write_kv(key, value, *caches, slots)),  # noqa: B023
-                ("gather_kv", lambda: ops.gather_kv(*caches, slots, key, value)),  # noqa: B023
-            ):
-                us = graph_us(call)
-                rate = moved / us / 1e3
-                yield {
-                    "kernel": name,
-                    "case": f"{num_tokens} tokens, {layout}, 8 heads of 128, bf16",
-                    "us": us,
-                    "gb_per_s": rate,
-                    "of_copy": rate / limit,
-                }
+            yield from token_io_case(limit, num_tokens, layout)
+            yield from token_io_case(limit, num_tokens, layout, fp8=torch.float8_e4m3fn)
+        yield from token_io_case(limit, 1024, layout, num_layers=8)
+    yield from token_io_case(limit, 8192, "NHD", fp8=torch.float8_e5m2)
+    yield from token_io_case(limit, 1024, "NHD", fp8=torch.float8_e4m3fn, num_layers=8)
+
+
+def token_io_case(
+    limit: float,
+    num_tokens: int,
+    layout: str,
+    fp8: torch.dtype | None = None,
+    num_layers: int | None = None,
+) -> Iterator[dict]:
+    """8 heads of 128, bfloat16 tokens; all layers in one launch where there are layers."""
+    layers = () if num_layers is None else (num_layers,)
+    order = (16, 8) if layout == "NHD" else (8, 16)
+    caches = [
+        torch.randn(*layers, 4096, *order, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"
+    ]
+    caches = [c.to(fp8 or c.dtype) for c in caches]
+    caches = [c if layout == "NHD" else c.transpose(-3, -2) for c in caches]
+    key, value = (torch.randn(*layers, num_tokens, 8, 128, device="cuda").bfloat16() for _ in "kv")
+    slots = torch.randperm(4096 * 16, device="cuda")[:num_tokens]
+    scales = [torch.full((*layers, 1), 0.37, device="cuda")] * 2 if fp8 else []
+    # K and V, each element read on one side and written on the other.
+    moved = 2 * key.numel() * (key.element_size() + caches[0].element_size())
+    case = f"{num_tokens} tokens, {layout}, 8 heads of 128, bf16"
+    case += f" in {str(fp8).removeprefix('torch.')}" if fp8 else ""
+    case += f", {num_layers} layers" if num_layers else ""
+    for name, call in (
+        ("write_kv", lambda: ops.write_kv(key, value, *caches, slots, *scales)),
+        ("gather_kv", lambda: ops.gather_kv(*caches, slots, key, value, *scales)),
+    ):
+        us = graph_us(call)
+        rate = moved / us / 1e3
+        yield {"kernel": name, "case": case, "us": us, "gb_per_s": rate, "of_copy": rate / limit}
 
 
 def block_copy(limit: float) -> Iterator[dict]:

@@ -11,6 +11,8 @@ a fake implementation, so `torch.compile` sees what it mutates.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kvcache import _native
@@ -89,15 +91,27 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Writes each token's K and V at its slot; slot -1 is skipped.
 
     key: [n, num_kv_heads, head_size], value: [n, num_kv_heads, v_head_size], contiguous within a
     token. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, (v_)head_size], any strides
-    but 1 in the last dimension (NHD and HND). Same dtype as their cache, any element size: bytes are
-    moved as they are. slot_mapping: int64[n]. Two tokens must not name one slot.
+    but 1 in the last dimension (NHD and HND). slot_mapping: int64[n]. Two tokens must not name one
+    slot. All layers at once: num_layers in front of the shape of tokens and caches.
+
+    K and V may be columns of one tensor, as MLA's latent and rope parts are, but share no element. A
+    latent that is one vector comes as key, with a value of head size 0.
+
+    Same dtype as their cache, any element size, without a scale: bytes are moved as they are. A cache
+    of float8_e4m3fn or float8_e5m2 also takes float32, float16 and bfloat16, stored as key / k_scale,
+    rounded to nearest even, beyond the largest finite value that value; NaN stays NaN. k_scale,
+    v_scale: float32, contiguous, where key and value are: [1] or [num_kv_heads], and [num_layers, 1]
+    or [num_layers, num_kv_heads] for all layers. fp8 kept in a uint8 tensor: hand over
+    `cache.view(torch.float8_e4m3fn)`.
     """
-    _ops.write_kv(key, value, key_cache, value_cache, slot_mapping)
+    _ops.write_kv(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
 
 
 def gather_kv(
@@ -106,12 +120,27 @@ def gather_kv(
     slot_mapping: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
 ) -> None:
     """Reads tokens back: the K and V at each slot into key[n, ...] and value[n, ...]; -1 gives zeros.
 
-    Shapes, dtypes and strides as for `write_kv`.
+    Shapes, dtypes, strides and scales as for `write_kv`; fp8 becomes fp8 * scale, rounded to the
+    tokens' dtype. The context of a batch is `slot_mapping` of its requests and positions, then this:
+
+    >>> tables = torch.tensor([3, 1, 2, 0], dtype=torch.int32)  # two requests, two blocks of 4 each
+    >>> groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+    >>> rows, starts = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [0, 6, 9]))
+    >>> positions = torch.tensor([0, 1, 2, 3, 4, 5, 0, 1, 2])  # of 6 and 3 tokens
+    >>> slots = torch.empty(1, 9, dtype=torch.int64)
+    >>> slot_mapping(tables, groups, 2, rows, starts, positions, None, slots)
+    >>> cache = torch.arange(16.0).view(4, 4, 1, 1)
+    >>> key, value = torch.empty(9, 1, 1), torch.empty(9, 1, 1)
+    >>> gather_kv(cache, cache + 100, slots[0], key, value)
+    >>> key.flatten().tolist()
+    [12.0, 13.0, 14.0, 15.0, 4.0, 5.0, 8.0, 9.0, 10.0]
     """
-    _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value)
+    _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value, k_scale, v_scale)
 
 
 def copy_blocks(
@@ -153,11 +182,20 @@ def copy_blocks(
     )
 
 
-def _fake(*args: object) -> None:
+# Ops and the positions of the arguments that need not share the others' device.
+_ON_HOST = {
+    "slot_mapping": {1},  # groups
+    "update_block_tables": set(),
+    "gather_block_tables": {1},  # groups
+    "write_kv": set(),
+    "gather_kv": set(),
+    "copy_blocks": {0, 1, 2, 3},  # either side, regions, pairs
+}
+
+
+def _fake(on_host: set[int], *args: object) -> None:
     """The ops return nothing and only mutate: a fake one just looks that they share a device."""
-    tensors = [
-        x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and not _on_host(i, args)
-    ]
+    tensors = [x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in on_host]
     for tensor in tensors[1:]:
         if tensor.device != tensors[0].device:
             raise RuntimeError(
@@ -165,23 +203,5 @@ def _fake(*args: object) -> None:
             )
 
 
-def _on_host(i: int, args: tuple) -> bool:
-    """Whether argument i is `groups`, which stays on the CPU; the ops with it have it second of 7+."""
-    return i == 1 and len(args) >= 7
-
-
-for _name in (
-    "slot_mapping",
-    "update_block_tables",
-    "gather_block_tables",
-    "write_kv",
-    "gather_kv",
-):
-    torch.library.register_fake(f"kvcache::{_name}", _fake)
-
-
-def _fake_copy_blocks(*args: object) -> None:
-    """Memories may lie on different devices."""
-
-
-torch.library.register_fake("kvcache::copy_blocks", _fake_copy_blocks)
+for _name, _on_host in _ON_HOST.items():
+    torch.library.register_fake(f"kvcache::{_name}", partial(_fake, _on_host))

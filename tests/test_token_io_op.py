@@ -3,6 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvcache import ops
 from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
 
@@ -14,6 +15,7 @@ DTYPES = [
     torch.float64,
     torch.float8_e4m3fn,
 ]
+LAYOUTS = ["NHD", "HND"]
 
 
 def random_tensor(shape, dtype, generator):
@@ -24,13 +26,16 @@ def random_tensor(shape, dtype, generator):
 
 
 def bits(tensor):
-    return tensor.cpu().contiguous().view(torch.uint8)
+    return tensor.cpu().contiguous().flatten().view(torch.uint8)
 
 
-def make_cache(num_blocks, block_size, heads, head_size, dtype, layout, generator):
+def make_cache(shape, dtype, layout, generator):
+    """Of shape [..., num_blocks, block_size, heads, head_size]; layers lie within the blocks."""
+    *layers, num_blocks, block_size, heads, head_size = shape
     order = (block_size, heads) if layout == "NHD" else (heads, block_size)
-    cache = random_tensor((num_blocks, *order, head_size), dtype, generator)
-    return cache if layout == "NHD" else cache.transpose(1, 2)
+    cache = random_tensor((num_blocks, *layers, *order, head_size), dtype, generator)
+    cache = cache if layout == "NHD" else cache.transpose(-3, -2)
+    return cache.transpose(0, 1) if layers else cache
 
 
 def to_device(tensor, device):
@@ -41,10 +46,20 @@ def to_device(tensor, device):
 
 def reference_write(tokens, cache, slots):
     cache = cache.clone()
+    block_size = cache.shape[-3]
     for i, slot in enumerate(slots.tolist()):
         if slot >= 0:
-            cache[slot // cache.shape[1], slot % cache.shape[1]] = tokens[i]
+            cache[..., slot // block_size, slot % block_size, :, :] = tokens[..., i, :, :]
     return cache
+
+
+def reference_gather(cache, slots):
+    block_size = cache.shape[-3]
+    tokens = cache.new_zeros((*cache.shape[:-4], len(slots), *cache.shape[-2:]))
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            tokens[..., i, :, :] = cache[..., slot // block_size, slot % block_size, :, :]
+    return tokens
 
 
 @st.composite
@@ -55,7 +70,8 @@ def cases(draw):
         draw(st.sampled_from([1, 2, 3, 5, 8, 16, 20, 64])),
         draw(st.sampled_from([1, 4, 7, 16, 32])),
     )
-    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(["NHD", "HND"]))
+    dtype, layout = draw(st.sampled_from(DTYPES)), draw(st.sampled_from(LAYOUTS))
+    layers = draw(st.sampled_from([(), (), (1,), (3,)]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     num_slots = num_blocks * block_size
     num_tokens = draw(st.integers(0, min(num_slots, 24)))
@@ -63,12 +79,12 @@ def cases(draw):
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
     # Tokens as a slice of a wider row, as a fused QKV projection gives them.
     wide = heads * (head_size + v_head_size) + draw(st.integers(0, 3))
-    rows = random_tensor((num_tokens, max(wide, 1)), dtype, generator)
-    key = rows[:, : heads * head_size].unflatten(1, (heads, head_size))
-    value = rows[:, heads * head_size : heads * (head_size + v_head_size)]
-    value = value.unflatten(1, (heads, v_head_size))
+    rows = random_tensor((*layers, num_tokens, max(wide, 1)), dtype, generator)
+    key = rows[..., : heads * head_size].unflatten(-1, (heads, head_size))
+    value = rows[..., heads * head_size : heads * (head_size + v_head_size)]
+    value = value.unflatten(-1, (heads, v_head_size))
     caches = [
-        make_cache(num_blocks, block_size, heads, size, dtype, layout, generator)
+        make_cache((*layers, num_blocks, block_size, heads, size), dtype, layout, generator)
         for size in (head_size, v_head_size)
     ]
     return key, value, *caches, slots
@@ -89,25 +105,21 @@ def test_writes_land_at_their_slots_and_nowhere_else(backend, case):
 def test_gather_reads_the_slots_and_zeroes_where_there_is_none(backend, case):
     key, value, key_cache, value_cache, slots = (to_device(t, backend.device) for t in case)
     backend.ops.gather_kv(key_cache, value_cache, slots, key, value)
-    for out, cache in ((key, case[2]), (value, case[3])):
-        for i, slot in enumerate(case[4].tolist()):
-            want = torch.zeros_like(cache[0, 0])
-            if slot >= 0:
-                want = cache[slot // cache.shape[1], slot % cache.shape[1]]
-            assert torch.equal(bits(out[i]), bits(want))
+    assert torch.equal(bits(key), bits(reference_gather(case[2], case[4])))
+    assert torch.equal(bits(value), bits(reference_gather(case[3], case[4])))
 
 
-def arguments(backend, **changes):
+def arguments(backend, layers=(), **changes):
     def make(*shape, dtype=torch.float32):
         return torch.arange(
             1, 1 + torch.Size(shape).numel(), dtype=dtype, device=backend.device
         ).view(shape)
 
     call = {
-        "key": make(3, 2, 4),
-        "value": make(3, 2, 8),
-        "key_cache": make(2, 5, 2, 4),
-        "value_cache": make(2, 5, 2, 8),
+        "key": make(*layers, 3, 2, 4),
+        "value": make(*layers, 3, 2, 8),
+        "key_cache": make(*layers, 2, 5, 2, 4),
+        "value_cache": make(*layers, 2, 5, 2, 8),
         "slot_mapping": backend.tensor([0, -1, 9]),
     }
     return {**call, **{name: change(make) for name, change in changes.items()}}
@@ -142,6 +154,26 @@ BAD = {
     "key is not contiguous within a token": {"key": lambda make: make(3, 4, 2).transpose(1, 2)},
     "slot_mapping is not contiguous": {
         "slot_mapping": lambda make: make(6, dtype=torch.int64)[::2]
+    },
+    r"key_cache has shape \[1, 1, 2, 5, 2, 4\]: expected .*, or with num_layers in front": {
+        "key_cache": lambda make: make(1, 1, 2, 5, 2, 4)
+    },
+    r"key has shape \[3, 2, 4\]: expected \[num_layers, num_tokens, num_kv_heads, head_size\]": {
+        "key_cache": lambda make: make(1, 2, 5, 2, 4)
+    },
+    r"key has shape \[2, 3, 2, 4\]: expected size 3 in dimension 0, the layers of the cache": {
+        "key": lambda make: make(2, 3, 2, 4),
+        "key_cache": lambda make: make(3, 2, 5, 2, 4),
+    },
+    r"value_cache has shape \[2, 5, 2, 8\]: expected as many dimensions as key_cache": {
+        "key": lambda make: make(1, 3, 2, 4),
+        "key_cache": lambda make: make(1, 2, 5, 2, 4),
+    },
+    r"value_cache has shape \[2, 2, 5, 2, 8\]: expected size 1 .* the layers of key_cache": {
+        "key": lambda make: make(1, 3, 2, 4),
+        "key_cache": lambda make: make(1, 2, 5, 2, 4),
+        "value": lambda make: make(2, 3, 2, 8),
+        "value_cache": lambda make: make(2, 2, 5, 2, 8),
     },
     r"slot_mapping has shape \[2\]: expected size 3": {
         "slot_mapping": lambda make: make(2, dtype=torch.int64)
@@ -194,6 +226,170 @@ def test_an_output_whose_elements_share_memory_is_refused(backend, op, name):
         getattr(backend.ops, op)(**call)
 
 
+def halves(shape, k_place, v_place):
+    """Two views of one tensor."""
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    return whole[k_place], whole[v_place]
+
+
+EVERY = slice(None)
+LINE = torch.arange(160.0)
+# Both of shape [2, 5, 2, 4].
+APART = {
+    "halves of a tensor": halves((2, 2, 5, 2, 4), 0, 1),
+    "halves of each block": halves((2, 2, 5, 2, 4), (EVERY, 0), (EVERY, 1)),
+    "halves of each token": halves((2, 5, 2, 2, 4), (EVERY, EVERY, 0), (EVERY, EVERY, 1)),
+    "halves of each head": halves((2, 5, 2, 8), (..., slice(0, 4)), (..., slice(4, 8))),
+    "blocks in turns": halves((4, 5, 2, 4), slice(0, 4, 2), slice(1, 4, 2)),
+    "one NHD, one HND": (
+        LINE[:80].view(2, 5, 2, 4),
+        LINE[80:].view(2, 2, 5, 4).transpose(1, 2),
+    ),
+}
+SHARED = {
+    "the same": halves((2, 5, 2, 4), EVERY, EVERY),
+    "a block in common": halves((3, 5, 2, 4), slice(0, 2), slice(1, 3)),
+    "a column in common": halves((2, 5, 2, 7), (..., slice(0, 4)), (..., slice(3, 7))),
+    "halves and an element": halves((2, 5, 2, 9), (..., slice(0, 4)), (..., slice(2, 6))),
+    "the last and the first element": (
+        LINE[:80].view(2, 5, 2, 4),
+        LINE[79:159].view(2, 5, 2, 4),
+    ),
+}
+
+
+def on_device(views, device):
+    """Views of one tensor, on another device still of one tensor."""
+    storage = views[0].untyped_storage()
+    whole = torch.empty(0).set_(storage, 0, (storage.nbytes() // 4,)).to(device, copy=True)
+    return [whole.as_strided(v.shape, v.stride(), v.storage_offset()) for v in views]
+
+
+@each_backend
+@pytest.mark.parametrize("name", APART)
+def test_caches_of_one_tensor_may_lie_in_turns(backend, name):
+    key_cache, value_cache = on_device(APART[name], backend.device)
+    tokens = torch.rand(2, 3, 2, 4, device=backend.device)
+    slots = backend.tensor([0, -1, 9])
+    wanted = [reference_write(t, c, slots) for t, c in zip(tokens, (key_cache, value_cache))]
+    backend.ops.write_kv(*tokens, key_cache, value_cache, slots)
+    assert torch.equal(key_cache, wanted[0]) and torch.equal(value_cache, wanted[1])
+
+
+@each_backend
+@pytest.mark.parametrize("name", SHARED)
+def test_caches_that_share_an_element_are_not_written(backend, name):
+    key_cache, value_cache = on_device(SHARED[name], backend.device)
+    before = key_cache.clone()
+    tokens = torch.rand(2, 3, 2, 4, device=backend.device)
+    slots = backend.tensor([0, -1, 9])
+    with pytest.raises(RuntimeError, match="value_cache shares memory with key_cache: expected"):
+        backend.ops.write_kv(*tokens, key_cache, value_cache, slots)
+    assert torch.equal(key_cache, before)
+    backend.ops.gather_kv(key_cache, value_cache, slots, *tokens)  # only read: no harm
+    assert torch.equal(tokens[0], reference_gather(key_cache, slots))
+
+
+@each_backend
+def test_tokens_that_share_an_element_are_not_gathered(backend):
+    call = arguments(backend)
+    wide = torch.zeros(3, 2, 10, device=backend.device).flatten(1)
+    call["key"] = wide[:, :8].unflatten(1, (2, 4))
+    call["value"] = wide[:, 4:20].unflatten(1, (2, 8))
+    with pytest.raises(RuntimeError, match="value shares memory with key: expected none in common"):
+        backend.ops.gather_kv(**call)
+
+
+@st.composite
+def views_of_one_tensor(draw):
+    """Two caches as (shape, strides, offset), neither with elements that share memory."""
+    num_blocks, block_size = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    views = []
+    for _ in "kv":
+        shape = (num_blocks, block_size, draw(st.integers(1, 3)), draw(st.integers(1, 3)))
+        strides, extent = [0, 0, 0, 1], shape[3]
+        for dim in draw(st.permutations(range(3))):
+            strides[dim] = extent + draw(st.integers(0, 3))
+            extent = strides[dim] * shape[dim]
+        views.append((shape, strides, draw(st.integers(0, 20))))
+    return views
+
+
+@each_backend
+@given(views=views_of_one_tensor())
+def test_whether_caches_share_memory_is_found_exactly(backend, views):
+    addresses = torch.arange(4096)
+    used = [set(addresses.as_strided(*view).flatten().tolist()) for view in views]
+    whole = torch.zeros(4096, device=backend.device)
+    caches = [whole.as_strided(*view) for view in views]
+    tokens = [cache.new_ones(0, *cache.shape[2:]) for cache in caches]
+    slots = backend.tensor([], dtype=torch.int64)
+    if used[0] & used[1]:
+        with pytest.raises(RuntimeError, match="value_cache shares memory with key_cache"):
+            backend.ops.write_kv(*tokens, *caches, slots)
+    else:
+        backend.ops.write_kv(*tokens, *caches, slots)
+
+
+def mla_caches(dtype, latent, rope, device):
+    """The two parts of a cache [3, 4, latent + rope], as key_cache and value_cache."""
+    cache = torch.zeros(3, 4, latent + rope, dtype=torch.float32, device=device).to(dtype)
+    return cache, cache[:, :, None, :latent], cache[:, :, None, latent:]
+
+
+@each_backend
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (20, 4), (5, 3), (576, 0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+def test_the_parts_of_an_mla_latent_are_columns_of_one_cache(backend, latent, rope, dtype):
+    cache, *parts = mla_caches(dtype, latent, rope, backend.device)
+    numbers = torch.randint(-8, 9, (5, 1, latent + rope), device=backend.device).bfloat16()
+    tokens = [numbers[..., :latent].contiguous(), numbers[..., latent:].contiguous()]
+    scales = [] if dtype == torch.bfloat16 else [backend.tensor([2.0])] * 2
+    slots = backend.tensor([7, 0, -1, 11, 3])
+    backend.ops.write_kv(*tokens, *parts, slots, *scales)
+    held = cache.flatten(0, 1).float() * (2.0 if scales else 1.0)
+    wanted = torch.zeros_like(held)
+    wanted[slots[slots >= 0]] = numbers[slots >= 0, 0].float()
+    assert torch.equal(held, wanted)
+    back = [torch.ones_like(part) for part in tokens]
+    backend.ops.gather_kv(*parts, slots, *back, *scales)
+    tokens[0][2], tokens[1][2] = 0, 0
+    assert torch.equal(back[0], tokens[0]) and torch.equal(back[1], tokens[1])
+
+
+@each_backend
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_context_of_several_requests_is_gathered_through_their_tables(backend, layout):
+    block_size, contexts = 4, [9, 4, 0, 6]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(16, block_size, 2, size) for size in (6, 3)]
+    caches = [make_cache(shape, torch.float16, layout, generator) for shape in shapes]
+    tables = torch.randperm(16, generator=generator)[:12].to(torch.int32).view(4, 3)
+    starts = torch.tensor([0, *contexts]).cumsum(0)
+    positions = torch.cat([torch.arange(n) for n in contexts])
+    slots = torch.empty(1, sum(contexts), dtype=torch.int64, device=backend.device)
+    backend.ops.slot_mapping(
+        tables.flatten().to(backend.device),
+        torch.tensor([[0, 3, block_size, 1, 0, 1, 0, 0]]),
+        4,
+        torch.arange(4, dtype=torch.int32).to(backend.device),
+        starts.to(backend.device, torch.int32),
+        positions.to(backend.device),
+        None,
+        slots,
+    )
+    key, value = (
+        torch.empty(sum(contexts), 2, size, dtype=torch.float16, device=backend.device)
+        for size in (6, 3)
+    )
+    backend.ops.gather_kv(*(to_device(c, backend.device) for c in caches), slots[0], key, value)
+    for got, cache in ((key, caches[0]), (value, caches[1])):
+        for row, n in enumerate(contexts):
+            request = bits(got[starts[row] : starts[row] + n])
+            blocks = cache[tables[row].long()].flatten(0, 1)[:n]
+            assert torch.equal(request, bits(blocks))
+
+
 @each_backend
 def test_heads_of_k_and_v_may_differ_in_number(backend):
     call = arguments(
@@ -237,9 +433,69 @@ def test_tensors_on_two_devices_are_named(op):
         getattr(torch.ops.kvcache, op)(**call)
 
 
+def mla_arguments(backend):
+    _, key_cache, value_cache = mla_caches(torch.float32, 5, 3, backend.device)
+    call = arguments(backend)
+    call["key"] = call["key"].flatten()[:15].view(3, 1, 5)
+    call["value"] = call["value"].flatten()[:9].view(3, 1, 3)
+    return {**call, "key_cache": key_cache, "value_cache": value_cache}
+
+
+def fp8_arguments(backend, layers=()):
+    call = arguments(backend, layers)
+    scale = torch.ones(*layers, 2, device=backend.device)
+    call["key_cache"] = call["key_cache"].to(torch.float8_e4m3fn)
+    call["value_cache"] = call["value_cache"].to(torch.float8_e4m3fn)
+    return {**call, "k_scale": scale, "v_scale": scale.clone()}
+
+
+FORMS = {
+    "one layer": arguments,
+    "all layers": lambda backend: arguments(backend, (3,)),
+    "fp8": fp8_arguments,
+    "fp8, all layers": lambda backend: fp8_arguments(backend, (3,)),
+    "parts of one cache": mla_arguments,
+}
+
+
+@each_backend
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("op", "outputs"), [("write_kv", {"key_cache", "value_cache"}), ("gather_kv", {"key", "value"})]
+)
+def test_what_is_only_read_stays_as_it_was(backend, op, outputs, form):
+    call = FORMS[form](backend)
+    before = {name: bits(tensor).clone() for name, tensor in call.items()}
+    getattr(backend.ops, op)(**call)
+    changed = {name for name in call if not torch.equal(bits(call[name]), before[name])}
+    assert changed == outputs
+
+
 @pytest.mark.skipif(ASAN, reason="opcheck is about the op, not the kernel")
 @each_real_backend
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("op", ["write_kv", "gather_kv"])
-def test_opcheck(backend, op):
-    call = arguments(backend)
-    torch.library.opcheck(getattr(torch.ops.kvcache, op).default, (), call)
+def test_opcheck(backend, op, form):
+    call = FORMS[form](backend)
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    if "fp8" not in form:  # torch cannot compare fp8 there: the test above looks instead
+        checks.append("test_schema")
+    torch.library.opcheck(
+        getattr(torch.ops.kvcache, op).default, (), call, test_utils=tuple(checks)
+    )
+
+
+@pytest.mark.skipif(ASAN, reason="this is about the op, not the kernel")
+@each_real_backend
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_code_writes_what_eager_code_writes(backend, form):
+    calls = [FORMS[form](backend) for _ in range(2)]
+
+    def write(call):
+        ops.write_kv(**call)
+
+    write(calls[0])
+    torch.compile(write, backend="aot_eager", fullgraph=True)(calls[1])
+    for name in ("key_cache", "value_cache"):
+        assert torch.equal(calls[0][name].float(), calls[1][name].float())
+        assert calls[0][name].float().any()

@@ -16,10 +16,10 @@ void define_schemas(Library& m) {
       "Tensor? num_computed_tokens, int max_num_tokens, Tensor(a!) out) -> ()");
   m.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-      "Tensor slot_mapping) -> ()");
+      "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(
       "gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) key, "
-      "Tensor(b!) value) -> ()");
+      "Tensor(b!) value, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(
       "copy_blocks(Tensor? src, Tensor(a!) dst, Tensor regions, Tensor pairs, int num_src_blocks, "
       "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0) -> ()");

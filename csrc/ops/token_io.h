@@ -1,111 +1,212 @@
-// Token io: K and V of single tokens into the paged cache, and back.
+// Token io: K and V of single tokens into the paged cache, and back, in one layer or in all.
 //
 // Caches are [num_blocks, block_size, num_kv_heads, head_size] with any strides but a dense last
-// dimension, so NHD and HND are the same code. Elements are moved, never converted: what matters is
-// the number of bytes of a head.
+// dimension, so NHD and HND are the same code; all layers: the same with num_layers in front. Where
+// tokens and cache have one dtype, bytes are moved as they are; an fp8 cache also takes tokens of a
+// wider dtype, divided by a scale (quantize.h).
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "ops/checks.h"
 #include "ops/host_device.h"
+#include "ops/overlap.h"
+#include "ops/quantize.h"
 
 namespace kvcache {
 
-// One of K and V: its tokens, and its pages. Strides in bytes.
+// One of K and V: its tokens, its pages, its scales. Strides in bytes, 0 for a dimension of one.
 struct TokenPages {
-  char* tokens;  // [num_tokens, num_heads, head_bytes]
-  int64_t token_stride;
-  char* pages;  // [num_blocks, block_size, num_heads, head_bytes]
-  int64_t block_stride, offset_stride, page_head_stride;
-  int64_t block_size, num_heads, head_bytes;
+  char* tokens;  // [num_layers, num_tokens, num_heads, head_size], heads one after the other
+  int64_t token_layer_stride, token_stride;
+  char* pages;  // [num_layers, num_blocks, block_size, num_heads, head_size]
+  int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
+  int64_t block_size, num_heads, head_size;
+  int64_t token_element, page_element;
+  ScalarType token_type, page_type;
+  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: moved as they are
+  int64_t scale_layer_stride, scale_head_stride;  // in elements; 0: one scale for all heads
 
-  // Heads lie one after the other in `tokens` (checked), so a head's place there is its number.
-  KV_HOST_DEVICE char* token(int64_t i, int64_t head) const {
-    return tokens + i * token_stride + head * head_bytes;
+  KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
+    return tokens + layer * token_layer_stride + i * token_stride;
   }
-  KV_HOST_DEVICE char* page(int64_t slot, int64_t head) const {
+  KV_HOST_DEVICE char* page(int64_t layer, int64_t slot) const {
     const int64_t block = slot / block_size;
-    return pages + block * block_stride + (slot - block * block_size) * offset_stride +
-           head * page_head_stride;
+    return pages + layer * page_layer_stride + block * block_stride +
+           (slot - block * block_size) * offset_stride;
+  }
+  KV_HOST_DEVICE float scale(int64_t layer, int64_t head) const {
+    return scales[layer * scale_layer_stride + head * scale_head_stride];
+  }
+  // Elements of a token.
+  KV_HOST_DEVICE int64_t width() const { return num_heads * head_size; }
+  // Whether a token is one piece of its page too (NHD), all heads treated alike.
+  KV_HOST_DEVICE bool in_one_piece() const {
+    return scale_head_stride == 0 &&
+           (num_heads <= 1 || page_head_stride == head_size * page_element);
   }
 };
 
 struct TokenIo {
   TokenPages k, v;
   const int64_t* slots;  // [num_tokens]; -1: no slot
-  int64_t num_tokens;
+  int64_t num_layers, num_tokens;
   int64_t num_slots;  // num_blocks * block_size
 
   // Whether token i names a slot that is not there.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
 };
 
-// How many bytes every address and stride of this side allows to move at once: 16, 8, 4, 2 or 1.
-inline int64_t vector_bytes(const TokenPages& p) {
-  const uint64_t all = reinterpret_cast<uint64_t>(p.tokens) | reinterpret_cast<uint64_t>(p.pages) |
-                       static_cast<uint64_t>(p.token_stride | p.block_stride | p.offset_stride |
-                                             p.page_head_stride | p.head_bytes | 16);
-  return static_cast<int64_t>(all & (~all + 1));
+enum class Direction { kWrite, kGather };
+
+// f(an element of the tokens' dtype, the fp8 format of the cache), for a side with scales.
+template <class F>
+auto with_formats(const TokenPages& p, F&& f) {
+  const auto with_format = [&](auto element) {
+    return p.page_type == ScalarType::Float8_e5m2 ? f(element, E5M2{}) : f(element, E4M3{});
+  };
+  if (p.token_type == ScalarType::Float) return with_format(float{});
+  if (p.token_type == ScalarType::Half) return with_format(c10::Half{});
+  return with_format(c10::BFloat16{});
 }
 
-inline TokenPages checked_token_pages(const Tensor& tokens, const char* tokens_name,
-                                      const Tensor& cache, const char* cache_name) {
-  check_dim(tokens, tokens_name, 3, "[num_tokens, num_kv_heads, head_size]");
-  check_dim(cache, cache_name, 4, "[num_blocks, block_size, num_kv_heads, head_size]");
-  check_same_dtype(tokens, tokens_name, cache, cache_name);
-  check_same_device(tokens, tokens_name, cache, cache_name);
-  check_size(tokens, tokens_name, 1, cache.size(2), "the heads of the cache");
-  check_size(tokens, tokens_name, 2, cache.size(3), "the head size of the cache");
+// --- checks
+// ---------------------------------------------------------------------------------------
+
+inline bool is_quantized(const Tensor& tokens, const Tensor& cache) {
+  const ScalarType from = tokens.scalar_type(), to = cache.scalar_type();
+  return (to == ScalarType::Float8_e4m3fn || to == ScalarType::Float8_e5m2) &&
+         (from == ScalarType::Float || from == ScalarType::Half || from == ScalarType::BFloat16);
+}
+
+inline void check_scale(const std::optional<Tensor>& scale, const std::string& name,
+                        const Tensor& tokens, const std::string& tokens_name, const Tensor& cache) {
+  const auto dtypes = [&] {
+    return tokens_name + " has dtype " + torch::headeronly::toString(tokens.scalar_type()) +
+           " and " + tokens_name + "_cache " + torch::headeronly::toString(cache.scalar_type());
+  };
+  if (!is_quantized(tokens, cache)) {
+    if (scale) fail(name + " is given: expected None, as " + dtypes());
+    return;
+  }
+  if (!scale) fail(name + " is None: expected scales, as " + dtypes());
+  check_dtype(*scale, name.c_str(), {ScalarType::Float});
+  check_contiguous(*scale, name.c_str());
+  check_same_device(*scale, name.c_str(), tokens, tokens_name.c_str());
+  const int64_t first = cache.dim() - 4;  // 1 with layers
+  const int64_t layers = first ? cache.size(0) : 1, heads = cache.size(first + 2);
+  const bool one = first == 0 && scale->dim() == 0;
+  const bool many = scale->dim() == first + 1 && (first == 0 || scale->size(0) == layers) &&
+                    (scale->size(first) == 1 || scale->size(first) == heads);
+  if (!one && !many) {
+    const std::string layer = first ? std::to_string(layers) + ", " : "";
+    fail(name + " has shape " + shape_of(*scale) + ": expected [" + layer + "1] or [" + layer +
+         std::to_string(heads) + "]");
+  }
+}
+
+// `name` is "key" or "value".
+inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& name,
+                                      const Tensor& cache, const std::optional<Tensor>& scale) {
+  const std::string cache_name = name + "_cache", scale_name = name.substr(0, 1) + "_scale";
+  const int64_t first = cache.dim() == 5;  // the dimension behind the layers
+  if (first == 0) {
+    check_dim(cache, cache_name.c_str(), 4,
+              "[num_blocks, block_size, num_kv_heads, head_size], or with num_layers in front");
+    check_dim(tokens, name.c_str(), 3, "[num_tokens, num_kv_heads, head_size]");
+  } else {
+    check_dim(tokens, name.c_str(), 4,
+              "[num_layers, num_tokens, num_kv_heads, head_size], as the cache has layers");
+    check_size(tokens, name.c_str(), 0, cache.size(0), "the layers of the cache");
+  }
+  if (!is_quantized(tokens, cache)) {
+    check_same_dtype(tokens, name.c_str(), cache, cache_name.c_str());
+  }
+  check_same_device(tokens, name.c_str(), cache, cache_name.c_str());
+  check_size(tokens, name.c_str(), first + 1, cache.size(first + 2), "the heads of the cache");
+  check_size(tokens, name.c_str(), first + 2, cache.size(first + 3), "the head size of the cache");
+  check_scale(scale, scale_name, tokens, name, cache);
+
+  const int64_t num_heads = cache.size(first + 2), head_size = cache.size(first + 3);
+  if (num_heads * head_size > INT32_MAX / 16) {  // kernels count the bytes of a token in 32 bits
+    fail(name + " has shape " + shape_of(tokens) + ": expected smaller tokens");
+  }
   const auto dense = [&](int64_t dim, int64_t stride) {  // a dimension of one element has no stride
     return tokens.size(dim) <= 1 || tokens.stride(dim) == stride;
   };
-  if (tokens.numel() > 0 && !(dense(2, 1) && dense(1, tokens.size(2)))) {
-    fail(std::string(tokens_name) +
-         " is not contiguous within a token: expected strides [any, head_size, 1]");
+  if (tokens.numel() > 0 && !(dense(first + 2, 1) && dense(first + 1, head_size))) {
+    fail(name + " is not contiguous within a token: expected strides [any, head_size, 1]");
   }
-  if (cache.numel() > 0 && cache.size(3) > 1 && cache.stride(3) != 1) {
-    fail(std::string(cache_name) + " has stride " + std::to_string(cache.stride(3)) +
+  if (cache.numel() > 0 && head_size > 1 && cache.stride(first + 3) != 1) {
+    fail(cache_name + " has stride " + std::to_string(cache.stride(first + 3)) +
          " in its last dimension: expected 1 (NHD or HND storage)");
   }
-  const int64_t element = static_cast<int64_t>(cache.element_size());
-  return {static_cast<char*>(tokens.data_ptr()),
-          tokens.stride(0) * element,
-          static_cast<char*>(cache.data_ptr()),
-          cache.stride(0) * element,
-          cache.stride(1) * element,
-          cache.stride(2) * element,
-          cache.size(1),
-          cache.size(2),
-          cache.size(3) * element};
+  const auto stride = [](const Tensor& t, int64_t dim) {
+    const bool steps = dim >= 0 && t.size(dim) > 1;
+    return steps ? t.stride(dim) * static_cast<int64_t>(t.element_size()) : 0;
+  };
+  TokenPages p{};
+  p.tokens = static_cast<char*>(tokens.data_ptr());
+  p.token_layer_stride = stride(tokens, first - 1);
+  p.token_stride = stride(tokens, first);
+  p.pages = static_cast<char*>(cache.data_ptr());
+  p.page_layer_stride = stride(cache, first - 1);
+  p.block_stride = stride(cache, first);
+  p.offset_stride = stride(cache, first + 1);
+  p.page_head_stride = stride(cache, first + 2);
+  p.block_size = cache.size(first + 1);
+  p.num_heads = num_heads;
+  p.head_size = head_size;
+  p.token_element = static_cast<int64_t>(tokens.element_size());
+  p.page_element = static_cast<int64_t>(cache.element_size());
+  p.token_type = tokens.scalar_type();
+  p.page_type = cache.scalar_type();
+  if (scale) {
+    const int64_t per_layer = scale->dim() == 0 ? 1 : scale->size(first);
+    p.scales = scale->const_data_ptr<float>();
+    p.scale_layer_stride = per_layer;
+    p.scale_head_stride = per_layer > 1;
+  }
+  return p;
 }
-
-enum class Direction { kWrite, kGather };
 
 inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Tensor& value,
                                 const Tensor& key_cache, const Tensor& value_cache,
-                                const Tensor& slot_mapping) {
-  const TokenPages k = checked_token_pages(key, "key", key_cache, "key_cache");
-  const TokenPages v = checked_token_pages(value, "value", value_cache, "value_cache");
+                                const Tensor& slot_mapping, const std::optional<Tensor>& k_scale,
+                                const std::optional<Tensor>& v_scale) {
+  const TokenPages k = checked_token_pages(key, "key", key_cache, k_scale);
+  const TokenPages v = checked_token_pages(value, "value", value_cache, v_scale);
   check_same_device(value, "value", key, "key");
   const bool writes = direction == Direction::kWrite;
   check_disjoint(key, "key", key_cache, "key_cache");
   check_disjoint(value, "value", value_cache, "value_cache");
-  check_no_overlap(writes ? key_cache : key, writes ? "key_cache" : "key");
-  check_no_overlap(writes ? value_cache : value, writes ? "value_cache" : "value");
-  check_size(value, "value", 0, key.size(0), "the tokens of key");
-  check_size(value_cache, "value_cache", 0, key_cache.size(0), "the blocks of key_cache");
-  check_size(value_cache, "value_cache", 1, key_cache.size(1), "the block size of key_cache");
+  const Tensor &k_out = writes ? key_cache : key, &v_out = writes ? value_cache : value;
+  const char *k_name = writes ? "key_cache" : "key", *v_name = writes ? "value_cache" : "value";
+  check_no_overlap(k_out, k_name);
+  check_no_overlap(v_out, v_name);
+  check_separate(v_out, v_name, k_out, k_name);
+
+  check_dim(value_cache, "value_cache", key_cache.dim(), "as many dimensions as key_cache");
+  const int64_t first = key_cache.dim() - 4;
+  if (first)
+    check_size(value_cache, "value_cache", 0, key_cache.size(0), "the layers of key_cache");
+  const int64_t num_tokens = key.size(first), num_layers = first ? key.size(0) : 1;
+  check_size(value, "value", first, num_tokens, "the tokens of key");
+  check_size(value_cache, "value_cache", first, key_cache.size(first), "the blocks of key_cache");
+  check_size(value_cache, "value_cache", first + 1, key_cache.size(first + 1),
+             "the block size of key_cache");
   check_dim(slot_mapping, "slot_mapping", 1, "[num_tokens]");
   check_dtype(slot_mapping, "slot_mapping", {ScalarType::Long});
   check_contiguous(slot_mapping, "slot_mapping");
   check_same_device(slot_mapping, "slot_mapping", key, "key");
-  check_size(slot_mapping, "slot_mapping", 0, key.size(0), "the tokens of key");
-  if (key.size(0) > INT32_MAX) fail("key has shape " + shape_of(key) + ": expected fewer tokens");
-  return {k, v, slot_mapping.const_data_ptr<int64_t>(), key.size(0),
-          key_cache.size(0) * key_cache.size(1)};
+  check_size(slot_mapping, "slot_mapping", 0, num_tokens, "the tokens of key");
+  if (num_tokens > INT32_MAX) fail("key has shape " + shape_of(key) + ": expected fewer tokens");
+  if (num_layers > UINT16_MAX) fail("key has shape " + shape_of(key) + ": expected fewer layers");
+  return {k,          v,          slot_mapping.const_data_ptr<int64_t>(),
+          num_layers, num_tokens, key_cache.size(first) * key_cache.size(first + 1)};
 }
 
 // Throws for token i, whose slot is given (it may have come from a device).

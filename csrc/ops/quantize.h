@@ -1,0 +1,128 @@
+// fp8 and the dtypes that tokens have: conversions bit for bit as PyTorch's, save for NaN's sign.
+//
+// fp8 stands for token / scale. Every branch is a choice between two numbers, so that compilers
+// make vector code of a loop over them; from compute capability 8.9 on there is an instruction for
+// each.
+#pragma once
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "ops/host_device.h"
+
+#if defined(__CUDACC__)
+#include <cuda_fp8.h>
+#endif
+
+namespace kvcache {
+
+KV_HOST_DEVICE uint32_t bits_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+KV_HOST_DEVICE float float_of(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof(x));
+  return x;
+}
+
+constexpr uint32_t kFloatMantissa = 23, kFloatBias = 127, kFloatInfinity = 0xFFu << kFloatMantissa;
+
+// a where `condition`, else b, without a branch.
+KV_HOST_DEVICE uint32_t choose(bool condition, uint32_t a, uint32_t b) {
+  const uint32_t mask = 0u - static_cast<uint32_t>(condition);
+  return (a & mask) | (b & ~mask);
+}
+
+// A format of `Bits`: sign, exponent, `mantissa` bits. From `special` on, magnitudes are infinite
+// or NaN; whatever is above `most`, written as a float, becomes `most`; NaN becomes `nan`.
+template <class Bits, uint32_t mantissa, uint32_t bias, uint32_t special, uint32_t most,
+          uint32_t nan>
+struct SmallFloat {
+  static constexpr uint32_t kSignBit = sizeof(Bits) * 8 - 1;
+  static constexpr uint32_t kDropped = kFloatMantissa - mantissa;
+  static constexpr uint32_t kRebias = (kFloatBias - bias) << kFloatMantissa;
+  static constexpr uint32_t kSmallestNormal = kRebias + (1u << kFloatMantissa);
+  static constexpr uint32_t kStep = kSmallestNormal - (mantissa << kFloatMantissa);
+
+  // Nearest, ties to even.
+  KV_HOST_DEVICE static Bits encode(float x) {
+    const uint32_t sign = bits_of(x) >> 31 << kSignBit;
+    const uint32_t magnitude = bits_of(x) & 0x7FFFFFFFu;
+    const uint32_t finite = choose(magnitude < most, magnitude, most);
+    const uint32_t odd = finite >> kDropped & 1;
+    const uint32_t normal = (finite - kRebias + odd + (1u << (kDropped - 1)) - 1) >> kDropped;
+    // Added to a float whose last bit is worth one step of the subnormal numbers: rounded to steps.
+    constexpr uint32_t kSteps = kStep + (kFloatMantissa << kFloatMantissa);
+    const uint32_t subnormal = bits_of(float_of(finite) + float_of(kSteps)) - kSteps;
+    const uint32_t number = choose(finite < kSmallestNormal, subnormal, normal);
+    return static_cast<Bits>(sign | choose(magnitude > kFloatInfinity, nan, number));
+  }
+
+  KV_HOST_DEVICE static float decode(Bits x) {
+    const uint32_t sign = uint32_t{x} >> kSignBit << 31;
+    const uint32_t magnitude = x & ((1u << kSignBit) - 1);
+    const uint32_t normal = (magnitude << kDropped) + kRebias;
+    const uint32_t number = normal | choose(magnitude >= special, kFloatInfinity, 0);
+    const float steps = static_cast<float>(static_cast<int32_t>(magnitude));
+    const uint32_t subnormal = bits_of(steps * float_of(kStep));
+    return float_of(sign | choose(magnitude < (1u << mantissa), subnormal, number));
+  }
+};
+
+// fp8: beyond the largest finite value, that value.
+using E4M3 = SmallFloat<uint8_t, 3, 7, 0x7F, 0x43E00000u, 0x7F>;   // to 448; no infinity
+using E5M2 = SmallFloat<uint8_t, 2, 15, 0x7C, 0x47600000u, 0x7F>;  // to 57344
+// float16: 65536 is written as infinity.
+using IeeeHalf = SmallFloat<uint16_t, 10, 15, 0x7C00, 0x47800000u, 0x7E00>;
+
+KV_HOST_DEVICE float widen(float x) { return x; }
+KV_HOST_DEVICE float widen(c10::BFloat16 x) { return static_cast<float>(x); }
+KV_HOST_DEVICE float widen(c10::Half x) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<float>(x);
+#else
+  return IeeeHalf::decode(x.x);  // torch's own has a branch
+#endif
+}
+
+KV_HOST_DEVICE void narrow(float x, float& out) { out = x; }
+KV_HOST_DEVICE void narrow(float x, c10::BFloat16& out) { out = static_cast<c10::BFloat16>(x); }
+KV_HOST_DEVICE void narrow(float x, c10::Half& out) {
+#if defined(__CUDA_ARCH__)
+  out = static_cast<c10::Half>(x);
+#else
+  out.x = IeeeHalf::encode(x);
+#endif
+}
+
+// `Element` is float, Half or BFloat16; float32 arithmetic, a true division.
+template <class Format, class Element>
+KV_HOST_DEVICE void quantize(Element x, float scale, uint8_t& out) {
+  const float quotient = widen(x) / scale;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  constexpr auto kFormat = std::is_same_v<Format, E4M3> ? __NV_E4M3 : __NV_E5M2;
+  out = __nv_cvt_float_to_fp8(quotient, __NV_SATFINITE, kFormat);
+#else
+  out = Format::encode(quotient);
+#endif
+}
+
+template <class Format, class Element>
+KV_HOST_DEVICE void dequantize(uint8_t x, float scale, Element& out) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  constexpr auto kFormat = std::is_same_v<Format, E4M3> ? __NV_E4M3 : __NV_E5M2;
+  const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(x, kFormat)));
+#else
+  const float value = Format::decode(x);
+#endif
+  narrow(value * scale, out);
+}
+
+}  // namespace kvcache
