@@ -111,6 +111,32 @@ def gather_kv(
     _ops.gather_kv(key_cache, value_cache, slot_mapping, key, value)
 
 
+def permute_blocks_(
+    cache: torch.Tensor,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    remote_block_size: int,
+    remote_is_hnd: bool,
+) -> None:
+    """Brings blocks that hold another engine's bytes into the local layout, in place.
+
+    cache: [num_blocks, block_size, num_kv_heads, head_size], any dtype, any strides but 1 in the last
+    dimension; they tell whether storage is NHD or HND. offsets: int64[num_layers] on the CPU, bytes
+    from cache's first element to each layer's (`[0]`: cache itself); all are laid out as cache is and
+    share no memory, which is the caller's promise. indices: int32[n, k] on the CPU or where cache is,
+    each block once. With k = max(1, remote_block_size / block_size), the k blocks of a row hold, one
+    after the other and each in the order of its memory, the bytes of one or several remote blocks
+    [num_kv_heads, remote_block_size, head_size] (HND) or [remote_block_size, num_kv_heads, head_size].
+    Afterwards token t of these bytes is token t % block_size of block indices[i, t // block_size].
+
+    Either block size divides the other. Each byte is read once and written once; blocks that are not
+    listed keep theirs. Indices on the CPU are checked always and need not outlive the call. Those on
+    a GPU are checked as said above (a row with one out of range is skipped whole), and that no block
+    is named twice is then the caller's promise.
+    """
+    _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd)
+
+
 def _fake(*args: object) -> None:
     """The ops return nothing and only mutate: a fake one just looks that they share a device."""
     tensors = [
@@ -136,3 +162,23 @@ for _name in (
     "gather_kv",
 ):
     torch.library.register_fake(f"kvcache::{_name}", _fake)
+
+
+def _fake_permute_blocks_(
+    cache: torch.Tensor,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    remote_block_size: int,
+    remote_is_hnd: bool,
+) -> None:
+    for name, tensor, devices in (
+        ("offsets", offsets, ["cpu"]),
+        ("indices", indices, ["cpu", cache.device.type]),
+    ):
+        if tensor.device.type not in devices:
+            raise RuntimeError(
+                f"{name} is on {tensor.device}: expected {' or '.join(dict.fromkeys(devices))}"
+            )
+
+
+torch.library.register_fake("kvcache::permute_blocks_", _fake_permute_blocks_)

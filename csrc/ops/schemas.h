@@ -20,6 +20,9 @@ void define_schemas(Library& m) {
   m.def(
       "gather_kv(Tensor key_cache, Tensor value_cache, Tensor slot_mapping, Tensor(a!) key, "
       "Tensor(b!) value) -> ()");
+  m.def(
+      "permute_blocks_(Tensor(a!) cache, Tensor offsets, Tensor indices, int remote_block_size, "
+      "bool remote_is_hnd) -> ()");
 }
 
 }  // namespace kvcache
