@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import control_plane, sequences, tables
+from benchmarks import control_plane, receive, sequences, tables
 from benchmarks.measure import Result
 
 SUITES = {
     "control": control_plane.all_results,
     "sequences": sequences.all_results,
     "tables": tables.all_results,
+    "receive": receive.all_results,
 }
 
 

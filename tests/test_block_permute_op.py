@@ -315,11 +315,19 @@ def test_ids_on_a_device_are_checked_in_the_checked_mode(backend, ids, message, 
 
 @each_device_backend
 @pytest.mark.parametrize("bad", [-1, 7, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(torch.float32, "HND", "plain", 1, 7, 2, 3, 5, 4, "HND"),
+        # Too many rows for shared memory.
+        Case(torch.float32, "NHD", "plain", 1, 7, 256, 30, 4, 512, "HND"),
+    ],
+    ids=["few rows", "many rows"],
+)
 def test_unchecked_a_group_with_an_id_out_of_range_is_skipped_on_a_device(
-    backend, bad, monkeypatch
+    backend, bad, case, monkeypatch
 ):
     monkeypatch.delenv("KVCACHE_CHECKED", raising=False)
-    case = Case(torch.float32, "HND", "plain", 1, 7, 2, 3, 5, 4, "HND")
     raw, shape = case.memory()
     want = raw.clone()
     reference(case, case.layers(want, shape)[0], torch.tensor([[5, 1]]))

@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "kvcache.ops": set(),
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.ops"},
+    "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.doctor": {"kvcache"},
     "kvcache.cli": {"kvcache.replay", "kvcache.doctor"},
