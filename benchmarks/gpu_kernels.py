@@ -136,10 +136,10 @@ def token_io(limit: float) -> Iterator[dict]:
 def receive(limit: float) -> Iterator[dict]:
     """Received blocks made local ones, bf16, 8 heads of 128, beside the plain form of it."""
     for block_size in (16, 32, 64, 128):
-        num_blocks = 131072 // block_size * 4  # 1 GiB, of which half: ten times the L2
+        num_blocks = max(16384, 524288 // block_size)  # 1 GiB and more, ten times the L2 and more
         for layout, ratio in (("HND", 2), ("HND", 4), ("NHD", 1), ("NHD", 2), ("NHD", 4)):
             order = (8, block_size) if layout == "HND" else (block_size, 8)
-            cache = torch.randn(num_blocks, *order, 128, device="cuda").bfloat16()
+            cache = torch.randn(num_blocks, *order, 128, device="cuda", dtype=torch.bfloat16)
             cache = cache.transpose(1, 2) if layout == "HND" else cache
             ids = torch.randperm(num_blocks, device="cuda")[: num_blocks // 2]
             indices, offsets = ids.int()[:, None].contiguous(), torch.tensor([0])

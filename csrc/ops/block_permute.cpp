@@ -29,8 +29,7 @@ void copy_row(char* to, const char* from, int64_t bytes) {
 // where the first lies).
 template <class F>
 void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int32_t* ids, F&& f) {
-  const bool dense = p.outer_stride == p.inner_rows.divisor * p.inner_stride;
-  const uint32_t length = dense ? p.block_rows.divisor : p.inner_rows.divisor;
+  const uint32_t length = p.is_dense() ? p.block_rows.divisor : p.inner_rows.divisor;
   for (uint32_t r = 0; r < p.unit_rows;) {
     const uint32_t left = length - (unit.first_row + r) % length;
     const uint32_t n = std::min(left, p.unit_rows - r);

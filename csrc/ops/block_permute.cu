@@ -40,45 +40,49 @@ struct PermuteLaunch {
 static_assert(sizeof(PermuteLaunch) <= kMaxParameterBytes, "too many ids in a launch");
 
 // One thread block per unit and slice of its rows (x) and per layer (y): the whole slice into
-// shared memory as it lies, then out again as it shall lie. Both times neighbouring threads touch
-// neighbouring bytes of a row.
-template <class Vector>
+// shared memory as it lies, then out again as it shall lie. A thread keeps its column; both times
+// neighbouring threads touch neighbouring bytes of a row. Dense: rows lie at one distance.
+template <class Vector, bool kDense>
 __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
   KV_DYN_SHARED(uint4, shared);
-  Vector* const held = reinterpret_cast<Vector*>(shared);
   const BlockPermute& p = launch.p;
   const uint32_t slice = launch.slice.divisor;
   const uint32_t u = blockIdx.x / launch.unit_blocks;
   const uint32_t first = (blockIdx.x - u * launch.unit_blocks) * slice;
   const PermuteUnit unit = p.unit(u);
   if (launch.skips(unit)) return;
-  char* const layer = p.cache + launch.layers[blockIdx.y];
-  const uint32_t rest = launch.row.divisor - first;  // fewer than a slice: the last one
-  const uint32_t total = p.unit_rows * slice;
-  const auto vector_at = [&](uint32_t row, uint32_t column) {
-    return reinterpret_cast<Vector*>(layer + p.place(unit, launch.ids, row)) + first + column;
+  const uint32_t first_row = launch.slice.divide(threadIdx.x);
+  const uint32_t column = threadIdx.x - first_row * slice;
+  const uint32_t step = kThreads / slice;  // rows at once
+  const bool takes_part = first_row < step && first + column < launch.row.divisor;
+  char* const base = p.cache + launch.layers[blockIdx.y] +
+                     int64_t{first + column} * static_cast<int64_t>(sizeof(Vector)) +
+                     (kDense ? p.place(unit, launch.ids, 0) : 0);
+  const auto vector_at = [&](uint32_t row) {
+    return reinterpret_cast<Vector*>(
+        base + (kDense ? row * p.inner_stride : p.place(unit, launch.ids, row)));
   };
-  for (uint32_t begin = threadIdx.x; begin < total; begin += kThreads * kUnroll) {
-    Vector moved[kUnroll];
+  Vector* const held = reinterpret_cast<Vector*>(shared) + column;
+  if (takes_part) {
+    for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
+      Vector moved[kUnroll];
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const uint32_t j = begin + i * kThreads;
-      const uint32_t row = launch.slice.divide(j);
-      const uint32_t column = j - row * slice;
-      moved[i] = j < total && column < rest ? *vector_at(row, column) : Vector{};
-    }
+      for (int i = 0; i < kUnroll; ++i) {
+        const uint32_t row = begin + i * step;
+        if (row < p.unit_rows) moved[i] = *vector_at(row);
+      }
 #pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const uint32_t j = begin + i * kThreads;
-      if (j < total) held[j] = moved[i];
+      for (int i = 0; i < kUnroll; ++i) {
+        const uint32_t row = begin + i * step;
+        if (row < p.unit_rows) held[row * slice] = moved[i];
+      }
     }
   }
   __syncthreads();
+  if (!takes_part) return;
 #pragma unroll 4
-  for (uint32_t j = threadIdx.x; j < total; j += kThreads) {
-    const uint32_t row = launch.slice.divide(j);
-    const uint32_t column = j - row * slice;
-    if (column < rest) *vector_at(row, column) = held[p.source(row) * slice + column];
+  for (uint32_t row = first_row; row < p.unit_rows; row += step) {
+    *vector_at(row) = held[p.source(row) * slice];
   }
 }
 
@@ -125,7 +129,8 @@ int64_t most_shared_bytes(const Tensor& t) {
 // Bytes of a slice, a power of two or a whole row; 0 where no vector of every row fits.
 int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) {
   int64_t slice = kLeastSliceBytes;
-  while (slice < p.row_bytes && 2 * slice * p.unit_rows <= kSharedBytes) slice *= 2;
+  const int64_t most = std::min<int64_t>(kSharedBytes / p.unit_rows, vector * kThreads);
+  while (slice < p.row_bytes && 2 * slice <= most) slice *= 2;
   while (slice > vector && slice * p.unit_rows > kMoreSharedBytes) slice /= 2;
   slice = std::min(slice, p.row_bytes);
   const int64_t needed = slice * p.unit_rows;
@@ -138,14 +143,14 @@ void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, cudaStream
     KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
     return;
   }
+  const bool dense = launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor;
+  const auto kernel = dense ? permute_kernel<Vector, true> : permute_kernel<Vector, false>;
   const int64_t shared = launch.p.unit_rows * slice;
   if (shared > kPlainSharedBytes) {
-    KV_CUDA_CHECK(cudaFuncSetAttribute(permute_kernel<Vector>,
-                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+    KV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(shared)));
   }
-  KV_LAUNCH(permute_kernel<Vector>, grid, dim3(kThreads), static_cast<size_t>(shared), stream,
-            launch);
+  KV_LAUNCH(kernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
 }
 
 // Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.

@@ -71,6 +71,8 @@ struct BlockPermute {
     return at == r;
   }
 
+  // Whether the rows of a block all lie at inner_stride.
+  bool is_dense() const { return outer_stride == inner_rows.divisor * inner_stride; }
   bool is_identity() const { return matrix_rows == 1 || columns.divisor == 1; }
   int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
 };
