@@ -12,6 +12,7 @@ from tests.emulation import ASAN
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
 INT32 = torch.int32
+VIEWS = ["plain", "layers in a block", "some heads", "half of each row"]
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,7 @@ def cases(draw):
     return Case(
         dtype=draw(st.sampled_from(DTYPES)),
         local=draw(st.sampled_from(["NHD", "HND"])),
-        view=draw(
-            st.sampled_from(["plain", "layers in a block", "some heads", "half of each row"])
-        ),
+        view=draw(st.sampled_from(VIEWS)),
         num_layers=draw(st.integers(1, 3)),
         num_blocks=draw(st.integers(1, 13)),
         block_size=local,
@@ -142,6 +141,17 @@ def test_listed_blocks_are_as_the_plain_form_makes_them_and_no_other_byte_change
     backend, case, where
 ):
     check(backend, case, where)
+
+
+@each_backend
+@pytest.mark.parametrize("remote_block_size", [2, 4, 8])
+@pytest.mark.parametrize("remote", ["NHD", "HND"])
+@pytest.mark.parametrize("local", ["NHD", "HND"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_pair_of_layouts_in_every_view(backend, view, local, remote, remote_block_size):
+    check(
+        backend, Case(torch.bfloat16, local, view, 2, 7, 4, 3, 8, remote_block_size, remote), "host"
+    )
 
 
 # (block size, heads, head size, remote block size), local and remote layout, in bf16: each for what
