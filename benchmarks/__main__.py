@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import control_plane, moving, sequences, tables, token_io
+from benchmarks import control_plane, moving, receive, sequences, tables, token_io
 from benchmarks.measure import Result
 
 SUITES = {
@@ -21,6 +21,7 @@ SUITES = {
     "tables": tables.all_results,
     "moving": moving.all_results,
     "token_io": token_io.all_results,
+    "receive": receive.all_results,
 }
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from benchmarks.receive import plain
 from kvcache import MultiGroupBlockTable, Pages, ops
 from kvcache.worker.pages import Route
 
@@ -166,10 +167,42 @@ def block_copy(limit: float) -> Iterator[dict]:
         yield {**fact, "gb_per_s": rate, "of_copy": rate / limit}
 
 
+def receive(limit: float) -> Iterator[dict]:
+    """Received blocks made local ones, bf16, 8 heads of 128, beside the plain form of it."""
+    for block_size in (16, 32, 64, 128):
+        num_blocks = max(16384, 524288 // block_size)  # 1 GiB and more, ten times the L2 and more
+        for layout, ratio in (("HND", 2), ("HND", 4), ("NHD", 1), ("NHD", 2), ("NHD", 4)):
+            order = (8, block_size) if layout == "HND" else (block_size, 8)
+            cache = torch.randn(num_blocks, *order, 128, device="cuda", dtype=torch.bfloat16)
+            cache = cache.transpose(1, 2) if layout == "HND" else cache
+            ids = torch.randperm(num_blocks, device="cuda")[: num_blocks // 2]
+            indices, offsets = ids.int()[:, None].contiguous(), torch.tensor([0])
+            us = graph_us(
+                lambda: ops.permute_blocks_(cache, offsets, indices, block_size // ratio, True),  # noqa: B023
+                4,
+            )
+            plain_us = graph_us(lambda: plain(cache, ids, ratio, layout == "HND"), 1)  # noqa: B023
+            rate = 2 * cache.numel() / us / 1e3  # half the blocks, two bytes each, read and written
+            yield {
+                "kernel": "permute_blocks_",
+                "case": f"{len(ids)} blocks of {block_size}, {layout}, remote {block_size // ratio} HND",
+                "us": us,
+                "gb_per_s": rate,
+                "of_copy": rate / limit,
+                "plain_us": plain_us,
+                "times_plain": plain_us / us,
+            }
+
+
 def main() -> int:
     limit = copy_gb_per_s()
     results = {"copy_gb_per_s": limit, "empty_kernel_us": empty_kernel_us()}
-    results["kernels"] = [*slot_mapping(), *token_io(limit), *block_copy(limit)]
+    results["kernels"] = [
+        *slot_mapping(),
+        *token_io(limit),
+        *block_copy(limit),
+        *receive(limit),
+    ]
     for line in results["kernels"]:
         print(line)
     print(json.dumps(results))

@@ -36,7 +36,7 @@ _HOME = {
     "SwapEngine": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-_MODULES = ("ops", "worker", "allocator", "replay", "plan", "events")
+_MODULES = ("ops", "worker", "transfer", "allocator", "replay", "plan", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

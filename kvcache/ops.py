@@ -182,6 +182,32 @@ def copy_blocks(
     )
 
 
+def permute_blocks_(
+    cache: torch.Tensor,
+    offsets: torch.Tensor,
+    indices: torch.Tensor,
+    remote_block_size: int,
+    remote_is_hnd: bool,
+) -> None:
+    """Brings blocks that hold another engine's bytes into the local layout, in place.
+
+    cache: [num_blocks, block_size, num_kv_heads, head_size], any dtype, any strides but 1 in the last
+    dimension; they tell whether storage is NHD or HND. offsets: int64[num_layers] on the CPU, bytes
+    from cache's first element to each layer's (`[0]`: cache itself); all are laid out as cache is and
+    share no memory, which is the caller's promise. indices: int32[n, k] on the CPU or where cache is,
+    each block once. With k = max(1, remote_block_size / block_size), the k blocks of a row hold, one
+    after the other and each in the order of its memory, the bytes of one or several remote blocks
+    [num_kv_heads, remote_block_size, head_size] (HND) or [remote_block_size, num_kv_heads, head_size].
+    Afterwards token t of these bytes is token t % block_size of block indices[i, t // block_size].
+
+    Either block size divides the other. Each byte is read once and written once; blocks that are not
+    listed keep theirs. Indices on the CPU are checked always and need not outlive the call. Those on
+    a GPU are checked as said above (a row with one out of range is skipped whole), and that no block
+    is named twice is then the caller's promise.
+    """
+    _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd)
+
+
 # Ops and the positions of the arguments that need not share the others' device.
 _ON_HOST = {
     "slot_mapping": {1},  # groups
@@ -190,6 +216,7 @@ _ON_HOST = {
     "write_kv": set(),
     "gather_kv": set(),
     "copy_blocks": {0, 1, 2, 3},  # either side, regions, pairs
+    "permute_blocks_": {1, 2},  # offsets, indices
 }
 
 

@@ -18,6 +18,7 @@ DOCUMENTED = [
     "kvcache.allocator.sequences",
     "kvcache.planning",
     "kvcache.specs",
+    "kvcache.transfer.receive",
     "kvcache.worker.apply",
     "kvcache.worker.block_table",
     "kvcache.worker.multi_group",

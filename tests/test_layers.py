@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.ops"},
     "kvcache.bench": {"kvcache.worker"},
+    "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.doctor": {"kvcache"},
     "kvcache.cli": {"kvcache.replay", "kvcache.doctor", "kvcache.bench", "kvcache.worker"},

@@ -2,7 +2,7 @@
 
 #include "ops/device.h"
 #include "ops/launch_ids.h"
-#include "ops/vectors.h"
+#include "ops/vector.h"
 
 namespace kvcache {
 namespace {
@@ -114,7 +114,7 @@ int64_t vector_bytes(const BlockCopy& c) {
     all |= static_cast<uint64_t>(r.source | r.source_stride | r.destination | r.destination_stride |
                                  r.num_bytes);
   }
-  return vector_bytes_of(all);
+  return common_vector_bytes(all);
 }
 
 // Pairs of one launch: as many as its parameters hold, and fewer where pages are so large that the

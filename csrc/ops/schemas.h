@@ -23,6 +23,9 @@ void define_schemas(Library& m) {
   m.def(
       "copy_blocks(Tensor? src, Tensor(a!) dst, Tensor regions, Tensor pairs, int num_src_blocks, "
       "int num_dst_blocks, int engine=0, int pages_per_run=0, int num_thread_blocks=0) -> ()");
+  m.def(
+      "permute_blocks_(Tensor(a!) cache, Tensor offsets, Tensor indices, int remote_block_size, "
+      "bool remote_is_hnd) -> ()");
 }
 
 }  // namespace kvcache

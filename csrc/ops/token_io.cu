@@ -1,6 +1,8 @@
 #include "ops/token_io.h"
 
 #include "ops/device.h"
+#include "ops/fast_divisor.h"
+#include "ops/vector.h"
 
 namespace kvcache {
 namespace {
@@ -8,19 +10,6 @@ namespace {
 constexpr int64_t kVectorBytes = 16;
 constexpr unsigned kThreads = 128;  // of a thread block, for 1 to 128 tokens
 constexpr unsigned kInFlight = 4;   // vectors that a thread loads before it stores the first
-
-// n / divisor for n < 2^31 without a division, by Granlund and Montgomery (1994).
-struct DivideBy {
-  uint32_t divisor, multiplier = 0, shift = 0;
-
-  explicit DivideBy(uint32_t d) : divisor(d) {
-    while ((uint64_t{1} << shift) < d) ++shift;
-    multiplier = static_cast<uint32_t>((((uint64_t{1} << shift) - d) << 32) / d + 1);
-  }
-  KV_HOST_DEVICE uint32_t operator()(uint32_t n) const {
-    return (static_cast<uint32_t>((uint64_t{n} * multiplier) >> 32) + n) >> shift;
-  }
-};
 
 // What a thread moves at once: a vector in the tokens, one in the page, and what lies between.
 template <class Vector>
@@ -62,7 +51,7 @@ struct Convert {
 // The vectors of a token, and of a piece of it that is dense in the page.
 struct Vectors {
   uint32_t total;
-  DivideBy per_piece;
+  FastDivisor per_piece;
 };
 
 template <class Mover>
@@ -72,7 +61,7 @@ Vectors vectors_of(const TokenPages& p) {
     return static_cast<uint32_t>(elements * p.token_element / kBytes);
   };
   const uint32_t total = count(p.width());
-  return {total, DivideBy(std::max(p.in_one_piece() ? total : count(p.head_size), 1u))};
+  return {total, fast_divisor(std::max(p.in_one_piece() ? total : count(p.head_size), 1u))};
 }
 
 // One thread's part of one token of one layer, K or V.
@@ -98,7 +87,7 @@ __device__ __forceinline__ void move_token(const TokenPages& p, const Vectors& v
     for (unsigned u = 0; u < kInFlight; ++u) {
       const uint32_t j = first + u * blockDim.x;
       if (j < vectors.total) {
-        const uint32_t piece = vectors.per_piece(j);
+        const uint32_t piece = vectors.per_piece.divide(j);
         place[u] = reinterpret_cast<Page*>(pages + piece * p.page_head_stride) +
                    (j - piece * vectors.per_piece.divisor);
         scale[u] = Mover::kScaled ? p.scale(layer, piece) : 1.0f;
@@ -151,9 +140,9 @@ void launch(const TokenIo& io, const OnDevice& device) {
 
 // What all of these bytes are a multiple of: 16, 8, 4, 2 or 1.
 int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides) {
-  uint64_t all = reinterpret_cast<uintptr_t>(address) | 16;
+  uint64_t all = reinterpret_cast<uintptr_t>(address);
   for (int64_t stride : strides) all |= static_cast<uint64_t>(stride);
-  return static_cast<int64_t>(all & (~all + 1));
+  return common_vector_bytes(all);
 }
 
 // The launch with the widest vectors that addresses and strides of this side allow.

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.worker.page_checks import check_once, check_range, integers
 from kvcache.worker.pages import Pages, Route
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
@@ -54,25 +55,18 @@ def copy_kv_blocks(
     _check_direction(direction, src.device, dst.device)
     if len(src_ids) == 0:
         return
-    _check_range("src_block_ids", src_ids, src.num_blocks)
-    _check_range("dst_block_ids", dst_ids, dst.num_blocks)
+    check_range("src_block_ids", "is", src_ids, 0, src.num_blocks)
+    check_range("dst_block_ids", "is", dst_ids, 0, dst.num_blocks)
+    check_once("dst_block_ids names block", dst_ids)
     host = src if direction == "h2d" else dst
     engine = ops.KERNEL if host.is_pinned else ops.COPY_ENGINE
-    try:
-        Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
     if direction == "d2h" and src.device.type == "cuda":
         torch.cuda.current_stream(src.device).synchronize()
 
 
 def _ids(ids: Ids, name: str) -> np.ndarray:
-    array = ids.cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    if array.ndim != 1:
-        raise ValueError(f"{name} has shape {list(array.shape)}: expected [n]")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    return array.astype(np.int64)
+    return integers(ids.cpu().numpy() if isinstance(ids, torch.Tensor) else ids, name, ())
 
 
 def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tensor]) -> None:
@@ -126,9 +120,3 @@ def _check_direction(direction: str, src: torch.device, dst: torch.device) -> No
     name, host = ("src_kv_caches", src) if direction == "h2d" else ("dst_kv_caches", dst)
     if host.type != "cpu":
         raise ValueError(f"direction is {direction!r} and {name} is on {host}: expected cpu")
-
-
-def _check_range(name: str, ids: np.ndarray, num_blocks: int) -> None:
-    wrong = np.flatnonzero((ids < 0) | (ids >= num_blocks))
-    if len(wrong):
-        raise ValueError(f"{name}[{wrong[0]}] is {ids[wrong[0]]}: expected 0 to {num_blocks - 1}")

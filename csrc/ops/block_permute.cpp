@@ -1,0 +1,137 @@
+#include "ops/block_permute.h"
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+namespace kvcache {
+namespace {
+
+constexpr int64_t kGrainBytes = 1 << 18;    // per thread: below it a second thread costs more
+constexpr int64_t kScratchBytes = 1 << 18;  // per thread: with the unit it holds, within the L2
+constexpr int64_t kLeastSliceBytes = 64;    // a cache line
+
+char* scratch() {
+  thread_local const std::unique_ptr<char[]> memory(new char[kScratchBytes + 64]);
+  return memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
+}
+
+// `kBytes` of a row, or `bytes` where that is not known to the compiler (0).
+template <int64_t kBytes>
+void copy_row(char* to, const char* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(kBytes > 0 ? kBytes : bytes));
+}
+
+// Rows [begin, end) of the unit, in pieces whose rows lie at even distances: f(first row, number,
+// where the first lies).
+template <class F>
+void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int32_t* ids, F&& f) {
+  const uint32_t length = p.is_dense() ? p.block_rows.divisor : p.inner_rows.divisor;
+  for (uint32_t r = 0; r < p.unit_rows;) {
+    const uint32_t left = length - (unit.first_row + r) % length;
+    const uint32_t n = std::min(left, p.unit_rows - r);
+    f(r, n, p.place(unit, ids, r));
+    r += n;
+  }
+}
+
+// The unit through the thread's scratch, `slice` bytes of its rows at a time.
+template <int64_t kBytes>
+void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids,
+                  int64_t slice) {
+  char* const held = scratch();
+  for (int64_t first = 0; first < p.row_bytes; first += slice) {
+    const int64_t bytes = std::min(slice, p.row_bytes - first);
+    char* const base = layer + first;
+    for_each_stretch(p, unit, ids, [&](uint32_t r, uint32_t n, int64_t place) {
+      if (bytes == p.inner_stride) {
+        std::memcpy(held + r * bytes, base + place, static_cast<size_t>(n * bytes));
+        return;
+      }
+      for (uint32_t i = 0; i < n; ++i) {
+        copy_row<kBytes>(held + (r + i) * bytes, base + place + i * p.inner_stride, bytes);
+      }
+    });
+    for_each_stretch(p, unit, ids, [&](uint32_t r, uint32_t n, int64_t place) {
+      for (uint32_t i = 0; i < n; ++i) {
+        copy_row<kBytes>(base + place + i * p.inner_stride, held + p.source(r + i) * bytes, bytes);
+      }
+    });
+  }
+}
+
+// The unit along the cycles of its permutation, for one with too many rows for the scratch.
+void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids) {
+  char* const held = scratch();
+  for (int64_t first = 0; first < p.row_bytes; first += kScratchBytes) {
+    const int64_t bytes = std::min(kScratchBytes, p.row_bytes - first);
+    const auto row = [&](uint32_t r) { return layer + first + p.place(unit, ids, r); };
+    for (uint32_t r = 0; r < p.unit_rows; ++r) {
+      if (!p.leads_cycle(r)) continue;
+      copy_row<0>(held, row(r), bytes);
+      uint32_t to = r;
+      for (uint32_t from = p.source(r); from != r; from = p.source(to = from)) {
+        copy_row<0>(row(to), row(from), bytes);
+      }
+      copy_row<0>(row(to), held, bytes);
+    }
+  }
+}
+
+using Permute = void (*)(const BlockPermute&, char*, const PermuteUnit&, const int32_t*, int64_t);
+
+// With the row sizes of common models (64 to 256 elements of 1 or 2 bytes) known to the compiler.
+Permute permute_for(int64_t row_bytes, int64_t slice) {
+  if (row_bytes % slice != 0) return permute_unit<0>;
+  switch (slice) {
+    case 64:
+      return permute_unit<64>;
+    case 128:
+      return permute_unit<128>;
+    case 256:
+      return permute_unit<256>;
+    case 512:
+      return permute_unit<512>;
+    default:
+      return permute_unit<0>;
+  }
+}
+
+void permute_blocks_(Tensor cache, Tensor offsets, Tensor indices, int64_t remote_block_size,
+                     bool remote_is_hnd) {
+  const BlockPermute p =
+      checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd);
+  const int32_t* ids = indices.const_data_ptr<int32_t>();
+  check_block_ids(ids, indices.numel(), p.num_blocks);
+  const int64_t num_units = p.num_groups * p.units_per_group;
+  if (p.is_identity() || p.row_bytes == 0 || num_units == 0) return;
+  const int64_t* layers = offsets.const_data_ptr<int64_t>();
+  const int64_t fitting = kScratchBytes / p.unit_rows;
+  const int64_t slice =
+      p.row_bytes <= fitting ? p.row_bytes : fitting / kLeastSliceBytes * kLeastSliceBytes;
+  const Permute through_scratch = slice > 0 ? permute_for(p.row_bytes, slice) : nullptr;
+  const int64_t grain = std::max<int64_t>(kGrainBytes / p.unit_bytes(), 1);
+  torch::stable::parallel_for(0, offsets.numel() * num_units, grain,
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t i = begin; i < end; ++i) {
+                                  char* const layer = p.cache + layers[i / num_units];
+                                  const PermuteUnit unit = p.unit(i % num_units);
+                                  if (through_scratch != nullptr) {
+                                    through_scratch(p, layer, unit, ids, slice);
+                                  } else {
+                                    rotate_unit(p, layer, unit, ids);
+                                  }
+                                }
+                              });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache, CPU, m) {
+  m.impl("permute_blocks_", TORCH_BOX(&permute_blocks_));
+}
+
+}  // namespace kvcache

@@ -1,0 +1,232 @@
+#include "ops/block_permute.h"
+
+#include "ops/device.h"
+#include "ops/launch_ids.h"
+#include "ops/vector.h"
+
+namespace kvcache {
+namespace {
+
+constexpr unsigned kThreads = 256;
+constexpr int kUnroll = 8;                       // loads in flight per thread
+constexpr int64_t kSharedBytes = 32 << 10;       // of a thread block, where the slice may be wide
+constexpr int64_t kMoreSharedBytes = 96 << 10;   // where slices would be below kLeastSliceBytes
+constexpr int64_t kLeastSliceBytes = 64;         // what the memory reads at once
+constexpr int64_t kPlainSharedBytes = 48 << 10;  // more must be asked for
+
+constexpr int64_t kMaxGrid = INT32_MAX;
+constexpr int kLayersPerLaunch = 64;
+constexpr int kIdsPerLaunch = 820;
+
+// What one launch does: some groups, in some layers.
+struct PermuteLaunch {
+  BlockPermute p;
+  uint32_t unit_blocks;  // thread blocks of a unit
+  FastDivisor slice;     // vectors of a slice; the last one of a row may have fewer
+  FastDivisor row;       // vectors of a row
+  int64_t layers[kLayersPerLaunch];
+  LaunchIds<kIdsPerLaunch> ids;
+
+  // Whether the group of this unit names a block that is not there: skipped, see checked_mode.
+  KV_HOST_DEVICE bool skips(const PermuteUnit& unit) const {
+    if (ids.on_device == nullptr) return false;  // the host looked
+    for (int32_t i = 0; i < p.group_size; ++i) {
+      const int32_t id = ids[unit.first_id + i];
+      if (id < 0 || id >= p.num_blocks) return true;
+    }
+    return false;
+  }
+};
+static_assert(sizeof(PermuteLaunch) <= kMaxParameterBytes, "too many ids in a launch");
+
+// One thread block per unit and slice of its rows (x) and per layer (y): the whole slice into
+// shared memory as it lies, then out again as it shall lie. A thread keeps its column; both times
+// neighbouring threads touch neighbouring bytes of a row. Dense: rows lie at one distance.
+template <class Vector, bool kDense>
+__global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
+  KV_DYN_SHARED(uint4, shared);
+  const BlockPermute& p = launch.p;
+  const uint32_t slice = launch.slice.divisor;
+  const uint32_t u = blockIdx.x / launch.unit_blocks;
+  const uint32_t first = (blockIdx.x - u * launch.unit_blocks) * slice;
+  const PermuteUnit unit = p.unit(u);
+  if (launch.skips(unit)) return;
+  const uint32_t first_row = launch.slice.divide(threadIdx.x);
+  const uint32_t column = threadIdx.x - first_row * slice;
+  const uint32_t step = kThreads / slice;  // rows at once
+  const bool takes_part = first_row < step && first + column < launch.row.divisor;
+  char* const base = p.cache + launch.layers[blockIdx.y] +
+                     int64_t{first + column} * static_cast<int64_t>(sizeof(Vector)) +
+                     (kDense ? p.place(unit, launch.ids, 0) : 0);
+  const auto vector_at = [&](uint32_t row) {
+    return reinterpret_cast<Vector*>(
+        base + (kDense ? row * p.inner_stride : p.place(unit, launch.ids, row)));
+  };
+  Vector* const held = reinterpret_cast<Vector*>(shared) + column;
+  if (takes_part) {
+    for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
+      Vector moved[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const uint32_t row = begin + i * step;
+        if (row < p.unit_rows) moved[i] = *vector_at(row);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const uint32_t row = begin + i * step;
+        if (row < p.unit_rows) held[row * slice] = moved[i];
+      }
+    }
+  }
+  __syncthreads();
+  if (!takes_part) return;
+#pragma unroll 4
+  for (uint32_t row = first_row; row < p.unit_rows; row += step) {
+    *vector_at(row) = held[p.source(row) * slice];
+  }
+}
+
+// Where not even one vector of every row fits into shared memory: a thread per row and vector. It
+// moves the vectors along the cycle that its row is the smallest of, if it is.
+template <class Vector>
+__global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
+  const BlockPermute& p = launch.p;
+  const uint32_t u = blockIdx.x / launch.unit_blocks;
+  const uint32_t j = (blockIdx.x - u * launch.unit_blocks) * kThreads + threadIdx.x;
+  if (j >= p.unit_rows * launch.row.divisor) return;
+  const uint32_t row = launch.row.divide(j);
+  const uint32_t column = j - row * launch.row.divisor;
+  const PermuteUnit unit = p.unit(u);
+  if (!p.leads_cycle(row) || launch.skips(unit)) return;
+  char* const layer = p.cache + launch.layers[blockIdx.y];
+  const auto vector_at = [&](uint32_t r) {
+    return reinterpret_cast<Vector*>(layer + p.place(unit, launch.ids, r)) + column;
+  };
+  const Vector first = *vector_at(row);
+  uint32_t to = row;
+  for (uint32_t from = p.source(row); from != row; from = p.source(to = from)) {
+    *vector_at(to) = *vector_at(from);
+  }
+  *vector_at(to) = first;
+}
+
+// How many bytes every row of every layer allows to move at once: 16, 8, 4, 2 or 1.
+int64_t vector_bytes(const BlockPermute& p, const int64_t* layers, int64_t num_layers) {
+  uint64_t all =
+      reinterpret_cast<uint64_t>(p.cache) |
+      static_cast<uint64_t>(p.block_stride | p.outer_stride | p.inner_stride | p.row_bytes);
+  for (int64_t i = 0; i < num_layers; ++i) all |= static_cast<uint64_t>(layers[i]);
+  return common_vector_bytes(all);
+}
+
+int64_t most_shared_bytes(const Tensor& t) {
+  int bytes = 0;
+  KV_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                       t.is_cpu() ? 0 : t.get_device_index()));
+  return bytes;
+}
+
+// Bytes of a slice, a power of two or a whole row; 0 where no vector of every row fits.
+int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) {
+  int64_t slice = kLeastSliceBytes;
+  const int64_t most = std::min<int64_t>(kSharedBytes / p.unit_rows, vector * kThreads);
+  while (slice < p.row_bytes && 2 * slice <= most) slice *= 2;
+  while (slice > vector && slice * p.unit_rows > kMoreSharedBytes) slice /= 2;
+  slice = std::min(slice, p.row_bytes);
+  const int64_t needed = slice * p.unit_rows;
+  return needed <= kPlainSharedBytes || needed <= most_shared_bytes(cache) ? slice : 0;
+}
+
+template <class Vector>
+void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, cudaStream_t stream) {
+  if (slice == 0) {
+    KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
+    return;
+  }
+  const bool dense = launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor;
+  const auto kernel = dense ? permute_kernel<Vector, true> : permute_kernel<Vector, false>;
+  const int64_t shared = launch.p.unit_rows * slice;
+  if (shared > kPlainSharedBytes) {
+    KV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared)));
+  }
+  KV_LAUNCH(kernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
+}
+
+// Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.
+bool on_host(const Tensor& indices) {
+#ifdef __CUDACC__
+  return indices.is_cpu();
+#else
+  return std::getenv("KVCACHE_EMUL_DEVICE_IDS") == nullptr && indices.is_cpu();
+#endif
+}
+
+struct BadBlockId {
+  const int32_t* ids;
+  int64_t num_blocks;
+  KV_HOST_DEVICE bool operator()(int64_t i) const {
+    if (ids[i] < 0 || ids[i] >= num_blocks) return true;
+    for (int64_t j = 0; j < i; ++j) {
+      if (ids[j] == ids[i]) return true;
+    }
+    return false;
+  }
+};
+
+void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t remote_block_size,
+                          bool remote_is_hnd) {
+  const BlockPermute p =
+      checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd);
+  const int32_t* ids = indices.const_data_ptr<int32_t>();
+  const bool host_ids = on_host(indices);
+  if (host_ids) {
+    check_block_ids(ids, indices.numel(), p.num_blocks);
+    if (p.group_size > kIdsPerLaunch) {
+      fail("remote_block_size is " + std::to_string(remote_block_size) + ", " +
+           std::to_string(p.group_size) + " local blocks: expected at most " +
+           std::to_string(kIdsPerLaunch) + " where indices is on the cpu");
+    }
+  }
+  if (p.num_groups == 0) return;
+  const OnDevice device(cache);
+  if (!host_ids && checked_mode()) {
+    const BadBlockId bad{ids, p.num_blocks};
+    const int64_t i = first_bad_on_device(bad, indices.numel(), device.stream);
+    if (i >= 0) fail_block_id(i, fetch(ids + i, device.stream), p.num_blocks);
+  }
+  if (p.is_identity() || p.row_bytes == 0) return;
+
+  const int64_t* layers = offsets.const_data_ptr<int64_t>();
+  const int64_t num_layers = offsets.numel();
+  const int64_t vector = vector_bytes(p, layers, num_layers);
+  const int64_t slice = slice_bytes(p, vector, cache);
+  const int64_t unit_blocks = slice > 0 ? (p.row_bytes + slice - 1) / slice
+                                        : (p.unit_bytes() / vector + kThreads - 1) / kThreads;
+  PermuteLaunch launch{};
+  launch.p = p;
+  launch.unit_blocks = static_cast<uint32_t>(unit_blocks);
+  launch.slice = fast_divisor(std::max<int64_t>(slice / vector, 1));
+  launch.row = fast_divisor(p.row_bytes / vector);
+  const int64_t most_groups = std::min(kMaxGrid / (p.units_per_group * unit_blocks),
+                                       host_ids ? kIdsPerLaunch / p.group_size : kMaxGrid);
+  for (int64_t layer = 0; layer < num_layers; layer += kLayersPerLaunch) {
+    const int64_t layers_now = std::min<int64_t>(num_layers - layer, kLayersPerLaunch);
+    std::copy_n(layers + layer, layers_now, launch.layers);
+    for (int64_t group = 0; group < p.num_groups; group += most_groups) {
+      const int64_t groups_now = std::min(p.num_groups - group, most_groups);
+      launch.ids =
+          launch_ids<kIdsPerLaunch>(ids, host_ids, group * p.group_size, groups_now * p.group_size);
+      const dim3 grid(static_cast<unsigned>(groups_now * p.units_per_group * unit_blocks),
+                      static_cast<unsigned>(layers_now));
+      with_vector(vector,
+                  [&](auto v) { launch_on<decltype(v)>(launch, grid, slice, device.stream); });
+    }
+  }
+}
+
+}  // namespace
+
+KV_REGISTER_CUDA("permute_blocks_", permute_blocks_cuda_)
+
+}  // namespace kvcache

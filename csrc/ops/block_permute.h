@@ -1,0 +1,179 @@
+// Received blocks brought into the local layout, in place.
+//
+// A remote engine's blocks arrive as bytes: smaller or larger blocks than ours, its own order of
+// tokens and heads. A row (one token of one head) is never torn, so this is a permutation of rows.
+// Both layouts are one: HND blocks of n tokens, of which NHD is n = 1. Going from HND pieces of R
+// tokens to HND pieces of L tokens, one dividing the other, leaves runs of min(L, R) rows whole and
+// transposes a matrix of runs, the larger piece's max / min runs by the heads.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ops/checks.h"
+#include "ops/fast_divisor.h"
+#include "ops/host_device.h"
+
+namespace kvcache {
+
+// Where a unit, the rows that one transposition moves, begins.
+struct PermuteUnit {
+  int64_t first_id;    // of its group's, among all ids
+  uint32_t first_row;  // in its group
+};
+
+// Plain data, as a kernel takes it. Strides in bytes. A group is the blocks of one row of ids.
+struct BlockPermute {
+  char* cache;
+  int64_t num_blocks, block_stride, outer_stride, inner_stride, row_bytes;
+  FastDivisor block_rows;  // rows of a block, in the order in which they lie
+  FastDivisor inner_rows;  // of them those that follow each other at inner_stride
+  FastDivisor run;         // rows that stay together
+  FastDivisor columns;     // runs of a row of the transposed matrix
+  uint32_t matrix_rows;    // 1 or columns 1: nothing moves
+  uint32_t unit_rows;      // matrix_rows * columns * run
+  int32_t group_size;      // ids of a group
+  int64_t units_per_group, num_groups;
+
+  KV_HOST_DEVICE PermuteUnit unit(int64_t u) const {
+    const int64_t group = u / units_per_group;
+    return {group * group_size, static_cast<uint32_t>(u - group * units_per_group) * unit_rows};
+  }
+
+  // Which row of the unit, as it was received, belongs at row r.
+  KV_HOST_DEVICE uint32_t source(uint32_t r) const {
+    const uint32_t to = run.divide(r);
+    const uint32_t i = columns.divide(to);
+    const uint32_t j = to - i * columns.divisor;
+    return (j * matrix_rows + i) * run.divisor + (r - to * run.divisor);
+  }
+
+  // Byte offset in a layer of the unit's row r, in the order in which rows lie.
+  template <class Ids>
+  KV_HOST_DEVICE int64_t place(const PermuteUnit& unit, const Ids& ids, uint32_t r) const {
+    const uint32_t row = unit.first_row + r;
+    const uint32_t block = block_rows.divide(row);
+    const uint32_t in_block = row - block * block_rows.divisor;
+    const uint32_t outer = inner_rows.divide(in_block);
+    return ids[unit.first_id + block] * block_stride + outer * outer_stride +
+           (in_block - outer * inner_rows.divisor) * inner_stride;
+  }
+
+  // Whether r is the smallest row of its cycle of the permutation, and moves at all.
+  KV_HOST_DEVICE bool leads_cycle(uint32_t r) const {
+    uint32_t at = source(r);
+    if (at == r) return false;
+    while (at > r) at = source(at);
+    return at == r;
+  }
+
+  // Whether the rows of a block all lie at inner_stride.
+  bool is_dense() const { return outer_stride == inner_rows.divisor * inner_stride; }
+  bool is_identity() const { return matrix_rows == 1 || columns.divisor == 1; }
+  int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
+};
+
+inline void check_layer_offsets(const Tensor& offsets, int64_t row_bytes) {
+  check_dim(offsets, "offsets", 1, "[num_layers]");
+  check_dtype(offsets, "offsets", {ScalarType::Long});
+  check_contiguous(offsets, "offsets");
+  if (!offsets.is_cpu()) fail("offsets is on " + device_of(offsets) + ": expected cpu");
+  const int64_t* begin = offsets.const_data_ptr<int64_t>();
+  std::vector<int64_t> sorted(begin, begin + offsets.numel());
+  std::sort(sorted.begin(), sorted.end());
+  for (size_t i = 1; i < sorted.size(); ++i) {
+    if (sorted[i] - sorted[i - 1] >= row_bytes) continue;
+    fail("offsets has layers at " + std::to_string(sorted[i - 1]) + " and " +
+         std::to_string(sorted[i]) + ": expected layers that share no memory");
+  }
+}
+
+// Throws for entry i of indices, which is no block, or a block that an entry before it named.
+[[noreturn]] inline void fail_block_id(int64_t i, int32_t id, int64_t num_blocks) {
+  const bool there = id >= 0 && id < num_blocks;
+  fail("indices, entry " + std::to_string(i) + ", is " + std::to_string(id) +
+       (there ? " again: expected each block once"
+              : ": expected 0 to " + std::to_string(num_blocks - 1)));
+}
+
+// Of ids on the host: that each names a block, and no two the same.
+inline void check_block_ids(const int32_t* ids, int64_t n, int64_t num_blocks) {
+  std::vector<bool> named(static_cast<size_t>(num_blocks));
+  for (int64_t i = 0; i < n; ++i) {
+    if (ids[i] < 0 || ids[i] >= num_blocks || named[ids[i]]) fail_block_id(i, ids[i], num_blocks);
+    named[ids[i]] = true;
+  }
+}
+
+inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& offsets,
+                                          const Tensor& indices, int64_t remote_block_size,
+                                          bool remote_is_hnd) {
+  check_dim(cache, "cache", 4, "[num_blocks, block_size, num_kv_heads, head_size]");
+  const int64_t num_blocks = cache.size(0), block_size = cache.size(1), heads = cache.size(2);
+  const auto element = static_cast<int64_t>(cache.element_size());
+  if (cache.numel() > 0 && cache.size(3) > 1 && cache.stride(3) != 1) {
+    fail("cache has stride " + std::to_string(cache.stride(3)) +
+         " in its last dimension: expected 1 (NHD or HND storage)");
+  }
+  if (block_size < 1) fail("cache has shape " + shape_of(cache) + ": expected tokens in a block");
+  check_no_overlap(cache, "cache");
+  if (remote_block_size < 1 ||
+      (remote_block_size % block_size != 0 && block_size % remote_block_size != 0)) {
+    fail("remote_block_size is " + std::to_string(remote_block_size) +
+         ": expected a divisor or a multiple of the block size " + std::to_string(block_size));
+  }
+  const int64_t group_size = std::max<int64_t>(remote_block_size / block_size, 1);
+  const int64_t most = INT32_MAX / std::max<int64_t>(heads * cache.size(3) * element, 1);
+  if (group_size > most / block_size) {
+    fail("cache has shape " + shape_of(cache) + " and remote_block_size is " +
+         std::to_string(remote_block_size) + ": expected less than 2 GiB in a block");
+  }
+  check_layer_offsets(offsets, cache.numel() > 0 ? cache.size(3) * element : 0);
+  check_dim(indices, "indices", 2, "[n, local blocks per remote block, at least 1]");
+  check_dtype(indices, "indices", {ScalarType::Int});
+  check_contiguous(indices, "indices");
+  if (!indices.is_cpu()) check_same_device(indices, "indices", cache, "cache");
+  check_size(indices, "indices", 1, group_size, "the local blocks per remote block");
+  if (indices.is_cpu() == cache.is_cpu()) check_disjoint(cache, "cache", indices, "indices");
+
+  // A dimension of one element has no stride: then NHD and HND are one.
+  const bool local_is_hnd = block_size > 1 && heads > 1 && cache.stride(2) > cache.stride(1);
+  const int64_t local_piece = local_is_hnd ? block_size : 1;
+  const int64_t remote_piece = remote_is_hnd ? remote_block_size : 1;
+  const int64_t unit_tokens = std::max(local_piece, remote_piece);
+  int64_t run = std::min(local_piece, remote_piece);
+  const int64_t runs = unit_tokens / run;
+  BlockPermute p{};
+  p.cache = static_cast<char*>(cache.data_ptr());
+  p.num_blocks = num_blocks;
+  p.block_stride = cache.stride(0) * element;
+  p.outer_stride = cache.stride(local_is_hnd ? 2 : 1) * element;
+  p.inner_stride = cache.stride(local_is_hnd ? 1 : 2) * element;
+  p.row_bytes = cache.numel() > 0 ? cache.size(3) * element : 0;
+  int64_t inner_rows = local_is_hnd ? block_size : std::max<int64_t>(heads, 1);
+  int64_t block_rows = block_size * std::max<int64_t>(heads, 1);
+  if (run > 1 && p.inner_stride == p.row_bytes) {  // a run in one piece is one long row
+    p.row_bytes *= run;
+    p.inner_stride *= run;
+    inner_rows /= run;
+    block_rows /= run;
+    run = 1;
+  }
+  p.block_rows = fast_divisor(block_rows);
+  p.inner_rows = fast_divisor(inner_rows);
+  p.run = fast_divisor(run);
+  const bool heads_outside = local_piece >= remote_piece;  // afterwards
+  p.matrix_rows = static_cast<uint32_t>(heads_outside ? std::max<int64_t>(heads, 1) : runs);
+  p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));
+  p.unit_rows = p.matrix_rows * p.columns.divisor * p.run.divisor;
+  p.group_size = static_cast<int32_t>(group_size);
+  p.units_per_group = group_size * block_size / unit_tokens;
+  p.num_groups = indices.size(0);
+  return p;
+}
+
+}  // namespace kvcache

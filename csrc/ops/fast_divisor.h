@@ -1,0 +1,29 @@
+// Division by a number that is known beforehand.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/host_device.h"
+
+namespace kvcache {
+
+// Division by a divisor that is known beforehand, for dividends of [0, 2^31): one multiplication.
+struct FastDivisor {
+  uint32_t divisor, magic, shift;
+
+  KV_HOST_DEVICE uint32_t divide(uint32_t n) const {
+    return static_cast<uint32_t>((uint64_t{n} * magic) >> shift);
+  }
+};
+
+// With 2^s >= d: magic = ceil(2^(31 + s) / d) fits 32 bits, and the error of magic / 2^(31 + s)
+// against 1 / d, below 2^-(31 + s), times a dividend below 2^31 never reaches the next multiple.
+inline FastDivisor fast_divisor(int64_t divisor) {
+  uint32_t bits = 0;
+  while ((int64_t{1} << bits) < divisor) ++bits;
+  const auto d = static_cast<uint64_t>(divisor);
+  const uint64_t magic = ((uint64_t{1} << (31 + bits)) + d - 1) / d;
+  return {static_cast<uint32_t>(divisor), static_cast<uint32_t>(magic), 31 + bits};
+}
+
+}  // namespace kvcache

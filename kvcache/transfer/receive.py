@@ -1,0 +1,185 @@
+"""Blocks that another engine's bytes were received into, made blocks of this one, in place.
+
+The names are those of the serving engine this stands in for; its functions collect the blocks, permute
+the copy and scatter it back, three to four times over every byte. `ops.permute_blocks_` moves each byte
+once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvcache import ops
+
+Indices = Sequence[int] | np.ndarray | torch.Tensor
+Caches = torch.Tensor | Sequence[torch.Tensor]
+
+# How an error begins that is about a value: the op names the argument first.
+_ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
+
+
+def kv_postprocess_blksize_on_receive(
+    cache: Caches, indices: Indices, block_size_ratio: int
+) -> None:
+    """Remote HND blocks of another size made local HND blocks.
+
+    cache: as for `permute_received_blocks`, stored as HND. block_size_ratio r > 0: a local block holds
+    r remote ones, `[r, num_kv_heads, block_size / r, head_size]` one after the other. r = -k: k local
+    blocks, neighbours in indices, hold the parts of one remote block. ValueError as there, for NHD
+    storage, and where r does not divide.
+
+    >>> cache = torch.arange(8.0).view(1, 2, 4, 1).transpose(1, 2)  # one block, 4 tokens, 2 heads: HND
+    >>> kv_postprocess_blksize_on_receive(cache, [0], 2)
+    >>> cache[0, :, 0, 0].tolist()  # the tokens of head 0
+    [0.0, 1.0, 4.0, 5.0]
+    """
+    layers = _layers(cache)
+    _require_storage(layers[0], "HND")
+    _permute(layers, indices, _remote_block_size(layers[0], block_size_ratio), "HND")
+
+
+def kv_postprocess_layout_on_receive(cache: Caches, indices: Indices) -> None:
+    """Remote HND blocks of the local size made local NHD blocks.
+
+    cache: as for `permute_received_blocks`, stored as NHD. ValueError as there, and for HND storage.
+    """
+    layers = _layers(cache)
+    _require_storage(layers[0], "NHD")
+    _permute(layers, indices, layers[0].shape[1], "HND")
+
+
+def kv_postprocess_blksize_and_layout_on_receive(
+    cache: Caches, indices: Indices, block_size_ratio: int
+) -> None:
+    """Remote HND blocks of another size made local NHD blocks.
+
+    As `kv_postprocess_blksize_on_receive`, for a cache stored as NHD.
+    """
+    layers = _layers(cache)
+    _require_storage(layers[0], "NHD")
+    _permute(layers, indices, _remote_block_size(layers[0], block_size_ratio), "HND")
+
+
+def permute_received_blocks(
+    caches: Caches,
+    indices: Indices,
+    *,
+    remote_block_size: int | None = None,
+    remote_layout: str = "HND",
+) -> None:
+    """Makes the listed blocks local ones, in place; other blocks keep every byte.
+
+    caches: `[num_blocks, block_size, num_kv_heads, head_size]`, any dtype, any strides but 1 in the
+    last dimension; they tell the local layout, NHD or HND. `[num_blocks, block_size, head_size]` is a
+    cache of one head. Or a sequence of these, one per layer (K and V count as two), of the same shape,
+    strides, dtype and device: all in one call. indices: the blocks; integers in a list, an array or a
+    tensor. remote_block_size: tokens of a remote block (None: as here), a divisor or a multiple of
+    block_size. As a multiple, k times as large: k neighbours in indices, `[n, k]` or flat, hold the k
+    parts of the bytes of one remote block. remote_layout: "HND" or "NHD".
+
+    On a GPU this is enqueued on the current stream. Indices that lie there come to the host first, to
+    be checked, which waits for them; `ops.permute_blocks_` takes them as they are.
+
+    ValueError, with nothing changed, for blocks named twice or out of range, sizes of which neither
+    divides the other, indices that are no whole groups of k, layers that differ or share memory, and
+    strides other than the above.
+    """
+    layers = _layers(caches)
+    if remote_layout not in ("HND", "NHD"):
+        raise ValueError(f"remote_layout is {remote_layout!r}: expected 'HND' or 'NHD'")
+    size = layers[0].shape[1] if remote_block_size is None else remote_block_size
+    if isinstance(size, bool) or not isinstance(size, int | np.integer):
+        raise ValueError(f"remote_block_size is {size!r}: expected a number of tokens")
+    _permute(layers, indices, int(size), remote_layout)
+
+
+def _layers(caches: Caches) -> list[torch.Tensor]:
+    """The layers as [num_blocks, block_size, num_kv_heads, head_size] each, all alike."""
+    layers = [caches] if isinstance(caches, torch.Tensor) else list(caches)
+    if not layers:
+        raise ValueError("cache is an empty sequence: expected a layer or more")
+    first = layers[0]
+    if first.dim() not in (3, 4):
+        raise ValueError(
+            f"cache has shape {list(first.shape)}: expected "
+            "[num_blocks, block_size, num_kv_heads, head_size] or [num_blocks, block_size, head_size]"
+        )
+    expected = _kind(first)
+    for i, layer in enumerate(layers):
+        if (kind := _kind(layer)) != expected:
+            what, came, like = next(
+                x for x in zip(_KIND, kind, expected, strict=True) if x[1] != x[2]
+            )
+            raise ValueError(f"layer {i} has {what} {came}: expected {like} as layer 0 has")
+    return layers if first.dim() == 4 else [layer.unsqueeze(2) for layer in layers]
+
+
+_KIND = ("shape", "strides", "dtype", "device")
+
+
+def _kind(layer: torch.Tensor) -> tuple:
+    return tuple(layer.shape), layer.stride(), layer.dtype, layer.device
+
+
+def _require_storage(layer: torch.Tensor, layout: str) -> None:
+    """Where block or heads are of one element, NHD and HND are one."""
+    _, block_size, heads, _ = layer.shape
+    _, token, head, _ = layer.stride()
+    found = "HND" if head > token else "NHD"
+    if block_size > 1 and heads > 1 and found != layout:
+        raise ValueError(
+            f"cache is stored as {found} (strides {list(layer.stride())}): expected {layout}"
+        )
+
+
+def _remote_block_size(layer: torch.Tensor, ratio: int) -> int:
+    if isinstance(ratio, bool) or not isinstance(ratio, int | np.integer) or ratio == 0:
+        raise ValueError(
+            f"block_size_ratio is {ratio!r}: expected how many remote blocks one block holds, "
+            "or -k where a remote block fills k"
+        )
+    block_size = layer.shape[1]
+    if ratio > 0 and block_size % ratio:
+        raise ValueError(f"block_size_ratio {ratio} does not divide the block size {block_size}")
+    return block_size // int(ratio) if ratio > 0 else block_size * -int(ratio)
+
+
+def _ids(indices: Indices, group_size: int) -> torch.Tensor:
+    """int32[n, group_size] on the CPU."""
+    if isinstance(indices, torch.Tensor):
+        if indices.is_floating_point():
+            raise ValueError(f"indices has dtype {indices.dtype}: expected integers")
+        indices = indices.cpu().numpy()
+    given = np.asarray(indices)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"indices has dtype {given.dtype}: expected integers")
+    per_row = given.shape[1] if given.ndim == 2 else group_size
+    if given.ndim not in (1, 2) or per_row != group_size or given.size % group_size:
+        raise ValueError(
+            f"indices has shape {list(given.shape)}: expected [n, {group_size}] or n * {group_size}, "
+            "the blocks that the bytes of one remote block fill together"
+        )
+    ids = given.astype(np.int32)
+    too_large = given[ids != given]
+    if too_large.size:
+        raise ValueError(f"indices holds {too_large[0]}: expected the cache's blocks")
+    return torch.from_numpy(np.ascontiguousarray(ids).reshape(-1, group_size))
+
+
+def _permute(
+    layers: list[torch.Tensor], indices: Indices, remote_block_size: int, remote_layout: str
+) -> None:
+    first = layers[0]
+    start = first.data_ptr()
+    offsets = torch.tensor([layer.data_ptr() - start for layer in layers])
+    ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
+    try:
+        ops.permute_blocks_(first, offsets, ids, remote_block_size, remote_layout == "HND")
+    except RuntimeError as error:
+        if _ARGUMENT.match(str(error)):
+            raise ValueError(str(error)) from None
+        raise
