@@ -208,7 +208,7 @@ def permute_blocks_(
     _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd)
 
 
-# Ops and the positions of the arguments that need not share the others' device.
+# Ops and the positions of the arguments that may be on the CPU wherever the others are.
 _ON_HOST = {
     "slot_mapping": {1},  # groups
     "update_block_tables": set(),
@@ -222,7 +222,11 @@ _ON_HOST = {
 
 def _fake(on_host: set[int], *args: object) -> None:
     """The ops return nothing and only mutate: a fake one just looks that they share a device."""
-    tensors = [x for i, x in enumerate(args) if isinstance(x, torch.Tensor) and i not in on_host]
+    tensors = [
+        x
+        for i, x in enumerate(args)
+        if isinstance(x, torch.Tensor) and not (i in on_host and x.device.type == "cpu")
+    ]
     for tensor in tensors[1:]:
         if tensor.device != tensors[0].device:
             raise RuntimeError(

@@ -63,7 +63,9 @@ CASES = {
     ),
     r"src_block_ids\[1\] is 6: expected 0 to 5": lambda a, b: (a, b, [1, 6], [2, 3], "h2d"),
     r"dst_block_ids\[0\] is -1: expected 0 to 5": lambda a, b: (a, b, [1, 2], [-1, 3], "d2h"),
-    "dst_block_ids names block 3 twice: expected one write per page": lambda a, b: (a, b, [1, 2], [3, 3], "d2h"),
+    "dst_block_ids names block 3 twice: expected one write per page": lambda a, b: (
+        a, b, [1, 2], [3, 3], "d2h",
+    ),
     r"layer 'layers.1' is torch.float32\[.*\] in src_kv_caches, torch.float16": lambda a, b: (
         {**a, "layers.1": a["layers.1"].float()}, b, [1], [2], "h2d",
     ),
