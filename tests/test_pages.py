@@ -117,6 +117,69 @@ def test_tokens_are_written_and_gathered_in_every_layout(form, layout):
         assert torch.equal(kv.key_cache(layer)[6, 4], key[1])
 
 
+@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
+def test_tokens_of_all_layers_are_written_and_gathered_at_once(form, layout):
+    kv = storage(form, layout)
+    assert len(kv._stacks()) == 1
+    slots = torch.tensor([6, 34, -1, 5])
+    key = torch.randn(3, 4, kv.num_kv_heads, kv.head_size).half()
+    value = torch.randn(3, 4, kv.num_kv_heads, kv.v_head_size).half()
+    kv.write_layers(key, value, slots)
+    key[:, 2] = value[:, 2] = 0
+    for found, expected in zip(kv.gather_layers(slots), (key, value)):
+        assert torch.equal(found, expected)
+    for layer in range(3):
+        found = kv.gather(layer, slots)
+        assert torch.equal(found[0], key[layer]) and torch.equal(found[1], value[layer])
+
+
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("dtype", FP8)
+@pytest.mark.parametrize(("form", "layout"), EACH_FORM)
+def test_fp8_storage_is_written_by_its_scales(form, layout, dtype, per_head):
+    kv = storage(form, layout, dtype=dtype)
+    heads = kv.num_kv_heads if per_head else 1
+    scales = [torch.rand(3, heads) + 0.1 for _ in range(2)]
+    kv.set_scales(*scales)
+    slots = torch.tensor([6, 34, 5])
+    key = torch.randn(3, 3, kv.num_kv_heads, kv.head_size).bfloat16() * 30
+    value = torch.randn(3, 3, kv.num_kv_heads, kv.v_head_size).bfloat16() * 30
+    kv.write_layers(key, value, slots)
+    most = torch.finfo(dtype).max
+    for layer in range(3):
+        found = kv.gather(layer, slots, torch.bfloat16)
+        for tokens, scale, read, all_read in zip(
+            (key, value), scales, found, kv.gather_layers(slots, torch.bfloat16)
+        ):
+            factor = scale[layer].view(1, -1, 1)
+            stored = (tokens[layer].float() / factor).clamp(-most, most).to(dtype)
+            expected = (stored.float() * factor).bfloat16()
+            assert torch.equal(read, expected) and torch.equal(all_read[layer], expected)
+        kv.write(layer, key[layer], value[layer] if kv.v_head_size else None, slots)
+        assert torch.equal(kv.gather(layer, slots, torch.bfloat16)[0], found[0])
+
+
+def test_an_engines_scattered_layers_are_gathered_too():
+    caches = engine_tensors("flashinfer", "HND")
+    kv = KVStorage.from_tensors(caches)
+    slots = torch.tensor([3, 9])
+    for layer, found in enumerate(kv.gather_layers(slots)[0]):
+        assert torch.equal(found, kv.gather(layer, slots)[0])
+    packed = KVStorage.from_tensors(engine_tensors("cross-layer", "NHD"))
+    assert len(packed._stacks()) == 1
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 1), (3, 3), (1, 3)])
+def test_scales_of_another_shape_are_named(shape):
+    kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"v_scale is torch.float32\[.*\]: expected .*\[3, 1\] or"):
+        kv.set_scales(torch.ones(3, 1), torch.ones(shape))
+    assert kv.k_scale is None
+
+
 def test_a_page_of_a_packed_storage_is_one_fragment():
     fragments = {
         form: len(Route(kv.pages, kv.pages.on_host(3)).regions)

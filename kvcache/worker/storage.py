@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -261,7 +262,38 @@ class KVStorage:
         ops.gather_kv(*caches, slot_mapping, key, value, *self._scales(layer, dtype))
         return key, value
 
-    def _scales(self, layer: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def write_layers(
+        self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """As `write`, of all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
+        for layers, *caches in self._stacks():
+            scales = self._scales(layers, key.dtype)
+            ops.write_kv(key[layers], value[layers], *caches, slot_mapping, *scales)
+
+    def gather_layers(
+        self, slot_mapping: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `gather`, of all layers: (key, value), [num_layers, n, num_kv_heads, (v_)head_size].
+
+        What an offload by tokens takes: one launch where layers lie at equal distances.
+        """
+        dtype = dtype or self.dtype
+        shape = (self.num_layers, len(slot_mapping), self.num_kv_heads)
+        key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
+        value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
+        for layers, *caches in self._stacks():
+            scales = self._scales(layers, dtype)
+            ops.gather_kv(*caches, slot_mapping, key[layers], value[layers], *scales)
+        return key, value
+
+    def _stacks(self) -> list[tuple[slice | int, torch.Tensor, torch.Tensor]]:
+        """K and V of all layers as one [num_layers, num_blocks, ...] each, or layer by layer."""
+        stacked = [_stacked(caches) for caches in (self._keys, self._values)]
+        if None not in stacked:
+            return [(slice(None), *stacked)]
+        return list(zip(range(self.num_layers), self._keys, self._values))
+
+    def _scales(self, layers: int | slice, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         if dtype == self.dtype:
             return ()
         if self.k_scale is None:
@@ -269,7 +301,7 @@ class KVStorage:
                 f"tokens are {dtype}, the storage {self.dtype}: expected the same, or fp8 storage "
                 "with scales (set_scales)"
             )
-        return self.k_scale[layer], self.v_scale[layer]
+        return self.k_scale[layers], self.v_scale[layers]
 
     def _add_layer(self, layer: int, mla: bool, together: bool, scale_bytes: int) -> None:
         """Views over the regions of a layer that the constructor allocated."""
@@ -341,6 +373,23 @@ def _both(key: torch.Tensor, value: torch.Tensor, dim: int) -> torch.Tensor:
     shape.insert(dim, 2)
     strides.insert(dim, apart)
     return key.as_strided(shape, strides, key.storage_offset())
+
+
+def _stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
+    """One view [num_layers, ...] of tensors of one memory at equal distances; None for others."""
+    first = caches[0]
+    starts = [cache.data_ptr() for cache in caches]
+    steps = {later - earlier for earlier, later in pairwise(starts)}
+    same = all(
+        cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and cache.stride() == first.stride()
+        for cache in caches
+    )
+    step = steps.pop() if steps else 0
+    if not same or steps or step < 0 or step % first.element_size():
+        return None
+    strides = (step // first.element_size(), *first.stride())
+    return first.as_strided((len(caches), *first.shape), strides, first.storage_offset())
 
 
 def _key_and_value(
