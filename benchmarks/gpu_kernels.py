@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.receive import plain
 from kvcache import MultiGroupBlockTable, Pages, ops
-from kvcache.worker.pages import Route
+from kvcache.worker.route import Route
 
 ROUNDS = 30
 

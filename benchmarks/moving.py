@@ -9,7 +9,8 @@ import torch
 
 from benchmarks.measure import Result, median_times
 from kvcache.bench import host_rates
-from kvcache.worker.pages import Pages, Route
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
 
 NUM_BYTES = 256 << 20
 

@@ -24,7 +24,8 @@ from kvcache.worker.calibration import (
     Calibration,
     steps_of,
 )
-from kvcache.worker.pages import Pages, Route
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
 from kvcache.worker.swap import SwapEngine
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB

@@ -9,7 +9,8 @@ import torch
 
 from kvcache import ops
 from kvcache.worker.page_checks import check_once, check_range, integers
-from kvcache.worker.pages import Pages, Route
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
 

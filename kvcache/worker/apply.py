@@ -10,7 +10,8 @@ from kvcache.plan import PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.block_table import BlockTable
 from kvcache.worker.multi_group import MultiGroupBlockTable
 from kvcache.worker.page_checks import check_page_moves
-from kvcache.worker.pages import Pages, Route
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
 from kvcache.worker.storage import KVStorage
 from kvcache.worker.swap import SwapEngine, SwapError, SwapJob
 

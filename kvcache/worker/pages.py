@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from kvcache import ops
 from kvcache.worker.pinning import allocate_host
+from kvcache.worker.regions import Region, check_apart, format_of, regions_of
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 _ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
@@ -25,7 +24,8 @@ class Pages:
 
     memory: a tensor that the regions' offsets count from. offsets, strides, sizes: int64[r], in bytes:
     from memory's first byte to the region's page 0, from page to page, of a fragment. layers:
-    int32[r], ascending: whose region it is. keep: what must live as long as this.
+    int32[r], ascending: whose region it is. owners: per region the tensor it lies in (default: memory).
+    keep: what must live as long as this.
 
     >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
@@ -43,8 +43,10 @@ class Pages:
         sizes: np.ndarray,
         layers: np.ndarray,
         *,
+        owners: Sequence[torch.Tensor] = (),
         keep: object = None,
         pages_per_chunk: int = 0,
+        formats: object = None,
     ) -> None:
         self.memory = memory
         self.num_blocks = num_blocks
@@ -53,6 +55,9 @@ class Pages:
         self.sizes = np.asarray(sizes, np.int64)
         self.layers = np.asarray(layers, np.int32)
         self.pages_per_chunk = pages_per_chunk  # that were pinned in one piece; 0: all
+        self.formats = formats  # what lies in a page, where that is known; compared by `Route`
+        self.base = memory.data_ptr()
+        self._owners = list(owners) or [memory] * len(self.sizes)
         self._keep = keep
 
     @classmethod
@@ -74,6 +79,8 @@ class Pages:
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
         parts = np.array([size for layer in sizes for size in layer], np.int64)
+        if (parts < 0).any():
+            raise ValueError(f"sizes has {parts.min()}: expected 0 bytes or more")
         layers = np.repeat(np.arange(len(sizes)), [len(layer) for layer in sizes])
         if block_major:
             strides = np.full(len(parts), parts.sum())
@@ -114,7 +121,7 @@ class Pages:
                 f"block_dim has {len(dims)} entries: expected {len(layers)}, one per layer"
             )
         first, dim = flat[0][1], dims[0]
-        base, found = first.data_ptr(), []
+        found: list[tuple[Region, int, torch.Tensor]] = []
         for number, tensor in flat:
             if not -tensor.ndim <= dims[number] < tensor.ndim:
                 raise ValueError(
@@ -126,18 +133,21 @@ class Pages:
                     f"layer {number} has {tensor.shape[dims[number]]} blocks on {tensor.device}, "
                     f"layer 0 {first.shape[dim]} on {first.device}: expected the same"
                 )
-            regions = _regions_of(tensor, dims[number], number)
-            found += [(tensor.data_ptr() - base + at, *rest, number) for at, *rest in regions]
-        offsets, strides, sizes, numbers = zip(*found)
-        memory = first.detach()
+            regions = regions_of(tensor, dims[number], f"layer {number}")
+            found += [(region, number, tensor) for region in regions]
+        if not found:
+            raise ValueError(f"layer 0 has shape {list(first.shape)}: expected elements in a block")
+        regions = np.array([region for region, _, _ in found], np.int64)
+        check_apart(regions, [number for _, number, _ in found], first.shape[dim])
         return cls(
-            memory,
+            first.detach(),
             first.shape[dim],
-            offsets,
-            strides,
-            sizes,
-            numbers,
-            keep=[tensor for _, tensor in flat],
+            regions[:, 0] - first.data_ptr(),
+            regions[:, 1],
+            regions[:, 2],
+            [number for _, number, _ in found],
+            owners=[tensor for _, _, tensor in found],
+            formats=("raw", *(format_of(tensor, dims[number]) for number, tensor in flat)),
         )
 
     def on_host(
@@ -181,7 +191,16 @@ class Pages:
         """The same regions, all of a page together, pages `stride` bytes apart."""
         offsets = np.cumsum(self.sizes) - self.sizes
         strides = np.full(len(self.sizes), stride)
-        return Pages(memory, num_blocks, offsets, strides, self.sizes, self.layers, **options)
+        return Pages(
+            memory,
+            num_blocks,
+            offsets,
+            strides,
+            self.sizes,
+            self.layers,
+            formats=self.formats,
+            **options,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -205,16 +224,14 @@ class Pages:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a device can reach it by itself: host memory that is pinned."""
-        return self.device.type == "cpu" and self.memory.is_pinned()
+        """Whether a device can reach it by itself: host memory, all of which is pinned."""
+        tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
+        return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
 
     def fragment(self, region: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: one region's fragments, a view."""
-        whole = torch.empty(0, dtype=torch.uint8, device=self.device)
-        storage = self.memory.untyped_storage()
-        start = self.memory.data_ptr() - storage.data_ptr() + int(self.offsets[region])
         shape = (self.num_blocks, int(self.sizes[region]))
-        return whole.set_(storage, start, shape, (int(self.strides[region]), 1))
+        return self._view(region, shape)
 
     def layer(self, number: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: a layer's bytes of each page, a view.
@@ -225,159 +242,37 @@ class Pages:
         if len(regions) == 0:
             raise ValueError(f"layer is {number}: expected 0 to {self.num_layers - 1}")
         ends = self.offsets[regions] + self.sizes[regions]
-        if (ends[:-1] != self.offsets[regions][1:]).any():
+        storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
+        if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
             raise ValueError(
                 f"the bytes that layer {number} has of a page lie in {len(regions)} places: "
                 "expected them together (blocks_first)"
             )
-        view = self.fragment(int(regions[0]))
-        shape = (self.num_blocks, int(self.sizes[regions].sum()))
-        return view.as_strided(shape, view.stride(), view.storage_offset())
+        return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
+
+    def _view(self, region: int, shape: tuple[int, int]) -> torch.Tensor:
+        """uint8 of the memory that the region lies in; never beyond it (torch would enlarge it)."""
+        storage = self._owners[region].untyped_storage()
+        start = self.base + int(self.offsets[region]) - storage.data_ptr()
+        strides = (int(self.strides[region]), 1)
+        end = start + (shape[0] - 1) * strides[0] + shape[1]
+        if start < 0 or end > storage.nbytes():
+            raise ValueError(f"region {region} does not lie in the tensor that owns it")
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+            storage, start, shape, strides
+        )
 
     def copy_from(self, source: Pages, pairs: np.ndarray | torch.Tensor, **options: int) -> None:
         """Copies whole pages here; see `ops.copy_blocks`, also for what else can be said.
 
         pairs: int32[n, 2], page of `source` and page here. ValueError where the two do not fit.
         """
+        from kvcache.worker.route import Route  # which is made of Pages
+
         Route(source, self).copy(pairs, **options)
 
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
+        from kvcache.worker.route import Route
+
         Route(self, self).zero(ids)
-
-
-class Route:
-    """The way from one pool's pages to another's (or within one): what `ops.copy_blocks` takes.
-
-    Regions that lie side by side on both sides are one; with `by_layer`, only those of one layer, so
-    that single layers can be copied.
-    """
-
-    def __init__(self, source: Pages, destination: Pages, *, by_layer: bool = False) -> None:
-        if len(source.sizes) != len(destination.sizes):
-            raise ValueError(
-                f"the source's pages have {len(source.sizes)} fragments over {source.num_layers} "
-                f"layers, the destination's {len(destination.sizes)} over "
-                f"{destination.num_layers}: expected the same"
-            )
-        wrong = np.flatnonzero(
-            (source.sizes != destination.sizes) | (source.layers != destination.layers)
-        )
-        if len(wrong):
-            at = wrong[0]
-            raise ValueError(
-                f"fragment {at} has {source.sizes[at]} bytes of layer {source.layers[at]} in the "
-                f"source, {destination.sizes[at]} of layer {destination.layers[at]} in the "
-                "destination: expected the same"
-            )
-        self.source, self.destination = source, destination
-        table, self._layers = _merged(source, destination, by_layer)
-        self.regions = torch.from_numpy(table)
-        # Whether neighbouring pages lie side by side on both sides.
-        self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
-        on_host = source if source.device.type == "cpu" else destination
-        self._pages_per_run = on_host.pages_per_chunk
-
-    def copy(
-        self,
-        pairs: np.ndarray | torch.Tensor,
-        *,
-        engine: int = ops.KERNEL,
-        num_thread_blocks: int = 0,
-        layers: slice | None = None,
-    ) -> None:
-        """Copies pages, of all layers or (`by_layer`) of those; see `ops.copy_blocks`."""
-        regions = self.regions
-        if layers is not None:
-            first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
-            regions = regions[first:last]
-        source, destination = self.source, self.destination
-        ops.copy_blocks(
-            None if source is destination else source.memory,
-            destination.memory,
-            regions,
-            pairs_tensor(pairs),
-            source.num_blocks,
-            destination.num_blocks,
-            engine,
-            self._pages_per_run,
-            num_thread_blocks,
-        )
-
-    def zero(self, ids: np.ndarray) -> None:
-        """Clears whole pages of the destination; ids: int32[n]."""
-        self.copy(np.stack([np.full(len(ids), -1, np.int32), np.asarray(ids)], axis=1))
-
-
-def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """int32[n, 2]; tensors as they are. ValueError or TypeError for anything but integers."""
-    if isinstance(pairs, torch.Tensor):
-        return pairs
-    array = np.asarray(pairs)
-    if array.ndim != 2 or array.shape[1] != 2:
-        if array.size:
-            raise ValueError(f"pairs has shape {list(array.shape)}: expected [n, 2]")
-        array = array.reshape(0, 2)
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"pairs has dtype {array.dtype}: expected integers")
-    limits = np.iinfo(np.int32)
-    if array.dtype != np.int32 and array.size:
-        wrong = np.argwhere((array < limits.min) | (array > limits.max))
-        if len(wrong):
-            i, j = wrong[0]
-            raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
-    array = np.ascontiguousarray(array, np.int32)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
-
-
-def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarray, np.ndarray]:
-    """int64[r, 5] as the op takes it, neighbours merged; and the layer in which each begins."""
-    table = np.stack(
-        [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
-    )
-    joined = (
-        (table[:-1, 0] + table[:-1, 4] == table[1:, 0])
-        & (table[:-1, 2] + table[:-1, 4] == table[1:, 2])
-        & (table[:-1, 1] == table[1:, 1])
-        & (table[:-1, 3] == table[1:, 3])
-    )
-    if by_layer:
-        joined &= source.layers[:-1] == source.layers[1:]
-    starts = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
-    merged = table[starts]
-    if len(starts):
-        merged[:, 4] = np.add.reduceat(table[:, 4], starts)
-    return merged, source.layers[starts]
-
-
-def _regions_of(tensor: torch.Tensor, block_dim: int, layer: int) -> list[tuple[int, int, int]]:
-    """(offset, stride, size) in bytes of each contiguous piece that a tensor has of a block."""
-    item = tensor.element_size()
-    block_dim %= tensor.ndim
-    # Dimensions of one element have no stride.
-    dims = sorted(
-        (tensor.stride(d), tensor.shape[d])
-        for d in range(tensor.ndim)
-        if d != block_dim and tensor.shape[d] > 1
-    )
-    size, outer = 1, []
-    for stride, count in dims:
-        if stride == size and not outer:
-            size *= count
-        else:
-            outer.append((stride, count))
-    extents = sorted([*outer, (tensor.stride(block_dim), tensor.shape[block_dim])])
-    extent = size
-    for stride, count in extents:
-        if stride < extent and count > 1:
-            raise ValueError(
-                f"layer {layer} has elements that share memory (stride {stride}): expected none"
-            )
-        extent = stride * count
-    pieces = np.zeros(1, np.int64)
-    for stride, count in reversed(outer):
-        pieces = (pieces[:, None] + np.arange(count) * stride).ravel()
-    if math.prod(tensor.shape) == 0:
-        return []
-    stride = tensor.stride(block_dim) * item
-    return [(int(at) * item, stride, size * item) for at in pieces]

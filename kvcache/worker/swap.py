@@ -19,7 +19,8 @@ from kvcache.worker.calibration import (
     calibration_of,
 )
 from kvcache.worker.page_checks import check_once, check_range, integers
-from kvcache.worker.pages import Pages, Route
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
 from kvcache.worker.timeline import CpuTimeline, CudaTimeline
 
 _ENGINES = {KERNEL: ops.KERNEL, COPY_ENGINE: ops.COPY_ENGINE}
