@@ -22,12 +22,14 @@ class SimulatedTimeline:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self._streams: list[deque] = []
+        self._speeds: dict[int, int] = {}  # some streams are far behind others
         self.compute = self.new_stream()
         self.fails: set[int] = set()  # numbers of launches on other streams that raise
         self.launches = 0
 
     def new_stream(self) -> deque:
         self._streams.append(deque())
+        self._speeds[id(self._streams[-1])] = self._random.choice([1, 10, 100])
         return self._streams[-1]
 
     def current(self) -> deque:
@@ -39,6 +41,9 @@ class SimulatedTimeline:
             if self.launches in self.fails:
                 raise RuntimeError("CUDA error: planted")
         stream.append(work)
+
+    def allocate(self, stream, make):
+        return make()
 
     def record(self, stream) -> Event:
         event = Event()
@@ -55,7 +60,9 @@ class SimulatedTimeline:
             ready = [stream for stream in self._streams if stream and self._is_ready(stream[0])]
             if not ready:
                 break
-            item = self._random.choice(ready).popleft()
+            item = self._random.choices(ready, [self._speeds[id(stream)] for stream in ready])[
+                0
+            ].popleft()
             if isinstance(item, Event):
                 item.happened = True
             elif not isinstance(item, tuple):

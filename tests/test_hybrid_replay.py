@@ -291,7 +291,7 @@ def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
 
 def test_copies_that_the_storage_does_not_make_are_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
-    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda plan, transfer: None)
+    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda plan, moves, transfer: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
 
 

@@ -45,6 +45,7 @@ class Race:
         self.by_layer = form.get("layers_per_event", 0) > 0
         self.device = dict.fromkeys(range(1, 12), 0)
         self.host: dict[int, int] = {}
+        self.arriving = {}  # page -> the job that nobody has waited for
         self.number = 0
         self.wrong = 0
         self.reads = 0
@@ -67,6 +68,8 @@ class Race:
 
     def compute_read(self, pages=None, layers=ALL_LAYERS):
         for page in pages or self.random.sample(sorted(self.device), 4):
+            if layers == ALL_LAYERS and page in self.arriving:
+                self.engine.before_read(self.arriving.pop(page))
             expected = self.device[page] % 251
 
             def look(page=page, expected=expected):
@@ -92,11 +95,11 @@ class Race:
         for page, target in zip(chosen, targets):
             self.device[target] = self.host[page]
         job = self.engine.swap_in(pairs(*zip(chosen, targets)))
+        self.arriving |= dict.fromkeys(targets, job)
         if self.by_layer:
             for layer in range(LAYERS):
                 self.engine.before_read(job, layer)
                 self.compute_read(targets, [layer])
-        self.engine.before_read(job)
 
     def run(self, num_calls):
         calls = [self.compute_write, self.compute_read, self.swap_out, self.swap_in]
@@ -168,7 +171,7 @@ def _blind(engine, direction, given, start):
 )
 def test_an_order_that_is_missing_shows(monkeypatch, form, defect):
     defect(monkeypatch)
-    assert sum(Race(seed, **FORMS[form]).run(40) for seed in range(30)) > 0
+    assert any(Race(seed, **FORMS[form]).run(40) for seed in range(100))
 
 
 # --- the worker -----------------------------------------------------------------------------------
@@ -278,6 +281,69 @@ def test_a_failure_that_shows_late_names_the_job():
     with pytest.raises(SwapError, match="swap-in 1 of 1 pages failed: CUDA error: an illegal"):
         job.wait(timeout_s=5)
     assert job.poll() and isinstance(job.error, SwapError)
+
+
+def test_waiting_for_all_waits_for_all_and_tells_a_failure_once():
+    worker, timeline = simulated_worker(method="kernel")
+    timeline.fails = {1}
+    worker.engine.swap_out(pairs((3, 1)))
+    other = worker.engine.swap_in(pairs((5, 6)))
+    with pytest.raises(TimeoutError, match=r"one of 2 swaps is not over after 0.01 s"):
+        worker.engine.wait(timeout_s=0.01)
+    timeline.advance()
+    with pytest.raises(SwapError, match="swap-out 1 of 1 pages failed"):
+        worker.engine.wait(timeout_s=5)
+    assert other.poll() and other.error is None
+    worker.engine.wait(timeout_s=0)  # told
+
+
+def test_reports_come_in_the_order_of_steps():
+    worker, timeline = simulated_worker(method="kernel")
+    first = worker.start(plan(1, swap_in=pairs((1, 3))))
+    second = worker.start(plan(2))
+    assert second.poll() is None
+    timeline.advance()
+    assert second.poll().step_id == 2 and first.poll().step_id == 1
+
+
+def test_a_page_loaded_from_one_that_was_never_filled_is_reported_too():
+    worker, timeline = simulated_worker(method="kernel")
+    timeline.fails = {1}
+    first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
+    second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
+    third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills it after all
+    fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
+    timeline.advance()
+    assert first.wait(5).failed_host_pages == [1, 2]
+    assert second.wait(5).failed_pages == [6]
+    assert (third.wait(5).failed_host_pages, fourth.wait(5).failed_pages) == ([], [])
+
+
+def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
+    def no_memory(self, num_bytes):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
+
+    monkeypatch.setattr(Pages, "staging", no_memory)
+    with pytest.warns(RuntimeWarning, match="no 64 MiB of device memory for staging, swaps will"):
+        worker, timeline = simulated_worker()
+    assert worker.engine.method_for("out", pairs((1, 2))) == "kernel"
+    step = worker.start(plan(swap_out=pairs((3, 1))))
+    timeline.advance()
+    assert step.wait(5).failed_host_pages == []
+    with pytest.raises(torch.OutOfMemoryError):
+        simulated_worker(method="staging")
+
+
+def test_a_graph_captured_elsewhere_makes_no_job_fail():
+    worker, _ = simulated_worker(method="kernel")
+
+    class Capturing:
+        def query(self):
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    job = worker.engine.swap_in(pairs((1, 3)))
+    job.done = Capturing()
+    assert not job.poll() and job.error is None
 
 
 def test_a_job_that_failed_half_way_is_not_over_before_its_first_half():

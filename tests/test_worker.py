@@ -196,8 +196,8 @@ def test_a_plan_swaps_out_then_copies_then_clears_then_swaps_in(device, layout):
         swap_out=pairs((5, 3), (6, 1)),  # what was there before the plan
         copy=pairs((9, 5), (7, 8)),
         zero=np.array([6]),
-        swap_in=pairs((4, 7), (2, 9)),  # read by the copies above before they are overwritten
-        **append([1], [0, 2], [7, 9]),
+        swap_in=pairs((4, 11), (2, 12)),
+        **append([1], [0, 2], [11, 12]),
     )
     report = w.apply(given)
     assert (report.step_id, report.completed) == (7, True)
@@ -205,8 +205,9 @@ def test_a_plan_swaps_out_then_copies_then_clears_then_swaps_in(device, layout):
         expected = [-more, 6 + more, -2 - more, 5 + more, -4 - more, -5 - more]
         assert host_numbers(w, layer) == expected
         found = numbers(w.storages[0], layer)
-        assert found[4:10] == [4 + more, 9 + more, 0, -4 - more, 7 + more, -2 - more]
-    assert content(w.tables) == [[], [7, 9], [], []]
+        assert found[4:10] == [4 + more, 9 + more, 0, 7 + more, 7 + more, 9 + more]
+        assert found[11:13] == [-4 - more, -2 - more]
+    assert content(w.tables) == [[], [11, 12], [], []]
 
 
 def test_a_page_comes_back_as_it_left():
@@ -247,6 +248,14 @@ def test_one_page_may_go_to_two_and_be_read_twice():
         ({"swap_in": pairs((1, 20))}, r"swap_in\[0\] writes to page 20: expected 1 to 19"),
         ({"swap_out": pairs((3, 1), (4, 1))}, "swap_out writes to host page 1 twice: expected one"),
         ({"swap_in": pairs((1, 4), (2, 4))}, "copy, zero and swap_in write to page 4 twice"),
+        (
+            {"swap_in": pairs((1, 4)), "copy": pairs((4, 5))},
+            "swap_in writes to page 4, and copy reads it: expected one of the two",
+        ),
+        (
+            {"zero": np.array([4]), "copy": pairs((4, 5))},
+            "zero writes to page 4, and copy reads it",
+        ),
         ({"swap_in": pairs((1, 4)), "zero": np.array([4])}, "swap_in write to page 4 twice"),
         ({"swap_in": pairs((1, 4)), "copy": pairs((3, 4))}, "swap_in write to page 4 twice"),
         (
@@ -270,6 +279,13 @@ def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
     assert content(w.tables) == [[], [], [7, 8], []]
     assert numbers(w.storages[0]) == list(range(20))
     assert host_numbers(w) == [0, -1, -2, -3, -4, -5]
+
+
+def test_sections_may_be_lists_and_empty_ones_of_any_shape():
+    w = swapping()
+    w.apply(plan(swap_out=[(3, 1)], copy=[[7, 8]], zero=[9], swap_in=[]))
+    assert host_numbers(w)[1] == 3 and numbers(w.storages[0])[7:10] == [7, 7, 0]
+    w.apply(plan(swap_out=np.zeros(0, np.int32), copy=np.zeros(0), zero=[], swap_in=()))
 
 
 @pytest.mark.parametrize("section", ["swap_out", "swap_in"])

@@ -2,52 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from kvcache.plan import PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.block_table import BlockTable
 from kvcache.worker.multi_group import MultiGroupBlockTable
-from kvcache.worker.page_checks import check_page_moves
+from kvcache.worker.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
 from kvcache.worker.storage import KVStorage
-from kvcache.worker.swap import SwapEngine, SwapError, SwapJob
+from kvcache.worker.swap import SwapEngine, SwapError, SwapJob, until
+from kvcache.worker.timeline import timeline_of
 
 
 class StepTransfer:
     """A step whose plan has been started: its swaps may still be under way."""
 
-    def __init__(self, step_id: int, engine: SwapEngine | None) -> None:
+    def __init__(
+        self, step_id: int, engine: SwapEngine | None, earlier: StepTransfer | None
+    ) -> None:
         self.step_id = step_id
         self.errors: list[SwapError] = []  # known when the report is
         self._engine = engine
+        self._earlier = earlier
+        self._report: StepReport | None = None
         self._out: SwapJob | None = None
         self._in: SwapJob | None = None
 
     def poll(self) -> StepReport | None:
-        """The report, once all bytes have moved; None before. Pages of failed swaps stand in it."""
-        jobs = [job for job in (self._out, self._in) if job is not None]
+        """The report, once all bytes of this step and of all before it have moved; None before.
+
+        Pages that do not hold what they should stand in it. (A manager takes the report of a step for
+        all before it, so they come in order.)
+        """
+        if self._report is not None:
+            return self._report
+        if self._earlier is not None and self._earlier.poll() is None:
+            return None
+        jobs = self._jobs()
         if not all(job.poll() for job in jobs):
             return None
+        self._earlier = None
         self.errors = [job.error for job in jobs if job.error is not None]
-        return StepReport(
+        self._report = StepReport(
             self.step_id,
             completed=True,
-            failed_pages=_failed(self._in),
-            failed_host_pages=_failed(self._out),
+            failed_host_pages=self._lost(self._out),
+            failed_pages=self._lost(self._in),
         )
+        return self._report
 
     def wait(self, timeout_s: float | None = None) -> StepReport:
-        """The report, when all bytes have moved. TimeoutError where that takes longer."""
-        for job in (self._out, self._in):
-            try:
-                if job is not None:
-                    job.wait(timeout_s)
-            except SwapError:  # stands in the report
-                pass
-        return self.poll()
+        """The report, when it is there. TimeoutError where that takes longer."""
+        names = ", ".join(job.name for job in self._jobs()) or "a step before"
+        until(lambda: self.poll() is not None, timeout_s, names)
+        return self._report
 
     def wait_layer(self, layer: int) -> None:
         """The calling stream waits until this layer of what the plan swapped in has arrived.
@@ -57,6 +68,12 @@ class StepTransfer:
         """
         if self._in is not None:
             self._engine.before_read(self._in, layer)
+
+    def _jobs(self) -> list[SwapJob]:
+        return [job for job in (self._out, self._in) if job is not None]
+
+    def _lost(self, job: SwapJob | None) -> list[int]:
+        return [] if job is None else self._engine.lost_pages(job).tolist()
 
 
 class Worker:
@@ -103,6 +120,8 @@ class Worker:
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
         self._waits_by_layer = bool(swap_options.get("layers_per_event"))
         self._within = Route(self.pages, self.pages)
+        self._timeline = swap_options.get("timeline") or timeline_of(self.pages.device)
+        self._last: StepTransfer | None = None
 
     def apply(self, plan: StepPlan) -> StepReport:
         """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
@@ -119,51 +138,55 @@ class Worker:
         for name in ("swap_out", "swap_in"):
             if len(getattr(plan, name)) and self.engine is None:
                 raise ValueError(f"plan has {name}: expected a worker that was given host pages")
-        if any(len(x) for x in (plan.swap_out, plan.copy, plan.zero, plan.swap_in)):
-            check_page_moves(
-                plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
-            )
+        moves = checked_page_moves(
+            plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
+        )
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
         self.tables.apply(plan, self.pages.num_blocks)
-        transfer = StepTransfer(plan.step_id, self.engine)
+        transfer = StepTransfer(plan.step_id, self.engine, self._earlier())
         if self.engine is not None:
             self.engine.settle()
         for section in self.ORDER:
-            getattr(self, f"_{section}")(plan, transfer)
+            getattr(self, f"_{section}")(plan, moves, transfer)
+        self._last = transfer
         return transfer
 
-    def _swap_out(self, plan: StepPlan, transfer: StepTransfer) -> None:
+    def _earlier(self) -> StepTransfer | None:
+        """The step before, unless it is over."""
+        last = self._last
+        return None if last is None or last.poll() is not None else last
+
+    def _swap_out(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
         if self.engine is None:
             return
-        if len(plan.swap_out):
-            transfer._out = self.engine.swap_out(plan.swap_out)
+        if len(moves.swap_out):
+            transfer._out = self.engine.swap_out(moves.swap_out)
         # Whatever the step writes, here or by computing, lies in pages that it takes.
-        replaced = [each[:, 2] for each in plan.replace]
-        taken = [*plan.append_ids, *replaced, plan.copy[:, 1], plan.zero]
+        replaced = [np.asarray(each).reshape(-1, 3)[:, 2] for each in plan.replace]
+        taken = [*plan.append_ids, *replaced, moves.copy[:, 1], moves.zero]
         self.engine.before_write(np.concatenate(taken))
 
-    def _copy(self, plan: StepPlan, transfer: StepTransfer) -> None:
-        if len(plan.copy):
-            self._within.copy(plan.copy)
+    def _copy(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if len(moves.copy):
+            self._launch(lambda: self._within.copy(moves.copy))
 
-    def _zero(self, plan: StepPlan, transfer: StepTransfer) -> None:
-        if len(plan.zero):
-            self._within.zero(plan.zero)
+    def _zero(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if len(moves.zero):
+            self._launch(lambda: self._within.zero(moves.zero))
 
-    def _swap_in(self, plan: StepPlan, transfer: StepTransfer) -> None:
-        if len(plan.swap_in) == 0:
+    def _swap_in(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if len(moves.swap_in) == 0:
             return
-        transfer._in = self.engine.swap_in(plan.swap_in)
+        transfer._in = self.engine.swap_in(moves.swap_in)
         if not self._waits_by_layer:
             self.engine.before_read(transfer._in)
 
-    def _tables(self, plan: StepPlan, transfer: StepTransfer) -> None:
+    def _tables(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
         self.tables.commit_updates()
 
-
-def _failed(job: SwapJob | None) -> list[int]:
-    """Destination pages of a job that failed."""
-    return [] if job is None or job.error is None else job.pairs[:, 1].tolist()
+    def _launch(self, work: Callable[[], None]) -> None:
+        """On the calling stream."""
+        self._timeline.launch(self._timeline.current(), work)
 
 
 def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import numpy as np
@@ -21,7 +22,7 @@ from kvcache.worker.calibration import (
 from kvcache.worker.page_checks import check_once, check_range, integers
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
-from kvcache.worker.timeline import CpuTimeline, CudaTimeline
+from kvcache.worker.timeline import CpuTimeline, CudaTimeline, timeline_of
 
 _ENGINES = {KERNEL: ops.KERNEL, COPY_ENGINE: ops.COPY_ENGINE}
 _SECONDS_BETWEEN_LOOKS = 50e-6
@@ -38,6 +39,10 @@ class SwapJob:
     def __init__(self, name: str, pairs: np.ndarray) -> None:
         self.name = name
         self.pairs = pairs
+        self.number = 0  # in its direction
+        self.fillers: np.ndarray | None = (
+            None  # of a swap-in: the swap-outs that filled its sources
+        )
         self.error: SwapError | None = None
         self.released = self.done = None  # events: the sources may be written; all has arrived
         self.layers: list[tuple[int, object]] = []  # (first layer behind these, event)
@@ -47,12 +52,14 @@ class SwapJob:
         try:
             return self.done is None or self.done.query()
         except RuntimeError as error:
+            if "captur" in str(error):  # another thread captures a graph: nobody may ask now
+                return False
             self.fail(error)
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when all has arrived. SwapError where it failed, TimeoutError where it takes longer."""
-        _until(self.poll, timeout_s, self.name)
+        until(self.poll, timeout_s, self.name)
         if self.error is not None:
             raise self.error
 
@@ -77,11 +84,12 @@ class SwapEngine:
     bench --calibrate` has measured here) from direction and mean size of what lies together on both
     sides. Staging puts pages together in `staging_bytes` of device memory, so that one piece per page
     crosses the bus, and a swapped-out page may be written as soon as it lies there.
-    `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive.
+    `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive (not with
+    `method` "staging", which brings whole pages).
 
-    On the CPU everything has happened when a call returns. The memories must live until all jobs are
-    over (`wait`). ValueError where the two sides do not fit, or the kernel is asked for and the host's
-    pages are not pinned.
+    On the CPU everything has happened when a call returns. The engine and the memories must live until
+    all jobs are over (`wait`). ValueError where the two sides do not fit, or the kernel is asked for and
+    the host's pages are not pinned.
 
     >>> device = Pages.allocate(9, [[512, 512]] * 4)
     >>> engine = SwapEngine(device, device.on_host(100))
@@ -115,7 +123,7 @@ class SwapEngine:
             )
         self.device, self.host = device, host
         self.calibration = calibration or calibration_of(device.device)
-        self._timeline = timeline or (CudaTimeline(device.device) if on_cuda else CpuTimeline())
+        self._timeline = timeline or timeline_of(device.device)
         self._method = method
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self._layers_per_event = layers_per_event
@@ -124,8 +132,11 @@ class SwapEngine:
             OUT: _Lane(device, host, self._timeline.new_stream()),
             IN: _Lane(host, device, self._timeline.new_stream(), by_layer=by_layer),
         }
-        self._staging_bytes = staging_bytes
+        for direction, lane in self._lanes.items():
+            if self._may_stage(direction):
+                self._make_staging(lane, staging_bytes)
         self._num_jobs = 0
+        self._failed: set[int] = set()  # numbers of swap-outs that did not fill their pages
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
         """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages.
@@ -140,6 +151,8 @@ class SwapEngine:
 
     def before_write(self, pages: np.ndarray) -> None:
         """The calling stream waits until no job reads or writes these device pages any more."""
+        if not any(lane.in_flight for lane in self._lanes.values()):
+            return
         pages = np.asarray(pages, np.int64)
         stream = self._timeline.current()
         self._after(stream, self._lanes[OUT].last_reading(pages), "released")
@@ -159,10 +172,15 @@ class SwapEngine:
         self._after(self._timeline.current(), lane.in_flight.get(lane.last), "done")
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when no job is under way; as `SwapJob.wait`."""
+        """Returns when no job is under way. SwapError where one failed since the last time; TimeoutError
+        where they take longer in all."""
+        jobs = [job for lane in self._lanes.values() for job in lane.in_flight.values()]
+        until(lambda: all(job.poll() for job in jobs), timeout_s, f"one of {len(jobs)} swaps")
         for lane in self._lanes.values():
-            for job in list(lane.in_flight.values()):
-                job.wait(timeout_s)
+            lane.forget()
+        for job in jobs:
+            if job.error is not None:
+                raise job.error
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
         """Mean bytes that lie together on both sides, neighbouring pages merged; direction: out, in."""
@@ -179,12 +197,37 @@ class SwapEngine:
         if self._method is not None:
             return self._method
         method = self.calibration.method(direction, self.fragment_bytes(direction, pairs))
-        route = self._lanes[direction].route
-        if method == STAGING and len(route.regions) == 1:  # a page is one piece already
+        lane = self._lanes[direction]
+        by_layer = direction == IN and self._layers_per_event > 0
+        # Staged pages arrive as a whole; a page that is one piece already has nothing to gain.
+        if method == STAGING and (by_layer or lane.staging is None or len(lane.route.regions) == 1):
             method = KERNEL
         if method == KERNEL and not self._kernel_reaches_host:
-            method = STAGING if len(route.regions) > 1 else COPY_ENGINE
+            method = COPY_ENGINE if by_layer or lane.staging is None else STAGING
         return method
+
+    def _may_stage(self, direction: str) -> bool:
+        if self._method is not None:
+            return self._method == STAGING
+        steps = self.calibration.out if direction == OUT else self.calibration.in_
+        calibrated = any(method == STAGING for _, method in steps)
+        is_split = len(self._lanes[direction].route.regions) > 1
+        return is_split and (calibrated or not self._kernel_reaches_host)
+
+    def _make_staging(self, lane: _Lane, num_bytes: int) -> None:
+        """Device memory that belongs to the lane's stream; without it, pages go another way."""
+        try:
+            staging = self._timeline.allocate(lane.stream, lambda: self.device.staging(num_bytes))
+        except RuntimeError as error:  # of which torch's out-of-memory error is one
+            if self._method == STAGING:
+                raise
+            warnings.warn(
+                f"no {num_bytes >> 20} MiB of device memory for staging, swaps will be slower: {error}",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            return
+        lane.staging = (Route(lane.source, staging), Route(staging, lane.destination))
 
     def _start(self, direction: str, pairs: np.ndarray) -> SwapJob:
         name = "swap_out" if direction == OUT else "swap_in"
@@ -195,6 +238,8 @@ class SwapEngine:
         check_once(f"{name} writes to page", pairs[:, 1])
         self._num_jobs += 1
         job = SwapJob(f"{_NAMES[direction]} {self._num_jobs}", pairs)
+        if direction == IN:
+            job.fillers = other.writers(pairs[:, 0])
         timeline, stream = self._timeline, lane.stream
         try:
             timeline.wait(stream, timeline.record(timeline.current()))
@@ -212,6 +257,17 @@ class SwapEngine:
         job.released = job.released or job.done
         lane.add(job)
         return job
+
+    def lost_pages(self, job: SwapJob) -> np.ndarray:
+        """Destination pages that do not hold what they should, of a job that is over: all of one that
+        failed; of a swap-in also those whose host page a failed swap-out was to fill."""
+        if job.error is not None:
+            if job.fillers is None:
+                self._failed.add(job.number)
+            return job.pairs[:, 1]
+        if job.fillers is None:
+            return job.pairs[:0, 1]
+        return job.pairs[np.isin(job.fillers, list(self._failed)), 1]
 
     def _after(self, stream: object, job: SwapJob | None, what: str) -> None:
         event = None if job is None else getattr(job, what)
@@ -234,9 +290,6 @@ class SwapEngine:
 
     def _carry_staged(self, direction: str, lane: _Lane, job: SwapJob) -> None:
         """By way of the staging memory, as many pages at a time as it holds."""
-        if lane.staging is None:
-            staging = self.device.staging(self._staging_bytes)
-            lane.staging = (Route(lane.source, staging), Route(staging, lane.destination))
         to_staging, from_staging = lane.staging
         methods = (KERNEL, COPY_ENGINE) if direction == OUT else (COPY_ENGINE, KERNEL)
         size = to_staging.destination.num_blocks
@@ -274,21 +327,26 @@ class _Lane:
     ) -> None:
         self.source, self.destination, self.stream = source, destination, stream
         self.route = Route(source, destination, by_layer=by_layer)
-        self.staging: tuple[Route, Route] | None = None  # made when first used
+        self.staging: tuple[Route, Route] | None = None
         self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
         self.last = 0
         self._reads = np.zeros(source.num_blocks, np.int64)
         self._writes = np.zeros(destination.num_blocks, np.int64)
 
     def add(self, job: SwapJob) -> None:
-        for number, earlier in list(self.in_flight.items()):
-            if not earlier.poll():
-                break
-            del self.in_flight[number]
+        self.forget()
         self.last += 1
+        job.number = self.last
         self.in_flight[self.last] = job
         self._reads[job.pairs[:, 0]] = self.last
         self._writes[job.pairs[:, 1]] = self.last
+
+    def forget(self) -> None:
+        """Jobs that are over, oldest first: behind one under way, none is."""
+        for number, job in list(self.in_flight.items()):
+            if not job.poll():
+                break
+            del self.in_flight[number]
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
         """Of the jobs that may be under way; behind it, no earlier one is either."""
@@ -297,13 +355,17 @@ class _Lane:
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:
         return self._last(self._writes, pages)
 
+    def writers(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers of the last jobs that wrote to these pages; 0: none has."""
+        return self._writes[pages]
+
     def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
         if not self.in_flight or len(pages) == 0:
             return None
         return self.in_flight.get(int(jobs[pages].max()))
 
 
-def _until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
+def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
     """Looks until it is over. TimeoutError, naming it, after `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not is_over():

@@ -7,8 +7,11 @@ which carries work out in any order that the calls allow.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class CudaTimeline:
@@ -29,6 +32,11 @@ class CudaTimeline:
         """What `work` launches comes behind all that the stream already holds."""
         with torch.cuda.stream(stream):
             work()
+
+    def allocate(self, stream: torch.cuda.Stream, make: Callable[[], T]) -> T:
+        """What `make` allocates belongs to the stream: given back, it waits for the stream's work."""
+        with torch.cuda.stream(stream):
+            return make()
 
     def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """An event behind all that the stream holds now."""
@@ -64,9 +72,18 @@ class CpuTimeline:
         """Does the work."""
         work()
 
+    def allocate(self, stream: None, make: Callable[[], T]) -> T:
+        """Nothing is to be said of it."""
+        return make()
+
     def record(self, stream: None) -> _Past:
         """An event that has happened."""
         return _Past()
 
     def wait(self, stream: None, event: _Past) -> None:
         """Nothing is left to wait for."""
+
+
+def timeline_of(device: torch.device) -> CudaTimeline | CpuTimeline:
+    """A device's own."""
+    return CudaTimeline(device) if device.type == "cuda" else CpuTimeline()
