@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -108,19 +109,26 @@ class Run:
 
     def call(self, command: list[str], limit_s: float, **environment: str) -> str:
         """Output of a command; CalledProcessError or TimeoutExpired where it fails."""
-        done = subprocess.run(
+        child = subprocess.Popen(
             command,
             env={**self.environment, **environment},
             cwd=REPO,
-            timeout=limit_s,
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
-        self.log.write(f"$ {' '.join(command)}\n{done.stdout}\n")
+        try:
+            out, _ = child.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)  # with all that it has started
+            child.communicate()
+            raise
+        self.log.write(f"$ {' '.join(command)}\n{out}\n")
         self.log.flush()
-        done.check_returncode()
-        return done.stdout
+        if child.returncode != 0:
+            raise subprocess.CalledProcessError(child.returncode, command, out)
+        return out
 
     def build(self, limit_s: float) -> dict:
         self.call([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], limit_s)

@@ -20,6 +20,7 @@ ROUNDS = 30
 def graph_us(function: Callable[[], None], launches: int = 20) -> float:
     """Median microseconds of one call inside a captured graph: launch gaps shrink to the device's."""
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         function()
     stream.synchronize()

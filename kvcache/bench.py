@@ -171,7 +171,7 @@ def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds:
         else:
             getattr(engine, f"swap_{direction}")(pairs if direction == OUT else pairs[:, ::-1])
         engine.wait()
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(engine.device.device)
 
     return median_times(swap, rounds=rounds)[0]
 
@@ -180,7 +180,7 @@ def _contiguous_gb_per_s(
     device: torch.device, num_bytes: int, directions: tuple[str, ...]
 ) -> dict[str, float]:
     """One copy of all bytes, pinned; both: two copies of half of them on two streams."""
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     half = num_bytes // 2
@@ -196,7 +196,7 @@ def _contiguous_gb_per_s(
         if direction == BOTH:
             with torch.cuda.stream(streams[1]):
                 on_device[half:].copy_(host[half:], non_blocking=True)
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)
 
     return {
         direction: num_bytes / median_times(lambda d=direction: copy(d))[0] / 1e9
@@ -206,7 +206,7 @@ def _contiguous_gb_per_s(
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
     """One contiguous copy by the C library, shared out to threads."""
-    source, target = (torch.ones(num_bytes, dtype=torch.uint8) for _ in range(2))
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
     pool = ThreadPoolExecutor(num_threads)
 

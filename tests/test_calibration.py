@@ -106,9 +106,38 @@ def test_the_method_follows_what_lies_together_on_both_sides():
     assert engine([[8]], method="staging").method_for("in", run) == "staging"
 
 
-def test_rates_on_the_cpu_are_of_the_bytes_that_moved():
+def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
+    moved = []
+    monkeypatch.setattr(
+        bench, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
+    )
+    original = bench.Route.copy
+
+    def copy(self, pairs):
+        if self.source is not self.destination:
+            assert self.source.memory.float().std() > 50  # written, and not all alike
+            moved.append(len(pairs) * self.source.page_bytes)
+        original(self, pairs)
+
+    monkeypatch.setattr(bench.Route, "copy", copy)
     (rate,) = bench.host_rates(8 << 20, (64 * KIB,))
-    assert rate.direction == "host" and rate.gb_per_s > 0.01 and rate.share > 0.01
+    assert (rate.direction, rate.fragment, rate.pattern) == ("host", 64 * KIB, "scattered")
+    assert moved == [8 << 20]
+    assert rate.gb_per_s == pytest.approx(moved[0] / 0.5 / 1e9)
+    assert rate.contiguous_gb_per_s == pytest.approx((8 << 20) / 0.5 / 1e9)
+
+
+def test_a_calibration_that_is_asked_for_must_be_there_and_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA B200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("KVCACHE_CALIBRATION", raising=False)
+    assert calibration_of(torch.device("cuda")) is DEFAULT
+    monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "mine.json"))
+    with pytest.raises(ValueError, match=r"mine.json holds no calibration"):
+        calibration_of(torch.device("cuda"))
+    Calibration("NVIDIA L4", ((0, "kernel"),), ((0, "kernel"),)).save(tmp_path / "mine.json")
+    with pytest.warns(RuntimeWarning, match="was measured on NVIDIA L4, this is NVIDIA B200"):
+        assert calibration_of(torch.device("cuda")).machine == "NVIDIA L4"
 
 
 def test_bench_prints_a_table_or_json(capsys):
@@ -125,6 +154,9 @@ def test_bench_prints_a_table_or_json(capsys):
     [
         (["bench", "--mib", "3"], 2, "--mib is '3': expected a whole number from 8 to 65536"),
         (["bench", "--device", "tpu"], 2, "--device is 'tpu': expected cpu, cuda or cuda:N"),
+        (["bench", "--device", "cuda:99999999999"], 2, "--device is 'cuda:99999999999': expected"),
+        (["bench", "--device", "cuda:\u0663"], 2, "--device is 'cuda:\u0663': expected cpu, cuda"),
+        (["bench", "--mib", "65536"], 2, "--mib is 65536: expected less, this needs 256.0 GiB"),
         (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
     ],
 )

@@ -324,7 +324,7 @@ def two(shape, *others):
             lambda: KVStorage.from_tensors(
                 [torch.zeros(3, 2, 4, 1, 8), torch.zeros(3, 2, 4, 1, 9)]
             ),
-            r"kv_caches\[1\] has blocks of torch.float32\[3, 4, 1, 9\], kv_caches\[0\] of",
+            r"kv_caches\[1\] has blocks of torch.float32\[3, 4, 1, 9\] with strides",
         ),
         (
             lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 2, 8))]),
@@ -334,6 +334,31 @@ def two(shape, *others):
             lambda: KVStorage.from_tensors([(torch.zeros(3, 4, 8), torch.zeros(3, 4, 8))]),
             r"kv_caches\[0\] has shapes .*: expected a pair \(K, V\)",
         ),
+        (
+            lambda: KVStorage.from_tensors(
+                [torch.zeros(3, 2, 4, 2, 8), torch.zeros(3, 2, 2, 4, 8).transpose(2, 3)]
+            ),
+            r"kv_caches\[1\] has blocks .*: expected the same order in memory",
+        ),
+        (
+            lambda: KVStorage.from_tensors(
+                [(torch.zeros(3, 4, 1, 8), torch.zeros(3, 4, 1, 8).half())]
+            ),
+            r"has K of torch.float32\[3, 4, 1, 8\] and V of torch.float16",
+        ),
+        (
+            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 16)[..., ::2]]),
+            r"kv_caches\[0\] has stride 2 in its last dimension: expected 1",
+        ),
+        (
+            lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], block_dim=1),
+            r"block_dim is 1, kv_caches\[0\] has shape \[3, 4, 8\]: expected None or 0",
+        ),
+        (
+            lambda: KVStorage.from_tensors([torch.zeros(2, 0, 4, 2, 8)]),
+            r"layer 0 has shape \[2, 0, 4, 2, 8\]: expected elements in a block",
+        ),
+        (lambda: Pages.allocate(3, [[-4, 8]]), "sizes has -4: expected 0 bytes or more"),
         (lambda: storage("apart", "NHD", mla=True), "num_kv_heads is 2: expected 1 with mla"),
         (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 or more"),
         (
@@ -366,3 +391,96 @@ def test_pairs_that_are_none_are_named():
     with pytest.raises(TypeError, match="pairs has dtype float64: expected integers"):
         pairs_tensor(np.array([[1.0, 2]]))
     assert pairs_tensor([]).shape == (0, 2)
+
+
+# --- memory of several owners ---------------------------------------------------------------------
+
+
+def separate(num_layers=4):
+    """Tensors of their own allocations, some of which lie below the first."""
+    made = [torch.randn(50, 3, 7) for _ in range(num_layers)]
+    return sorted(made, key=lambda t: t.data_ptr(), reverse=True)
+
+
+@pytest.mark.parametrize("downwards", [False, True])
+def test_views_of_separate_tensors_show_them_and_move_nothing(downwards):
+    layers = separate()[:: 1 if downwards else -1]
+    places = [t.data_ptr() for t in layers]
+    pages = Pages.over(layers)
+    for i, layer in enumerate(layers):
+        expected = layer.view(50, -1).view(torch.uint8)
+        assert torch.equal(pages.layer(i), expected) and torch.equal(pages.fragment(i), expected)
+    assert [t.data_ptr() for t in layers] == places
+    before = [t.clone() for t in layers]
+    host = pages.on_host(5)
+    host.copy_from(pages, np.array([[7, 2]]))
+    pages.copy_from(host, np.array([[2, 9]]))
+    assert all(torch.equal(now[9], was[7]) for now, was in zip(layers, before))
+
+
+def test_storage_over_an_engines_separate_pages():
+    raw = [torch.zeros(6, 128, dtype=torch.uint8) for _ in range(3)]
+    kv = KVStorage.over(Pages.over(raw), 4, 1, 8)
+    kv.key_cache(2)[3] = 1
+    assert raw[2][3, :64].any() and not raw[2][3, 64:].any() and not raw[1].any()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda m: [m, m],
+        lambda m: [m[0:5], m[1:6]],
+        lambda m: [m, m[:, 2:]],
+        lambda m: [m[:, :5], m[:, 4:]],
+    ],
+)
+def test_layers_that_share_memory_are_refused(make):
+    with pytest.raises(ValueError, match="share memory: expected memory of their own"):
+        Pages.over(make(torch.randn(6, 8)))
+    assert Pages.over([torch.randn(6, 8), torch.randn(6, 8)]).num_layers == 2
+
+
+def test_strides_that_overlap_only_seemingly_are_taken():
+    with pytest.raises(ValueError, match="elements that share memory"):
+        Pages.over([torch.zeros(100).as_strided((1, 3, 8), (1, 4, 1))])
+    pages = Pages.over([torch.arange(100.0).as_strided((3, 3, 8), (28, 10, 1))])
+    assert pages.num_bytes == 3 * 3 * 8 * 4
+
+
+def test_one_memory_under_two_names_is_one_memory():
+    memory = torch.arange(12.0).view(6, 2)
+    one, two = Pages.over([memory]), Pages.over([memory])
+    with pytest.raises(RuntimeError, match="reads page 2, which pairs"):
+        two.copy_from(one, np.array([[1, 2], [2, 3]]))
+    two.copy_from(one, np.array([[1, 2]]))
+    assert memory[2].tolist() == [2, 3]
+    with pytest.raises(ValueError, match="source and destination share memory: expected the same"):
+        Pages.over([memory[:4]]).copy_from(Pages.over([memory[1:5]]), np.array([[1, 2]]))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(6, 4, 2, 8).bfloat16(),
+        torch.zeros(6, 8, 1, 8).half(),
+        torch.zeros(6, 2, 4, 8).half().transpose(1, 2),
+    ],
+)
+def test_pages_of_another_dtype_shape_or_order_are_refused(other):
+    mine, others = Pages.over([torch.zeros(6, 4, 2, 8).half()]), Pages.over([other])
+    with pytest.raises(ValueError, match=r"tensor 0 has blocks of .dtype, shape, dimensions from"):
+        others.copy_from(mine, np.array([[1, 2]]))
+
+
+def test_single_layers_are_copied_by_a_route_made_for_it():
+    kv = storage("block-major", "NHD")
+    fill(kv)
+    host = kv.pages.on_host(3)
+    with pytest.raises(
+        ValueError, match="layers is given: expected it only of a route made with by"
+    ):
+        Route(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
+    host.memory.zero_()
+    Route(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
+    held = [bool(host.layer(layer)[2].any()) for layer in range(3)]
+    assert held == [False, True, False]

@@ -256,7 +256,7 @@ def test_layers_that_differ():
         r"layer 1 has strides .*: expected \(180, 5, 60, 1\)": cache_of("NHD"),
         "layer 1 has dtype torch.float16: expected torch.bfloat16": cache.half(),
         "layer 1 has device meta: expected cpu": cache.to("meta"),
-        "offsets has layers at 0 and 0: expected layers that share no memory": cache,
+        "layer 0 and layer 1 share memory: expected memory of their own": cache,
     }.items():
         call = lambda other=other: kv_postprocess_blksize_on_receive([cache, other], [1], 2)  # noqa: E731
         refused(message, call, cache)
@@ -329,3 +329,32 @@ def test_no_temporary_of_the_payload():
     # temporary is seen here.
     assert ours < 4, f"{ours} MiB more for 64 MiB of payload"
     assert plain > 60
+
+
+def test_layers_that_overlap_by_blocks_are_refused_and_packed_ones_are_not():
+    memory = torch.arange(10 * 4 * 2 * 2.0).view(10, 4, 2, 2)
+    refused("layer 0 and layer 1 share memory", lambda: permute_received_blocks(
+        [memory[0:8], memory[1:9]], [1, 2]), memory)  # fmt: skip
+    packed = torch.arange(6 * 3 * 2 * 4 * 2 * 2.0).view(6, 3, 2, 4, 2, 2)
+    layers = [packed[:, layer, kv] for layer in range(3) for kv in range(2)]
+    apart = [layer.clone() for layer in layers]
+    permute_received_blocks(layers, [1, 4], remote_block_size=2)
+    for one in apart:
+        permute_received_blocks(one, [1, 4], remote_block_size=2)
+    assert all(torch.equal(a, b) for a, b in zip(layers, apart))
+
+
+def test_another_default_device_changes_nothing():
+    cache, other = cache_of("HND"), cache_of("HND")
+    kv_postprocess_blksize_on_receive(other, [1], 2)
+    torch.set_default_device("meta")
+    try:
+        kv_postprocess_blksize_on_receive(cache, [1], 2)
+    finally:
+        torch.set_default_device("cpu")
+    assert torch.equal(cache.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_what_is_no_tensor_is_named():
+    with pytest.raises(TypeError, match="layer 0 is a str: expected a tensor"):
+        permute_received_blocks({"layers.0": torch.zeros(2, 4, 2, 2)}, [1])

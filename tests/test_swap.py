@@ -409,7 +409,7 @@ def test_on_the_cpu_everything_has_happened():
 
 
 def test_a_host_tier_larger_than_memory_is_refused():
-    with pytest.raises(MemoryError, match=r"the host's pages need .* GiB: expected at most the"):
+    with pytest.raises(MemoryError, match=r"this needs .* GiB: expected at most the"):
         Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
 
 
@@ -423,12 +423,11 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
     def register(address, num_bytes, device):
         told.append(num_bytes)
         if len(told) == 3:
-            raise RuntimeError("cudaHostRegister of 1048576 bytes: out of memory")
+            raise pinning._PinningError("cudaHostRegister of 1048576 bytes: out of memory")
 
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(pinning, "_register", register)
     monkeypatch.setattr(pinning, "_unpin", lambda addresses, _: released.extend(addresses))
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     with pytest.warns(
         RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
     ):
@@ -445,7 +444,6 @@ def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
     monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     host = Pages.allocate(4, [[100, 28]] * 2).on_host(
         2000, pin_memory=True, progress=lambda done, total: told.append((done, total))
     )
@@ -458,6 +456,42 @@ def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
     assert host.memory.data_ptr() % 4096 == 0
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert told[-1] == (2000 * 256, 2000 * 256)
+
+
+def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
+    from kvcache.worker import pinning
+
+    monkeypatch.setattr(pinning, "_register", lambda *_: None)
+    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
+
+    def progress(done, total):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True, progress=progress)
+
+
+def test_a_containers_limit_counts(monkeypatch, tmp_path):
+    from kvcache.worker import pinning
+
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(pinning, "_CONTAINER_LIMIT", limit)
+    limit.write_text("1000\n")
+    with pytest.raises(MemoryError, match=r"expected at most the 0.0 GiB that the host has"):
+        Pages.allocate(2, [[64]]).on_host(100)
+    limit.write_text("max\n")
+    Pages.allocate(2, [[64]]).on_host(100)
+
+
+@pytest.fixture
+def another_default_device():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device("cpu")
+
+
+def test_host_pages_are_on_the_host_whatever_the_default_device(another_default_device):
+    assert Pages.allocate(2, [[64]]).on_host(4).memory.device.type == "cpu"
 
 
 def test_asking_for_pinned_memory_without_cuda_warns():

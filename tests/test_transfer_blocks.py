@@ -101,6 +101,23 @@ def test_a_dimension_that_may_be_either_is_asked_for():
     assert torch.equal(there["a"][:, 0], here["a"][:, 1])
 
 
+def test_one_side_of_two_blocks_does_not_decide_which_dimension_counts():
+    here = {"a": torch.randn(2, 2, 4, 1, 8)}
+    there = {"a": torch.randn(5, 2, 4, 1, 8)}
+    copy_kv_blocks(here, there, [1], [4], "h2d")
+    assert torch.equal(there["a"][4], here["a"][1])
+
+
+def test_both_sides_in_one_memory_are_copied_or_refused():
+    caches = {"a": torch.arange(5 * 4 * 8.0).view(5, 4, 8)}
+    before = caches["a"].clone()
+    with pytest.raises(ValueError, match=r"pairs\[0\] reads page 2, which pairs\[1\] writes to"):
+        copy_kv_blocks(caches, caches, [2, 3], [3, 2], "d2h")
+    assert torch.equal(caches["a"], before)
+    copy_kv_blocks(caches, caches, [2], [3], "d2h")
+    assert torch.equal(caches["a"][3], before[2])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("direction", "name"), [("h2d", "src"), ("d2h", "dst")])
 def test_a_direction_that_the_devices_do_not_have_is_named(direction, name):

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <stdexcept>
+#include <string>
 
 #include "emul/types.h"
 
@@ -13,12 +14,21 @@ inline int __ffsll(long long v) { return __builtin_ffsll(v); }
 inline int __clz(int v) { return v == 0 ? 32 : __builtin_clz(unsigned(v)); }
 
 // Loads and stores with cache hints, for the types CUDA has them for and the project uses.
+// A misaligned one, which the hardware refuses and x86 does not, is reported.
+template <class T>
+void emul_require_aligned(const T* address) {
+  if (reinterpret_cast<uintptr_t>(address) % sizeof(T) != 0)
+    throw std::runtime_error("misaligned address of an access of " + std::to_string(sizeof(T)) +
+                             " bytes");
+}
 template <class T>
 T __ldcs(const T* address) {
+  emul_require_aligned(address);
   return *address;
 }
 template <class T>
 void __stcs(T* address, T value) {
+  emul_require_aligned(address);
   *address = value;
 }
 

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         const uint32_t row = begin + i * step;
-        if (row < p.unit_rows) moved[i] = *vector_at(row);
+        if (row < p.unit_rows) moved[i] = __ldcs(vector_at(row));
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   if (!takes_part) return;
 #pragma unroll 4
   for (uint32_t row = first_row; row < p.unit_rows; row += step) {
-    *vector_at(row) = held[p.source(row) * slice];
+    __stcs(vector_at(row), held[p.source(row) * slice]);
   }
 }
 
@@ -102,12 +102,12 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLa
   const auto vector_at = [&](uint32_t r) {
     return reinterpret_cast<Vector*>(layer + p.place(unit, launch.ids, r)) + column;
   };
-  const Vector first = *vector_at(row);
+  const Vector first = __ldcs(vector_at(row));
   uint32_t to = row;
   for (uint32_t from = p.source(row); from != row; from = p.source(to = from)) {
-    *vector_at(to) = *vector_at(from);
+    __stcs(vector_at(to), __ldcs(vector_at(from)));
   }
-  *vector_at(to) = first;
+  __stcs(vector_at(to), first);
 }
 
 // How many bytes every row of every layer allows to move at once: 16, 8, 4, 2 or 1.
@@ -138,7 +138,8 @@ int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) 
 }
 
 template <class Vector>
-void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, cudaStream_t stream) {
+void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
+               cudaStream_t stream) {
   if (slice == 0) {
     KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
     return;
@@ -147,8 +148,9 @@ void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, cudaStream
   const auto kernel = dense ? permute_kernel<Vector, true> : permute_kernel<Vector, false>;
   const int64_t shared = launch.p.unit_rows * slice;
   if (shared > kPlainSharedBytes) {
+    // Always the most there is: another thread may be between this and its own launch.
     KV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(shared)));
+                                       static_cast<int>(most_shared_bytes(cache))));
   }
   KV_LAUNCH(kernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
 }
@@ -219,8 +221,9 @@ void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t 
           launch_ids<kIdsPerLaunch>(ids, host_ids, group * p.group_size, groups_now * p.group_size);
       const dim3 grid(static_cast<unsigned>(groups_now * p.units_per_group * unit_blocks),
                       static_cast<unsigned>(layers_now));
-      with_vector(vector,
-                  [&](auto v) { launch_on<decltype(v)>(launch, grid, slice, device.stream); });
+      with_vector(vector, [&](auto v) {
+        launch_on<decltype(v)>(launch, grid, slice, cache, device.stream);
+      });
     }
   }
 }

@@ -8,11 +8,13 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from kvcache.cli.errors import MissingError, OutputError
+from kvcache.cli.errors import MissingError, OutputError, UsageError
 from kvcache.cli.options import device_name, number
 from kvcache.cli.output import say, show, writing
 
 if TYPE_CHECKING:
+    import torch
+
     from kvcache.bench import Rate
 
 
@@ -45,8 +47,8 @@ def run_bench(args: argparse.Namespace) -> int:
         raise MissingError("bench needs torch: pip install torch")
     import torch
 
-    from kvcache import bench
-    from kvcache.worker.calibration import calibration_of, path_for
+    from kvcache.worker.calibration import calibration_of
+    from kvcache.worker.pinning import check_host_memory
 
     has_cuda = torch.cuda.is_available()
     device = torch.device(args.device or ("cuda" if has_cuda else "cpu"))
@@ -54,7 +56,26 @@ def run_bench(args: argparse.Namespace) -> int:
         raise MissingError(f"--device is {args.device}: torch finds no CUDA device here")
     if args.calibrate and device.type != "cuda":
         raise MissingError("there is no CUDA device: nothing to calibrate")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise MissingError(f"--device is {device}: torch finds {torch.cuda.device_count()} devices")
     num_bytes = args.mib << 20
+    try:
+        if not args.calibrate:
+            calibration_of(device)  # a broken one is told before anything is measured
+        check_host_memory(4 * num_bytes)  # two copies of what moves, and two of their peer
+        return _measure(args, device, num_bytes)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except MemoryError as error:
+        raise UsageError(f"--mib is {args.mib}: expected less, {error}") from None
+
+
+def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> int:
+    import torch
+
+    from kvcache import bench
+    from kvcache.worker.calibration import calibration_of, path_for
+
     report: dict[str, object] = {"device": str(device)}
     if args.calibrate:
         found = bench.calibrate(device, num_bytes, lambda rate: say(_line(rate)))

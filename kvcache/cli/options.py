@@ -100,6 +100,6 @@ def _plot_file(text: str) -> str:
 
 
 def device_name(text: str) -> str:
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+    if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text):
         raise UsageError(f"--device is {shown(text)}: expected cpu, cuda or cuda:N")
     return text

@@ -30,11 +30,13 @@ def copy_kv_blocks(
     [num_blocks, 2, ...] or [num_blocks, block_size, head_size]; the two sides alike but for the
     number of blocks. `block_dim`, 0 or 1, says which dimension counts blocks; where it is not given,
     a first dimension of 2 in five means K and V. direction: "h2d" (src in host memory) or "d2h" (dst
-    in host memory, filled when the call returns). No ids: nothing to do.
+    in host memory, filled when the call returns). "h2d" from pinned memory is enqueued on the current
+    stream: leave the source as it is until that has come there. No ids: nothing to do.
 
     ValueError or TypeError, and no byte moves, for another direction or one that the tensors' devices
     do not have, lists of different length, layers that only one side has, tensors of different shape,
-    dtype or order in memory, ids out of range, a block written twice.
+    dtype or order in memory, ids out of range, a block written twice, or, where both sides are one
+    memory, both read and written.
     """
     if direction not in ("h2d", "d2h"):
         raise ValueError(f"direction is {direction!r}: expected 'h2d' or 'd2h'")
@@ -61,7 +63,12 @@ def copy_kv_blocks(
     check_once("dst_block_ids names block", dst_ids)
     host = src if direction == "h2d" else dst
     engine = ops.KERNEL if host.is_pinned else ops.COPY_ENGINE
-    Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
+    try:
+        Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
+    except RuntimeError as error:
+        if str(error).startswith("pairs["):  # src and dst are one memory
+            raise ValueError(str(error)) from None
+        raise
     if direction == "d2h" and src.device.type == "cuda":
         torch.cuda.current_stream(src.device).synchronize()
 

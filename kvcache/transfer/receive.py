@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.worker.regions import check_apart, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
@@ -102,6 +104,9 @@ def _layers(caches: Caches) -> list[torch.Tensor]:
     layers = [caches] if isinstance(caches, torch.Tensor) else list(caches)
     if not layers:
         raise ValueError("cache is an empty sequence: expected a layer or more")
+    for i, layer in enumerate(layers):
+        if not isinstance(layer, torch.Tensor):
+            raise TypeError(f"layer {i} is a {type(layer).__name__}: expected a tensor")
     first = layers[0]
     if first.dim() not in (3, 4):
         raise ValueError(
@@ -115,7 +120,22 @@ def _layers(caches: Caches) -> list[torch.Tensor]:
                 x for x in zip(_KIND, kind, expected, strict=True) if x[1] != x[2]
             )
             raise ValueError(f"layer {i} has {what} {came}: expected {like} as layer 0 has")
+    _check_apart(layers)
     return layers if first.dim() == 4 else [layer.unsqueeze(2) for layer in layers]
+
+
+def _check_apart(layers: list[torch.Tensor]) -> None:
+    """ValueError where layers, which are laid out alike, share memory."""
+    first = layers[0]
+    if first.numel() == 0 or len(layers) == 1:
+        return
+    extent = 1 + sum((n - 1) * step for n, step in zip(first.shape, first.stride()))
+    starts = sorted(layer.data_ptr() for layer in layers)
+    if all(b - a >= extent * first.element_size() for a, b in pairwise(starts)):
+        return
+    # Packed together, or not apart.
+    found = [(r, i) for i, layer in enumerate(layers) for r in regions_of(layer, 0, f"layer {i}")]
+    check_apart(np.array([r for r, _ in found]), [i for _, i in found], first.shape[0])
 
 
 _KIND = ("shape", "strides", "dtype", "device")
@@ -175,7 +195,7 @@ def _permute(
 ) -> None:
     first = layers[0]
     start = first.data_ptr()
-    offsets = torch.tensor([layer.data_ptr() - start for layer in layers])
+    offsets = torch.tensor([layer.data_ptr() - start for layer in layers], device="cpu")
     ids = _ids(indices, max(1, remote_block_size // max(1, first.shape[1])))
     try:
         ops.permute_blocks_(first, offsets, ids, remote_block_size, remote_layout == "HND")

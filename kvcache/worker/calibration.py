@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -45,7 +46,7 @@ class Calibration:
                 if method not in METHODS:
                     raise ValueError(f"{name} has {method!r}: expected one of {', '.join(METHODS)}")
             object.__setattr__(self, name, steps)
-        if self.num_thread_blocks < 1:
+        if not isinstance(self.num_thread_blocks, int) or self.num_thread_blocks < 1:
             raise ValueError(f"num_thread_blocks is {self.num_thread_blocks}: expected 1 or more")
 
     def method(self, direction: str, fragment_bytes: float) -> str:
@@ -99,13 +100,27 @@ def load(path: Path) -> Calibration:
     try:
         found = json.loads(path.read_text())
         return Calibration(**found)
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no calibration: {error}") from error
 
 
 def calibration_of(device: torch.device) -> Calibration:
-    """What was measured on this machine, else the built-in one."""
+    """What was measured on this machine, else the built-in one.
+
+    A warning where it was measured on another one; ValueError for a file that holds none.
+    """
     if device.type != "cuda":
         return DEFAULT
-    path = path_for(torch.cuda.get_device_name(device))
-    return load(path) if path.exists() else DEFAULT
+    machine = torch.cuda.get_device_name(device)
+    path = path_for(machine)
+    if not path.exists() and not os.environ.get("KVCACHE_CALIBRATION"):
+        return DEFAULT
+    found = load(path)
+    if found.machine != machine:
+        warnings.warn(
+            f"{path} was measured on {found.machine}, this is {machine}: "
+            "`kvcache bench --calibrate` measures here",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return found

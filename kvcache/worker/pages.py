@@ -168,7 +168,9 @@ class Pages:
             raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
         pin = self.device.type == "cuda" if pin_memory is None else pin_memory
         stride = self._packed_bytes
-        memory, per_chunk, keep = allocate_host(num_blocks, stride, pin, progress)
+        memory, per_chunk, keep = allocate_host(
+            num_blocks, stride, self.device if pin else None, progress
+        )
         host = self._packed(memory, num_blocks, stride, keep=keep, pages_per_chunk=per_chunk)
         host.zero(np.zeros(1, np.int32))
         return host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -9,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import torch
 
@@ -16,32 +18,34 @@ _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
 _SECONDS_BETWEEN_LOGS = 5.0
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def allocate_host(
     num_blocks: int,
     block_bytes: int,
-    pin: bool,
+    pin_for: torch.device | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[torch.Tensor, int, object]:
     """uint8[num_blocks * block_bytes] in host memory, blocks per pinned piece (0: one), what to keep.
 
     Pinning is slow (the system touches and locks every page), and one call does it on one thread:
     pieces are pinned by several. `block_bytes` is a multiple of 64. MemoryError where the host has
-    less memory; a warning, and pageable memory, where it cannot be pinned.
+    less memory; a warning, and pageable memory, where it cannot be pinned. `pin_for`: the device that
+    is to reach it; None: nothing is pinned.
     """
     total = num_blocks * block_bytes
-    _check_memory(total)
+    check_host_memory(total)
     # Mapped, not touched; it begins where a page of the system does.
-    padded = torch.empty(total + 4096, dtype=torch.uint8)
+    padded = torch.empty(total + 4096, dtype=torch.uint8, device="cpu")
     memory = padded[-padded.data_ptr() % 4096 :][:total]
-    if not pin or total == 0:
+    if pin_for is None or total == 0:
         return memory, 0, None
     steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
     per_chunk = steps * _PAGES_PER_STEP
     try:
-        keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(total))
-    except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+        keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(), pin_for)
+    except _PinningError as error:
         warnings.warn(
             f"{total / 2**30:.1f} GiB of host memory could not be pinned, swaps will be slower: {error}",
             RuntimeWarning,
@@ -55,14 +59,17 @@ class _Pinned:
     """Pins memory piece by piece on several threads; unpins it when this is let go of."""
 
     def __init__(
-        self, memory: torch.Tensor, chunk_bytes: int, progress: Callable[[int, int], None]
+        self,
+        memory: torch.Tensor,
+        chunk_bytes: int,
+        progress: Callable[[int, int], None],
+        device: torch.device,
     ) -> None:
         start, total = memory.data_ptr(), memory.numel()
         chunks = [(start + at, min(chunk_bytes, total - at)) for at in range(0, total, chunk_bytes)]
         pinned: list[int] = []
         # The memory must outlive the registration, so the finaliser holds it.
         self._finalizer = weakref.finalize(self, _unpin, pinned, memory)
-        device = torch.cuda.current_device()  # also creates the context, once
 
         def pin_one(chunk: tuple[int, int]) -> int:
             _register(*chunk, device)
@@ -81,12 +88,19 @@ class _Pinned:
                 raise
 
 
-def _register(address: int, num_bytes: int, device: int) -> None:
+class _PinningError(Exception):
+    """The system, or the device, does not pin this memory."""
+
+
+def _register(address: int, num_bytes: int, device: torch.device) -> None:
     flags = 1 | 2  # portable (for all contexts), mapped (kernels reach it)
-    with torch.cuda.device(device):
-        error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags)
+    try:
+        with torch.cuda.device(device):
+            error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags)
+    except (RuntimeError, AssertionError, ValueError) as why:  # torch without CUDA asserts
+        raise _PinningError(str(why)) from why
     if int(error) != 0:
-        raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes: {error}")
+        raise _PinningError(f"cudaHostRegister of {num_bytes} bytes: {error}")
 
 
 def _unpin(addresses: list[int], _: torch.Tensor) -> None:
@@ -97,7 +111,7 @@ def _unpin(addresses: list[int], _: torch.Tensor) -> None:
 class _Logged:
     """Progress to the log, every few seconds."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self) -> None:
         self._next = time.monotonic() + _SECONDS_BETWEEN_LOGS
 
     def __call__(self, done: int, total: int) -> None:
@@ -106,12 +120,15 @@ class _Logged:
             self._next = time.monotonic() + _SECONDS_BETWEEN_LOGS
 
 
-def _check_memory(num_bytes: int) -> None:
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > physical:
+def check_host_memory(num_bytes: int) -> None:
+    """MemoryError where the host, or the container, has less."""
+    limits = []
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit; no file: no container
+        limits.append(int(_CONTAINER_LIMIT.read_text()))
+    if limits and num_bytes > min(limits):
         raise MemoryError(
-            f"the host's pages need {num_bytes / 2**30:,.1f} GiB: "
-            f"expected at most the {physical / 2**30:,.1f} GiB that the host has"
+            f"this needs {num_bytes / 2**30:,.1f} GiB: "
+            f"expected at most the {min(limits) / 2**30:,.1f} GiB that the host has"
         )

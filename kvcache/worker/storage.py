@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import torch
 
 from kvcache import ops
 from kvcache.worker.pages import Pages, Tensors
+from kvcache.worker.regions import format_of
 
 LAYOUTS = ("NHD", "HND")
 
@@ -137,6 +138,8 @@ class KVStorage:
         it is where both dimensions are 2. ValueError where a shape is none of these, or layers
         differ. For anything else (recurrent states) `Pages.over` suffices: it moves any bytes.
         """
+        if isinstance(kv_caches, Mapping):
+            raise TypeError("kv_caches is a mapping: expected a sequence, one entry per layer")
         if len(kv_caches) == 0:
             raise ValueError("kv_caches is empty: expected one entry per layer")
         self = cls.__new__(cls)
@@ -144,16 +147,22 @@ class KVStorage:
         dims = []
         for number, cache in enumerate(kv_caches):
             key, value, dim = _key_and_value(cache, block_dim, f"kv_caches[{number}]")
+            if key.shape[3] > 1 and key.stride(3) != 1:
+                raise ValueError(
+                    f"kv_caches[{number}] has stride {key.stride(3)} in its last dimension: expected 1"
+                )
             dims.append(dim)
             self.kv_caches.append(cache)
             self._keys.append(key)
             self._values.append(value)
             first = (self._keys[0], self._values[0])
             for mine, other in zip((key, value), first):
-                if mine.shape != other.shape or mine.dtype != other.dtype:
+                kinds = [format_of(each, 0) for each in (mine, other)]
+                if kinds[0] != kinds[1] or mine.shape != other.shape:
                     raise ValueError(
-                        f"kv_caches[{number}] has blocks of {mine.dtype}{list(mine.shape)}, "
-                        f"kv_caches[0] of {other.dtype}{list(other.shape)}: expected the same"
+                        f"kv_caches[{number}] has blocks of {mine.dtype}{list(mine.shape)} with "
+                        f"strides {mine.stride()}, kv_caches[0] of {other.dtype}{list(other.shape)} "
+                        f"with {other.stride()}: expected the same order in memory"
                     )
         key, value = self._keys[0], self._values[0]
         num_blocks, block_size, num_kv_heads, head_size = key.shape
@@ -220,6 +229,8 @@ class KVStorage:
     def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
         """What fp8 values are multiplied by: float32[num_layers, 1], or [num_layers, num_kv_heads]."""
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            if not isinstance(scale, torch.Tensor):
+                raise TypeError(f"{name} is {scale!r}: expected a tensor")
             wanted = ([self.num_layers, 1], [self.num_layers, self.num_kv_heads])
             if list(scale.shape) not in wanted or scale.dtype != torch.float32:
                 raise ValueError(
@@ -403,16 +414,17 @@ def _key_and_value(
                 f"{name} has shapes {shapes}: expected a pair (K, V) of "
                 "[num_blocks, block_size, num_kv_heads, head_size]"
             )
-        if cache[0].shape[:3] != cache[1].shape[:3]:
+        if cache[0].shape[:3] != cache[1].shape[:3] or cache[0].dtype != cache[1].dtype:
+            kinds = [f"{each.dtype}{list(each.shape)}" for each in cache]
             raise ValueError(
-                f"{name} has K of {list(cache[0].shape)} and V of {list(cache[1].shape)}: "
+                f"{name} has K of {kinds[0]} and V of {kinds[1]}: "
                 "expected the same but for the last dimension"
             )
-        return cache[0], cache[1], 0
+        return cache[0], cache[1], _first_dim(block_dim, name, cache[0])
     shape = list(cache.shape)
     if cache.ndim == 3:
         latent = cache.unsqueeze(2)
-        return latent, latent[..., :0], 0
+        return latent, latent[..., :0], _first_dim(block_dim, name, cache)
     if cache.ndim != 5 or 2 not in shape[:2]:
         raise ValueError(
             f"{name} has shape {shape}: expected [2, num_blocks, block_size, num_kv_heads, head_size], "
@@ -431,6 +443,14 @@ def _key_and_value(
         )
     key, value = cache.unbind(1 - block_dim)
     return key, value, block_dim
+
+
+def _first_dim(block_dim: int | None, name: str, cache: torch.Tensor) -> int:
+    if block_dim not in (None, 0):
+        raise ValueError(
+            f"block_dim is {block_dim}, {name} has shape {list(cache.shape)}: expected None or 0"
+        )
+    return 0
 
 
 def _check_least(least: int, **sizes: int) -> None:
