@@ -16,6 +16,7 @@ from kvcache.worker.calibration import (
     path_for,
     steps_of,
 )
+from tests.simulated_device import SimulatedTimeline
 
 KIB = 1024
 
@@ -83,7 +84,7 @@ def test_a_file_that_holds_none_is_named(tmp_path, text, message):
 
 def engine(sizes, block_major=False, **options):
     pages = Pages.allocate(40, sizes, block_major=block_major)
-    return SwapEngine(pages, pages.on_host(40), **options)
+    return SwapEngine(pages, pages.on_host(40), timeline=SimulatedTimeline(0), **options)
 
 
 def ids(*values):
@@ -104,6 +105,8 @@ def test_the_method_follows_what_lies_together_on_both_sides():
     assert packed.method_for("in", run) == "copy_engine"
     assert packed.method_for("out", scattered) == "kernel"  # a page is one piece: nothing to stage
     assert engine([[8]], method="staging").method_for("in", run) == "staging"
+    on_cpu = SwapEngine(apart.device, apart.host)  # nothing to choose from
+    assert [on_cpu.method_for(d, run) for d in ("out", "in")] == ["kernel", "kernel"]
 
 
 def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):

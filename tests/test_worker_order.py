@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.plan import NO_REPLACE
 from kvcache.worker import SwapEngine, Worker
-from kvcache.worker.swap import _Lane
+from kvcache.worker.swap_job import Lane
 from tests.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
 
 NUM_PAGES, NUM_HOST_PAGES = 12, 9
@@ -144,7 +144,7 @@ def lanes_without(which, name):
     """One direction does not wait for what the other one reads, or writes."""
 
     def patch(monkeypatch):
-        original = getattr(_Lane, name)
+        original = getattr(Lane, name)
 
         def last(self, pages):
             return None if (self.source.num_blocks == NUM_PAGES) == (which == "out") else original(
@@ -153,11 +153,11 @@ def lanes_without(which, name):
         start = SwapEngine._start
 
         def blind(self, *arguments):
-            monkeypatch.setattr(_Lane, name, last)
+            monkeypatch.setattr(Lane, name, last)
             try:
                 return start(self, *arguments)
             finally:
-                monkeypatch.setattr(_Lane, name, original)
+                monkeypatch.setattr(Lane, name, original)
 
         monkeypatch.setattr(SwapEngine, "_start", blind)
 

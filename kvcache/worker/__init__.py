@@ -6,7 +6,8 @@ from kvcache.worker.buffer import HostDeviceBuffer
 from kvcache.worker.multi_group import MultiGroupBlockTable
 from kvcache.worker.pages import Pages
 from kvcache.worker.storage import KVStorage
-from kvcache.worker.swap import SwapEngine, SwapError, SwapJob
+from kvcache.worker.swap import SwapEngine
+from kvcache.worker.swap_job import SwapError, SwapJob
 
 __all__ = [
     "BlockTable",

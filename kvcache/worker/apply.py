@@ -13,7 +13,8 @@ from kvcache.worker.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
 from kvcache.worker.storage import KVStorage
-from kvcache.worker.swap import SwapEngine, SwapError, SwapJob, until
+from kvcache.worker.swap import SwapEngine
+from kvcache.worker.swap_job import SwapError, SwapJob, until
 from kvcache.worker.timeline import timeline_of
 
 

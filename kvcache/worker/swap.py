@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 
@@ -22,53 +20,11 @@ from kvcache.worker.calibration import (
 from kvcache.worker.page_checks import check_once, check_range, integers
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
+from kvcache.worker.swap_job import Lane, SwapJob, until
 from kvcache.worker.timeline import CpuTimeline, CudaTimeline, timeline_of
 
 _ENGINES = {KERNEL: ops.KERNEL, COPY_ENGINE: ops.COPY_ENGINE}
-_SECONDS_BETWEEN_LOOKS = 50e-6
 _NAMES = {OUT: "swap-out", IN: "swap-in"}
-
-
-class SwapError(RuntimeError):
-    """A swap that failed: names the job; its pages do not hold what they should."""
-
-
-class SwapJob:
-    """Pages on their way in one direction. `pairs`: int64[n, 2], source page and destination page."""
-
-    def __init__(self, name: str, pairs: np.ndarray) -> None:
-        self.name = name
-        self.pairs = pairs
-        self.number = 0  # in its direction
-        self.fillers: np.ndarray | None = (
-            None  # of a swap-in: the swap-outs that filled its sources
-        )
-        self.error: SwapError | None = None
-        self.released = self.done = None  # events: the sources may be written; all has arrived
-        self.layers: list[tuple[int, object]] = []  # (first layer behind these, event)
-
-    def poll(self) -> bool:
-        """Whether it is over: all has arrived, or it has failed (`error`)."""
-        try:
-            return self.done is None or self.done.query()
-        except RuntimeError as error:
-            if "captur" in str(error):  # another thread captures a graph: nobody may ask now
-                return False
-            self.fail(error)
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when all has arrived. SwapError where it failed, TimeoutError where it takes longer."""
-        until(self.poll, timeout_s, self.name)
-        if self.error is not None:
-            raise self.error
-
-    def fail(self, error: Exception) -> None:
-        """Notes what went wrong first."""
-        if self.error is not None:
-            return
-        self.error = SwapError(f"{self.name} of {len(self.pairs)} pages failed: {error}")
-        self.error.__cause__ = error
 
 
 class SwapEngine:
@@ -125,12 +81,13 @@ class SwapEngine:
         self.calibration = calibration or calibration_of(device.device)
         self._timeline = timeline or timeline_of(device.device)
         self._method = method
+        self._is_cpu = isinstance(self._timeline, CpuTimeline)  # where there is one way
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self._layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
         self._lanes = {
-            OUT: _Lane(device, host, self._timeline.new_stream()),
-            IN: _Lane(host, device, self._timeline.new_stream(), by_layer=by_layer),
+            OUT: Lane(device, host, self._timeline.new_stream()),
+            IN: Lane(host, device, self._timeline.new_stream(), by_layer=by_layer),
         }
         for direction, lane in self._lanes.items():
             if self._may_stage(direction):
@@ -194,8 +151,8 @@ class SwapEngine:
 
     def method_for(self, direction: str, pairs: np.ndarray) -> str:
         """How these pages would move."""
-        if self._method is not None:
-            return self._method
+        if self._method is not None or self._is_cpu:
+            return self._method or KERNEL
         method = self.calibration.method(direction, self.fragment_bytes(direction, pairs))
         lane = self._lanes[direction]
         by_layer = direction == IN and self._layers_per_event > 0
@@ -207,14 +164,14 @@ class SwapEngine:
         return method
 
     def _may_stage(self, direction: str) -> bool:
-        if self._method is not None:
+        if self._method is not None or self._is_cpu:
             return self._method == STAGING
         steps = self.calibration.out if direction == OUT else self.calibration.in_
         calibrated = any(method == STAGING for _, method in steps)
         is_split = len(self._lanes[direction].route.regions) > 1
         return is_split and (calibrated or not self._kernel_reaches_host)
 
-    def _make_staging(self, lane: _Lane, num_bytes: int) -> None:
+    def _make_staging(self, lane: Lane, num_bytes: int) -> None:
         """Device memory that belongs to the lane's stream; without it, pages go another way."""
         try:
             staging = self._timeline.allocate(lane.stream, lambda: self.device.staging(num_bytes))
@@ -274,7 +231,7 @@ class SwapEngine:
         if event is not None:
             self._timeline.wait(stream, event)
 
-    def _carry(self, direction: str, lane: _Lane, job: SwapJob) -> None:
+    def _carry(self, direction: str, lane: Lane, job: SwapJob) -> None:
         if len(job.pairs) == 0:
             return
         method = self.method_for(direction, job.pairs)
@@ -288,7 +245,7 @@ class SwapEngine:
         else:
             self._copy(lane, lane.route, job.pairs, method)
 
-    def _carry_staged(self, direction: str, lane: _Lane, job: SwapJob) -> None:
+    def _carry_staged(self, direction: str, lane: Lane, job: SwapJob) -> None:
         """By way of the staging memory, as many pages at a time as it holds."""
         to_staging, from_staging = lane.staging
         methods = (KERNEL, COPY_ENGINE) if direction == OUT else (COPY_ENGINE, KERNEL)
@@ -303,7 +260,7 @@ class SwapEngine:
 
     def _copy(
         self,
-        lane: _Lane,
+        lane: Lane,
         route: Route,
         pairs: np.ndarray,
         method: str,
@@ -317,58 +274,3 @@ class SwapEngine:
                 pairs, engine=_ENGINES[method], num_thread_blocks=blocks, layers=layers
             ),
         )
-
-
-class _Lane:
-    """One direction: its stream, its jobs in order, and the last of them that touches each page."""
-
-    def __init__(
-        self, source: Pages, destination: Pages, stream: object, *, by_layer: bool = False
-    ) -> None:
-        self.source, self.destination, self.stream = source, destination, stream
-        self.route = Route(source, destination, by_layer=by_layer)
-        self.staging: tuple[Route, Route] | None = None
-        self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
-        self.last = 0
-        self._reads = np.zeros(source.num_blocks, np.int64)
-        self._writes = np.zeros(destination.num_blocks, np.int64)
-
-    def add(self, job: SwapJob) -> None:
-        self.forget()
-        self.last += 1
-        job.number = self.last
-        self.in_flight[self.last] = job
-        self._reads[job.pairs[:, 0]] = self.last
-        self._writes[job.pairs[:, 1]] = self.last
-
-    def forget(self) -> None:
-        """Jobs that are over, oldest first: behind one under way, none is."""
-        for number, job in list(self.in_flight.items()):
-            if not job.poll():
-                break
-            del self.in_flight[number]
-
-    def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """Of the jobs that may be under way; behind it, no earlier one is either."""
-        return self._last(self._reads, pages)
-
-    def last_writing(self, pages: np.ndarray) -> SwapJob | None:
-        return self._last(self._writes, pages)
-
-    def writers(self, pages: np.ndarray) -> np.ndarray:
-        """Numbers of the last jobs that wrote to these pages; 0: none has."""
-        return self._writes[pages]
-
-    def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
-        if not self.in_flight or len(pages) == 0:
-            return None
-        return self.in_flight.get(int(jobs[pages].max()))
-
-
-def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
-    """Looks until it is over. TimeoutError, naming it, after `timeout_s`."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    while not is_over():
-        if deadline is not None and time.monotonic() >= deadline:
-            raise TimeoutError(f"{name} is not over after {timeout_s} s")
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
