@@ -19,6 +19,7 @@ DOCUMENTED = [
     "kvcache.planning",
     "kvcache.specs",
     "kvcache.transfer.receive",
+    "kvcache.transfer.sharding",
     "kvcache.worker.apply",
     "kvcache.worker.block_table",
     "kvcache.worker.multi_group",
