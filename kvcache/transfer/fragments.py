@@ -1,0 +1,211 @@
+"""A transfer plan carried over to page numbers: factored, never one row per fragment.
+
+What repeats is stated once. Every layer (and K and V) of a page moves alike, and so do pages of a kind: a
+plan is a few patterns, each the product of *places* (where in a page's regions) and *runs* (which pages).
+Ten thousand blocks of 80 layers are millions of fragments, and a few tens of thousands of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+
+class GroupFragments(NamedTuple):
+    """Fragments of one group of pages, a row each; every column int64[n], offsets and length in bytes.
+
+    Pages count from 0 among the group's pages of that rank; offsets from where the page begins in the
+    region.
+    """
+
+    remote_rank: np.ndarray
+    remote_page: np.ndarray
+    remote_region: np.ndarray
+    remote_offset: np.ndarray
+    local_page: np.ndarray
+    local_region: np.ndarray
+    local_offset: np.ndarray
+    length: np.ndarray
+
+
+class Fragments(NamedTuple):
+    """Fragments of given pages, a row each; every column int64[n], in bytes from a region's start."""
+
+    remote_rank: np.ndarray
+    remote_region: np.ndarray
+    remote_offset: np.ndarray
+    local_region: np.ndarray
+    local_offset: np.ndarray
+    length: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Fragments of a group that move alike: each of `places` of each of `runs`, from one rank.
+
+    places: int64[p, 4], (remote region, byte in it, local region, byte in it). runs: int64[m, 5],
+    (remote page, byte in it, local page, byte in it, length). The bytes add up. The strides, bytes from
+    page to page, are those of all its regions. `joins`: whether runs of neighbouring pages may meet.
+    """
+
+    remote_rank: int
+    places: np.ndarray
+    runs: np.ndarray
+    remote_stride: int
+    local_stride: int
+    joins: bool
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments of a group."""
+        return len(self.places) * len(self.runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a group."""
+        return len(self.places) * int(self.runs[:, 4].sum())
+
+    @property
+    def is_whole_pages(self) -> bool:
+        """Whether each fragment is all that a page has in a region, on both sides."""
+        length = self.runs[:, 4]
+        return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
+
+    def apply(self, local_ids: np.ndarray, remote_ids: np.ndarray) -> Runs:
+        """int64[groups, pages] each, made the runs of bytes that they are."""
+        remote_page, remote_at, local_page, local_at, length = self.runs.T
+        remote = (remote_ids[:, remote_page] * self.remote_stride + remote_at).ravel()
+        local = (local_ids[:, local_page] * self.local_stride + local_at).ravel()
+        if not self.joins:
+            lengths = np.broadcast_to(length, (len(local_ids), len(length))).ravel()
+            return Runs(self.remote_rank, self.places, remote, local, lengths)
+        size = int(length[0])  # of all: what joins has one length
+        apart = np.empty(len(local), bool)
+        apart[:1] = True
+        np.not_equal(np.diff(remote), size, out=apart[1:])
+        apart[1:] |= np.diff(local) != size
+        first = np.flatnonzero(apart)
+        lengths = np.diff(first, append=len(local)) * size
+        return Runs(self.remote_rank, self.places, remote[first], local[first], lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Fragments of given pages from one rank: each of `places` of each run.
+
+    places: int64[p, 4], (remote region, byte in it, local region, byte in it). remote_offset,
+    local_offset, length: int64[m], bytes. Run m at place p goes from byte
+    `remote_offset[m] + places[p, 1]` of the remote region `places[p, 0]` to byte
+    `local_offset[m] + places[p, 3]` of the local region `places[p, 2]`.
+    """
+
+    remote_rank: int
+    places: np.ndarray
+    remote_offset: np.ndarray
+    local_offset: np.ndarray
+    length: np.ndarray
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments that these are."""
+        return len(self.places) * len(self.length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of them all."""
+        return len(self.places) * int(self.length.sum())
+
+    def expand(self) -> Fragments:
+        """Each fragment: place by place, in the order of runs."""
+        by_run = (len(self.places), len(self.length))
+        remote_region, remote_at, local_region, local_at = self.places.T[:, :, None]
+        columns = (
+            np.int64(self.remote_rank),
+            remote_region,
+            self.remote_offset + remote_at,
+            local_region,
+            self.local_offset + local_at,
+            self.length,
+        )
+        return Fragments(*(np.broadcast_to(column, by_run).ravel() for column in columns))
+
+
+@dataclass(frozen=True, eq=False)
+class TransferRuns:
+    """What `TransferPlan.apply` gives: runs of bytes, with neighbouring pages merged."""
+
+    parts: tuple[Runs, ...]
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments over all remote ranks."""
+        return sum(part.num_fragments for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes over all remote ranks."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def expand(self) -> Fragments:
+        """Every fragment a row: as long as there are fragments, so for few pages."""
+        return joined(Fragments, [part.expand() for part in self.parts])
+
+
+def expand_pattern(pattern: Pattern) -> GroupFragments:
+    """Each fragment of a group: place by place, in the order of runs."""
+    shape = (len(pattern.places), len(pattern.runs))
+    remote_region, remote_at, local_region, local_at = pattern.places.T[:, :, None]
+    remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
+    columns = (
+        np.int64(pattern.remote_rank),
+        remote_page,
+        remote_region,
+        remote_offset + remote_at,
+        local_page,
+        local_region,
+        local_offset + local_at,
+        length,
+    )
+    return GroupFragments(*(np.broadcast_to(column, shape).ravel() for column in columns))
+
+
+def joined(kind: Callable, parts: list[tuple]) -> tuple:
+    """The tables one after the other."""
+    if not parts:
+        return kind(*[np.empty(0, np.int64)] * len(kind._fields))
+    return kind(*(np.concatenate(columns) for columns in zip(*parts)))
+
+
+def page_ids(ids: np.ndarray, width: int, name: str) -> np.ndarray:
+    """int64[groups, width]; TypeError or ValueError for anything but page numbers."""
+    given = np.asarray(ids)
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
+    if given.ndim != 2 or given.shape[1] != width:
+        raise ValueError(f"{name} has shape {list(given.shape)}: expected [groups, {width}]")
+    if given.size and given.min() < 0:
+        raise ValueError(f"{name} holds {given.min()}: expected pages, 0 or more")
+    return given.astype(np.int64)
+
+
+def remote_page_ids(
+    ids: Mapping[int, np.ndarray] | np.ndarray, ranks: tuple[int, ...], num_groups: int, width: int
+) -> dict[int, np.ndarray]:
+    """Per remote rank int64[groups, width]; one array serves all."""
+    if not isinstance(ids, Mapping):
+        ids = page_ids(ids, width, "remote_pages")
+        found = dict.fromkeys(ranks, ids)
+    else:
+        if missing := sorted(set(ranks) - set(ids)):
+            raise ValueError(f"remote_pages has ranks {sorted(ids)}: expected also {missing}")
+        found = {rank: page_ids(ids[rank], width, f"remote_pages[{rank}]") for rank in ranks}
+    for rank, pages in found.items():
+        if len(pages) != num_groups:
+            raise ValueError(
+                f"remote_pages of rank {rank} has {len(pages)} groups, local_pages {num_groups}: "
+                "expected as many"
+            )
+    return found
