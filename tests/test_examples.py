@@ -18,6 +18,8 @@ DOCUMENTED = [
     "kvcache.allocator.sequences",
     "kvcache.planning",
     "kvcache.specs",
+    "kvcache.transfer.description",
+    "kvcache.transfer.plan",
     "kvcache.transfer.receive",
     "kvcache.transfer.sharding",
     "kvcache.worker.apply",

@@ -46,6 +46,10 @@ TORCH_FREE = {
 # In a room that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
     "kvcache.transfer",
+    "kvcache.transfer.description",
+    "kvcache.transfer.fragments",
+    "kvcache.transfer.patterns",
+    "kvcache.transfer.plan",
     "kvcache.transfer.sharding",
 }
 
@@ -137,8 +141,12 @@ manager.free(request)
 assert manager.get_computed_blocks(request)[1] == 32
 assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
 assert BlockSpaceManager(16, 100, 0).get_num_free_gpu_blocks() == 99
-from kvcache.transfer import heads_of_rank
+from kvcache.transfer import CacheDescription, heads_of_rank, plan_transfer
 assert heads_of_rank(8, 4, 1) == range(2, 4)
+cache = CacheDescription(
+    engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4
+)
+assert plan_transfer(cache, cache, 0).num_fragments == 4
 assert "torch" not in sys.modules
 import importlib
 for room, name in ("kvcache", "BlockTable"), ("kvcache.transfer", "copy_kv_blocks"):

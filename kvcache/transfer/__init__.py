@@ -9,6 +9,10 @@ from __future__ import annotations
 import importlib
 
 _HOME = {
+    "CacheDescription": "kvcache.transfer.description",
+    "ReceivePermutation": "kvcache.transfer.plan",
+    "TransferPlan": "kvcache.transfer.plan",
+    "plan_transfer": "kvcache.transfer.plan",
     "copy_kv_blocks": "kvcache.transfer.blocks",
     "kv_postprocess_blksize_and_layout_on_receive": "kvcache.transfer.receive",
     "kv_postprocess_blksize_on_receive": "kvcache.transfer.receive",

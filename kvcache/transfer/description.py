@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -137,30 +138,36 @@ class CacheDescription:
         """Tokens that one page on each context-parallel rank holds together."""
         return self.block_size * self.cp_world_size
 
-    @property
+    @cached_property
     def heads_per_rank(self) -> int:
         """Heads that each rank holds."""
-        return len(self.heads(0))
+        return len(heads_of_rank(self.total_num_kv_heads, self.tp_size, 0))
 
-    @property
+    @cached_property
+    def layers_per_rank(self) -> int:
+        """Layers that each rank holds."""
+        return self.num_layers // self.pp_size
+
+    @cached_property
     def row_bytes(self) -> np.ndarray:
         """int64[p]: bytes of one head of one token in each part of a layer: K and, if any, V."""
         sizes = [size for size in (self.head_size, self.v_head_size) if size]
-        return np.array(sizes, np.int64) * ELEMENT_BYTES[self.dtype]
+        return _fixed(np.array(sizes, np.int64) * ELEMENT_BYTES[self.dtype])
 
-    @property
+    @cached_property
     def part_bytes(self) -> np.ndarray:
         """int64[p]: bytes of a page in each part of a layer."""
-        return self.row_bytes * (self.block_size * self.heads_per_rank)
+        return _fixed(self.row_bytes * (self.block_size * self.heads_per_rank))
 
-    @property
+    @cached_property
     def region_bytes(self) -> np.ndarray:
         """int64[r]: bytes of a page in each region, which is also the distance from page to page."""
-        layers, parts = len(self.layers(0)), self.part_bytes
         if self.packing == "apart":
-            return np.tile(parts, layers)
-        per_layer = np.full(layers, parts.sum())
-        return per_layer if self.packing == "blocks_first" else per_layer.sum(keepdims=True)
+            return _fixed(np.tile(self.part_bytes, self.layers_per_rank))
+        per_layer = self.part_bytes.sum(keepdims=True)
+        if self.packing == "blocks_first":
+            return _fixed(np.tile(per_layer, self.layers_per_rank))
+        return _fixed(per_layer * self.layers_per_rank)
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank is; ValueError for a rank that is not there."""
@@ -179,22 +186,25 @@ class CacheDescription:
         """The model's KV heads that a rank holds."""
         return heads_of_rank(self.total_num_kv_heads, self.tp_size, self.coordinates(rank).tp_rank)
 
+    @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
         """(region, offset), int64[layers of a rank, p] each: where K and V of a page begin.
 
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
         ...     block_size=4, packing="block_major")
-        >>> [array.tolist() for array in cache.parts()]
+        >>> [array.tolist() for array in cache.parts]
         [[[0, 0], [0, 0]], [[0, 64], [128, 192]]]
         """
         sizes = self.part_bytes
-        layer, part = np.indices((len(self.layers(0)), len(sizes)))
+        layer, part = np.indices((self.layers_per_rank, len(sizes)))
         within = (np.cumsum(sizes) - sizes)[part]
         if self.packing == "apart":
-            return layer * len(sizes) + part, np.zeros_like(within)
-        if self.packing == "blocks_first":
-            return layer, within
-        return np.zeros_like(layer), layer * sizes.sum() + within
+            region, offset = layer * len(sizes) + part, np.zeros_like(within)
+        elif self.packing == "blocks_first":
+            region, offset = layer, within
+        else:
+            region, offset = np.zeros_like(layer), layer * sizes.sum() + within
+        return _fixed(region), _fixed(offset)
 
     def row(self, token: np.ndarray, head: np.ndarray) -> np.ndarray:
         """int64: which row of K or of V of a page is that of a token of it and a rank's n-th head."""
@@ -216,7 +226,7 @@ class CacheDescription:
         >>> region.tolist(), offset.tolist()
         ([1, 1], [16, 144])
         """
-        region, begin = self.parts()
+        region, begin = self.parts
         within = self.row(np.asarray(token), np.asarray(head)) * self.row_bytes[part]
         return np.broadcast_arrays(region[layer, part], begin[layer, part] + within)
 
@@ -232,3 +242,9 @@ _SIZES = (
     "cp_world_size",
     "cp_interleave",
 )
+
+
+def _fixed(array: np.ndarray) -> np.ndarray:
+    """Read-only: it is handed out again."""
+    array.setflags(write=False)
+    return array

@@ -77,10 +77,10 @@ class Pattern:
     def apply(self, local_ids: np.ndarray, remote_ids: np.ndarray) -> Runs:
         """int64[groups, pages] each, made the runs of bytes that they are."""
         remote_page, remote_at, local_page, local_at, length = self.runs.T
-        remote = (remote_ids[:, remote_page] * self.remote_stride + remote_at).ravel()
-        local = (local_ids[:, local_page] * self.local_stride + local_at).ravel()
+        remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)
+        local = _addresses(local_ids, local_page, self.local_stride, local_at)
         if not self.joins:
-            lengths = np.broadcast_to(length, (len(local_ids), len(length))).ravel()
+            lengths = np.tile(length, len(local_ids))
             return Runs(self.remote_rank, self.places, remote, local, lengths)
         size = int(length[0])  # of all: what joins has one length
         apart = np.empty(len(local), bool)
@@ -120,17 +120,16 @@ class Runs:
 
     def expand(self) -> Fragments:
         """Each fragment: place by place, in the order of runs."""
-        by_run = (len(self.places), len(self.length))
-        remote_region, remote_at, local_region, local_at = self.places.T[:, :, None]
-        columns = (
-            np.int64(self.remote_rank),
-            remote_region,
-            self.remote_offset + remote_at,
-            local_region,
-            self.local_offset + local_at,
-            self.length,
+        num_places, num_runs = len(self.places), len(self.length)
+        remote_region, remote_at, local_region, local_at = self.places.T
+        return Fragments(
+            np.full(num_places * num_runs, self.remote_rank),
+            np.repeat(remote_region, num_runs),
+            np.add.outer(remote_at, self.remote_offset).ravel(),
+            np.repeat(local_region, num_runs),
+            np.add.outer(local_at, self.local_offset).ravel(),
+            np.tile(self.length, num_places),
         )
-        return Fragments(*(np.broadcast_to(column, by_run).ravel() for column in columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,20 +155,33 @@ class TransferRuns:
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
     """Each fragment of a group: place by place, in the order of runs."""
-    shape = (len(pattern.places), len(pattern.runs))
-    remote_region, remote_at, local_region, local_at = pattern.places.T[:, :, None]
+    num_places, num_runs = len(pattern.places), len(pattern.runs)
+    remote_region, remote_at, local_region, local_at = pattern.places.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
-    columns = (
-        np.int64(pattern.remote_rank),
-        remote_page,
-        remote_region,
-        remote_offset + remote_at,
-        local_page,
-        local_region,
-        local_offset + local_at,
-        length,
+    return GroupFragments(
+        np.full(num_places * num_runs, pattern.remote_rank),
+        np.tile(remote_page, num_places),
+        np.repeat(remote_region, num_runs),
+        np.add.outer(remote_at, remote_offset).ravel(),
+        np.tile(local_page, num_places),
+        np.repeat(local_region, num_runs),
+        np.add.outer(local_at, local_offset).ravel(),
+        np.tile(length, num_places),
     )
-    return GroupFragments(*(np.broadcast_to(column, shape).ravel() for column in columns))
+
+
+def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -> np.ndarray:
+    """int64[groups * runs]: where the runs begin in a region, group by group."""
+    if ids.shape[1] == 1:
+        found = ids * stride + at  # one page for all runs
+    elif len(page) == ids.shape[1] and (page == np.arange(len(page))).all():
+        found = ids * stride
+        found += at
+    else:
+        found = np.take(ids, page, axis=1)
+        found *= stride
+        found += at
+    return found.ravel()
 
 
 def joined(kind: Callable, parts: list[tuple]) -> tuple:

@@ -44,17 +44,15 @@ def find_patterns(
     """
     at = local.coordinates(local_rank)
     rows = _matching_rows(local, remote, at, received)
+    by_pipeline_rank = _members(local, remote, at.pp_rank)
     first_of_source = np.flatnonzero(np.diff(rows.source, prepend=-1))
     patterns = []
     for first, last in zip(first_of_source, [*first_of_source[1:], len(rows.source)]):
         cp_rank, tp_rank = divmod(int(rows.source[first]), remote.tp_size)
-        shapes = _shapes(RowRuns(*(column[first:last] for column in rows)))
-        for pp_rank in range(remote.pp_size):
-            source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
-            members, parts = _members(local, remote, local_rank, source)
-            if len(members):
-                for shape in shapes:
-                    patterns += _in_bytes(local, remote, source, shape, members, parts)
+        for shape in _shapes(RowRuns(*(column[first:last] for column in rows))):
+            for pp_rank, members in by_pipeline_rank.items():
+                source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
+                patterns += _in_bytes(local, remote, source, shape, members)
     return tuple(patterns)
 
 
@@ -154,17 +152,26 @@ def _shapes(rows: RowRuns) -> list[Shape]:
 
 
 def _members(
-    local: CacheDescription, remote: CacheDescription, local_rank: int, source: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Layers that both ranks hold, K and V each: int64[n, 4] places, int64[n] which part it is."""
-    mine, theirs = local.layers(local_rank), remote.layers(source)
-    both = np.arange(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
+    local: CacheDescription, remote: CacheDescription, pp_rank: int
+) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+    """By remote pipeline rank the layers that it and the local one hold, K and V each.
+
+    int64[n, 4] places, and int64[n] which part it is.
+    """
+    layer = np.arange(local.layers_per_rank) + pp_rank * local.layers_per_rank
+    owner, in_owner = np.divmod(layer, remote.layers_per_rank)
     columns = [
-        array[both - layers.start].ravel()
-        for description, layers in ((remote, theirs), (local, mine))
-        for array in description.parts()
+        array[rows]
+        for cache, rows in ((remote, in_owner), (local, layer % local.layers_per_rank))
+        for array in cache.parts
     ]
-    return np.stack(columns, axis=1), np.tile(np.arange(len(local.row_bytes)), len(both))
+    table = np.stack(columns, axis=2)  # [layers, parts, 4]
+    num_parts = len(local.row_bytes)
+    found = {}
+    for rank in range(int(owner[0]), int(owner[-1]) + 1):
+        chosen = table[owner == rank].reshape(-1, 4)
+        found[rank] = chosen, np.tile(np.arange(num_parts), len(chosen) // num_parts)
+    return found
 
 
 def _in_bytes(
@@ -172,25 +179,22 @@ def _in_bytes(
     remote: CacheDescription,
     source: int,
     shape: Shape,
-    members: np.ndarray,
-    parts: np.ndarray,
+    members: tuple[np.ndarray, np.ndarray],
 ) -> list[Pattern]:
     """Rows counted in bytes and repeated over layers, K and V; whole parts that meet made one."""
-    bytes_of_row = local.row_bytes
+    places, parts = members
+    scales = local.row_bytes[parts]
     whole = local.block_size * local.heads_per_rank
     if shape.length == whole == remote.block_size * remote.heads_per_rank:
-        places, sizes = _merged_members(members, whole * bytes_of_row[parts])
+        places, sizes = _merged_members(places, whole * scales)
         scales = sizes // whole  # a place of several parts is a wide row
-    else:
-        places, scales = members, bytes_of_row[parts]
-    remote_stride = remote.region_bytes[places[:, 0]]
-    local_stride = local.region_bytes[places[:, 2]]
-    kinds, kind = np.unique(
-        np.stack([scales, remote_stride, local_stride], axis=1), axis=0, return_inverse=True
+    kinds = np.stack(
+        [scales, remote.region_bytes[places[:, 0]], local.region_bytes[places[:, 2]]], axis=1
     )
     patterns = []
-    for number, (scale, remote_step, local_step) in enumerate(kinds):
-        chosen = places[kind.ravel() == number]
+    for kind in sorted({tuple(row) for row in kinds.tolist()}):
+        scale, remote_step, local_step = kind
+        chosen = places[(kinds == kind).all(axis=1)]
         pieces = np.zeros((len(shape.pieces), 4), np.int64)
         pieces[:, 1::2] = shape.pieces * scale
         runs = np.empty((len(shape.starts), 5), np.int64)
@@ -202,9 +206,9 @@ def _in_bytes(
                 source,
                 (chosen[:, None] + pieces).reshape(-1, 4),
                 runs,
-                int(remote_step),
-                int(local_step),
-                _may_join(runs, int(remote_step), int(local_step)),
+                remote_step,
+                local_step,
+                _may_join(runs, remote_step, local_step),
             )
         )
     return patterns
@@ -222,7 +226,6 @@ def _merged_members(members: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray,
 
 def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:
     """Whether there are page numbers with which a run begins where the one before it ends."""
-    after = np.roll(runs, -1, axis=0)
-    remote = (runs[:, 1] + runs[:, 4] - after[:, 1]) % remote_stride == 0
-    local = (runs[:, 3] + runs[:, 4] - after[:, 3]) % local_stride == 0
-    return bool((remote & local).any())
+    ends = runs[:, 1:5:2] + runs[:, 4:]
+    begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])  # after the last the first
+    return bool(((ends - begins_next) % (remote_stride, local_stride) == 0).all(axis=1).any())
