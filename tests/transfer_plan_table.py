@@ -8,8 +8,8 @@ descriptions, one local rank and whether a permutation is allowed. Two products:
 - pages: every layout, packing, block size and interleave of both sides, head sizes, with and without
   permutation, for each of a list of parallel sizes, every local rank in turn.
 
-The product of both is 6 * 10^8, times the local ranks: `--random N` checks N of it, drawn with `--seed`, where
-one in eight has other heads on the two sides, which must be refused.
+The product of both is 6 * 10^8, times the local ranks: `--random N` checks N of it, drawn with `--seed`;
+one in eight of these may have other heads on the two sides, which must be refused.
 """
 
 import argparse

@@ -79,15 +79,16 @@ class Pattern:
         remote_page, remote_at, local_page, local_at, length = self.runs.T
         remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)
         local = _addresses(local_ids, local_page, self.local_stride, local_at)
-        if not self.joins:
-            lengths = np.tile(length, len(local_ids))
-            return Runs(self.remote_rank, self.places, remote, local, lengths)
-        size = int(length[0])  # of all: what joins has one length
-        apart = np.empty(len(local), bool)
-        apart[:1] = True
-        np.not_equal(np.diff(remote), size, out=apart[1:])
-        apart[1:] |= np.diff(local) != size
-        first = np.flatnonzero(apart)
+        size = int(length[0])
+        meets = np.empty(0, np.int64)
+        if self.joins:  # all have one length then
+            meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
+            meets = meets[local[meets + 1] - local[meets] == size]
+        if len(meets) == 0:
+            return Runs(self.remote_rank, self.places, remote, local, np.tile(length, len(local_ids)))
+        begins = np.ones(len(local), bool)
+        begins[meets + 1] = False
+        first = np.flatnonzero(begins)
         lengths = np.diff(first, append=len(local)) * size
         return Runs(self.remote_rank, self.places, remote[first], local[first], lengths)
 

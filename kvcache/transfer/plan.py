@@ -115,7 +115,7 @@ class TransferPlan:
         if any(pattern.joins for pattern in self.patterns):
             first = local_ids[:, 0]
             if (first[1:] < first[:-1]).any():  # neighbours meet only if they follow each other
-                order = np.argsort(first, kind="stable")
+                order = np.argsort(first)
                 local_ids = local_ids[order]
                 remote_ids = {rank: ids[order] for rank, ids in remote_ids.items()}
         return TransferRuns(
