@@ -18,6 +18,7 @@ DOCUMENTED = [
     "kvcache.allocator.sequences",
     "kvcache.planning",
     "kvcache.specs",
+    "kvcache.transfer.layouts",
     "kvcache.transfer.receive",
     "kvcache.transfer.sharding",
     "kvcache.worker.apply",

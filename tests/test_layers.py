@@ -46,6 +46,7 @@ TORCH_FREE = {
 # In a room that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
     "kvcache.transfer",
+    "kvcache.transfer.layouts",
     "kvcache.transfer.sharding",
 }
 

@@ -10,6 +10,10 @@ import importlib
 
 _HOME = {
     "copy_kv_blocks": "kvcache.transfer.blocks",
+    "AttentionBackend": "kvcache.transfer.layouts",
+    "backend": "kvcache.transfer.layouts",
+    "choose_layout": "kvcache.transfer.layouts",
+    "register_backend": "kvcache.transfer.layouts",
     "kv_postprocess_blksize_and_layout_on_receive": "kvcache.transfer.receive",
     "kv_postprocess_blksize_on_receive": "kvcache.transfer.receive",
     "kv_postprocess_layout_on_receive": "kvcache.transfer.receive",
