@@ -21,6 +21,7 @@ DOCUMENTED = [
     "kvcache.transfer.layouts",
     "kvcache.transfer.receive",
     "kvcache.transfer.sharding",
+    "kvcache.transfer.topology",
     "kvcache.worker.apply",
     "kvcache.worker.block_table",
     "kvcache.worker.multi_group",

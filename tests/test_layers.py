@@ -48,6 +48,7 @@ TORCH_FREE_MODULES = {
     "kvcache.transfer",
     "kvcache.transfer.layouts",
     "kvcache.transfer.sharding",
+    "kvcache.transfer.topology",
 }
 
 
@@ -138,8 +139,9 @@ manager.free(request)
 assert manager.get_computed_blocks(request)[1] == 32
 assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
 assert BlockSpaceManager(16, 100, 0).get_num_free_gpu_blocks() == 99
-from kvcache.transfer import heads_of_rank
-assert heads_of_rank(8, 4, 1) == range(2, 4)
+from kvcache.transfer import KVTopology
+topology = KVTopology("a", tp_rank=1, tp_size=4, total_num_kv_heads=8)
+assert topology.heads == range(2, 4) and topology.get_target_remote_ranks(2) == [(0, 0, 0)]
 assert "torch" not in sys.modules
 import importlib
 for room, name in ("kvcache", "BlockTable"), ("kvcache.transfer", "copy_kv_blocks"):

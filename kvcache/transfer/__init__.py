@@ -11,6 +11,8 @@ import importlib
 _HOME = {
     "copy_kv_blocks": "kvcache.transfer.blocks",
     "AttentionBackend": "kvcache.transfer.layouts",
+    "KVTopology": "kvcache.transfer.topology",
+    "RemoteEngine": "kvcache.transfer.topology",
     "backend": "kvcache.transfer.layouts",
     "choose_layout": "kvcache.transfer.layouts",
     "register_backend": "kvcache.transfer.layouts",
