@@ -11,6 +11,9 @@ import importlib
 _HOME = {
     "copy_kv_blocks": "kvcache.transfer.blocks",
     "AttentionBackend": "kvcache.transfer.layouts",
+    "KVCacheEvents": "kvcache.transfer.cache_events",
+    "KVConnectorOutput": "kvcache.transfer.aggregate",
+    "KVOutputAggregator": "kvcache.transfer.aggregate",
     "KVTopology": "kvcache.transfer.topology",
     "RemoteEngine": "kvcache.transfer.topology",
     "backend": "kvcache.transfer.layouts",
@@ -24,6 +27,7 @@ _HOME = {
     "layers_of_rank": "kvcache.transfer.sharding",
     "ranks_of_head": "kvcache.transfer.sharding",
     "replica_for": "kvcache.transfer.sharding",
+    "yield_req_data": "kvcache.transfer.requests",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604
