@@ -46,11 +46,16 @@ TORCH_FREE = {
 # In a room that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
     "kvcache.transfer",
+    "kvcache.transfer.aggregate",
+    "kvcache.transfer.cache_events",
     "kvcache.transfer.description",
     "kvcache.transfer.fragments",
+    "kvcache.transfer.layouts",
     "kvcache.transfer.patterns",
     "kvcache.transfer.plan",
+    "kvcache.transfer.requests",
     "kvcache.transfer.sharding",
+    "kvcache.transfer.topology",
 }
 
 
@@ -141,8 +146,11 @@ manager.free(request)
 assert manager.get_computed_blocks(request)[1] == 32
 assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
 assert BlockSpaceManager(16, 100, 0).get_num_free_gpu_blocks() == 99
-from kvcache.transfer import CacheDescription, heads_of_rank, plan_transfer
-assert heads_of_rank(8, 4, 1) == range(2, 4)
+from kvcache.transfer import KVOutputAggregator, KVTopology, choose_layout, yield_req_data
+from kvcache.transfer import CacheDescription, plan_transfer
+assert choose_layout("HND") == "HND" and KVOutputAggregator(2).aggregate([None, None]) is None
+topology = KVTopology("a", tp_rank=1, tp_size=4, total_num_kv_heads=8)
+assert topology.heads == range(2, 4) and topology.get_target_remote_ranks(2) == [(0, 0, 0)]
 cache = CacheDescription(
     engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4
 )

@@ -12,6 +12,7 @@ import pytest
 from kvcache.transfer.description import PACKINGS, CacheDescription, Coordinates
 from kvcache.transfer.plan import ReceivePermutation, plan_transfer
 from kvcache.transfer.sharding import ranks_of_head
+from kvcache.transfer.topology import KVTopology
 from tests.transfer_plan_checker import Memory, Wrong, check
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
@@ -308,8 +309,30 @@ def test_readers_are_spread_evenly_over_replicas(heads, is_mla, sizes):
     for pp_rank, head in itertools.product(range(remote_pp), range(heads)):
         tp_ranks = ranks_of_head(heads, remote_tp, head)
         counts = [readers[remote.rank_of(Coordinates(0, pp_rank, tp_rank))] for tp_rank in tp_ranks]
-        # Counted in readers of one layer: where PP differs, a rank has readers for each part.
-        assert max(counts) - min(counts) <= max(1, pp // remote_pp)
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "is_mla"), [(1, True), (1, False), (2, False), (4, False), (8, False)]
+)
+def test_ranks_are_those_of_the_topology(heads, is_mla):
+    num_checked = 0
+    stages = (1, 2, 4)
+    for tp, pp, remote_tp, remote_pp in itertools.product(SIZES, stages, SIZES, stages):
+        common = of(num_layers=4, total_num_kv_heads=heads, is_mla=is_mla)
+        local = cache(tp_size=tp, pp_size=pp, **common)
+        remote = cache(tp_size=remote_tp, pp_size=remote_pp, **common)
+        for rank in range(local.world_size):
+            _, pp_rank, tp_rank = local.coordinates(rank)
+            topology = KVTopology(
+                "a", tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp,
+                total_num_kv_heads=heads, is_mla=is_mla,
+            )  # fmt: skip
+            targets = topology.get_target_remote_ranks(remote_tp, remote_pp)
+            ranks = plan_transfer(local, remote, rank).remote_ranks
+            assert ranks == tuple(number for number, _, _ in targets)
+            num_checked += 1
+    assert num_checked == (1 + 2 + 4 + 8) * (1 + 2 + 4) * len(SIZES) * len(stages)
 
 
 @pytest.mark.parametrize(

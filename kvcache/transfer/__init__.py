@@ -14,6 +14,15 @@ _HOME = {
     "TransferPlan": "kvcache.transfer.plan",
     "plan_transfer": "kvcache.transfer.plan",
     "copy_kv_blocks": "kvcache.transfer.blocks",
+    "AttentionBackend": "kvcache.transfer.layouts",
+    "KVCacheEvents": "kvcache.transfer.cache_events",
+    "KVConnectorOutput": "kvcache.transfer.aggregate",
+    "KVOutputAggregator": "kvcache.transfer.aggregate",
+    "KVTopology": "kvcache.transfer.topology",
+    "RemoteEngine": "kvcache.transfer.topology",
+    "backend": "kvcache.transfer.layouts",
+    "choose_layout": "kvcache.transfer.layouts",
+    "register_backend": "kvcache.transfer.layouts",
     "kv_postprocess_blksize_and_layout_on_receive": "kvcache.transfer.receive",
     "kv_postprocess_blksize_on_receive": "kvcache.transfer.receive",
     "kv_postprocess_layout_on_receive": "kvcache.transfer.receive",
@@ -22,6 +31,7 @@ _HOME = {
     "layers_of_rank": "kvcache.transfer.sharding",
     "ranks_of_head": "kvcache.transfer.sharding",
     "replica_for": "kvcache.transfer.sharding",
+    "yield_req_data": "kvcache.transfer.requests",
 }
 
 __all__ = [*_HOME]  # noqa: PLE0604

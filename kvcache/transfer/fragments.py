@@ -85,7 +85,9 @@ class Pattern:
             meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
-            return Runs(self.remote_rank, self.places, remote, local, np.tile(length, len(local_ids)))
+            return Runs(
+                self.remote_rank, self.places, remote, local, np.tile(length, len(local_ids))
+            )
         begins = np.ones(len(local), bool)
         begins[meets + 1] = False
         first = np.flatnonzero(begins)

@@ -100,13 +100,14 @@ def _source_of_head(
 ) -> int:
     """The one remote tensor-parallel rank that a head is read from.
 
-    The local ranks that hold it count as readers, replicas first: they take turns over the remote
-    replicas also where each context-parallel or pipeline rank has its own counterpart.
+    Its readers are the local ranks that hold it, and whose layers lie in the same remote stage: as
+    `KVTopology` counts them, times the context-parallel ranks.
     """
-    replicas = ranks_of_head(local.total_num_kv_heads, local.tp_size, head)
-    reader = at.tp_rank - replicas.start
-    reader = (reader * local.cp_world_size + at.cp_rank) * local.pp_size + at.pp_rank
-    num_readers = len(replicas) * local.cp_world_size * local.pp_size
+    holders = ranks_of_head(local.total_num_kv_heads, local.tp_size, head)
+    stages = max(1, local.pp_size // remote.pp_size)
+    reader = holders.index(at.tp_rank) * local.cp_world_size + at.cp_rank
+    reader = reader * stages + at.pp_rank % stages
+    num_readers = len(holders) * local.cp_world_size * stages
     return replica_for(head, remote.total_num_kv_heads, remote.tp_size, reader, num_readers)
 
 
