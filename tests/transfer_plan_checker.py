@@ -7,10 +7,44 @@ row; elements are four bytes, so a wrong byte is a wrong number.
 
 import numpy as np
 
+from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan import plan_transfer
 
 ELEMENT = 4  # bytes: descriptions are of float32
 GROUPS, SPARE = 2, 2  # pages that nobody may touch
+
+
+def of(**values):
+    """A dictionary."""
+    return values
+
+
+def cache(**changes):
+    """A small description: one rank, 2 layers, 4 heads, blocks of 4."""
+    values = of(
+        engine_id="a",
+        num_layers=2,
+        total_num_kv_heads=4,
+        head_size=2,
+        block_size=4,
+        dtype="float32",
+    )
+    return CacheDescription(**{**values, **changes})
+
+
+# How local and remote differ from `cache()`: every kind of group.
+DIFFERENT = [
+    (of(), of()),
+    (of(block_size=8), of(block_size=2)),
+    (of(block_size=8, layout="HND"), of(block_size=2, layout="HND", tp_size=2)),
+    (of(block_size=2, layout="HND"), of(block_size=8, layout="HND", tp_size=2)),
+    (of(block_size=2), of(block_size=8, layout="HND", packing="block_major")),
+    (of(block_size=2, cp_world_size=2), of(block_size=4)),
+    (of(block_size=4), of(block_size=2, cp_world_size=2, cp_interleave=2)),
+    (of(cp_world_size=2, block_size=2), of(cp_world_size=2, block_size=4, layout="HND")),
+    (of(cp_world_size=2, block_size=4), of(cp_world_size=2, block_size=2, layout="HND")),
+    (of(block_size=4), of(block_size=6, packing="blocks_first")),
+]
 
 
 class Wrong(Exception):
