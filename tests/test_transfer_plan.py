@@ -72,6 +72,9 @@ def test_a_partial_group_reads_no_page_without_tokens():
     assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
     sharded = cache(block_size=2, cp_world_size=4)  # each rank has one token of four
     assert plan_transfer(local, sharded, 0).for_tokens(2).remote_ranks == (0, 1)
+    sharded_coarsely = cache(block_size=4, cp_world_size=2)  # token 4 is on rank 0
+    plan = plan_transfer(cache(), sharded_coarsely, 0)
+    assert plan.for_tokens(5, first_token=4).remote_ranks == (0,)
     nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3's first is token 3
     assert nothing.num_fragments == 0 and nothing.bytes_per_group == {}
     for wrong in (of(num_tokens=0), of(num_tokens=9), of(num_tokens=8, first_token=3)):

@@ -196,7 +196,7 @@ def plan_transfer(
     >>> plan = plan_transfer(decode, prefill, local_rank=1)
     >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages of 2 ranks, 4 regions
     (ReceivePermutation(remote_block_size=16, remote_layout='HND'), (2, 3), 32)
-    >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # 4 heads more
+    >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
     64
     """
     for name, description in (("local", local), ("remote", remote)):
@@ -254,7 +254,7 @@ def _pages_with(
     """bool[num_pages]: which of a rank's pages of a group hold any of the tokens [first, last)."""
     first, last = (_tokens_on_rank(cache, rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
-    return (begin < last) & (begin + cache.block_size > first)
+    return (begin < last) & (begin + cache.block_size > first) & (first < last)
 
 
 def _tokens_on_rank(cache: CacheDescription, rank: int, num_tokens: int) -> int:
