@@ -83,22 +83,22 @@ def test_a_partial_group_reads_no_page_without_tokens():
 
 
 def spoiled(**changes):
-    """A change of the plan: `changes` maps a column of places or runs to what becomes of it."""
+    """A change of the plan: `changes` maps the table of members or runs to what becomes of it."""
 
     def change(plan):
         patterns = []
         for pattern in plan.patterns:
-            places, runs = pattern.places.copy(), pattern.runs.copy()
-            changes.get("places", lambda table: None)(places)
+            members, runs = pattern.members.copy(), pattern.runs.copy()
+            changes.get("members", lambda table: None)(members)
             changes.get("runs", lambda table: None)(runs)
-            patterns.append(replace(pattern, places=places, runs=runs))
+            patterns.append(replace(pattern, members=members, runs=runs))
         return replace(plan, patterns=tuple(patterns))
 
     return change
 
 
-def swap_k_and_v(places):
-    places[0::2, :2], places[1::2, :2] = places[1::2, :2].copy(), places[0::2, :2].copy()
+def swap_k_and_v(members):
+    members[0::2, :2], members[1::2, :2] = members[1::2, :2].copy(), members[0::2, :2].copy()
 
 
 def shift(column, by):
@@ -132,13 +132,13 @@ ROW = 2 * 4  # bytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoiled(places=shift(1, ROW)), "an element is not where it belongs"),  # another head
+        (spoiled(members=shift(1, ROW)), "an element is not where it belongs"),  # another head
         (spoiled(runs=next_token), "an element is not where it belongs"),
-        (spoiled(places=shift(1, 2)), "within an element"),
-        (spoiled(places=shift(1, -(10**6))), "leaves its region"),
-        (spoiled(places=shift(0, 4)), "a region that is not there"),
-        (spoiled(places=shift(3, ROW)), "not exactly the bytes"),
-        (spoiled(places=swap_k_and_v), "an element is not where it belongs"),
+        (spoiled(members=shift(1, 2)), "within an element"),
+        (spoiled(members=shift(1, -(10**6))), "leaves its region"),
+        (spoiled(members=shift(0, 4)), "a region that is not there"),
+        (spoiled(members=shift(3, ROW)), "not exactly the bytes"),
+        (spoiled(members=swap_k_and_v), "an element is not where it belongs"),
         (spoiled(runs=half), "not exactly the bytes"),
         (read_again_from_a_replica, "a local byte is written twice"),
         (read_twice, "a remote byte is fetched twice"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -46,27 +47,37 @@ class Fragments(NamedTuple):
 class Pattern:
     """Fragments of a group that move alike: each of `places` of each of `runs`, from one rank.
 
-    places: int64[p, 4], (remote region, byte in it, local region, byte in it). runs: int64[m, 5],
-    (remote page, byte in it, local page, byte in it, length). The bytes add up. The strides, bytes from
-    page to page, are those of all its regions. `joins`: whether runs of neighbouring pages may meet.
+    members: int64[n, 4], (remote region, byte in it, local region, byte in it): K or V of a layer, or
+    several together. pieces: int64[k, 2], (remote, local) bytes on from there. places: each piece of
+    each member. runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length). The bytes
+    add up. The strides, bytes from page to page, are those of all its regions. `joins`: whether runs
+    of neighbouring pages may meet.
     """
 
     remote_rank: int
-    places: np.ndarray
+    members: np.ndarray
+    pieces: np.ndarray
     runs: np.ndarray
     remote_stride: int
     local_stride: int
     joins: bool
 
+    @cached_property
+    def places(self) -> np.ndarray:
+        """int64[p, 4], as members: all pieces of the first one, then of the next."""
+        places = np.repeat(self.members, len(self.pieces), axis=0)
+        places[:, 1::2] += np.tile(self.pieces, (len(self.members), 1))
+        return places
+
     @property
     def num_fragments(self) -> int:
         """Fragments of a group."""
-        return len(self.places) * len(self.runs)
+        return len(self.members) * len(self.pieces) * len(self.runs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a group."""
-        return len(self.places) * int(self.runs[:, 4].sum())
+        return len(self.members) * len(self.pieces) * int(self.runs[:, 4].sum())
 
     @property
     def is_whole_pages(self) -> bool:

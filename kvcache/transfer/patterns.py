@@ -196,8 +196,6 @@ def _in_bytes(
     for kind in sorted({tuple(row) for row in kinds.tolist()}):
         scale, remote_step, local_step = kind
         chosen = places[(kinds == kind).all(axis=1)]
-        pieces = np.zeros((len(shape.pieces), 4), np.int64)
-        pieces[:, 1::2] = shape.pieces * scale
         runs = np.empty((len(shape.starts), 5), np.int64)
         runs[:, :4] = shape.starts
         runs[:, 1::2] *= scale
@@ -205,7 +203,8 @@ def _in_bytes(
         patterns.append(
             Pattern(
                 source,
-                (chosen[:, None] + pieces).reshape(-1, 4),
+                chosen,
+                shape.pieces * scale,
                 runs,
                 remote_step,
                 local_step,
