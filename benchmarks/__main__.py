@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import control_plane, moving, receive, sequences, tables, token_io
+from benchmarks import (
+    control_plane,
+    moving,
+    receive,
+    sequences,
+    tables,
+    token_io,
+    transfer_plan,
+)
 from benchmarks.measure import Result
 
 SUITES = {
@@ -22,6 +30,7 @@ SUITES = {
     "moving": moving.all_results,
     "token_io": token_io.all_results,
     "receive": receive.all_results,
+    "transfer_plan": transfer_plan.all_results,
 }
 
 

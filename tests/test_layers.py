@@ -43,6 +43,20 @@ TORCH_FREE = {
     "kvcache._build",
     "kvcache.cli",
 }
+# In a room that otherwise needs torch: modules that do without it.
+TORCH_FREE_MODULES = {
+    "kvcache.transfer",
+    "kvcache.transfer.aggregate",
+    "kvcache.transfer.cache_events",
+    "kvcache.transfer.description",
+    "kvcache.transfer.fragments",
+    "kvcache.transfer.layouts",
+    "kvcache.transfer.patterns",
+    "kvcache.transfer.plan",
+    "kvcache.transfer.requests",
+    "kvcache.transfer.sharding",
+    "kvcache.transfer.topology",
+}
 
 
 def module_name(path: Path) -> str:
@@ -94,10 +108,19 @@ def test_imports_go_downwards(path):
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_the_control_plane_does_not_name_torch(path):
-    if room_of(module_name(path)) in TORCH_FREE:
+    module = module_name(path)
+    if room_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES:
         assert not [
             n for n, at_import in imports_of(path) if at_import and n.split(".")[0] == "torch"
         ]
+
+
+@pytest.mark.parametrize("module", sorted(TORCH_FREE_MODULES))
+def test_modules_without_torch_import_none_that_needs_it(module):
+    (path,) = [p for p in FILES if module_name(p) == module]
+    for name, at_import in imports_of(path):
+        free = room_of(name) in TORCH_FREE or name in TORCH_FREE_MODULES
+        assert free or not at_import or not name.startswith("kvcache"), name
 
 
 def test_core_has_no_torch_and_no_cuda():
@@ -123,13 +146,24 @@ manager.free(request)
 assert manager.get_computed_blocks(request)[1] == 32
 assert hash_blocks(range(40), 16).shape == (2, 32) and BlockPool(4).num_free == 3
 assert BlockSpaceManager(16, 100, 0).get_num_free_gpu_blocks() == 99
+from kvcache.transfer import KVOutputAggregator, KVTopology, choose_layout, yield_req_data
+from kvcache.transfer import CacheDescription, plan_transfer
+assert choose_layout("HND") == "HND" and KVOutputAggregator(2).aggregate([None, None]) is None
+topology = KVTopology("a", tp_rank=1, tp_size=4, total_num_kv_heads=8)
+assert topology.heads == range(2, 4) and topology.get_target_remote_ranks(2) == [(0, 0, 0)]
+cache = CacheDescription(
+    engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8, block_size=4
+)
+assert plan_transfer(cache, cache, 0).num_fragments == 4
 assert "torch" not in sys.modules
-try:
-    from kvcache import BlockTable
-except ModuleNotFoundError as error:
-    assert error.name == "torch"
-else:
-    raise AssertionError("the data plane imported without torch")
+import importlib
+for room, name in ("kvcache", "BlockTable"), ("kvcache.transfer", "copy_kv_blocks"):
+    try:
+        getattr(importlib.import_module(room), name)
+    except ModuleNotFoundError as error:
+        assert error.name == "torch"
+    else:
+        raise AssertionError(f"{name} imported without torch")
 print("works")
 """
 

@@ -1,17 +1,49 @@
-"""Between engines: blocks copied to and from the host, received ones made local. Needs torch."""
+"""Between engines: who holds what, what workers report, blocks copied and received.
 
-from kvcache.transfer.blocks import copy_kv_blocks
-from kvcache.transfer.receive import (
-    kv_postprocess_blksize_and_layout_on_receive,
-    kv_postprocess_blksize_on_receive,
-    kv_postprocess_layout_on_receive,
-    permute_received_blocks,
-)
+Names are imported when first used: what only counts and compares works where torch is not installed; what
+moves bytes imports it.
+"""
 
-__all__ = [
-    "copy_kv_blocks",
-    "kv_postprocess_blksize_and_layout_on_receive",
-    "kv_postprocess_blksize_on_receive",
-    "kv_postprocess_layout_on_receive",
-    "permute_received_blocks",
-]
+from __future__ import annotations
+
+import importlib
+
+_HOME = {
+    "CacheDescription": "kvcache.transfer.description",
+    "ReceivePermutation": "kvcache.transfer.plan",
+    "TransferPlan": "kvcache.transfer.plan",
+    "plan_transfer": "kvcache.transfer.plan",
+    "copy_kv_blocks": "kvcache.transfer.blocks",
+    "AttentionBackend": "kvcache.transfer.layouts",
+    "KVCacheEvents": "kvcache.transfer.cache_events",
+    "KVConnectorOutput": "kvcache.transfer.aggregate",
+    "KVOutputAggregator": "kvcache.transfer.aggregate",
+    "KVTopology": "kvcache.transfer.topology",
+    "RemoteEngine": "kvcache.transfer.topology",
+    "backend": "kvcache.transfer.layouts",
+    "choose_layout": "kvcache.transfer.layouts",
+    "register_backend": "kvcache.transfer.layouts",
+    "kv_postprocess_blksize_and_layout_on_receive": "kvcache.transfer.receive",
+    "kv_postprocess_blksize_on_receive": "kvcache.transfer.receive",
+    "kv_postprocess_layout_on_receive": "kvcache.transfer.receive",
+    "permute_received_blocks": "kvcache.transfer.receive",
+    "heads_of_rank": "kvcache.transfer.sharding",
+    "layers_of_rank": "kvcache.transfer.sharding",
+    "ranks_of_head": "kvcache.transfer.sharding",
+    "replica_for": "kvcache.transfer.sharding",
+    "yield_req_data": "kvcache.transfer.requests",
+}
+
+__all__ = [*_HOME]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'kvcache.transfer' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,237 @@
+"""A transfer plan carried over to page numbers: factored, never one row per fragment.
+
+What repeats is stated once. Every layer (and K and V) of a page moves alike, and so do pages of a kind: a
+plan is a few patterns, each the product of *places* (where in a page's regions) and *runs* (which pages).
+Ten thousand blocks of 80 layers are millions of fragments, and a few tens of thousands of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+
+class GroupFragments(NamedTuple):
+    """Fragments of one group of pages, a row each; every column int64[n], offsets and length in bytes.
+
+    Pages count from 0 among the group's pages of that rank; offsets from where the page begins in the
+    region.
+    """
+
+    remote_rank: np.ndarray
+    remote_page: np.ndarray
+    remote_region: np.ndarray
+    remote_offset: np.ndarray
+    local_page: np.ndarray
+    local_region: np.ndarray
+    local_offset: np.ndarray
+    length: np.ndarray
+
+
+class Fragments(NamedTuple):
+    """Fragments of given pages, a row each; every column int64[n], in bytes from a region's start."""
+
+    remote_rank: np.ndarray
+    remote_region: np.ndarray
+    remote_offset: np.ndarray
+    local_region: np.ndarray
+    local_offset: np.ndarray
+    length: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Fragments of a group that move alike: each of `places` of each of `runs`, from one rank.
+
+    members: int64[n, 4], (remote region, byte in it, local region, byte in it): K or V of a layer, or
+    several together. pieces: int64[k, 2], (remote, local) bytes on from there. places: each piece of
+    each member. runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length). The bytes
+    add up. The strides, bytes from page to page, are those of all its regions. `joins`: whether runs
+    of neighbouring pages may meet.
+    """
+
+    remote_rank: int
+    members: np.ndarray
+    pieces: np.ndarray
+    runs: np.ndarray
+    remote_stride: int
+    local_stride: int
+    joins: bool
+
+    @cached_property
+    def places(self) -> np.ndarray:
+        """int64[p, 4], as members: all pieces of the first one, then of the next."""
+        places = np.repeat(self.members, len(self.pieces), axis=0)
+        places[:, 1::2] += np.tile(self.pieces, (len(self.members), 1))
+        return places
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments of a group."""
+        return len(self.members) * len(self.pieces) * len(self.runs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a group."""
+        return len(self.members) * len(self.pieces) * int(self.runs[:, 4].sum())
+
+    @property
+    def is_whole_pages(self) -> bool:
+        """Whether each fragment is all that a page has in a region, on both sides."""
+        length = self.runs[:, 4]
+        return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
+
+    def apply(self, local_ids: np.ndarray, remote_ids: np.ndarray) -> Runs:
+        """int64[groups, pages] each, made the runs of bytes that they are."""
+        remote_page, remote_at, local_page, local_at, length = self.runs.T
+        remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)
+        local = _addresses(local_ids, local_page, self.local_stride, local_at)
+        size = int(length[0])
+        meets = np.empty(0, np.int64)
+        if self.joins:  # all have one length then
+            meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
+            meets = meets[local[meets + 1] - local[meets] == size]
+        if len(meets) == 0:
+            return Runs(
+                self.remote_rank, self.places, remote, local, np.tile(length, len(local_ids))
+            )
+        begins = np.ones(len(local), bool)
+        begins[meets + 1] = False
+        first = np.flatnonzero(begins)
+        lengths = np.diff(first, append=len(local)) * size
+        return Runs(self.remote_rank, self.places, remote[first], local[first], lengths)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Fragments of given pages from one rank: each of `places` of each run.
+
+    places: int64[p, 4], (remote region, byte in it, local region, byte in it). remote_offset,
+    local_offset, length: int64[m], bytes. Run m at place p goes from byte
+    `remote_offset[m] + places[p, 1]` of the remote region `places[p, 0]` to byte
+    `local_offset[m] + places[p, 3]` of the local region `places[p, 2]`.
+    """
+
+    remote_rank: int
+    places: np.ndarray
+    remote_offset: np.ndarray
+    local_offset: np.ndarray
+    length: np.ndarray
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments that these are."""
+        return len(self.places) * len(self.length)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of them all."""
+        return len(self.places) * int(self.length.sum())
+
+    def expand(self) -> Fragments:
+        """Each fragment: place by place, in the order of runs."""
+        num_places, num_runs = len(self.places), len(self.length)
+        remote_region, remote_at, local_region, local_at = self.places.T
+        return Fragments(
+            np.full(num_places * num_runs, self.remote_rank),
+            np.repeat(remote_region, num_runs),
+            np.add.outer(remote_at, self.remote_offset).ravel(),
+            np.repeat(local_region, num_runs),
+            np.add.outer(local_at, self.local_offset).ravel(),
+            np.tile(self.length, num_places),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class TransferRuns:
+    """What `TransferPlan.apply` gives: runs of bytes, with neighbouring pages merged."""
+
+    parts: tuple[Runs, ...]
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments over all remote ranks."""
+        return sum(part.num_fragments for part in self.parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes over all remote ranks."""
+        return sum(part.num_bytes for part in self.parts)
+
+    def expand(self) -> Fragments:
+        """Every fragment a row: as long as there are fragments, so for few pages."""
+        return joined(Fragments, [part.expand() for part in self.parts])
+
+
+def expand_pattern(pattern: Pattern) -> GroupFragments:
+    """Each fragment of a group: place by place, in the order of runs."""
+    num_places, num_runs = len(pattern.places), len(pattern.runs)
+    remote_region, remote_at, local_region, local_at = pattern.places.T
+    remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
+    return GroupFragments(
+        np.full(num_places * num_runs, pattern.remote_rank),
+        np.tile(remote_page, num_places),
+        np.repeat(remote_region, num_runs),
+        np.add.outer(remote_at, remote_offset).ravel(),
+        np.tile(local_page, num_places),
+        np.repeat(local_region, num_runs),
+        np.add.outer(local_at, local_offset).ravel(),
+        np.tile(length, num_places),
+    )
+
+
+def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -> np.ndarray:
+    """int64[groups * runs]: where the runs begin in a region, group by group."""
+    if ids.shape[1] == 1:
+        found = ids * stride + at  # one page for all runs
+    elif len(page) == ids.shape[1] and (page == np.arange(len(page))).all():
+        found = ids * stride
+        found += at
+    else:
+        found = np.take(ids, page, axis=1)
+        found *= stride
+        found += at
+    return found.ravel()
+
+
+def joined(kind: Callable, parts: list[tuple]) -> tuple:
+    """The tables one after the other."""
+    if not parts:
+        return kind(*[np.empty(0, np.int64)] * len(kind._fields))
+    return kind(*(np.concatenate(columns) for columns in zip(*parts)))
+
+
+def page_ids(ids: np.ndarray, width: int, name: str) -> np.ndarray:
+    """int64[groups, width]; TypeError or ValueError for anything but page numbers."""
+    given = np.asarray(ids)
+    if given.size and given.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
+    if given.ndim != 2 or given.shape[1] != width:
+        raise ValueError(f"{name} has shape {list(given.shape)}: expected [groups, {width}]")
+    if given.size and given.min() < 0:
+        raise ValueError(f"{name} holds {given.min()}: expected pages, 0 or more")
+    return given.astype(np.int64)
+
+
+def remote_page_ids(
+    ids: Mapping[int, np.ndarray] | np.ndarray, ranks: tuple[int, ...], num_groups: int, width: int
+) -> dict[int, np.ndarray]:
+    """Per remote rank int64[groups, width]; one array serves all."""
+    if not isinstance(ids, Mapping):
+        ids = page_ids(ids, width, "remote_pages")
+        found = dict.fromkeys(ranks, ids)
+    else:
+        if missing := sorted(set(ranks) - set(ids)):
+            raise ValueError(f"remote_pages has ranks {sorted(ids)}: expected also {missing}")
+        found = {rank: page_ids(ids[rank], width, f"remote_pages[{rank}]") for rank in ranks}
+    for rank, pages in found.items():
+        if len(pages) != num_groups:
+            raise ValueError(
+                f"remote_pages of rank {rank} has {len(pages)} groups, local_pages {num_groups}: "
+                "expected as many"
+            )
+    return found

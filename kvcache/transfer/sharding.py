@@ -1,0 +1,105 @@
+"""Which KV heads and which layers a rank of an engine holds: integers only.
+
+Heads lie over tensor-parallel ranks in one of two ways. As many ranks as heads or fewer: *sharded*, equal
+runs of neighbouring heads. More ranks than heads: *replicated*, one head per rank, neighbouring ranks
+holding the same one. MLA's latent is one head, held by every rank.
+"""
+
+from __future__ import annotations
+
+from kvcache.specs import integer
+
+
+def size_ratio(local: int, remote: int, what: str) -> int:
+    """How many times as large the local side is; negative where the remote side is the larger one.
+
+    1 where both are equal, and never 0 or -1. `what` names the size in the error: ValueError where
+    neither divides the other or one is less than 1.
+
+    >>> size_ratio(8, 2, "tp_size"), size_ratio(2, 8, "tp_size"), size_ratio(4, 4, "tp_size")
+    (4, -4, 1)
+    """
+    local = integer(local, f"local {what}", 1)
+    remote = integer(remote, f"remote {what}", 1)
+    large, small = max(local, remote), min(local, remote)
+    if large % small:
+        raise ValueError(
+            f"local {what} is {local}, remote {what} is {remote}: expected one to divide the other"
+        )
+    return large // small if local >= remote else -(large // small)
+
+
+def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
+    """The heads that a tensor-parallel rank holds, of all the model's: `range(total_num_kv_heads)`.
+
+    Sharded: an equal run for each rank. Replicated (more ranks than heads): rank r holds head
+    `r * total_num_kv_heads // tp_size`. ValueError where neither size divides the other, or for a
+    rank that is not there.
+
+    >>> heads_of_rank(8, 4, 1), heads_of_rank(2, 8, 5)
+    (range(2, 4), range(1, 2))
+    """
+    _check_heads(total_num_kv_heads, tp_size)
+    integer(tp_rank, "tp_rank", 0, tp_size - 1)
+    first = tp_rank * total_num_kv_heads // tp_size
+    return range(first, first + max(1, total_num_kv_heads // tp_size))
+
+
+def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
+    """The tensor-parallel ranks that hold a head: one, or all its replicas. ValueError as above.
+
+    >>> ranks_of_head(8, 4, 3), ranks_of_head(2, 8, 1)
+    (range(1, 2), range(4, 8))
+    """
+    _check_heads(total_num_kv_heads, tp_size)
+    integer(head, "head", 0, total_num_kv_heads - 1)
+    first = head * tp_size // total_num_kv_heads
+    return range(first, first + max(1, tp_size // total_num_kv_heads))
+
+
+def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
+    """The layers that a pipeline rank holds: equal runs, the first rank the first ones.
+
+    ValueError where they do not come out even, or for a rank that is not there.
+
+    >>> layers_of_rank(32, 4, 1)
+    range(8, 16)
+    """
+    integer(num_layers, "num_layers", 1)
+    integer(pp_size, "pp_size", 1)
+    integer(pp_rank, "pp_rank", 0, pp_size - 1)
+    if num_layers % pp_size:
+        raise ValueError(
+            f"num_layers is {num_layers}, pp_size is {pp_size}: expected equally many layers per rank"
+        )
+    per_rank = num_layers // pp_size
+    return range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
+
+
+def replica_for(
+    head: int, total_num_kv_heads: int, tp_size: int, reader: int = 0, num_readers: int = 1
+) -> int:
+    """The one tensor-parallel rank that a reader takes a head from, among those that hold it.
+
+    `num_readers` ranks of the other engine read this head from here; `reader` counts them from 0.
+    They are spread evenly: numbers of readers per replica differ by one at most. Every head has a
+    single source however many hold it. ValueError for sizes that do not divide and for a head or
+    reader that is not there.
+
+    >>> [replica_for(1, 2, 8, reader, 2) for reader in (0, 1)]  # ranks 4 to 7 hold head 1
+    [4, 6]
+    """
+    ranks = ranks_of_head(total_num_kv_heads, tp_size, head)
+    integer(num_readers, "num_readers", 1)
+    integer(reader, "reader", 0, num_readers - 1)
+    return ranks[reader * len(ranks) // num_readers]
+
+
+def _check_heads(total_num_kv_heads: int, tp_size: int) -> None:
+    integer(total_num_kv_heads, "total_num_kv_heads", 1)
+    integer(tp_size, "tp_size", 1)
+    if total_num_kv_heads % tp_size and tp_size % total_num_kv_heads:
+        raise ValueError(
+            f"total_num_kv_heads is {total_num_kv_heads}, tp_size is {tp_size}: "
+            "expected one to divide the other"
+        )

@@ -1,0 +1,317 @@
+"""What a worker needs to know of itself and of other engines to read their KV: ranks, sizes, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from kvcache.specs import integer
+from kvcache.transfer.layouts import LAYOUTS, AttentionBackend, backend
+from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for, size_ratio
+
+# An unregistered backend is asked for the shape of this many blocks and tokens: what no dimension of K
+# and V, heads or elements has, and block sizes that backends accept divide.
+_PROBE_BLOCKS, _PROBE_TOKENS = 7919, 4096
+
+
+@dataclass(frozen=True)
+class RemoteEngine:
+    """Sizes of another engine; `block_size` in tokens. ValueError for one below 1.
+
+    >>> RemoteEngine(tp_size=4, pp_size=2, block_size=16).world_size
+    8
+    """
+
+    tp_size: int
+    pp_size: int = 1
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "block_size"):
+            object.__setattr__(self, name, integer(getattr(self, name), name, 1))
+
+    @property
+    def world_size(self) -> int:
+        """Workers of the engine, by global rank `pp_rank * tp_size + tp_rank`."""
+        return self.pp_size * self.tp_size
+
+
+@dataclass(frozen=True)
+class KVTopology:
+    """One worker's place in its engine, and where what it holds lies in other engines.
+
+    The worker is rank `tp_rank` of `tp_size`, `pp_rank` of `pp_size`; `total_num_kv_heads` are the
+    model's. `backend`: a registered name (None: "FLASH_ATTN", of MLA "MLA"), an `AttentionBackend`, or
+    any object that has `get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)` (or
+    `shape`), and for packed layers `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
+    `tensor_shape`: the shape of the tensor that is registered for transfer, None where it is not known
+    yet; one dimension more than the backend's shape means that layers are packed together.
+    `remotes`: other engines by id; see `with_remote`.
+
+    Questions about a remote side come in pairs: with its sizes, or `..._from_engine_id`. ValueError
+    for ranks and sizes out of range, sizes of which neither divides the other, an unknown backend or
+    engine id, a backend that is MLA where `is_mla` says otherwise, and a `tensor_shape` of another
+    number of dimensions.
+
+    >>> topology = KVTopology("decode", tp_rank=1, tp_size=2, block_size=32, total_num_kv_heads=8)
+    >>> topology = topology.with_remote("prefill", RemoteEngine(tp_size=4, block_size=16))
+    >>> topology.tp_ratio(4), topology.block_size_ratio_from_engine_id("prefill")
+    (-2, 2)
+    >>> topology.get_target_remote_ranks_from_engine_id("prefill")  # (global, pp, tp) ranks
+    [(2, 0, 2), (3, 0, 3)]
+    """
+
+    engine_id: str
+    tp_rank: int
+    tp_size: int
+    pp_rank: int = 0
+    pp_size: int = 1
+    block_size: int = 16
+    total_num_kv_heads: int = 1
+    is_mla: bool = False
+    backend: str | AttentionBackend | object | None = None
+    tensor_shape: Sequence[int] | None = None
+    kv_cache_layout: str = "NHD"
+    remotes: Mapping[str, RemoteEngine] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name in ("tp_size", "pp_size", "block_size", "total_num_kv_heads"):
+            self._settle(name, integer(getattr(self, name), name, 1))
+        self._settle("tp_rank", integer(self.tp_rank, "tp_rank", 0, self.tp_size - 1))
+        self._settle("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
+        if self.kv_cache_layout not in LAYOUTS:
+            raise ValueError(f"kv_cache_layout is {self.kv_cache_layout!r}: expected NHD or HND")
+        for engine_id, remote in self.remotes.items():
+            self._check_remote(engine_id, remote)
+        self._settle("remotes", dict(self.remotes))
+        heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
+        if self.backend is None:
+            self._settle("backend", "MLA" if self.is_mla else "FLASH_ATTN")
+        described = backend(self.backend) if isinstance(self.backend, str) else self.backend
+        if isinstance(described, AttentionBackend) and described.is_mla != self.is_mla:
+            raise ValueError(
+                f"is_mla is {self.is_mla}, backend {described.name!r} has is_mla {described.is_mla}: "
+                "expected them to agree"
+            )
+        dims = _dims_of(described)
+        packed = False
+        if self.tensor_shape is not None:
+            shape = tuple(integer(size, "a size in tensor_shape", 0) for size in self.tensor_shape)
+            self._settle("tensor_shape", shape)
+            if len(shape) not in (len(dims), len(dims) + 1):
+                raise ValueError(
+                    f"tensor_shape is {shape}, of {len(shape)} dimensions: expected {len(dims)} as the "
+                    f"backend's shape has, or {len(dims) + 1} with layers packed together"
+                )
+            packed = len(shape) == len(dims) + 1
+        order = _packed_order(described, dims, self.kv_cache_layout) if packed else dims
+        self._settle("_cross_layers_blocks", packed)
+        self._settle("_blocks_first", dims[0] == "block" and not self.is_mla)
+        self._settle("_block_size_position", order.index("token") - len(order))
+
+    def _settle(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    # The cache's shape.
+
+    @property
+    def is_kv_layout_blocks_first(self) -> bool:
+        """The first dimension counts blocks, and a block holds both K and V. Not MLA: it has no V."""
+        return self._blocks_first
+
+    @property
+    def cross_layers_blocks(self) -> bool:
+        """Whether `tensor_shape` is that of all layers packed together."""
+        return self._cross_layers_blocks
+
+    @property
+    def split_k_and_v(self) -> bool:
+        """Whether K and V are regions of their own: not when packed, MLA or blocks first."""
+        return not (self.cross_layers_blocks or self.is_mla or self.is_kv_layout_blocks_first)
+
+    @property
+    def block_size_position(self) -> int:
+        """The dimension of a block's tokens, negative: counted from the end.
+
+        Of the shape as the backend indexes it; when packed, of the order in memory, as the one tensor of
+        all layers has it.
+
+        >>> KVTopology("a", tp_rank=0, tp_size=1, backend="FLASHINFER").block_size_position
+        -3
+        """
+        return self._block_size_position
+
+    # Ratios.
+
+    def tp_ratio(self, remote_tp_size: int) -> int:
+        """Local over remote tensor-parallel size; negative where the remote one is the larger."""
+        return size_ratio(self.tp_size, remote_tp_size, "tp_size")
+
+    def pp_ratio(self, remote_pp_size: int) -> int:
+        """Local over remote pipeline size; negative where the remote one is the larger."""
+        return size_ratio(self.pp_size, remote_pp_size, "pp_size")
+
+    def block_size_ratio(self, remote_block_size: int) -> int:
+        """Local over remote block size; negative where the remote one is the larger."""
+        return size_ratio(self.block_size, remote_block_size, "block_size")
+
+    def tp_ratio_from_engine_id(self, engine_id: str) -> int:
+        """As `tp_ratio`, of an engine that is known."""
+        return self.tp_ratio(self.engine(engine_id).tp_size)
+
+    def pp_ratio_from_engine_id(self, engine_id: str) -> int:
+        """As `pp_ratio`, of an engine that is known."""
+        return self.pp_ratio(self.engine(engine_id).pp_size)
+
+    def block_size_ratio_from_engine_id(self, engine_id: str) -> int:
+        """As `block_size_ratio`, of an engine that is known."""
+        return self.block_size_ratio(self.engine(engine_id).block_size)
+
+    # Engines.
+
+    def with_remote(self, engine_id: str, remote: RemoteEngine) -> KVTopology:
+        """This topology with one more engine; the same again changes nothing.
+
+        ValueError where the id is known with other sizes, or is this engine's own.
+        """
+        known = self.remotes.get(engine_id, remote)
+        if known != remote:
+            raise ValueError(
+                f"engine {engine_id!r} is {remote}, and known as {known}: expected the same"
+            )
+        return replace(self, remotes={**self.remotes, engine_id: remote})
+
+    def engine(self, engine_id: str) -> RemoteEngine:
+        """The sizes of an engine, this one's own among them. ValueError for an unknown id."""
+        if engine_id == self.engine_id:
+            return RemoteEngine(self.tp_size, self.pp_size, self.block_size)
+        if engine_id not in self.remotes:
+            known = ", ".join(repr(e) for e in (self.engine_id, *self.remotes))
+            raise ValueError(f"engine_id is {engine_id!r}: expected one of {known}")
+        return self.remotes[engine_id]
+
+    def is_kv_replicated(self, engine_id: str) -> bool:
+        """Whether an engine has more tensor-parallel ranks than KV heads, so that some hold the same.
+
+        With as many ranks as heads each holds a head of its own: not replicated.
+        """
+        return self.engine(engine_id).tp_size > self.total_num_kv_heads
+
+    def replicates_kv_cache(self, engine_id: str) -> bool:
+        """Whether ranks of an engine hold the same KV: `is_kv_replicated`, or MLA."""
+        return self.is_mla or self.is_kv_replicated(engine_id)
+
+    # Who holds what.
+
+    @property
+    def heads(self) -> range:
+        """The heads that this worker holds, of all the model's; MLA's latent is head 0.
+
+        >>> KVTopology("a", tp_rank=3, tp_size=4, total_num_kv_heads=8).heads
+        range(6, 8)
+        """
+        return heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
+
+    def remote_tp_rank_of_head(
+        self, head: int, remote_tp_size: int, remote_pp_size: int = 1
+    ) -> int:
+        """The one remote tensor-parallel rank that this worker reads a head of its own from.
+
+        Where several hold the head, the local workers that need it are spread over them. ValueError
+        for a head that this worker does not hold, and for sizes that do not divide.
+
+        >>> topology = KVTopology("a", tp_rank=1, tp_size=2, total_num_kv_heads=1)
+        >>> topology.remote_tp_rank_of_head(0, 8)
+        4
+        """
+        self.tp_ratio(remote_tp_size)
+        if head not in self.heads:
+            raise ValueError(f"head is {head}: expected one of {self.heads}, which tp_rank holds")
+        # Local workers that read this head from the same remote stage: tensor-parallel ranks that hold
+        # it, times pipeline ranks whose layers lie there.
+        holders = ranks_of_head(self._num_heads, self.tp_size, head)
+        stages = max(1, self.pp_ratio(remote_pp_size))
+        reader = holders.index(self.tp_rank) * stages + self.pp_rank % stages
+        return replica_for(head, self._num_heads, remote_tp_size, reader, len(holders) * stages)
+
+    def get_target_remote_ranks(
+        self, remote_tp_size: int, remote_pp_size: int = 1
+    ) -> list[tuple[int, int, int]]:
+        """The remote workers that this one reads from: `(global_rank, pp_rank, tp_rank)`, ascending.
+
+        `global_rank = pp_rank * remote_tp_size + tp_rank`. Together they hold all heads of all layers
+        that this worker holds; each head of a layer is read from exactly one of them, and there is
+        none that nothing is read from. Layers lie evenly over pipeline ranks. ValueError for sizes
+        that do not divide.
+
+        >>> KVTopology("a", tp_rank=0, tp_size=1, pp_rank=1, pp_size=2, total_num_kv_heads=2,
+        ...     ).get_target_remote_ranks(remote_tp_size=4, remote_pp_size=4)  # replicas: one per head
+        [(8, 2, 0), (10, 2, 2), (12, 3, 0), (14, 3, 2)]
+        """
+        ratio = self.pp_ratio(remote_pp_size)
+        per_stage = max(1, -ratio)
+        first = self.pp_rank // ratio if ratio > 0 else self.pp_rank * per_stage
+        tp_ranks = sorted(
+            {self.remote_tp_rank_of_head(h, remote_tp_size, remote_pp_size) for h in self.heads}
+        )
+        return [
+            (pp_rank * remote_tp_size + tp_rank, pp_rank, tp_rank)
+            for pp_rank in range(first, first + per_stage)
+            for tp_rank in tp_ranks
+        ]
+
+    def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
+        """As `get_target_remote_ranks`, of an engine that is known."""
+        remote = self.engine(engine_id)
+        return self.get_target_remote_ranks(remote.tp_size, remote.pp_size)
+
+    @property
+    def _num_heads(self) -> int:
+        return 1 if self.is_mla else self.total_num_kv_heads
+
+    def _check_remote(self, engine_id: str, remote: RemoteEngine) -> None:
+        if not isinstance(remote, RemoteEngine):
+            raise TypeError(f"engine {engine_id!r} is {remote!r}: expected a RemoteEngine")
+        if engine_id == self.engine_id:
+            raise ValueError(f"engine {engine_id!r} is this one's id: expected another's")
+
+
+def _dims_of(described: object) -> tuple[str | None, ...]:
+    """The roles of a backend's dimensions; of an unregistered one, of blocks and tokens only."""
+    if isinstance(described, AttentionBackend):
+        return described.dims
+    ask = getattr(described, "get_kv_cache_shape", None) or getattr(described, "shape", None)
+    if not callable(ask):
+        raise TypeError(
+            f"backend is {described!r}: expected a name, an AttentionBackend or an object with "
+            "get_kv_cache_shape"
+        )
+    shape = tuple(
+        ask(num_blocks=_PROBE_BLOCKS, block_size=_PROBE_TOKENS, num_kv_heads=1, head_size=1)
+    )
+    roles = {_PROBE_BLOCKS: "block", _PROBE_TOKENS: "token"}
+    dims = tuple(roles.get(size) for size in shape)
+    if dims.count("block") != 1 or dims.count("token") != 1:
+        raise ValueError(
+            f"backend gives the shape {shape} for num_blocks {_PROBE_BLOCKS} and block_size "
+            f"{_PROBE_TOKENS}: expected one dimension of each"
+        )
+    return dims
+
+
+def _packed_order(
+    described: object, dims: tuple[str | None, ...], layout: str
+) -> tuple[str | None, ...]:
+    """The roles in memory of all layers packed. Of a backend that says nothing: layers outermost."""
+    if isinstance(described, AttentionBackend):
+        return described.memory_order(layout, cross_layers=True)
+    packed = ("layer", *dims)
+    try:
+        order = described.get_kv_cache_stride_order(include_num_layers_dimension=True)
+    except (AttributeError, NotImplementedError):
+        return packed
+    if sorted(order) != list(range(len(packed))):
+        raise ValueError(
+            f"backend gives the stride order {tuple(order)}: expected one of 0 to {len(dims)}"
+        )
+    return tuple(packed[i] for i in order)

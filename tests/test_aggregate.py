@@ -1,0 +1,550 @@
+"""One report of all workers: by hand, and at random against a model that remembers every report."""
+
+import copy
+import random
+from collections import Counter
+from itertools import chain
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.transfer import KVCacheEvents, KVConnectorOutput, KVOutputAggregator, yield_req_data
+
+
+class Output(SimpleNamespace):
+    """An engine's own."""
+
+
+class EmptyOutput(Output):
+    def __bool__(self):
+        return False
+
+
+class Stats:
+    def __init__(self, **counts):
+        self.counts = +Counter(counts)
+
+    def aggregate(self, other):
+        self.counts += other.counts
+        return self
+
+    def is_empty(self):
+        return not self.counts
+
+    def __eq__(self, other):
+        return type(self) is type(other) and self.counts == other.counts
+
+
+class OtherStats(Stats):
+    """Changes itself and returns nothing."""
+
+    def aggregate(self, other):
+        self.counts += other.counts
+
+
+def output(**report):
+    return Output(kv_connector_output=KVConnectorOutput(**report))
+
+
+def sending(*req_ids, **report):
+    return output(finished_sending=set(req_ids), **report)
+
+
+def recving(*req_ids, **report):
+    return output(finished_recving=set(req_ids), **report)
+
+
+NOTHING = KVConnectorOutput()
+
+
+def state(aggregator):
+    return (
+        aggregator.expected_finished_count,
+        aggregator.remaining_sending,
+        aggregator.remaining_recving,
+        copy.deepcopy(aggregator._held),
+    )
+
+
+def test_a_request_is_finished_when_every_worker_has_said_so_across_calls():
+    aggregator = KVOutputAggregator(3)
+    first = aggregator.aggregate([sending("a", "b"), sending("a"), output()])
+    assert first.kv_connector_output.finished_sending is None
+    assert aggregator.remaining_sending == {"a": 1, "b": 2}
+    second = aggregator.aggregate([output(), sending("b"), sending("a", "b")])
+    assert second.kv_connector_output.finished_sending == {"a", "b"}
+    assert aggregator.remaining_sending == {}
+
+
+def test_sending_and_receiving_are_counted_apart():
+    aggregator = KVOutputAggregator(2)
+    report = aggregator.aggregate([sending("a"), recving("a")]).kv_connector_output
+    assert report.finished_sending is None and report.finished_recving is None
+    assert (aggregator.remaining_sending, aggregator.remaining_recving) == ({"a": 1}, {"a": 1})
+    report = aggregator.aggregate([recving("a"), sending("a")]).kv_connector_output
+    assert report.finished_sending == {"a"} and report.finished_recving == {"a"}
+
+
+def test_the_output_of_output_rank_is_returned_with_what_else_it_holds():
+    outputs = [sending("a"), Output(kv_connector_output=NOTHING, sampled=[1, 2]), sending("a")]
+    merged = KVOutputAggregator(2).aggregate(outputs, output_rank=1)
+    assert merged is outputs[1] and merged.sampled == [1, 2]
+    assert merged.kv_connector_output.finished_sending == {"a"}
+
+
+def test_a_finished_id_may_come_again():
+    aggregator = KVOutputAggregator(1)
+    for _ in range(2):
+        merged = aggregator.aggregate([recving("a")])
+        assert merged.kv_connector_output.finished_recving == {"a"}
+    assert aggregator.remaining_recving == {}
+
+
+def test_reports_that_say_nothing_become_none():
+    for reports in ([None, None], [NOTHING, None], [KVConnectorOutput(set(), set())] * 2):
+        outputs = [Output(kv_connector_output=report) for report in reports]
+        merged = KVOutputAggregator(2).aggregate(outputs)
+        assert merged.kv_connector_output == KVConnectorOutput(expected_finished_count=2)
+
+
+@pytest.mark.parametrize(("count", "expected"), [(3, 3), (0, 8), (None, 8)])
+def test_the_count_comes_from_the_connector_or_the_world_size(count, expected):
+    connector = SimpleNamespace(get_finished_count=lambda: count)
+    assert KVOutputAggregator.from_connector(connector, 8).expected_finished_count == expected
+
+
+def test_a_worker_changes_the_count_for_new_requests_in_worker_order():
+    aggregator = KVOutputAggregator(3)
+    aggregator.aggregate([sending("old"), output(), output()])
+    # "early" is first reported before worker 1 changes the count, "late" after, by worker 1 itself.
+    outputs = [
+        sending("early"),
+        sending("late", expected_finished_count=2),
+        sending("early", "old"),
+    ]
+    report = aggregator.aggregate(outputs).kv_connector_output
+    assert report.finished_sending is None
+    assert report.expected_finished_count == aggregator.expected_finished_count == 2
+    assert aggregator.remaining_sending == {"old": 1, "early": 1, "late": 1}
+    report = aggregator.aggregate([output(), output(), sending("late")]).kv_connector_output
+    assert report.finished_sending == {"late"}
+
+
+def test_the_last_worker_to_change_the_count_prevails():
+    aggregator = KVOutputAggregator(3)
+    outputs = [
+        sending("a", expected_finished_count=1),
+        sending("b", expected_finished_count=4),
+        sending("b"),
+    ]
+    report = aggregator.aggregate(outputs).kv_connector_output
+    assert report.finished_sending == {"a"}
+    assert aggregator.remaining_sending == {"b": 2}
+    assert aggregator.expected_finished_count == 4
+
+
+def test_invalid_block_ids_are_united():
+    outputs = [output(invalid_block_ids={1, 2}), output(), output(invalid_block_ids={2, 3})]
+    merged = KVOutputAggregator(3).aggregate(outputs)
+    assert merged.kv_connector_output.invalid_block_ids == {1, 2, 3}
+
+
+def test_statistics_of_one_type_are_added_up_and_the_workers_own_stay():
+    own = [Stats(bytes=1), None, Stats(bytes=2, reads=1), Stats()]
+    outputs = [output(kv_connector_stats=stats) for stats in own]
+    merged = KVOutputAggregator(4).aggregate(outputs)
+    assert merged.kv_connector_output.kv_connector_stats == Stats(bytes=3, reads=1)
+    assert own == [Stats(bytes=1), None, Stats(bytes=2, reads=1), Stats()]
+
+
+def test_statistics_of_several_types_are_added_up_by_type():
+    own = [Stats(bytes=1), OtherStats(loads=1), Stats(bytes=2), OtherStats(loads=4)]
+    outputs = [output(kv_connector_stats=stats) for stats in own]
+    stats = KVOutputAggregator(4).aggregate(outputs).kv_connector_output.kv_connector_stats
+    assert stats == {Stats: Stats(bytes=3), OtherStats: OtherStats(loads=5)}
+
+
+def test_empty_statistics_become_none():
+    merged = KVOutputAggregator(1).aggregate([output(kv_connector_stats=Stats())])
+    assert merged.kv_connector_output.kv_connector_stats is None
+
+
+def stored(first, group=0):
+    hashes = np.arange(first, first + 32, dtype=np.uint8).reshape(1, 32)
+    return BlockStored(hashes, bytes(32), np.arange(16, dtype=np.int32), 16, group)
+
+
+def removed(first):
+    return BlockRemoved(np.full((1, 32), first, np.uint8), 0)
+
+
+def test_cache_events_of_all_workers_are_combined_and_counted():
+    """Equal events are different objects: each worker's came through its own pipe."""
+    own = [
+        [stored(1), stored(2), removed(1), AllBlocksCleared()],
+        KVCacheEvents([stored(2), removed(1), stored(3)]),
+        [stored(3), removed(1), stored(2), stored(2, group=1)],
+    ]
+    outputs = [output(kv_cache_events=events) for events in own]
+    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == 3
+    assert len(events.get_all_events()) == 11
+    assert events.get_common_events() == [own[0][1], own[0][2]]
+    counts = {
+        name: events.num_workers_with(event)
+        for name, event in {
+            "1": stored(1),
+            "2": stored(2),
+            "3": stored(3),
+            "none": stored(4),
+        }.items()
+    }
+    assert counts == {"1": 1, "2": 3, "3": 2, "none": 0}
+    assert own[1].get_number_of_workers() == 1 and len(own[1].get_all_events()) == 3
+
+
+def test_an_event_counts_as_common_as_often_as_every_worker_reported_it():
+    events = KVCacheEvents(["stored", "removed", "stored"])
+    assert events.get_common_events() == ["stored", "removed", "stored"]
+    events.merge(KVCacheEvents(["stored", "removed", "removed"]))
+    assert events.get_common_events() == ["stored", "removed"]
+    events.increment_workers()
+    events.add_events(["stored"])
+    assert events.get_common_events() == ["stored"]
+    assert events.get_number_of_workers() == 3
+    events.clear_events()
+    assert events.get_all_events() == [] and events.get_number_of_workers() == 3
+    assert repr(events) == "<KVCacheEvents workers=3, events=0>"
+    with pytest.raises(ValueError, match="count is 0: expected 1 or more"):
+        events.increment_workers(0)
+
+
+def test_no_events_become_none_and_a_worker_with_none_is_not_counted():
+    empty = [output(kv_cache_events=[]), output(kv_cache_events=KVCacheEvents())]
+    assert KVOutputAggregator(2).aggregate(empty).kv_connector_output.kv_cache_events is None
+    some = [output(), output(kv_cache_events=["a"]), output(kv_cache_events=["a"])]
+    events = KVOutputAggregator(3).aggregate(some).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == 2 and events.get_common_events() == ["a"]
+
+
+class CountedEvents:
+    """As serving engines write them: a counter of events, a number of workers."""
+
+    def __init__(self, *events):
+        self.counter, self.workers = Counter(events), 1
+
+    def add_events(self, events):
+        self.counter.update(events)
+
+    def get_all_events(self):
+        return list(self.counter.elements())
+
+    def increment_workers(self, count=1):
+        self.workers += count
+
+    def get_number_of_workers(self):
+        return self.workers
+
+
+def test_an_engines_own_events_are_combined_by_their_own_methods():
+    own = [CountedEvents("a", "b"), CountedEvents("b"), CountedEvents("b", "c")]
+    outputs = [output(kv_cache_events=events) for events in own]
+    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert type(events) is CountedEvents and events.workers == 3
+    assert events.counter == {"a": 1, "b": 3, "c": 1}
+    assert own[0].counter == {"a": 1, "b": 1} and own[0].workers == 1
+
+
+def test_an_engines_own_report_may_lack_what_it_does_not_know():
+    report = SimpleNamespace(finished_sending=["a"], finished_recving=None)
+    merged = KVOutputAggregator(1).aggregate([Output(kv_connector_output=report)])
+    assert merged.kv_connector_output.finished_sending == {"a"}
+
+
+@pytest.mark.parametrize("empty", [lambda r: None, lambda r: EmptyOutput(kv_connector_output=r)])
+def test_an_empty_output_of_output_rank_loses_no_report(empty):
+    aggregator = KVOutputAggregator(2)
+    first = [
+        empty(NOTHING),
+        sending("a", "b", invalid_block_ids={5}, kv_connector_stats=Stats(bytes=1)),
+        sending("a", kv_cache_events=["stored"], expected_finished_count=3),
+    ]
+    assert aggregator.aggregate(first) is None
+    assert aggregator.remaining_sending == {"b": 1}
+    assert aggregator.aggregate([empty(NOTHING), output(kv_cache_events=["x"]), output()]) is None
+    last = [
+        output(kv_cache_events=["stored", "x"], kv_connector_stats=Stats(bytes=2)),
+        output(kv_cache_events=["stored"], invalid_block_ids={6}),
+        output(kv_cache_events=["x"]),
+    ]
+    report = aggregator.aggregate(last).kv_connector_output
+    assert report.finished_sending == {"a"} and report.invalid_block_ids == {5, 6}
+    assert report.kv_connector_stats == Stats(bytes=3)
+    # As though each worker had reported all of it now.
+    assert report.kv_cache_events.get_number_of_workers() == 3
+    assert report.kv_cache_events.get_common_events() == ["stored", "x"]
+    assert report.expected_finished_count == 3
+    again = aggregator.aggregate([output(), output(), output()]).kv_connector_output
+    assert again == KVConnectorOutput(expected_finished_count=3), "reported twice"
+
+
+def test_what_an_empty_output_reports_itself_counts():
+    aggregator = KVOutputAggregator(2)
+    assert aggregator.aggregate([EmptyOutput(**vars(sending("a"))), sending("a")]) is None
+    assert aggregator.aggregate([output(), output()]).kv_connector_output.finished_sending == {"a"}
+
+
+def test_a_step_in_which_no_worker_has_an_output_is_none():
+    aggregator = KVOutputAggregator(2)
+    aggregator.aggregate([None, sending("a")])
+    before = state(aggregator)
+    assert aggregator.aggregate([None, None], output_rank=1) is None
+    assert state(aggregator) == before
+
+
+def test_held_statistics_and_events_are_not_the_workers_own():
+    aggregator = KVOutputAggregator(2)
+    stats, events = Stats(bytes=1), KVCacheEvents(["a"])
+    aggregator.aggregate([None, output(kv_connector_stats=stats, kv_cache_events=events)])
+    stats.counts.clear()
+    events.clear_events()
+    report = aggregator.aggregate([output(), output()]).kv_connector_output
+    assert report.kv_connector_stats == Stats(bytes=1)
+    assert report.kv_cache_events.get_all_events() == ["a"]
+
+
+class FailingStats(Stats):
+    def aggregate(self, other):
+        raise ValueError("these do not add up")
+
+
+class Frozen:
+    __slots__ = ()
+    kv_connector_output = NOTHING
+
+
+class Silent:
+    pass
+
+
+BAD = [
+    ([sending("a"), None, sending("a")], "the output of worker 1 is missing"),
+    ([None, sending("a"), None], "the output of worker 2 is missing"),
+    ([sending("a"), sending("a"), Silent()], "the output of worker 2 is .*kv_connector_output"),
+    (
+        [sending("a"), sending("a"), output(finished_recving="a")],
+        "finished_recving of worker 2 is 'a'",
+    ),
+    (
+        [sending("a"), sending("a"), output(expected_finished_count=-1)],
+        "expected_finished_count of worker 2 is -1",
+    ),
+    (
+        [sending("a"), sending("a"), output(kv_connector_stats={"bytes": 1})],
+        "kv_connector_stats of worker 2 is {'bytes': 1}: expected an object with aggregate",
+    ),
+    (
+        [sending("a"), sending("a"), output(kv_cache_events="stored")],
+        "kv_cache_events of worker 2 is 'stored': expected an object with add_events",
+    ),
+    (
+        [output(kv_cache_events=["a"]), sending("a"), output(kv_cache_events=CountedEvents())],
+        "kv_cache_events of worker 2 is a CountedEvents, of worker 0 a KVCacheEvents",
+    ),
+    (
+        [output(kv_connector_stats=FailingStats(a=1)), sending("a")]
+        + [output(kv_connector_stats=FailingStats(a=1))],
+        "these do not add up",
+    ),
+    ([], "outputs is empty"),
+]
+
+
+@pytest.mark.parametrize(("outputs", "message"), BAD, ids=[m[:40] for _, m in BAD])
+def test_a_call_that_fails_changes_nothing(outputs, message):
+    aggregator = KVOutputAggregator(3)
+    held = output(kv_connector_stats=Stats(a=1), expected_finished_count=4)
+    aggregator.aggregate([None, sending("a"), held])
+    before = state(aggregator)
+    with pytest.raises(ValueError, match=message):
+        aggregator.aggregate(outputs)
+    assert state(aggregator) == before
+
+
+def test_an_output_that_takes_no_report_changes_nothing():
+    aggregator = KVOutputAggregator(1)
+    before = state(aggregator)
+    with pytest.raises(AttributeError):
+        aggregator.aggregate([Frozen(), sending("a")])
+    assert state(aggregator) == before
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_an_output_rank_that_is_no_worker_is_an_error(rank):
+    aggregator = KVOutputAggregator(2)
+    with pytest.raises(ValueError, match=f"output_rank is {rank}: expected 0 to 1"):
+        aggregator.aggregate([sending("a"), sending("a")], output_rank=rank)
+    assert aggregator.remaining_sending == {}
+
+
+@pytest.mark.parametrize("count", [0, -3])
+def test_a_count_below_one_is_an_error(count):
+    with pytest.raises(ValueError, match=f"expected_finished_count is {count}"):
+        KVOutputAggregator(count)
+
+
+class Model:
+    """Remembers every report, and what no output has carried."""
+
+    def __init__(self, expected):
+        self.expected = expected
+        self.reports = {"sending": {}, "recving": {}}  # id -> [reports wanted, reports so far]
+        self.carry = {"sending": set(), "recving": set(), "invalid": set()}
+        self.stats, self.events = {}, {}
+
+    def step(self, reports):
+        for worker, report in enumerate(reports):
+            if report is None:
+                continue
+            if report.expected_finished_count:
+                self.expected = report.expected_finished_count
+            for kind in ("sending", "recving"):
+                for req_id in getattr(report, f"finished_{kind}") or ():
+                    count = self.reports[kind].setdefault(req_id, [self.expected, 0])
+                    count[1] += 1
+                    if count[0] == count[1]:
+                        del self.reports[kind][req_id]
+                        self.carry[kind].add(req_id)
+            self.carry["invalid"] |= report.invalid_block_ids or set()
+            if report.kv_connector_stats is not None:
+                kind = type(report.kv_connector_stats)
+                self.stats[kind] = (
+                    self.stats.get(kind, Counter()) + report.kv_connector_stats.counts
+                )
+            if report.kv_cache_events is not None:
+                self.events.setdefault(worker, []).extend(report.kv_cache_events)
+
+    def remaining(self, kind):
+        return {req_id: want - got for req_id, (want, got) in self.reports[kind].items()}
+
+    def check(self, report):
+        assert report.finished_sending == (self.carry["sending"] or None)
+        assert report.finished_recving == (self.carry["recving"] or None)
+        assert report.invalid_block_ids == (self.carry["invalid"] or None)
+        assert report.expected_finished_count == self.expected
+        stats = report.kv_connector_stats
+        stats = {} if stats is None else stats if isinstance(stats, dict) else {type(stats): stats}
+        assert {k: s.counts for k, s in stats.items()} == {k: c for k, c in self.stats.items() if c}
+        if not any(self.events.values()):
+            assert report.kv_cache_events is None
+        else:
+            by_worker = [self.events[worker] for worker in sorted(self.events)]
+            assert report.kv_cache_events.get_all_events() == [*chain(*by_worker)]
+            common = Counter(by_worker[0])
+            for events in by_worker:
+                common &= Counter(events)
+            assert Counter(report.kv_cache_events.get_common_events()) == common
+        for carried in (*self.carry.values(), self.stats, self.events):
+            carried.clear()
+
+
+def random_report(rng):
+    def ids():
+        some = {f"r{rng.randrange(12)}" for _ in range(rng.choice([0, 1, 3]))}
+        return some or rng.choice([None, set()])
+
+    if rng.random() < 0.1:
+        return None
+    report = KVConnectorOutput(ids(), ids())
+    if rng.random() < 0.2:
+        kind = rng.choice([Stats, OtherStats])
+        report.kv_connector_stats = kind(**{rng.choice("ab"): rng.randrange(3)})
+    if rng.random() < 0.3:
+        report.kv_cache_events = [rng.choice("xyz") for _ in range(rng.randrange(4))]
+    if rng.random() < 0.2:
+        report.invalid_block_ids = {rng.randrange(50) for _ in range(rng.randrange(3))}
+    if rng.random() < 0.05:
+        report.expected_finished_count = rng.randint(1, 6)
+    return report
+
+
+def corrupted(outputs, rank, rng):
+    """The same outputs with one thing wrong."""
+    bad = copy.deepcopy(outputs)
+    others = [worker for worker in range(len(bad)) if worker != rank]
+    if others and bad[rank] is not None and rng.random() < 0.5:
+        bad[rng.choice(others)] = None
+        return bad
+    report = KVConnectorOutput(finished_sending={"r0", "bad"}, kv_connector_stats=object())
+    bad[rng.randrange(len(bad))] = Output(kv_connector_output=report)
+    return bad
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_steps_answer_and_remember_as_the_model(seed):
+    """25,000 steps in all; empty outputs, failing calls and changing counts between them."""
+    rng = random.Random(seed)
+    world = rng.randint(1, 7)
+    expected = rng.choice([world, rng.randint(1, 9)])
+    aggregator, model = KVOutputAggregator(expected), Model(expected)
+    for _ in range(1250):
+        rank = rng.randrange(world)
+        reports = [random_report(rng) for _ in range(world)]
+        outputs = [Output(kv_connector_output=copy.deepcopy(report)) for report in reports]
+        form = rng.random()
+        if form < 0.15:
+            outputs[rank] = reports[rank] = None
+        elif form < 0.3:
+            outputs[rank] = EmptyOutput(**vars(outputs[rank]))
+        if rng.random() < 0.05:
+            before = state(aggregator)
+            with pytest.raises(ValueError):
+                aggregator.aggregate(corrupted(outputs, rank, rng), rank)
+            assert repr(state(aggregator)[:3]) == repr(before[:3]), f"seed {seed}"
+        merged = aggregator.aggregate(outputs, rank)
+        model.step(reports)
+        assert merged is (outputs[rank] if form >= 0.3 else None)
+        if merged is not None:
+            model.check(merged.kv_connector_output)
+        assert aggregator.remaining_sending == model.remaining("sending"), f"seed {seed}"
+        assert aggregator.remaining_recving == model.remaining("recving"), f"seed {seed}"
+        for own, given in zip(outputs, reports, strict=True):
+            if own is not merged and own is not None:
+                assert own.kv_connector_output == given, "a worker's own report was changed"
+
+
+# What a scheduler says of a step, request by request.
+
+
+def step_of(new, req_ids, new_block_ids, resumed):
+    return SimpleNamespace(
+        scheduled_new_reqs=[SimpleNamespace(req_id=r, block_ids=b) for r, b in new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=req_ids, new_block_ids=new_block_ids, resumed_req_ids=resumed
+        ),
+    )
+
+
+def test_new_requests_come_first_and_cached_ones_say_whether_they_were_resumed():
+    step = step_of(
+        [("n1", ([1, 2], [3])), ("n2", ([4], []))],
+        ["c1", "c2", "c3"],
+        [([5], [6]), None, ([7, 8], [])],
+        {"c3", "n1"},
+    )
+    assert list(yield_req_data(step)) == [
+        ("n1", ([1, 2], [3]), False),
+        ("n2", ([4], []), False),
+        ("c1", ([5], [6]), False),
+        ("c2", None, False),
+        ("c3", ([7, 8], []), True),
+    ]
+    assert list(yield_req_data(step_of([], [], [], set()))) == []
+
+
+def test_lengths_that_differ_are_named_before_anything_is_yielded():
+    step = step_of([("n1", ([1],))], ["c1", "c2"], [([5],)], set())
+    with pytest.raises(ValueError, match="2 req_ids, 1 new_block_ids: expected the same number"):
+        yield_req_data(step)

@@ -1,0 +1,223 @@
+"""Shapes of attention backends' caches, their orders in memory, and the layout connectors ask for."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from kvcache.transfer import layouts
+from kvcache.transfer.layouts import (
+    AttentionBackend,
+    backend,
+    backend_names,
+    choose_layout,
+    register_backend,
+)
+
+NB, BS, H, D, L = 7, 16, 4, 64, 3
+SIZES = {"kv": 2, "block": NB, "token": BS, "head": H, "element": D, "layer": L}
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Registers into a copy."""
+    monkeypatch.setattr(layouts, "_BACKENDS", dict(layouts._BACKENDS))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("FLASH_ATTN", (2, NB, BS, H, D)),
+        ("FLASHINFER", (NB, 2, BS, H, D)),
+        ("TRITON_ATTN", (NB, 2, BS, H, D)),
+        ("MLA", (NB, BS, D)),
+        ("FLASH_ATTN_DIFFKV", (NB, BS, H, 2 * D)),
+    ],
+)
+def test_shapes_of_the_built_in_backends(name, shape):
+    assert backend(name).shape(NB, BS, H, D) == shape
+    assert backend(name).shape(num_blocks=NB, block_size=BS, num_kv_heads=H, head_size=D) == shape
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "cross_layers", "order"),
+    [
+        ("FLASH_ATTN", "NHD", False, (0, 1, 2, 3, 4)),
+        ("FLASH_ATTN", "HND", False, (0, 1, 3, 2, 4)),
+        ("FLASH_ATTN", "NHD", True, (2, 0, 1, 3, 4, 5)),
+        ("FLASH_ATTN", "HND", True, (2, 4, 0, 1, 3, 5)),
+        ("FLASHINFER", "NHD", False, (0, 1, 2, 3, 4)),
+        ("FLASHINFER", "HND", False, (0, 1, 3, 2, 4)),
+        ("FLASHINFER", "NHD", True, (1, 0, 2, 3, 4, 5)),
+        ("FLASHINFER", "HND", True, (1, 2, 4, 0, 3, 5)),
+        ("TRITON_ATTN", "HND", True, (1, 4, 0, 2, 3, 5)),
+        ("FLASH_ATTN_DIFFKV", "HND", False, (0, 2, 1, 3)),
+        ("FLASH_ATTN_DIFFKV", "NHD", True, (1, 0, 2, 3, 4)),
+        ("FLASH_ATTN_DIFFKV", "HND", True, (1, 3, 0, 2, 4)),
+        ("MLA", "NHD", False, (0, 1, 2)),
+        ("MLA", "HND", False, (0, 1, 2)),
+        ("MLA", "HND", True, (1, 0, 2, 3)),
+    ],
+)
+def test_stride_orders_are_those_of_the_engines(name, layout, cross_layers, order):
+    assert backend(name).stride_order(layout, cross_layers) == order
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "MLA"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("num_layers", [None, L])
+def test_memory_ordered_by_the_stride_order_has_the_physical_shape(name, layout, num_layers):
+    described = backend(name)
+    logical = described.shape(NB, BS, H, D)
+    logical = logical if num_layers is None else (num_layers, *logical)
+    order = described.stride_order(layout, num_layers is not None)
+    physical = np.zeros(logical).transpose(order).shape
+    assert physical == described.physical_shape(NB, BS, H, D, layout=layout, num_layers=num_layers)
+    roles = described.memory_order(layout, num_layers is not None)
+    assert physical == tuple(SIZES[role] for role in roles)
+    if "head" in roles and layout == "HND":
+        assert roles.index("head") < roles.index("token")
+    if "head" in roles and layout == "NHD":
+        assert roles.index("token") < roles.index("head")
+
+
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "MLA"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_packed_layers_lie_within_a_block(name, layout):
+    assert backend(name).memory_order(layout, cross_layers=True)[0] == "block"
+
+
+def test_k_and_v_of_unequal_head_size():
+    joined = backend("FLASH_ATTN_DIFFKV")
+    assert joined.shape(NB, BS, H, 192, v_head_size=128) == (NB, BS, H, 320)
+    assert joined.shape(NB, BS, H, 192, 192) == joined.shape(NB, BS, H, 192)
+    assert joined.physical_shape(NB, BS, H, 192, 128, layout="HND") == (NB, H, BS, 320)
+    assert backend("MLA").shape(NB, BS, 1, 512, v_head_size=64) == (NB, BS, 576)
+    assert backend("FLASH_ATTN").shape(NB, BS, H, D, D) == (2, NB, BS, H, D)
+    with pytest.raises(ValueError, match=r"head_size is 192, v_head_size is 128: .*FLASH_ATTN"):
+        backend("FLASH_ATTN").shape(NB, BS, H, 192, 128)
+
+
+def test_where_blocks_come_first():
+    assert not backend("FLASH_ATTN").blocks_first
+    assert backend("FLASHINFER").blocks_first and backend("TRITON_ATTN").blocks_first
+    assert backend("MLA").is_mla and not backend("MLA").blocks_first
+    assert not backend("FLASH_ATTN_DIFFKV").is_mla
+
+
+def test_a_backend_of_ones_own(registry):
+    mine = AttentionBackend(
+        "MINE",
+        ("block", "token", "kv", "head", "element"),
+        hnd=("head", "block", "kv", "token", "element"),
+        nhd_cross_layers=("layer", "block", "token", "kv", "head", "element"),
+    )
+    assert register_backend(mine) is mine
+    assert backend("MINE") is mine and "MINE" in backend_names()
+    assert mine.shape(NB, BS, H, D) == (NB, BS, 2, H, D)
+    assert mine.stride_order("HND") == (3, 0, 2, 1, 4)
+    assert mine.stride_order("NHD", cross_layers=True) == (0, 1, 2, 3, 4, 5)
+    with pytest.raises(ValueError, match="'HND' with cross_layers: backend 'MINE' has no order"):
+        mine.stride_order("HND", cross_layers=True)
+
+
+def test_the_same_backend_again_is_no_error_and_another_of_its_name_is(registry):
+    dims = ("block", "token", "head", "element")
+    first = register_backend(AttentionBackend("AGAIN", dims))
+    register_backend(AttentionBackend("AGAIN", list(dims)))
+    with pytest.raises(ValueError, match="name is 'AGAIN', registered as"):
+        register_backend(AttentionBackend("AGAIN", ("block", "head", "token", "element")))
+    assert backend("AGAIN") == first
+
+
+def test_an_unknown_backend_is_told_the_known_ones():
+    with pytest.raises(ValueError, match="backend is 'FLASH': expected one of ") as error:
+        backend("FLASH")
+    assert str(error.value).endswith(", ".join(backend_names()))
+    built_in = {"FLASHINFER", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "MLA", "TRITON_ATTN"}
+    assert built_in <= set(backend_names())
+
+
+GOOD = ("block", "kv", "token", "head", "element")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: AttentionBackend("", GOOD), "name is ''"),
+        (lambda: AttentionBackend("X", ("block", "token")), "dims is .*element"),
+        (lambda: AttentionBackend("X", (*GOOD, "head")), "dims is .*at most once"),
+        (lambda: AttentionBackend("X", (*GOOD, "layer")), "dims is .*'layer'"),
+        (lambda: AttentionBackend("X", GOOD, unequal_head_sizes=True), "no 'kv'"),
+        (lambda: AttentionBackend("X", GOOD, nhd=GOOD[1:]), "nhd is .*expected an order of"),
+        (lambda: AttentionBackend("X", GOOD, hnd=("layer", *GOOD)), "hnd is "),
+        (lambda: AttentionBackend("X", GOOD, nhd_cross_layers=GOOD), "nhd_cross_layers is "),
+        (lambda: AttentionBackend("X", GOOD, hnd_cross_layers=GOOD), "hnd_cross_layers is "),
+        (lambda: backend("MLA").stride_order("NDH"), "layout is 'NDH': expected 'NHD' or 'HND'"),
+        (lambda: backend("MLA").shape(-1, BS, 1, D), "num_blocks is -1"),
+        (lambda: backend("MLA").shape(NB, 0, 1, D), "block_size is 0"),
+        (lambda: backend("FLASH_ATTN").shape(NB, BS, 0, D), "num_kv_heads is 0"),
+        (lambda: backend("FLASH_ATTN").shape(NB, BS, H, 0), "head_size is 0"),
+        (lambda: backend("MLA").shape(NB, BS, 1, D, -1), "v_head_size is -1"),
+        (lambda: backend("MLA").physical_shape(NB, BS, 1, D, num_layers=0), "num_layers is 0"),
+    ],
+)
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_is_no_backend_is_not_registered():
+    with pytest.raises(TypeError, match="backend is 'MLA': expected an AttentionBackend"):
+        register_backend("MLA")
+
+
+@pytest.mark.parametrize(
+    ("required", "layout"),
+    [
+        ("HND", "HND"),
+        ("NHD", "NHD"),
+        (None, "NHD"),
+        ([], "NHD"),
+        ([None, None], "NHD"),
+        ([None, "HND"], "HND"),
+        (["NHD", "NHD"], "NHD"),
+        ({"nixl": "HND", "offload": None}, "HND"),
+        (iter(["HND"]), "HND"),
+    ],
+)
+def test_the_layout_that_connectors_require(required, layout):
+    assert choose_layout(required) == layout
+
+
+def test_connectors_that_require_different_layouts_are_named():
+    message = "connector 'nixl' requires 'HND', connector 'lm' requires 'NHD': expected one"
+    with pytest.raises(ValueError, match=message):
+        choose_layout({"nixl": "HND", "other": None, "lm": "NHD"})
+    with pytest.raises(ValueError, match="connector 0 requires 'NHD', connector 2 requires 'HND'"):
+        choose_layout(["NHD", None, "HND"])
+
+
+@pytest.mark.parametrize("required", ["hnd", "", ["HND", "DHN"], {"nixl": 3}])
+def test_another_layout_is_an_error(required):
+    with pytest.raises(ValueError, match=r"requires is .*: expected 'NHD' or 'HND'"):
+        choose_layout(required)
+
+
+ASKS_OFTEN = """
+import logging
+logging.basicConfig(level="INFO", format="%(name)s %(message)s")
+from kvcache.transfer import choose_layout
+choose_layout("HND")
+print("asked", flush=True)
+for required in (None, [None, None], {}, None):
+    assert choose_layout(required) == "NHD"
+"""
+
+
+def test_that_none_is_required_is_logged_once_per_process():
+    done = subprocess.run(
+        [sys.executable, "-c", ASKS_OFTEN], capture_output=True, text=True, check=True
+    )
+    assert done.stderr == "kvcache no connector requires a cache layout: taking NHD\n"

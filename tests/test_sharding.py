@@ -1,0 +1,94 @@
+"""Which heads and layers a rank holds: each of them somewhere, none cut, sizes that clash refused."""
+
+import pytest
+
+from kvcache.transfer.sharding import (
+    heads_of_rank,
+    layers_of_rank,
+    ranks_of_head,
+    replica_for,
+    size_ratio,
+)
+
+SIZES = [1, 2, 3, 4, 6, 8, 12]
+dividing = [(a, b) for a in SIZES for b in SIZES if a % b == 0 or b % a == 0]
+clashing = [(a, b) for a in SIZES for b in SIZES if a % b and b % a]
+
+
+@pytest.mark.parametrize(("heads", "tp_size"), dividing)
+def test_ranks_hold_all_heads_equally_and_in_order(heads, tp_size):
+    held = [heads_of_rank(heads, tp_size, rank) for rank in range(tp_size)]
+    assert {len(h) for h in held} == {max(1, heads // tp_size)}
+    times = max(1, tp_size // heads)
+    assert [head for h in held for head in h] == [h for h in range(heads) for _ in range(times)]
+
+
+@pytest.mark.parametrize(("heads", "tp_size"), dividing)
+def test_the_ranks_of_a_head_are_those_that_hold_it(heads, tp_size):
+    for head in range(heads):
+        holders = [r for r in range(tp_size) if head in heads_of_rank(heads, tp_size, r)]
+        assert list(ranks_of_head(heads, tp_size, head)) == holders
+
+
+@pytest.mark.parametrize(("heads", "tp_size"), dividing)
+@pytest.mark.parametrize("num_readers", [1, 2, 3, 4, 8, 24])
+def test_readers_of_a_head_are_spread_evenly_over_its_replicas(heads, tp_size, num_readers):
+    for head in range(heads):
+        ranks = ranks_of_head(heads, tp_size, head)
+        chosen = [replica_for(head, heads, tp_size, i, num_readers) for i in range(num_readers)]
+        assert set(chosen) <= set(ranks)
+        loads = [chosen.count(rank) for rank in ranks]
+        assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("pp_size", [1, 2, 3, 4, 6, 12])
+def test_pipeline_ranks_hold_equal_runs_of_layers(pp_size):
+    held = [layers_of_rank(12, pp_size, rank) for rank in range(pp_size)]
+    assert {len(h) for h in held} == {12 // pp_size}
+    assert [layer for h in held for layer in h] == list(range(12))
+
+
+@pytest.mark.parametrize(("local", "remote"), dividing)
+def test_a_ratio_is_negative_where_the_remote_side_is_the_larger(local, remote):
+    ratio = size_ratio(local, remote, "size")
+    assert (ratio < 0) == (remote > local)
+    assert local == remote * ratio if ratio > 0 else remote == local * -ratio
+    assert size_ratio(remote, local, "size") == (1 if ratio == 1 else -ratio)
+
+
+@pytest.mark.parametrize(("a", "b"), clashing)
+def test_sizes_that_do_not_divide_are_named(a, b):
+    with pytest.raises(ValueError, match=f"total_num_kv_heads is {a}, tp_size is {b}:"):
+        heads_of_rank(a, b, 0)
+    with pytest.raises(ValueError, match=f"total_num_kv_heads is {a}, tp_size is {b}:"):
+        ranks_of_head(a, b, 0)
+    with pytest.raises(ValueError, match=f"local block_size is {a}, remote block_size is {b}:"):
+        size_ratio(a, b, "block_size")
+
+
+def test_layers_that_do_not_come_out_even_are_named():
+    with pytest.raises(ValueError, match="num_layers is 30, pp_size is 4:"):
+        layers_of_rank(30, 4, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: heads_of_rank(8, 4, 4), "tp_rank is 4: expected 0 to 3"),
+        (lambda: heads_of_rank(8, 4, -1), "tp_rank is -1: expected 0 to 3"),
+        (lambda: heads_of_rank(0, 4, 0), "total_num_kv_heads is 0"),
+        (lambda: heads_of_rank(8, 0, 0), "tp_size is 0"),
+        (lambda: ranks_of_head(8, 4, 8), "head is 8: expected 0 to 7"),
+        (lambda: layers_of_rank(8, 4, 4), "pp_rank is 4: expected 0 to 3"),
+        (lambda: layers_of_rank(8, 0, 0), "pp_size is 0"),
+        (lambda: layers_of_rank(0, 1, 0), "num_layers is 0"),
+        (lambda: replica_for(0, 1, 4, 2, 2), "reader is 2: expected 0 to 1"),
+        (lambda: replica_for(0, 1, 4, 0, 0), "num_readers is 0"),
+        (lambda: replica_for(2, 2, 4), "head is 2: expected 0 to 1"),
+        (lambda: size_ratio(0, 4, "tp_size"), "local tp_size is 0"),
+        (lambda: size_ratio(4, -4, "tp_size"), "remote tp_size is -4"),
+    ],
+)
+def test_what_is_out_of_range_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,373 @@
+"""Where a worker's KV lies in another engine: every combination of sizes, by brute force."""
+
+import itertools
+import pickle
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from kvcache.transfer import AttentionBackend, KVTopology, RemoteEngine, heads_of_rank
+
+SIZES = [1, 2, 4, 8]
+
+
+def topology(tp_rank=0, tp_size=1, **options):
+    return KVTopology("local", tp_rank=tp_rank, tp_size=tp_size, **options)
+
+
+def workers(tp_size, pp_size, heads, is_mla=False):
+    for pp_rank, tp_rank in itertools.product(range(pp_size), range(tp_size)):
+        yield topology(
+            tp_rank,
+            tp_size,
+            pp_rank=pp_rank,
+            pp_size=pp_size,
+            total_num_kv_heads=heads,
+            is_mla=is_mla,
+        )
+
+
+def holding(heads, stages, pp_size, pp_rank, tp_size, tp_rank):
+    """(head, stage) held by a rank; the model has as many stages as the longer pipeline."""
+    per_rank = stages // pp_size
+    own = range(pp_rank * per_rank, (pp_rank + 1) * per_rank)
+    return set(itertools.product(heads_of_rank(heads, tp_size, tp_rank), own))
+
+
+@pytest.mark.parametrize("heads", [*SIZES, "mla"])
+@pytest.mark.parametrize("pp_size", SIZES)
+@pytest.mark.parametrize("tp_size", SIZES)
+def test_targets_hold_exactly_what_is_needed_once(tp_size, pp_size, heads):
+    is_mla, heads = heads == "mla", 1 if heads == "mla" else heads
+    for remote_tp, remote_pp in itertools.product(SIZES, SIZES):
+        stages = max(pp_size, remote_pp)
+        for local in workers(tp_size, pp_size, 8 if is_mla else heads, is_mla):
+            needed = holding(heads, stages, pp_size, local.pp_rank, tp_size, local.tp_rank)
+            targets = local.get_target_remote_ranks(remote_tp, remote_pp)
+            assert targets == sorted(set(targets))
+            read = []
+            for global_rank, pp_rank, tp_rank in targets:
+                assert global_rank == pp_rank * remote_tp + tp_rank
+                assert 0 <= pp_rank < remote_pp and 0 <= tp_rank < remote_tp
+                held = holding(heads, stages, remote_pp, pp_rank, remote_tp, tp_rank)
+                assert held & needed, "a target that nothing is read from"
+                read += held & needed
+            assert len(read) == len(set(read)), "a head of a layer is read twice"
+            assert set(read) == needed
+
+
+@pytest.mark.parametrize("heads", SIZES)
+@pytest.mark.parametrize(("tp_size", "remote_tp"), [*itertools.product(SIZES, SIZES)])
+def test_readers_of_a_head_are_spread_evenly_over_its_replicas(tp_size, remote_tp, heads):
+    for pp_size, remote_pp in itertools.product(SIZES, SIZES):
+        reads = Counter()
+        for local in workers(tp_size, pp_size, heads):
+            stages = {pp for _, pp, _ in local.get_target_remote_ranks(remote_tp, remote_pp)}
+            for head, stage in itertools.product(local.heads, stages):
+                tp_rank = local.remote_tp_rank_of_head(head, remote_tp, remote_pp)
+                assert head in heads_of_rank(heads, remote_tp, tp_rank)
+                reads[stage, head, tp_rank] += 1
+        for stage, head in itertools.product(range(remote_pp), range(heads)):
+            replicas = [r for r in range(remote_tp) if head in heads_of_rank(heads, remote_tp, r)]
+            loads = [reads[stage, head, r] for r in replicas]
+            assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize("heads", SIZES)
+def test_engines_of_the_same_sizes_read_rank_from_rank(heads):
+    for tp_size, pp_size in itertools.product(SIZES, SIZES):
+        for rank, local in enumerate(workers(tp_size, pp_size, heads)):
+            own = (rank, local.pp_rank, local.tp_rank)
+            assert local.get_target_remote_ranks(tp_size, pp_size) == [own]
+
+
+@pytest.mark.parametrize(
+    ("local", "remote_tp", "remote_pp", "targets"),
+    [
+        # More local ranks than remote ones: groups of them read from one.
+        ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 8}, 2, 1, [(1, 0, 1)]),
+        # Fewer: one reads from several.
+        ({"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 8}, 4, 1, [(2, 0, 2), (3, 0, 3)]),
+        # The remote side replicates: one rank per head, not all eight.
+        ({"tp_rank": 0, "tp_size": 1, "total_num_kv_heads": 2}, 8, 1, [(0, 0, 0), (4, 0, 4)]),
+        # Both replicate: readers of a head take different replicas.
+        ({"tp_rank": 3, "tp_size": 4, "total_num_kv_heads": 2}, 8, 1, [(6, 0, 6)]),
+        # The local side replicates: each of its ranks reads one head.
+        ({"tp_rank": 5, "tp_size": 8, "total_num_kv_heads": 2}, 1, 1, [(0, 0, 0)]),
+        # Pipelines, and the global rank.
+        (
+            {"tp_rank": 0, "tp_size": 1, "pp_rank": 1, "pp_size": 2, "total_num_kv_heads": 2},
+            2,
+            4,
+            [(4, 2, 0), (5, 2, 1), (6, 3, 0), (7, 3, 1)],
+        ),
+        ({"tp_rank": 1, "tp_size": 2, "pp_rank": 3, "pp_size": 4}, 1, 2, [(1, 1, 0)]),
+        # MLA: one rank has it all, whatever the heads.
+        (
+            {"tp_rank": 1, "tp_size": 2, "total_num_kv_heads": 128, "is_mla": True},
+            8,
+            1,
+            [(4, 0, 4)],
+        ),
+        ({"tp_rank": 5, "tp_size": 8, "is_mla": True}, 2, 1, [(1, 0, 1)]),
+    ],
+)
+def test_targets_by_hand(local, remote_tp, remote_pp, targets):
+    asked = KVTopology("local", **local)
+    assert asked.get_target_remote_ranks(remote_tp, remote_pp) == targets
+    asked = asked.with_remote("remote", RemoteEngine(remote_tp, remote_pp))
+    assert asked.get_target_remote_ranks_from_engine_id("remote") == targets
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8, 16])
+@pytest.mark.parametrize("other", [1, 2, 3, 4, 6, 8, 16])
+def test_ratios_are_negative_where_the_remote_side_is_larger_and_invert(size, other):
+    a = topology(0, size, pp_size=size, block_size=size, is_mla=True)
+    b = topology(0, other, pp_size=other, block_size=other, is_mla=True)
+    a = a.with_remote("b", RemoteEngine(other, other, other))
+    asked = {
+        "tp_size": (lambda: a.tp_ratio(other), lambda: a.tp_ratio_from_engine_id("b"), b.tp_ratio),
+        "pp_size": (lambda: a.pp_ratio(other), lambda: a.pp_ratio_from_engine_id("b"), b.pp_ratio),
+        "block_size": (
+            lambda: a.block_size_ratio(other),
+            lambda: a.block_size_ratio_from_engine_id("b"),
+            b.block_size_ratio,
+        ),
+    }
+    for name, (by_size, by_id, inverse) in asked.items():
+        if size % other and other % size:
+            message = f"local {name} is {size}, remote {name} is {other}: expected one to divide"
+            for call in (by_size, by_id):
+                with pytest.raises(ValueError, match=message):
+                    call()
+            continue
+        expected = size // other if size >= other else -(other // size)
+        assert by_size() == by_id() == expected
+        assert inverse(size) == (1 if size == other else -expected)
+
+
+def test_heads_are_replicated_where_there_are_more_ranks_than_heads_not_as_many():
+    local = topology(0, 4, total_num_kv_heads=4)
+    for tp_size, replicated in (2, False), (4, False), (8, True):
+        asked = local.with_remote("remote", RemoteEngine(tp_size))
+        assert asked.is_kv_replicated("remote") is replicated
+        assert asked.replicates_kv_cache("remote") is replicated
+    assert not local.is_kv_replicated("local")
+    assert topology(0, 8, total_num_kv_heads=4).replicates_kv_cache("local")
+
+
+def test_mla_is_replicated_however_many_ranks():
+    local = topology(0, 1, is_mla=True, total_num_kv_heads=128).with_remote("r", RemoteEngine(2))
+    assert local.replicates_kv_cache("r") and local.replicates_kv_cache("local")
+    assert not local.is_kv_replicated("r")
+
+
+NB, BS, H, D, L = 10, 16, 4, 64, 32
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout", "shape", "blocks_first", "split", "cross_layers", "position"),
+    [
+        ("FLASH_ATTN", "NHD", None, False, True, False, -3),
+        ("FLASH_ATTN", "NHD", (2, NB, BS, H, D), False, True, False, -3),
+        ("FLASH_ATTN", "HND", (2, NB, BS, H, D), False, True, False, -3),
+        ("FLASH_ATTN", "NHD", (NB, L, 2, BS, H, D), False, False, True, -3),
+        ("FLASH_ATTN", "HND", (NB, H, L, 2, BS, D), False, False, True, -2),
+        ("FLASHINFER", "NHD", (NB, 2, BS, H, D), True, False, False, -3),
+        ("FLASHINFER", "HND", (NB, 2, H, L, BS, D), True, False, True, -2),
+        ("TRITON_ATTN", "HND", (NB, H, L, 2, BS, D), True, False, True, -2),
+        ("FLASH_ATTN_DIFFKV", "NHD", (NB, BS, H, 2 * D), True, False, False, -3),
+        ("MLA", "NHD", (NB, BS, D), False, False, False, -2),
+        ("MLA", "HND", (NB, L, BS, D), False, False, True, -2),
+    ],
+)
+def test_shapes(backend, layout, shape, blocks_first, split, cross_layers, position):
+    asked = topology(
+        backend=backend, is_mla=backend == "MLA", tensor_shape=shape, kv_cache_layout=layout
+    )
+    assert asked.is_kv_layout_blocks_first is blocks_first
+    assert asked.split_k_and_v is split
+    assert asked.cross_layers_blocks is cross_layers
+    assert asked.block_size_position == position
+    if shape is not None:
+        assert shape[position] == BS
+
+
+class EngineBackend:
+    """As serving engines write them."""
+
+    stride_order = (1, 4, 0, 2, 3, 5)
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"):
+        assert block_size % 16 == 0
+        return (num_blocks, 2, block_size, num_kv_heads, head_size)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension=False):
+        assert include_num_layers_dimension
+        return cls.stride_order
+
+
+class SilentBackend:
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class UnwillingBackend(SilentBackend):
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        raise NotImplementedError
+
+
+class MlaBackend:
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        assert num_kv_heads == 1
+        return (num_blocks, block_size, head_size)
+
+
+def test_an_engines_own_backend_tells_its_shape():
+    asked = topology(backend=EngineBackend, tensor_shape=(NB, 2, BS, H, D))
+    assert asked.is_kv_layout_blocks_first and not asked.split_k_and_v
+    assert asked.block_size_position == -3
+    packed = replace(asked, tensor_shape=(NB, H, L, 2, BS, D))
+    assert packed.cross_layers_blocks and packed.block_size_position == -2
+    mla = topology(backend=MlaBackend, is_mla=True)
+    assert mla.block_size_position == -2
+    assert not mla.is_kv_layout_blocks_first and not mla.split_k_and_v
+
+
+@pytest.mark.parametrize("backend", [SilentBackend, UnwillingBackend()])
+def test_layers_lie_outermost_where_a_backend_gives_no_order(backend):
+    asked = topology(backend=backend)
+    assert asked.split_k_and_v and not asked.is_kv_layout_blocks_first
+    packed = replace(asked, tensor_shape=(L, 2, NB, BS, H, D))
+    assert packed.cross_layers_blocks and not packed.split_k_and_v
+    assert packed.block_size_position == -3
+
+
+def test_a_described_backend_needs_no_registration():
+    mine = AttentionBackend("UNREGISTERED", ("block", "head", "kv", "token", "element"))
+    asked = topology(backend=mine)
+    assert asked.is_kv_layout_blocks_first and asked.block_size_position == -2
+    with pytest.raises(ValueError, match="backend 'UNREGISTERED' has no order"):
+        topology(backend=mine, tensor_shape=(L, NB, H, 2, BS, D))
+
+
+def test_engines_are_added_without_changing_the_topology():
+    first = topology(0, 2, total_num_kv_heads=8)
+    second = first.with_remote("a", RemoteEngine(4, 2, 32))
+    third = second.with_remote("b", RemoteEngine(1))
+    assert (first.remotes, list(third.remotes)) == ({}, ["a", "b"])
+    assert third.with_remote("a", RemoteEngine(4, 2, 32)) == third
+    assert third.engine("a").world_size == 8
+    assert third.engine("local") == RemoteEngine(2, 1, 16)
+    with pytest.raises(ValueError, match=r"engine 'a' is RemoteEngine\(tp_size=8.*known as .*=4"):
+        third.with_remote("a", RemoteEngine(8))
+    with pytest.raises(ValueError, match="engine 'local' is this one's id"):
+        third.with_remote("local", RemoteEngine(8))
+    with pytest.raises(TypeError, match="engine 'c' is 8: expected a RemoteEngine"):
+        third.with_remote("c", 8)
+
+
+def test_the_remotes_given_are_copied():
+    remotes = {"a": RemoteEngine(4)}
+    asked = topology(remotes=remotes)
+    remotes.clear()
+    assert asked.engine("a").tp_size == 4
+
+
+def test_a_topology_pickles():
+    asked = topology(1, 2, total_num_kv_heads=8, tensor_shape=[2, NB, BS, H, D])
+    asked = asked.with_remote("a", RemoteEngine(4))
+    again = pickle.loads(pickle.dumps(asked))
+    assert again == asked and hash(again) == hash(asked)
+    assert again.get_target_remote_ranks(4) == [(2, 0, 2), (3, 0, 3)]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        "engine",
+        "tp_ratio_from_engine_id",
+        "pp_ratio_from_engine_id",
+        "block_size_ratio_from_engine_id",
+        "is_kv_replicated",
+        "replicates_kv_cache",
+        "get_target_remote_ranks_from_engine_id",
+    ],
+)
+def test_an_unknown_engine_is_told_the_known_ones(ask):
+    asked = topology(remotes={"a": RemoteEngine(1)})
+    with pytest.raises(ValueError, match="engine_id is 'b': expected one of 'local', 'a'"):
+        getattr(asked, ask)("b")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: topology(2, 2), "tp_rank is 2: expected 0 to 1"),
+        (lambda: topology(-1, 2), "tp_rank is -1: expected 0 to 1"),
+        (lambda: topology(0, 0), "tp_size is 0"),
+        (lambda: topology(pp_rank=4, pp_size=4), "pp_rank is 4: expected 0 to 3"),
+        (lambda: topology(pp_size=0), "pp_size is 0"),
+        (lambda: topology(block_size=0), "block_size is 0"),
+        (lambda: topology(total_num_kv_heads=0), "total_num_kv_heads is 0"),
+        (lambda: topology(0, 2, total_num_kv_heads=3), "total_num_kv_heads is 3, tp_size is 2:"),
+        (lambda: topology(backend="FLASH"), "backend is 'FLASH': expected one of "),
+        (
+            lambda: topology(is_mla=True, backend="FLASH_ATTN"),
+            "is_mla is True, backend 'FLASH_ATTN'",
+        ),
+        (lambda: topology(backend="MLA"), "is_mla is False, backend 'MLA'"),
+        (lambda: topology(kv_cache_layout="DHN"), "kv_cache_layout is 'DHN'"),
+        (lambda: topology(tensor_shape=(2, NB, BS, H)), "4 dimensions: expected 5 .* or 6"),
+        (lambda: topology(tensor_shape=(1,) * 7), "7 dimensions: expected 5 .* or 6"),
+        (lambda: RemoteEngine(0), "tp_size is 0"),
+        (lambda: RemoteEngine(1, 0), "pp_size is 0"),
+        (lambda: RemoteEngine(1, 1, 0), "block_size is 0"),
+        (lambda: topology().tp_ratio(0), "remote tp_size is 0"),
+        (lambda: topology().get_target_remote_ranks(1, 0), "remote pp_size is 0"),
+        (
+            lambda: topology(0, 4, total_num_kv_heads=12).get_target_remote_ranks(6),
+            "local tp_size is 4, remote tp_size is 6",
+        ),
+        (
+            lambda: topology(pp_size=2).get_target_remote_ranks(1, 3),
+            "local pp_size is 2, remote pp_size is 3",
+        ),
+        (
+            lambda: topology(0, 1, total_num_kv_heads=4).get_target_remote_ranks(3),
+            "total_num_kv_heads is 4, tp_size is 3",
+        ),
+        (
+            lambda: topology(0, 2, total_num_kv_heads=4).remote_tp_rank_of_head(2, 1),
+            r"head is 2: expected one of range\(0, 2\)",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+class Blockless:
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        return (2, block_size, num_kv_heads, head_size)
+
+
+class Disordered(EngineBackend):
+    stride_order = (0, 1, 2, 3, 4, 4)
+
+
+def test_an_engines_backend_that_makes_no_sense_is_told_so():
+    with pytest.raises(ValueError, match=r"backend gives the shape \(2, 4096, 1, 1\)"):
+        topology(backend=Blockless)
+    with pytest.raises(ValueError, match=r"backend gives the stride order \(0, 1, 2, 3, 4, 4\)"):
+        topology(backend=Disordered, tensor_shape=(1,) * 6)
+    with pytest.raises(TypeError, match="backend is 3: expected a name"):
+        topology(backend=3)

@@ -1,0 +1,101 @@
+"""What one engine tells another about its cache: where elements lie, what crosses, what is refused."""
+
+import itertools
+import json
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvcache.transfer.description import PACKINGS, CacheDescription, Coordinates
+from tests.transfer_plan_checker import Memory, cache, of
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (of(tp_size=3), "total_num_kv_heads is 4, tp_size is 3"),
+        (of(pp_size=4), "num_layers is 2, pp_size is 4"),
+        (of(cp_interleave=3), "cp_interleave is 3: expected a divisor of block_size, 4"),
+        (of(block_size=0), "block_size is 0"),
+        (of(layout="DHN"), "layout is 'DHN': expected one of NHD, HND"),
+        (of(packing="loose"), "packing is 'loose'"),
+        (of(dtype="int3"), "dtype is 'int3'"),
+        (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
+        (of(is_mla=True, total_num_kv_heads=1, v_head_size=2), "v_head_size is 2: expected 0"),
+        (of(version=2), "version is 2: expected 1"),
+    ],
+)
+def test_descriptions_of_what_cannot_be(values, message):
+    with pytest.raises(ValueError, match=message):
+        cache(**values)
+
+
+def test_a_description_crosses_by_json_and_pickle():
+    one = cache(tp_size=2, layout="HND", cp_world_size=2, v_head_size=1)
+    assert CacheDescription.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+    assert pickle.loads(pickle.dumps(one)) == one and hash(one) == hash(replace(one))
+    values = one.to_dict()
+    without = {name: value for name, value in values.items() if name != "num_layers"}
+    for wrong, message in (
+        ({**values, "version": 7, "new": 1}, "version is 7: expected 1"),
+        ({**values, "colour": 1}, r"unknown fields \['colour'\]"),
+        (without, r"missing fields \['num_layers'\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            CacheDescription.from_dict(wrong)
+    state = pickle.dumps(one).replace(b"version\x94K\x01", b"version\x94K\x05")
+    with pytest.raises(ValueError, match="version is 5: expected 1"):
+        pickle.loads(state)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("values", [of(v_head_size=1), of(is_mla=True, total_num_kv_heads=1)])
+def test_place_is_where_the_plain_definition_has_it(packing, layout, values):
+    one = cache(packing=packing, layout=layout, **values)
+    memory = Memory(one, np.array([0]), np.array([[0]]), 1)
+    sizes = [one.head_size, one.v_head_size][: len(one.row_bytes)]
+    assert memory.region_length.tolist() == (one.region_bytes // 4).tolist()
+    for layer, part, token, head in itertools.product(
+        range(2), range(len(sizes)), range(4), range(one.total_num_kv_heads)
+    ):
+        region, offset = one.place(layer, part, token, head)
+        element = memory.elements[0, memory.region_start[region] + offset // 4]
+        code = ((token * 2 + layer) * one.total_num_kv_heads + head) * 2 + part
+        assert element == code * max(sizes)
+
+
+def test_ranks_are_numbered_context_pipeline_tensor():
+    one = cache(tp_size=2, pp_size=2, cp_world_size=3)
+    for number, at in enumerate(itertools.product(range(3), range(2), range(2))):
+        assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("values", [of(), of(v_head_size=1), of(is_mla=True, total_num_kv_heads=1)])
+def test_regions_are_those_of_the_storage(packing, layout, values):
+    import torch
+
+    from kvcache import KVStorage
+
+    one = cache(packing=packing, layout=layout, **values)
+    storage = KVStorage(
+        5, 4, one.total_num_kv_heads, 2, v_head_size=one.v_head_size, num_layers=2,
+        dtype=torch.float32, layout=layout, blocks_first=packing == "blocks_first",
+        block_major=packing == "block_major", mla=one.is_mla,
+    )  # fmt: skip
+    pages, parts = storage.pages, len(one.row_bytes)
+    region, offset = (
+        array.ravel() for array in one.parts
+    )  # as the storage has them: by layer, K, V
+    start = dict(zip(region, pages.offsets - offset))
+    assert (pages.strides == one.region_bytes[region]).all()
+    for layer, part in itertools.product(range(2), range(parts)):
+        view = (storage.key_cache, storage.value_cache)[part](layer)
+        for page, token, head in itertools.product((0, 3), (0, 3), (0, one.heads_per_rank - 1)):
+            r, at = one.place(layer, part, token, head)
+            want = view[page, token, head].data_ptr() - pages.memory.data_ptr()
+            assert start[int(r)] + page * one.region_bytes[r] + at == want

@@ -1,0 +1,164 @@
+"""Which ranks a plan reads from, how few fragments it has, how pages merge, what is refused."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from kvcache.transfer.description import PACKINGS, Coordinates
+from kvcache.transfer.plan import plan_transfer
+from kvcache.transfer.sharding import ranks_of_head
+from kvcache.transfer.topology import KVTopology
+from tests.transfer_plan_checker import DIFFERENT, cache, of
+from tests.transfer_plan_table import SIZES
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("dtype", "float16"),
+        ("head_size", 8),
+        ("v_head_size", 1),
+        ("num_layers", 4),
+        ("total_num_kv_heads", 8),
+    ],
+)
+def test_engines_that_cannot_hold_the_same_are_refused(field, value):
+    local, remote = cache(engine_id="L"), cache(engine_id="R", **{field: value})
+    here = getattr(local, field)
+    with pytest.raises(
+        ValueError, match=rf"local {field} is {here!r}.*remote {field} is {value!r}"
+    ):
+        plan_transfer(local, remote, 0)
+
+
+def test_mla_and_heads_are_refused_before_what_follows_from_it():
+    latent = cache(is_mla=True, total_num_kv_heads=1)
+    with pytest.raises(ValueError, match=r"local is_mla is True.*remote is_mla is False"):
+        plan_transfer(latent, cache(), 0)
+    with pytest.raises(ValueError, match="local_rank is 2: expected 0 to 1"):
+        plan_transfer(cache(tp_size=2), cache(), 2)
+    with pytest.raises(TypeError, match="remote is a dict"):
+        plan_transfer(cache(), cache().to_dict(), 0)
+
+
+@pytest.mark.parametrize(("heads", "is_mla"), [(2, False), (1, True)])
+@pytest.mark.parametrize("sizes", list(itertools.product(SIZES, (1, 2), (1, 2, 4), (2, 8), (1, 2))))
+def test_readers_are_spread_evenly_over_replicas(heads, is_mla, sizes):
+    tp, pp, cp, remote_tp, remote_pp = sizes
+    common = of(total_num_kv_heads=heads, is_mla=is_mla)
+    local = cache(tp_size=tp, pp_size=pp, cp_world_size=cp, **common)
+    remote = cache(tp_size=remote_tp, pp_size=remote_pp, **common)
+    readers = Counter()
+    for rank in range(local.world_size):
+        plan = plan_transfer(local, remote, rank)
+        for source in plan.remote_ranks:
+            readers[source] += 1
+            assert set(remote.layers(source)) & set(local.layers(rank))
+    for pp_rank, head in itertools.product(range(remote_pp), range(heads)):
+        tp_ranks = ranks_of_head(heads, remote_tp, head)
+        counts = [readers[remote.rank_of(Coordinates(0, pp_rank, tp_rank))] for tp_rank in tp_ranks]
+        assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "is_mla"), [(1, True), (1, False), (2, False), (4, False), (8, False)]
+)
+def test_ranks_are_those_of_the_topology(heads, is_mla):
+    num_checked = 0
+    stages = (1, 2, 4)
+    for tp, pp, remote_tp, remote_pp in itertools.product(SIZES, stages, SIZES, stages):
+        common = of(num_layers=4, total_num_kv_heads=heads, is_mla=is_mla)
+        local = cache(tp_size=tp, pp_size=pp, **common)
+        remote = cache(tp_size=remote_tp, pp_size=remote_pp, **common)
+        for rank in range(local.world_size):
+            _, pp_rank, tp_rank = local.coordinates(rank)
+            topology = KVTopology(
+                "a", tp_rank=tp_rank, tp_size=tp, pp_rank=pp_rank, pp_size=pp,
+                total_num_kv_heads=heads, is_mla=is_mla,
+            )  # fmt: skip
+            targets = topology.get_target_remote_ranks(remote_tp, remote_pp)
+            ranks = plan_transfer(local, remote, rank).remote_ranks
+            assert ranks == tuple(number for number, _, _ in targets)
+            num_checked += 1
+    assert num_checked == (1 + 2 + 4 + 8) * (1 + 2 + 4) * len(SIZES) * len(stages)
+
+
+@pytest.mark.parametrize(
+    ("local", "remote", "permutation", "num_fragments"),
+    [
+        # Two layers, K and V: four parts.
+        (of(), of(), None, 4),
+        (of(packing="block_major"), of(packing="block_major"), None, 1),
+        (of(packing="block_major"), of(packing="blocks_first"), None, 2),
+        (of(packing="blocks_first"), of(packing="apart"), None, 4),
+        (of(), of(layout="HND"), (4, "HND"), 4),
+        (of(layout="HND"), of(), (4, "NHD"), 4),
+        (of(packing="block_major"), of(packing="block_major", layout="HND"), (4, "HND"), 1),
+        (of(layout="HND", block_size=16), of(layout="HND"), (4, "HND"), 16),
+        (of(layout="HND"), of(layout="HND", block_size=16), (16, "HND"), 16),
+        (of(block_size=16), of(), None, 16),  # NHD of another block size is the same rows
+        (of(block_size=16), of(layout="HND", tp_size=2), (4, "HND"), 32),
+        (of(), of(tp_size=2), None, 2 * 4 * 4),  # heads of two ranks, token by token
+        (of(layout="HND"), of(tp_size=2), (4, "NHD"), 2 * 4 * 4),
+        (of(tp_size=4), of(layout="HND", tp_size=4), None, 4),  # one head: the same order
+        (of(cp_world_size=2), of(layout="HND"), None, 64),
+        (of(cp_world_size=2), of(layout="HND", cp_world_size=2), (4, "HND"), 4),
+        (of(cp_world_size=2, cp_interleave=2), of(layout="HND", cp_world_size=2), None, 64),
+    ],
+)
+def test_the_fewest_fragments_are_chosen(local, remote, permutation, num_fragments):
+    plan = plan_transfer(cache(**local), cache(**remote), 0)
+    assert (plan.permutation, plan.num_fragments) == (permutation, num_fragments)
+    exact = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=False)
+    assert exact.permutation is None
+    assert exact.num_fragments > num_fragments or permutation is None
+    assert len(plan.fragments.length) == num_fragments
+
+
+@pytest.mark.parametrize("packings", list(itertools.product(PACKINGS, repeat=2)))
+@pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
+def test_no_two_fragments_could_be_one(local, remote, packings):
+    local, remote = ({**side, "packing": p} for side, p in zip((local, remote), packings))
+    f = plan_transfer(cache(**local), cache(**remote), 0, allow_permutation=False).fragments
+    ends = set(
+        zip(
+            f.remote_rank, f.remote_page, f.remote_region, f.remote_offset + f.length,
+            f.local_page, f.local_region, f.local_offset + f.length,
+        )
+    )  # fmt: skip
+    begins = set(zip(*f[:-1]))
+    assert len(begins) == len(f.length) and not ends & begins
+
+
+def test_neighbouring_pages_that_move_whole_are_one_run():
+    plan = plan_transfer(cache(), cache(), 0)
+    assert plan.is_whole_pages and plan.bytes_per_group == {0: 4 * 4 * 4 * 8}
+    pages = np.arange(10, dtype=np.int32)[:, None]
+    assert plan.apply(pages, pages + 5).num_fragments == 4
+    assert plan.apply(pages[::-1], pages[::-1] + 5).num_fragments == 4
+    assert plan.apply(pages, pages[::-1]).num_fragments == 40
+    assert plan.apply(pages[:0], pages[:0]).num_fragments == 0
+    parts = plan_transfer(cache(block_size=16), cache(), 0)  # four remote pages fill a local one
+    assert not parts.is_whole_pages
+    remote = np.arange(40).reshape(10, 4)
+    assert parts.apply(pages, remote).num_fragments == 4
+    remote[3, 2] = 77
+    assert parts.apply(pages, remote).num_fragments == 4 * 3
+    torn = plan_transfer(cache(tp_size=2), cache(), 0)
+    assert not torn.is_whole_pages and torn.apply(pages, pages).num_fragments == 160
+
+
+def test_pages_that_do_not_fit_are_refused():
+    plan = plan_transfer(cache(), cache(tp_size=2), 0)
+    pages = np.zeros((3, 1), np.int32)
+    for local, remote, error, message in (
+        (pages[:, 0], pages, ValueError, r"local_pages has shape \[3\]: expected \[groups, 1\]"),
+        (pages, pages[:2], ValueError, "rank 0 has 2 groups, local_pages 3"),
+        (pages, {0: pages}, ValueError, r"remote_pages has ranks \[0\]: expected also \[1\]"),
+        (pages - 1, pages, ValueError, "local_pages holds -1"),
+        (pages, pages.astype(float), TypeError, "remote_pages has dtype float64"),
+    ):
+        with pytest.raises(error, match=message):
+            plan.apply(local, remote)

@@ -1,0 +1,203 @@
+"""Transfer plans carried out on fake memories, over all combinations; and spoiled ones found."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from kvcache.transfer.plan import ReceivePermutation, plan_transfer
+from tests.transfer_plan_checker import DIFFERENT, Memory, Wrong, cache, check, of
+from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
+
+
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_parallel_size_and_number_of_heads(quarter):
+    count = len(SIZES) ** 6 * len(HEADS) // 4  # 5,120
+    end = None if quarter == 3 else (quarter + 1) * count
+    counts, wrong = tally(parallel_product(start=quarter * count, stop=end))
+    assert not wrong
+    assert counts["right"] + counts["right, permuted"] == counts.total() == count
+
+
+@pytest.mark.parametrize("parallel", PARALLEL, ids=str)
+def test_every_layout_and_packing(parallel):
+    some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
+    counts, wrong = tally(some)
+    assert not wrong and counts["right"]
+    refused = counts["refused: cp_interleave"]  # 8 tokens in a block of 4
+    assert set(counts) <= {"right", "right, permuted", "refused: cp_interleave"}
+    assert counts.total() - refused > 40
+
+
+@pytest.mark.parametrize("allow_permutation", [True, False])
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        (of(tp_size=3), of(tp_size=2)),
+        (of(block_size=6), of(block_size=4)),
+        (of(pp_size=3), of(pp_size=2)),
+        (of(cp_world_size=3, cp_interleave=2), of(cp_world_size=2, block_size=6)),
+        (of(cp_world_size=2, cp_interleave=2), of(cp_world_size=3, layout="HND")),
+        (of(tp_size=6, cp_world_size=3), of(tp_size=4, pp_size=2, packing="block_major")),
+    ],
+)
+def test_sizes_that_do_not_divide_each_other(local, remote, allow_permutation):
+    sizes = of(num_layers=6, total_num_kv_heads=12)
+    local, remote = cache(**sizes, **local), cache(**sizes, **remote)
+    for rank in range(local.world_size):
+        check(local, remote, rank, allow_permutation=allow_permutation, seed=rank)
+
+
+@pytest.mark.parametrize("allow_permutation", [True, False])
+@pytest.mark.parametrize(("local", "remote"), DIFFERENT)
+def test_groups_of_which_only_some_tokens_are_wanted(local, remote, allow_permutation):
+    local, remote = cache(**local), cache(**remote)
+    whole = plan_transfer(local, remote, 0).tokens_per_group
+    num_checked = 0
+    for last in range(1, whole + 1):
+        for first in range(0, last, local.tokens_per_page):
+            for rank in range(local.world_size):
+                check(
+                    local, remote, rank, allow_permutation=allow_permutation, seed=last,
+                    tokens=(first, last),
+                )  # fmt: skip
+                num_checked += 1
+    assert num_checked >= whole
+
+
+def test_a_partial_group_reads_no_page_without_tokens():
+    local, remote = cache(block_size=8), cache(block_size=2)
+    plan = plan_transfer(local, remote, 0).for_tokens(3)
+    assert plan.remote_pages_per_group == 2 and set(plan.fragments.remote_page) == {0, 1}
+    sharded = cache(block_size=2, cp_world_size=4)  # each rank has one token of four
+    assert plan_transfer(local, sharded, 0).for_tokens(2).remote_ranks == (0, 1)
+    sharded_coarsely = cache(block_size=4, cp_world_size=2)  # token 4 is on rank 0
+    plan = plan_transfer(cache(), sharded_coarsely, 0)
+    assert plan.for_tokens(5, first_token=4).remote_ranks == (0,)
+    nothing = plan_transfer(sharded, local, 3).for_tokens(3)  # rank 3's first is token 3
+    assert nothing.num_fragments == 0 and nothing.bytes_per_group == {}
+    for wrong in (of(num_tokens=0), of(num_tokens=9), of(num_tokens=8, first_token=3)):
+        with pytest.raises(ValueError, match=r"num_tokens is|first_token is"):
+            plan_transfer(local, remote, 0).for_tokens(**wrong)
+
+
+def spoiled(**changes):
+    """A change of the plan: `changes` maps the table of members or runs to what becomes of it."""
+
+    def change(plan):
+        patterns = []
+        for pattern in plan.patterns:
+            members, runs = pattern.members.copy(), pattern.runs.copy()
+            changes.get("members", lambda table: None)(members)
+            changes.get("runs", lambda table: None)(runs)
+            patterns.append(replace(pattern, members=members, runs=runs))
+        return replace(plan, patterns=tuple(patterns))
+
+    return change
+
+
+def swap_k_and_v(members):
+    members[0::2, :2], members[1::2, :2] = members[1::2, :2].copy(), members[0::2, :2].copy()
+
+
+def shift(column, by):
+    def change(table):
+        table[:, column] += by
+
+    return change
+
+
+def next_token(runs):
+    runs[:, 1] = (runs[:, 1] + 4 * ROW) % (4 * 4 * ROW)
+
+
+def half(runs):
+    runs[:, 4] //= 2
+
+
+def read_again_from_a_replica(plan):
+    first = plan.patterns[0]
+    again = replace(first, remote_rank=first.remote_rank + 1)
+    return replace(plan, patterns=(*plan.patterns, again))
+
+
+def read_twice(plan):
+    return replace(plan, patterns=plan.patterns * 2)
+
+
+ROW = 2 * 4  # bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (spoiled(members=shift(1, ROW)), "an element is not where it belongs"),  # another head
+        (spoiled(runs=next_token), "an element is not where it belongs"),
+        (spoiled(members=shift(1, 2)), "within an element"),
+        (spoiled(members=shift(1, -(10**6))), "leaves its region"),
+        (spoiled(members=shift(0, 4)), "a region that is not there"),
+        (spoiled(members=shift(3, ROW)), "not exactly the bytes"),
+        (spoiled(members=swap_k_and_v), "an element is not where it belongs"),
+        (spoiled(runs=half), "not exactly the bytes"),
+        (read_again_from_a_replica, "a local byte is written twice"),
+        (read_twice, "a remote byte is fetched twice"),
+        (lambda plan: replace(plan, patterns=plan.patterns[1:]), "not exactly the bytes"),
+    ],
+    ids=[
+        "head", "token", "torn", "outside", "region", "local offset", "K and V", "half", "replica",
+        "twice", "missing",
+    ],
+)  # fmt: skip
+def test_planted_defects_are_found(change, message):
+    # Local rank 0 holds 2 of 4 heads: of one remote rank that holds all, or of two that hold one each.
+    local = cache(tp_size=2)
+    for remote in (cache(), cache(tp_size=8)):
+        check(local, remote, 0)
+    replicated = change is read_again_from_a_replica
+    with pytest.raises(Wrong, match=message):
+        check(local, cache(tp_size=8) if replicated else cache(), 0, change=change)
+
+
+@pytest.mark.parametrize(
+    "wrong", [ReceivePermutation(4, "NHD"), ReceivePermutation(8, "HND"), None]
+)
+def test_a_wrong_permutation_is_found(wrong):
+    local, remote = cache(block_size=8), cache(block_size=4, layout="HND")
+    check(local, remote, 0)
+    with pytest.raises(Wrong, match="an element is not where it belongs"):
+        check(local, remote, 0, change=lambda plan: replace(plan, permutation=wrong))
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        (of(block_size=8), of(block_size=2, layout="HND")),
+        (of(block_size=8, layout="HND"), of(block_size=2, layout="HND")),
+        (of(block_size=2, layout="HND"), of(block_size=8, layout="HND")),
+        (of(block_size=4, layout="HND"), of(block_size=4, layout="NHD")),
+    ],
+)
+def test_the_permutation_is_the_one_of_the_op(local, remote):
+    import torch
+
+    from kvcache import KVStorage
+    from kvcache.transfer import permute_received_blocks
+
+    local, remote = cache(**local), cache(**remote)
+    plan = plan_transfer(local, remote, 0)
+    pages = np.array([[5, 2, 7, 1], [0, 4, 3, 6]])[:, : plan.local_pages_per_group]
+    memory = Memory(local, np.array([0]), pages.reshape(1, -1), 8)
+    elements = np.random.default_rng(0).permutation(len(memory.elements[0])).astype(np.float32)
+    storage = KVStorage(
+        8, local.block_size, 4, 2, num_layers=2, dtype=torch.float32, layout=local.layout
+    )
+    for layer, part in itertools.product(range(2), range(2)):
+        fragment = storage.pages.fragment(2 * layer + part).view(torch.float32)
+        fragment.copy_(torch.from_numpy(memory.part(elements, layer, part)))
+    caches = [c for i in range(2) for c in (storage.key_cache(i), storage.value_cache(i))]
+    permute_received_blocks(caches, pages, **plan.permutation._asdict())
+    memory.permute(elements, pages, *plan.permutation)
+    for layer, part in itertools.product(range(2), range(2)):
+        got = storage.pages.fragment(2 * layer + part).view(torch.float32).numpy()
+        assert np.array_equal(got, memory.part(elements, layer, part))

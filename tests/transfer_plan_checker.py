@@ -1,0 +1,244 @@
+"""A transfer plan carried out on fake memories and checked by the plain definition of what lies where.
+
+Shares no code with the plan: where an element lies is written down here once more, as shapes of arrays
+instead of offsets. Every element is a number that names its token, layer, K or V, head and place in the
+row; elements are four bytes, so a wrong byte is a wrong number.
+"""
+
+import numpy as np
+
+from kvcache.transfer.description import CacheDescription
+from kvcache.transfer.plan import plan_transfer
+
+ELEMENT = 4  # bytes: descriptions are of float32
+GROUPS, SPARE = 2, 2  # pages that nobody may touch
+
+
+def of(**values):
+    """A dictionary."""
+    return values
+
+
+def cache(**changes):
+    """A small description: one rank, 2 layers, 4 heads, blocks of 4."""
+    values = of(
+        engine_id="a",
+        num_layers=2,
+        total_num_kv_heads=4,
+        head_size=2,
+        block_size=4,
+        dtype="float32",
+    )
+    return CacheDescription(**{**values, **changes})
+
+
+# How local and remote differ from `cache()`: every kind of group.
+DIFFERENT = [
+    (of(), of()),
+    (of(block_size=8), of(block_size=2)),
+    (of(block_size=8, layout="HND"), of(block_size=2, layout="HND", tp_size=2)),
+    (of(block_size=2, layout="HND"), of(block_size=8, layout="HND", tp_size=2)),
+    (of(block_size=2), of(block_size=8, layout="HND", packing="block_major")),
+    (of(block_size=2, cp_world_size=2), of(block_size=4)),
+    (of(block_size=4), of(block_size=2, cp_world_size=2, cp_interleave=2)),
+    (of(cp_world_size=2, block_size=2), of(cp_world_size=2, block_size=4, layout="HND")),
+    (of(cp_world_size=2, block_size=4), of(cp_world_size=2, block_size=2, layout="HND")),
+    (of(block_size=4), of(block_size=6, packing="blocks_first")),
+]
+
+
+class Wrong(Exception):
+    """What is wrong with a plan."""
+
+
+def tokens_of_pages(cache, num_pages):
+    """[cp_world_size, num_pages, block_size]: the token at each place (contract, A5)."""
+    n, interleave = cache.cp_world_size, cache.cp_interleave
+    virtual = cache.block_size * n
+    position = np.arange(num_pages * virtual)
+    o = position % virtual
+    rank = o // interleave % n
+    table = np.full((n, num_pages, cache.block_size), -1)
+    table[rank, position // virtual, o // (n * interleave) * interleave + o % interleave] = position
+    return table
+
+
+def held(total, size, rank):
+    """The ones of `total` heads or layers that a rank of `size` holds."""
+    if size > total:
+        return [rank * total // size]
+    return [i for i in range(total) if i * size // total == rank]
+
+
+def ranks_of(cache):
+    """(cp_rank, pp_rank, tp_rank) of all ranks, [world_size] each."""
+    rank = np.arange(cache.world_size)
+    tp, pp = cache.tp_size, cache.pp_size
+    return rank // (pp * tp), rank // tp % pp, rank % tp
+
+
+class Memory:
+    """The memory of some ranks of an engine: elements[n, place], -1 where no token lies."""
+
+    def __init__(self, cache, ranks, ids, pool):
+        """ranks: [n], ascending. ids: [n, pages], where in a pool of pages the request's lie."""
+        cp, pp, tp = (of_all[ranks] for of_all in ranks_of(cache))
+        self.cache, self.pool, self.ranks = cache, pool, ranks
+        tokens = np.full((len(ranks), pool, cache.block_size), -1)
+        tokens[np.arange(len(ranks))[:, None], ids] = tokens_of_pages(cache, ids.shape[1])[cp]
+        layers = np.array([held(cache.num_layers, cache.pp_size, r) for r in range(cache.pp_size)])
+        heads = np.array(
+            [held(cache.total_num_kv_heads, cache.tp_size, r) for r in range(cache.tp_size)]
+        )
+        self.heads, self.layers = heads.shape[1], layers.shape[1]
+        self.sizes = [cache.head_size] + [cache.v_head_size] * (cache.v_head_size > 0)
+        widest = max(self.sizes)
+        # [rank, layer, page, token, head]; what has no token stays below 0
+        tokens = np.where(tokens < 0, -cache.num_layers * cache.total_num_kv_heads, tokens)
+        row = tokens[:, None, :, :, None] * cache.num_layers + layers[pp][:, :, None, None, None]
+        row = row * cache.total_num_kv_heads + heads[tp][:, None, None, None, :]
+        if cache.layout == "HND":
+            row = row.swapaxes(3, 4)
+        parts = []
+        for part, size in enumerate(self.sizes):
+            element = (row[..., None] * 2 + part) * widest + np.arange(size)
+            parts.append(np.maximum(element, -1).reshape(len(ranks), self.layers, pool, -1))
+        self.part_elements = [part.shape[3] for part in parts]
+        page = sum(self.part_elements)
+        if cache.packing == "apart":
+            per_layer = [part.reshape(len(ranks), self.layers, -1) for part in parts]
+            elements = np.concatenate(per_layer, axis=2)
+            lengths = np.tile(self.part_elements, self.layers) * pool
+        else:
+            elements = np.concatenate(parts, axis=3)
+            lengths = np.full(self.layers, page * pool)
+        if cache.packing == "block_major":
+            elements = elements.swapaxes(1, 2)
+            lengths = lengths.sum(keepdims=True)
+        self.elements = elements.reshape(len(ranks), -1)
+        self.region_start = np.cumsum(lengths) - lengths
+        self.region_length = lengths
+
+    def index(self, region, offset, length):
+        """Places of the elements of fragments; Wrong if one leaves its region or tears an element."""
+        if ((offset % ELEMENT) | (length % ELEMENT)).any():
+            raise Wrong("a fragment begins or ends within an element")
+        if (region < 0).any() or (region >= len(self.region_start)).any():
+            raise Wrong("a region that is not there")
+        end = (offset + length) // ELEMENT
+        if (offset < 0).any() or (length <= 0).any() or (end > self.region_length[region]).any():
+            raise Wrong("a fragment leaves its region")
+        count = length // ELEMENT
+        start = self.region_start[region] + offset // ELEMENT
+        return np.repeat(start - (np.cumsum(count) - count), count) + np.arange(count.sum())
+
+    def part(self, elements, layer, part):
+        """[pool, elements of a page]: a view of one rank's K or V of a layer."""
+        sizes, pool = self.part_elements, self.pool
+        before = sum(sizes[:part])
+        if self.cache.packing == "apart":
+            start = (layer * sum(sizes) + before) * pool
+            return elements[start : start + sizes[part] * pool].reshape(pool, sizes[part])
+        if self.cache.packing == "blocks_first":
+            whole = elements.reshape(self.layers, pool, -1)[layer]
+        else:
+            whole = elements.reshape(pool, self.layers, -1)[:, layer]
+        return whole[:, before : before + sizes[part]]
+
+    def permute(self, elements, ids, remote_block_size, remote_layout):
+        """What `permute_received_blocks` promises, plainly: bytes in the remote's order made local."""
+        for layer in range(self.layers):
+            for number, size in enumerate(self.sizes):
+                view = self.part(elements, layer, number)
+                received = view[ids.ravel()]
+                if remote_layout == "HND":
+                    blocks = received.reshape(-1, self.heads, remote_block_size, size).swapaxes(
+                        1, 2
+                    )
+                else:
+                    blocks = received.reshape(-1, remote_block_size, self.heads, size)
+                mine = blocks.reshape(ids.size, self.cache.block_size, self.heads, size)
+                if self.cache.layout == "HND":
+                    mine = mine.swapaxes(1, 2)
+                view[ids.ravel()] = mine.reshape(ids.size, -1)
+
+
+def some_ids(rng, groups, per_group):
+    """int32[groups, per_group] of a pool with spare pages: side by side, backwards or anywhere."""
+    count = groups * per_group
+    ids = np.arange(count + SPARE)
+    kind = rng.integers(3)
+    if kind == 0:
+        ids = ids[rng.integers(SPARE + 1) :]
+    elif kind == 1:
+        ids = ids[::-1]
+    else:
+        rng.shuffle(ids)
+    return ids[:count].reshape(groups, per_group).astype(np.int32)
+
+
+def check(local, remote, local_rank, *, allow_permutation=True, seed=0, tokens=None, change=None):
+    """Raises Wrong unless the plan, carried out, leaves every element where it belongs.
+
+    tokens: (first, last) of a single partial group, else whole groups. change: spoils the plan.
+    """
+    plan = plan_transfer(local, remote, local_rank, allow_permutation=allow_permutation)
+    if not allow_permutation and plan.permutation is not None:
+        raise Wrong("a permutation that was not allowed")
+    if tokens is not None:
+        plan = plan.for_tokens(tokens[1], first_token=tokens[0])
+    carry_out(plan if change is None else change(plan), seed, tokens)
+
+
+def carry_out(plan, seed=0, tokens=None):
+    """As above, of a plan."""
+    rng = np.random.default_rng(seed)
+    local, remote, local_rank = plan.local, plan.remote, plan.local_rank
+    groups = GROUPS if tokens is None else 1
+    mine = some_ids(rng, groups, plan.local_pages_per_group)
+    per_rank = rng.integers(2) == 1
+    theirs = [some_ids(rng, groups, plan.remote_pages_per_group)] * remote.world_size
+    if per_rank:
+        theirs = [
+            some_ids(rng, groups, plan.remote_pages_per_group) for _ in range(remote.world_size)
+        ]
+    given = dict(enumerate(theirs)) if per_rank else theirs[0]
+    runs = plan.apply(mine, given)
+    got = runs.expand()
+
+    wanted = Memory(local, np.array([local_rank]), mine.reshape(1, -1), mine.size + SPARE)
+    want = wanted.elements[0]
+    if (got.remote_rank < 0).any() or (got.remote_rank >= remote.world_size).any():
+        raise Wrong("a rank that is not there")
+    read_ranks = np.flatnonzero(np.bincount(got.remote_rank, minlength=1)).tolist() or [0]
+    ids = np.stack([theirs[rank].ravel() for rank in read_ranks])
+    source = Memory(remote, read_ranks, ids, theirs[0].size + SPARE)
+    read = source.index(got.remote_region, got.remote_offset, got.length)
+    row = np.searchsorted(read_ranks, got.remote_rank)
+    read += np.repeat(row, got.length // ELEMENT) * source.elements.shape[1]
+    write = wanted.index(got.local_region, got.local_offset, got.length)
+    if np.bincount(read).max(initial=0) > 1:
+        raise Wrong("a remote byte is fetched twice")
+    times = np.bincount(write, minlength=len(want))
+    if times.max() > 1:
+        raise Wrong("a local byte is written twice")
+    if tokens is None and not np.array_equal(times == 1, want >= 0):
+        raise Wrong("not exactly the bytes of the local pages are written")
+    if runs.num_fragments != len(got.length) or runs.num_bytes != got.length.sum():
+        raise Wrong("the summary counts something else")
+    local_memory = np.full(len(want), -1)
+    local_memory[write] = source.elements.reshape(-1)[read]
+    if plan.permutation is not None:
+        wanted.permute(local_memory, mine, *plan.permutation)
+    if tokens is None:
+        right = np.array_equal(local_memory, want)
+        if sum(plan.bytes_per_group.values()) * groups != (want >= 0).sum() * ELEMENT:
+            raise Wrong("bytes_per_group counts something else")
+    else:
+        token = want // (2 * max(wanted.sizes) * local.total_num_kv_heads * local.num_layers)
+        exists = (want >= 0) & (token >= tokens[0]) & (token < tokens[1])
+        right = np.array_equal(local_memory[exists], want[exists])
+        if (times[(want >= 0) & (token < tokens[0])] > 0).any() or (times[want < 0] > 0).any():
+            raise Wrong("a page that was not to be touched is written")
+    if not right:
+        raise Wrong("an element is not where it belongs")
