@@ -41,7 +41,7 @@ def scattered(plan: TransferPlan) -> tuple[np.ndarray, dict[int, np.ndarray]]:
     groups = BLOCKS // plan.local_pages_per_group
 
     def ids(per_group: int) -> np.ndarray:
-        return rng.permutation(groups * per_group * 2)[: groups * per_group].reshape(groups, -1)
+        return 1 + rng.permutation(groups * per_group * 2)[: groups * per_group].reshape(groups, -1)
 
     return (
         ids(plan.local_pages_per_group).astype(np.int32),

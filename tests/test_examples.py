@@ -22,6 +22,7 @@ DOCUMENTED = [
     "kvcache.transfer.cache_events",
     "kvcache.transfer.description",
     "kvcache.transfer.layouts",
+    "kvcache.transfer.memory",
     "kvcache.transfer.plan",
     "kvcache.transfer.receive",
     "kvcache.transfer.requests",

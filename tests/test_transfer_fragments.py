@@ -135,14 +135,14 @@ def test_no_two_fragments_could_be_one(local, remote, packings):
 def test_neighbouring_pages_that_move_whole_are_one_run():
     plan = plan_transfer(cache(), cache(), 0)
     assert plan.is_whole_pages and plan.bytes_per_group == {0: 4 * 4 * 4 * 8}
-    pages = np.arange(10, dtype=np.int32)[:, None]
+    pages = np.arange(1, 11, dtype=np.int32)[:, None]
     assert plan.apply(pages, pages + 5).num_fragments == 4
     assert plan.apply(pages[::-1], pages[::-1] + 5).num_fragments == 4
     assert plan.apply(pages, pages[::-1]).num_fragments == 40
     assert plan.apply(pages[:0], pages[:0]).num_fragments == 0
     parts = plan_transfer(cache(block_size=16), cache(), 0)  # four remote pages fill a local one
     assert not parts.is_whole_pages
-    remote = np.arange(40).reshape(10, 4)
+    remote = np.arange(1, 41).reshape(10, 4)
     assert parts.apply(pages, remote).num_fragments == 4
     remote[3, 2] = 77
     assert parts.apply(pages, remote).num_fragments == 4 * 3
@@ -152,13 +152,46 @@ def test_neighbouring_pages_that_move_whole_are_one_run():
 
 def test_pages_that_do_not_fit_are_refused():
     plan = plan_transfer(cache(), cache(tp_size=2), 0)
-    pages = np.zeros((3, 1), np.int32)
+    pages = np.arange(1, 4, dtype=np.int32)[:, None]
     for local, remote, error, message in (
         (pages[:, 0], pages, ValueError, r"local_pages has shape \[3\]: expected \[groups, 1\]"),
         (pages, pages[:2], ValueError, "rank 0 has 2 groups, local_pages 3"),
         (pages, {0: pages}, ValueError, r"remote_pages has ranks \[0\]: expected also \[1\]"),
-        (pages - 1, pages, ValueError, "local_pages holds -1"),
+        (pages - 1, pages, ValueError, "local_pages holds 0: expected pages, 1 to 2147483647"),
+        (pages - 4, pages, ValueError, "local_pages holds -3: expected pages, 1 to"),
+        (pages, pages - 2, ValueError, "remote_pages holds -1: expected pages, 1 to"),
+        (
+            pages.astype(np.uint64) + 2**63,
+            pages,
+            ValueError,
+            "local_pages holds 9223372036854775809",
+        ),
+        (pages, pages.astype(np.int64) + 2**40, ValueError, "remote_pages holds 1099511627777"),
+        (
+            pages // 2 + 1,
+            pages,
+            ValueError,
+            "local_pages has page 2 twice: expected each page once",
+        ),
         (pages, pages.astype(float), TypeError, "remote_pages has dtype float64"),
     ):
         with pytest.raises(error, match=message):
             plan.apply(local, remote)
+
+
+def test_a_partial_plan_asks_for_the_pages_that_it_uses():
+    plan = plan_transfer(cache(block_size=4), cache(block_size=16), 0)
+    part = plan.for_tokens(12, first_token=4)
+    local = np.array([[-1, 7, 8]])  # the first page is here already
+    assert part.apply(local, np.array([[3]])).num_bytes == sum(part.bytes_per_group.values())
+    with pytest.raises(ValueError, match="local_pages holds -1"):
+        plan.for_tokens(12).apply(local, np.array([[3]]))
+    with pytest.raises(
+        ValueError, match="the plan is of some tokens already: expected that of whole"
+    ):
+        part.for_tokens(12)
+
+
+def test_sizes_that_hardly_meet_are_refused():
+    with pytest.raises(ValueError, match=r"local block_size is 16 .*remote block_size is 1000003"):
+        plan_transfer(cache(block_size=16), cache(block_size=1_000_003), 0)

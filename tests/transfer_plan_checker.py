@@ -11,7 +11,7 @@ from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan import plan_transfer
 
 ELEMENT = 4  # bytes: descriptions are of float32
-GROUPS, SPARE = 2, 2  # pages that nobody may touch
+GROUPS, SPARE = 2, 2  # pages that nobody may touch, the null block among them
 
 
 def of(**values):
@@ -163,13 +163,41 @@ class Memory:
                 view[ids.ravel()] = mine.reshape(ids.size, -1)
 
 
+def check_listed(plan, got, mine, theirs):
+    """`fragments`, for all these pages, are the bytes that `apply` gives."""
+    f = plan.fragments
+    if len(f.length) == 0 or len(got.length) == 0:
+        if len(f.length) or len(got.length):
+            raise Wrong("fragments and apply are not the same bytes")
+        return
+    rows = []
+    for group in range(len(mine)):
+        local = mine[group, f.local_page] * plan.local.region_strides[f.local_region]
+        pages = np.array(theirs)[f.remote_rank, group, f.remote_page]
+        remote = pages * plan.remote.region_strides[f.remote_region]
+        rows.append(np.stack([f.remote_rank, f.remote_region, remote + f.remote_offset,
+                              f.local_region, local + f.local_offset, f.length]))  # fmt: skip
+    listed, applied = np.concatenate(rows, axis=1), np.stack(got)
+    # Byte by byte of what is read, and where it goes: runs of `apply` may be several of these.
+    for table in (listed, applied):
+        table[:] = table[:, np.lexsort(table[::-1])]
+    steps = [np.repeat(table[:5], table[5] // ELEMENT, axis=1) for table in (listed, applied)]
+    for step, table in zip(steps, (listed, applied)):
+        within = np.concatenate([np.arange(n) for n in table[5] // ELEMENT]) * ELEMENT
+        step[2] += within
+        step[4] += within
+        step[:] = step[:, np.lexsort(step[::-1])]
+    if not np.array_equal(*steps):
+        raise Wrong("fragments and apply are not the same bytes")
+
+
 def some_ids(rng, groups, per_group):
     """int32[groups, per_group] of a pool with spare pages: side by side, backwards or anywhere."""
     count = groups * per_group
-    ids = np.arange(count + SPARE)
+    ids = np.arange(1, count + SPARE)
     kind = rng.integers(3)
     if kind == 0:
-        ids = ids[rng.integers(SPARE + 1) :]
+        ids = ids[rng.integers(SPARE) :]
     elif kind == 1:
         ids = ids[::-1]
     else:
@@ -205,7 +233,6 @@ def carry_out(plan, seed=0, tokens=None):
     given = dict(enumerate(theirs)) if per_rank else theirs[0]
     runs = plan.apply(mine, given)
     got = runs.expand()
-
     wanted = Memory(local, np.array([local_rank]), mine.reshape(1, -1), mine.size + SPARE)
     want = wanted.elements[0]
     if (got.remote_rank < 0).any() or (got.remote_rank >= remote.world_size).any():
@@ -242,3 +269,4 @@ def carry_out(plan, seed=0, tokens=None):
             raise Wrong("a page that was not to be touched is written")
     if not right:
         raise Wrong("an element is not where it belongs")
+    check_listed(plan, got, mine, theirs)

@@ -14,6 +14,8 @@ _HOME = {
     "TransferPlan": "kvcache.transfer.plan",
     "plan_transfer": "kvcache.transfer.plan",
     "copy_kv_blocks": "kvcache.transfer.blocks",
+    "permute_pages": "kvcache.transfer.memory",
+    "region_addresses": "kvcache.transfer.memory",
     "AttentionBackend": "kvcache.transfer.layouts",
     "KVCacheEvents": "kvcache.transfer.cache_events",
     "KVConnectorOutput": "kvcache.transfer.aggregate",

@@ -1,7 +1,8 @@
 """What one engine tells another about its KV cache: who holds what, and where in a page it lies.
 
 A page is one fragment in each of several regions (`kvcache.worker.pages`). Which regions these are, and
-which byte of them is which element, follows from a dozen numbers: no torch, no addresses.
+which byte of them is which element, follows from a dozen numbers: no torch, no addresses. Regions here
+are as few as the packing allows; `region_addresses` finds them in a storage's `Pages`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class CacheDescription:
 
     `packing`: "apart" is a region for K and one for V of each layer, "blocks_first" a region per
     layer in which V of a page follows K, "block_major" one region in which the layers of a page follow
-    each other. `layout` is the order of tokens and heads within K or V of a page. `is_mla`: one latent
+    each other; in these two, `page_stride` says so where pages are padded (shared with other cache
+    groups). `layout` is the order of tokens and heads within K or V of a page. `is_mla`: one latent
     vector of `head_size` elements per token (its rotary part counted), on every tensor-parallel rank;
     then `total_num_kv_heads` is 1 and `v_head_size` 0.
 
@@ -70,19 +72,22 @@ class CacheDescription:
     cp_interleave: int = 1  # tokens
     layout: str = "NHD"
     packing: str = "apart"
+    page_stride: int | None = None  # bytes from page to page; None: what the region's pages take
     dtype: str = "bfloat16"
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
-        if self.version != DESCRIPTION_VERSION:
+        if self.version is True or self.version != DESCRIPTION_VERSION:
             raise ValueError(
-                f"version is {self.version!r}: expected {DESCRIPTION_VERSION}, that of this library"
+                f"version is {self.version!r}, of engine {self.engine_id!r}: "
+                f"expected {DESCRIPTION_VERSION}, that of this library"
             )
+        if not isinstance(self.is_mla, bool):
+            raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
         for name, choices in (
             ("layout", LAYOUTS),
             ("packing", PACKINGS),
             ("dtype", tuple(ELEMENT_BYTES)),
-            ("is_mla", (False, True)),
         ):
             if getattr(self, name) not in choices:
                 came, wanted = getattr(self, name), ", ".join(map(str, choices))
@@ -104,6 +109,14 @@ class CacheDescription:
             )
         heads_of_rank(self.total_num_kv_heads, self.tp_size, 0)
         layers_of_rank(self.num_layers, self.pp_size, 0)
+        if self.page_stride is None:
+            return
+        if self.packing == "apart":
+            raise ValueError(
+                f"page_stride is {self.page_stride}: expected None with packing 'apart'"
+            )
+        least = int(self.region_bytes[0])
+        object.__setattr__(self, "page_stride", integer(self.page_stride, "page_stride", least))
 
     def to_dict(self) -> dict[str, int | str | bool]:
         """The fields by name: what JSON can hold."""
@@ -112,9 +125,11 @@ class CacheDescription:
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
         """What `to_dict` gave. ValueError for another version, unknown fields or missing ones."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         if values.get("version") != DESCRIPTION_VERSION:
             raise ValueError(
-                f"version is {values.get('version')!r}: "
+                f"version is {values.get('version')!r}, of engine {values.get('engine_id')!r}: "
                 f"expected {DESCRIPTION_VERSION}, that of this library"
             )
         known = {field.name for field in fields(cls)}
@@ -161,13 +176,20 @@ class CacheDescription:
 
     @cached_property
     def region_bytes(self) -> np.ndarray:
-        """int64[r]: bytes of a page in each region, which is also the distance from page to page."""
+        """int64[r]: bytes of a page in each region."""
         if self.packing == "apart":
             return _fixed(np.tile(self.part_bytes, self.layers_per_rank))
         per_layer = self.part_bytes.sum(keepdims=True)
         if self.packing == "blocks_first":
             return _fixed(np.tile(per_layer, self.layers_per_rank))
         return _fixed(per_layer * self.layers_per_rank)
+
+    @cached_property
+    def region_strides(self) -> np.ndarray:
+        """int64[r]: bytes from page to page in each region."""
+        if self.page_stride is None:
+            return self.region_bytes
+        return _fixed(np.full_like(self.region_bytes, self.page_stride))
 
     def coordinates(self, rank: int) -> Coordinates:
         """Where a rank is; ValueError for a rank that is not there."""

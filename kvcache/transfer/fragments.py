@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.specs import MAX_INT32
+
 
 class GroupFragments(NamedTuple):
     """Fragments of one group of pages, a row each; every column int64[n], offsets and length in bytes.
@@ -205,29 +207,34 @@ def joined(kind: Callable, parts: list[tuple]) -> tuple:
     return kind(*(np.concatenate(columns) for columns in zip(*parts)))
 
 
-def page_ids(ids: np.ndarray, width: int, name: str) -> np.ndarray:
-    """int64[groups, width]; TypeError or ValueError for anything but page numbers."""
+def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
+    """int64[groups, len(used)]; TypeError or ValueError where a used one is no page."""
     given = np.asarray(ids)
+    width = len(used)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
     if given.ndim != 2 or given.shape[1] != width:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [groups, {width}]")
-    if given.size and given.min() < 0:
-        raise ValueError(f"{name} holds {given.min()}: expected pages, 0 or more")
+    wanted = given[:, used]
+    wrong = wanted[(wanted < 1) | (wanted > MAX_INT32)]
+    if wrong.size:
+        raise ValueError(f"{name} holds {wrong[0]}: expected pages, 1 to {MAX_INT32}")
     return given.astype(np.int64)
 
 
 def remote_page_ids(
-    ids: Mapping[int, np.ndarray] | np.ndarray, ranks: tuple[int, ...], num_groups: int, width: int
+    ids: Mapping[int, np.ndarray] | np.ndarray, used: dict[int, np.ndarray], num_groups: int
 ) -> dict[int, np.ndarray]:
-    """Per remote rank int64[groups, width]; one array serves all."""
+    """Per remote rank int64[groups, pages]; one array serves all. `used`: by rank bool[pages]."""
     if not isinstance(ids, Mapping):
-        ids = page_ids(ids, width, "remote_pages")
-        found = dict.fromkeys(ranks, ids)
+        if not used:  # nothing is read
+            return {}
+        any_used = np.logical_or.reduce(list(used.values()))
+        found = dict.fromkeys(used, page_ids(ids, any_used, "remote_pages"))
     else:
-        if missing := sorted(set(ranks) - set(ids)):
+        if missing := sorted(set(used) - set(ids)):
             raise ValueError(f"remote_pages has ranks {sorted(ids)}: expected also {missing}")
-        found = {rank: page_ids(ids[rank], width, f"remote_pages[{rank}]") for rank in ranks}
+        found = {r: page_ids(ids[r], used[r], f"remote_pages[{r}]") for r in used}
     for rank, pages in found.items():
         if len(pages) != num_groups:
             raise ValueError(

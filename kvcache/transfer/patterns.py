@@ -190,7 +190,7 @@ def _in_bytes(
         places, sizes = _merged_members(places, whole * scales)
         scales = sizes // whole  # a place of several parts is a wide row
     kinds = np.stack(
-        [scales, remote.region_bytes[places[:, 0]], local.region_bytes[places[:, 2]]], axis=1
+        [scales, remote.region_strides[places[:, 0]], local.region_strides[places[:, 2]]], axis=1
     )
     patterns = []
     for kind in sorted({tuple(row) for row in kinds.tolist()}):
@@ -217,9 +217,8 @@ def _in_bytes(
 def _merged_members(members: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Parts that begin where the one before ends, on both sides, made one place of their bytes."""
     begins = np.ones(len(members), bool)
-    same_regions = (members[1:, ::2] == members[:-1, ::2]).all(axis=1)
     meets = (members[1:, 1::2] == members[:-1, 1::2] + sizes[:-1, None]).all(axis=1)
-    begins[1:] = ~(same_regions & meets)
+    begins[1:] = ~meets  # a region's first part begins at 0, and meets none
     first = np.flatnonzero(begins)
     return members[first], np.add.reduceat(sizes, first)
 

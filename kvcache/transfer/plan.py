@@ -24,12 +24,16 @@ from kvcache.transfer.fragments import (
 )
 from kvcache.transfer.patterns import find_patterns
 
+_MOST_ROWS = 1 << 22  # heads of tokens in a group; every one is looked at once
 # What both engines must agree on, the most telling first.
 _SAME = ("is_mla", "num_layers", "total_num_kv_heads", "head_size", "v_head_size", "dtype")
 
 
 class ReceivePermutation(NamedTuple):
-    """What `permute_received_blocks` takes besides the caches, K and V of all layers, and the pages."""
+    """What `permute_received_blocks` takes besides caches and pages; `permute_pages` calls it.
+
+    For K of all layers and for V of all layers: together, where their head sizes are the same.
+    """
 
     remote_block_size: int  # tokens
     remote_layout: str
@@ -56,6 +60,7 @@ class TransferPlan:
     remote_pages_per_group: int
     # For groups of which only some pages are there: each row to its place.
     exact_patterns: tuple[Pattern, ...]
+    is_partial: bool = False  # made by `for_tokens`
 
     @cached_property
     def remote_ranks(self) -> tuple[int, ...]:
@@ -91,12 +96,16 @@ class TransferPlan:
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """The runs of bytes for given pages, those of neighbouring pages merged.
+        """The runs of bytes for given pages; those of pages that follow each other are merged.
 
         local_pages: int[groups, local_pages_per_group]; remote_pages: by remote rank
-        int[groups, remote_pages_per_group], or one array where all ranks use the same numbers.
-        TypeError or ValueError for other shapes, or a rank of `remote_ranks` that is missing. Costs by
-        the page, not by the fragment.
+        int[groups, remote_pages_per_group], or one array where all ranks use the same numbers. Pages
+        that a partial plan leaves out may have any number. Costs by the page, not by the fragment;
+        `expand` lists fragments, for a transport that takes nothing else.
+
+        TypeError or ValueError for other shapes, a rank of `remote_ranks` that is missing, pages below 1
+        (0 is the null block: tokens that slid out of a window are nobody's to fetch), and a local page
+        that is named twice.
 
         >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
         ...     block_size=4)
@@ -108,10 +117,14 @@ class TransferPlan:
         >>> part.places[:, [0, 2]].tolist()
         [[0, 0], [1, 1], [2, 2], [3, 3]]
         """
-        local_ids = page_ids(local_pages, self.local_pages_per_group, "local_pages")
-        remote_ids = remote_page_ids(
-            remote_pages, self.remote_ranks, len(local_ids), self.remote_pages_per_group
-        )
+        local_used, remote_used = self._used
+        local_ids = page_ids(local_pages, local_used, "local_pages")
+        written, counts = np.unique(local_ids[:, local_used], return_counts=True)
+        if len(written) and counts.max() > 1:
+            raise ValueError(
+                f"local_pages has page {written[counts.argmax()]} twice: expected each page once"
+            )
+        remote_ids = remote_page_ids(remote_pages, remote_used, len(local_ids))
         if any(pattern.joins for pattern in self.patterns):
             first = local_ids[:, 0]
             if (first[1:] < first[:-1]).any():  # neighbours meet only if they follow each other
@@ -137,6 +150,8 @@ class TransferPlan:
         >>> plan.local_pages_per_group, plan.remote_pages_per_group, plan.fragments.remote_page.tolist()
         (1, 3, [0, 1, 2, 0, 1, 2])
         """
+        if self.is_partial:
+            raise ValueError("the plan is of some tokens already: expected that of whole groups")
         integer(num_tokens, "num_tokens", 1, self.tokens_per_group)
         integer(first_token, "first_token", 0, num_tokens - 1)
         if first_token % self.local.tokens_per_page:
@@ -147,7 +162,7 @@ class TransferPlan:
         wanted = (first_token, num_tokens)
         mine = _pages_with(self.local, self.local_rank, wanted, self.local_pages_per_group)
         # The permutation needs all local pages that a remote one fills.
-        permutes = self.permutation is not None and first_token == 0 and bool(mine.all())
+        permutes = self.permutation is not None and bool(mine.all())
 
         def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
             found = []
@@ -169,7 +184,18 @@ class TransferPlan:
             local_pages_per_group=-(-num_tokens // self.local.tokens_per_page),
             remote_pages_per_group=-(-num_tokens // self.remote.tokens_per_page),
             exact_patterns=exact,
+            is_partial=True,
         )
+
+    @cached_property
+    def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Which pages of a group are written, and by remote rank which are read: bool[pages]."""
+        local = np.zeros(self.local_pages_per_group, bool)
+        remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
+        for pattern in self.patterns:
+            local[pattern.runs[:, 2]] = True
+            remote[pattern.remote_rank][pattern.runs[:, 0]] = True
+        return local, remote
 
 
 def plan_transfer(
@@ -187,8 +213,8 @@ def plan_transfer(
     `permute_received_blocks`; else every fragment goes to its place.
 
     ValueError where the two cannot hold the same: MLA or not, other layers, heads, head sizes or
-    dtype; or for a rank that is not there. Of the same descriptions always the same plan; the time does
-    not depend on the number of blocks.
+    dtype; for block sizes that only meet after millions of tokens; or for a rank that is not there. Of
+    the same descriptions always the same plan; the time does not depend on the number of blocks.
 
     >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
     ...     block_size=64, tp_size=2, layout="HND")
@@ -212,6 +238,14 @@ def plan_transfer(
                 f"local {name} is {mine!r} (engine {local.engine_id!r}), "
                 f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
             )
+    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
+    if tokens_per_group * local.heads_per_rank > _MOST_ROWS:
+        raise ValueError(
+            f"local block_size is {local.block_size} (engine {local.engine_id!r}, "
+            f"{local.tokens_per_page} tokens over its ranks), remote block_size is "
+            f"{remote.block_size} (engine {remote.engine_id!r}, {remote.tokens_per_page}): expected "
+            f"sizes that meet sooner than after {tokens_per_group} tokens"
+        )
     exact = find_patterns(local, remote, local_rank, received=False)
     patterns, permutation = exact, None
     if allow_permutation and _permutable(local, remote):
@@ -219,7 +253,6 @@ def plan_transfer(
         if _num_fragments(received) < _num_fragments(exact):
             patterns = received
             permutation = ReceivePermutation(remote.block_size, remote.layout)
-    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     return TransferPlan(
         local,
         remote,

@@ -1,0 +1,159 @@
+"""A transfer plan carried out on real storages: addresses, bytes, and the permutation by the op."""
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import KVStorage, Pages
+from kvcache.transfer import CacheDescription, permute_pages, plan_transfer, region_addresses
+
+LAYERS, HEADS = 2, 4
+OPTIONS = {
+    "apart": {},
+    "blocks_first": {"blocks_first": True},
+    "block_major": {"block_major": True},
+}
+
+
+def side(block_size=4, layout="HND", packing="apart", tp_size=1, v_head_size=8, **more):
+    return CacheDescription(
+        engine_id="e", num_layers=LAYERS, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
+        v_head_size=v_head_size, block_size=block_size, layout=layout, packing=packing, tp_size=tp_size,
+        **more,
+    )  # fmt: skip
+
+
+def storage_of(description, num_blocks=40):
+    return KVStorage(
+        num_blocks, description.block_size, description.heads_per_rank, 8, num_layers=LAYERS,
+        dtype=torch.float16, v_head_size=description.v_head_size, layout=description.layout,
+        **OPTIONS[description.packing],
+    )  # fmt: skip
+
+
+def tokens_of(storage, pages):
+    """K and V of the tokens in these pages, in order: per layer [tokens, heads, size] twice."""
+    ids = torch.from_numpy(pages.ravel()).long()
+    return [
+        [cache(layer)[ids].flatten(0, 1) for cache in (storage.key_cache, storage.value_cache)]
+        for layer in range(LAYERS)
+    ]
+
+
+def carry_out(local, remote, storages, mine, seed=0):
+    """Rank 0's pages from remote storages, each rank's pages elsewhere; the plan and the pages."""
+    plan = plan_transfer(local, remote, 0)
+    rng = np.random.default_rng(seed)
+    count = len(mine) // plan.local_pages_per_group * plan.remote_pages_per_group
+    theirs = {r: 1 + rng.permutation(39)[:count] for r in plan.remote_ranks}
+    storage = storage_of(local)
+    for each in (storage, *storages):
+        each.pages.memory.random_(0, 120)
+    here = region_addresses(local, storage.pages)
+    there = [region_addresses(remote, each.pages) for each in storages]
+    mine = mine.reshape(-1, plan.local_pages_per_group)
+    shaped = {r: ids.reshape(len(mine), -1) for r, ids in theirs.items()}
+    runs = plan.apply(mine, shaped).expand()
+    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+    permute_pages(storage, mine, plan.permutation)
+    return plan, storage, theirs
+
+
+@pytest.mark.parametrize("v_head_size", [8, 4])
+@pytest.mark.parametrize(
+    "layouts", [("HND", "HND"), ("NHD", "HND"), ("HND", "NHD"), ("NHD", "NHD")]
+)
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 8), (4, 4), (6, 4)])
+@pytest.mark.parametrize("packings", [(a, b) for a in OPTIONS for b in OPTIONS])
+def test_every_token_arrives(packings, sizes, layouts, v_head_size):
+    local = side(sizes[0], layouts[0], packings[0], v_head_size=v_head_size)
+    remote = side(sizes[1], layouts[1], packings[1], tp_size=2, v_head_size=v_head_size)
+    storages = [storage_of(remote) for _ in range(2)]
+    mine = np.array([7, 3, 4, 5, 12, 30])
+    plan, storage, theirs = carry_out(local, remote, storages, mine)
+    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
+    for layer, found in enumerate(tokens_of(storage, mine)):
+        for part in range(2):
+            wanted = torch.cat([source[layer][part] for source in sources], dim=1)
+            assert torch.equal(found[part], wanted)
+
+
+def test_pages_that_groups_share_are_described_by_their_stride():
+    pages = Pages.allocate(40, [[2048]] * LAYERS)
+    local = side(packing="blocks_first", page_stride=2048)
+    storage = KVStorage.over(pages, 4, HEADS, 8, dtype=torch.float16, layout="HND")
+    found = region_addresses(local, pages) - pages.base
+    assert found.tolist() == pages.offsets.tolist()
+    remote = side(packing="blocks_first")
+    source = storage_of(remote)
+    source.pages.memory.random_(0, 120)
+    there = region_addresses(remote, source.pages)
+    plan = plan_transfer(local, remote, 0)
+    runs = plan.apply(np.array([[5], [6]]), np.array([[8], [9]])).expand()
+    assert len(runs.length) == 4  # neighbours are apart here
+    for _, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(
+            int(found[to_region]) + pages.base + to_offset, int(there[region]) + offset, length
+        )
+    for layer in range(LAYERS):
+        assert torch.equal(storage.key_cache(layer)[5:7], source.key_cache(layer)[8:10])
+        assert torch.equal(storage.value_cache(layer)[5:7], source.value_cache(layer)[8:10])
+
+
+def test_an_engines_own_tensors_have_addresses_too():
+    caches = [torch.zeros(9, 2, 4, HEADS, 8, dtype=torch.float16) for _ in range(LAYERS)]
+    storage = KVStorage.from_tensors(caches)
+    found = region_addresses(side(layout="NHD", packing="blocks_first"), storage.pages)
+    assert found.tolist() == [cache.data_ptr() for cache in caches]
+
+
+@pytest.mark.parametrize(
+    ("description", "storage", "message"),
+    [
+        (
+            side(packing="apart"),
+            {"blocks_first": True},
+            "K of layer 0 begins at byte 0, pages 512 bytes",
+        ),
+        (
+            side(packing="blocks_first"),
+            {},
+            "K of layer 0 begins at byte 0, pages 256 bytes apart: exp",
+        ),
+        (
+            side(packing="blocks_first"),
+            {"block_major": True},
+            "pages 1024 bytes apart: expected 512",
+        ),
+        (
+            side(block_size=8),
+            {},
+            r"has pieces of \[256, 256\] bytes: expected \[512",
+        ),
+        (
+            side(),
+            {"num_layers": 3},
+            "pages have 3 layers, the description 2 per rank: expected the same",
+        ),
+        (side(), {"scale_bytes_per_token": 4}, r"has pieces of \[256, 256, 16\] bytes"),
+    ],
+)
+def test_pages_that_are_not_as_described_are_refused(description, storage, message):
+    options = {"num_layers": LAYERS, "dtype": torch.float16, **storage}
+    pages = KVStorage(9, 4, HEADS, 8, **options).pages
+    with pytest.raises(ValueError, match=message):
+        region_addresses(description, pages)
+
+
+def test_a_stride_is_for_regions_that_hold_k_and_v():
+    with pytest.raises(ValueError, match="page_stride is 4096: expected None with packing 'apart'"):
+        side(page_stride=4096)
+    with pytest.raises(ValueError, match="page_stride is 511: expected 512 to"):
+        side(packing="blocks_first", page_stride=511)
+    with pytest.raises(TypeError, match="is_mla is 1: expected True or False"):
+        side(is_mla=1)
+    with pytest.raises(TypeError, match="values is a list: expected a mapping"):
+        CacheDescription.from_dict([])
