@@ -166,6 +166,55 @@ def test_statistics_of_several_types_are_added_up_by_type():
     assert stats == {Stats: Stats(bytes=3), OtherStats: OtherStats(loads=5)}
 
 
+class MultiStats:
+    """Statistics by connector; it adopts those of connectors that it does not know."""
+
+    def __init__(self, **data):
+        self.data = data
+
+    def aggregate(self, other):
+        for name, stats in other.data.items():
+            if name in self.data:
+                self.data[name].aggregate(stats)
+            else:
+                self.data[name] = stats
+        return self
+
+    def __eq__(self, other):
+        return self.data == other.data
+
+
+def nested_stats():
+    return [MultiStats(a=Stats(n=1)), MultiStats(b=Stats(n=2)), MultiStats(b=Stats(n=3))]
+
+
+def test_a_sum_that_adopts_parts_adopts_no_workers_own():
+    own = nested_stats()
+    outputs = [output(kv_connector_stats=stats) for stats in own]
+    merged = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_connector_stats
+    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+    assert own == nested_stats()
+
+
+def test_nested_statistics_count_once_when_a_failed_call_is_made_again():
+    aggregator, own = KVOutputAggregator(4), nested_stats()
+    outputs = [output(kv_connector_stats=stats) for stats in own]
+    with pytest.raises(ValueError, match="kv_cache_events of worker 3"):
+        aggregator.aggregate([*outputs, output(kv_cache_events="stored")])
+    merged = aggregator.aggregate([*outputs, output()]).kv_connector_output.kv_connector_stats
+    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+
+
+def test_a_held_sum_of_nested_statistics_is_apart_from_the_workers_own():
+    aggregator, own = KVOutputAggregator(4), nested_stats()
+    aggregator.aggregate([None, *(output(kv_connector_stats=stats) for stats in own)])
+    for stats in own:
+        for part in stats.data.values():
+            part.counts.clear()
+    merged = aggregator.aggregate([output()] * 4).kv_connector_output.kv_connector_stats
+    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+
+
 def test_empty_statistics_become_none():
     merged = KVOutputAggregator(1).aggregate([output(kv_connector_stats=Stats())])
     assert merged.kv_connector_output.kv_connector_stats is None

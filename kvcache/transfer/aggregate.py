@@ -143,8 +143,9 @@ class _Merged:
         if _is_empty(stats):
             return
         kind = type(stats)
+        stats = copy.deepcopy(stats)  # a sum may take over parts of what is added to it
         if kind not in self.stats:
-            self.stats[kind] = copy.deepcopy(stats)  # it is added to, and may be the worker's own
+            self.stats[kind] = stats
             return
         total = self.stats[kind].aggregate(stats)
         if total is not None:
