@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections import Counter
 from itertools import chain
 from types import SimpleNamespace
@@ -75,6 +76,32 @@ def test_a_request_is_finished_when_every_worker_has_said_so_across_calls():
     assert aggregator.remaining_sending == {"a": 1, "b": 2}
     second = aggregator.aggregate([output(), sending("b"), sending("a", "b")])
     assert second.kv_connector_output.finished_sending == {"a", "b"}
+    assert aggregator.remaining_sending == {}
+
+
+def test_an_id_counts_once_per_report_and_again_in_a_later_one():
+    aggregator = KVOutputAggregator(2)
+    twice = output(finished_sending=["a", "a"], finished_recving=("b", "b"))
+    report = aggregator.aggregate([twice, output()]).kv_connector_output
+    assert report.finished_sending is None and report.finished_recving is None
+    assert (aggregator.remaining_sending, aggregator.remaining_recving) == ({"a": 1}, {"b": 1})
+    report = aggregator.aggregate([sending("a"), output()]).kv_connector_output
+    assert report.finished_sending == {"a"}
+
+
+def test_ids_may_come_in_any_order_and_form():
+    report = output(finished_sending=iter(["a"]), invalid_block_ids=np.array([3, 5, 3]))
+    merged = KVOutputAggregator(1).aggregate([report]).kv_connector_output
+    assert merged.finished_sending == {"a"} and merged.invalid_block_ids == {3, 5}
+
+
+@pytest.mark.parametrize("name", ["finished_sending", "finished_recving", "invalid_block_ids"])
+@pytest.mark.parametrize("ids", ["ab", b"ab", bytearray(b"a"), {"a": 1}, 5, 0, [["a"]], [{"a"}]])
+def test_what_is_no_set_of_ids_is_named_with_its_worker(name, ids):
+    aggregator = KVOutputAggregator(2)
+    message = re.escape(f"{name} of worker 1 is {ids!r}: expected a set of ids")
+    with pytest.raises(ValueError, match=message):
+        aggregator.aggregate([sending("a"), output(**{name: ids})])
     assert aggregator.remaining_sending == {}
 
 
