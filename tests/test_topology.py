@@ -341,7 +341,7 @@ def test_an_unknown_engine_is_told_the_known_ones(ask):
         ),
         (
             lambda: topology(0, 1, total_num_kv_heads=4).get_target_remote_ranks(3),
-            "total_num_kv_heads is 4, tp_size is 3",
+            "total_num_kv_heads is 4, remote tp_size is 3: expected one to divide the other",
         ),
         (
             lambda: topology(0, 2, total_num_kv_heads=4).remote_tp_rank_of_head(2, 1),
@@ -352,6 +352,44 @@ def test_an_unknown_engine_is_told_the_known_ones(ask):
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ("tp_ratio_from_engine_id", "local tp_size is 4, remote tp_size is 6"),
+        ("pp_ratio_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+        ("block_size_ratio_from_engine_id", "local block_size is 32, remote block_size is 48"),
+        ("get_target_remote_ranks_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+    ],
+)
+def test_errors_of_a_known_engine_name_it_and_the_side(ask, message):
+    asked = topology(0, 4, pp_size=2, block_size=32, total_num_kv_heads=12)
+    asked = asked.with_remote("pre", RemoteEngine(6, 3, 48))
+    message = f"^local engine 'local', remote engine 'pre': {message}: expected one to divide"
+    with pytest.raises(ValueError, match=message):
+        getattr(asked, ask)("pre")
+
+
+def test_an_engine_over_which_the_heads_do_not_lie_evenly_is_refused_at_once():
+    message = (
+        "^local engine 'local', remote engine 'pre': total_num_kv_heads is 4, remote tp_size is 3: "
+        "expected one to divide the other$"
+    )
+    with pytest.raises(ValueError, match=message):
+        topology(0, 1, total_num_kv_heads=4).with_remote("pre", RemoteEngine(3))
+    with pytest.raises(ValueError, match=message):
+        topology(0, 1, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)})
+    known = topology(0, 1, total_num_kv_heads=6).with_remote("pre", RemoteEngine(3))
+    with pytest.raises(ValueError, match=message):
+        replace(known, total_num_kv_heads=4)
+    mla = topology(0, 1, is_mla=True, total_num_kv_heads=4).with_remote("pre", RemoteEngine(3))
+    assert mla.get_target_remote_ranks_from_engine_id("pre") == [(0, 0, 0)]
+
+
+def test_errors_of_its_own_size_do_not_blame_a_remote_engine():
+    with pytest.raises(ValueError, match=r"^total_num_kv_heads is 4, tp_size is 3"):
+        topology(0, 3, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)})
 
 
 class Blockless:
