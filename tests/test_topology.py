@@ -249,6 +249,17 @@ def test_layers_lie_outermost_where_a_backend_gives_no_order(backend):
     assert packed.block_size_position == -3
 
 
+class FaultyBackend(SilentBackend):
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension=False):
+        return cls.mistyped
+
+
+def test_a_fault_inside_a_backend_is_not_taken_for_no_order():
+    with pytest.raises(AttributeError, match="mistyped"):
+        topology(backend=FaultyBackend, tensor_shape=(L, 2, NB, BS, H, D))
+
+
 def test_a_described_backend_needs_no_registration():
     mine = AttentionBackend("UNREGISTERED", ("block", "head", "kv", "token", "element"))
     asked = topology(backend=mine)

@@ -336,9 +336,11 @@ def _packed_order(
     if isinstance(described, AttentionBackend):
         return described.memory_order(layout, cross_layers=True)
     packed = ("layer", *dims)
+    if not hasattr(described, "get_kv_cache_stride_order"):
+        return packed
     try:
         order = described.get_kv_cache_stride_order(include_num_layers_dimension=True)
-    except (AttributeError, NotImplementedError):
+    except NotImplementedError:
         return packed
     if sorted(order) != list(range(len(packed))):
         raise ValueError(
