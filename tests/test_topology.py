@@ -1,5 +1,6 @@
 """Where a worker's KV lies in another engine: every combination of sizes, by brute force."""
 
+import copy
 import itertools
 import pickle
 from collections import Counter
@@ -289,6 +290,26 @@ def test_the_remotes_given_are_copied():
     asked = topology(remotes=remotes)
     remotes.clear()
     assert asked.engine("a").tp_size == 4
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda t: t, replace, copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))],
+)
+def test_the_remotes_are_read_only_however_a_topology_came_about(copied):
+    first = topology(remotes={"a": RemoteEngine(4)})
+    asked = copied(first)
+    assert asked == first and hash(asked) == hash(first)
+    assert asked.remotes == {"a": RemoteEngine(4)} and dict(asked.remotes) == asked.remotes
+    assert repr(asked.remotes) == repr({"a": RemoteEngine(4)})
+    with pytest.raises(TypeError):
+        asked.remotes["b"] = RemoteEngine(1)
+    with pytest.raises(TypeError):
+        del asked.remotes["a"]
+    for method in ("update", "clear", "pop", "popitem", "setdefault"):
+        assert not hasattr(asked.remotes, method)
+    assert list(asked.with_remote("b", RemoteEngine(1)).remotes) == ["a", "b"]
+    assert list(asked.remotes) == ["a"]
 
 
 def test_a_topology_pickles():

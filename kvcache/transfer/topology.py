@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -39,6 +39,27 @@ class RemoteEngine:
         return self.pp_size * self.tp_size
 
 
+class _Remotes(Mapping):
+    """A read-only mapping that pickles, as `types.MappingProxyType` does not."""
+
+    __slots__ = ("_by_id",)
+
+    def __init__(self, by_id: Mapping[str, RemoteEngine]) -> None:
+        self._by_id = dict(by_id)
+
+    def __getitem__(self, engine_id: str) -> RemoteEngine:
+        return self._by_id[engine_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __repr__(self) -> str:
+        return repr(self._by_id)
+
+
 @dataclass(frozen=True)
 class KVTopology:
     """One worker's place in its engine, and where what it holds lies in other engines.
@@ -49,7 +70,7 @@ class KVTopology:
     `shape`), and for packed layers `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
     `tensor_shape`: the shape of the tensor that is registered for transfer, None where it is not known
     yet; one dimension more than the backend's shape means that layers are packed together.
-    `remotes`: other engines by id; see `with_remote`.
+    `remotes`: other engines by id, copied and read-only; see `with_remote`.
 
     Questions about a remote side come in pairs: with its sizes, or `..._from_engine_id`. ValueError
     for ranks and sizes out of range, sizes of which neither divides the other, an unknown backend or
@@ -87,7 +108,7 @@ class KVTopology:
         heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
-        self._settle("remotes", dict(self.remotes))
+        self._settle("remotes", _Remotes(self.remotes))
         if self.backend is None:
             self._settle("backend", "MLA" if self.is_mla else "FLASH_ATTN")
         described = backend(self.backend) if isinstance(self.backend, str) else self.backend
