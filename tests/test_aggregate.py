@@ -297,6 +297,17 @@ def test_an_event_counts_as_common_as_often_as_every_worker_reported_it():
         events.increment_workers(0)
 
 
+@pytest.mark.parametrize("nothing", [list, KVCacheEvents])
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_worker_that_reports_no_events_counts_and_has_none_in_common(worker, nothing):
+    own = [["a"], ["a"]]
+    own.insert(worker, nothing())
+    outputs = [output(kv_cache_events=events) for events in own]
+    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == 3
+    assert events.get_common_events() == [] and events.num_workers_with("a") == 2
+
+
 def test_no_events_become_none_and_a_worker_with_none_is_not_counted():
     empty = [output(kv_cache_events=[]), output(kv_cache_events=KVCacheEvents())]
     assert KVOutputAggregator(2).aggregate(empty).kv_connector_output.kv_cache_events is None
@@ -331,6 +342,26 @@ def test_an_engines_own_events_are_combined_by_their_own_methods():
     assert type(events) is CountedEvents and events.workers == 3
     assert events.counter == {"a": 1, "b": 3, "c": 1}
     assert own[0].counter == {"a": 1, "b": 1} and own[0].workers == 1
+
+
+@pytest.mark.parametrize("workers", [(2, 1, 3), (1, 3, 1), (1, 1, 2)])
+def test_an_engines_own_events_may_be_of_several_workers_already(workers):
+    own = [CountedEvents("a"), CountedEvents("a", "b"), CountedEvents()]
+    for events, count in zip(own, workers, strict=True):
+        events.workers = count
+    outputs = [output(kv_cache_events=events) for events in own]
+    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == sum(workers)
+    assert events.counter == {"a": 2, "b": 1}
+    assert tuple(events.workers for events in own) == workers
+
+
+def test_events_may_be_of_several_workers_already():
+    several = KVCacheEvents(["a"]).merge(KVCacheEvents(["a", "b"]))
+    outputs = [output(kv_cache_events=events) for events in (["a", "b"], several)]
+    events = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == 3
+    assert events.num_workers_with("a") == 3 and events.num_workers_with("b") == 2
 
 
 def test_an_engines_own_report_may_lack_what_it_does_not_know():

@@ -87,11 +87,11 @@ class KVOutputAggregator:
         in which the last report of it came. An id counts once per report; what is counted over calls are
         reports, not who they are from: the same worker naming it again in a later call counts again.
         Reports count in the order of workers, and a worker's `expected_finished_count` from its own
-        report on, for requests that are new. Statistics are
-        added up by type: `kv_connector_stats` is their sum, or `{type: sum}` where they are of
-        several types. Events keep which worker they came from; those with a report of their own
-        count as workers. Invalid block ids are united. Empty sets, statistics and events are None. The
-        workers' own reports are not changed, but for the output that is returned.
+        report on, for requests that are new. Statistics are added up by type: `kv_connector_stats` is
+        their sum, or `{type: sum}` where they are of several types. Events keep which worker they came
+        from. Whose `kv_cache_events` is None is not counted among their workers; who reports an empty
+        list is: nothing is common to all then. Invalid block ids are united. Empty sets, statistics and
+        events are None. The workers' own reports are not changed, but for the output that is returned.
 
         An empty output of `output_rank`, None or false, gives None: what all workers reported comes out
         with the next one that is not. So does a step in which no worker has an output.
