@@ -2,6 +2,7 @@
 
 import copy
 import random
+import re
 from collections import Counter
 from itertools import chain
 from types import SimpleNamespace
@@ -75,6 +76,32 @@ def test_a_request_is_finished_when_every_worker_has_said_so_across_calls():
     assert aggregator.remaining_sending == {"a": 1, "b": 2}
     second = aggregator.aggregate([output(), sending("b"), sending("a", "b")])
     assert second.kv_connector_output.finished_sending == {"a", "b"}
+    assert aggregator.remaining_sending == {}
+
+
+def test_an_id_counts_once_per_report_and_again_in_a_later_one():
+    aggregator = KVOutputAggregator(2)
+    twice = output(finished_sending=["a", "a"], finished_recving=("b", "b"))
+    report = aggregator.aggregate([twice, output()]).kv_connector_output
+    assert report.finished_sending is None and report.finished_recving is None
+    assert (aggregator.remaining_sending, aggregator.remaining_recving) == ({"a": 1}, {"b": 1})
+    report = aggregator.aggregate([sending("a"), output()]).kv_connector_output
+    assert report.finished_sending == {"a"}
+
+
+def test_ids_may_come_in_any_order_and_form():
+    report = output(finished_sending=iter(["a"]), invalid_block_ids=np.array([3, 5, 3]))
+    merged = KVOutputAggregator(1).aggregate([report]).kv_connector_output
+    assert merged.finished_sending == {"a"} and merged.invalid_block_ids == {3, 5}
+
+
+@pytest.mark.parametrize("name", ["finished_sending", "finished_recving", "invalid_block_ids"])
+@pytest.mark.parametrize("ids", ["ab", b"ab", bytearray(b"a"), {"a": 1}, 5, 0, [["a"]], [{"a"}]])
+def test_what_is_no_set_of_ids_is_named_with_its_worker(name, ids):
+    aggregator = KVOutputAggregator(2)
+    message = re.escape(f"{name} of worker 1 is {ids!r}: expected a set of ids")
+    with pytest.raises(ValueError, match=message):
+        aggregator.aggregate([sending("a"), output(**{name: ids})])
     assert aggregator.remaining_sending == {}
 
 
@@ -166,6 +193,55 @@ def test_statistics_of_several_types_are_added_up_by_type():
     assert stats == {Stats: Stats(bytes=3), OtherStats: OtherStats(loads=5)}
 
 
+class MultiStats:
+    """Statistics by connector; it adopts those of connectors that it does not know."""
+
+    def __init__(self, **data):
+        self.data = data
+
+    def aggregate(self, other):
+        for name, stats in other.data.items():
+            if name in self.data:
+                self.data[name].aggregate(stats)
+            else:
+                self.data[name] = stats
+        return self
+
+    def __eq__(self, other):
+        return self.data == other.data
+
+
+def nested_stats():
+    return [MultiStats(a=Stats(n=1)), MultiStats(b=Stats(n=2)), MultiStats(b=Stats(n=3))]
+
+
+def test_a_sum_that_adopts_parts_adopts_no_workers_own():
+    own = nested_stats()
+    outputs = [output(kv_connector_stats=stats) for stats in own]
+    merged = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_connector_stats
+    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+    assert own == nested_stats()
+
+
+def test_nested_statistics_count_once_when_a_failed_call_is_made_again():
+    aggregator, own = KVOutputAggregator(4), nested_stats()
+    outputs = [output(kv_connector_stats=stats) for stats in own]
+    with pytest.raises(ValueError, match="kv_cache_events of worker 3"):
+        aggregator.aggregate([*outputs, output(kv_cache_events="stored")])
+    merged = aggregator.aggregate([*outputs, output()]).kv_connector_output.kv_connector_stats
+    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+
+
+def test_a_held_sum_of_nested_statistics_is_apart_from_the_workers_own():
+    aggregator, own = KVOutputAggregator(4), nested_stats()
+    aggregator.aggregate([None, *(output(kv_connector_stats=stats) for stats in own)])
+    for stats in own:
+        for part in stats.data.values():
+            part.counts.clear()
+    merged = aggregator.aggregate([output()] * 4).kv_connector_output.kv_connector_stats
+    assert merged == MultiStats(a=Stats(n=1), b=Stats(n=5))
+
+
 def test_empty_statistics_become_none():
     merged = KVOutputAggregator(1).aggregate([output(kv_connector_stats=Stats())])
     assert merged.kv_connector_output.kv_connector_stats is None
@@ -221,6 +297,17 @@ def test_an_event_counts_as_common_as_often_as_every_worker_reported_it():
         events.increment_workers(0)
 
 
+@pytest.mark.parametrize("nothing", [list, KVCacheEvents])
+@pytest.mark.parametrize("worker", [0, 1, 2])
+def test_a_worker_that_reports_no_events_counts_and_has_none_in_common(worker, nothing):
+    own = [["a"], ["a"]]
+    own.insert(worker, nothing())
+    outputs = [output(kv_cache_events=events) for events in own]
+    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == 3
+    assert events.get_common_events() == [] and events.num_workers_with("a") == 2
+
+
 def test_no_events_become_none_and_a_worker_with_none_is_not_counted():
     empty = [output(kv_cache_events=[]), output(kv_cache_events=KVCacheEvents())]
     assert KVOutputAggregator(2).aggregate(empty).kv_connector_output.kv_cache_events is None
@@ -255,6 +342,26 @@ def test_an_engines_own_events_are_combined_by_their_own_methods():
     assert type(events) is CountedEvents and events.workers == 3
     assert events.counter == {"a": 1, "b": 3, "c": 1}
     assert own[0].counter == {"a": 1, "b": 1} and own[0].workers == 1
+
+
+@pytest.mark.parametrize("workers", [(2, 1, 3), (1, 3, 1), (1, 1, 2)])
+def test_an_engines_own_events_may_be_of_several_workers_already(workers):
+    own = [CountedEvents("a"), CountedEvents("a", "b"), CountedEvents()]
+    for events, count in zip(own, workers, strict=True):
+        events.workers = count
+    outputs = [output(kv_cache_events=events) for events in own]
+    events = KVOutputAggregator(3).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == sum(workers)
+    assert events.counter == {"a": 2, "b": 1}
+    assert tuple(events.workers for events in own) == workers
+
+
+def test_events_may_be_of_several_workers_already():
+    several = KVCacheEvents(["a"]).merge(KVCacheEvents(["a", "b"]))
+    outputs = [output(kv_cache_events=events) for events in (["a", "b"], several)]
+    events = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert events.get_number_of_workers() == 3
+    assert events.num_workers_with("a") == 3 and events.num_workers_with("b") == 2
 
 
 def test_an_engines_own_report_may_lack_what_it_does_not_know():

@@ -99,6 +99,25 @@ def test_k_and_v_of_unequal_head_size():
         backend("FLASH_ATTN").shape(NB, BS, H, 192, 128)
 
 
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        (("block", "token", "head", "element"), (NB, BS, H, D)),
+        (("block", "token", "element"), (NB, BS, D)),
+    ],
+)
+def test_a_backend_without_v_has_no_size_of_it(dims, shape):
+    keys = AttentionBackend("KEYS", dims)
+    assert keys.shape(NB, BS, H, D) == keys.shape(NB, BS, H, D, v_head_size=0) == shape
+    assert keys.physical_shape(NB, BS, H, D, 0) == shape
+    for size in (D, D // 2):
+        message = f"v_head_size is {size}: expected 0 or None for backend 'KEYS'"
+        with pytest.raises(ValueError, match=message):
+            keys.shape(NB, BS, H, D, v_head_size=size)
+    with pytest.raises(ValueError, match=r"v_head_size is 0: .*FLASH_ATTN"):
+        backend("FLASH_ATTN").shape(NB, BS, H, D, 0)
+
+
 def test_where_blocks_come_first():
     assert not backend("FLASH_ATTN").blocks_first
     assert backend("FLASHINFER").blocks_first and backend("TRITON_ATTN").blocks_first

@@ -1,5 +1,6 @@
 """Where a worker's KV lies in another engine: every combination of sizes, by brute force."""
 
+import copy
 import itertools
 import pickle
 from collections import Counter
@@ -249,6 +250,17 @@ def test_layers_lie_outermost_where_a_backend_gives_no_order(backend):
     assert packed.block_size_position == -3
 
 
+class FaultyBackend(SilentBackend):
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension=False):
+        return cls.mistyped
+
+
+def test_a_fault_inside_a_backend_is_not_taken_for_no_order():
+    with pytest.raises(AttributeError, match="mistyped"):
+        topology(backend=FaultyBackend, tensor_shape=(L, 2, NB, BS, H, D))
+
+
 def test_a_described_backend_needs_no_registration():
     mine = AttentionBackend("UNREGISTERED", ("block", "head", "kv", "token", "element"))
     asked = topology(backend=mine)
@@ -278,6 +290,26 @@ def test_the_remotes_given_are_copied():
     asked = topology(remotes=remotes)
     remotes.clear()
     assert asked.engine("a").tp_size == 4
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [lambda t: t, replace, copy.copy, copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))],
+)
+def test_the_remotes_are_read_only_however_a_topology_came_about(copied):
+    first = topology(remotes={"a": RemoteEngine(4)})
+    asked = copied(first)
+    assert asked == first and hash(asked) == hash(first)
+    assert asked.remotes == {"a": RemoteEngine(4)} and dict(asked.remotes) == asked.remotes
+    assert repr(asked.remotes) == repr({"a": RemoteEngine(4)})
+    with pytest.raises(TypeError):
+        asked.remotes["b"] = RemoteEngine(1)
+    with pytest.raises(TypeError):
+        del asked.remotes["a"]
+    for method in ("update", "clear", "pop", "popitem", "setdefault"):
+        assert not hasattr(asked.remotes, method)
+    assert list(asked.with_remote("b", RemoteEngine(1)).remotes) == ["a", "b"]
+    assert list(asked.remotes) == ["a"]
 
 
 def test_a_topology_pickles():
@@ -341,7 +373,7 @@ def test_an_unknown_engine_is_told_the_known_ones(ask):
         ),
         (
             lambda: topology(0, 1, total_num_kv_heads=4).get_target_remote_ranks(3),
-            "total_num_kv_heads is 4, tp_size is 3",
+            "total_num_kv_heads is 4, remote tp_size is 3: expected one to divide the other",
         ),
         (
             lambda: topology(0, 2, total_num_kv_heads=4).remote_tp_rank_of_head(2, 1),
@@ -352,6 +384,44 @@ def test_an_unknown_engine_is_told_the_known_ones(ask):
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        ("tp_ratio_from_engine_id", "local tp_size is 4, remote tp_size is 6"),
+        ("pp_ratio_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+        ("block_size_ratio_from_engine_id", "local block_size is 32, remote block_size is 48"),
+        ("get_target_remote_ranks_from_engine_id", "local pp_size is 2, remote pp_size is 3"),
+    ],
+)
+def test_errors_of_a_known_engine_name_it_and_the_side(ask, message):
+    asked = topology(0, 4, pp_size=2, block_size=32, total_num_kv_heads=12)
+    asked = asked.with_remote("pre", RemoteEngine(6, 3, 48))
+    message = f"^local engine 'local', remote engine 'pre': {message}: expected one to divide"
+    with pytest.raises(ValueError, match=message):
+        getattr(asked, ask)("pre")
+
+
+def test_an_engine_over_which_the_heads_do_not_lie_evenly_is_refused_at_once():
+    message = (
+        "^local engine 'local', remote engine 'pre': total_num_kv_heads is 4, remote tp_size is 3: "
+        "expected one to divide the other$"
+    )
+    with pytest.raises(ValueError, match=message):
+        topology(0, 1, total_num_kv_heads=4).with_remote("pre", RemoteEngine(3))
+    with pytest.raises(ValueError, match=message):
+        topology(0, 1, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)})
+    known = topology(0, 1, total_num_kv_heads=6).with_remote("pre", RemoteEngine(3))
+    with pytest.raises(ValueError, match=message):
+        replace(known, total_num_kv_heads=4)
+    mla = topology(0, 1, is_mla=True, total_num_kv_heads=4).with_remote("pre", RemoteEngine(3))
+    assert mla.get_target_remote_ranks_from_engine_id("pre") == [(0, 0, 0)]
+
+
+def test_errors_of_its_own_size_do_not_blame_a_remote_engine():
+    with pytest.raises(ValueError, match=r"^total_num_kv_heads is 4, tp_size is 3"):
+        topology(0, 3, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)})
 
 
 class Blockless:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvcache.specs import integer
@@ -84,19 +84,21 @@ class KVOutputAggregator:
 
         outputs: one per worker, each with an attribute `kv_connector_output`, a report as
         `KVConnectorOutput` or None. A request is in `finished_sending` (`finished_recving`) of the call
-        in which the last report of it came. Reports count in the order of workers, and a worker's
-        `expected_finished_count` from its own report on, for requests that are new. Statistics are
-        added up by type: `kv_connector_stats` is their sum, or `{type: sum}` where they are of
-        several types. Events keep which worker they came from; those with a report of their own
-        count as workers. Invalid block ids are united. Empty sets, statistics and events are None. The
-        workers' own reports are not changed, but for the output that is returned.
+        in which the last report of it came. An id counts once per report; what is counted over calls are
+        reports, not who they are from: the same worker naming it again in a later call counts again.
+        Reports count in the order of workers, and a worker's `expected_finished_count` from its own
+        report on, for requests that are new. Statistics are added up by type: `kv_connector_stats` is
+        their sum, or `{type: sum}` where they are of several types. Events keep which worker they came
+        from. Whose `kv_cache_events` is None is not counted among their workers; who reports an empty
+        list is: nothing is common to all then. Invalid block ids are united. Empty sets, statistics and
+        events are None. The workers' own reports are not changed, but for the output that is returned.
 
         An empty output of `output_rank`, None or false, gives None: what all workers reported comes out
         with the next one that is not. So does a step in which no worker has an output.
 
         ValueError, with nothing changed, where another worker's output is missing (None), `output_rank`
         is no worker, or a report holds what it should not: events of unlike types, statistics that do not
-        add up, a negative count, a string where a set of ids belongs.
+        add up, a negative count, a string, mapping or number where a set of ids belongs.
         """
         reports = _reports(outputs, output_rank)
         expected = self._expected
@@ -109,7 +111,7 @@ class KVOutputAggregator:
             merged.sending |= _count(ids, expected, self._remaining_sending, sending)
             ids = _ids(report, "finished_recving", worker)
             merged.recving |= _count(ids, expected, self._remaining_recving, recving)
-            merged.invalid_block_ids |= set(_ids(report, "invalid_block_ids", worker))
+            merged.invalid_block_ids |= _ids(report, "invalid_block_ids", worker)
             merged.add_stats(getattr(report, "kv_connector_stats", None), worker)
             merged.add_events(getattr(report, "kv_cache_events", None), worker)
         output = outputs[output_rank] or None
@@ -143,8 +145,9 @@ class _Merged:
         if _is_empty(stats):
             return
         kind = type(stats)
+        stats = copy.deepcopy(stats)  # a sum may take over parts of what is added to it
         if kind not in self.stats:
-            self.stats[kind] = copy.deepcopy(stats)  # it is added to, and may be the worker's own
+            self.stats[kind] = stats
             return
         total = self.stats[kind].aggregate(stats)
         if total is not None:
@@ -221,15 +224,23 @@ def _expected_count(report: object, worker: int) -> int:
     return integer(count or 0, f"expected_finished_count of worker {worker}", 0)
 
 
-def _ids(report: object, name: str, worker: int) -> Iterable:
+def _ids(report: object, name: str, worker: int) -> set:
+    """The ids of one report: each once, however often the worker names it there."""
     ids = getattr(report, name, None)
-    if isinstance(ids, str):
-        raise ValueError(f"{name} of worker {worker} is {ids!r}: expected a set of ids")
-    return () if ids is None else ids
+    if ids is None:
+        return set()
+    try:
+        if isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
+            raise TypeError("this is no set of ids, though one can iterate over it")
+        return set(ids)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} of worker {worker} is {ids!r}: expected a set of ids, each of which hashes"
+        ) from error
 
 
 def _count(
-    req_ids: Iterable[str], expected: int, remaining: dict[str, int], changed: dict[str, int]
+    req_ids: set[str], expected: int, remaining: dict[str, int], changed: dict[str, int]
 ) -> set[str]:
     """Counts one report of each request, into `changed`; those of which it was the last one."""
     finished = set()

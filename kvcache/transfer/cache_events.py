@@ -54,6 +54,8 @@ class KVCacheEvents:
     def get_common_events(self) -> list:
         """What every worker reported, as often as each of them did, in the first one's order.
 
+        Nothing, where one of them is without events: every worker counts.
+
         TypeError for events that do not hash.
         """
         first, *others = self._by_worker

@@ -91,8 +91,9 @@ class AttentionBackend:
     ) -> tuple[int, ...]:
         """The cache of one layer as the backend indexes it; heads are those of one rank.
 
-        `v_head_size` None: as K's, or none for a backend without V. ValueError where K and V must be
-        of one size and are not. MLA has no use for `num_kv_heads`.
+        `v_head_size` None: as K's, or none for a backend without V, which takes 0 too. ValueError where
+        K and V must be of one size and are not, and for a size of V where there is no V. MLA has no use
+        for `num_kv_heads`.
 
         >>> backend("FLASH_ATTN_DIFFKV").shape(100, 16, 8, 192, v_head_size=128)
         (100, 16, 8, 320)
@@ -109,6 +110,12 @@ class AttentionBackend:
         if self.unequal_head_sizes:
             alike = head_size if "head" in self.dims else 0
             sizes["element"] += alike if v_head_size is None else v_head_size
+        elif "kv" not in self.dims:
+            if v_head_size:
+                raise ValueError(
+                    f"v_head_size is {v_head_size}: expected 0 or None for backend {self.name!r}, "
+                    "which has no V"
+                )
         elif v_head_size not in (None, head_size):
             raise ValueError(
                 f"head_size is {head_size}, v_head_size is {v_head_size}: "

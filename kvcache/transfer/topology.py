@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from kvcache.specs import integer
 from kvcache.transfer.layouts import LAYOUTS, AttentionBackend, backend
 from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for, size_ratio
+
+_T = TypeVar("_T")
 
 # An unregistered backend is asked for the shape of this many blocks and tokens: what no dimension of K
 # and V, heads or elements has, and block sizes that backends accept divide.
@@ -36,6 +39,27 @@ class RemoteEngine:
         return self.pp_size * self.tp_size
 
 
+class _Remotes(Mapping):
+    """A read-only mapping that pickles, as `types.MappingProxyType` does not."""
+
+    __slots__ = ("_by_id",)
+
+    def __init__(self, by_id: Mapping[str, RemoteEngine]) -> None:
+        self._by_id = dict(by_id)
+
+    def __getitem__(self, engine_id: str) -> RemoteEngine:
+        return self._by_id[engine_id]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_id)
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __repr__(self) -> str:
+        return repr(self._by_id)
+
+
 @dataclass(frozen=True)
 class KVTopology:
     """One worker's place in its engine, and where what it holds lies in other engines.
@@ -46,7 +70,7 @@ class KVTopology:
     `shape`), and for packed layers `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
     `tensor_shape`: the shape of the tensor that is registered for transfer, None where it is not known
     yet; one dimension more than the backend's shape means that layers are packed together.
-    `remotes`: other engines by id; see `with_remote`.
+    `remotes`: other engines by id, copied and read-only; see `with_remote`.
 
     Questions about a remote side come in pairs: with its sizes, or `..._from_engine_id`. ValueError
     for ranks and sizes out of range, sizes of which neither divides the other, an unknown backend or
@@ -81,10 +105,10 @@ class KVTopology:
         self._settle("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
         if self.kv_cache_layout not in LAYOUTS:
             raise ValueError(f"kv_cache_layout is {self.kv_cache_layout!r}: expected NHD or HND")
+        heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
-        self._settle("remotes", dict(self.remotes))
-        heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
+        self._settle("remotes", _Remotes(self.remotes))
         if self.backend is None:
             self._settle("backend", "MLA" if self.is_mla else "FLASH_ATTN")
         described = backend(self.backend) if isinstance(self.backend, str) else self.backend
@@ -157,22 +181,24 @@ class KVTopology:
 
     def tp_ratio_from_engine_id(self, engine_id: str) -> int:
         """As `tp_ratio`, of an engine that is known."""
-        return self.tp_ratio(self.engine(engine_id).tp_size)
+        return self._of_engine(engine_id, lambda remote: self.tp_ratio(remote.tp_size))
 
     def pp_ratio_from_engine_id(self, engine_id: str) -> int:
         """As `pp_ratio`, of an engine that is known."""
-        return self.pp_ratio(self.engine(engine_id).pp_size)
+        return self._of_engine(engine_id, lambda remote: self.pp_ratio(remote.pp_size))
 
     def block_size_ratio_from_engine_id(self, engine_id: str) -> int:
         """As `block_size_ratio`, of an engine that is known."""
-        return self.block_size_ratio(self.engine(engine_id).block_size)
+        return self._of_engine(engine_id, lambda remote: self.block_size_ratio(remote.block_size))
 
     # Engines.
 
     def with_remote(self, engine_id: str, remote: RemoteEngine) -> KVTopology:
         """This topology with one more engine; the same again changes nothing.
 
-        ValueError where the id is known with other sizes, or is this engine's own.
+        ValueError where the id is known with other sizes, or is this engine's own, and where its
+        tensor-parallel size and the KV heads do not divide (MLA: any size does). Other sizes may fail to
+        divide: that is an error where they are asked for.
         """
         known = self.remotes.get(engine_id, remote)
         if known != remote:
@@ -225,6 +251,7 @@ class KVTopology:
         4
         """
         self.tp_ratio(remote_tp_size)
+        self._check_remote_heads(remote_tp_size)
         if head not in self.heads:
             raise ValueError(f"head is {head}: expected one of {self.heads}, which tp_rank holds")
         # Local workers that read this head from the same remote stage: tensor-parallel ranks that hold
@@ -262,8 +289,10 @@ class KVTopology:
 
     def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
         """As `get_target_remote_ranks`, of an engine that is known."""
-        remote = self.engine(engine_id)
-        return self.get_target_remote_ranks(remote.tp_size, remote.pp_size)
+        return self._of_engine(
+            engine_id,
+            lambda remote: self.get_target_remote_ranks(remote.tp_size, remote.pp_size),
+        )
 
     @property
     def _num_heads(self) -> int:
@@ -274,6 +303,28 @@ class KVTopology:
             raise TypeError(f"engine {engine_id!r} is {remote!r}: expected a RemoteEngine")
         if engine_id == self.engine_id:
             raise ValueError(f"engine {engine_id!r} is this one's id: expected another's")
+        self._of_sides(engine_id, lambda: self._check_remote_heads(remote.tp_size))
+
+    def _check_remote_heads(self, remote_tp_size: int) -> None:
+        heads = self._num_heads
+        if heads % remote_tp_size and remote_tp_size % heads:
+            raise ValueError(
+                f"total_num_kv_heads is {heads}, remote tp_size is {remote_tp_size}: "
+                "expected one to divide the other"
+            )
+
+    def _of_engine(self, engine_id: str, ask: Callable[[RemoteEngine], _T]) -> _T:
+        remote = self.engine(engine_id)
+        return self._of_sides(engine_id, lambda: ask(remote))
+
+    def _of_sides(self, engine_id: str, ask: Callable[[], _T]) -> _T:
+        """The answer; an error says which engines it calls local and remote."""
+        try:
+            return ask()
+        except ValueError as error:
+            raise ValueError(
+                f"local engine {self.engine_id!r}, remote engine {engine_id!r}: {error}"
+            ) from error
 
 
 def _dims_of(described: object) -> tuple[str | None, ...]:
@@ -306,9 +357,11 @@ def _packed_order(
     if isinstance(described, AttentionBackend):
         return described.memory_order(layout, cross_layers=True)
     packed = ("layer", *dims)
+    if not hasattr(described, "get_kv_cache_stride_order"):
+        return packed
     try:
         order = described.get_kv_cache_stride_order(include_num_layers_dimension=True)
-    except (AttributeError, NotImplementedError):
+    except NotImplementedError:
         return packed
     if sorted(order) != list(range(len(packed))):
         raise ValueError(
