@@ -10,6 +10,8 @@ MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
 MAX_INT64 = 2**63 - 1
 
+LAYOUTS = ("NHD", "HND")  # order in memory of tokens (N), heads (H), elements (D) in a block
+
 ELEMENT_BYTES = {
     "float32": 4,
     "float16": 2,

@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.specs import ELEMENT_BYTES, integer
+from kvcache.specs import ELEMENT_BYTES, LAYOUTS, integer
 from kvcache.transfer.sharding import heads_of_rank, layers_of_rank
 
 DESCRIPTION_VERSION = 1
-LAYOUTS = ("NHD", "HND")
 PACKINGS = ("apart", "blocks_first", "block_major")
 
 

@@ -11,9 +11,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvcache.specs import integer
+from kvcache.specs import LAYOUTS, integer
 
-LAYOUTS = ("NHD", "HND")
 ROLES = ("kv", "block", "token", "head", "element")
 _NEEDED = {"block", "token", "element"}
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcache import ops
+from kvcache.specs import LAYOUTS
 from kvcache.worker.pages import Pages, Tensors
 from kvcache.worker.regions import format_of
 from kvcache.worker.views import both, key_and_value, stacked
-
-LAYOUTS = ("NHD", "HND")
 
 
 class KVStorage:
