@@ -173,6 +173,12 @@ def test_pages_that_do_not_fit_are_refused():
             ValueError,
             "local_pages has page 2 twice: expected each page once",
         ),
+        (
+            pages // 2 + 10**6,  # sorted, not marked
+            pages,
+            ValueError,
+            "local_pages has page 1000001 twice: expected each page once",
+        ),
         (pages, pages.astype(float), TypeError, "remote_pages has dtype float64"),
     ):
         with pytest.raises(error, match=message):

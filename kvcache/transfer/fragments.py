@@ -215,11 +215,26 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")
     if given.ndim != 2 or given.shape[1] != width:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [groups, {width}]")
-    wanted = given[:, used]
-    wrong = wanted[(wanted < 1) | (wanted > MAX_INT32)]
-    if wrong.size:
-        raise ValueError(f"{name} holds {wrong[0]}: expected pages, 1 to {MAX_INT32}")
+    wanted = given if used.all() else given[:, used]
+    if wanted.size and (wanted.min() < 1 or wanted.max() > MAX_INT32):
+        wrong = wanted[(wanted < 1) | (wanted > MAX_INT32)][0]
+        raise ValueError(f"{name} holds {wrong}: expected pages, 1 to {MAX_INT32}")
     return given.astype(np.int64)
+
+
+def check_each_once(ids: np.ndarray, name: str) -> None:
+    """ValueError where a page, 0 or more, is named twice."""
+    if ids.size == 0:
+        return
+    most = int(ids.max())
+    if most < 64 * ids.size:  # marking them is cheaper than sorting
+        named = np.zeros(most + 1, bool)
+        named[ids] = True
+        if np.count_nonzero(named) == ids.size:
+            return
+    pages, counts = np.unique(ids, return_counts=True)
+    if counts.max() > 1:
+        raise ValueError(f"{name} has page {pages[counts.argmax()]} twice: expected each page once")
 
 
 def remote_page_ids(

@@ -17,6 +17,7 @@ from kvcache.transfer.fragments import (
     GroupFragments,
     Pattern,
     TransferRuns,
+    check_each_once,
     expand_pattern,
     joined,
     page_ids,
@@ -119,11 +120,7 @@ class TransferPlan:
         """
         local_used, remote_used = self._used
         local_ids = page_ids(local_pages, local_used, "local_pages")
-        written, counts = np.unique(local_ids[:, local_used], return_counts=True)
-        if len(written) and counts.max() > 1:
-            raise ValueError(
-                f"local_pages has page {written[counts.argmax()]} twice: expected each page once"
-            )
+        check_each_once(local_ids[:, local_used], "local_pages")
         remote_ids = remote_page_ids(remote_pages, remote_used, len(local_ids))
         if any(pattern.joins for pattern in self.patterns):
             first = local_ids[:, 0]
