@@ -13,14 +13,12 @@ import numpy as np
 import torch
 
 from kvcache.worker.calibration import (
-    COPY_ENGINE,
     DEFAULT,
     DIRECTIONS,
     IN,
     KERNEL,
     METHODS,
     OUT,
-    STAGING,
     Calibration,
     steps_of,
 )
@@ -219,17 +217,3 @@ def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
         list(pool.map(copy_part, range(num_threads)))
 
     return copy
-
-
-__all__ = [
-    "BOTH",
-    "COPY_ENGINE",
-    "FRAGMENTS",
-    "HOST",
-    "STAGING",
-    "Rate",
-    "calibrate",
-    "device_rates",
-    "host_rates",
-    "median_times",
-]

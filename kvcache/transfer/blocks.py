@@ -10,6 +10,7 @@ import torch
 from kvcache import ops
 from kvcache.worker.page_checks import check_once, check_range, integers
 from kvcache.worker.pages import Pages
+from kvcache.worker.regions import format_of
 from kvcache.worker.route import Route
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
@@ -105,23 +106,17 @@ def _block_dim(name: str, src: torch.Tensor, dst: torch.Tensor, given: int | Non
 
 
 def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> None:
-    shapes = [list(t.shape[:block_dim]) + list(t.shape[block_dim + 1 :]) for t in (src, dst)]
-    if shapes[0] != shapes[1] or src.dtype != dst.dtype:
+    mine, other = (format_of(tensor, block_dim) for tensor in (src, dst))
+    if mine[:2] != other[:2]:
         raise ValueError(
             f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
             f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected the same but for blocks"
         )
-    if _order(src, block_dim) != _order(dst, block_dim):
+    if mine != other:
         raise ValueError(
             f"layer {name!r} has strides {src.stride()} in src_kv_caches, {dst.stride()} in "
             "dst_kv_caches: expected the same order in memory"
         )
-
-
-def _order(tensor: torch.Tensor, block_dim: int) -> list[int]:
-    """The dimensions within a block, from the innermost in memory; those of one have no place."""
-    dims = [d for d in range(tensor.ndim) if d != block_dim and tensor.shape[d] > 1]
-    return sorted(dims, key=tensor.stride)
 
 
 def _check_direction(direction: str, src: torch.device, dst: torch.device) -> None:
