@@ -119,7 +119,6 @@ class Worker:
         self.tables = tables
         self.host = host
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
-        self._waits_by_layer = bool(swap_options.get("layers_per_event"))
         self._within = Route(self.pages, self.pages)
         self._timeline = swap_options.get("timeline") or timeline_of(self.pages.device)
         self._last: StepTransfer | None = None
@@ -162,6 +161,8 @@ class Worker:
             return
         if len(moves.swap_out):
             transfer._out = self.engine.swap_out(moves.swap_out)
+        if self.engine.is_idle:
+            return
         # Whatever the step writes, here or by computing, lies in pages that it takes.
         replaced = [np.asarray(each).reshape(-1, 3)[:, 2] for each in plan.replace]
         taken = [*plan.append_ids, *replaced, moves.copy[:, 1], moves.zero]
@@ -179,7 +180,7 @@ class Worker:
         if len(moves.swap_in) == 0:
             return
         transfer._in = self.engine.swap_in(moves.swap_in)
-        if not self._waits_by_layer:
+        if not self.engine.layers_per_event:
             self.engine.before_read(transfer._in)
 
     def _tables(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:

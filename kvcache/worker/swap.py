@@ -83,7 +83,7 @@ class SwapEngine:
         self._method = method
         self._is_cpu = isinstance(self._timeline, CpuTimeline)  # where there is one way
         self._kernel_reaches_host = host.is_pinned or not on_cuda
-        self._layers_per_event = layers_per_event
+        self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
         self._lanes = {
             OUT: Lane(device, host, self._timeline.new_stream()),
@@ -94,6 +94,11 @@ class SwapEngine:
                 self._make_staging(lane, staging_bytes)
         self._num_jobs = 0
         self._failed: set[int] = set()  # numbers of swap-outs that did not fill their pages
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is under way, as far as anybody has looked."""
+        return not any(lane.in_flight for lane in self._lanes.values())
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
         """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages.
@@ -108,7 +113,7 @@ class SwapEngine:
 
     def before_write(self, pages: np.ndarray) -> None:
         """The calling stream waits until no job reads or writes these device pages any more."""
-        if not any(lane.in_flight for lane in self._lanes.values()):
+        if self.is_idle:
             return
         pages = np.asarray(pages, np.int64)
         stream = self._timeline.current()
@@ -155,7 +160,7 @@ class SwapEngine:
             return self._method or KERNEL
         method = self.calibration.method(direction, self.fragment_bytes(direction, pairs))
         lane = self._lanes[direction]
-        by_layer = direction == IN and self._layers_per_event > 0
+        by_layer = direction == IN and self.layers_per_event > 0
         # Staged pages arrive as a whole; a page that is one piece already has nothing to gain.
         if method == STAGING and (by_layer or lane.staging is None or len(lane.route.regions) == 1):
             method = KERNEL
@@ -237,9 +242,9 @@ class SwapEngine:
         method = self.method_for(direction, job.pairs)
         if method == STAGING:
             self._carry_staged(direction, lane, job)
-        elif direction == IN and self._layers_per_event:
-            for first in range(0, self.device.num_layers, self._layers_per_event):
-                layers = slice(first, first + self._layers_per_event)
+        elif direction == IN and self.layers_per_event:
+            for first in range(0, self.device.num_layers, self.layers_per_event):
+                layers = slice(first, first + self.layers_per_event)
                 self._copy(lane, lane.route, job.pairs, method, layers)
                 job.layers.append((layers.stop, self._timeline.record(lane.stream)))
         else:
