@@ -130,23 +130,20 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
   return p.page_place(slot);
 }
 
-// Divides truly, for scales that need it: one element after the other, as such scales are rare.
+// One vector's elements of kInFlight tokens, divided truly: for the rare scales that need it.
 template <class Mover>
-__device__ void write_by_division(const TokenIo& io, const TokenPages& p, const Mover& mover,
+__device__ void write_by_division(const TokenIo& io, const TokenPages& p, float scale,
                                   int64_t first, const char* tokens, char* pages) {
   using Element = typename Mover::Element;
-  const float scale = mover.divisor.scale();
 #pragma unroll 1
-  for (unsigned u = 0; u < kInFlight; ++u) {
+  for (unsigned n = 0; n < kInFlight * Mover::kElements; ++n) {
+    const unsigned u = n / Mover::kElements, e = n % Mover::kElements;
     const int64_t i = first + u * blockDim.y;
     const int64_t place = place_of(io, p, i);
     if (place < 0) continue;
     const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
-#pragma unroll 1
-    for (int e = 0; e < Mover::kElements; ++e) {
-      quantize<typename Mover::Format>(token[e], scale,
-                                       reinterpret_cast<uint8_t*>(pages + place)[e]);
-    }
+    quantize<typename Mover::Format>(token[e], scale,
+                                     reinterpret_cast<uint8_t*>(pages + place)[e]);
   }
 }
 
@@ -179,7 +176,7 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
     if constexpr (direction == Direction::kWrite) {
       if constexpr (Mover::kScaled) {
         if (!mover.is_exact()) {
-          write_by_division(io, p, mover, first, tokens, pages);
+          write_by_division<Mover>(io, p, p.scale(layer, piece), first, tokens, pages);
           continue;
         }
       }
