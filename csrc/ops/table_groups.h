@@ -45,9 +45,10 @@ struct TableGroupView {
   }
 
   // Leading columns that no query at or behind position `first` can see through the window.
-  KV_HOST_DEVICE int64_t num_hidden_columns(int64_t first) const {
-    const int64_t first_visible = first - window + 1;
-    return window == 0 || first_visible <= 0 ? 0 : first_visible / by_column.divisor;
+  KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
+    const int64_t first_visible = int64_t{first} - window + 1;
+    if (window == 0 || first_visible <= 0) return 0;
+    return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 };
 
