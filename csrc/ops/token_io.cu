@@ -11,6 +11,8 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16;
 constexpr unsigned kThreads = 128;  // at most, of a thread block
+constexpr uint32_t kMaxShares =
+    32767;                         // thread blocks that share a token; grid.y holds K's and V's
 constexpr unsigned kInFlight = 4;  // tokens whose vectors a thread loads before it stores the first
 
 // A mover makes of a vector of one side one of the other side. `Token` and `Page` are these
@@ -142,8 +144,7 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
     const int64_t place = place_of(io, p, i);
     if (place < 0) continue;
     const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
-    quantize<typename Mover::Format>(token[e], scale,
-                                     reinterpret_cast<uint8_t*>(pages + place)[e]);
+    quantize<typename Mover::Format>(token[e], scale, reinterpret_cast<uint8_t*>(pages + place)[e]);
   }
 }
 
@@ -212,7 +213,6 @@ using Launch = void (*)(const TokenIo& io, const OnDevice& device);
 
 template <class Mover, Direction direction>
 void launch(const TokenIo& io, const OnDevice& device) {
-  constexpr uint32_t kMaxShares = 32767;  // of K, and of V: grid.y holds both
   TokenLaunch launch{io, {vectors_of<Mover>(io.k()), vectors_of<Mover>(io.v())}, 0};
   const auto shares_of = [](uint32_t total) {
     return std::min((total + kThreads - 1) / kThreads, kMaxShares);
