@@ -12,6 +12,7 @@
 #include <exception>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "emul/scheduler.h"
 
@@ -29,14 +30,25 @@ struct TypeMismatch {
   uint8_t access;
 };
 
-[[noreturn]] inline void report_misaligned(const TypeMismatch* access, uintptr_t address) {
-  const std::string text = "misaligned address at " + std::string(access->file) + ":" +
-                           std::to_string(access->line) + ": an access to " + access->type->name +
-                           " needs " + std::to_string(1u << access->log2_alignment) +
-                           " bytes, and the address ends in " + std::to_string(address % 16);
-  if (emulator().runs_thread()) emulator().fail(std::make_exception_ptr(std::runtime_error(text)));
-  std::fprintf(stderr, "%s (outside of a kernel)\n", text.c_str());
-  std::abort();
+inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t address) {
+  return "misaligned address at " + std::string(access.file) + ":" + std::to_string(access.line) +
+         ": an access to " + access.type->name + " needs " +
+         std::to_string(1u << access.log2_alignment) + " bytes, and the address ends in " +
+         std::to_string(address % 16);
+}
+
+// Of the running thread's stack nothing is destroyed after this: so the text is gone before.
+[[noreturn]] inline void report_misaligned(const TypeMismatch& access, uintptr_t address) {
+  std::exception_ptr error;
+  {
+    const std::string text = describe_misaligned(access, address);
+    if (!emulator().runs_thread()) {
+      std::fprintf(stderr, "%s (outside of a kernel)\n", text.c_str());
+      std::abort();
+    }
+    error = std::make_exception_ptr(std::runtime_error(text));
+  }
+  emulator().fail(std::move(error));
 }
 
 }  // namespace emul
@@ -45,7 +57,7 @@ struct TypeMismatch {
 extern "C" {
 [[noreturn]] __attribute__((weak, visibility("hidden"))) void __ubsan_handle_type_mismatch_v1_abort(
     void* access, void* address) {
-  emul::report_misaligned(static_cast<const emul::TypeMismatch*>(access),
+  emul::report_misaligned(*static_cast<const emul::TypeMismatch*>(access),
                           reinterpret_cast<uintptr_t>(address));
 }
 }
