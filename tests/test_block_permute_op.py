@@ -1,5 +1,3 @@
-import contextlib
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -7,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.backends import each_backend, each_device_backend, each_real_backend
+from tests.backends import each_backend, each_device_backend, each_real_backend, ids_from
 from tests.emulation import ASAN
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
@@ -78,17 +76,6 @@ def reference(case, cache, indices):
         else:
             received = rows.reshape(-1, size, heads, case.head_size)
         cache[group] = received.reshape(blocks.shape)
-
-
-@contextlib.contextmanager
-def ids_from(where):
-    """Emulated, "device" ids are host memory too: the kernels are told."""
-    if where == "device":
-        os.environ["KVCACHE_EMUL_DEVICE_IDS"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("KVCACHE_EMUL_DEVICE_IDS", None)
 
 
 def offsets_of(layers):

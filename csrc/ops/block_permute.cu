@@ -48,7 +48,7 @@ struct PermuteLaunch {
     return false;
   }
 };
-static_assert(sizeof(PermuteLaunch) <= kMaxParameterBytes, "too many ids in a launch");
+static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a launch");
 
 // One thread block per unit and slice of its rows (x) and per layer (y): the whole slice into
 // shared memory as it lies, then out again as it shall lie. A thread keeps its column; both times
@@ -192,15 +192,6 @@ void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tens
   KV_LAUNCH(kernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
 }
 
-// Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.
-bool on_host(const Tensor& indices) {
-#ifdef __CUDACC__
-  return indices.is_cpu();
-#else
-  return std::getenv("KVCACHE_EMUL_DEVICE_IDS") == nullptr && indices.is_cpu();
-#endif
-}
-
 struct BadBlockId {
   const int32_t* ids;
   int64_t num_blocks;
@@ -218,7 +209,7 @@ void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t 
   const BlockPermute p =
       checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd);
   const int32_t* ids = indices.const_data_ptr<int32_t>();
-  const bool host_ids = on_host(indices);
+  const bool host_ids = ids_on_host(indices);
   if (host_ids) {
     check_block_ids(ids, indices.numel(), p.num_blocks);
     if (p.group_size > kIdsPerLaunch) {

@@ -59,10 +59,7 @@ struct OnDevice {
 
 // KVCACHE_CHECKED=1: values that live on the device are checked before a kernel uses them, at the
 // price of a synchronisation. Otherwise kernels skip what is out of range.
-inline bool checked_mode() {
-  const char* value = std::getenv("KVCACHE_CHECKED");
-  return value != nullptr && value[0] != '\0' && value[0] != '0';
-}
+inline bool checked_mode() { return switched_on("KVCACHE_CHECKED"); }
 
 template <class Bad>
 __global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) {
