@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -42,24 +40,3 @@ each_backend = _each(_CPU, _EMULATED, _CUDA)
 each_device_backend = _each(_EMULATED, _CUDA)
 # The ops that users call: with fake implementations.
 each_real_backend = _each(_CPU, _CUDA)
-
-
-@contextlib.contextmanager
-def switched(name: str, on: bool):
-    """An environment variable that the ops read at each call, for as long as the block."""
-    if on:
-        os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-
-
-def ids_from(where: str):
-    """Emulated, ids on the "device" are host memory too: the kernels are told."""
-    return switched("KVCACHE_EMUL_DEVICE_IDS", where == "device")
-
-
-def parameters(small: bool):
-    """Launches with parameters of 4 KiB, as older drivers take them, or with all there are."""
-    return switched("KVCACHE_SMALL_PARAMETERS", small)

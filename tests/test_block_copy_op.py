@@ -5,14 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.backends import (
-    each_backend,
-    each_device_backend,
-    each_real_backend,
-    ids_from,
-    parameters,
-)
+from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
+from tests.switches import ids_from, parameters
 
 
 @dataclass

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.backends import each_backend, each_device_backend, each_real_backend, ids_from
+from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
+from tests.switches import ids_from
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
 INT32 = torch.int32
