@@ -408,99 +408,6 @@ def test_on_the_cpu_everything_has_happened():
     assert torch.equal(e.device.layer(1)[1], before[4])
 
 
-def test_a_host_tier_larger_than_memory_is_refused():
-    with pytest.raises(MemoryError, match=r"this needs .* GiB: expected at most the"):
-        Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
-
-
-def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch):
-    from kvcache.worker import pinning
-
-    pages = Pages.allocate(4, [[100, 28]] * 2)
-    told = []
-    released = []
-
-    def register(address, num_bytes, device):
-        told.append(num_bytes)
-        if len(told) == 3:
-            raise pinning._PinningError("cudaHostRegister of 1048576 bytes: out of memory")
-
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(pinning, "_register", register)
-    monkeypatch.setattr(pinning, "_unpin", lambda addresses, _: released.extend(addresses))
-    with pytest.warns(
-        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
-    ):
-        host = pages.on_host(2000, pin_memory=True)
-    assert len(told) >= 3 and len(released) == len(told) - 1  # what was pinned is let go again
-    host.copy_from(pages, np.array([[1, 1999]]))
-    assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
-
-
-def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
-    from kvcache.worker import pinning
-
-    registered, told = [], []
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
-    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
-    host = Pages.allocate(4, [[100, 28]] * 2).on_host(
-        2000, pin_memory=True, progress=lambda done, total: told.append((done, total))
-    )
-    stride = int(host.strides[0])
-    assert stride == 256 and host.pages_per_chunk * stride == 1 << 16
-    assert sorted(registered) == [
-        (host.memory.data_ptr() + at, min(1 << 16, 2000 * 256 - at))
-        for at in range(0, 2000 * 256, 1 << 16)
-    ]
-    assert host.memory.data_ptr() % 4096 == 0
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (2000 * 256, 2000 * 256)
-
-
-def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
-    from kvcache.worker import pinning
-
-    monkeypatch.setattr(pinning, "_register", lambda *_: None)
-    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
-
-    def progress(done, total):
-        raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True, progress=progress)
-
-
-def test_a_containers_limit_counts(monkeypatch, tmp_path):
-    from kvcache.worker import pinning
-
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(pinning, "_CONTAINER_LIMIT", limit)
-    limit.write_text("1000\n")
-    with pytest.raises(MemoryError, match=r"expected at most the 0.0 GiB that the host has"):
-        Pages.allocate(2, [[64]]).on_host(100)
-    limit.write_text("max\n")
-    Pages.allocate(2, [[64]]).on_host(100)
-
-
-@pytest.fixture
-def another_default_device():
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device("cpu")
-
-
-def test_host_pages_are_on_the_host_whatever_the_default_device(another_default_device):
-    assert Pages.allocate(2, [[64]]).on_host(4).memory.device.type == "cpu"
-
-
-def test_asking_for_pinned_memory_without_cuda_warns():
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    with pytest.warns(RuntimeWarning, match="could not be pinned"):
-        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
-
-
 # --- on a GPU -------------------------------------------------------------------------------------
 
 
@@ -572,24 +479,6 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
     swap.wait(timeout_s=30)
     torch.cuda.synchronize()
     assert int(wrong) == 0 and number > 20
-
-
-@pytest.mark.gpu
-def test_host_pages_are_pinned_in_pieces_and_let_go(monkeypatch):
-    from kvcache.worker import pinning
-
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
-    seen = []
-    pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
-    host = pages.on_host(1000, progress=lambda done, total: seen.append((done, total)))
-    assert host.is_pinned and len(seen) > 3 and seen[-1][0] == seen[-1][1]
-    assert host.pages_per_chunk % 64 == 0 and host.pages_per_chunk < 1000
-    pages.memory.random_()
-    for method in ("kernel", "copy_engine", "staging"):
-        swap = SwapEngine(pages, host, method=method)
-        last = host.pages_per_chunk  # a run over the end of a piece
-        swap.swap_out(pairs((1, last - 1), (2, last), (3, last + 1))).wait(10)
-        assert torch.equal(host.layer(1)[last - 1 : last + 2], pages.layer(1)[1:4].cpu())
 
 
 @pytest.mark.gpu
