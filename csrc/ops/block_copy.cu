@@ -173,7 +173,7 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
   if (!c.pairs_on_cpu) check_same_device(pairs, "pairs", on_device, "the device's side");
   const bool by_kernel = c.engine == CopyEngine::kKernel;
   if (!by_kernel) {
-    if (!c.pairs_on_cpu) fail("pairs is on a device: expected cpu for engine 1 (copy engine)");
+    if (!c.pairs_on_cpu) fail("pairs is on a device: expected cpu for the copy engine");
     for (int64_t i = 0; i < c.num_pairs; ++i) {
       if (c.pairs[2 * i] == kCleared) {
         fail("pairs[" + std::to_string(i) + "] clears a page: expected engine 0 (kernel) for that");
