@@ -10,16 +10,21 @@ import torch
 from kvcache import BlockTable, KVStorage, Pages, StepPlan, SwapEngine, Worker
 from kvcache.plan import NO_REPLACE
 from kvcache.worker import SwapError
+from kvcache.worker.calibration import Calibration
+from kvcache.worker.swap_staging import Staging
 from kvcache.worker.timeline import CpuTimeline
 from tests.simulated_device import SimulatedTimeline
 
 LAYERS = 3
+# One page by the kernel, several through staging.
+MIXED = Calibration("a test", *[((0, ((0, "kernel"),)), (2 * LAYERS + 1, ((0, "staging"),)))] * 2)
 ALL_LAYERS = range(LAYERS)
 FORMS = {
     "kernel": {"method": "kernel"},
     "copy engine": {"method": "copy_engine"},
     "staging of one page": {"method": "staging", "staging_bytes": 1},
     "staging": {"method": "staging"},
+    "now staging, now the kernel": {"calibration": MIXED, "staging_bytes": 1},
     "layer by layer": {"method": "kernel", "layers_per_event": 1},
     "two layers at a time": {"method": "kernel", "layers_per_event": 2},
 }
@@ -159,6 +164,18 @@ def _blind(engine, direction, given, start):
         engine._after = after
 
 
+def without_waiting_for_an_empty_half(monkeypatch):
+    monkeypatch.setattr(Staging, "_wait_until_emptied", lambda self, half: None)
+
+
+def without_waiting_for_a_full_half(monkeypatch):
+    monkeypatch.setattr(Staging, "_wait_until_filled", lambda self, event: None)
+
+
+def without_order_within_a_lane(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "_after_the_job_before", lambda *args: None)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "defect",
@@ -172,6 +189,49 @@ def _blind(engine, direction, given, start):
 def test_an_order_that_is_missing_shows(monkeypatch, form, defect):
     defect(monkeypatch)
     assert any(Race(seed, **FORMS[form]).run(40) for seed in range(100))
+
+
+STAGED = ["staging of one page", "staging", "now staging, now the kernel"]
+
+
+@pytest.mark.parametrize(
+    ("defect", "form"),
+    [
+        *((without_waiting_for_an_empty_half, form) for form in STAGED),
+        *((without_waiting_for_a_full_half, form) for form in STAGED),
+        (without_order_within_a_lane, "now staging, now the kernel"),
+    ],
+)
+def test_an_order_that_is_missing_between_relayout_and_bus_shows(monkeypatch, form, defect):
+    defect(monkeypatch)
+    assert any(Race(seed, **FORMS[form]).run(40) for seed in range(200))
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_one_half_is_filled_while_the_other_crosses_the_bus(direction):
+    worker, timeline = simulated_worker(method="staging", staging_bytes=1)
+    ran = []
+    launch = timeline.launch
+
+    def noted(stream, work):
+        lane = worker.engine._lanes[direction]
+        name = "bus" if stream is lane.stream else "relayout"
+        launch(stream, lambda: (ran.append(name), work()))
+
+    timeline.launch = noted
+    pages = [(1, 1), (2, 2), (3, 3), (4, 4)]
+    getattr(worker.engine, f"swap_{direction}")(pairs(*pages))
+    staging = worker.engine._lanes[direction].staging
+    first = "relayout" if direction == "out" else "bus"
+    last = "bus" if direction == "out" else "relayout"
+    # `first` runs ahead of `last` by both halves and no further.
+    only_first = [s for s in timeline._streams if s is not staging.last]
+    everything, timeline._streams = timeline._streams, only_first
+    timeline.advance()
+    assert ran == [first, first]
+    timeline._streams = everything
+    timeline.advance()
+    assert sorted(ran) == ["bus"] * 4 + ["relayout"] * 4 and ran[-1] == last
 
 
 # --- the worker -----------------------------------------------------------------------------------
@@ -326,7 +386,8 @@ def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
     monkeypatch.setattr(Pages, "staging", no_memory)
     with pytest.warns(RuntimeWarning, match="no 64 MiB of device memory for staging, swaps will"):
         worker, timeline = simulated_worker()
-    assert worker.engine.method_for("out", pairs((1, 2))) == "kernel"
+    several = pairs(*zip(range(1, 9), range(8, 0, -1)))
+    assert worker.engine.method_for("out", several) == "kernel"
     step = worker.start(plan(swap_out=pairs((3, 1))))
     timeline.advance()
     assert step.wait(5).failed_host_pages == []
@@ -334,25 +395,18 @@ def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
         simulated_worker(method="staging")
 
 
-def test_a_graph_captured_elsewhere_makes_no_job_fail():
-    worker, _ = simulated_worker(method="kernel")
-
-    class Capturing:
-        def query(self):
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    job = worker.engine.swap_in(pairs((1, 3)))
-    job.done = Capturing()
-    assert not job.poll() and job.error is None
-
-
-def test_a_job_that_failed_half_way_is_not_over_before_its_first_half():
-    worker, timeline = simulated_worker(method="staging", staging_bytes=1)
-    timeline.fails = {3}  # of four: to staging, from staging, per page
-    job = worker.engine.swap_out(pairs((3, 1), (4, 2)))
-    assert not job.poll() and job.error is not None
-    timeline.advance()
-    assert job.poll()
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])  # to staging, from staging, per page
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_job_that_failed_half_way_is_over_when_all_that_was_launched_is(direction, failing):
+    for seed in range(20):
+        worker, timeline = simulated_worker(seed, method="staging", staging_bytes=1)
+        timeline.fails = {failing}
+        job = getattr(worker.engine, f"swap_{direction}")(pairs((3, 1), (4, 2)))
+        assert job.error is not None and not job.poll()
+        while not job.poll():
+            timeline.advance(1)
+        staging = worker.engine._lanes[direction].staging
+        assert not any(map(callable, [*staging.first, *staging.last]))
 
 
 # --- what is refused ------------------------------------------------------------------------------
