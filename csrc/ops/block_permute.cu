@@ -138,15 +138,17 @@ int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) 
 }
 
 template <class Vector, bool kDense>
-void launch_permute(const PermuteLaunch& launch, dim3 grid, int64_t shared, const Tensor& cache,
-                    cudaStream_t stream) {
-  constexpr auto kKernel = permute_kernel<Vector, kDense>;
+void launch_sliced(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
+                   cudaStream_t stream) {
+  const int64_t shared = launch.p.unit_rows * slice;
   if (shared > kPlainSharedBytes) {
     // Always the most there is: another thread may be between this and its own launch.
-    KV_CUDA_CHECK(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    KV_CUDA_CHECK(cudaFuncSetAttribute(permute_kernel<Vector, kDense>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(most_shared_bytes(cache))));
   }
-  KV_LAUNCH(kKernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
+  KV_LAUNCH((permute_kernel<Vector, kDense>), grid, dim3(kThreads), static_cast<size_t>(shared),
+            stream, launch);
 }
 
 template <class Vector>
@@ -154,13 +156,10 @@ void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tens
                cudaStream_t stream) {
   if (slice == 0) {
     KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
-    return;
-  }
-  const int64_t shared = launch.p.unit_rows * slice;
-  if (launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor) {
-    launch_permute<Vector, true>(launch, grid, shared, cache, stream);
+  } else if (launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor) {
+    launch_sliced<Vector, true>(launch, grid, slice, cache, stream);
   } else {
-    launch_permute<Vector, false>(launch, grid, shared, cache, stream);
+    launch_sliced<Vector, false>(launch, grid, slice, cache, stream);
   }
 }
 
