@@ -3,6 +3,7 @@
 #include "ops/copy_engine.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
+#include "ops/mapped_host.h"
 #include "ops/vector.h"
 
 namespace kvcache {
@@ -140,15 +141,15 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   });
 }
 
-// A kernel reads and writes memory of the host only where it is pinned.
-void require_pinned(const void* memory, const char* name) {
-  cudaPointerAttributes attributes{};
-  const cudaError_t error = cudaPointerGetAttributes(&attributes, memory);
-  if (error == cudaSuccess && attributes.type == cudaMemoryTypeHost) return;
-  (void)cudaGetLastError();
-  fail(std::string(name) +
-       " is host memory that is not pinned: expected pinned memory for engine 0 "
-       "(kernel), or engine 1 (copy engine)");
+// Host memory by the device's addresses for it.
+void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
+  const auto to_mapped = [&](const BlockCopy& part) {
+    const auto launch_part = [&](const BlockCopy& p) {
+      copy_by_kernel(p, from_host || to_host, device);
+    };
+    to_host ? with_mapped_host(part, false, launch_part) : launch_part(part);
+  };
+  from_host ? with_mapped_host(c, true, to_mapped) : to_mapped(c);
 }
 
 struct BadPair {
@@ -182,8 +183,6 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
   }
   if (c.num_pairs == 0 || c.page_bytes() == 0) return;
   const OnDevice device(on_device);
-  if (by_kernel && from_host) require_pinned(c.source, "src");
-  if (by_kernel && to_host) require_pinned(c.destination, "dst");
   if (!c.pairs_on_cpu && checked_mode()) {
     const int64_t i = first_bad_on_device(BadPair{c}, c.num_pairs, device.stream);
     if (i >= 0) {
@@ -192,7 +191,7 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
     }
   }
   if (by_kernel) {
-    copy_by_kernel(c, from_host || to_host, device);
+    copy_by_kernel(c, from_host, to_host, device);
   } else {
     copy_by_engine(c, from_host, to_host, device);
   }

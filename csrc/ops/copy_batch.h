@@ -65,10 +65,10 @@ class CopyBatch {
     // Where the device knows registered memory by other addresses (WSL), a batch does not translate
     // them, and a single copy does (sgl-project/sglang#40232).
     int device = 0, same_address = 1;
-    if (with_host_ && (cudaGetDevice(&device) != cudaSuccess ||
-                       cudaDeviceGetAttribute(&same_address,
-                                              cudaDevAttrCanUseHostPointerForRegisteredMem,
-                                              device) != cudaSuccess)) {
+    if (with_host_ &&
+        (cudaGetDevice(&device) != cudaSuccess ||
+         cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                device) != cudaSuccess)) {
       (void)cudaGetLastError();
       return false;
     }
@@ -118,8 +118,9 @@ class CopyBatch {
     if (error == cudaSuccess) return;
     (void)cudaGetLastError();
     char text[160];
-    std::snprintf(text, sizeof(text), "copy %zu (%zu bytes from %p to %p) failed: ",
-                  num_flushed_ + i, sizes_[i], sources_[i], destinations_[i]);
+    std::snprintf(text, sizeof(text),
+                  "copy %zu (%zu bytes from %p to %p) failed: ", num_flushed_ + i, sizes_[i],
+                  sources_[i], destinations_[i]);
     throw std::runtime_error(std::string(text) + cudaGetErrorString(error) +
                              "; expected each side within one allocation or one pinned piece");
   }

@@ -95,8 +95,9 @@ TEST(the_copy_that_is_wrong_is_named) {
   };
   const std::string text = refused(memory);
   char expected[100];
-  std::snprintf(expected, sizeof(expected), "copy 3 (4 bytes from %p to %p) failed: ",
-                static_cast<void*>(memory.from + 3), static_cast<void*>(memory.to + 3));
+  std::snprintf(expected, sizeof(expected),
+                "copy 3 (4 bytes from %p to %p) failed: ", static_cast<void*>(memory.from + 3),
+                static_cast<void*>(memory.to + 3));
   CHECK_EQ(text.rfind(expected, 0), 0);
   CHECK(text.find("invalid argument; expected each side within one") != std::string::npos);
   CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});
