@@ -31,6 +31,7 @@ class Staging:
     ) -> None:
         self.first, self.last = first, last
         self._into, self._out_of = Route(source, memory), Route(memory, destination)
+        self._memory = memory
         self._pages_per_half = memory.num_blocks // 2
         self._timeline = timeline
         self._emptied: list[object] = [None, None]  # per half the last event
