@@ -1,5 +1,6 @@
 """SwapEngine: what comes before what, on a simulated device; failures; and the race on a real one."""
 
+import os
 import random
 import time
 
@@ -497,10 +498,12 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
     for layer in range(LAYERS):
         storage.key_cache(layer).zero_()
         storage.value_cache(layer).zero_()
+    # Either so many steps, or as many as 3 s hold and enough for pages to be used again.
+    steps = int(os.environ.get("KVCACHE_TEST_SWAP_STEPS", "0"))
     deadline = time.monotonic() + 3
     number = 0
     last = torch.cuda.current_stream()
-    while number < 2000 and time.monotonic() < deadline:
+    while number < (steps or 2000) and (steps or number <= 20 or time.monotonic() < deadline):
         stream = chance.choice(streams)  # the caller's stream changes; the caller orders its own
         stream.wait_stream(last)
         last = stream
@@ -532,7 +535,7 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
                 look(page)
     swap.wait(timeout_s=30)
     torch.cuda.synchronize()
-    assert int(wrong) == 0 and number > 20
+    assert int(wrong) == 0
 
 
 @pytest.mark.gpu
