@@ -150,8 +150,8 @@ def cuda_archs(present: Sequence[str] = ()) -> list[str]:
     """The architectures to compile for: $KVCACHE_CUDA_ARCHS ("80;90;100"), else those of the devices that
     are `present`, else CUDA_ARCHS.
 
-    RuntimeError where $KVCACHE_CUDA_ARCHS asks for one that the toolkit lacks; of the others those that it
-    has, or its newest one that runs there too.
+    RuntimeError where $KVCACHE_CUDA_ARCHS asks for one that the toolkit lacks; of the others those that
+    it has, or its newest one that runs there too.
     """
     home = cuda_home()
     if home is None:

@@ -200,11 +200,49 @@ def test_bench_names_what_is_wrong(capsys, argv, code, message):
     assert message in capsys.readouterr().err
 
 
+def test_pages_of_a_swap_come_from_all_over_the_pool():
+    for pattern in ("scattered", "runs"):
+        pages, pairs = bench._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
+        assert pages.num_bytes >= 16 << 20
+        assert abs(len(pairs) * pages.page_bytes - (1 << 20)) <= 16 * 4 * KIB * 2
+        for side in pairs.T:
+            assert len(set(side)) == len(side)
+            assert np.ptp(side) > 0.7 * pages.num_blocks and side.min() >= 1
+
+
+def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
+    """The copy engine for few, the kernel for many small ones: as measured, not as built in."""
+
+    def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
+        counts = args[4] if args else (64,)
+        directions = args[0] if args else options["directions"]
+        for fragment in fragments:
+            for method in methods:
+                for direction in directions:
+                    for count in sorted({min(n, num_bytes // fragment) for n in counts}):
+                        few = count < 256 or fragment >= 64 * KIB
+                        fast = method == ("copy_engine" if few else "kernel")
+                        yield bench.Rate(
+                            direction, fragment, "scattered", method, 50.0 if fast else 5.0, 55.0,
+                            None, count,
+                        )  # fmt: skip
+
+    monkeypatch.setattr(bench, "device_rates", rates)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = bench.calibrate(torch.device("cuda"), 256 << 20)
+    assert found.num_thread_blocks == 1
+    for direction in ("out", "in"):
+        assert found.method(direction, 4 * KIB, 32) == "copy_engine"
+        assert found.method(direction, 4 * KIB, 256) == "kernel"
+        assert found.method(direction, 4 * KIB, 100_000) == "kernel"
+        assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
+
+
 @pytest.mark.gpu
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
     monkeypatch.setattr(bench, "FRAGMENTS", (16 * KIB, 1024 * KIB))
-    assert main(["bench", "--calibrate", "--mib", "16", "--json"]) == 0
+    assert main(["bench", "--calibrate", "--mib", "16", "--pool-mib", "32", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = load(tmp_path / "here.json")
     assert report["calibration"]["machine"] == found.machine == torch.cuda.get_device_name()
