@@ -103,8 +103,9 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   check_size(pairs, "pairs", 1, 2, "source and destination");
   check_dtype(pairs, "pairs", {ScalarType::Int});
   check_contiguous(pairs, "pairs");
-  if (engine != 0 && engine != 1) {
-    fail("engine is " + std::to_string(engine) + ": expected 0 (kernel) or 1 (copy engine)");
+  if (engine < 0 || engine > 2) {
+    fail("engine is " + std::to_string(engine) +
+         ": expected 0 (kernel), 1 (copy engine) or 2 (copy engine, one copy per call)");
   }
   const auto not_negative = [](int64_t value, const char* name) {
     if (value < 0)

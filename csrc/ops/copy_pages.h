@@ -22,7 +22,8 @@ constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
 // Which engine carries bytes between a device and the host.
-enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1 };
+// kSingle: the copy engine, one call per fragment.
+enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2 };
 
 struct BlockCopy {
   const char* source;  // nullptr: only zeros are written
