@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
+from tests.switches import ids_from, parameters
 
 
 @dataclass
@@ -82,15 +83,16 @@ def table(sizes, src, dst):
     return torch.tensor(rows, dtype=torch.int64).T.contiguous()
 
 
-def run(backend, case, pairs_device="cpu", **options):
+def run(backend, case, where="host", **options):
     """dst's memory after the op, and src's."""
     sizes, src, dst, within, pairs = case
     there = dst.memory.to(backend.device, copy=True)
     here = None if within else src.memory.to(backend.device, copy=True)
-    backend.ops.copy_blocks(
-        here, there, table(sizes, src, dst), pairs.to(pairs_device), src.num_blocks,
-        dst.num_blocks, **options,
-    )  # fmt: skip
+    with ids_from(where):
+        backend.ops.copy_blocks(
+            here, there, table(sizes, src, dst), pairs.to(backend.device) if where == "device"
+            else pairs, src.num_blocks, dst.num_blocks, **options,
+        )  # fmt: skip
     return there.cpu(), src.memory if here is None else here.cpu()
 
 
@@ -103,10 +105,56 @@ def test_pages_arrive_and_nothing_else_changes(backend, case):
 
 
 @each_device_backend
-@given(case=cases(), num_thread_blocks=st.integers(1, 3))
-def test_ids_may_live_on_the_device_and_few_thread_blocks_do_all(backend, case, num_thread_blocks):
-    found, _ = run(backend, case, backend.device, num_thread_blocks=num_thread_blocks)
+@given(
+    case=cases(),
+    where=st.sampled_from(["host", "device"]),
+    num_thread_blocks=st.integers(1, 3),
+    small_parameters=st.booleans(),
+)
+def test_ids_may_live_on_the_device_and_few_thread_blocks_do_all(
+    backend, case, where, num_thread_blocks, small_parameters
+):
+    with parameters(small_parameters):
+        found, _ = run(backend, case, where, num_thread_blocks=num_thread_blocks)
     assert torch.equal(found, reference(*case))
+
+
+# Bytes per page of the regions: each region has vectors of its own width.
+MIXED = {
+    "a small region among wide ones": [4096, 4, 8192, 4096],
+    "each width": [16 * 300, 8 * 300, 4 * 300, 2 * 300, 300],
+    "one vector of each width": [1, 2, 4, 8, 16],
+    "all of 8 bytes": [8 * 257, 8 * 3],
+    "a chunk exactly, and a byte more": [256, 257, 1024, 4096, 4097],
+    "regions of as many chunks": [4096 * 2, 4096 + 16, 4096 * 2],
+}
+
+
+def check_mixed(backend, name, where):
+    sizes, num_blocks = MIXED[name], 5
+    generator = torch.Generator().manual_seed(2)
+    offsets, end = [], 0
+    for size in sizes:  # each begins at a multiple of 16
+        offsets.append(end)
+        end += -(-size * num_blocks // 16) * 16
+    memory = torch.randint(1, 256, (end,), generator=generator).to(torch.uint8)
+    src = Side(memory, offsets, sizes, num_blocks)
+    dst = Side(memory.flip(0), offsets, sizes, num_blocks)
+    case = (sizes, src, dst, False, ids([4, 0], [-1, 2], [1, 4], [0, 1]))
+    found, _ = run(backend, case, where)
+    assert torch.equal(found, reference(*case))
+
+
+@each_backend
+@pytest.mark.parametrize("name", MIXED)
+def test_each_region_moves_at_its_own_width(backend, name):
+    check_mixed(backend, name, "host")
+
+
+@each_device_backend
+@pytest.mark.parametrize("name", MIXED)
+def test_each_region_moves_at_its_own_width_by_ids_on_the_device(backend, name):
+    check_mixed(backend, name, "device")
 
 
 @each_device_backend
@@ -118,21 +166,55 @@ def test_the_copy_engine_moves_the_same_bytes(backend, case, pages_per_run):
     assert torch.equal(found, reference(*case))
 
 
-@each_backend
-def test_more_pages_and_regions_than_one_launch_takes(backend):
+# Pages, pairs and regions: of parameters of 32 KiB and of 4 KiB, less and more than a launch takes.
+MANY = {
+    "more pairs than the small parameters hold": (700, 600, 3),
+    "more pairs than the large parameters hold": (5000, 4500, 1),
+    "more regions than the small parameters hold": (40, 30, 90),
+    "more regions than the large parameters hold": (6, 5, 700),
+    "more of both": (700, 600, 90),
+}
+
+
+def check_many(backend, name, where="host", small_parameters=False):
+    num_blocks, num_pairs, num_regions = MANY[name]
     generator = torch.Generator().manual_seed(0)
-    num_blocks, sizes = 700, [16] * 90
-    memory = torch.randint(0, 256, (num_blocks * 16 * 90,), generator=generator).to(torch.uint8)
-    src = Side(memory, [16 * num_blocks * r for r in range(90)], [16] * 90, num_blocks)
-    dst = Side(torch.zeros_like(memory), [16 * r for r in range(90)], [16 * 90] * 90, num_blocks)
+    sizes = [16] * num_regions
+    memory = torch.randint(0, 256, (num_blocks * 16 * num_regions,), generator=generator)
+    memory = memory.to(torch.uint8)
+    starts = range(num_regions)
+    src = Side(memory, [16 * num_blocks * r for r in starts], sizes, num_blocks)
+    dst = Side(
+        torch.zeros_like(memory), [16 * r for r in starts], [16 * num_regions] * num_regions,
+        num_blocks,
+    )  # fmt: skip
     pages = torch.randperm(num_blocks, generator=generator)
-    pairs = torch.stack([pages, pages.flip(0)], 1).int()[:600].contiguous()
-    case = (sizes, src, dst, False, pairs)
-    found, _ = run(backend, case)
-    of_pages = memory.view(90, num_blocks, 16).transpose(0, 1)
-    expected = torch.zeros(num_blocks, 90, 16, dtype=torch.uint8)
+    pairs = torch.stack([pages, pages.flip(0)], 1).int()[:num_pairs].contiguous()
+    with parameters(small_parameters):
+        found, _ = run(backend, (sizes, src, dst, False, pairs), where)
+    of_pages = memory.view(num_regions, num_blocks, 16).transpose(0, 1)
+    expected = torch.zeros(num_blocks, num_regions, 16, dtype=torch.uint8)
     expected[pairs[:, 1].long()] = of_pages[pairs[:, 0].long()]
     assert torch.equal(found, expected.flatten())
+
+
+@each_backend
+@pytest.mark.parametrize("name", MANY)
+def test_more_pages_and_regions_than_one_launch_takes(backend, name):
+    check_many(backend, name)
+
+
+@each_device_backend
+@pytest.mark.parametrize("small_parameters", [False, True])
+@pytest.mark.parametrize("name", MANY)
+def test_ids_on_the_device_of_many_pages_and_regions(backend, name, small_parameters):
+    check_many(backend, name, "device", small_parameters)
+
+
+@each_device_backend
+@pytest.mark.parametrize("name", MANY)
+def test_more_pages_and_regions_than_small_parameters_take(backend, name):
+    check_many(backend, name, small_parameters=True)
 
 
 @each_backend
@@ -192,7 +274,7 @@ BAD = {
     r"regions\[0\] has -8 bytes: expected 0 or more": {
         "regions": torch.tensor([[0, 16, 0, 16, -8]])
     },
-    r"engine is 2: expected 0 \(kernel\) or 1 \(copy engine\)": {"engine": 2},
+    r"engine is 3: expected 0 \(kernel\), 1 \(copy engine\) or 2": {"engine": 3},
     "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
     "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
     "pages_per_run is -1: expected 0 or more": {"pages_per_run": -1},
@@ -218,15 +300,14 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(backend, message):
     ],
 )
 def test_ids_on_a_device_are_checked_in_the_checked_mode(backend, pairs, message, monkeypatch):
-    if backend.name == "emulated":
-        pytest.skip("the emulation's device is the CPU, where ids are always checked")
     call = arguments(backend, pairs=pairs.to(backend.device))
     monkeypatch.setenv("KVCACHE_CHECKED", "1")
-    with pytest.raises(RuntimeError, match=message):
+    with ids_from("device"), pytest.raises(RuntimeError, match=message):
         backend.ops.copy_blocks(**call)
     assert (call["dst"] == 200).all()
     monkeypatch.delenv("KVCACHE_CHECKED")
-    backend.ops.copy_blocks(**call)  # skips what is out of range
+    with ids_from("device"):
+        backend.ops.copy_blocks(**call)  # skips what is out of range
     assert call["dst"][32:48].tolist() == list(range(16, 32)) and (call["dst"][:32] == 200).all()
 
 
@@ -253,7 +334,7 @@ def test_a_kernel_refuses_host_memory_that_is_not_pinned(side):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", [0, 1])
+@pytest.mark.parametrize("engine", [0, 1, 2])
 @pytest.mark.parametrize("to_host", [True, False])
 @given(case=cases())
 def test_between_device_and_pinned_host(engine, to_host, case):

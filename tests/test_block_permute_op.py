@@ -1,5 +1,3 @@
-import contextlib
-import os
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
+from tests.switches import ids_from
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
 INT32 = torch.int32
@@ -78,17 +77,6 @@ def reference(case, cache, indices):
         else:
             received = rows.reshape(-1, size, heads, case.head_size)
         cache[group] = received.reshape(blocks.shape)
-
-
-@contextlib.contextmanager
-def ids_from(where):
-    """Emulated, "device" ids are host memory too: the kernels are told."""
-    if where == "device":
-        os.environ["KVCACHE_EMUL_DEVICE_IDS"] = "1"
-    try:
-        yield
-    finally:
-        os.environ.pop("KVCACHE_EMUL_DEVICE_IDS", None)
 
 
 def offsets_of(layers):
@@ -360,7 +348,8 @@ def test_more_blocks_per_group_than_a_launch_takes_from_the_host_are_refused(bac
 def test_a_meta_tensor_among_real_ones_is_named(backend, name):
     call = arguments(backend)
     call[name] = call[name].to("meta")
-    with pytest.raises(RuntimeError, match=r"tensors are on cpu and meta: expected one device"):
+    real = torch.device(backend.device, 0 if backend.device == "cuda" else None)
+    with pytest.raises(RuntimeError, match=rf"tensors are on {real} and meta: expected one device"):
         torch.ops.kvcache.permute_blocks_(**call)
 
 

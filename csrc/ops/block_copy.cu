@@ -1,232 +1,135 @@
 #include "ops/block_copy.h"
 
+#include "ops/copy_engine.h"
+#include "ops/copy_launch.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
-#include "ops/vector.h"
+#include "ops/mapped_host.h"
 
 namespace kvcache {
 namespace {
 
-constexpr int kWarps = 16;                        // per thread block
-constexpr int kUnroll = 8;                        // loads in flight per thread
-constexpr int kMaxRegions = 40, kMaxPairs = 256;  // per launch, see kMaxParameterBytes
+constexpr int kWarps = 16;  // per thread block
 // Thread blocks where the host is one side: a bus is full long before the device is, and attention
 // runs beside. Where both sides are the device's, as many as it holds.
 constexpr int64_t kHostThreadBlocks = 8;
 constexpr int64_t kDeviceThreadBlocks = 4 * 132;
-constexpr size_t kMaxDescriptors = 4096;  // of one call of the copy engine
 
-// What one launch does: each pair's page is cut into chunks, and a warp copies a chunk at a time.
-struct CopyLaunch {
-  const char* source;
-  char* destination;
-  int64_t num_sources, num_destinations;
-  uint32_t num_pairs, chunks_per_pair;
-  int num_regions;
-  uint32_t first_chunk[kMaxRegions + 1];  // of a page, where each region begins
-  CopyRegion regions[kMaxRegions];
-  LaunchIds<2 * kMaxPairs> ids;
-};
-static_assert(sizeof(CopyLaunch) <= kMaxParameterBytes, "a launch's parameters");
-
+// One chunk: kCopyUnroll vectors of each lane, or fewer where the region ends before. All are read
+// before the first is written.
 template <class Vector>
-constexpr uint32_t kChunkBytes = 32 * kUnroll * sizeof(Vector);
-
-__device__ __forceinline__ int region_of(const CopyLaunch& c, uint32_t chunk) {
-  int low = 0, high = c.num_regions - 1;  // the last region that begins at or before the chunk
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (c.first_chunk[middle] <= chunk) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
+__device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64_t num_vectors,
+                                           bool cleared) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  // Lane's vectors are those at 0, 32, ... below `left`.
+  const int left = static_cast<int>(min(num_vectors, int64_t{32 * kCopyUnroll})) - lane;
+  from += lane;
+  to += lane;
+  Vector moved[kCopyUnroll];
+#pragma unroll
+  for (int i = 0; i < kCopyUnroll; ++i) {
+    moved[i] = Vector{};
+    if (!cleared && 32 * i < left) moved[i] = __ldcs(from + 32 * i);
   }
-  return low;
+#pragma unroll
+  for (int i = 0; i < kCopyUnroll; ++i) {
+    if (32 * i < left) __stcs(to + 32 * i, moved[i]);
+  }
 }
 
-template <class Vector>
-__global__ void __launch_bounds__(kWarps * 32) copy_blocks_kernel(KV_PARAMETER CopyLaunch c) {
-  const unsigned lane = threadIdx.x % 32;
-  const uint32_t num_tasks = c.num_pairs * c.chunks_per_pair;
+// kWide: all regions have vectors of 16 bytes. Otherwise each warp goes by its region's.
+template <size_t kParameterBytes, bool kWide>
+__global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
+    copy_blocks_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {
+  const CopyHead& head = c.head;
   const uint32_t num_warps = gridDim.x * kWarps;
-  for (uint32_t task = blockIdx.x * kWarps + threadIdx.x / 32; task < num_tasks;
+  for (uint32_t task = blockIdx.x * kWarps + threadIdx.x / 32; task < head.num_tasks;
        task += num_warps) {
-    const uint32_t pair = task / c.chunks_per_pair;
-    const uint32_t chunk = task - pair * c.chunks_per_pair;
-    const int32_t source = c.ids[2 * pair], destination = c.ids[2 * pair + 1];
+    const uint32_t page = head.page_chunks.divide(task);
+    const uint32_t chunk = task - page * head.page_chunks.divisor;
+    const CopyPair pair = c.pair(page);
     // Out of range: skipped, see checked_mode.
-    if (is_bad_pair(source, destination, c.num_sources, c.num_destinations)) continue;
-    const int index = region_of(c, chunk);
-    const CopyRegion& r = c.regions[index];
-    const int64_t at = int64_t{chunk - c.first_chunk[index]} * kChunkBytes<Vector>;
-    const int64_t left = (r.num_bytes - at) / static_cast<int64_t>(sizeof(Vector));
-    const auto* from =
-        reinterpret_cast<const Vector*>(c.source + r.source + source * r.source_stride + at);
-    auto* to = reinterpret_cast<Vector*>(c.destination + r.destination +
-                                         destination * r.destination_stride + at);
-    Vector moved[kUnroll];
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const unsigned j = lane + 32 * i;
-      moved[i] = Vector{};
-      if (source != kCleared && j < left) moved[i] = __ldcs(from + j);
+    if (is_bad_pair(pair.source, pair.destination, head.num_sources, head.num_destinations)) {
+      continue;
     }
-#pragma unroll
-    for (int i = 0; i < kUnroll; ++i) {
-      const unsigned j = lane + 32 * i;
-      if (j < left) __stcs(to + j, moved[i]);
-    }
-  }
-}
-
-template <class Vector>
-void launch(const BlockCopy& c, bool with_host, int64_t first_region, int64_t num_regions,
-            int64_t first_pair, int64_t num_pairs, const OnDevice& device) {
-  CopyLaunch l{};
-  l.source = c.source;
-  l.destination = c.destination;
-  l.num_sources = c.num_sources;
-  l.num_destinations = c.num_destinations;
-  l.num_pairs = static_cast<uint32_t>(num_pairs);
-  l.num_regions = static_cast<int>(num_regions);
-  for (int64_t i = 0; i < num_regions; ++i) {
-    l.regions[i] = c.regions[first_region + i];
-    const int64_t size = kChunkBytes<Vector>;
-    l.first_chunk[i + 1] =
-        l.first_chunk[i] + static_cast<uint32_t>((l.regions[i].num_bytes + size - 1) / size);
-  }
-  l.chunks_per_pair = l.first_chunk[num_regions];
-  if (l.chunks_per_pair == 0) return;
-  l.ids = launch_ids<2 * kMaxPairs>(c.pairs, c.pairs_on_cpu, 2 * first_pair, 2 * num_pairs);
-  const int64_t needed = (num_pairs * l.chunks_per_pair + kWarps - 1) / kWarps;
-  const int64_t usual = with_host ? kHostThreadBlocks : kDeviceThreadBlocks;
-  const int64_t most = c.num_thread_blocks > 0 ? c.num_thread_blocks : usual;
-  KV_LAUNCH(copy_blocks_kernel<Vector>, dim3(unsigned(std::min(needed, most))), dim3(kWarps * 32),
-            0, device.stream, l);
-}
-
-// What every address, stride and size of all regions allows.
-int64_t vector_bytes(const BlockCopy& c) {
-  uint64_t all = reinterpret_cast<uint64_t>(c.source) | reinterpret_cast<uint64_t>(c.destination);
-  for (int64_t i = 0; i < c.num_regions; ++i) {
-    const CopyRegion& r = c.regions[i];
-    all |= static_cast<uint64_t>(r.source | r.source_stride | r.destination | r.destination_stride |
-                                 r.num_bytes);
-  }
-  return common_vector_bytes(all);
-}
-
-// Pairs of one launch: as many as its parameters hold, and fewer where pages are so large that the
-// number of chunks would not fit 31 bits.
-int64_t pairs_per_launch(const BlockCopy& c, int64_t vector) {
-  int64_t largest = 1;
-  for (int64_t i = 0; i < c.num_regions; ++i) largest = std::max(largest, c.regions[i].num_bytes);
-  const int64_t chunks = (largest / (vector * 32 * kUnroll) + 1) * kMaxRegions;
-  return std::clamp<int64_t>(INT32_MAX / chunks, 1, kMaxPairs);
-}
-
-void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
-  const int64_t vector = vector_bytes(c);
-  const int64_t step = pairs_per_launch(c, vector);
-  with_vector(vector, [&](auto v) {
-    for (int64_t pair = 0; pair < c.num_pairs; pair += step) {
-      for (int64_t region = 0; region < c.num_regions; region += kMaxRegions) {
-        launch<decltype(v)>(c, with_host, region,
-                            std::min<int64_t>(c.num_regions - region, kMaxRegions), pair,
-                            std::min(c.num_pairs - pair, step), device);
+    const uint32_t index = c.region_of(chunk);
+    const CopyRegion r = c.region(index);
+    const bool cleared = pair.source == kCleared;
+    const auto copy = [&](auto vector) {
+      using Vector = decltype(vector);
+      constexpr int64_t kVector = sizeof(Vector);
+      const int64_t at = int64_t{chunk - c.first_chunk(index)} * copy_chunk_bytes(kVector);
+      copy_chunk(reinterpret_cast<const Vector*>(head.source + r.source +
+                                                 pair.source * r.source_stride + at),
+                 reinterpret_cast<Vector*>(head.destination + r.destination +
+                                           pair.destination * r.destination_stride + at),
+                 (r.num_bytes - at) / kVector, cleared);
+    };
+    if constexpr (kWide) {
+      copy(uint4{});
+    } else {
+      switch (c.vector_bytes(index)) {
+        case 16:
+          copy(uint4{});
+          break;
+        case 8:
+          copy(uint2{});
+          break;
+        case 4:
+          copy(uint32_t{});
+          break;
+        case 2:
+          copy(uint16_t{});
+          break;
+        default:
+          copy(uint8_t{});
       }
+    }
+  }
+}
+
+template <size_t kBytes>
+void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions, int64_t most,
+                   const OnDevice& device) {
+  static_assert(sizeof(CopyLaunch<kBytes>) <= kBytes, "a launch's parameters");
+  CopyLaunch<kBytes> launch;
+  for_each_share<kBytes>(c, regions, [&](const CopyShare& share) {
+    fill(launch, c, share);
+    const int64_t needed = (launch.head.num_tasks + int64_t{kWarps} - 1) / kWarps;
+    const dim3 grid(static_cast<unsigned>(std::min(needed, most)));
+    if (share.is_wide()) {
+      KV_LAUNCH((copy_blocks_kernel<kBytes, true>), grid, dim3(kWarps * 32), 0, device.stream,
+                launch);
+    } else {
+      KV_LAUNCH((copy_blocks_kernel<kBytes, false>), grid, dim3(kWarps * 32), 0, device.stream,
+                launch);
     }
   });
 }
 
-// Fragments for the copy engine, handed over so many at a time.
-class Batch {
- public:
-  explicit Batch(cudaStream_t stream) : stream_(stream) {}
-
-  void add(void* to, const void* from, int64_t num_bytes) {
-    destinations_.push_back(to);
-    sources_.push_back(from);
-    sizes_.push_back(static_cast<size_t>(num_bytes));
-    if (sizes_.size() == kMaxDescriptors) flush();
+// One launch where possible, with the smaller parameters where they do: a launch copies them all.
+void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
+  const std::vector<VectorRegion> regions = vector_regions(c);
+  const int64_t usual = with_host ? kHostThreadBlocks : kDeviceThreadBlocks;
+  const int64_t most = c.num_thread_blocks > 0 ? c.num_thread_blocks : usual;
+  const bool fits = CopyLaunch<kSmallParameterBytes>::holds(static_cast<int64_t>(regions.size()),
+                                                            c.pairs_on_cpu ? c.num_pairs : 0);
+  if (fits || !takes_large_parameters()) {
+    launch_shares<kSmallParameterBytes>(c, regions, most, device);
+  } else {
+    launch_shares<kLargeParameterBytes>(c, regions, most, device);
   }
-
-  void flush() {
-    if (!sizes_.empty() && !flush_at_once()) {
-      for (size_t i = 0; i < sizes_.size(); ++i) {
-        KV_CUDA_CHECK(
-            cudaMemcpyAsync(destinations_[i], sources_[i], sizes_[i], cudaMemcpyDefault, stream_));
-      }
-    }
-    destinations_.clear();
-    sources_.clear();
-    sizes_.clear();
-  }
-
- private:
-  // By one call; false where there is none: an older CUDA or driver, or the default stream.
-  bool flush_at_once() {
-#if CUDART_VERSION >= 12080
-    if (stream_ == nullptr || sizes_.size() == 1 || !batches_) return false;
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    size_t from_first = 0;
-#if CUDART_VERSION >= 13000
-    const cudaError_t error =
-        cudaMemcpyBatchAsync(destinations_.data(), sources_.data(), sizes_.data(), sizes_.size(),
-                             &attributes, &from_first, 1, stream_);
-#else
-    size_t failed = 0;
-    const cudaError_t error = cudaMemcpyBatchAsync(
-        destinations_.data(), const_cast<void**>(sources_.data()), sizes_.data(), sizes_.size(),
-        &attributes, &from_first, 1, &failed, stream_);
-#endif
-    if (error == cudaSuccess) return true;
-    if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver &&
-        error != cudaErrorStreamCaptureUnsupported) {
-      KV_CUDA_CHECK(error);
-    }
-    (void)cudaGetLastError();  // it is one that was expected
-    batches_ = false;
-#endif
-    return false;
-  }
-
-  cudaStream_t stream_;
-  bool batches_ = true;
-  std::vector<void*> destinations_;
-  std::vector<const void*> sources_;
-  std::vector<size_t> sizes_;
-};
-
-void copy_by_engine(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
-  Batch batch(device.stream);
-  for (const CopyRun& run : runs_of(c, INT32_MAX, from_host, to_host)) {
-    for (int64_t i = 0; i < c.num_regions; ++i) {
-      const CopyRegion& r = c.regions[i];
-      if (r.num_bytes == 0) continue;
-      if (r.is_dense()) {
-        batch.add(c.to(r, run.destination), c.from(r, run.source), run.num_pages * r.num_bytes);
-        continue;
-      }
-      for (int64_t page = 0; page < run.num_pages; ++page) {
-        batch.add(c.to(r, run.destination + page), c.from(r, run.source + page), r.num_bytes);
-      }
-    }
-  }
-  batch.flush();
 }
 
-// A kernel reads and writes memory of the host only where it is pinned.
-void require_pinned(const void* memory, const char* name) {
-  cudaPointerAttributes attributes{};
-  const cudaError_t error = cudaPointerGetAttributes(&attributes, memory);
-  if (error == cudaSuccess && attributes.type == cudaMemoryTypeHost) return;
-  (void)cudaGetLastError();
-  fail(std::string(name) +
-       " is host memory that is not pinned: expected pinned memory for engine 0 "
-       "(kernel), or engine 1 (copy engine)");
+// Host memory by the device's addresses for it.
+void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
+  const auto to_mapped = [&](const BlockCopy& part) {
+    const auto launch_part = [&](const BlockCopy& p) {
+      copy_by_kernel(p, from_host || to_host, device);
+    };
+    to_host ? with_mapped_host(part, false, launch_part) : launch_part(part);
+  };
+  from_host ? with_mapped_host(c, true, to_mapped) : to_mapped(c);
 }
 
 struct BadPair {
@@ -240,8 +143,9 @@ struct BadPair {
 void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Tensor pairs,
                       int64_t num_src_blocks, int64_t num_dst_blocks, int64_t engine,
                       int64_t pages_per_run, int64_t num_thread_blocks) {
-  const BlockCopy c = checked_block_copy(src, dst, regions, pairs, num_src_blocks, num_dst_blocks,
-                                         engine, pages_per_run, num_thread_blocks);
+  const BlockCopy c =
+      checked_block_copy(src, dst, regions, pairs, num_src_blocks, num_dst_blocks, engine,
+                         pages_per_run, num_thread_blocks, ids_on_host(pairs));
   const bool from_host = src.has_value() && src->is_cpu(), to_host = dst.is_cpu();
   const Tensor& on_device = to_host && src.has_value() ? *src : dst;
 #ifdef __CUDACC__
@@ -251,7 +155,7 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
   if (!c.pairs_on_cpu) check_same_device(pairs, "pairs", on_device, "the device's side");
   const bool by_kernel = c.engine == CopyEngine::kKernel;
   if (!by_kernel) {
-    if (!c.pairs_on_cpu) fail("pairs is on a device: expected cpu for engine 1 (copy engine)");
+    if (!c.pairs_on_cpu) fail("pairs is on a device: expected cpu for the copy engine");
     for (int64_t i = 0; i < c.num_pairs; ++i) {
       if (c.pairs[2 * i] == kCleared) {
         fail("pairs[" + std::to_string(i) + "] clears a page: expected engine 0 (kernel) for that");
@@ -260,8 +164,6 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
   }
   if (c.num_pairs == 0 || c.page_bytes() == 0) return;
   const OnDevice device(on_device);
-  if (by_kernel && from_host) require_pinned(c.source, "src");
-  if (by_kernel && to_host) require_pinned(c.destination, "dst");
   if (!c.pairs_on_cpu && checked_mode()) {
     const int64_t i = first_bad_on_device(BadPair{c}, c.num_pairs, device.stream);
     if (i >= 0) {
@@ -270,7 +172,7 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
     }
   }
   if (by_kernel) {
-    copy_by_kernel(c, from_host || to_host, device);
+    copy_by_kernel(c, from_host, to_host, device);
   } else {
     copy_by_engine(c, from_host, to_host, device);
   }

@@ -15,60 +15,9 @@
 #include <vector>
 
 #include "ops/checks.h"
-#include "ops/host_device.h"
+#include "ops/copy_pages.h"
 
 namespace kvcache {
-
-constexpr int32_t kCleared = -1;  // as a source: the destination becomes zeros
-
-// One region on both sides; plain data, as a row of the op's table and as a kernel takes it.
-struct CopyRegion {
-  int64_t source, source_stride;  // bytes from the tensor's first to page 0's; from page to page
-  int64_t destination, destination_stride;
-  int64_t num_bytes;  // of one page
-
-  // Neighbouring pages lie side by side on both sides.
-  bool is_dense() const { return source_stride == num_bytes && destination_stride == num_bytes; }
-};
-constexpr int64_t kRegionFields = 5;
-static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
-
-// Which engine carries bytes between a device and the host.
-enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1 };
-
-struct BlockCopy {
-  const char* source;  // nullptr: only zeros are written
-  char* destination;
-  const CopyRegion* regions;  // on the CPU
-  int64_t num_regions;
-  const int32_t* pairs;  // [num_pairs, 2]: source (or kCleared), destination
-  bool pairs_on_cpu;
-  int64_t num_pairs;
-  int64_t num_sources, num_destinations;  // pages
-  CopyEngine engine;
-  int64_t pages_per_run;      // pages of the host that were pinned in one piece; 0: all
-  int64_t num_thread_blocks;  // of the kernel; 0: as many as suit the direction
-  bool within;                // source and destination are one storage
-
-  const char* from(const CopyRegion& r, int64_t page) const {
-    return source + r.source + page * r.source_stride;
-  }
-  char* to(const CopyRegion& r, int64_t page) const {
-    return destination + r.destination + page * r.destination_stride;
-  }
-  int64_t page_bytes() const {
-    int64_t sum = 0;
-    for (int64_t i = 0; i < num_regions; ++i) sum += regions[i].num_bytes;
-    return sum;
-  }
-};
-
-// Whether a pair names pages that are there.
-KV_HOST_DEVICE bool is_bad_pair(int32_t source, int32_t destination, int64_t num_sources,
-                                int64_t num_destinations) {
-  return source < kCleared || source >= num_sources || destination < 0 ||
-         destination >= num_destinations;
-}
 
 [[noreturn]] inline void fail_pair(const BlockCopy& c, int64_t i, int32_t source,
                                    int32_t destination) {
@@ -144,7 +93,7 @@ inline void check_pairs(const BlockCopy& c) {
 inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const Tensor& destination,
                                     const Tensor& regions, const Tensor& pairs, int64_t num_sources,
                                     int64_t num_destinations, int64_t engine, int64_t pages_per_run,
-                                    int64_t num_thread_blocks) {
+                                    int64_t num_thread_blocks, bool pairs_on_cpu) {
   check_dim(regions, "regions", 2, "[num_regions, 5]");
   check_size(regions, "regions", 1, kRegionFields, "the fields of a region");
   check_dtype(regions, "regions", {ScalarType::Long});
@@ -154,8 +103,9 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   check_size(pairs, "pairs", 1, 2, "source and destination");
   check_dtype(pairs, "pairs", {ScalarType::Int});
   check_contiguous(pairs, "pairs");
-  if (engine != 0 && engine != 1) {
-    fail("engine is " + std::to_string(engine) + ": expected 0 (kernel) or 1 (copy engine)");
+  if (engine < 0 || engine > 2) {
+    fail("engine is " + std::to_string(engine) +
+         ": expected 0 (kernel), 1 (copy engine) or 2 (copy engine, one copy per call)");
   }
   const auto not_negative = [](int64_t value, const char* name) {
     if (value < 0)
@@ -172,7 +122,7 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   c.regions = reinterpret_cast<const CopyRegion*>(regions.const_data_ptr<int64_t>());
   c.num_regions = regions.size(0);
   c.pairs = pairs.const_data_ptr<int32_t>();
-  c.pairs_on_cpu = pairs.is_cpu();
+  c.pairs_on_cpu = pairs_on_cpu;
   c.num_pairs = pairs.size(0);
   c.num_sources = num_sources;
   c.num_destinations = num_destinations;

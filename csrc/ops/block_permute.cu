@@ -48,7 +48,7 @@ struct PermuteLaunch {
     return false;
   }
 };
-static_assert(sizeof(PermuteLaunch) <= kMaxParameterBytes, "too many ids in a launch");
+static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a launch");
 
 // One thread block per unit and slice of its rows (x) and per layer (y): the whole slice into
 // shared memory as it lies, then out again as it shall lie. A thread keeps its column; both times
@@ -174,31 +174,30 @@ int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) 
   return needed <= kPlainSharedBytes || needed <= most_shared_bytes(cache) ? slice : 0;
 }
 
+template <class Vector, bool kDense>
+void launch_sliced(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
+                   cudaStream_t stream) {
+  const int64_t shared = launch.p.unit_rows * slice;
+  if (shared > kPlainSharedBytes) {
+    // Always the most there is: another thread may be between this and its own launch.
+    KV_CUDA_CHECK(cudaFuncSetAttribute(permute_kernel<Vector, kDense>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(most_shared_bytes(cache))));
+  }
+  KV_LAUNCH((permute_kernel<Vector, kDense>), grid, dim3(kThreads), static_cast<size_t>(shared),
+            stream, launch);
+}
+
 template <class Vector>
 void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
                cudaStream_t stream) {
   if (slice == 0) {
     KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
-    return;
+  } else if (launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor) {
+    launch_sliced<Vector, true>(launch, grid, slice, cache, stream);
+  } else {
+    launch_sliced<Vector, false>(launch, grid, slice, cache, stream);
   }
-  const bool dense = launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor;
-  const auto kernel = dense ? permute_kernel<Vector, true> : permute_kernel<Vector, false>;
-  const int64_t shared = launch.p.unit_rows * slice;
-  if (shared > kPlainSharedBytes) {
-    // Always the most there is: another thread may be between this and its own launch.
-    KV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(most_shared_bytes(cache))));
-  }
-  KV_LAUNCH(kernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
-}
-
-// Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.
-bool on_host(const Tensor& indices) {
-#ifdef __CUDACC__
-  return indices.is_cpu();
-#else
-  return std::getenv("KVCACHE_EMUL_DEVICE_IDS") == nullptr && indices.is_cpu();
-#endif
 }
 
 struct BadBlockId {
@@ -218,7 +217,7 @@ void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t 
   const BlockPermute p =
       checked_block_permute(cache, offsets, indices, remote_block_size, remote_is_hnd);
   const int32_t* ids = indices.const_data_ptr<int32_t>();
-  const bool host_ids = on_host(indices);
+  const bool host_ids = ids_on_host(indices);
   if (host_ids) {
     check_block_ids(ids, indices.numel(), p.num_blocks);
     if (p.group_size > kIdsPerLaunch) {

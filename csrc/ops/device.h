@@ -19,9 +19,12 @@
 #include "ops/checks.h"
 
 #ifdef __CUDACC__
+#include "ops/kernel_list.h"
 #define KV_DYN_SHARED(T, name) extern __shared__ T name[]
+// `kernel` is a constant, not a variable.
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   do {                                                            \
+    ::kvcache::list_kernel<(kernel)>();                           \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
@@ -29,6 +32,15 @@
 // Registers `function` as the CUDA implementation of the op, or as the emulated one.
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
+#elif defined(KVCACHE_GPULESS)
+// Compiled for the runtime without a GPU, which launches kernels by name: registers them only.
+// Hence `kernel` is a constant, not a variable.
+#include "emul/runtime/bind.h"
+#define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (void)::kvcache::gpuless::Registered<(kernel)>::done
+#define KV_CUDA_CHECK(call) (void)(call)
+#define KV_REGISTER_CUDA(op, function) \
+  [[maybe_unused]] static const auto kv_compiled_##function = &function;
 #else
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   emul::launch_kernel((kernel), grid, block, shared_bytes, [&] { (kernel)(__VA_ARGS__); })
@@ -59,10 +71,7 @@ struct OnDevice {
 
 // KVCACHE_CHECKED=1: values that live on the device are checked before a kernel uses them, at the
 // price of a synchronisation. Otherwise kernels skip what is out of range.
-inline bool checked_mode() {
-  const char* value = std::getenv("KVCACHE_CHECKED");
-  return value != nullptr && value[0] != '\0' && value[0] != '0';
-}
+inline bool checked_mode() { return switched_on("KVCACHE_CHECKED"); }
 
 template <class Bad>
 __global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) {

@@ -2,7 +2,7 @@
 //
 // What travels as a parameter is copied by the launch itself: there is no buffer that somebody must
 // keep until the kernel has run, no copy to wait for, and a captured graph keeps the ids it was
-// captured with. Parameters are bounded (4 KiB): launches take so many ids at a time.
+// captured with. Parameters are bounded: launches take so many ids at a time.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -12,6 +12,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/device.h"
 #include "ops/host_device.h"
 
 #ifdef __CUDACC__
@@ -23,7 +24,37 @@
 
 namespace kvcache {
 
-constexpr size_t kMaxParameterBytes = 4096;
+// Every driver takes kSmallParameterBytes. CUDA 12.1 compiles, and its driver (R530) launches, up
+// to 32,764 bytes on sm_70 and newer.
+constexpr size_t kSmallParameterBytes = 4096;
+#if defined(__CUDACC__) && CUDART_VERSION < 12010
+constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
+#else
+constexpr size_t kLargeParameterBytes = 32760;
+#endif
+
+// Whether the driver does. KVCACHE_SMALL_PARAMETERS=1 says that it does not.
+inline bool takes_large_parameters() {
+#ifdef __CUDACC__
+  static const bool by_driver = [] {
+    int version = 0;
+    KV_CUDA_CHECK(cudaDriverGetVersion(&version));
+    return version >= 12010;
+  }();
+#else
+  constexpr bool by_driver = true;
+#endif
+  return by_driver && !switched_on("KVCACHE_SMALL_PARAMETERS");
+}
+
+// Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.
+inline bool ids_on_host(const Tensor& ids) {
+#ifdef __CUDACC__
+  return ids.is_cpu();
+#else
+  return !switched_on("KVCACHE_EMUL_DEVICE_IDS") && ids.is_cpu();
+#endif
+}
 
 // `kCapacity` ids of one launch.
 template <int kCapacity>

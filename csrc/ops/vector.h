@@ -3,7 +3,9 @@
 
 #include <cstdint>
 
-#include "ops/device.h"
+#ifndef __CUDACC__
+#include "emul/cuda_emul.h"
+#endif
 
 namespace kvcache {
 

@@ -1,0 +1,181 @@
+// One launch of the kernel that copies blocks: the regions and pairs that its parameters hold, and
+// how its warps divide them.
+//
+// Each pair's page is cut into chunks, region by region, and a warp copies a chunk at a time:
+// kUnroll vectors per lane, of the width that the region allows. Regions and ids share the
+// parameters' memory: few regions leave room for many pairs. Ids that are on the device need none.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "ops/copy_pages.h"
+#include "ops/fast_divisor.h"
+#include "ops/host_device.h"
+#include "ops/vector.h"
+
+namespace kvcache {
+
+constexpr int kCopyUnroll = 8;  // loads in flight per thread
+
+KV_HOST_DEVICE constexpr int64_t copy_chunk_bytes(int64_t vector_bytes) {
+  return 32 * kCopyUnroll * vector_bytes;
+}
+
+struct CopyPair {
+  int32_t source, destination;
+};
+
+// What does not grow with regions and pairs.
+struct CopyHead {
+  const char* source;
+  char* destination;
+  int64_t num_sources, num_destinations;
+  const int32_t* pairs;       // on the device; nullptr: they follow the regions
+  FastDivisor page_chunks;    // chunks of a page
+  FastDivisor region_chunks;  // chunks of each region; divisor 0 where they differ
+  uint32_t num_regions;
+  uint32_t num_tasks;  // pairs times chunks of a page, below 2^31
+};
+
+template <size_t kBytes>
+struct CopyLaunch {
+  // A region's fields, then its first chunk (low half) and the bytes of its vectors (high half).
+  static constexpr int64_t kRegionWords = kRegionFields + 1;
+  static constexpr int64_t kWords = static_cast<int64_t>((kBytes - sizeof(CopyHead)) / 8);
+
+  CopyHead head;
+  int64_t words[kWords];
+
+  // Whether so many regions and pairs fit; pairs on the device count as none.
+  static constexpr bool holds(int64_t num_regions, int64_t num_pairs) {
+    return num_regions * kRegionWords + num_pairs <= kWords;
+  }
+
+  KV_HOST_DEVICE CopyRegion region(uint32_t i) const {
+    const int64_t* fields = words + i * kRegionWords;
+    return {fields[0], fields[1], fields[2], fields[3], fields[4]};
+  }
+  KV_HOST_DEVICE uint32_t first_chunk(uint32_t i) const {
+    return static_cast<uint32_t>(words[i * kRegionWords + kRegionFields]);
+  }
+  KV_HOST_DEVICE int vector_bytes(uint32_t i) const {
+    return static_cast<int>(words[i * kRegionWords + kRegionFields] >> 32);
+  }
+  KV_HOST_DEVICE CopyPair pair(uint32_t i) const {
+    if (head.pairs != nullptr) return {head.pairs[2 * int64_t{i}], head.pairs[2 * int64_t{i} + 1]};
+    const int64_t ids = words[head.num_regions * kRegionWords + i];
+    return {static_cast<int32_t>(ids), static_cast<int32_t>(ids >> 32)};
+  }
+
+  // The region that a page's chunk lies in.
+  KV_HOST_DEVICE uint32_t region_of(uint32_t chunk) const {
+    if (head.region_chunks.divisor != 0) return head.region_chunks.divide(chunk);
+    uint32_t low = 0, high = head.num_regions - 1;  // the last one that begins at or before it
+    while (low < high) {
+      const uint32_t middle = (low + high + 1) / 2;
+      if (first_chunk(middle) <= chunk) {
+        low = middle;
+      } else {
+        high = middle - 1;
+      }
+    }
+    return low;
+  }
+};
+
+// A region with the widest vectors that its addresses, strides and size allow.
+struct VectorRegion {
+  CopyRegion region;
+  int64_t vector_bytes;
+
+  int64_t num_chunks() const {
+    const int64_t size = copy_chunk_bytes(vector_bytes);
+    return (region.num_bytes + size - 1) / size;
+  }
+};
+
+// The regions that have bytes.
+inline std::vector<VectorRegion> vector_regions(const BlockCopy& c) {
+  std::vector<VectorRegion> found;
+  for (int64_t i = 0; i < c.num_regions; ++i) {
+    const CopyRegion& r = c.regions[i];
+    if (r.num_bytes == 0) continue;
+    const uint64_t all = reinterpret_cast<uint64_t>(c.source) |
+                         reinterpret_cast<uint64_t>(c.destination) |
+                         static_cast<uint64_t>(r.source | r.source_stride | r.destination |
+                                               r.destination_stride | r.num_bytes);
+    found.push_back({r, common_vector_bytes(all)});
+  }
+  return found;
+}
+
+// Part of a copy that one launch does.
+struct CopyShare {
+  const VectorRegion* regions;
+  int64_t num_regions, first_pair, num_pairs, page_chunks;
+
+  bool is_wide() const {
+    return std::all_of(regions, regions + num_regions,
+                       [](const VectorRegion& r) { return r.vector_bytes == 16; });
+  }
+};
+
+// The parts of a copy, each as large as a launch's parameters hold: f(share).
+template <size_t kBytes, class F>
+void for_each_share(const BlockCopy& c, const std::vector<VectorRegion>& regions, F&& f) {
+  using Launch = CopyLaunch<kBytes>;
+  // Pairs in the parameters have at least half of them.
+  const int64_t most_regions = Launch::kWords / Launch::kRegionWords / (c.pairs_on_cpu ? 2 : 1);
+  const auto num_regions = static_cast<int64_t>(regions.size());
+  for (int64_t region = 0; region < num_regions; region += most_regions) {
+    CopyShare share{regions.data() + region, std::min(num_regions - region, most_regions), 0, 0, 0};
+    for (int64_t i = 0; i < share.num_regions; ++i) {
+      share.page_chunks += share.regions[i].num_chunks();
+    }
+    int64_t most_pairs = std::max<int64_t>(INT32_MAX / share.page_chunks, 1);
+    if (c.pairs_on_cpu) {
+      most_pairs = std::min(most_pairs, Launch::kWords - share.num_regions * Launch::kRegionWords);
+    }
+    for (; share.first_pair < c.num_pairs; share.first_pair += most_pairs) {
+      share.num_pairs = std::min(c.num_pairs - share.first_pair, most_pairs);
+      f(share);
+    }
+  }
+}
+
+template <size_t kBytes>
+void fill(CopyLaunch<kBytes>& launch, const BlockCopy& c, const CopyShare& share) {
+  CopyHead& head = launch.head;
+  head.source = c.source;
+  head.destination = c.destination;
+  head.num_sources = c.num_sources;
+  head.num_destinations = c.num_destinations;
+  head.pairs = c.pairs_on_cpu ? nullptr : c.pairs + 2 * share.first_pair;
+  head.page_chunks = fast_divisor(share.page_chunks);
+  head.num_regions = static_cast<uint32_t>(share.num_regions);
+  head.num_tasks = static_cast<uint32_t>(share.num_pairs * share.page_chunks);
+  int64_t* word = launch.words;
+  int64_t first_chunk = 0;
+  bool alike = true;
+  for (int64_t i = 0; i < share.num_regions; ++i) {
+    const auto& [r, vector_bytes] = share.regions[i];
+    for (int64_t field :
+         {r.source, r.source_stride, r.destination, r.destination_stride, r.num_bytes}) {
+      *word++ = field;
+    }
+    *word++ = first_chunk | vector_bytes << 32;
+    first_chunk += share.regions[i].num_chunks();
+    alike = alike && share.regions[i].num_chunks() == share.regions[0].num_chunks();
+  }
+  head.region_chunks = alike ? fast_divisor(share.regions[0].num_chunks()) : FastDivisor{};
+  if (!c.pairs_on_cpu) return;
+  for (int64_t i = 0; i < share.num_pairs; ++i) {
+    const int32_t* pair = c.pairs + 2 * (share.first_pair + i);
+    *word++ = static_cast<int64_t>(uint64_t{static_cast<uint32_t>(pair[0])} |
+                                   uint64_t{static_cast<uint32_t>(pair[1])} << 32);
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,62 @@
+// Which bytes a block copy moves: plain data, as the op's arguments say it.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/host_device.h"
+
+namespace kvcache {
+
+constexpr int32_t kCleared = -1;  // as a source: the destination becomes zeros
+
+// One region on both sides; plain data, as a row of the op's table and as a kernel takes it.
+struct CopyRegion {
+  int64_t source, source_stride;  // bytes from the tensor's first to page 0's; from page to page
+  int64_t destination, destination_stride;
+  int64_t num_bytes;  // of one page
+
+  // Neighbouring pages lie side by side on both sides.
+  bool is_dense() const { return source_stride == num_bytes && destination_stride == num_bytes; }
+};
+constexpr int64_t kRegionFields = 5;
+static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
+
+// Which engine carries bytes between a device and the host.
+// kSingle: the copy engine, one call per fragment.
+enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2 };
+
+struct BlockCopy {
+  const char* source;  // nullptr: only zeros are written
+  char* destination;
+  const CopyRegion* regions;  // on the CPU
+  int64_t num_regions;
+  const int32_t* pairs;  // [num_pairs, 2]: source (or kCleared), destination
+  bool pairs_on_cpu;
+  int64_t num_pairs;
+  int64_t num_sources, num_destinations;  // pages
+  CopyEngine engine;
+  int64_t pages_per_run;      // pages of the host that were pinned in one piece; 0: all
+  int64_t num_thread_blocks;  // of the kernel; 0: as many as suit the direction
+  bool within;                // source and destination are one storage
+
+  const char* from(const CopyRegion& r, int64_t page) const {
+    return source + r.source + page * r.source_stride;
+  }
+  char* to(const CopyRegion& r, int64_t page) const {
+    return destination + r.destination + page * r.destination_stride;
+  }
+  int64_t page_bytes() const {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < num_regions; ++i) sum += regions[i].num_bytes;
+    return sum;
+  }
+};
+
+// Whether a pair names pages that are there.
+KV_HOST_DEVICE bool is_bad_pair(int32_t source, int32_t destination, int64_t num_sources,
+                                int64_t num_destinations) {
+  return source < kCleared || source >= num_sources || destination < 0 ||
+         destination >= num_destinations;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,162 @@
+// A block copy takes few launches: as many regions and pairs each as the parameters hold.
+
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "ops/copy_launch.h"
+
+namespace {
+
+using kvcache::BlockCopy;
+using kvcache::CopyLaunch;
+using kvcache::CopyRegion;
+using kvcache::CopyShare;
+using kvcache::VectorRegion;
+
+constexpr size_t kSmall = 4096, kLarge = 32760;
+
+struct Copy {
+  std::vector<CopyRegion> regions;
+  std::vector<int32_t> pairs;
+  BlockCopy data{};
+
+  Copy(int64_t num_regions, int64_t num_pairs, int64_t region_bytes = 4096) {
+    for (int64_t i = 0; i < num_regions; ++i) {
+      regions.push_back({i << 20, region_bytes, i << 20, region_bytes, region_bytes});
+    }
+    for (int64_t i = 0; i < num_pairs; ++i) {
+      pairs.insert(pairs.end(), {static_cast<int32_t>(i) - 1, static_cast<int32_t>(i + 7)});
+    }
+    data.regions = regions.data();
+    data.num_regions = num_regions;
+    data.pairs = pairs.data();
+    data.num_pairs = num_pairs;
+    data.pairs_on_cpu = true;
+  }
+};
+
+template <size_t kBytes>
+std::vector<CopyShare> shares_of(const Copy& copy, const std::vector<VectorRegion>& regions) {
+  std::vector<CopyShare> shares;
+  kvcache::for_each_share<kBytes>(copy.data, regions,
+                                  [&](const CopyShare& share) { shares.push_back(share); });
+  return shares;
+}
+
+template <size_t kBytes>
+size_t num_launches(const Copy& copy) {
+  return shares_of<kBytes>(copy, kvcache::vector_regions(copy.data)).size();
+}
+
+}  // namespace
+
+TEST(a_launch_holds_what_its_parameters_do) {
+  CHECK(sizeof(CopyLaunch<kSmall>) <= kSmall && sizeof(CopyLaunch<kLarge>) <= kLarge);
+  CHECK_EQ(num_launches<kSmall>(Copy(1, 400)), 1u);
+  CHECK_EQ(num_launches<kSmall>(Copy(40, 256)), 1u);
+  CHECK(num_launches<kSmall>(Copy(1, 1000)) > 1u);
+  CHECK_EQ(num_launches<kLarge>(Copy(1, 4000)), 1u);
+  CHECK_EQ(num_launches<kLarge>(Copy(256, 2500)), 1u);
+}
+
+TEST(ids_on_the_device_take_one_launch) {
+  Copy copy(80, 100'000);
+  copy.data.pairs_on_cpu = false;
+  CHECK_EQ(num_launches<kSmall>(copy), 1u);
+  Copy more(600, 100'000);
+  more.data.pairs_on_cpu = false;
+  CHECK_EQ(num_launches<kLarge>(more), 1u);
+}
+
+TEST(holds_agrees_with_the_shares) {
+  for (int64_t num_regions : {1, 7, 40, 41, 42, 100}) {
+    for (int64_t num_pairs : {1, 100, 250, 260, 300, 496, 500, 510}) {
+      const bool one = num_launches<kSmall>(Copy(num_regions, num_pairs)) == 1;
+      // Pairs have half of the parameters, regions no more than that.
+      const bool held = CopyLaunch<kSmall>::holds(num_regions, num_pairs);
+      if (one) CHECK(held);
+      if (held && num_regions <= 40) CHECK(one);
+    }
+  }
+}
+
+TEST(shares_cover_each_region_of_each_pair_once) {
+  const Copy copy(100, 700);
+  const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
+  std::vector<int> covered(100 * 700);
+  for (const CopyShare& share : shares_of<kSmall>(copy, regions)) {
+    CHECK(CopyLaunch<kSmall>::holds(share.num_regions, share.num_pairs));
+    for (int64_t r = 0; r < share.num_regions; ++r) {
+      for (int64_t p = 0; p < share.num_pairs; ++p) {
+        ++covered[size_t((share.regions - regions.data() + r) * 700 + share.first_pair + p)];
+      }
+    }
+  }
+  for (int times : covered) CHECK_EQ(times, 1);
+}
+
+TEST(tasks_of_a_launch_stay_below_2_to_the_31) {
+  Copy copy(1, 100, int64_t{1} << 38);  // 2^26 chunks of 4 KiB
+  for (const CopyShare& share : shares_of<kSmall>(copy, kvcache::vector_regions(copy.data))) {
+    CHECK(share.num_pairs * share.page_chunks <= INT32_MAX);
+  }
+  copy.data.pairs_on_cpu = false;
+  CHECK_EQ(num_launches<kSmall>(copy), 4u);  // 31 pairs each
+}
+
+TEST(each_region_has_its_own_vectors) {
+  Copy copy(3, 1);
+  copy.regions[1].num_bytes = 20;
+  copy.regions[2].source_stride = 24;
+  const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
+  CHECK_EQ(regions[0].vector_bytes, 16);
+  CHECK_EQ(regions[1].vector_bytes, 4);
+  CHECK_EQ(regions[2].vector_bytes, 8);
+  const std::vector<CopyShare> shares = shares_of<kSmall>(copy, regions);
+  CHECK_EQ(shares.size(), 1u);
+  CHECK(!shares[0].is_wide());
+}
+
+TEST(regions_without_bytes_are_left_out) {
+  Copy copy(3, 1);
+  copy.regions[1].num_bytes = 0;
+  CHECK_EQ(kvcache::vector_regions(copy.data).size(), 2u);
+}
+
+TEST(a_filled_launch_gives_back_pairs_regions_and_the_region_of_each_chunk) {
+  for (const bool alike : {true, false}) {
+    Copy copy(5, 9, 3 * 4096);
+    if (!alike) copy.regions[2].num_bytes = 20;  // one chunk of 4-byte vectors
+    const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
+    const std::vector<CopyShare> shares = shares_of<kSmall>(copy, regions);
+    CHECK_EQ(shares.size(), 1u);
+    CopyLaunch<kSmall> launch;
+    kvcache::fill(launch, copy.data, shares[0]);
+    CHECK_EQ(launch.head.num_tasks, alike ? 9u * 15 : 9u * 13);
+    for (uint32_t i = 0; i < 9; ++i) {
+      CHECK_EQ(launch.pair(i).source, copy.pairs[2 * i]);
+      CHECK_EQ(launch.pair(i).destination, copy.pairs[2 * i + 1]);
+    }
+    uint32_t chunk = 0;
+    for (uint32_t r = 0; r < 5; ++r) {
+      const CopyRegion found = launch.region(r);
+      CHECK_EQ(std::memcmp(&found, &copy.regions[r], sizeof(found)), 0);
+      CHECK_EQ(launch.vector_bytes(r), int(regions[r].vector_bytes));
+      CHECK_EQ(launch.first_chunk(r), chunk);
+      for (int64_t i = 0; i < regions[r].num_chunks(); ++i) CHECK_EQ(launch.region_of(chunk++), r);
+    }
+  }
+}
+
+TEST(ids_on_the_device_are_read_there) {
+  Copy copy(1, 3);
+  copy.data.pairs_on_cpu = false;
+  const std::vector<VectorRegion> regions = kvcache::vector_regions(copy.data);
+  CopyLaunch<kSmall> launch;
+  kvcache::fill(launch, copy.data, shares_of<kSmall>(copy, regions)[0]);
+  copy.pairs[4] = 77;
+  CHECK_EQ(launch.pair(2).source, 77);
+}
+
+TEST_MAIN()
