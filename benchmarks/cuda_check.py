@@ -86,7 +86,8 @@ def check_machine_code(home: Path, objects: list[Path], json_file: Path | None) 
         return 0
     files = {o.stem: disassembled(tool, o) for o in objects}
     for name, figures in files.items():
-        print_table(name, figures)
+        if figures:
+            print_table(name, figures)
     if json_file is not None:
         kernels = {name: [asdict(f) for f in figures] for name, figures in files.items()}
         json_file.write_text(json.dumps({**made_with(home), "files": kernels}, indent=1) + "\n")
@@ -113,8 +114,8 @@ def disassembled(tool: str, file: Path) -> list[sass.Figures]:
         ).stdout
 
     kernels = sass.parse(output("-sass"), output("-res-usage"))
-    if not kernels:
-        raise RuntimeError(f"cuobjdump found no kernels for {ARCH} in {file.name}")
+    if not kernels:  # a source may have none; an expected kernel that is nowhere fails
+        return []
     names = sass.demangled([kernel.symbol for kernel in kernels])
     found = [sass.figures(kernel, name) for kernel, name in zip(kernels, names, strict=True)]
     return sorted(found, key=lambda f: f.kernel)
