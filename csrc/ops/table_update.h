@@ -63,10 +63,7 @@ struct TableGather {
   int32_t* out;            // laid out as tables
 
   KV_HOST_DEVICE int64_t num_columns(int g) const {
-    const TableGroupView& group = groups.group[g];
-    const int64_t needed =
-        (max_num_tokens + group.by_column.divisor - 1) / int64_t{group.by_column.divisor};
-    return needed < group.num_columns ? needed : group.num_columns;
+    return groups.group[g].num_columns_for(max_num_tokens);
   }
   KV_HOST_DEVICE int32_t* out_row(int g, int64_t i) const {
     return out + groups.group[g].offset + i * groups.group[g].num_columns;
@@ -124,7 +121,7 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   if (num_computed_tokens) check_disjoint(out, "out", *num_computed_tokens, "num_computed_tokens");
   m.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
   m.num_out_rows = idx_mapping.size(0);
-  m.max_num_tokens = max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX;
+  m.max_num_tokens = max_num_tokens;
   return m;
 }
 
