@@ -373,7 +373,7 @@ BAD_VALUES = {
     r"seq_lens\[0\] is -1": {"seq_lens": [-1, 2], "query_lens": [0, 0]},
     r"seq_lens\[0\] is 9: expected at most 8, the tokens that a row has": {"seq_lens": [9, 2]},
     r"seq_lens\[0\] is 2147483647": {"seq_lens": [2**31 - 1, 2]},
-    r"seq_lens\[1\] is 5: expected less, as row 0 holds no block": {"seq_lens": [5, 5]},
+    r"seq_lens\[1\] is 5: expected less, as row 0 of some group holds no block": {"seq_lens": [5, 5]},
     r"seq_lens\[0\] is 5: expected at most max_num_tokens, which is 4": {"max_num_tokens": 4},
     r"query_lens add up to 2\^31 or more": {
         "rows": [-1, -1],
@@ -476,7 +476,9 @@ def test_a_captured_launch_serves_changed_inputs():
     generator = torch.Generator().manual_seed(7)
     for num_requests in (40, 3, 0, 17):
         other = large(40, columns=9)
-        other["tables"] = torch.randint(1, 999, other["tables"].shape, generator=generator).to(INT32)
+        other["tables"] = torch.randint(1, 999, other["tables"].shape, generator=generator).to(
+            INT32
+        )
         other["seq_lens"] = torch.randint(1, 37, (40,), generator=generator).to(INT32)
         other["query_lens"] = torch.ones(40, dtype=INT32)
         other["rows"][num_requests:] = -1

@@ -293,7 +293,7 @@ inline AttentionMetadata checked_attention_metadata(
     fail(text + "at most max_num_tokens, which is " + std::to_string(m.most_tokens));
   }
   fail(text + "less, as row " + std::to_string(row) +
-       " holds no block for its last token: append blocks first");
+       " of some group holds no block for its last token: append blocks first");
 }
 
 [[noreturn]] inline void fail_query_total() {
