@@ -17,29 +17,30 @@ void check_values(const AttentionMetadata& m) {
   if (queries > INT32_MAX) fail_query_total();
 }
 
-void write_block_table_row(const AttentionMetadata& m, int g, int64_t i, const KVExtent& kv) {
-  int32_t* row = m.block_table_row(g, i);
+void write_block_table_row(const AttentionMetadata& m, int g, int64_t i, int32_t row,
+                           const KVExtent& kv) {
+  int32_t* out = m.block_table_row(g, i);
   const int32_t columns = m.num_written[g];
-  const int32_t from = m.row_of(g, i);
-  const int32_t hidden = from < 0 ? columns : kv.first_page;
-  std::fill(row, row + hidden, 0);
+  const int32_t hidden = row < 0 ? columns : kv.first_page;
+  std::fill(out, out + hidden, 0);
   if (hidden < columns) {
-    const int32_t* ids = m.table_row(g, from);
-    std::copy(ids + hidden, ids + columns, row + hidden);
+    const int32_t* ids = m.table_row(g, row);
+    std::copy(ids + hidden, ids + columns, out + hidden);
   }
 }
 
 void run_group(const AttentionMetadata& m, int g) {
   int64_t start = 0;  // of the request's pages in the list
   for (int64_t i = 0; i < m.num_out; ++i) {
-    const KVExtent kv = m.extent(g, i);
+    const int32_t row = i < m.num_requests ? m.rows[i] : -1;  // checked: as row_of says
+    const KVExtent kv = m.extent(g, i, row);
     m.seqused[g * m.seqused_stride + i] = kv.num_tokens;
-    if (m.block_tables != nullptr) write_block_table_row(m, g, i, kv);
+    if (m.block_tables != nullptr) write_block_table_row(m, g, i, row, kv);
     if (m.page_indptr == nullptr) continue;
     m.page_indptr[g * m.page_indptr_stride + i] = static_cast<int32_t>(start);
     m.last_page_len[g * m.last_page_len_stride + i] = kv.last_page_len;
     if (m.page_indices != nullptr && kv.num_pages > 0) {
-      const int32_t* ids = m.table_row(g, m.rows[i]) + kv.first_page;
+      const int32_t* ids = m.table_row(g, row) + kv.first_page;
       std::copy(ids, ids + kv.num_pages, m.page_list(g) + start);
     }
     start += kv.num_pages;

@@ -48,7 +48,7 @@ __device__ inline Sums sums_up_to(const AttentionMetadata& m, int g, int64_t fir
   Sums sums = {0, 0, 0};
   const int64_t end = m.page_indptr != nullptr ? m.num_requests : first;
   for (int64_t i = threadIdx.x; i < end; i += kThreads) {
-    const int32_t pages = m.page_indptr != nullptr ? m.extent(g, i).num_pages : 0;
+    const int32_t pages = m.page_indptr != nullptr ? m.extent(g, i, m.row_of(g, i)).num_pages : 0;
     sums.pages += pages;
     if (i < first) {
       sums.pages_before += pages;
@@ -77,9 +77,9 @@ __global__ void attention_metadata_kernel(const AttentionMetadata m, int tile) {
 
   const int t = static_cast<int>(threadIdx.x);
   if (t < count) {
-    kv[t] = m.extent(g, first + t);
-    num_queries[t] = m.num_queries(first + t);
     rows[t] = m.row_of(g, first + t);
+    kv[t] = m.extent(g, first + t, rows[t]);
+    num_queries[t] = m.num_queries(first + t);
   }
   __syncthreads();
   // One thread more than the tile has requests: the end of the last one is an entry, too.

@@ -83,8 +83,9 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t num_queries(int64_t i) const {
     return i < num_requests && query_lens[i] > 0 ? query_lens[i] : 0;
   }
-  KV_HOST_DEVICE KVExtent extent(int g, int64_t i) const {
-    if (row_of(g, i) < 0) return {0, 0, 0, 0};
+  // Of request i, whose row_of is `row`.
+  KV_HOST_DEVICE KVExtent extent(int g, int64_t i, int32_t row) const {
+    if (row < 0) return {0, 0, 0, 0};
     const TableGroupView& group = groups.group[g];
     const auto length = static_cast<uint32_t>(seq_lens[i]);
     const uint32_t whole = group.by_column.divide(length);
