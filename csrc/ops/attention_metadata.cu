@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "ops/device.h"
+#include "ops/launch_ids.h"
 
 namespace kvcache {
 namespace {
@@ -65,7 +66,8 @@ __device__ inline int32_t saturated(int64_t sum) {
 // One thread block per tile of requests (x), group (y) and share of their columns (z). Each sums up
 // the requests before its tile by itself: no thread block waits for another, and nothing is kept
 // between launches.
-__global__ void attention_metadata_kernel(const AttentionMetadata m, int tile) {
+__global__ void __launch_bounds__(kThreads)
+    attention_metadata_kernel(KV_PARAMETER AttentionMetadata m, int tile) {
   __shared__ KVExtent kv[kMaxTile];
   __shared__ int32_t num_queries[kMaxTile];
   __shared__ int32_t rows[kMaxTile];

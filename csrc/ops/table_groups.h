@@ -51,25 +51,24 @@ struct TableGroupView {
     const uint32_t chunk = by_interleave.divide(num_tokens);  // that the first token left out is in
     const uint32_t round = by_world.divide(chunk);
     const uint32_t turn = chunk - round * by_world.divisor;
-    const uint32_t of_chunk = num_tokens - chunk * by_interleave.divisor;
-    return round * by_interleave.divisor + (turn > rank    ? by_interleave.divisor
-                                            : turn == rank ? of_chunk
-                                                           : 0);
+    uint32_t of_round = 0;  // tokens of its chunk in the round that is not complete
+    if (turn > rank) of_round = by_interleave.divisor;
+    if (turn == rank) of_round = num_tokens - chunk * by_interleave.divisor;
+    return round * by_interleave.divisor + of_round;
   }
 
-  // Leading columns that no query at or behind position `first`, below 2^31, can see through the
-  // window.
-  KV_HOST_DEVICE int64_t num_hidden_columns(int64_t first) const {
-    const int64_t first_visible = first - window + 1;
-    return window == 0 || first_visible <= 0
-               ? 0
-               : by_column.divide(static_cast<uint32_t>(first_visible));
+  // Leading columns that no query at or behind position `first` can see through the window.
+  KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
+    const int64_t first_visible = int64_t{first} - window + 1;
+    if (window == 0 || first_visible <= 0) return 0;
+    return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 
-  // Columns that rows of up to so many tokens have.
+  // Columns that a row of up to so many tokens has.
   KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
-    const int64_t tokens = max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX;
-    const int64_t needed = (tokens + by_column.divisor - 1) / int64_t{by_column.divisor};
+    if (max_num_tokens <= 0) return 0;
+    const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
+    const int64_t needed = by_column.divide(static_cast<uint32_t>(last)) + 1;
     return needed < num_columns ? needed : num_columns;
   }
 };
