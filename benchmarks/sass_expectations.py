@@ -34,6 +34,8 @@ EXPECTED = [
     Expectation(r"slot_mapping_kernel<\w+>", 22),
     Expectation("update_kernel", 22),
     Expectation("gather_kernel", 32),
+    # An id at a time: page lists begin at any address.
+    Expectation("attention_metadata_kernel", 48, 4, 8, 4),
     Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction \d>", 48, 16, 4, 16, 23),
     Expectation(r"token_io_kernel<Convert<\w+, \w+, 8>, Direction 0>", 70, 16, 1, 8, 186),
     Expectation(r"token_io_kernel<Convert<\w+, \w+, 8>, Direction 1>", 64, 8, 1, 16, 158),
