@@ -64,7 +64,7 @@ def build_library(asan: bool) -> Path:
 
 def _key(root: Path, flags: list[str]) -> str:
     digest = hashlib.sha256("\0".join([*flags, torch.__version__]).encode())
-    paths = [p for room in ("ops", "emul") for p in (root / room).iterdir() if p.is_file()]
+    paths = [*(root / "ops").iterdir(), *(root / "emul").iterdir()]
     for path in sorted(path for path in paths if path.is_file()):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
