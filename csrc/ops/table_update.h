@@ -72,10 +72,7 @@ struct TableGather {
   int32_t* out;            // laid out as tables
 
   KV_HOST_DEVICE int64_t num_columns(int g) const {
-    const TableGroupView& group = groups.group[g];
-    if (max_num_tokens <= 0) return 0;
-    const int64_t needed = group.by_column.divide(static_cast<uint32_t>(max_num_tokens - 1)) + 1;
-    return needed < group.num_columns ? needed : group.num_columns;
+    return groups.group[g].num_columns_for(max_num_tokens);
   }
   KV_HOST_DEVICE GatheredRow row(int g, int64_t i) const {
     const TableGroupView& group = groups.group[g];
@@ -134,7 +131,7 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   if (num_computed_tokens) check_disjoint(out, "out", *num_computed_tokens, "num_computed_tokens");
   m.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
   m.num_out_rows = idx_mapping.size(0);
-  m.max_num_tokens = max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX;
+  m.max_num_tokens = max_num_tokens;
   return m;
 }
 
