@@ -101,8 +101,8 @@ def test_swap_streams_are_the_engines_own_and_of_high_priority():
     assert len(handles) == 4
     pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
     assert not handles & {stream.cuda_stream for stream in pool}
-    highest = min(torch.cuda.Stream.priority_range())
-    assert all(stream.priority == highest for stream in own)
+    highest = min(torch.cuda.Stream.priority_range())  # of torch's pool
+    assert highest < 0 and all(stream.priority <= highest for stream in own)
 
 
 @pytest.mark.gpu
