@@ -189,6 +189,11 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
         kernel.allowed_shared_bytes);
     return cudaErrorInvalidValue;
   }
+  if (stream.capture != nullptr && !kernel.is_loaded && settings().no_loading_in_captures) {
+    say("%s is not loaded, and a graph is captured", name.c_str());
+    return refuse_if_capturing(stream);
+  }
+  kernel.is_loaded = true;
   ++kernel.num_launches;
   const Bound* emulated = find_bound(name);
   if (emulated == nullptr) return refuse_foreign(name);
