@@ -30,8 +30,8 @@
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
 #elif defined(KVCACHE_GPULESS)
-// Compiled for the runtime without a GPU, which launches kernels by name: registers them only. Hence
-// `kernel` is a constant, not a variable.
+// Compiled for the runtime without a GPU, which launches kernels by name: registers them only.
+// Hence `kernel` is a constant, not a variable.
 #include "emul/runtime/bind.h"
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (void)::kvcache::gpuless::Registered<(kernel)>::done

@@ -1,9 +1,9 @@
 // The kernels of loaded libraries, and their launches on the emulator. Callers hold the lock.
 //
 // nvcc's code registers each kernel under the address of its host stub. Kernels of this project run
-// on the emulator: the library at KVCACHE_GPULESS_KERNELS, the same .cu sources compiled by g++, has a
-// Bound for each (see bind.h), found by its demangled name. A launch of any other kernel is an error,
-// unless it is listed with a reason in kernels.cpp.
+// on the emulator: the library at KVCACHE_GPULESS_KERNELS, the same .cu sources compiled by g++,
+// has a Bound for each (see bind.h), found by its demangled name. A launch of any other kernel is
+// an error, unless it is listed with a reason in kernels.cpp.
 #pragma once
 
 #include <cuda_runtime_api.h>
