@@ -14,7 +14,6 @@ struct Settings {
   size_t locked_bytes = 0;      // KVCACHE_GPULESS_LOCKED_BYTES: limit of registered host memory
   bool other_pointers = false;  // KVCACHE_GPULESS_DEVICE_POINTERS=different
   bool batches_fail = false;    // KVCACHE_GPULESS_BATCHES=fail
-  bool report = false;          // KVCACHE_GPULESS_REPORT=1: counts at the end of the process
   std::string kernels;          // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
 };
 
