@@ -60,6 +60,6 @@ def build_library(asan: bool) -> Path:
 
 def _key(root: Path, flags: list[str]) -> str:
     digest = hashlib.sha256("\0".join([*flags, torch.__version__]).encode())
-    for path in sorted([*(root / "ops").iterdir(), *(root / "emul").iterdir()]):
+    for path in sorted([*(root / "ops").iterdir(), *(root / "emul").glob("*.*")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -19,9 +19,12 @@
 #include "ops/checks.h"
 
 #ifdef __CUDACC__
+#include "ops/kernel_list.h"
 #define KV_DYN_SHARED(T, name) extern __shared__ T name[]
+// `kernel` is a constant, not a variable.
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   do {                                                            \
+    ::kvcache::list_kernel<(kernel)>();                           \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)

@@ -26,6 +26,7 @@ struct Kernel {
   const char* mangled;
   size_t allowed_shared_bytes = kSharedBytes;
   long num_launches = 0;
+  bool is_loaded = false;  // by a launch, or because its attributes were asked for
 };
 
 std::unordered_map<const void*, Kernel>& kernels() {
@@ -162,6 +163,12 @@ void register_kernel(const void* stub, const char* mangled_name) {
 
 bool is_kernel(const void* stub) { return kernels().count(stub) > 0; }
 
+bool load_kernel(const void* stub) {
+  const auto found = kernels().find(stub);
+  if (found != kernels().end()) found->second.is_loaded = true;
+  return found != kernels().end();
+}
+
 cudaError_t allow_shared_bytes(const void* stub, int bytes) {
   const auto found = kernels().find(stub);
   if (found == kernels().end()) return cudaErrorInvalidDeviceFunction;
@@ -182,6 +189,11 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
         kernel.allowed_shared_bytes);
     return cudaErrorInvalidValue;
   }
+  // Loading allocates, as drivers before 12.3 do at a kernel's first launch.
+  if (!kernel.is_loaded && settings().no_loading_in_captures) {
+    if (const cudaError_t error = refuse_while_capturing()) return error;
+  }
+  kernel.is_loaded = true;
   ++kernel.num_launches;
   const Bound* emulated = find_bound(name);
   if (emulated == nullptr) return refuse_foreign(name);
