@@ -60,8 +60,15 @@ def load_ops() -> None:
             _found[_CUDA] = _load(_CUDA)
         except (ImportError, OSError, RuntimeError) as error:  # not built; built for another CUDA
             what = "not built" if isinstance(error, ImportError) else "not loadable"
-            _missing[_CUDA] = f"{what}: {error}"
-            _refuse_cuda()
+            _missing[_CUDA] = f"{what}: {error}{_advice(str(error))}"
+            _refuse_cuda(_ops_without_cuda())
+            return
+        problem = _driver_problem(
+            torch.ops.kvcache._compiled_version(), torch.ops.kvcache._driver_version()
+        )
+        if problem:
+            _missing[_CUDA] = problem
+            _refuse_cuda(_ops_with_tensors())
 
 
 def _load(name: str) -> str:
@@ -77,42 +84,81 @@ def _load(name: str) -> str:
     return f"JIT, {_jit.build_ops(name)}"
 
 
+def _advice(error: str) -> str:
+    """What to do about a library that does not load."""
+    import torch
+
+    if "undefined symbol: cu" in error or "libcudart" in error:
+        return (
+            f" (compiled with another CUDA than torch {torch.__version__} brings: build it again with "
+            f"a toolkit of CUDA {torch.version.cuda}, `pip install --no-build-isolation -e .`)"
+        )
+    return ""
+
+
+def _driver_problem(compiled: int, driver: int) -> str | None:
+    """What is wrong with a driver too old for the toolkit; versions as CUDA numbers them (13000)."""
+    # Any driver of the same major version runs what is compiled; 0: there is no driver.
+    if driver == 0 or driver // 1000 >= compiled // 1000:
+        return None
+    return (
+        f"not usable: compiled with CUDA {_dotted(compiled)}, but the driver knows CUDA "
+        f"{_dotted(driver)} at most: update the driver, or build with a toolkit of CUDA "
+        f"{driver // 1000} (CUDA_HOME)"
+    )
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _ops_with_tensors() -> list[str]:
+    """Those that a device's dispatch key leads to; the others begin with "_"."""
+    import torch
+
+    names = torch._C._dispatch_get_all_op_names()
+    return [n for n in names if n.startswith("kvcache::") and not n.startswith("kvcache::_")]
+
+
 def _ops_without_cuda() -> list[str]:
     import torch
 
-    # Those that begin with "_" take no tensors: they belong to no device's key.
-    names = [
-        name
-        for name in torch._C._dispatch_get_all_op_names()
-        if name.startswith("kvcache::") and not name.startswith("kvcache::_")
-    ]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [name for name in names if not has_kernel(name, "CUDA")]
+    return [name for name in _ops_with_tensors() if not has_kernel(name, "CUDA")]
 
 
-def _refuse_cuda() -> None:
-    """Gives every op that lacks a CUDA kernel one that says why."""
+def _refuse_cuda(names: list[str]) -> None:
+    """Gives ops in the place of a CUDA kernel one that says why there is none."""
     import torch
 
     library = torch.library.Library("kvcache", "IMPL", "CUDA")
     _stubs.append(library)
-    for name in _ops_without_cuda():
+    for name in names:
 
         def refuse(*args: object, name: str = name) -> None:
             raise RuntimeError(f"{name} got CUDA tensors, but {why_no_cuda()}")
 
-        library.impl(name, refuse)
+        library.impl(name, refuse, allow_override=True)
 
 
-def why_no_cuda() -> str:
-    """Why there are no CUDA ops."""
+def why_no_cuda() -> str | None:
+    """Why the CUDA ops are missing or cannot be used; None where they can."""
     import torch
 
-    return (
-        f"{_CUDA} is {_missing[_CUDA]}"
-        if _CUDA in _missing
-        else (f"torch {torch.__version__} is built without CUDA")
-    )
+    if _CUDA in _missing:
+        return f"{_CUDA} is {_missing[_CUDA]}"
+    return None if _CUDA in _found else f"torch {torch.__version__} is built without CUDA"
+
+
+def cuda_versions() -> str | None:
+    """CUDA versions of the driver and of the library; None without a CUDA library."""
+    import torch
+
+    if not hasattr(torch.ops.kvcache, "_driver_version"):
+        return None
+    compiled, driver = torch.ops.kvcache._compiled_version(), torch.ops.kvcache._driver_version()
+    known = f"knows CUDA {_dotted(driver)}" if driver else "is missing"
+    return f"{known}; the CUDA ops are compiled with {_dotted(compiled)}"
 
 
 def describe() -> dict[str, str]:

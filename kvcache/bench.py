@@ -21,7 +21,6 @@ from kvcache.worker.calibration import (
     OUT,
     Calibration,
     steps_of,
-    table_of,
 )
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
@@ -176,7 +175,7 @@ def calibrate(
         return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
 
     tables = {
-        direction: table_of(
+        direction: steps_of(
             (count, steps_of((size, method(direction, size, count)) for size in FRAGMENTS))
             for count in _COUNTS
         )

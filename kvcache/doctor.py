@@ -37,6 +37,8 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         _asked("libcrypto", _libcrypto),
         _asked("CPU ops", lambda: _library("libkvcache_cpu"), needed=True),
         _cuda_row(),
+        _asked("CUDA driver", _cuda_driver),
+        _asked("locked memory", _locked_memory),
     ]
     tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
     extras = (("rich", _rich), ("matplotlib", _matplotlib))
@@ -92,6 +94,29 @@ def _cuda_ops() -> str:
     return _library("libkvcache_cuda")
 
 
+def _cuda_driver() -> str:
+    import torch
+
+    from kvcache import _native
+
+    if not torch.version.cuda:
+        return "not needed: torch is without CUDA"
+    _library("libkvcache_cpu")
+    return _native.cuda_versions() or "unknown: there is no CUDA library to ask it"
+
+
+def _locked_memory() -> str:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return "not limited"
+    return (
+        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): host pages beyond may not be pinned; "
+        "`ulimit -l unlimited`, `docker run --ulimit memlock=-1`"
+    )
+
+
 def _libcrypto() -> str:
     from kvcache._native import core
 
@@ -120,7 +145,7 @@ def _nvcc() -> str:
     home = _build.cuda_home()
     if home is None:
         raise LookupError("only CUDA builds want it")
-    return str(home / "bin" / "nvcc")
+    return f"{home / 'bin' / 'nvcc'}, compiles for {', '.join(_build.cuda_archs())}"
 
 
 def _rich() -> str:

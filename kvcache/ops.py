@@ -37,10 +37,20 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device is {device}: expected a CUDA device")
-    if not hasattr(_ops, "_load_kernels"):
-        raise RuntimeError(f"there is nothing to load: {_native.why_no_cuda()}")
+    problem = _native.why_no_cuda()
+    if problem:
+        raise RuntimeError(f"there is nothing to load: {problem}")
     index = torch.cuda.current_device() if device.index is None else device.index
-    _ops._load_kernels(index)
+    try:
+        _ops._load_kernels(index)
+    except RuntimeError as error:
+        if not any(part in str(error) for part in ("no kernel image", "unsupported toolchain")):
+            raise
+        major, minor = torch.cuda.get_device_capability(index)
+        raise RuntimeError(
+            f"the CUDA library has no code that cuda:{index} (compute capability {major}.{minor}) and "
+            f"its driver take: build it with KVCACHE_CUDA_ARCHS={major}{minor}, or update the driver"
+        ) from error
 
 
 def slot_mapping(

@@ -15,7 +15,6 @@ from kvcache.worker.calibration import (
     load,
     path_for,
     steps_of,
-    table_of,
 )
 from tests.simulated_device import SimulatedTimeline
 
@@ -31,8 +30,7 @@ def test_steps_begin_half_way_between_two_sizes():
 
 def test_numbers_of_fragments_begin_half_way_too():
     few, many = ((0, "copy_engine"),), ((0, "kernel"), (100, "copy_engine"))
-    assert table_of([(16, few), (64, many), (4096, many)]) == ((0, few), (32, many))
-    assert table_of([(16, few)]) == ((0, few),)
+    assert steps_of([(16, few), (64, many), (4096, many)]) == ((0, few), (40, many))
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_make_builds_again_after_clean(made):
 
 # --- what CI runs ---------------------------------------------------------------------------------
 
-STEPS = ("setup", "lint", "ctest", "sanitize", "dist", "demo", "test")
+STEPS = ("setup", "lint", "ctest", "sanitize", "gpu-less", "dist", "demo", "test")
 
 
 def run_ci(tmp_path, failing: str) -> tuple[int, str]:
@@ -228,3 +228,70 @@ def test_pull_requests_do_not_reach_the_runner_with_the_gpu():
     gpu_job = path.read_text().partition("\n  gpu:\n")[2]
     assert "runs-on: [self-hosted, gpu]" in gpu_job
     assert "\n    if: github.event_name != 'pull_request'\n" in gpu_job
+
+
+@pytest.mark.parametrize(
+    ("compiled", "driver", "problem"),
+    [
+        (13000, 13000, None),
+        (13010, 13000, None),  # of the same major version
+        (12080, 13000, None),
+        (13000, 0, None),  # no driver: torch says so
+        (
+            13000,
+            12040,
+            "not usable: compiled with CUDA 13.0, but the driver knows CUDA 12.4 at most: ",
+        ),
+    ],
+)
+def test_a_driver_older_than_the_toolkit_is_told(compiled, driver, problem):
+    from kvcache import _native
+
+    told = _native._driver_problem(compiled, driver)
+    if problem is None:
+        assert told is None
+        return
+    assert told.startswith(problem)
+    assert told.endswith("update the driver, or build with a toolkit of CUDA 12 (CUDA_HOME)")
+
+
+OLD_DRIVER = """
+import torch
+from kvcache import _native
+_native._driver_problem = lambda compiled, driver: "not usable: compiled with CUDA 99.0"
+from kvcache import Pages, SwapEngine, ops
+from kvcache.cli import main
+for use in (ops.warm_up, lambda: Pages.allocate(2, [[64]], device="cuda")):
+    try:
+        use()
+    except RuntimeError as error:
+        print("error:", error)
+raise SystemExit(main(["doctor"]))
+"""
+
+
+@pytest.mark.gpu
+def test_the_first_use_and_the_doctor_tell_of_an_old_driver():
+    done = subprocess.run(
+        [sys.executable, "-c", OLD_DRIVER],
+        cwd=REPO,
+        env={**os.environ, "COLUMNS": "500"},
+        capture_output=True,
+        text=True,
+    )
+    errors = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2, done.stderr
+    for line in errors:
+        assert line.endswith("libkvcache_cuda is not usable: compiled with CUDA 99.0")
+    assert done.returncode == 1 and done.stdout.count("not usable: compiled with CUDA 99.0") == 3
+
+
+def test_a_library_of_another_cuda_says_how_to_build_it_again():
+    from kvcache import _native
+
+    for error in (
+        "libkvcache_cuda.so: undefined symbol: cudaMemcpyBatchAsync, version libcudart.so.12",
+        "libcudart.so.13: cannot open shared object file: No such file or directory",
+    ):
+        assert "build it again with a toolkit of CUDA" in _native._advice(error)
+    assert _native._advice("of another kind") == ""

@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
@@ -103,31 +104,20 @@ DEFAULT = Calibration(
 )
 
 
-def steps_of(measured: Iterable[tuple[int, str]]) -> Steps:
-    """(fragment size, its fastest method), ascending, as steps: from the middle between two sizes on."""
-    steps: list[tuple[int, str]] = []
+T = TypeVar("T")
+
+
+def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
+    """(size or number, what is best for it), ascending, as steps: from the middle between two on."""
+    steps: list[tuple[int, T]] = []
     before = 0
-    for size, method in measured:
+    for size, best in measured:
         if not steps:
-            steps.append((0, method))
-        elif steps[-1][1] != method:
-            steps.append(((before + size) // 2, method))
+            steps.append((0, best))
+        elif steps[-1][1] != best:
+            steps.append(((before + size) // 2, best))
         before = size
     return tuple(steps)
-
-
-def table_of(measured: Iterable[tuple[int, Steps]]) -> Table:
-    """(number of fragments, steps measured for it), ascending, as a table: from the (geometric) middle
-    between two numbers on."""
-    table: list[tuple[int, Steps]] = []
-    before = 0
-    for count, steps in measured:
-        if not table:
-            table.append((0, steps))
-        elif table[-1][1] != steps:
-            table.append((round((before * count) ** 0.5), steps))
-        before = count
-    return tuple(table)
 
 
 def path_for(machine: str) -> Path:
