@@ -137,22 +137,30 @@ int64_t slice_bytes(const BlockPermute& p, int64_t vector, const Tensor& cache) 
   return needed <= kPlainSharedBytes || needed <= most_shared_bytes(cache) ? slice : 0;
 }
 
+template <class Vector, bool kDense>
+void launch_sliced(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
+                   cudaStream_t stream) {
+  const int64_t shared = launch.p.unit_rows * slice;
+  if (shared > kPlainSharedBytes) {
+    // Always the most there is: another thread may be between this and its own launch.
+    KV_CUDA_CHECK(cudaFuncSetAttribute(permute_kernel<Vector, kDense>,
+                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(most_shared_bytes(cache))));
+  }
+  KV_LAUNCH((permute_kernel<Vector, kDense>), grid, dim3(kThreads), static_cast<size_t>(shared),
+            stream, launch);
+}
+
 template <class Vector>
 void launch_on(const PermuteLaunch& launch, dim3 grid, int64_t slice, const Tensor& cache,
                cudaStream_t stream) {
   if (slice == 0) {
     KV_LAUNCH(rotate_kernel<Vector>, grid, dim3(kThreads), 0, stream, launch);
-    return;
+  } else if (launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor) {
+    launch_sliced<Vector, true>(launch, grid, slice, cache, stream);
+  } else {
+    launch_sliced<Vector, false>(launch, grid, slice, cache, stream);
   }
-  const bool dense = launch.p.is_dense() && launch.p.unit_rows <= launch.p.block_rows.divisor;
-  const auto kernel = dense ? permute_kernel<Vector, true> : permute_kernel<Vector, false>;
-  const int64_t shared = launch.p.unit_rows * slice;
-  if (shared > kPlainSharedBytes) {
-    // Always the most there is: another thread may be between this and its own launch.
-    KV_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(most_shared_bytes(cache))));
-  }
-  KV_LAUNCH(kernel, grid, dim3(kThreads), static_cast<size_t>(shared), stream, launch);
 }
 
 // Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.

@@ -29,6 +29,15 @@
 // Registers `function` as the CUDA implementation of the op, or as the emulated one.
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
+#elif defined(KVCACHE_GPULESS)
+// Compiled for the runtime without a GPU, which launches kernels by name: registers them only. Hence
+// `kernel` is a constant, not a variable.
+#include "emul/runtime/bind.h"
+#define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
+  (void)::kvcache::gpuless::Registered<(kernel)>::done
+#define KV_CUDA_CHECK(call) (void)(call)
+#define KV_REGISTER_CUDA(op, function) \
+  [[maybe_unused]] static const auto kv_compiled_##function = &function;
 #else
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   emul::launch(grid, block, shared_bytes, [&] { (kernel)(__VA_ARGS__); })

@@ -1,0 +1,38 @@
+// What every function of the runtime's C interface begins and ends with: the lock, the sticky error
+// and the thread's last error.
+//
+// One lock guards all state of the runtime. It is recursive because work that runs on a stream (a
+// host function) runs under it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+
+#define KV_GPULESS_API extern "C" __attribute__((visibility("default")))
+
+namespace kvcache::gpuless {
+
+std::recursive_mutex& runtime_mutex();
+
+// The calling thread's last error, as cudaGetLastError reports it. Returns `error`.
+cudaError_t failed(cudaError_t error);
+
+// An error that no later call recovers from: an illegal access, a trap. The first one stays.
+void set_sticky(cudaError_t error);
+cudaError_t sticky_error();
+
+// Prints a line that begins with "gpu-less: ", for faults that a return code does not explain.
+void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// Runs `body`, which returns a cudaError_t, under the lock; is the sticky error where there is one.
+template <class Body>
+cudaError_t call(Body&& body) {
+  const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
+  if (sticky_error() != cudaSuccess) return failed(sticky_error());
+  const cudaError_t error = body();
+  if (sticky_error() != cudaSuccess) return failed(sticky_error());  // met while work ran
+  return error == cudaSuccess ? error : failed(error);
+}
+
+}  // namespace kvcache::gpuless

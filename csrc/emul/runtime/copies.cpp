@@ -1,0 +1,117 @@
+#include "emul/runtime/copies.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "emul/runtime/api.h"
+#include "emul/runtime/capture.h"
+#include "emul/runtime/ranges.h"
+#include "emul/runtime/settings.h"
+
+namespace kvcache::gpuless {
+namespace {
+
+bool is_device(const void* p) {
+  const Range* r = range_of(p);
+  return r != nullptr && r->kind == RangeKind::kDevice;
+}
+
+bool fits_kind(const CopyShape& c, cudaMemcpyKind kind) {
+  const bool to = is_device(c.to), from = is_device(c.from);
+  switch (kind) {
+    case cudaMemcpyHostToHost: return !to && !from;
+    case cudaMemcpyHostToDevice: return to && !from;
+    case cudaMemcpyDeviceToHost: return !to && from;
+    case cudaMemcpyDeviceToDevice: return to && from;
+    default: return true;  // cudaMemcpyDefault: by the pointers
+  }
+}
+
+size_t extent(const CopyShape& c, size_t pitch) { return (c.num_rows - 1) * pitch + c.row_bytes; }
+
+// Rows from one reachable place to another.
+void move_rows(const CopyShape& c, char* to, size_t to_pitch, const char* from, size_t from_pitch) {
+  for (size_t row = 0; row < c.num_rows; ++row) {
+    std::memmove(to + row * to_pitch, from + row * from_pitch, c.row_bytes);
+  }
+}
+
+// Work may run after the memory was freed; a stream's earlier work is run before that, so addresses
+// are resolved when it runs.
+Work direct(const CopyShape& c) {
+  return [c] { move_rows(c, reachable(c.to), c.to_pitch, reachable(c.from), c.from_pitch); };
+}
+
+Work from_staging(const CopyShape& c) {
+  auto staged = std::make_shared<std::vector<char>>(c.num_rows * c.row_bytes);
+  move_rows(c, staged->data(), c.row_bytes, static_cast<const char*>(c.from), c.from_pitch);
+  return [c, staged] { move_rows(c, reachable(c.to), c.to_pitch, staged->data(), c.row_bytes); };
+}
+
+bool has_bad_operand(void* to, const void* from, size_t bytes) {
+  return bytes == 0 || !is_operand(to, bytes) || !is_operand(from, bytes);
+}
+
+}  // namespace
+
+cudaError_t copy(const CopyShape& c, cudaMemcpyKind kind, Stream& stream) {
+  if (c.row_bytes == 0 || c.num_rows == 0) return cudaSuccess;
+  if (c.num_rows > 1 && std::min(c.to_pitch, c.from_pitch) < c.row_bytes) {
+    return cudaErrorInvalidPitchValue;
+  }
+  if (!is_operand(c.to, extent(c, c.to_pitch)) || !is_operand(c.from, extent(c, c.from_pitch))) {
+    say("copy of %zu bytes from %p to %p: an operand crosses the end of an allocation or "
+        "registration, or is freed", c.row_bytes * c.num_rows, c.from, c.to);
+    return cudaErrorInvalidValue;
+  }
+  if (!fits_kind(c, kind)) return cudaErrorInvalidValue;
+  if (stream.capture != nullptr) return submit_or_capture(stream, direct(c));
+  const bool staged = is_pageable(c.from);
+  if (const cudaError_t e = submit_or_capture(stream, staged ? from_staging(c) : direct(c))) return e;
+  if (is_pageable(c.to)) drain(stream);
+  return cudaSuccess;
+}
+
+cudaError_t fill(void* to, int value, size_t bytes, Stream& stream) {
+  if (bytes == 0) return cudaSuccess;
+  if (!is_operand(to, bytes)) return cudaErrorInvalidValue;
+  return submit_or_capture(stream, [=] { std::memset(reachable(to), value, bytes); });
+}
+
+cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                       const cudaMemcpyAttributes* attributes, const size_t* first_of_attributes,
+                       size_t num_attributes, Stream& stream) {
+  if (stream.is_null()) return cudaErrorInvalidValue;
+  if (const cudaError_t error = refuse_if_capturing(stream)) return error;
+  if (count == 0 || num_attributes == 0 || num_attributes > count) return cudaErrorInvalidValue;
+  for (size_t i = 0; i < num_attributes; ++i) {
+    const bool in_order = i == 0 ? first_of_attributes[0] == 0
+                                 : first_of_attributes[i] > first_of_attributes[i - 1];
+    const int access = attributes[i].srcAccessOrder;
+    const bool known = access >= cudaMemcpySrcAccessOrderStream && access <= cudaMemcpySrcAccessOrderAny;
+    if (!in_order || first_of_attributes[i] >= count || !known) return cudaErrorInvalidValue;
+  }
+  if (settings().batches_fail) return cudaErrorInvalidValue;
+  for (size_t i = 0; i < count; ++i) {
+    if (has_bad_operand(to[i], from[i], bytes[i])) return cudaErrorInvalidValue;
+  }
+  std::vector<Work> copies;
+  bool to_pageable = false;
+  for (size_t i = 0, a = 0; i < count; ++i) {
+    while (a + 1 < num_attributes && first_of_attributes[a + 1] <= i) ++a;
+    const CopyShape c{to[i], from[i], bytes[i]};
+    const bool at_once = attributes[a].srcAccessOrder == cudaMemcpySrcAccessOrderDuringApiCall;
+    copies.push_back(at_once && is_pageable(from[i]) ? from_staging(c) : direct(c));
+    to_pageable = to_pageable || is_pageable(to[i]);
+  }
+  // The copies of a batch are in no order among each other.
+  for (size_t i = count - 1; i > 0; --i) std::swap(copies[i], copies[random_below(i + 1)]);
+  submit(stream, [copies = std::move(copies)] {
+    for (const Work& one : copies) one();
+  });
+  if (to_pageable) drain(stream);
+  return cudaSuccess;
+}
+
+}  // namespace kvcache::gpuless

@@ -1,0 +1,25 @@
+// Copies and fills between any two memories. Callers hold the runtime's lock.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "emul/runtime/streams.h"
+
+namespace kvcache::gpuless {
+
+// num_rows rows of row_bytes, each a pitch after the one before. Pageable sources are read before
+// the call returns; a call with a pageable destination returns when the copy is done. In a capture
+// neither holds: memory is read and written when the graph runs.
+struct CopyShape {
+  void* to;
+  const void* from;
+  size_t row_bytes;
+  size_t num_rows = 1, to_pitch = 0, from_pitch = 0;
+};
+cudaError_t copy(const CopyShape& c, cudaMemcpyKind kind, Stream& stream);
+cudaError_t fill(void* to, int value, size_t bytes, Stream& stream);
+cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* bytes, size_t count,
+                       const cudaMemcpyAttributes* attributes, const size_t* first_of_attributes,
+                       size_t num_attributes, Stream& stream);
+
+}  // namespace kvcache::gpuless

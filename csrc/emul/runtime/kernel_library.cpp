@@ -1,0 +1,9 @@
+// The library of emulated kernels: csrc/ops/*.cu compiled by g++ with KVCACHE_GPULESS, and this file.
+#include "emul/runtime/bind.h"
+
+extern "C" __attribute__((visibility("default"))) const kvcache::gpuless::Bound*
+kvcache_gpuless_bound_kernels(size_t* count) {
+  const auto& all = kvcache::gpuless::bound_kernels();
+  *count = all.size();
+  return all.data();
+}

@@ -1,0 +1,84 @@
+// Functions beside CUDA's, for the Python plug-in that runs torch's own operators on the CPU.
+#include <cstring>
+#include <numeric>
+
+#include "emul/runtime/api.h"
+#include "emul/runtime/capture.h"
+#include "emul/runtime/kernels.h"
+#include "emul/runtime/ranges.h"
+
+using namespace kvcache::gpuless;
+
+// Where the host reaches device memory; nullptr for memory that is freed.
+KV_GPULESS_API void* kvcache_gpuless_alias(const void* device) {
+  void* alias = nullptr;
+  call([&] {
+    const Range* r = range_of(device);
+    if (r != nullptr && r->kind == RangeKind::kDevice) alias = reachable(device);
+    return cudaSuccess;
+  });
+  return alias;
+}
+
+// Runs what was submitted to the stream; not an error while others capture, unlike CUDA's.
+KV_GPULESS_API int kvcache_gpuless_drain(cudaStream_t stream) {
+  return call([&] {
+    drain(*stream_of(stream));
+    return cudaSuccess;
+  });
+}
+
+// Writes `num_items` items, dense at `from`, to a strided place in device memory, when the stream
+// gets there. `from` is read now.
+KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const char* from,
+                                         size_t item_bytes, int num_dims, const int64_t* sizes,
+                                         const int64_t* strides) {
+  return call([&] {
+    const std::vector<int64_t> shape(sizes, sizes + num_dims), steps(strides, strides + num_dims);
+    int64_t num_items = 1;
+    for (const int64_t size : shape) num_items *= size;
+    const std::vector<char> items(from, from + size_t(num_items) * item_bytes);
+    return submit_or_capture(*stream_of(stream), [=] {
+      std::vector<int64_t> index(shape.size());
+      for (int64_t i = 0; i < num_items; ++i) {
+        const int64_t at = std::inner_product(index.begin(), index.end(), steps.begin(), int64_t{0});
+        std::memcpy(reachable(to) + at * int64_t(item_bytes), &items[size_t(i) * item_bytes],
+                    item_bytes);
+        for (size_t d = shape.size(); d-- > 0 && ++index[d] == shape[d];) index[d] = 0;
+      }
+    });
+  });
+}
+
+KV_GPULESS_API int kvcache_gpuless_is_capturing(cudaStream_t stream) {
+  bool capturing = false;
+  call([&] {
+    capturing = stream_of(stream)->capture != nullptr;
+    return cudaSuccess;
+  });
+  return capturing;
+}
+
+KV_GPULESS_API long kvcache_gpuless_num_tasks_run() { return num_tasks_run(); }
+
+KV_GPULESS_API size_t kvcache_gpuless_num_bound_kernels() {
+  const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
+  return num_bound_kernels();
+}
+
+// The name of an unbound kernel of this project, or nullptr past the last one. Valid until the next
+// call in the same thread.
+KV_GPULESS_API const char* kvcache_gpuless_unbound_kernel(size_t i) {
+  const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
+  static thread_local std::string name;
+  const std::vector<std::string> names = unbound_kernels();
+  if (i >= names.size()) return nullptr;
+  name = names[i];
+  return name.c_str();
+}
+
+KV_GPULESS_API void kvcache_gpuless_report() {
+  const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
+  say("%ld tasks run", num_tasks_run());
+  print_launches();
+}

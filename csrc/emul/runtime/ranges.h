@@ -1,0 +1,37 @@
+// The ranges of memory that the runtime knows: device allocations, pinned and registered host memory.
+//
+// Invariant: ranges do not overlap; registered ranges do not even share a page. All other memory is
+// pageable host memory. Callers hold the runtime's lock.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+namespace kvcache::gpuless {
+
+enum class RangeKind { kDevice, kPinned, kRegistered };
+
+struct Range {
+  char* begin;
+  size_t bytes;
+  RangeKind kind;
+  char* device_begin;  // what a kernel goes by; `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS says
+  unsigned flags;
+};
+
+const Range* range_of(const void* p);  // nullptr: pageable, or freed device memory
+bool is_pageable(const void* p);
+
+cudaError_t add_device(void** memory, size_t bytes);
+cudaError_t add_pinned(void** memory, size_t bytes, unsigned flags);
+cudaError_t add_registered(void* memory, size_t bytes, unsigned flags);
+// Errors where `memory` is not the begin of a range of this kind.
+cudaError_t remove_range(void* memory, RangeKind kind);
+
+// An operand of a copy lies within one range, or wholly in pageable memory.
+bool is_operand(const void* p, size_t bytes);
+// Where the runtime reaches p: the alias of device memory, or p.
+char* reachable(const void* p);
+
+}  // namespace kvcache::gpuless

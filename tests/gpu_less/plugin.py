@@ -1,0 +1,196 @@
+"""Runs torch's own operators on CUDA tensors on the CPU, over the same memory, in stream order.
+
+kvcache's kernels, copies and events go through the runtime; torch's kernels cannot, since there is no
+device to run their code. An operator reads its inputs when it is called, after the work that its
+stream holds, and writes its results when the stream gets there: later than the call, as on a device.
+In a capture, operators are refused unless the runtime sees them itself (copies).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+_runtime = ctypes.CDLL(os.environ["KVCACHE_GPULESS_RUNTIME"], mode=ctypes.RTLD_GLOBAL)
+_runtime.kvcache_gpuless_alias.restype = ctypes.c_void_p
+_runtime.kvcache_gpuless_alias.argtypes = [ctypes.c_void_p]
+_runtime.kvcache_gpuless_drain.argtypes = [ctypes.c_void_p]
+_runtime.kvcache_gpuless_is_capturing.argtypes = [ctypes.c_void_p]
+_INTEGERS = ctypes.POINTER(ctypes.c_int64)
+_runtime.kvcache_gpuless_write.argtypes = [
+    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+    *(ctypes.c_int, _INTEGERS, _INTEGERS),
+]
+
+# Operators that launch nothing, or only what the runtime runs itself.
+NATIVE = {
+    f"aten::{name}"
+    for name in (
+        "empty.memory_format",
+        "empty_strided",
+        "is_pinned",
+        "_pin_memory",
+        "lift_fresh",
+        "record_stream",
+        "resize_",
+        "set_.source_Storage",
+        "set_.source_Storage_storage_offset",
+        "set_.source_Tensor",
+    )
+}
+
+
+class CudaOnCpu(TorchDispatchMode):
+    """While active, in one thread: operators of torch that take or make CUDA tensors run here."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if not _is_ours(func, args, kwargs) or _is_one_copy(func, args, kwargs):
+            return func(*args, **kwargs)
+        stream = torch.cuda.current_stream().cuda_stream
+        if _runtime.kvcache_gpuless_is_capturing(stream):
+            raise RuntimeError(f"gpu-less: {func} in a capture is not simulated")
+        _runtime.kvcache_gpuless_drain(stream)
+        return _run_on_cpu(func, args, kwargs, stream)
+
+
+def _is_ours(func, args, kwargs) -> bool:
+    name = func._schema.name + ("." if func._schema.overload_name else "")
+    name += func._schema.overload_name
+    if not name.startswith("aten::") or name in NATIVE or func.is_view:
+        return False
+    tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+    if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):
+        return False  # fake tensors and the like
+    return _makes_cuda(kwargs) or any(t.device.type == "cuda" for t in tensors)
+
+
+def _makes_cuda(kwargs) -> bool:
+    device = kwargs.get("device")
+    return device is not None and torch.device(device).type == "cuda"
+
+
+def _is_one_copy(func, args, kwargs) -> bool:
+    """Whether torch makes a single memcpy of it, which the runtime then runs."""
+    if func is torch.ops.aten.copy_.default:
+        to, source = args[0], args[1]
+        same = to.dtype == source.dtype and to.shape == source.shape
+        return same and to.is_contiguous() and source.is_contiguous()
+    if func is torch.ops.aten._to_copy.default:
+        source = args[0]
+        plain = kwargs.get("memory_format") in (None, torch.preserve_format)
+        same = kwargs.get("dtype") in (None, source.dtype)
+        return plain and same and source.is_contiguous()
+    return False
+
+
+def _run_on_cpu(func, args, kwargs, stream):
+    """The operator over copies of its inputs; the results are written late, in stream order."""
+    copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def to_cpu(tensor):
+        if tensor.device.type != "cuda":
+            return tensor
+        if id(tensor) not in copies:
+            copies[id(tensor)] = (_read(tensor), tensor)
+        return copies[id(tensor)][0]
+
+    cpu_args, cpu_kwargs = tree_map_only(torch.Tensor, to_cpu, (args, kwargs))
+    result_on_cuda = "device" not in kwargs or kwargs["device"] is None or _makes_cuda(kwargs)
+    if _makes_cuda(kwargs):
+        cpu_kwargs["device"] = torch.device("cpu")
+        cpu_kwargs.pop("pin_memory", None)
+    if "generator" in cpu_kwargs:
+        cpu_kwargs["generator"] = None
+    result = func(*cpu_args, **cpu_kwargs)
+    given = {id(copy): tensor for copy, tensor in copies.values()}
+    for changed in _mutated(func, args, kwargs):
+        if id(changed) in copies:
+            _write(stream, changed, copies[id(changed)][0])
+
+    def to_cuda(tensor):
+        if id(tensor) in given:
+            return given[id(tensor)]
+        if tensor.device.type != "cpu" or not result_on_cuda or _is_given(tensor, args, kwargs):
+            return tensor
+        made = torch.empty_strided(
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
+        )
+        _write(stream, made, tensor)
+        return made
+
+    return tree_map_only(torch.Tensor, to_cuda, result)
+
+
+def _is_given(tensor, args, kwargs) -> bool:
+    """Whether it is an argument: `cpu.copy_(cuda)` returns its CPU tensor."""
+    return any(tensor is x for x in tree_flatten((args, kwargs))[0])
+
+
+def _mutated(func, args, kwargs):
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        yield from (x for x in tree_flatten(value)[0] if isinstance(x, torch.Tensor))
+
+
+def _over(tensor) -> torch.Tensor:
+    """A CPU tensor over the alias of a CUDA tensor's storage."""
+    storage = tensor.untyped_storage()
+    over = torch.empty(0, dtype=tensor.dtype)
+    if storage.nbytes() == 0:
+        return over.as_strided(tensor.shape, tensor.stride())
+    alias = _runtime.kvcache_gpuless_alias(storage.data_ptr())
+    if alias is None:
+        raise RuntimeError("gpu-less: a CUDA tensor's memory is not device memory")
+    memory = (ctypes.c_char * storage.nbytes()).from_address(alias)
+    whole = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return over.set_(whole, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _read(tensor) -> torch.Tensor:
+    """A copy with the same strides, for the operator to change."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return copy.copy_(_over(tensor)) if tensor.numel() else copy
+
+
+def _write(stream, tensor, values) -> None:
+    """Writes `values` into a CUDA tensor when the stream gets there."""
+    if tensor.shape != values.shape:
+        raise RuntimeError("gpu-less: an operator that resizes its result is not simulated")
+    if tensor.numel() == 0:
+        return
+    dense = values.contiguous()
+    item = tensor.element_size()
+    dims = tensor.dim()
+    sizes = (ctypes.c_int64 * dims)(*tensor.shape)
+    strides = (ctypes.c_int64 * dims)(*tensor.stride())
+    error = _runtime.kvcache_gpuless_write(
+        stream, tensor.data_ptr(), dense.data_ptr(), item, dims, sizes, strides
+    )
+    if error != 0:
+        raise RuntimeError(f"gpu-less: CUDA error {error} on writing the result of an operator")
+
+
+def start() -> None:
+    """Enters the mode in this thread and in each that starts from now on."""
+    if _started:
+        return
+    _started.append(CudaOnCpu())
+    _started[0].__enter__()
+    run = threading.Thread.run
+
+    def run_with_mode(self):
+        with CudaOnCpu():
+            run(self)
+
+    threading.Thread.run = run_with_mode
+
+
+_started: list[CudaOnCpu] = []
