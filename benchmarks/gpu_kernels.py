@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu import say, sizes
-from benchmarks.gpu.timing import graph_us, num_rotated
+from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
 from kvcache import MultiGroupBlockTable, Pages, ops
 from kvcache.worker.route import Route
@@ -31,9 +31,9 @@ def copy_gb_per_s() -> float:
 
 
 def empty_kernel_us() -> float:
-    """The cheapest launch there is: one element set."""
-    x = torch.zeros(1, device="cuda")
-    return graph_us([lambda: x.zero_()] * sizes.repeats(_LAUNCHES))
+    """The cheapest launch of ours: an update of tables that has no segment."""
+    arena, packed = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
+    return repeated_us(lambda: ops.update_block_tables(arena, packed))
 
 
 def repeated_us(call: Callable[[], None]) -> float:
@@ -165,7 +165,9 @@ def receive(limit: float, block_size: int, layout: str, ratio: int) -> Iterator[
     us = graph_us(
         [lambda: ops.permute_blocks_(local, offsets, indices, block_size // ratio, True)] * 4, 10
     )
-    plain_us = graph_us([lambda: plain(local, ids, ratio, layout == "HND")], 5)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    plain_us = 1e6 * stream_seconds(lambda: plain(local, ids, ratio, layout == "HND"), stream)
     case = f"{len(ids)} blocks of {block_size}, {layout}, remote {block_size // ratio} HND"
     yield {
         "kernel": "permute_blocks_",
@@ -215,6 +217,7 @@ def main() -> int:
     empty_us = empty_kernel_us()
     say.row(kernel="empty", us=empty_us)
     say.learned(f"copy on the device {limit:,.0f} GB/s, an empty kernel {empty_us:.1f} us")
+    rows: list[dict] = []
     for name, case in cases(limit):
         if say.seconds_left() < 1:
             say.skipped(f"{name}: no time left")
@@ -222,19 +225,22 @@ def main() -> int:
         with say.attempt(name):
             for row in case():
                 say.row(**row)
-                say.learned(line(row))
+                rows.append(row)
         torch.cuda.empty_cache()
+    for text in summary(rows):
+        say.learned(text)
     return say.exit_code()
 
 
-def line(row: dict) -> str:
-    """One case, for the reader."""
-    groups = f", {row['groups']} groups" if "groups" in row else ""
-    form = f", {row['form']}" if "form" in row else ""
-    share = f", {row['of_copy']:.0%} of the copy" if "of_copy" in row else ""
-    speed = f", {row['gb_per_s']:,.0f} GB/s{share}" if "gb_per_s" in row else ""
-    plain_form = f", {row['times_plain']:.1f} times the plain form" if "times_plain" in row else ""
-    return f"{row['kernel']} {row['case']}{groups}{form}: {row['us']:.1f} us{speed}{plain_form}"
+def summary(rows: list[dict]) -> Iterator[str]:
+    """One line per kernel: its slowest and its fastest case."""
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        found = [row for row in rows if row["kernel"] == kernel]
+        key = "of_copy" if "of_copy" in found[0] else "us"
+        low, high = (choose(found, key=lambda row: row[key]) for choose in (min, max))
+        told = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
+        text = f"{kernel}, {len(found)} cases: {told.format(low[key])} ({low['case']})"
+        yield f"{text} to {told.format(high[key])} ({high['case']})"
 
 
 if __name__ == "__main__":

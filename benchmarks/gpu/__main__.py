@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             printed(f"{stage.name:16}{stage.limit_s:5.0f} s  {stage.answers}")
         return 0
     if args.rehearse and not rehearsal.is_inside():
-        return rehearsal.again_inside(sys.argv[1:] if arguments is None else list(arguments))
+        return rehearsal.again_inside(args, results_of(args))
     lacking = machine.lacks(needs_build=args.libraries is None)
     facts, lines = Outcome(), []
     if not lacking:
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--results",
         type=Path,
-        default=os.environ.get("GPU_RESULTS") or None,
+        default=path_from("GPU_RESULTS"),
         metavar="DIR",
         help="where the JSON and the logs go, at most eight files; default $GPU_RESULTS, else "
         "benchmarks/results (a rehearsal: build/rehearsal)",
@@ -81,7 +81,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--libraries",
         type=Path,
-        default=os.environ.get("KVCACHE_LIBRARIES") or None,
+        default=path_from("KVCACHE_LIBRARIES"),
         metavar="DIR",
         help="libraries built elsewhere by `python3 -m benchmarks.gpu.workspace DIR`; they are not "
         "used where their sources differ",
@@ -94,6 +94,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def path_from(variable: str) -> Path | None:
+    """A path from the environment; None where it is not set."""
+    value = os.environ.get(variable)
+    return Path(value) if value else None
+
+
 def measure(
     args: argparse.Namespace, looked: tuple[Outcome, list[str], str], folder: Path, started: float
 ) -> int:
@@ -104,9 +110,10 @@ def measure(
     about |= {"sources": machine.sources_digest(), "device": known.get("device")}
     if args.rehearse:
         about["note"] = "a rehearsal without a GPU: its figures are not measurements"
-    results = (args.results or default_results(args.rehearse)).resolve()
-    report = Report(results, report_name(args.rehearse, about["device"]), about)
+    report = Report(results_of(args), report_name(args.rehearse, about["device"]), about)
     workspace.make(folder)
+    if args.rehearse:
+        printed(f"REHEARSAL: {about['note']}")
     run = Run(
         report,
         folder,
@@ -152,9 +159,10 @@ def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[
     return found
 
 
-def default_results(rehearse: bool) -> Path:
-    """Rehearsals stay away from results."""
-    return machine.REPO / ("build/rehearsal" if rehearse else "benchmarks/results")
+def results_of(args: argparse.Namespace) -> Path:
+    """Where the files go; those of a rehearsal stay away from results."""
+    usual = machine.REPO / ("build/rehearsal" if args.rehearse else "benchmarks/results")
+    return (args.results or usual).resolve()
 
 
 def report_name(rehearse: bool, device: str | None) -> str:

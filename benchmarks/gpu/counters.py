@@ -42,7 +42,9 @@ def main() -> int:
             continue
         with say.attempt(case):
             # What one leaves of its share is for the others.
-            if not watched(tool, case, 1 if REHEARSAL else size, left / (len(KERNELS) - number) * 2):
+            if not watched(
+                tool, case, 1 if REHEARSAL else size, left / (len(KERNELS) - number) * 2
+            ):
                 break
     return say.exit_code()
 
@@ -64,7 +66,9 @@ def watched(tool: str | None, case: str, size: int, limit_s: float) -> bool:
         "--kernel-name-base", "mangled", "--kernel-name", "regex:kvcache", "--launch-count", "1",
         "--metrics", ",".join(METRICS),
     )  # fmt: skip
-    ended = process.run([*(prefix if tool else ()), *script], min(limit_s, say.seconds_left()), take)
+    ended = process.run(
+        [*(prefix if tool else ()), *script], min(limit_s, say.seconds_left()), take
+    )
     text = "\n".join(lines)
     reason = next((reason for reason in _FORBIDDEN if reason in text), None)
     if tool and reason:

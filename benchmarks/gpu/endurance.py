@@ -119,9 +119,9 @@ def capture_and_replay() -> str:
         assert torch.equal(
             other.fragment(0).cpu()[chosen[:, 1]], pages.fragment(0).cpu()[chosen[:, 0]]
         ), f"replay {seed}: pages"
-        assert torch.equal(
-            host.fragment(0)[[5, 2]], pages.fragment(0).cpu()[[3, 9]]
-        ), f"replay {seed}: pages on the host"
+        assert torch.equal(host.fragment(0)[[5, 2]], pages.fragment(0).cpu()[[3, 9]]), (
+            f"replay {seed}: pages on the host"
+        )
         written = caches.cpu().view(2, 256, 8, 128)[:, targets]
         assert torch.equal(written, tokens.cpu()), f"replay {seed}: tokens"
     return f"{replays} replays of a captured graph were right"
@@ -145,7 +145,11 @@ def poll_during_capture() -> str:
         except BaseException as error:
             errors.append(error)
 
-    x = torch.zeros(1024, device="cuda")
+    # A chain of copies: what lies in page 1 arrives in page 21.
+    chain, _ = memories(4096, 22)
+    within = Route(chain, chain)
+    links = [np.array([[page, page + 1]], np.int32) for page in range(1, 21)]
+    within.copy(links[0])
     torch.cuda.synchronize()
     thread = threading.Thread(target=poll)
     thread.start()
@@ -155,19 +159,20 @@ def poll_during_capture() -> str:
             graph = torch.cuda.CUDAGraph()
             jobs.append(engine.swap_out(pairs))
             with torch.cuda.graph(graph, capture_error_mode="global"):
-                for _ in range(20):
-                    x.add_(1)
+                for link in links:
+                    within.copy(link)
                     time.sleep(0.0005)
+            chain.memory.random_(0, 256)
             graph.replay()
             torch.cuda.synchronize()
+            fragments = chain.fragment(0)
+            assert torch.equal(fragments[21], fragments[1]), "a captured chain of copies went wrong"
     finally:
         stop.set()
         thread.join(10)
     if errors:
         raise errors[0]
     engine.wait(20)
-    total = float(x.sum())
-    assert total == 1024 * 20 * captures, f"the graphs added up to {total:,.0f}"
     assert num_pending[0], "no poll met a swap under way: this shows nothing"
     return f"{captures} captures held beside {num_pending[0]:,} polls of a swap under way"
 

@@ -15,7 +15,9 @@ from benchmarks.gpu import machine, say, sizes
 def main() -> int:
     import torch
 
-    version = tuple(int("".join(filter(str.isdigit, x)) or 0) for x in torch.__version__.split(".")[:2])
+    version = tuple(
+        int("".join(filter(str.isdigit, x)) or 0) for x in torch.__version__.split(".")[:2]
+    )
     lacking = []
     if version < (2, 10):
         lacking.append(f"torch 2.10 or newer (this is {torch.__version__})")

@@ -43,7 +43,9 @@ def main() -> int:
 
 def compare(case: Case, size: int) -> None:
     """AssertionError, with the first byte that differs, unless both devices leave the same."""
-    for number, (found, wanted) in enumerate(zip(case("cuda", size), case("cpu", size), strict=True)):
+    for number, (found, wanted) in enumerate(
+        zip(case("cuda", size), case("cpu", size), strict=True)
+    ):
         if not torch.equal(found, wanted):
             differing = (found != wanted).flatten().nonzero().flatten()
             at = int(differing[0])

@@ -22,7 +22,9 @@ def main() -> int:
     cores = os.cpu_count() or 1
     with ThreadPoolExecutor(max(1, min(6, cores // 2))) as pool:
         results = list(pool.map(lambda path: tested(path, limit_s), files))
-    passed, broken, skipped = (sum(r[key] for r in results) for key in ("passed", "broken", "skipped"))
+    passed, broken, skipped = (
+        sum(r[key] for r in results) for key in ("passed", "broken", "skipped")
+    )
     say.learned(
         f"{passed:,} passed, {broken} failed, {skipped} skipped in {len(files)} files; "
         f"{sum(r['status'] == 'ok' for r in results)} files ended well"
@@ -39,7 +41,9 @@ def gpu_test_files(folder: Path) -> list[Path]:
 def tested(path: Path, limit_s: float) -> dict:
     """Runs one file; its counts, and a fault told where there is one."""
     lines: list[str] = []
-    command = module("pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", str(path))
+    command = module(
+        "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", str(path)
+    )
     limit_s = min(limit_s, say.seconds_left())
     if limit_s < 5:
         say.failed(f"{path.name}: not run, no time left")
@@ -50,7 +54,9 @@ def tested(path: Path, limit_s: float) -> dict:
     found = {"file": path.name, "seconds": round(ended.seconds, 1), **counts(lines)}
     # 5: the file has no test marked gpu after all.
     found["status"] = "ok" if ended.returncode == 5 and not ended.timed_out else ended.status
-    found["names"] = [line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    found["names"] = [
+        line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))
+    ]
     say.row(**found)
     if found["status"] != "ok":
         names = ", ".join(name.split("::")[-1] for name in found["names"][:3])
@@ -63,7 +69,11 @@ def counts(lines: list[str]) -> dict:
     last = next((x for x in reversed(lines) if re.search(r"\b\d+ \w+.* in [\d.]+s", x)), "")
     number = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", last)}
     broken = sum(number.get(word, 0) for word in ("failed", "error", "errors"))
-    return {"passed": number.get("passed", 0), "broken": broken, "skipped": number.get("skipped", 0)}
+    return {
+        "passed": number.get("passed", 0),
+        "broken": broken,
+        "skipped": number.get("skipped", 0),
+    }
 
 
 if __name__ == "__main__":

@@ -46,14 +46,15 @@ class Run:
         """Runs one stage and writes down what it told. False where it did not end well."""
         self._say(f"== {stage.name}: {stage.answers}")
         missing = [name for name in stage.needs if not machine.has_module(name)]
-        limit_s = min(stage.limit_s * self._slowness, self._total_s - self.seconds)
+        left_s = max(self._total_s - self.seconds, 0)
+        limit_s = min(stage.limit_s * self._slowness, left_s)
         outcome = Outcome()
         if missing:
             return self._ended(stage, outcome, f"lacks the Python package {missing[0]}", 0, limit_s)
         if stage.needs_build and not self._built():
             return self._ended(stage, outcome, "not run: no libraries were built", 0, limit_s)
-        if limit_s < _LEAST_S:
-            return self._ended(stage, outcome, "not run: no time left", 0, max(limit_s, 0))
+        if left_s < _LEAST_S:
+            return self._ended(stage, outcome, "not run: no time left", 0, limit_s)
         start = time.monotonic()
         try:
             status = self._process(stage, outcome, limit_s)
