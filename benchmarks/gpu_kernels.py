@@ -1,4 +1,4 @@
-"""Kernel times on a GPU, beside the limits measured in the same run: one JSON object per line, as it comes.
+"""Kernel times on a GPU, beside limits measured in the same run; each a line of JSON, as it comes.
 
 A case that fails is told and the others follow. Calls that move tokens rotate among input sets of four
 times the L2 together, and pages lie spread over 16 GiB where memory allows.

@@ -1,4 +1,4 @@
-"""`make gpu` without a GPU: stages that fail, hang, die or print garbage, and machines that lack things."""
+"""`make gpu` without a GPU: stages that fail, hang, die or print garbage; machines that lack things."""
 
 import json
 import os

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,7 +77,7 @@ def contiguous(stream: torch.cuda.Stream) -> dict[str, float]:
     torch.cuda.synchronize()
     found = {}
     for direction, (target, source) in {"out": (host, there), "in": (there, host)}.items():
-        copy = lambda t=target, s=source: t.copy_(s, non_blocking=True)  # noqa: E731
+        copy = partial(target.copy_, source, non_blocking=True)
         found[direction] = num_bytes / stream_seconds(copy, stream) / 1e9
         say.row(kind="contiguous", direction=direction, gb_per_s=found[direction])
     say.learned(f"one contiguous pinned copy: out {found['out']:.1f}, in {found['in']:.1f} GB/s")
@@ -112,13 +113,13 @@ def sweep(
         for direction in _DIRECTIONS:
             for blocks in _THREAD_BLOCKS:
                 # Pages of both sides are drawn at random, so one list serves both directions.
-                copy = lambda d=direction, b=blocks: routes[d].copy(pairs, num_thread_blocks=b)  # noqa: B023, E731
+                copy = partial(routes[direction].copy, pairs, num_thread_blocks=blocks)
                 taken = stream_seconds(copy, stream, 3)
                 yield {
                     "direction": direction, "pool": pool, "huge_pages": huge, "fragment": fragment,
                     "thread_blocks": blocks, "gb_per_s": count * page / taken / 1e9,
                 }  # fmt: skip
-        del there, here, routes
+        del there, here, routes, copy
 
 
 def packed(
@@ -196,8 +197,8 @@ def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
             )  # fmt: skip
             if size == max(_BATCHES):
                 say.learned(
-                    f"copy engine {direction}, {size:,} pieces of 16 KiB: submitted in {submit_us:.0f} us, "
-                    f"{size * fragment / taken / 1e9:.1f} GB/s"
+                    f"copy engine {direction}, {size:,} pieces of 16 KiB: submitted in "
+                    f"{submit_us:.0f} us, {size * fragment / taken / 1e9:.1f} GB/s"
                 )
 
 

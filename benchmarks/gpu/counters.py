@@ -1,4 +1,4 @@
-"""Stage: hardware counters of six kernels, by ncu; skipped where there is none or it may not read them."""
+"""Stage: hardware counters of six kernels, by ncu; skipped where it is missing or may not read them."""
 
 from __future__ import annotations
 

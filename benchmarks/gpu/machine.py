@@ -48,7 +48,7 @@ def driver() -> str:
     if told:
         return told.splitlines()[0].strip()
     try:
-        found = re.search(r"Kernel Module\D*([\d.]+)", _DRIVER_FILE.read_text())
+        found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER_FILE.read_text())
         if found:
             return found[1]
     except OSError:

@@ -40,7 +40,8 @@ class Run:
 
     def all(self, stages: Sequence[Stage]) -> bool:
         """Runs the stages. False where one did not end well."""
-        return all([self.one(stage) for stage in stages])
+        ended = [self.one(stage) for stage in stages]
+        return all(ended)
 
     def one(self, stage: Stage) -> bool:
         """Runs one stage and writes down what it told. False where it did not end well."""
