@@ -13,7 +13,7 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test setup lint format ctest cuda-check sanitize soak dist bench gpu clean
+.PHONY: demo test setup lint format ctest cuda-check gpu-less sanitize soak dist bench gpu clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -65,6 +65,11 @@ soak: setup
 # Compiles every kernel; needs nvcc, not a GPU.
 cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
+
+# The tests marked gpu on a CUDA runtime without a GPU, docs/gpu_less.md; needs nvcc and, once, the CUDA
+# build of torch (gigabytes). Says so and succeeds where one of them cannot be had.
+gpu-less:
+	$(PYTHON) -m tests.gpu_less test
 
 # A source distribution, and a wheel built from nothing but it.
 dist: setup

@@ -360,7 +360,8 @@ def test_more_blocks_per_group_than_a_launch_takes_from_the_host_are_refused(bac
 def test_a_meta_tensor_among_real_ones_is_named(backend, name):
     call = arguments(backend)
     call[name] = call[name].to("meta")
-    with pytest.raises(RuntimeError, match=r"tensors are on cpu and meta: expected one device"):
+    real = torch.device(backend.device, 0 if backend.device == "cuda" else None)
+    with pytest.raises(RuntimeError, match=rf"tensors are on {real} and meta: expected one device"):
         torch.ops.kvcache.permute_blocks_(**call)
 
 

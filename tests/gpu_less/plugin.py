@@ -62,7 +62,9 @@ class CudaOnCpu(TorchDispatchMode):
 def _is_ours(func, args, kwargs) -> bool:
     name = func._schema.name + ("." if func._schema.overload_name else "")
     name += func._schema.overload_name
-    if not name.startswith("aten::") or name in NATIVE or func.is_view:
+    if not name.startswith("aten::") or name in NATIVE:
+        return False
+    if func.is_view or torch.Tag.inplace_view in func.tags:
         return False
     tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
     if any(type(t) not in (torch.Tensor, torch.nn.Parameter) for t in tensors):

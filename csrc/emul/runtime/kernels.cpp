@@ -55,6 +55,17 @@ std::string without_result(std::string name) {
   return name.compare(0, 5, "void ") == 0 ? name.substr(5) : name;
 }
 
+// "kvcache::f(long)" -> "kvcache::f"; as it is where nothing in parentheses ends the name.
+std::string without_parameters(const std::string& name) {
+  if (name.empty() || name.back() != ')') return name;
+  size_t at = name.size();
+  for (int depth = 0; at-- > 0;) {
+    depth += name[at] == ')' ? 1 : name[at] == '(' ? -1 : 0;
+    if (depth == 0) return name.substr(0, at);
+  }
+  return name;
+}
+
 // The kernel's name within that of Named<&kernel>.
 std::string name_in_type(const char* type_name) {
   std::string name = demangled(type_name);
@@ -124,12 +135,22 @@ Work run_kernel(const std::string& name, std::function<void()> body) {
   };
 }
 
-cudaError_t refuse_foreign(const Kernel& kernel, const std::string& name) {
+// The kernel of a demangled name; nullptr where there is none. Kernels that are not templates stand in
+// a type's name without their parameters.
+const Bound* find_bound(const std::string& name) {
+  for (const std::string& key : {name, without_parameters(name)}) {
+    const auto found = bound().find(key);
+    if (found != bound().end()) return found->second;
+  }
+  return nullptr;
+}
+
+cudaError_t refuse_foreign(const std::string& name) {
   for (const LeftOut& left : kLeftOut) {
     if (name.find(left.part_of_name) != std::string::npos) return cudaSuccess;
   }
   say("cannot run this kernel%s: %s", is_own(name) ? " (no emulated kernel of that name)" : "",
-      kernel.mangled == name ? kernel.mangled : name.c_str());
+      name.c_str());
   return cudaErrorInvalidDeviceFunction;
 }
 
@@ -162,10 +183,10 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
     return cudaErrorInvalidValue;
   }
   ++kernel.num_launches;
-  const auto emulated = bound().find(name);
-  if (emulated == bound().end()) return refuse_foreign(kernel, name);
+  const Bound* emulated = find_bound(name);
+  if (emulated == nullptr) return refuse_foreign(name);
   const LaunchShape shape{{grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes};
-  return submit_or_capture(stream, run_kernel(name, emulated->second->bind(arguments, shape)));
+  return submit_or_capture(stream, run_kernel(name, emulated->bind(arguments, shape)));
 }
 
 std::vector<std::string> unbound_kernels() {
@@ -173,7 +194,7 @@ std::vector<std::string> unbound_kernels() {
   for (const auto& [stub, kernel] : kernels()) {
     if (std::strstr(kernel.mangled, "kvcache") == nullptr) continue;
     const std::string name = without_result(demangled(kernel.mangled));
-    if (is_own(name) && bound().count(name) == 0) names.push_back(name);
+    if (is_own(name) && find_bound(name) == nullptr) names.push_back(name);
   }
   return names;
 }

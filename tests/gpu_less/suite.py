@@ -1,0 +1,83 @@
+"""All tests marked `gpu`, then swaps under many orders of streams, each order in its own process."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tests.gpu_less.build import TREE, Built
+
+NUM_SEEDS = int(os.environ.get("KVCACHE_GPULESS_SEEDS", "20"))
+SWAP_STEPS = 12  # of each race and seed
+PYTEST = ["python", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A pytest process; `environment` is what it has beside the usual."""
+
+    name: str
+    arguments: list[str]
+    environment: dict[str, str]
+
+    def command(self) -> str:
+        """For a reader to repeat it."""
+        variables = [f"{name}={value}" for name, value in self.environment.items()]
+        words = ["python3", "-m", "tests.gpu_less", "run", "--", *PYTEST, *self.arguments]
+        return " ".join([*variables, *words])
+
+
+def run_suite(built: Built) -> int:
+    """Runs and prints every job; is the exit status."""
+    started = time.monotonic()
+    swaps = sorted(
+        str(path.relative_to(TREE))
+        for pattern in ("test_swap*.py", "test_worker*.py")
+        for path in (TREE / "tests").glob(pattern)
+    )
+    jobs = [Job("all tests marked gpu", ["-rs", "--durations=5"], {"KVCACHE_GPULESS_SEED": "1"})]
+    for seed in range(1, NUM_SEEDS + 1):
+        environment = {
+            "KVCACHE_GPULESS_SEED": str(seed),
+            "KVCACHE_TEST_SWAP_STEPS": str(SWAP_STEPS),
+        }
+        jobs.append(Job(f"swaps, seed {seed}", swaps, environment))
+    failed = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for job, done in zip(jobs, pool.map(lambda job: _run(built, job), jobs), strict=True):
+            _print(job, done)
+            if done.returncode != 0:
+                failed.append(job)
+    took = time.monotonic() - started
+    print(f"gpu-less: {len(jobs)} processes, {len(failed)} failed, {took:.0f} s")
+    for job in failed:
+        print(f"gpu-less: again: {job.command()}")
+    return 1 if failed else 0
+
+
+def _run(built: Built, job: Job) -> subprocess.CompletedProcess:
+    environment = {**built.environment(), **job.environment}
+    environment["KVCACHE_EMUL_SEED"] = job.environment["KVCACHE_GPULESS_SEED"]
+    # Two processes run at a time; each of torch's operators here is small.
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    return subprocess.run(
+        [str(built.python), *PYTEST[1:], *job.arguments],
+        cwd=TREE,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _print(job: Job, done: subprocess.CompletedProcess) -> None:
+    lines = done.stdout.strip().splitlines() or ["no output"]
+    if done.returncode == 0:
+        told = [x for x in lines if re.match(r"SKIPPED|.*s (call|setup) ", x)]
+        print(f"== {job.name}: {lines[-1].strip('= ')}", *told, sep="\n", flush=True)
+    else:
+        print(f"== {job.name}: FAILED (exit {done.returncode})", done.stdout, sep="\n", flush=True)
