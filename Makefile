@@ -62,7 +62,7 @@ sanitize: setup
 soak: setup
 	$(BIN)/python -m tests.allocator_driver $(SECONDS)
 
-# Compiles every kernel; needs nvcc, not a GPU.
+# Compiles every kernel and checks the machine code; needs nvcc (and cuobjdump), not a GPU.
 cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 

@@ -1,37 +1,60 @@
-"""Compiles every CUDA source for sm_80, sm_90 and sm_100 with nvcc; needs no GPU.
+"""Compiles every CUDA source with nvcc, and checks the machine code of sm_90; needs no GPU.
 
-Exit code 0 when all compile, 1 when one does not, 3 when there is no nvcc.
+Prints a table of each kernel entry's machine code, and fails where it is not as
+`sass_expectations.py` says. `--json FILE` writes the table down. The machine code needs cuobjdump
+($CUOBJDUMP, the toolkit's, the PATH's, or the one that triton carries) and c++filt; without one of
+them it is skipped, with a line that says so.
+
+Exit code 0 when all is as expected, 1 when it is not, 3 when there is no nvcc.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks import sass
+from benchmarks.sass_expectations import failures
 from kvcache import _build
 
 NO_NVCC = 3
+ARCH = "sm_90"
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the table is written")
+    json_file = parser.parse_args(arguments).json
     home = _build.cuda_home()
     if home is None:
         print("cuda-check: no nvcc found, nothing compiled", file=sys.stderr)
         return NO_NVCC
     root = _build.source_root()
     sources = _build.cuda_sources(root)
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
-        results = list(pool.map(lambda source: compile_one(home, root, source, folder), sources))
-    for source, result in zip(sources, results, strict=True):
-        print(f"{source.name}: {'ok' if result.returncode == 0 else 'FAILED'}")
-        sys.stderr.write(result.stderr)
-    return int(any(result.returncode for result in results))
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{source.stem}.o" for source in sources]
+        with ThreadPoolExecutor() as pool:
+            results = list(pool.map(lambda s, o: compile_one(home, root, s, o), sources, objects))
+        for source, result in zip(sources, results, strict=True):
+            print(f"{source.name}: {'ok' if result.returncode == 0 else 'FAILED'}")
+            sys.stderr.write(result.stderr)
+        if any(result.returncode for result in results):
+            return 1
+        return check_machine_code(home, objects, json_file)
 
 
-def compile_one(home: Path, root: Path, source: Path, folder: str) -> subprocess.CompletedProcess:
+def compile_one(
+    home: Path, root: Path, source: Path, target: Path
+) -> subprocess.CompletedProcess[str]:
     command = [
         str(home / "bin" / "nvcc"),
         *_build.NVCC_FLAGS,
@@ -44,9 +67,104 @@ def compile_one(home: Path, root: Path, source: Path, folder: str) -> subprocess
         "-c",
         str(source),
         "-o",
-        str(Path(folder) / f"{source.stem}.o"),
+        str(target),
     ]
     return subprocess.run(command, capture_output=True, text=True)
+
+
+def check_machine_code(home: Path, objects: list[Path], json_file: Path | None) -> int:
+    tool = find_cuobjdump(home)
+    missing = None
+    if f"code={ARCH}" not in " ".join(_build.gencode_flags()):
+        missing = f"the architectures are without {ARCH}"
+    elif tool is None:
+        missing = "no cuobjdump found"
+    elif shutil.which("c++filt") is None:
+        missing = "no c++filt found"
+    if missing is not None:
+        print(f"machine code: SKIPPED, {missing}")
+        return 0
+    files = {o.stem: disassembled(tool, o) for o in objects}
+    for name, figures in files.items():
+        print_table(name, figures)
+    if json_file is not None:
+        kernels = {name: [asdict(f) for f in figures] for name, figures in files.items()}
+        json_file.write_text(json.dumps({**made_with(home), "files": kernels}, indent=1) + "\n")
+    found = failures(f for figures in files.values() for f in figures)
+    for line in found:
+        print(f"machine code: FAILED, {line}", file=sys.stderr)
+    if not found:
+        print(f"machine code of {ARCH}: as expected")
+    return int(bool(found))
+
+
+def find_cuobjdump(home: Path) -> str | None:
+    places = [os.environ.get("CUOBJDUMP"), home / "bin" / "cuobjdump", shutil.which("cuobjdump")]
+    triton = importlib.util.find_spec("triton")
+    if triton is not None and triton.origin is not None:
+        places.append(Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump")
+    return next((str(place) for place in places if place and Path(place).is_file()), None)
+
+
+def disassembled(tool: str, file: Path) -> list[sass.Figures]:
+    def output(option: str) -> str:
+        return subprocess.run(
+            [tool, option, "-arch", ARCH, str(file)], capture_output=True, text=True, check=True
+        ).stdout
+
+    kernels = sass.parse(output("-sass"), output("-res-usage"))
+    if not kernels:
+        raise RuntimeError(f"cuobjdump found no kernels for {ARCH} in {file.name}")
+    names = sass.demangled([kernel.symbol for kernel in kernels])
+    found = [sass.figures(kernel, name) for kernel, name in zip(kernels, names, strict=True)]
+    return sorted(found, key=lambda f: f.kernel)
+
+
+def print_table(file: str, figures: list[sass.Figures]) -> None:
+    """Kernel by kernel; entries that differ in nothing but the name share a line."""
+    columns = ("registers", "local", "shared", "instr.", "loads in flight", "stores", "instr./16 B")
+    widths = (9, 5, 6, 6, 17, 14, 11)
+    heading = "  ".join(f"{column:>{width}}" for column, width in zip(columns, widths, strict=True))
+    print(f"\n{file + '.cu':46}{heading}")
+
+    def cells(f: sass.Figures) -> tuple[str, ...]:
+        return (
+            str(f.registers),
+            str(f.stack_bytes + f.local_bytes + f.local_accesses),
+            str(f.shared_bytes),
+            str(f.instructions),
+            by_width(f.loads_in_flight),
+            by_width(f.stores),
+            "-" if f.instructions_per_16_bytes is None else str(f.instructions_per_16_bytes),
+        )
+
+    alike: dict[tuple, list[str]] = {}
+    for f in figures:
+        alike.setdefault((f.kernel.split("<")[0], cells(f)), []).append(f.kernel)
+    for (_, shown), names in alike.items():
+        line = "  ".join(f"{cell:>{width}}" for cell, width in zip(shown, widths, strict=True))
+        for name in names[:-1]:
+            print(name)
+        print(f"{names[-1]:46}{line}" if len(names[-1]) < 46 else f"{names[-1]}\n{'':46}{line}")
+
+
+def by_width(numbers: dict[int, int]) -> str:
+    """8 of 16 bytes, 2 of 4: "8x16 2x4"."""
+    return " ".join(f"{n}x{width}" for width, n in sorted(numbers.items(), reverse=True)) or "-"
+
+
+def made_with(home: Path) -> dict[str, str]:
+    version = subprocess.run(
+        [str(home / "bin" / "nvcc"), "--version"], capture_output=True, text=True
+    ).stdout
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--exclude=*"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    ).stdout.strip()
+    line = next((line for line in version.splitlines() if "release" in line), "")
+    return {"arch": ARCH, "nvcc": line.rpartition(" ")[2], "commit": commit}
 
 
 if __name__ == "__main__":

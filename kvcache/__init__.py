@@ -29,6 +29,8 @@ _HOME = {
     "Status": "kvcache.plan",
     "StepPlan": "kvcache.plan",
     "StepReport": "kvcache.plan",
+    "AttentionMetadata": "kvcache.worker",
+    "AttentionMetadataBuilder": "kvcache.worker",
     "BlockTable": "kvcache.worker",
     "KVStorage": "kvcache.worker",
     "MultiGroupBlockTable": "kvcache.worker",

@@ -85,6 +85,61 @@ def gather_block_tables(
     )
 
 
+def attention_metadata(
+    tables: torch.Tensor,
+    groups: torch.Tensor,
+    num_rows: int,
+    rows: torch.Tensor,
+    query_lens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    num_blocks_per_row: torch.Tensor,
+    max_num_tokens: int,
+    query_start_loc: torch.Tensor,
+    seqused_k: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    paged_kv_indptr: torch.Tensor | None = None,
+    paged_kv_indices: torch.Tensor | None = None,
+    paged_kv_last_page_len: torch.Tensor | None = None,
+) -> None:
+    """Metadata of a batch for attention kernels, all groups and all outputs in one launch.
+
+    tables, groups, num_blocks_per_row: as for `slot_mapping`. rows, query_lens, seq_lens: int32[n],
+    each request's row (-1: a padded one), its tokens in this step, and its tokens after this step;
+    the seq_len of a padded request is not looked at. max_num_tokens: no seq_len is greater; columns
+    behind those of so many tokens are not written.
+
+    query_start_loc: int32[N + 1], N >= n. Requests n to N - 1 are padded ones without tokens.
+    seqused_k: int32[num_groups, N], the tokens of each request that this context-parallel rank
+    holds. block_tables: int32[R * sum of columns], R >= N: per group [R, columns], rows in batch
+    order, null (0) where the request is padded or the window is past the column. The page lists, of
+    which `paged_kv_indices` may be left out: paged_kv_indptr int32[num_groups, N + 1];
+    paged_kv_indices int32[R * sum of columns]: per group [R * columns], each request's pages from the
+    first one that its first query sees to its last, one request after the other, then null up to N
+    times the columns written; paged_kv_last_page_len int32[num_groups, N], 1 to the group's block
+    size, 0 for a request without pages. seqused_k, paged_kv_indptr and paged_kv_last_page_len may
+    have any stride between groups.
+
+    A request with a value out of range, or longer than its row's blocks reach, is a RuntimeError; on
+    a GPU outside the checked mode it becomes a padded request that keeps its queries.
+    """
+    _ops.attention_metadata(
+        tables,
+        groups,
+        num_rows,
+        rows,
+        query_lens,
+        seq_lens,
+        num_blocks_per_row,
+        max_num_tokens,
+        query_start_loc,
+        seqused_k,
+        block_tables,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+    )
+
+
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -213,6 +268,7 @@ _ON_HOST = {
     "slot_mapping": {1},  # groups
     "update_block_tables": set(),
     "gather_block_tables": {1},  # groups
+    "attention_metadata": {1},  # groups
     "write_kv": set(),
     "gather_kv": set(),
     "copy_blocks": {0, 1, 2, 3},  # either side, regions, pairs

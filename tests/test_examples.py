@@ -29,6 +29,7 @@ DOCUMENTED = [
     "kvcache.transfer.sharding",
     "kvcache.transfer.topology",
     "kvcache.worker.apply",
+    "kvcache.worker.attention_metadata",
     "kvcache.worker.block_table",
     "kvcache.worker.multi_group",
     "kvcache.worker.storage",

@@ -125,6 +125,7 @@ class Emulator {
       while (next_new_thread_ < block_.threads.size()) {
         set_current(block_.threads[next_new_thread_++]);
         current_->wait = Wait::kNone;
+        current_->async_copies.clear();
         call_(argument_);
         current_->wait = Wait::kExited;
         --num_live_;

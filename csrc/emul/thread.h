@@ -1,9 +1,11 @@
 // One CUDA thread of the running block, and what it waits for.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "emul/fiber.h"
 #include "emul/types.h"
@@ -58,6 +60,24 @@ inline const char* wait_name(Wait wait) {
   }
 }
 
+// See async_copy.h.
+struct AsyncCopy {
+  void* shared;
+  const void* global;
+  size_t num_bytes;
+  char bytes[16];
+};
+
+struct AsyncCopies {
+  std::vector<AsyncCopy> begun;    // that have not arrived, in order
+  std::vector<size_t> group_ends;  // how many of them each group and those before it have
+
+  void clear() {
+    begun.clear();
+    group_ends.clear();
+  }
+};
+
 struct Thread {
   uint3 index;
   unsigned linear;        // x + y * blockDim.x + z * blockDim.x * blockDim.y
@@ -68,6 +88,7 @@ struct Thread {
   uint64_t offered;       // its operand of a shuffle or vote
   uint64_t published;     // the same once the operation completed: the others read this
   unsigned participants;  // lanes that took part in the last completed warp operation
+  AsyncCopies async_copies;
 
   unsigned lane() const { return linear % kWarpLanes; }
 };

@@ -20,6 +20,9 @@ struct uint2 {
 struct uint3 {
   unsigned x, y, z;
 };
+struct int4 {
+  int x, y, z, w;
+} __attribute__((aligned(16)));
 struct uint4 {
   unsigned x, y, z, w;
 } __attribute__((aligned(16)));

@@ -114,18 +114,20 @@ void permute_blocks_(Tensor cache, Tensor offsets, Tensor indices, int64_t remot
       p.row_bytes <= fitting ? p.row_bytes : fitting / kLeastSliceBytes * kLeastSliceBytes;
   const Permute through_scratch = slice > 0 ? permute_for(p.row_bytes, slice) : nullptr;
   const int64_t grain = std::max<int64_t>(kGrainBytes / p.unit_bytes(), 1);
-  torch::stable::parallel_for(0, offsets.numel() * num_units, grain,
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t i = begin; i < end; ++i) {
-                                  char* const layer = p.cache + layers[i / num_units];
-                                  const PermuteUnit unit = p.unit(i % num_units);
-                                  if (through_scratch != nullptr) {
-                                    through_scratch(p, layer, unit, ids, slice);
-                                  } else {
-                                    rotate_unit(p, layer, unit, ids);
-                                  }
-                                }
-                              });
+  torch::stable::parallel_for(
+      0, offsets.numel() * num_units, grain, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          char* const layer = p.cache + layers[i / num_units];
+          const int64_t u = i % num_units;
+          const PermuteUnit unit =
+              p.unit(u / p.units_per_group, static_cast<uint32_t>(u % p.units_per_group));
+          if (through_scratch != nullptr) {
+            through_scratch(p, layer, unit, ids, slice);
+          } else {
+            rotate_unit(p, layer, unit, ids);
+          }
+        }
+      });
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "ops/block_permute.h"
 
+#include "ops/async_copy.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
 #include "ops/vector.h"
@@ -16,16 +17,26 @@ constexpr int64_t kPlainSharedBytes = 48 << 10;  // more must be asked for
 
 constexpr int64_t kMaxGrid = INT32_MAX;
 constexpr int kLayersPerLaunch = 64;
-constexpr int kIdsPerLaunch = 820;
+constexpr int kIdsPerLaunch = 812;
 
 // What one launch does: some groups, in some layers.
 struct PermuteLaunch {
   BlockPermute p;
-  uint32_t unit_blocks;  // thread blocks of a unit
-  FastDivisor slice;     // vectors of a slice; the last one of a row may have fewer
-  FastDivisor row;       // vectors of a row
+  FastDivisor units_per_group;
+  FastDivisor unit_blocks;  // thread blocks of a unit
+  FastDivisor slice;        // vectors of a slice; the last one of a row may have fewer
+  FastDivisor row;          // vectors of a row
+  uint32_t rows_at_once;    // that the threads of a block move
   int64_t layers[kLayersPerLaunch];
   LaunchIds<kIdsPerLaunch> ids;
+
+  // The unit that this thread block works on, and which of the unit's thread blocks it is.
+  KV_HOST_DEVICE PermuteUnit unit(uint32_t block, uint32_t& of_unit) const {
+    const uint32_t u = unit_blocks.divide(block);
+    of_unit = block - u * unit_blocks.divisor;
+    const uint32_t group = units_per_group.divide(u);
+    return p.unit(group, u - group * units_per_group.divisor);
+  }
 
   // Whether the group of this unit names a block that is not there: skipped, see checked_mode.
   KV_HOST_DEVICE bool skips(const PermuteUnit& unit) const {
@@ -42,21 +53,24 @@ static_assert(sizeof(PermuteLaunch) <= kMaxParameterBytes, "too many ids in a la
 // One thread block per unit and slice of its rows (x) and per layer (y): the whole slice into
 // shared memory as it lies, then out again as it shall lie. A thread keeps its column; both times
 // neighbouring threads touch neighbouring bytes of a row. Dense: rows lie at one distance.
+//
+// All reads of a thread are on their way together: without registers where the hardware copies
+// asynchronously, else kUnroll at a time.
 template <class Vector, bool kDense>
 __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
   KV_DYN_SHARED(uint4, shared);
   const BlockPermute& p = launch.p;
   const uint32_t slice = launch.slice.divisor;
-  const uint32_t u = blockIdx.x / launch.unit_blocks;
-  const uint32_t first = (blockIdx.x - u * launch.unit_blocks) * slice;
-  const PermuteUnit unit = p.unit(u);
+  uint32_t of_unit;
+  const PermuteUnit unit = launch.unit(blockIdx.x, of_unit);
   if (launch.skips(unit)) return;
   const uint32_t first_row = launch.slice.divide(threadIdx.x);
   const uint32_t column = threadIdx.x - first_row * slice;
-  const uint32_t step = kThreads / slice;  // rows at once
-  const bool takes_part = first_row < step && first + column < launch.row.divisor;
+  const uint32_t in_row = of_unit * slice + column;
+  const uint32_t step = launch.rows_at_once;
+  const bool takes_part = first_row < step && in_row < launch.row.divisor;
   char* const base = p.cache + launch.layers[blockIdx.y] +
-                     int64_t{first + column} * static_cast<int64_t>(sizeof(Vector)) +
+                     int64_t{in_row} * static_cast<int64_t>(sizeof(Vector)) +
                      (kDense ? p.place(unit, launch.ids, 0) : 0);
   const auto vector_at = [&](uint32_t row) {
     return reinterpret_cast<Vector*>(
@@ -64,17 +78,40 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   };
   Vector* const held = reinterpret_cast<Vector*>(shared) + column;
   if (takes_part) {
-    for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
-      Vector moved[kUnroll];
+    if constexpr (has_async_copy<Vector>) {
+      if constexpr (kDense) {
+#pragma unroll kUnroll
+        for (uint32_t row = first_row; row < p.unit_rows; row += step) {
+          async_copy(held + row * slice, vector_at(row));
+        }
+      } else {  // the ids of several rows are read together
+        for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
+          const Vector* from[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const uint32_t row = begin + i * step;
-        if (row < p.unit_rows) moved[i] = __ldcs(vector_at(row));
+          for (int i = 0; i < kUnroll; ++i)
+            from[i] = vector_at(min(begin + i * step, p.unit_rows - 1));
+#pragma unroll
+          for (int i = 0; i < kUnroll; ++i) {
+            const uint32_t row = begin + i * step;
+            if (row < p.unit_rows) async_copy(held + row * slice, from[i]);
+          }
+        }
       }
+      async_copy_commit();
+      async_copy_wait<0>();
+    } else {
+      for (uint32_t begin = first_row; begin < p.unit_rows; begin += step * kUnroll) {
+        Vector moved[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const uint32_t row = begin + i * step;
-        if (row < p.unit_rows) held[row * slice] = moved[i];
+        for (int i = 0; i < kUnroll; ++i) {
+          const uint32_t row = begin + i * step;
+          if (row < p.unit_rows) moved[i] = __ldcs(vector_at(row));
+        }
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+          const uint32_t row = begin + i * step;
+          if (row < p.unit_rows) held[row * slice] = moved[i];
+        }
       }
     }
   }
@@ -91,12 +128,12 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
 template <class Vector>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
   const BlockPermute& p = launch.p;
-  const uint32_t u = blockIdx.x / launch.unit_blocks;
-  const uint32_t j = (blockIdx.x - u * launch.unit_blocks) * kThreads + threadIdx.x;
+  uint32_t of_unit;
+  const PermuteUnit unit = launch.unit(blockIdx.x, of_unit);
+  const uint32_t j = of_unit * kThreads + threadIdx.x;
   if (j >= p.unit_rows * launch.row.divisor) return;
   const uint32_t row = launch.row.divide(j);
   const uint32_t column = j - row * launch.row.divisor;
-  const PermuteUnit unit = p.unit(u);
   if (!p.leads_cycle(row) || launch.skips(unit)) return;
   char* const layer = p.cache + launch.layers[blockIdx.y];
   const auto vector_at = [&](uint32_t r) {
@@ -215,8 +252,10 @@ void permute_blocks_cuda_(Tensor cache, Tensor offsets, Tensor indices, int64_t 
                                         : (p.unit_bytes() / vector + kThreads - 1) / kThreads;
   PermuteLaunch launch{};
   launch.p = p;
-  launch.unit_blocks = static_cast<uint32_t>(unit_blocks);
+  launch.units_per_group = fast_divisor(p.units_per_group);
+  launch.unit_blocks = fast_divisor(unit_blocks);
   launch.slice = fast_divisor(std::max<int64_t>(slice / vector, 1));
+  launch.rows_at_once = kThreads / launch.slice.divisor;
   launch.row = fast_divisor(p.row_bytes / vector);
   const int64_t most_groups = std::min(kMaxGrid / (p.units_per_group * unit_blocks),
                                        host_ids ? kIdsPerLaunch / p.group_size : kMaxGrid);

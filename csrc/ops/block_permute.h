@@ -37,11 +37,11 @@ struct BlockPermute {
   uint32_t matrix_rows;    // 1 or columns 1: nothing moves
   uint32_t unit_rows;      // matrix_rows * columns * run
   int32_t group_size;      // ids of a group
-  int64_t units_per_group, num_groups;
+  uint32_t units_per_group;
+  int64_t num_groups;
 
-  KV_HOST_DEVICE PermuteUnit unit(int64_t u) const {
-    const int64_t group = u / units_per_group;
-    return {group * group_size, static_cast<uint32_t>(u - group * units_per_group) * unit_rows};
+  KV_HOST_DEVICE PermuteUnit unit(int64_t group, uint32_t of_group) const {
+    return {group * group_size, of_group * unit_rows};
   }
 
   // Which row of the unit, as it was received, belongs at row r.
@@ -171,7 +171,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));
   p.unit_rows = p.matrix_rows * p.columns.divisor * p.run.divisor;
   p.group_size = static_cast<int32_t>(group_size);
-  p.units_per_group = group_size * block_size / unit_tokens;
+  p.units_per_group = static_cast<uint32_t>(group_size * block_size / unit_tokens);
   p.num_groups = indices.size(0);
   return p;
 }

@@ -15,6 +15,12 @@ void define_schemas(Library& m) {
       "gather_block_tables(Tensor tables, Tensor groups, int num_rows, Tensor idx_mapping, "
       "Tensor? num_computed_tokens, int max_num_tokens, Tensor(a!) out) -> ()");
   m.def(
+      "attention_metadata(Tensor tables, Tensor groups, int num_rows, Tensor rows, "
+      "Tensor query_lens, Tensor seq_lens, Tensor num_blocks_per_row, int max_num_tokens, "
+      "Tensor(a!) query_start_loc, Tensor(b!) seqused_k, Tensor(c!)? block_tables=None, "
+      "Tensor(d!)? paged_kv_indptr=None, Tensor(e!)? paged_kv_indices=None, "
+      "Tensor(f!)? paged_kv_last_page_len=None) -> ()");
+  m.def(
       "write_kv(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
       "Tensor slot_mapping, Tensor? k_scale=None, Tensor? v_scale=None) -> ()");
   m.def(

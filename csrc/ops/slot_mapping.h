@@ -129,19 +129,8 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
     check_size(rows, "rows", 0, positions.size(0), "as positions has");
   }
   if (num_blocks_per_row) {
-    const Tensor& counts = *num_blocks_per_row;
-    check_dim(counts, "num_blocks_per_row", 2, "[num_groups, num_rows]");
-    check_dtype(counts, "num_blocks_per_row", {ScalarType::Int});
-    check_contiguous(counts, "num_blocks_per_row");
-    check_same_device(counts, "num_blocks_per_row", tables, "tables");
-    check_size(counts, "num_blocks_per_row", 1, num_rows, "one entry per row");
-    for (int g = 0; g < m.groups.num_groups; ++g) {
-      if (m.groups.group[g].counts_row < counts.size(0)) continue;
-      fail("groups[" + std::to_string(g) + "] names row " +
-           std::to_string(m.groups.group[g].counts_row) + " of num_blocks_per_row, which has " +
-           std::to_string(counts.size(0)));
-    }
-    m.counts = counts.const_data_ptr<int32_t>();
+    check_counts(*num_blocks_per_row, m.groups, tables);
+    m.counts = num_blocks_per_row->const_data_ptr<int32_t>();
   }
   check_disjoint(out, "out", tables, "tables");
   check_disjoint(out, "out", rows, "rows");

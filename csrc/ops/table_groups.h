@@ -44,10 +44,32 @@ struct TableGroupView {
     return block < 0 ? -1 : block * block_size + offset;
   }
 
+  // Tokens that this rank holds of the first `num_tokens`, fewer than a column stands for, of one
+  // column.
+  KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
+    if (by_world.divisor == 1) return num_tokens;
+    const uint32_t chunk = by_interleave.divide(num_tokens);  // that the first token left out is in
+    const uint32_t round = by_world.divide(chunk);
+    const uint32_t turn = chunk - round * by_world.divisor;
+    uint32_t of_round = 0;  // tokens of its chunk in the round that is not complete
+    if (turn > rank) of_round = by_interleave.divisor;
+    if (turn == rank) of_round = num_tokens - chunk * by_interleave.divisor;
+    return round * by_interleave.divisor + of_round;
+  }
+
   // Leading columns that no query at or behind position `first` can see through the window.
-  KV_HOST_DEVICE int64_t num_hidden_columns(int64_t first) const {
-    const int64_t first_visible = first - window + 1;
-    return window == 0 || first_visible <= 0 ? 0 : first_visible / by_column.divisor;
+  KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
+    const int64_t first_visible = int64_t{first} - window + 1;
+    if (window == 0 || first_visible <= 0) return 0;
+    return by_column.divide(static_cast<uint32_t>(first_visible));
+  }
+
+  // Columns that a row of up to so many tokens has.
+  KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
+    if (max_num_tokens <= 0) return 0;
+    const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
+    const int64_t needed = by_column.divide(static_cast<uint32_t>(last)) + 1;
+    return needed < num_columns ? needed : num_columns;
   }
 };
 
@@ -132,6 +154,21 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
     if (view.num_positions() < out.num_positions) out.num_positions = view.num_positions();
   }
   return out;
+}
+
+// The argument `num_blocks_per_row`: entries that each row of each group holds.
+inline void check_counts(const Tensor& counts, const TableGroups& groups, const Tensor& tables) {
+  check_dim(counts, "num_blocks_per_row", 2, "[num_groups, num_rows]");
+  check_dtype(counts, "num_blocks_per_row", {ScalarType::Int});
+  check_contiguous(counts, "num_blocks_per_row");
+  check_same_device(counts, "num_blocks_per_row", tables, "tables");
+  check_size(counts, "num_blocks_per_row", 1, groups.num_rows, "one entry per row");
+  for (int g = 0; g < groups.num_groups; ++g) {
+    if (groups.group[g].counts_row < counts.size(0)) continue;
+    fail("groups[" + std::to_string(g) + "] names row " +
+         std::to_string(groups.group[g].counts_row) + " of num_blocks_per_row, which has " +
+         std::to_string(counts.size(0)));
+  }
 }
 
 }  // namespace kvcache

@@ -3,6 +3,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace kvcache {
@@ -31,10 +32,10 @@ void gather_block_tables(Tensor tables, Tensor groups, int64_t num_rows, Tensor 
     if (bad(i)) fail_index(i, m.idx_mapping[i], m.groups.num_rows);
   }
   for (int g = 0; g < m.groups.num_groups; ++g) {
-    const int64_t columns = m.num_columns(g);
     for (int64_t i = 0; i < m.num_out_rows; ++i) {
-      int32_t* row = m.out_row(g, i);
-      for (int64_t c = 0; c < columns; ++c) row[c] = m.id(g, i, c);
+      const GatheredRow row = m.row(g, i);
+      std::fill_n(row.to, row.hidden, 0);
+      std::copy(row.from + row.hidden, row.from + row.columns, row.to + row.hidden);
     }
   }
 }

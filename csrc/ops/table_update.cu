@@ -1,36 +1,105 @@
 #include "ops/table_update.h"
 
 #include "ops/device.h"
+#include "ops/launch_ids.h"
 
 namespace kvcache {
 namespace {
 
+constexpr unsigned kFullWarp = 0xFFFFFFFFu;
 constexpr unsigned kWarps = 8;  // per thread block
 constexpr unsigned kUpdateBlocks = 64;
+constexpr int32_t kShort = 4;  // ids that one lane writes by itself
 constexpr unsigned kGatherThreads = 128;
 
-// One warp per segment, in turns: the grid does not depend on their number, which the kernel reads,
-// so that a captured graph serves every step.
-__global__ void update_kernel(const TableUpdate u) {
-  if (u.bad_count()) return;  // see checked_mode
-  const unsigned lane = threadIdx.x % 32;
-  const int64_t first = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32;
-  for (int64_t s = first; s < u.num_segments(); s += int64_t{gridDim.x} * kWarps) {
-    if (u.bad_segment(s)) continue;
-    const int32_t* place = u.segment(s);
-    for (int32_t i = static_cast<int32_t>(lane); i < place[1]; i += 32) {
-      u.tables[int64_t{place[0]} + i] = u.updates[int64_t{place[2]} + i];
+// Ids from `from` to `to` by a warp; several loads before the first store.
+__device__ __forceinline__ void copy_by_warp(int32_t* to, const int32_t* from, int32_t length,
+                                             int32_t lane) {
+  constexpr int32_t kLoads = 4;
+  for (int32_t first = lane; first < length; first += 32 * kLoads) {
+    int32_t ids[kLoads];
+#pragma unroll
+    for (int32_t u = 0; u < kLoads; ++u) {
+      if (first + 32 * u < length) ids[u] = from[first + 32 * u];
+    }
+#pragma unroll
+    for (int32_t u = 0; u < kLoads; ++u) {
+      if (first + 32 * u < length) to[first + 32 * u] = ids[u];
     }
   }
 }
 
-// One thread block per output row (x) and group (y).
-__global__ void gather_kernel(const TableGather m) {
-  const int64_t i = blockIdx.x;
-  const int g = static_cast<int>(blockIdx.y);
-  const int64_t columns = m.num_columns(g);
-  int32_t* row = m.out_row(g, i);
-  for (int64_t c = threadIdx.x; c < columns; c += blockDim.x) row[c] = m.id(g, i, c);
+// Segments are dealt out evenly to all warps of a grid that does not depend on their number, which
+// the kernel reads: so a captured graph serves every step. A warp takes up to 32 segments at once,
+// one per lane: a short one (a decode step appends an id to a row) is written by its lane, the long
+// ones by the whole warp, one after the other.
+__global__ void __launch_bounds__(kWarps * 32) update_kernel(const TableUpdate u) {
+  if (u.bad_count()) return;  // see checked_mode
+  const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+  const int32_t warp = static_cast<int32_t>(blockIdx.x * kWarps + threadIdx.x / 32);
+  const auto num_warps = static_cast<int32_t>(gridDim.x * kWarps);
+  const auto num_segments = static_cast<int32_t>(u.num_segments());
+  const int32_t share = num_segments / num_warps + (num_segments % num_warps != 0);
+  const int32_t at_once = share < 32 ? share : 32;
+  for (int64_t first = int64_t{warp} * at_once; first < num_segments;
+       first += int64_t{num_warps} * at_once) {
+    const int64_t s = first + lane;
+    int32_t to = 0, length = 0, from = 0;
+    if (lane < at_once && s < num_segments && !u.bad_segment(s)) {
+      const int32_t* place = u.segment(s);
+      to = place[0];
+      length = place[1];
+      from = place[2];
+    }
+    if (length <= kShort) {
+#pragma unroll
+      for (int32_t i = 0; i < kShort; ++i) {
+        if (i < length) u.tables[int64_t{to} + i] = u.updates[int64_t{from} + i];
+      }
+    }
+    unsigned long_ones = __ballot_sync(kFullWarp, length > kShort);
+    while (long_ones != 0) {
+      const int owner = __ffs(static_cast<int>(long_ones)) - 1;
+      long_ones &= long_ones - 1;
+      const int32_t its_to = __shfl_sync(kFullWarp, to, owner);
+      const int32_t its_length = __shfl_sync(kFullWarp, length, owner);
+      const int32_t its_from = __shfl_sync(kFullWarp, from, owner);
+      copy_by_warp(u.tables + its_to, u.updates + its_from, its_length, lane);
+    }
+  }
+}
+
+// Four ids from column c on, as the row shows them.
+__device__ __forceinline__ int4 shown(const GatheredRow& row, int32_t c) {
+  if (c + 3 < row.hidden) return int4{0, 0, 0, 0};
+  int4 ids = *reinterpret_cast<const int4*>(row.from + c);
+  if (c < row.hidden) ids.x = 0;
+  if (c + 1 < row.hidden) ids.y = 0;
+  if (c + 2 < row.hidden) ids.z = 0;
+  return ids;
+}
+
+// One thread block per output row (x) and group (y). Four ids at a time where both rows are aligned
+// to them or become so after the same few ids.
+__global__ void __launch_bounds__(kGatherThreads) gather_kernel(KV_PARAMETER TableGather m) {
+  const GatheredRow row = m.row(static_cast<int>(blockIdx.y), blockIdx.x);
+  const auto misalignment = [](const int32_t* p) {
+    return static_cast<int32_t>(reinterpret_cast<uintptr_t>(p) / sizeof(int32_t) % 4);
+  };
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  int32_t head = row.columns, vectors = 0;  // ids before the first four, number of fours
+  if (misalignment(row.to) == misalignment(row.from)) {
+    head = min((4 - misalignment(row.to)) % 4, row.columns);
+    vectors = (row.columns - head) / 4;
+  }
+  for (int32_t v = thread; v < vectors; v += kGatherThreads) {
+    *reinterpret_cast<int4*>(row.to + head + 4 * v) = shown(row, head + 4 * v);
+  }
+  const int32_t singles = row.columns - 4 * vectors;
+  for (int32_t n = thread; n < singles; n += kGatherThreads) {
+    const int32_t c = n < head ? n : n + 4 * vectors;
+    row.to[c] = c < row.hidden ? 0 : row.from[c];
+  }
 }
 
 struct BadSegment {

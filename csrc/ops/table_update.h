@@ -52,6 +52,15 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
 }
 
+// A row of one group's table on its way to its place in the batch: null in the first `hidden`
+// columns, which the window has left behind, then the ids. A padded row is hidden as a whole.
+struct GatheredRow {
+  const int32_t* from;
+  int32_t* to;
+  int32_t columns;
+  int32_t hidden;
+};
+
 // Rows of all tables in batch order.
 struct TableGather {
   TableGroups groups;
@@ -63,21 +72,19 @@ struct TableGather {
   int32_t* out;            // laid out as tables
 
   KV_HOST_DEVICE int64_t num_columns(int g) const {
+    return groups.group[g].num_columns_for(max_num_tokens);
+  }
+  KV_HOST_DEVICE GatheredRow row(int g, int64_t i) const {
     const TableGroupView& group = groups.group[g];
-    const int64_t needed =
-        (max_num_tokens + group.by_column.divisor - 1) / int64_t{group.by_column.divisor};
-    return needed < group.num_columns ? needed : group.num_columns;
-  }
-  KV_HOST_DEVICE int32_t* out_row(int g, int64_t i) const {
-    return out + groups.group[g].offset + i * groups.group[g].num_columns;
-  }
-  // The id for column c of output row i: null where the row is padded or the window is past it.
-  KV_HOST_DEVICE int32_t id(int g, int64_t i, int64_t c) const {
     const int32_t row = idx_mapping[i];
-    if (row < 0 || row >= groups.num_rows) return 0;
-    const TableGroupView& group = groups.group[g];
-    if (num_computed != nullptr && c < group.num_hidden_columns(num_computed[i])) return 0;
-    return tables[group.offset + int64_t{row} * group.num_columns + c];
+    const auto columns = static_cast<int32_t>(num_columns(g));
+    int64_t hidden = columns;  // a padded row, or one that is not there (see checked_mode)
+    if (row >= 0 && row < groups.num_rows) {
+      hidden = num_computed != nullptr ? group.num_hidden_columns(num_computed[i]) : 0;
+    }
+    return {tables + group.offset + int64_t{hidden < columns ? row : 0} * group.num_columns,
+            out + group.offset + i * group.num_columns, columns,
+            hidden < columns ? static_cast<int32_t>(hidden) : columns};
   }
 };
 
@@ -124,7 +131,7 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   if (num_computed_tokens) check_disjoint(out, "out", *num_computed_tokens, "num_computed_tokens");
   m.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
   m.num_out_rows = idx_mapping.size(0);
-  m.max_num_tokens = max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX;
+  m.max_num_tokens = max_num_tokens;
   return m;
 }
 

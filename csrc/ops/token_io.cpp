@@ -90,9 +90,10 @@ void run(const TokenIo& io) {
   for (int64_t i = 0; i < io.num_tokens; ++i) {
     if (io(i)) fail_token_io(io, i, io.slots[i]);
   }
-  const int64_t token_bytes = io.k.width() * io.k.token_element + io.v.width() * io.v.token_element;
+  const int64_t token_bytes =
+      io.k().width() * io.k().token_element + io.v().width() * io.v().token_element;
   const int64_t grain = std::max<int64_t>(kGrainBytes / (token_bytes + 1), 1);
-  const Move move_k = move_of<direction>(io.k), move_v = move_of<direction>(io.v);
+  const Move move_k = move_of<direction>(io.k()), move_v = move_of<direction>(io.v());
   const auto move = [&](Move function, const TokenPages& p, int64_t layer, int64_t i) {
     if (io.slots[i] >= 0) {
       function(p, layer, i, io.slots[i]);
@@ -104,8 +105,8 @@ void run(const TokenIo& io) {
   torch::stable::parallel_for(0, num_moves, grain, [&](int64_t begin, int64_t end) {
     for (int64_t j = begin; j < end; ++j) {
       const int64_t layer = j / io.num_tokens, i = j % io.num_tokens;
-      if (io.k.width() > 0) move(move_k, io.k, layer, i);
-      if (io.v.width() > 0) move(move_v, io.v, layer, i);
+      if (io.k().width() > 0) move(move_k, io.k(), layer, i);
+      if (io.v().width() > 0) move(move_v, io.v(), layer, i);
     }
   });
 }

@@ -2,27 +2,36 @@
 
 #include "ops/device.h"
 #include "ops/fast_divisor.h"
+#include "ops/launch_ids.h"
+#include "ops/scale_divisor.h"
 #include "ops/vector.h"
 
 namespace kvcache {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
-constexpr unsigned kThreads = 128;  // of a thread block, for 1 to 128 tokens
-constexpr unsigned kInFlight = 4;   // vectors that a thread loads before it stores the first
+constexpr unsigned kThreads = 128;  // at most, of a thread block
+constexpr unsigned kInFlight = 4;  // tokens whose vectors a thread loads before it stores the first
 
-// What a thread moves at once: a vector in the tokens, one in the page, and what lies between.
+// A mover makes of a vector of one side one of the other side. `Token` and `Page` are these
+// vectors; a mover is made for one scale.
 template <class Vector>
 struct MoveBytes {
   using Token = Vector;
   using Page = Vector;
   static constexpr bool kScaled = false;
-  static KV_HOST_DEVICE Page to_page(const Token& token, float) { return token; }
-  static KV_HOST_DEVICE Token to_token(const Page& page, float) { return page; }
+
+  KV_HOST_DEVICE explicit MoveBytes(float) {}
+  KV_HOST_DEVICE bool is_exact() const { return true; }
+  KV_HOST_DEVICE Vector to_page(const Vector& token) const { return token; }
+  KV_HOST_DEVICE Vector to_token(const Vector& page) const { return page; }
 };
 
-template <class Element, class Format, int n>
-struct Convert {
+// n elements of a token, and of a page of fp8.
+template <class Element_, int n>
+struct Fp8Vectors {
+  using Element = Element_;
+  static constexpr int kElements = n;
   struct alignas(n * sizeof(Element)) Token {
     Element elements[n];
   };
@@ -30,28 +39,74 @@ struct Convert {
     uint8_t elements[n];
   };
   static constexpr bool kScaled = true;
-  static KV_HOST_DEVICE Page to_page(const Token& token, float scale) {
+};
+
+template <class Element, class Format_, int n>
+struct ToFp8 : Fp8Vectors<Element, n> {
+  using typename Fp8Vectors<Element, n>::Token;
+  using typename Fp8Vectors<Element, n>::Page;
+  using Format = Format_;
+
+  KV_HOST_DEVICE explicit ToFp8(float scale) : divisor(scale) {}
+  KV_HOST_DEVICE bool is_exact() const { return divisor.is_exact(); }
+  KV_HOST_DEVICE Page to_page(const Token& token) const {
     Page page;
+    if constexpr (n == 1) {
+      page.elements[0] =
+          static_cast<uint8_t>(encode_pair<Format>(divisor.divide(widen(token.elements[0])), 0.0f));
+    } else {
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      quantize<Format>(token.elements[i], scale, page.elements[i]);
+      for (int i = 0; i < n; i += 2) {
+        const uint16_t codes = encode_pair<Format>(divisor.divide(widen(token.elements[i])),
+                                                   divisor.divide(widen(token.elements[i + 1])));
+        page.elements[i] = static_cast<uint8_t>(codes);
+        page.elements[i + 1] = static_cast<uint8_t>(codes >> 8);
+      }
     }
     return page;
   }
-  static KV_HOST_DEVICE Token to_token(const Page& page, float scale) {
+
+  ScaleDivisor<Element> divisor;
+};
+
+template <class Element, class Format, int n>
+struct FromFp8 : Fp8Vectors<Element, n> {
+  using typename Fp8Vectors<Element, n>::Token;
+  using typename Fp8Vectors<Element, n>::Page;
+
+  KV_HOST_DEVICE explicit FromFp8(float scale) : scale(scale) {}
+  KV_HOST_DEVICE bool is_exact() const { return true; }
+  KV_HOST_DEVICE Token to_token(const Page& page) const {
     Token token;
+    if constexpr (n == 1) {
+      dequantize<Format>(page.elements[0], scale, token.elements[0]);
+    } else {
 #pragma unroll
-    for (int i = 0; i < n; ++i) {
-      dequantize<Format>(page.elements[i], scale, token.elements[i]);
+      for (int i = 0; i < n; i += 2) {
+        float first, second;
+        decode_pair<Format>(static_cast<uint16_t>(page.elements[i] | page.elements[i + 1] << 8),
+                            first, second);
+        narrow(first * scale, token.elements[i]);
+        narrow(second * scale, token.elements[i + 1]);
+      }
     }
     return token;
   }
+
+  float scale;
 };
 
 // The vectors of a token, and of a piece of it that is dense in the page.
 struct Vectors {
   uint32_t total;
   FastDivisor per_piece;
+};
+
+// K and V, and how many thread blocks share a token of K; the rest of grid.y share one of V.
+struct TokenLaunch {
+  TokenIo io;
+  Vectors vectors[2];
+  uint32_t k_blocks;
 };
 
 template <class Mover>
@@ -64,63 +119,92 @@ Vectors vectors_of(const TokenPages& p) {
   return {total, fast_divisor(std::max(p.in_one_piece() ? total : count(p.head_size), 1u))};
 }
 
-// One thread's part of one token of one layer, K or V.
-template <class Mover, Direction direction>
-__device__ __forceinline__ void move_token(const TokenPages& p, const Vectors& vectors,
-                                           int64_t layer, int64_t i, int64_t slot) {
-  using Token = typename Mover::Token;
-  using Page = typename Mover::Page;
-  Token* const token = reinterpret_cast<Token*>(p.token(layer, i));
-  if (slot < 0) {
-    if constexpr (direction == Direction::kGather) {
-      for (uint32_t j = threadIdx.x; j < vectors.total; j += blockDim.x) token[j] = Token{};
-    }
-    return;
-  }
-  char* const pages = p.page(layer, slot);
-  for (uint32_t first = threadIdx.x; first < vectors.total; first += kInFlight * blockDim.x) {
-    Token in_token[kInFlight];
-    Page in_page[kInFlight];
-    Page* place[kInFlight];
-    float scale[kInFlight];
-#pragma unroll
-    for (unsigned u = 0; u < kInFlight; ++u) {
-      const uint32_t j = first + u * blockDim.x;
-      if (j < vectors.total) {
-        const uint32_t piece = vectors.per_piece.divide(j);
-        place[u] = reinterpret_cast<Page*>(pages + piece * p.page_head_stride) +
-                   (j - piece * vectors.per_piece.divisor);
-        scale[u] = Mover::kScaled ? p.scale(layer, piece) : 1.0f;
-        if constexpr (direction == Direction::kWrite) {
-          in_token[u] = token[j];
-        } else {
-          in_page[u] = *place[u];
-        }
-      }
-    }
-#pragma unroll
-    for (unsigned u = 0; u < kInFlight; ++u) {
-      const uint32_t j = first + u * blockDim.x;
-      if (j < vectors.total) {
-        if constexpr (direction == Direction::kWrite) {
-          *place[u] = Mover::to_page(in_token[u], scale[u]);
-        } else {
-          token[j] = Mover::to_token(in_page[u], scale[u]);
-        }
-      }
-    }
+constexpr int64_t kNoSlot = -1, kSkipped = -2;
+
+// Where token i lies within the pages of a layer, or one of the above.
+__device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, int64_t i) {
+  if (i >= io.num_tokens) return kSkipped;
+  const int64_t slot = io.slots[i];
+  if (slot == -1) return kNoSlot;
+  if (slot < 0 || slot >= io.num_slots) return kSkipped;  // see checked_mode
+  return p.page_place(slot);
+}
+
+// One vector's elements of kInFlight tokens, divided truly: for the rare scales that need it.
+template <class Mover>
+__device__ void write_by_division(const TokenIo& io, const TokenPages& p, float scale,
+                                  int64_t first, const char* tokens, char* pages) {
+  using Element = typename Mover::Element;
+#pragma unroll 1
+  for (unsigned n = 0; n < kInFlight * Mover::kElements; ++n) {
+    const unsigned u = n / Mover::kElements, e = n % Mover::kElements;
+    const int64_t i = first + u * blockDim.y;
+    const int64_t place = place_of(io, p, i);
+    if (place < 0) continue;
+    const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
+    quantize<typename Mover::Format>(token[e], scale,
+                                     reinterpret_cast<uint8_t*>(pages + place)[e]);
   }
 }
 
-// Grid: groups of tokens, K and V, layers. Thread block: x share a token, y are its tokens.
+// Grid: groups of tokens, shares of K's and of V's vectors, layers. Thread block: x are vectors of
+// a token, y are tokens. A thread moves one vector of kInFlight tokens: so its scale, and what is
+// derived from it, are the same for all of them.
 template <class Mover, Direction direction>
-__global__ void token_io_kernel(TokenIo io, Vectors of_k, Vectors of_v) {
-  const int64_t i = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
-  if (i >= io.num_tokens || io(i)) return;  // out of range: skipped, see checked_mode
-  if (blockIdx.y == 0) {
-    move_token<Mover, direction>(io.k, of_k, blockIdx.z, i, io.slots[i]);
-  } else {
-    move_token<Mover, direction>(io.v, of_v, blockIdx.z, i, io.slots[i]);
+__global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
+  using Token = typename Mover::Token;
+  using Page = typename Mover::Page;
+  const TokenIo& io = launch.io;
+  const bool is_v = blockIdx.y >= launch.k_blocks;
+  const TokenPages& p = io.sides[is_v];
+  const Vectors& vectors = launch.vectors[is_v];
+  const int64_t layer = blockIdx.z;
+  const int64_t first = int64_t{blockIdx.x} * (kInFlight * blockDim.y) + threadIdx.y;
+  int64_t place[kInFlight];
+#pragma unroll
+  for (unsigned u = 0; u < kInFlight; ++u) place[u] = place_of(io, p, first + u * blockDim.y);
+
+  const uint32_t share = is_v ? blockIdx.y - launch.k_blocks : blockIdx.y;
+  const uint32_t shares = is_v ? gridDim.y - launch.k_blocks : launch.k_blocks;
+  for (uint32_t j = share * blockDim.x + threadIdx.x; j < vectors.total; j += shares * blockDim.x) {
+    const uint32_t piece = vectors.per_piece.divide(j);
+    const uint32_t column = j - piece * vectors.per_piece.divisor;
+    char* const tokens = p.tokens + layer * p.token_layer_stride + int64_t{j} * sizeof(Token);
+    char* const pages = p.pages + layer * p.page_layer_stride + piece * p.page_head_stride +
+                        int64_t{column} * sizeof(Page);
+    const Mover mover(Mover::kScaled ? p.scale(layer, piece) : 1.0f);
+    if constexpr (direction == Direction::kWrite) {
+      if constexpr (Mover::kScaled) {
+        if (!mover.is_exact()) {
+          write_by_division<Mover>(io, p, p.scale(layer, piece), first, tokens, pages);
+          continue;
+        }
+      }
+      Token in[kInFlight];
+#pragma unroll
+      for (unsigned u = 0; u < kInFlight; ++u) {
+        if (place[u] < 0) continue;
+        in[u] = *reinterpret_cast<const Token*>(tokens + (first + u * blockDim.y) * p.token_stride);
+      }
+#pragma unroll
+      for (unsigned u = 0; u < kInFlight; ++u) {
+        if (place[u] < 0) continue;
+        *reinterpret_cast<Page*>(pages + place[u]) = mover.to_page(in[u]);
+      }
+    } else {
+      Page in[kInFlight];
+#pragma unroll
+      for (unsigned u = 0; u < kInFlight; ++u) {
+        if (place[u] >= 0) in[u] = *reinterpret_cast<const Page*>(pages + place[u]);
+      }
+#pragma unroll
+      for (unsigned u = 0; u < kInFlight; ++u) {
+        if (place[u] == kSkipped) continue;
+        auto* const token =
+            reinterpret_cast<Token*>(tokens + (first + u * blockDim.y) * p.token_stride);
+        *token = place[u] >= 0 ? mover.to_token(in[u]) : Token{};
+      }
+    }
   }
 }
 
@@ -128,14 +212,20 @@ using Launch = void (*)(const TokenIo& io, const OnDevice& device);
 
 template <class Mover, Direction direction>
 void launch(const TokenIo& io, const OnDevice& device) {
-  const Vectors of_k = vectors_of<Mover>(io.k), of_v = vectors_of<Mover>(io.v);
-  const uint32_t most = std::max(of_k.total, of_v.total);
-  unsigned sharing = 1;
-  while (sharing < kThreads && sharing * kInFlight < most) sharing *= 2;
-  const dim3 block(sharing, kThreads / sharing);
-  const dim3 grid(unsigned((io.num_tokens + block.y - 1) / block.y), of_v.total > 0 ? 2 : 1,
-                  unsigned(io.num_layers));
-  KV_LAUNCH((token_io_kernel<Mover, direction>), grid, block, 0, device.stream, io, of_k, of_v);
+  constexpr uint32_t kMaxShares = 32767;  // of K, and of V: grid.y holds both
+  TokenLaunch launch{io, {vectors_of<Mover>(io.k()), vectors_of<Mover>(io.v())}, 0};
+  const auto shares_of = [](uint32_t total) {
+    return std::min((total + kThreads - 1) / kThreads, kMaxShares);
+  };
+  const uint32_t k_total = launch.vectors[0].total, v_total = launch.vectors[1].total;
+  const uint32_t most = std::max(k_total, v_total), shares = (most + kThreads - 1) / kThreads;
+  const unsigned x = (most + shares - 1) / shares;
+  const dim3 block(x, kThreads / x);
+  launch.k_blocks = shares_of(k_total);
+  const unsigned tokens = block.y * kInFlight;
+  const dim3 grid(unsigned((io.num_tokens + tokens - 1) / tokens),
+                  launch.k_blocks + shares_of(v_total), unsigned(io.num_layers));
+  KV_LAUNCH((token_io_kernel<Mover, direction>), grid, block, 0, device.stream, launch);
 }
 
 // What all of these bytes are a multiple of: 16, 8, 4, 2 or 1.
@@ -157,11 +247,16 @@ Launch launch_of(const TokenPages& p) {
   if (p.scales != nullptr) {
     return with_formats(p, [&](auto element, auto format) -> Launch {
       using Element = decltype(element);
+      using Format = decltype(format);
       constexpr int kWide = kVectorBytes / sizeof(Element);
-      if (of_token == kVectorBytes && of_page >= kWide) {
-        return launch<Convert<Element, decltype(format), kWide>, direction>;
+      const bool wide = of_token == kVectorBytes && of_page >= kWide;
+      if constexpr (direction == Direction::kWrite) {
+        return wide ? launch<ToFp8<Element, Format, kWide>, direction>
+                    : launch<ToFp8<Element, Format, 1>, direction>;
+      } else {
+        return wide ? launch<FromFp8<Element, Format, kWide>, direction>
+                    : launch<FromFp8<Element, Format, 1>, direction>;
       }
-      return launch<Convert<Element, decltype(format), 1>, direction>;
     });
   }
   switch (std::min(of_token, of_page)) {
@@ -186,14 +281,14 @@ void run(const TokenIo& io, const Tensor& key) {
     const int64_t i = first_bad_on_device(io, io.num_tokens, device.stream);
     if (i >= 0) fail_token_io(io, i, fetch(io.slots + i, device.stream));
   }
-  const Launch launch_k = launch_of<direction>(io.k), launch_v = launch_of<direction>(io.v);
-  if (io.k.width() > 0 && io.v.width() > 0 && launch_k == launch_v) {
+  const Launch launch_k = launch_of<direction>(io.k()), launch_v = launch_of<direction>(io.v());
+  if (io.k().width() > 0 && io.v().width() > 0 && launch_k == launch_v) {
     return launch_k(io, device);
   }
-  TokenIo k = io, v = io;
-  k.v.num_heads = v.k.num_heads = 0;
-  if (io.k.width() > 0) launch_k(k, device);
-  if (io.v.width() > 0) launch_v(v, device);
+  TokenIo only_k = io, only_v = io;
+  only_k.sides[1].num_heads = only_v.sides[0].num_heads = 0;
+  if (io.k().width() > 0) launch_k(only_k, device);
+  if (io.v().width() > 0) launch_v(only_v, device);
 }
 
 void write_kv_cuda(Tensor key, Tensor value, Tensor key_cache, Tensor value_cache,

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "ops/checks.h"
+#include "ops/fast_divisor.h"
 #include "ops/host_device.h"
 #include "ops/overlap.h"
 #include "ops/quantize.h"
@@ -24,7 +25,8 @@ struct TokenPages {
   int64_t token_layer_stride, token_stride;
   char* pages;  // [num_layers, num_blocks, block_size, num_heads, head_size]
   int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
-  int64_t block_size, num_heads, head_size;
+  FastDivisor by_block;  // its divisor is the block size
+  int64_t num_heads, head_size;
   int64_t token_element, page_element;
   ScalarType token_type, page_type;
   const float* scales;  // [num_layers, 1 or num_heads]; nullptr: moved as they are
@@ -33,10 +35,14 @@ struct TokenPages {
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
     return tokens + layer * token_layer_stride + i * token_stride;
   }
+  // The place of a slot, in [0, num_slots), within the pages of its layer.
+  KV_HOST_DEVICE int64_t page_place(int64_t slot) const {
+    const auto n = static_cast<uint32_t>(slot);
+    const uint32_t block = by_block.divide(n);
+    return int64_t{block} * block_stride + int64_t{n - block * by_block.divisor} * offset_stride;
+  }
   KV_HOST_DEVICE char* page(int64_t layer, int64_t slot) const {
-    const int64_t block = slot / block_size;
-    return pages + layer * page_layer_stride + block * block_stride +
-           (slot - block * block_size) * offset_stride;
+    return pages + layer * page_layer_stride + page_place(slot);
   }
   KV_HOST_DEVICE float scale(int64_t layer, int64_t head) const {
     return scales[layer * scale_layer_stride + head * scale_head_stride];
@@ -51,11 +57,13 @@ struct TokenPages {
 };
 
 struct TokenIo {
-  TokenPages k, v;
+  TokenPages sides[2];   // K and V
   const int64_t* slots;  // [num_tokens]; -1: no slot
   int64_t num_layers, num_tokens;
   int64_t num_slots;  // num_blocks * block_size
 
+  KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
+  KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
   // Whether token i names a slot that is not there.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
 };
@@ -157,7 +165,7 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   p.block_stride = stride(cache, first);
   p.offset_stride = stride(cache, first + 1);
   p.page_head_stride = stride(cache, first + 2);
-  p.block_size = cache.size(first + 1);
+  p.by_block = fast_divisor(std::clamp<int64_t>(cache.size(first + 1), 1, INT32_MAX));
   p.num_heads = num_heads;
   p.head_size = head_size;
   p.token_element = static_cast<int64_t>(tokens.element_size());
@@ -203,10 +211,17 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
   check_contiguous(slot_mapping, "slot_mapping");
   check_same_device(slot_mapping, "slot_mapping", key, "key");
   check_size(slot_mapping, "slot_mapping", 0, num_tokens, "the tokens of key");
+  const int64_t num_blocks = key_cache.size(first), block_size = key_cache.size(first + 1);
+  if (num_blocks > 0 && block_size > INT32_MAX / num_blocks) {  // kernels count slots in 31 bits
+    fail("key_cache has shape " + shape_of(key_cache) + ": expected fewer than 2^31 slots");
+  }
   if (num_tokens > INT32_MAX) fail("key has shape " + shape_of(key) + ": expected fewer tokens");
   if (num_layers > UINT16_MAX) fail("key has shape " + shape_of(key) + ": expected fewer layers");
-  return {k,          v,          slot_mapping.const_data_ptr<int64_t>(),
-          num_layers, num_tokens, key_cache.size(first) * key_cache.size(first + 1)};
+  return {{k, v},
+          slot_mapping.const_data_ptr<int64_t>(),
+          num_layers,
+          num_tokens,
+          num_blocks * block_size};
 }
 
 // Throws for token i, whose slot is given (it may have come from a device).

@@ -39,6 +39,7 @@ class TableSet:
         self.num_rows = num_rows
         self.num_slots = num_slots
         self.device = device
+        self.pin_memory = pin_memory
         num_groups = len(self.layouts)
         sizes = [num_rows * layout.num_columns for layout in layouts]
         offsets = [sum(sizes[:g]) for g in range(num_groups)]
@@ -116,7 +117,7 @@ class TableSet:
         self._slots.gpu.fill_(-1)
         every = BufferView(self._slots, 0, (len(groups), n))
         self._slot_views = {}
-        self._slot_calls = {ALL_GROUPS: (self._fields[groups].contiguous(), every)}
+        self._slot_calls = {ALL_GROUPS: (self.fields(groups), every)}
         for i, g in enumerate(groups):
             view = BufferView(self._slots, i * n, (1, n))
             self._slot_calls[g] = (self._fields[g : g + 1].clone(), view)
@@ -245,8 +246,7 @@ class TableSet:
                     f"query_start_loc has {num_requests + 1} entries: "
                     f"expected 1 to {self.num_rows + 1}"
                 )
-            identity = self._device_identity if on_device else self._identity
-            rows = identity[:num_requests]
+            rows = self.identity(num_requests, on_host=not on_device)
         fields, slots = self._slot_call(group)
         if not on_device:
             self._slots.before_write()
@@ -271,9 +271,7 @@ class TableSet:
     ) -> list[torch.Tensor]:
         """Rows in batch order, all groups by one launch; see `MultiGroupBlockTable`."""
         if max_num_tokens is None:
-            columns = self.counts.max(axis=1, initial=0).tolist()
-            longest = (n * each.tokens_per_column for n, each in zip(columns, self.layouts))
-            max_num_tokens = max(longest, default=0)
+            max_num_tokens = self.longest_row()
         elif max_num_tokens < 0:
             raise ValueError(f"max_num_tokens is {max_num_tokens}: expected 0 or more")
         # Never fewer columns than before: what an earlier batch left there must not stay.
@@ -293,6 +291,46 @@ class TableSet:
         self._batch_tokens = most
         rows = [table[: len(idx_mapping)] for table in self._batch]
         return rows if self._on_cuda else [table.to(self.device) for table in rows]
+
+    def attention_metadata(
+        self,
+        fields: torch.Tensor,
+        requests: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        max_num_tokens: int,
+        outputs: tuple[torch.Tensor | None, ...],
+        on_host: bool,
+    ) -> None:
+        """Metadata of a batch, from the tables on either side; see `ops.attention_metadata`.
+
+        fields: `fields()` of the groups. requests: rows, query lengths, sequence lengths.
+        """
+        ops.attention_metadata(
+            self._arena.cpu if on_host else self._arena.gpu,
+            fields,
+            self.num_rows,
+            *requests,
+            self._counts.cpu if on_host else self._counts.gpu,
+            max_num_tokens,
+            *outputs,
+        )
+
+    def longest_row(self) -> int:
+        """Tokens that the blocks of the longest row of any group hold, from the host's counts."""
+        columns = self.counts.max(axis=1, initial=0).tolist()
+        longest = (n * each.tokens_per_column for n, each in zip(columns, self.layouts))
+        return max(longest, default=0)
+
+    def fields(self, groups: list[int]) -> torch.Tensor:
+        """The ops' argument `groups` for these groups."""
+        return self._fields[groups].contiguous()
+
+    def identity(self, n: int, on_host: bool) -> torch.Tensor:
+        """int32[n]: row i for request i."""
+        if n > self.num_rows:
+            raise ValueError(
+                f"there are {n} requests without rows: expected at most {self.num_rows}"
+            )
+        return (self._identity if on_host else self._device_identity)[:n]
 
     def _slot_call(self, group: int) -> tuple[torch.Tensor, BufferView]:
         if group not in self._slot_calls:
@@ -322,8 +360,13 @@ def _count(count: int, name: str, most: int) -> int:
 
 def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Tensors as they are; integer arrays and lists as a CPU tensor of the dtype the op takes."""
+    return values if isinstance(values, torch.Tensor) else host_tensor(values, dtype, name)
+
+
+def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Integers of any kind as a CPU tensor of the dtype the op takes: int32 or int64."""
     if isinstance(values, torch.Tensor):
-        return values
+        values = values.cpu().numpy()
     array = np.asarray(values)
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")

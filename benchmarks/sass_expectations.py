@@ -1,0 +1,91 @@
+"""The machine code that each kernel is expected to have on sm_90.
+
+Every kernel entry must do without local memory: no spilled register, no array indexed at run time.
+What else is expected stands in EXPECTED, a line per kernel; a kernel that it does not name only gets
+the general checks. A new kernel that moves bytes gets a line for its widest entry. A figure may only
+get worse together with a reason, beside its line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from benchmarks.sass import Figures
+
+
+@dataclass(frozen=True)
+class Expectation:
+    kernel: str  # a regular expression that matches the whole name
+    max_registers: int
+    load_bytes: int = 0  # width of the global loads of the data; 0: not checked
+    loads_in_flight: int = 0  # at least so many of that width
+    store_bytes: int = 0  # width of the global stores; 0: not checked
+    max_instructions_per_16_bytes: float | None = None
+
+
+EXPECTED = [
+    Expectation("copy_blocks_kernel<uint4>", 48, 16, 8, 16, 24),
+    Expectation("permute_kernel<uint4, true>", 32, 16, 8, 16, 39),
+    # The first copy begins before the last id has come.
+    Expectation("permute_kernel<uint4, false>", 48, 16, 7, 16, 96),
+    Expectation("rotate_kernel<uint4>", 40, 16, 1, 16, 90),
+    Expectation(r"slot_mapping_kernel<\w+>", 22),
+    Expectation("update_kernel", 22),
+    Expectation("gather_kernel", 32),
+    Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction \d>", 48, 16, 4, 16, 23),
+    Expectation(r"token_io_kernel<Convert<\w+, \w+, 8>, Direction 0>", 70, 16, 1, 8, 186),
+    Expectation(r"token_io_kernel<Convert<\w+, \w+, 8>, Direction 1>", 64, 8, 1, 16, 158),
+    Expectation(r"first_bad_kernel<\w+>", 32),
+]
+
+
+def failures(figures: Iterable[Figures], expected: Iterable[Expectation] = EXPECTED) -> list[str]:
+    """What is not as expected, a line each; also an expectation that no kernel answers to."""
+    figures = list(figures)
+    found = [line for f in figures for line in _general(f)]
+    for expectation in expected:
+        matching = [f for f in figures if re.fullmatch(expectation.kernel, f.kernel)]
+        if not matching:
+            found.append(f"{expectation.kernel}: no kernel has this name")
+        found += [line for f in matching for line in _special(f, expectation)]
+    return found
+
+
+def _general(f: Figures) -> list[str]:
+    return [
+        f"{f.kernel}: {what} is {found}: expected 0"
+        for what, found in (
+            ("stack bytes", f.stack_bytes),
+            ("local memory bytes", f.local_bytes),
+            ("loads and stores of local memory", f.local_accesses),
+        )
+        if found
+    ]
+
+
+def _special(f: Figures, e: Expectation) -> list[str]:
+    lines = []
+
+    def at_most(what: str, found: float | None, most: float | None) -> None:
+        if most is not None and (found is None or found > most):
+            lines.append(f"{f.kernel}: {what} is {found}: expected at most {most}")
+
+    at_most("registers", f.registers, e.max_registers)
+    at_most(
+        "instructions per 16 bytes", f.instructions_per_16_bytes, e.max_instructions_per_16_bytes
+    )
+    for what, found, wanted in (
+        ("bytes of a global load", f.load_bytes, e.load_bytes),
+        ("bytes of a global store", f.store_bytes, e.store_bytes),
+    ):
+        if wanted and found != wanted:
+            lines.append(f"{f.kernel}: {what} is {found}: expected {wanted}")
+    in_flight = f.loads_in_flight.get(e.load_bytes, 0)
+    if e.load_bytes and in_flight < e.loads_in_flight:
+        lines.append(
+            f"{f.kernel}: loads of {e.load_bytes} bytes in flight are {in_flight}: "
+            f"expected at least {e.loads_in_flight}"
+        )
+    return lines

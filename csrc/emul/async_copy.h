@@ -1,0 +1,58 @@
+// Asynchronous copies of one thread from global to shared memory (cp.async). The bytes are read at
+// once and arrive at the thread's wait: a kernel that forgets to commit or to wait reads what the
+// memory held before. A source that was overwritten on the way is reported.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "emul/scheduler.h"
+#include "emul/thread.h"
+
+namespace emul {
+
+// Begins a copy of 4, 8 or 16 bytes.
+inline void begin_async_copy(void* shared, const void* global, size_t num_bytes) {
+  if (num_bytes != 4 && num_bytes != 8 && num_bytes != 16) {
+    throw std::logic_error("asynchronous copy of " + std::to_string(num_bytes) +
+                           " bytes: expected 4, 8 or 16");
+  }
+  if (reinterpret_cast<uintptr_t>(shared) % num_bytes != 0 ||
+      reinterpret_cast<uintptr_t>(global) % num_bytes != 0) {
+    throw std::runtime_error("misaligned address of an asynchronous copy of " +
+                             std::to_string(num_bytes) + " bytes");
+  }
+  AsyncCopy copy{shared, global, num_bytes, {}};
+  std::memcpy(copy.bytes, global, num_bytes);
+  emulator().current().async_copies.begun.push_back(copy);
+}
+
+// Makes one group of the copies that the thread began since its last group.
+inline void commit_async_copies() {
+  AsyncCopies& copies = emulator().current().async_copies;
+  copies.group_ends.push_back(copies.begun.size());
+}
+
+// Waits for all groups of the thread but the last `num_groups`.
+inline void wait_async_copies(size_t num_groups) {
+  AsyncCopies& copies = emulator().current().async_copies;
+  if (copies.group_ends.size() <= num_groups) return;
+  const size_t done = copies.group_ends.size() - num_groups;
+  const size_t end = copies.group_ends[done - 1];
+  for (size_t i = 0; i < end; ++i) {
+    const AsyncCopy& copy = copies.begun[i];
+    if (std::memcmp(copy.bytes, copy.global, copy.num_bytes) != 0) {
+      throw std::runtime_error("the source of an asynchronous copy changed before the wait for it");
+    }
+    std::memcpy(copy.shared, copy.bytes, copy.num_bytes);
+  }
+  copies.begun.erase(copies.begun.begin(), copies.begun.begin() + std::ptrdiff_t(end));
+  copies.group_ends.erase(copies.group_ends.begin(),
+                          copies.group_ends.begin() + std::ptrdiff_t(done));
+  for (size_t& group_end : copies.group_ends) group_end -= end;
+}
+
+}  // namespace emul

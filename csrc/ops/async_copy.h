@@ -1,0 +1,54 @@
+// Copies from global to shared memory that pass no register: a thread has as many on their way as
+// it begins, and no registers to hold them. The hardware has them from sm_80 on.
+#pragma once
+
+#include <cstdint>
+
+#ifndef __CUDACC__
+#include "emul/cuda_emul.h"
+#endif
+
+namespace kvcache {
+
+template <class Vector>
+constexpr bool has_async_copy = sizeof(Vector) == 4 || sizeof(Vector) == 8 || sizeof(Vector) == 16;
+
+// Begins to copy one vector. Both addresses are aligned to it; the bytes are there after the wait.
+template <class Vector>
+__device__ __forceinline__ void async_copy(Vector* shared, const Vector* global) {
+  static_assert(has_async_copy<Vector>, "asynchronous copies have 4, 8 or 16 bytes");
+#ifdef __CUDACC__
+  const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  if constexpr (sizeof(Vector) == 16) {  // past the L1, which only this size can
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global),
+                 "n"(sizeof(Vector))
+                 : "memory");
+  }
+#else
+  emul::begin_async_copy(shared, global, sizeof(Vector));
+#endif
+}
+
+// Makes one group of the copies that this thread began since its last group.
+__device__ __forceinline__ void async_copy_commit() {
+#ifdef __CUDACC__
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+  emul::commit_async_copies();
+#endif
+}
+
+// Waits for all groups of this thread but the last kGroups. Other threads see the bytes after a
+// barrier that follows.
+template <int kGroups>
+__device__ __forceinline__ void async_copy_wait() {
+#ifdef __CUDACC__
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+#else
+  emul::wait_async_copies(kGroups);
+#endif
+}
+
+}  // namespace kvcache

@@ -1,0 +1,79 @@
+// Division by a scale without dividing each element, for values that become fp8.
+//
+// The result has to be the fp8 code that a true division gives, and the code changes at few
+// quotients only: at numbers M of at most 5 significant bits, halfway between two codes. So for
+// elements of 16 bits it is enough to round correctly near these M; float32 elements take one more
+// correction, which gives the true quotient. Proofs below; checked by tests/test_fp8_exact.py.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "ops/float_bits.h"
+#include "ops/host_device.h"
+
+namespace kvcache {
+
+// a * b + c, rounded once.
+KV_HOST_DEVICE float fused(float a, float b, float c) { return fmaf(a, b, c); }
+
+// `Element` is the dtype that is divided: float, Half or BFloat16.
+//
+// With u = 2^-24 and scale s: `high_` is 1 / s rounded towards zero and `low_` is the rest of it,
+// enlarged by 2^-46 of `high_`. So x * high_ and x * low_ have the sign of x / s, also where x is
+// zero or infinite, and their sum before its one rounding is x / s (1 + d) with |d| < 2^-44.
+//
+// 16 bits (x has p <= 11 significant bits). A wrong code needs a midpoint M' = M +- ulp / 2 between
+// x / s and the sum. Scale by powers of two so that M and s lie in [1, 2), M = m / 16 and
+// s = S 2^-23: then |x / s - M'| = |t| 2^-47 / s with the integer
+// t = X 2^(48 - p) - S (m 2^20 +- 1), X < 2^p. Solving for S modulo 2^17: either |t| > 4000, which
+// leaves 2^-37, far more than d; or t = 1 with S = 2^24 - 1, M = 1 and x a power of two. There x /
+// s lies just above M' = 1 + u, and the enlarged `low_` puts the sum above it too.
+//
+// float32. The sum q is x / s rounded, or its other neighbour where x / s is within 2^-44 of a
+// midpoint M'; r = x - s q is exact, and the correction adds r / s with the relative error
+// |1 - s nearest_| <= s 2^-25. With |x / s - M'| = D >= 2^-47 / s the error is below
+// (u + D) s 2^-25 < D for every s < 2: the corrected sum is on the right side of M'.
+template <class Element>
+class ScaleDivisor {
+ public:
+  KV_HOST_DEVICE explicit ScaleDivisor(float scale)
+      : scale_(scale), nearest_(1.0f / scale), high_(nearest_) {
+    float rest = fused(-scale, high_, 1.0f);
+    if (rest < 0.0f) {
+      high_ = float_of(bits_of(high_) - 1);
+      rest = fused(-scale, high_, 1.0f);
+    }
+    low_ = high_ * (rest + 0x1p-46f);
+  }
+
+  KV_HOST_DEVICE float scale() const { return scale_; }
+
+  // Whether the proofs hold: nothing they need overflows or loses bits below the normal numbers.
+  // Not for a negative scale, zero, infinity and NaN; divide truly there.
+  KV_HOST_DEVICE bool is_exact() const {
+    return bits_of(scale_) - kSmallest <= kLargest - kSmallest;
+  }
+
+  // As x / scale for what comes of it: the same fp8 code, the same sign, infinity or NaN.
+  KV_HOST_DEVICE float divide(float x) const {
+    const float quotient = fused(x, high_, x * low_);
+    if constexpr (std::is_same_v<Element, float>) {
+      // Negated, so that a rest of zero adds the zero that keeps the quotient's sign.
+      const float minus_rest = fused(scale_, quotient, -x);
+      const float corrected = fused(minus_rest, -nearest_, quotient);
+      return fabsf(quotient) < kBeyondFp8 ? corrected : quotient;
+    }
+    return quotient;
+  }
+
+ private:
+  static constexpr uint32_t kSmallest = 0x17800000u;  // 2^-80
+  static constexpr uint32_t kLargest = 0x67800000u;   // 2^80
+  static constexpr float kBeyondFp8 = 0x1p20f;        // from here on every quotient saturates
+
+  float scale_, nearest_, high_, low_;
+};
+
+}  // namespace kvcache

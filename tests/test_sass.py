@@ -1,0 +1,238 @@
+"""The parser of machine code, and the expectations, on snippets that were written for them."""
+
+import pytest
+
+from benchmarks import sass
+from benchmarks.cuda_check import by_width, print_table
+from benchmarks.sass_expectations import Expectation, failures
+
+
+def listing(*lines, symbol="copy"):
+    """As cuobjdump -sass prints it: an instruction per 16 bytes, its encoding around it."""
+    text = ["\tcode for sm_90", f"\t\tFunction : {symbol}", '\t.headerflags\t@"EF_CUDA_SM90"']
+    for i, line in enumerate(lines):
+        predicate, opcode = line.split(" ", 1) if line.startswith("@") else ("", line)
+        text.append(f"        /*{16 * i:04x}*/  {predicate:>16} {opcode} ;   /* 0x00000a00 */")
+        text.append(" " * 60 + "/* 0x000fe40000000800 */")
+    return "\n".join(text)
+
+
+def usage(symbol="copy", registers=16, stack=0, shared=0, local=0):
+    return (
+        f" Function {symbol}:\n  REG:{registers} STACK:{stack} SHARED:{shared} LOCAL:{local} "
+        "CONSTANT[0]:4392 TEXTURE:0 SURFACE:0 SAMPLER:0\n"
+    )
+
+
+def figures(*lines, **resources):
+    (kernel,) = sass.parse(listing(*lines), usage(**resources))
+    return sass.figures(kernel, "copy<uint4>")
+
+
+TWO_LOADS_THEN_STORES = (
+    "LDG.E.EF.128 R4, desc[UR6][R2.64]",
+    "@!P0 LDG.E.EF.128 R8, desc[UR6][R2.64+0x200]",
+    "STG.E.EF.128 desc[UR6][R12.64], R4",
+    "@!P0 STG.E.EF.128 desc[UR6][R12.64+0x200], R8",
+    "EXIT",
+)
+ONE_AFTER_THE_OTHER = (
+    "LDG.E.128 R4, desc[UR6][R2.64]",
+    "STG.E.128 desc[UR6][R12.64], R4",
+    "LDG.E.128 R8, desc[UR6][R2.64+0x200]",
+    "STG.E.128 desc[UR6][R12.64+0x200], R8",
+    "EXIT",
+)
+
+
+def test_resources_and_instructions_are_read():
+    f = figures(*TWO_LOADS_THEN_STORES, "NOP", registers=40, stack=8, shared=1024, local=4)
+    assert (f.registers, f.stack_bytes, f.shared_bytes, f.local_bytes) == (40, 8, 1024, 4)
+    assert f.instructions == 5 and f.stores == {16: 2}
+
+
+def test_each_kernel_of_a_file_has_its_own_code_and_resources():
+    text = listing("EXIT", symbol="one") + "\n" + listing("MOV R1, R2", "EXIT", symbol="two")
+    one, two = sass.parse(text, usage("one", registers=8) + usage("two", registers=9))
+    assert (one.symbol, len(one.code), one.registers) == ("one", 1, 8)
+    assert (two.symbol, len(two.code), two.registers) == ("two", 2, 9)
+
+
+def test_a_kernel_without_resources_is_named():
+    with pytest.raises(ValueError, match=r"no resources are given for \['copy'\]"):
+        sass.parse(listing("EXIT"), usage("another"))
+
+
+@pytest.mark.parametrize(
+    ("code", "in_flight"),
+    [
+        (TWO_LOADS_THEN_STORES, {16: 2}),
+        (ONE_AFTER_THE_OTHER, {16: 1}),
+        # The second register of a vector is used: its load is waited for.
+        (["LDG.E.128 R4, [R2.64]", "IADD3 R9, R6, R1, RZ", "LDG.E.128 R12, [R2.64]"], {16: 1}),
+        # The register past the vector is not its own.
+        (["LDG.E.128 R4, [R2.64]", "IADD3 R9, R8, R1, RZ", "LDG.E.128 R12, [R2.64]"], {16: 2}),
+        # Overwriting the register waits too.
+        (["LDG.E R4, [R2.64]", "MOV R4, RZ", "LDG.E R5, [R2.64]"], {4: 1}),
+        # A use ends the loads before it, and not those after it.
+        (
+            ["LDG.E R4, [R2.64]", "LDG.E R5, [R2.64]", "MOV R9, R4", "LDG.E R6, [R2.64]"]
+            + ["LDG.E R7, [R2.64]"],
+            {4: 3},
+        ),
+        (
+            ["LDG.E R4, [R2.64]", "LDG.E R5, [R2.64]", "MOV R9, R5", "LDG.E R6, [R2.64]"],
+            {4: 2},
+        ),
+        # By width: ids, bytes and data.
+        (["LDG.E R4, [R2.64]", "LDG.E.U8 R5, [R2.64]", "LDG.E.64 R6, [R2.64]"], {1: 1, 4: 1, 8: 1}),
+        # Code behind an exit does not follow it.
+        (["LDG.E R4, [R2.64]", "EXIT", "LDG.E R5, [R2.64]"], {4: 1}),
+        (["LDG.E R4, [R2.64]", "@P0 EXIT", "LDG.E R5, [R2.64]"], {4: 2}),
+        # Asynchronous copies use no register, and are waited for as a group.
+        (["LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64]"] * 3 + ["LDGDEPBAR"], {16: 3}),
+        (
+            ["LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64]", "LDGDEPBAR", "DEPBAR.LE SB0, 0x0"] * 2,
+            {16: 1},
+        ),
+        (["LDS.128 R4, [R9]", "LDC R5, c[0x0][R3]", "LDL R6, [R1]"], {}),
+    ],
+)
+def test_loads_in_flight(code, in_flight):
+    assert figures(*code).loads_in_flight == in_flight
+
+
+def test_the_data_is_what_has_the_most_bytes_on_the_way():
+    f = figures(*["LDG.E R20, [R2.64]"] * 3, *TWO_LOADS_THEN_STORES)
+    assert f.loads_in_flight == {4: 1, 16: 2} and (f.load_bytes, f.store_bytes) == (16, 16)
+
+
+def test_instructions_of_one_loop_that_loads_and_stores():
+    f = figures(
+        "MOV R1, c[0x0][0x28]",
+        "LDG.E R20, [R2.64]",  # 0x10: the loop begins
+        "LDG.E.128 R4, [R2.64]",
+        "LDG.E.128 R8, [R2.64]",
+        "STG.E.128 [R12.64], R4",
+        "STG.E.128 [R12.64], R8",
+        "@P0 BRA 0x10",
+        "EXIT",
+        "BRA 0x80",  # the trap behind every kernel's end is no loop of it
+    )
+    assert f.instructions_per_16_bytes == 6 / 2
+
+
+def test_instructions_of_a_loop_that_loads_and_one_that_stores():
+    f = figures(
+        "LDGSTS.E.BYPASS.128 [R9], [R2.64]",
+        "LDGSTS.E.BYPASS.128 [R9], [R2.64]",
+        "@P0 BRA 0x0",
+        "BAR.SYNC 0x0",
+        "LDS.128 R4, [R9]",  # 0x40
+        "STG.E.128 [R12.64], R4",
+        "IADD3 R1, R1, R1, RZ",
+        "@P0 BRA 0x40",
+        "EXIT",
+    )
+    assert f.instructions_per_16_bytes == 3 / 2 + 4
+
+
+def test_of_loops_in_one_another_the_inner_one_counts():
+    f = figures(
+        "MOV R1, R2",
+        "LDG.E.64 R4, [R2.64]",  # 0x10
+        "STG.E.64 [R12.64], R4",
+        "@P0 BRA 0x10",
+        "@P1 BRA 0x0",
+        "EXIT",
+    )
+    assert f.instructions_per_16_bytes == 3 * 2
+
+
+def test_without_stores_there_are_no_instructions_per_16_bytes():
+    assert figures("LDG.E R4, [R2.64]", "EXIT").instructions_per_16_bytes is None
+
+
+def test_names_lose_what_is_the_same_in_all():
+    names = {
+        "void kvcache::(anonymous namespace)::permute_kernel<uint4, false>(kvcache::Launch)": (
+            "permute_kernel<uint4, false>"
+        ),
+        "void kvcache::token_io_kernel<kvcache::(anonymous namespace)::Convert<c10::Half, "
+        "kvcache::SmallFloat<unsigned char, 3u, 7u, 127u, 1138753536u, 127u>, 8>, "
+        "(kvcache::Direction)0>(kvcache::TokenIo)": (
+            "token_io_kernel<Convert<Half, e4m3, 8>, Direction 0>"
+        ),
+    }
+    for name, short in names.items():
+        assert sass.short_name(name) == short
+
+
+WIDE = Expectation("copy<uint4>", 16, 16, 2, 16, 2.5)
+
+
+def test_code_as_expected_has_no_failures():
+    assert failures([figures(*TWO_LOADS_THEN_STORES)], [WIDE]) == []
+
+
+@pytest.mark.parametrize(
+    ("code", "resources", "message"),
+    [
+        (TWO_LOADS_THEN_STORES, {"registers": 17}, "registers is 17: expected at most 16"),
+        (TWO_LOADS_THEN_STORES, {"stack": 32}, "stack bytes is 32: expected 0"),
+        (TWO_LOADS_THEN_STORES, {"local": 8}, "local memory bytes is 8: expected 0"),
+        (
+            ("STL.128 [R1], R4", *TWO_LOADS_THEN_STORES[:4]),
+            {},
+            "loads and stores of local memory is 1: expected 0",
+        ),
+        (
+            ("LDL R4, [R1]", *TWO_LOADS_THEN_STORES[:4]),
+            {},
+            "loads and stores of local memory is 1: expected 0",
+        ),
+        (
+            ONE_AFTER_THE_OTHER,
+            {},
+            "loads of 16 bytes in flight are 1: expected at least 2",
+        ),
+        (
+            [line.replace("STG.E.EF.128", "STG.E.EF.64") for line in TWO_LOADS_THEN_STORES],
+            {},
+            "bytes of a global store is 8: expected 16",
+        ),
+        (
+            [line.replace("LDG.E.EF.128", "LDG.E.EF") for line in TWO_LOADS_THEN_STORES],
+            {},
+            "bytes of a global load is 4: expected 16",
+        ),
+        (
+            ("MOV R20, R21", *TWO_LOADS_THEN_STORES),
+            {},
+            "instructions per 16 bytes is 3.0: expected at most 2.5",
+        ),
+        (("EXIT",), {}, "instructions per 16 bytes is None: expected at most 2.5"),
+    ],
+)
+def test_code_that_is_not_as_expected_fails(code, resources, message):
+    assert f"copy<uint4>: {message}" in failures([figures(*code, **resources)], [WIDE])
+
+
+def test_local_memory_fails_without_an_expectation():
+    assert failures([figures("LDL R4, [R1]", "EXIT")], []) == [
+        "copy<uint4>: loads and stores of local memory is 1: expected 0"
+    ]
+
+
+def test_an_expectation_that_no_kernel_answers_to_fails():
+    assert failures([], [WIDE]) == ["copy<uint4>: no kernel has this name"]
+
+
+def test_the_table_has_a_line_per_kind_of_code(capsys):
+    f = figures(*TWO_LOADS_THEN_STORES)
+    print_table("block_copy", [f])
+    heading, line = capsys.readouterr().out.splitlines()[-2:]
+    assert heading.startswith("block_copy.cu") and line.split() == (
+        ["copy<uint4>", "16", "0", "0", "5", "2x16", "2x16", "2.5"]
+    )
+    assert by_width({4: 2, 16: 8}) == "8x16 2x4" and by_width({}) == "-"
