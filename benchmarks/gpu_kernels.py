@@ -13,10 +13,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from benchmarks import attention_metadata as metadata
 from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
-from kvcache import MultiGroupBlockTable, Pages, ops
+from kvcache import AttentionMetadataBuilder, MultiGroupBlockTable, Pages, ops
 from kvcache.worker.route import Route
 
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
@@ -70,6 +71,16 @@ def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
         packed = updates(num_groups * num_requests, length).cuda()
         us = repeated_us(lambda: ops.update_block_tables(arena, packed))  # noqa: B023
         yield {"kernel": "update_block_tables", **fact, "form": name, "us": us}
+
+
+def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator[dict]:
+    """Everything that attention kernels need of a batch, 4 groups, lengths on the device, one launch."""
+    rows, query_lens, seq_lens = metadata.batch_of(num_requests, query_len)
+    there = [torch.from_numpy(each).cuda() for each in (rows, query_lens, seq_lens)]
+    builder = AttentionMetadataBuilder(metadata.tables_of(num_requests, "cuda"))
+    longest = int(seq_lens.max())
+    us = repeated_us(lambda: builder.build(*there, max_seq_len=longest))
+    yield {"kernel": "attention_metadata", "case": name, "us": us}
 
 
 def filled_tables(num_groups: int) -> MultiGroupBlockTable:
@@ -209,6 +220,8 @@ def cases(limit: float) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
             yield f"slots {name}", partial(slot_mapping, num_groups, name, requests, tokens)
         for requests in (256, 1024):
             yield f"tables {requests}", partial(tables_of_a_step, num_groups, requests)
+    for each in metadata.cases():
+        yield f"metadata {each[0]}", partial(attention_metadata, *each)
 
 
 def main() -> int:

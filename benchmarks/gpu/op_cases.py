@@ -81,6 +81,24 @@ def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
     return [out.cpu()]
 
 
+def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
+    """Requests of one token or a few, one of them padded, two of them only room for more."""
+    num_reqs = 8 * size
+    tables, groups = _tables(num_reqs)
+    groups[1, 6] = 100  # a window
+    rows = _int32(torch.randperm(num_reqs, generator=_seeded()))
+    rows[3] = -1
+    query_lens = _int32(torch.randint(1, 6, (num_reqs,), generator=_seeded()))
+    seq_lens = _int32(torch.randint(6, 513, (num_reqs,), generator=_seeded()))
+    counts = torch.tensor([[32], [16]], dtype=torch.int32).expand(2, num_reqs).contiguous()
+    room = num_reqs + 2
+    shapes = [(room + 1,), (2, room), (room * 48,), (2, room + 1), (room * 48,), (2, room)]
+    outs = [torch.full(shape, -7, dtype=torch.int32, device=device) for shape in shapes]
+    there = [each.to(device) for each in (rows, query_lens, seq_lens, counts)]
+    ops.attention_metadata(tables.to(device), groups, num_reqs, *there, 512, *outs)
+    return [out.cpu() for out in outs]
+
+
 def token_io(
     name: str, dtype: torch.dtype, layout: str, device: str, size: int
 ) -> list[torch.Tensor]:
@@ -169,6 +187,7 @@ CASES: dict[str, Case] = {
     "slot_mapping": slot_mapping,
     "update_block_tables": update_block_tables,
     "gather_block_tables": gather_block_tables,
+    "attention_metadata": attention_metadata,
     "write_kv bf16 NHD": partial(token_io, "write_kv", _BF16, "NHD"),
     "write_kv bf16 HND": partial(token_io, "write_kv", _BF16, "HND"),
     "write_kv e4m3 NHD": partial(token_io, "write_kv", _E4M3, "NHD"),
