@@ -1,4 +1,5 @@
-"""Every kernel test once more, emulated, with AddressSanitizer watching every access."""
+"""Every kernel test once more, emulated, with AddressSanitizer watching every access, and
+UndefinedBehaviourSanitizer the arithmetic."""
 
 import os
 import subprocess
@@ -13,18 +14,23 @@ from tests.shared import REPO
 KERNEL_TESTS = sorted(str(path) for path in (REPO / "tests").glob("test_*_op.py"))
 
 
+def run_plainly(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=REPO)
+
+
 def run_with_asan(*command):
     # libstdc++ too: loaded after ASan it would leave ASan's hook of `throw` without a target.
     runtime = " ".join(
         subprocess.run(
             [_build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
         ).stdout.strip()
-        for name in ("libasan.so", "libstdc++.so")
+        for name in ("libasan.so", "libubsan.so", "libstdc++.so")
     )
     environment = {
         **os.environ,
         "LD_PRELOAD": runtime,
         "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+        "UBSAN_OPTIONS": "print_stacktrace=1",
         "KVCACHE_TEST_ASAN": "1",
     }
     return subprocess.run(
@@ -32,7 +38,10 @@ def run_with_asan(*command):
     )
 
 
-@pytest.mark.skipif(ASAN, reason="this is the run under AddressSanitizer itself")
+under_sanitizers = pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+
+
+@under_sanitizers
 def test_an_out_of_bounds_write_of_a_kernel_is_reported():
     build_library(asan=True)
     done = run_with_asan(
@@ -44,7 +53,37 @@ def test_an_out_of_bounds_write_of_a_kernel_is_reported():
     assert "heap-buffer-overflow" in done.stderr and "overflow_kernel" in done.stderr
 
 
-@pytest.mark.skipif(ASAN, reason="this is the run under AddressSanitizer itself")
+@under_sanitizers
+def test_undefined_arithmetic_of_a_kernel_is_reported():
+    build_library(asan=True)
+    done = run_with_asan(
+        "-c",
+        "import torch; from tests.emulation import emulated_ops; "
+        "emulated_ops().overflow_int_(torch.full((32,), 2**31 - 1, dtype=torch.int32))",
+    )
+    assert done.returncode != 0
+    assert "signed integer overflow" in done.stderr and "overflow_int_kernel" in done.stderr
+
+
+@pytest.mark.parametrize("sanitized", [False, True])
+def test_a_misaligned_access_of_a_kernel_is_an_error_of_the_op(sanitized):
+    if ASAN:
+        pytest.skip("this is the run under sanitizers itself")
+    build_library(asan=sanitized)
+    program = (
+        "import torch; from tests.emulation import emulated_ops\n"
+        "x = torch.zeros(32)\n"
+        "emulated_ops().misaligned_(x[4:])\n"
+        "try: emulated_ops().misaligned_(x[1:])\n"
+        "except RuntimeError as error: print(error)\n"
+    )
+    run = run_with_asan if sanitized else run_plainly
+    done = run("-c", program)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "misaligned address" in done.stdout and "needs 16 bytes" in done.stdout
+
+
+@under_sanitizers
 def test_kernels_stay_inside_their_tensors():
     build_library(asan=True)
     done = run_with_asan("-m", "pytest", "-q", "-s", "-p", "no:cacheprovider", *KERNEL_TESTS)

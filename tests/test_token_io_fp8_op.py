@@ -139,6 +139,46 @@ def test_every_pattern_becomes_the_fp8_that_pytorch_gives(backend, fp8, dtype, s
     assert same(got, quantize(patterns, torch.tensor([scale]), fp8))
 
 
+# Zero, both signs, subnormal, tiny, huge, no number; and a mantissa of all ones, where a quotient lies
+# closest to the middle of two codes.
+UNUSUAL_SCALES = [
+    0.0, -0.0, -0.37, 1e-45, 1e-39, 1.2e-38, 1e-25, 1e25, 3e38, -1e-41,
+    float("inf"), float("-inf"), float("nan"), 2 - 2**-23, (2 - 2**-23) * 2**-10, 2.0**80, 2.0**-80,
+]  # fmt: skip
+
+
+@each_backend
+@each_format
+@each_wide_dtype
+@pytest.mark.parametrize("scale", UNUSUAL_SCALES)
+def test_an_unusual_scale_divides_as_pytorch_does(backend, fp8, dtype, scale):
+    patterns = all_patterns(dtype)
+    patterns = torch.cat([patterns[:: len(patterns) // 960][:960], patterns[-64:]])
+    if dtype == torch.float32:
+        near = torch.linspace(-500, 500, 62) * abs(scale)
+        patterns[: len(near)] = torch.where(near.isfinite(), near, torch.ones(()))
+        patterns[-4:] = torch.tensor([0.0, -0.0, float("inf"), float("-inf")])
+    got = through(backend, patterns, fp8, backend.tensor([scale]))
+    assert same(got, quantize(patterns, torch.tensor([scale]), fp8))
+
+
+@each_backend
+@each_format
+def test_a_scale_of_each_head_may_be_unusual(backend, fp8):
+    generator = torch.Generator().manual_seed(0)
+    scales = torch.tensor([0.37, 0.0, 1e-39, -2.0, 1.0])
+    key = torch.randn(9, 5, 24, generator=generator).bfloat16()
+    caches = [torch.zeros(3, 4, 5, 24, device=backend.device).to(fp8) for _ in "kv"]
+    slots = torch.tensor([3, -1, 0, 11, 7, 5, 2, -1, 1])
+    on = backend.tensor(scales.tolist())
+    backend.ops.write_kv(
+        *[key.to(backend.device)] * 2, *caches, slots.to(backend.device), on, on.clone()
+    )
+    for cache in caches:
+        got = cache.cpu().flatten(0, 1)[slots[slots >= 0]]
+        assert same(got, quantize(key[slots >= 0], scales[:, None], fp8))
+
+
 @each_backend
 @each_format
 @each_wide_dtype

@@ -193,6 +193,19 @@ def test_a_wrong_argument_is_named_and_nothing_is_written(backend, op, message):
 
 
 @each_backend
+def test_more_slots_than_31_bits_count_are_refused(backend):
+    call = arguments(backend)
+    for name in ("key_cache", "value_cache"):  # one block, seen 2^29 times
+        call[name] = call[name][:1].expand(2**29, -1, -1, -1)
+    with pytest.raises(
+        RuntimeError, match=r"key_cache has shape .*: expected fewer than 2\^31 slots"
+    ):
+        backend.ops.gather_kv(
+            call["key_cache"], call["value_cache"], call["slot_mapping"], call["key"], call["value"]
+        )
+
+
+@each_backend
 @pytest.mark.parametrize("op", ["write_kv", "gather_kv"])
 @pytest.mark.parametrize("slot", [10, -2, 2**62])
 def test_a_slot_out_of_range_is_named_and_nothing_is_written(backend, op, slot, monkeypatch):

@@ -7,6 +7,7 @@
 // to run). A kernel must not wait inside a catch block.
 #pragma once
 
+#include "emul/alignment.h"
 #include "emul/async_copy.h"
 #include "emul/atomics.h"
 #include "emul/intrinsics.h"

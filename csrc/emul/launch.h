@@ -6,6 +6,7 @@
 #include <string>
 
 #include "emul/scheduler.h"
+#include "emul/shared_limits.h"
 #include "emul/types.h"
 
 // Under nvcc the project defines it as `extern __shared__ T name[]`.
@@ -27,7 +28,7 @@ inline void check_launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes) {
   require(block.x <= 1024 && block.y <= 1024 && block.z <= 64,
           "block must be at most 1024 x 1024 x 64", block_text);
   require(block.x * block.y * block.z <= 1024, "block must have at most 1024 threads", block_text);
-  require(dynamic_shared_bytes <= 227 * 1024, "dynamic shared memory must be at most 227 KiB",
+  require(dynamic_shared_bytes <= kMaxSharedBytes, "dynamic shared memory must be at most 227 KiB",
           std::to_string(dynamic_shared_bytes) + " bytes");
 }
 
@@ -41,6 +42,14 @@ void launch(dim3 grid, dim3 block, size_t dynamic_shared_bytes, F&& kernel_call)
   auto once = [&kernel_call] { kernel_call(); };  // an object, also where F is a function
   const auto call = [](void* argument) { (*static_cast<decltype(once)*>(argument))(); };
   emulator().run_grid(grid, block, dynamic_shared_bytes, call, &once);
+}
+
+// The same for a call of `kernel`, which may have as much shared memory as SharedLimits says.
+template <class Kernel, class F>
+void launch_kernel(Kernel* kernel, dim3 grid, dim3 block, size_t dynamic_shared_bytes,
+                   F&& kernel_call) {
+  SharedLimits::instance().check(reinterpret_cast<const void*>(kernel), dynamic_shared_bytes);
+  launch(grid, block, dynamic_shared_bytes, kernel_call);
 }
 
 template <class T>

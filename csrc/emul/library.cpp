@@ -18,11 +18,34 @@ void overflow_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(32), 0, [=] { overflow_kernel(data, n); });
 }
 
+// Adds one to each: undefined for the largest int, which shows that the sanitizer is awake.
+__global__ void overflow_int_kernel(int32_t* x) { x[threadIdx.x] += 1; }
+
+void overflow_int_(torch::stable::Tensor x) {
+  int32_t* data = x.mutable_data_ptr<int32_t>();
+  const auto n = static_cast<unsigned>(x.numel());
+  emul::launch(dim3(1), dim3(n), 0, [=] { overflow_int_kernel(data); });
+}
+
+// Writes four floats at once, wherever they lie.
+__global__ void misaligned_kernel(float* x) { *reinterpret_cast<uint4*>(x) = uint4{0, 0, 0, 0}; }
+
+void misaligned_(torch::stable::Tensor x) {
+  float* data = x.mutable_data_ptr<float>();
+  emul::launch(dim3(1), dim3(1), 0, [=] { misaligned_kernel(data); });
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(kvcache_emul, m) {
   kvcache::define_schemas(m);
   m.def("overflow_(Tensor(a!) x) -> ()");
+  m.def("overflow_int_(Tensor(a!) x) -> ()");
+  m.def("misaligned_(Tensor(a!) x) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CPU, m) { m.impl("overflow_", TORCH_BOX(&overflow_)); }
+STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CPU, m) {
+  m.impl("overflow_", TORCH_BOX(&overflow_));
+  m.impl("overflow_int_", TORCH_BOX(&overflow_int_));
+  m.impl("misaligned_", TORCH_BOX(&misaligned_));
+}

@@ -4,10 +4,13 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <stdexcept>
+
+#include "emul/shared_limits.h"
 
 using cudaStream_t = void*;
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorMemoryAllocation = 2 };
 
 enum cudaMemcpyKind {
   cudaMemcpyHostToDevice = 1,
@@ -16,6 +19,7 @@ enum cudaMemcpyKind {
 };
 
 inline const char* cudaGetErrorString(cudaError_t error) {
+  if (error == cudaErrorInvalidValue) return "invalid argument";
   return error == cudaSuccess ? "no error" : "out of memory";
 }
 
@@ -61,13 +65,22 @@ inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, c
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 enum cudaDeviceAttr { cudaDevAttrMaxSharedMemoryPerBlockOptin = 97 };
 
-// A launch checks what it is given itself.
+// Remembered for the kernel's launches.
 template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
-  return cudaSuccess;
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+  const bool ok = emul::SharedLimits::instance().set(reinterpret_cast<const void*>(kernel), bytes);
+  return ok ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int /*device*/) {
-  *value = 227 * 1024;
+  *value = int(emul::kMaxSharedBytes);
   return cudaSuccess;
 }
+
+namespace emul {
+
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+}
+
+}  // namespace emul

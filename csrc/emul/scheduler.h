@@ -4,8 +4,10 @@
 // the other as long as none of them waits; a thread that waits keeps its fiber and the remaining
 // threads go on another one. Measured per thread (g++ 12 -O2, a shared x86-64 machine): 7 ns
 // without a barrier, 120 ns with one __syncthreads, 500 ns for a warp sum and a __syncthreads.
+// Which block and which thread comes next: see order.h.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -19,6 +21,7 @@
 #include <vector>
 
 #include "emul/fiber.h"
+#include "emul/order.h"
 #include "emul/thread.h"
 #include "emul/thread_block.h"
 #include "emul/types.h"
@@ -40,10 +43,10 @@ class Emulator {
     blockDim = block;
     allocate_dynamic_shared(dynamic_shared_bytes);
     block_.number_threads(block);
-    for (unsigned z = 0; z < grid.z; ++z) {
-      for (unsigned y = 0; y < grid.y; ++y) {
-        for (unsigned x = 0; x < grid.x; ++x) run_block({x, y, z});
-      }
+    order_.draw(grid, block);
+    const uint64_t plane = uint64_t{grid.x} * grid.y;
+    for (uint64_t n : order_.of(plane * grid.z)) {
+      run_block({unsigned(n % grid.x), unsigned(n % plane / grid.x), unsigned(n / plane)});
     }
   }
 
@@ -70,6 +73,18 @@ class Emulator {
   }
 
   uint64_t read(unsigned lane) const { return block_.read(*current_, lane); }
+
+  // Whether a kernel's thread runs, which fail() can end.
+  bool runs_thread() const { return current_ != nullptr; }
+
+  // Ends the launch with an error, from a place that must not throw. The stacks of all threads are
+  // given up.
+  [[noreturn]] void fail(std::exception_ptr error) {
+    error_ = std::move(error);
+    current_ = nullptr;
+    switch_sides(*running_fiber_, scheduler_);
+    __builtin_unreachable();
+  }
 
  private:
   // Marks the emulator as busy, and cleans up however the launch ends.
@@ -99,17 +114,47 @@ class Emulator {
     blockIdx = index;
     std::memset(dynamic_shared_.get(), 0xCD, dynamic_shared_bytes_);
     num_live_ = unsigned(block_.threads.size());
-    next_new_thread_ = 0;
-    while (next_new_thread_ < block_.threads.size()) switch_to(idle_fiber());
+    for (Thread& thread : block_.threads) thread.wait = Wait::kNotBegun;
+    bool progress = true;
     while (num_live_ > 0) {
-      if (!block_.release()) throw std::logic_error(block_.describe_deadlock());
-      resume_released();
+      const bool all = draw_warps(!progress);
+      progress = run_threads();
+      progress |= block_.release(going_on_);
+      if (!progress && all) throw std::logic_error(block_.describe_deadlock());
     }
+  }
+
+  // Draws the warps that go on this time: all of them where that is asked for. Is whether all do.
+  bool draw_warps(bool all) {
+    going_on_.assign((block_.threads.size() + kWarpLanes - 1) / kWarpLanes, true);
+    if (all || !order_.is_random()) return true;
+    for (size_t warp = 0; warp < going_on_.size(); ++warp) going_on_[warp] = order_.goes_on();
+    return std::find(going_on_.begin(), going_on_.end(), false) == going_on_.end();
+  }
+
+  // Runs the threads of these warps until each waits or has exited. Is whether there were any.
+  bool run_threads() {
+    runnable_.clear();
+    for (Thread& thread : block_.threads) {
+      const bool runs = thread.wait == Wait::kNone || thread.wait == Wait::kNotBegun;
+      if (runs && going_on_[thread.linear / kWarpLanes]) runnable_.push_back(&thread);
+    }
+    order_.shuffle(runnable_);
+    for (next_runnable_ = 0; next_runnable_ < runnable_.size();) {
+      if (runnable_[next_runnable_]->wait == Wait::kNotBegun) {
+        switch_to(idle_fiber());
+      } else {
+        Thread& thread = *runnable_[next_runnable_++];
+        set_current(thread);
+        switch_to(*thread.fiber);
+      }
+    }
+    return !runnable_.empty();
   }
 
   static void fiber_entry();
 
-  // What a fiber does, for ever: the new threads of a block, then idle until the next block.
+  // What a fiber does, for ever: new threads that come next, then idle until there are more.
   void fiber_loop() {
     asan_arrive(nullptr, &scheduler_.stack, &scheduler_.stack_bytes);
     Fiber* self = running_fiber_;
@@ -122,8 +167,9 @@ class Emulator {
 
   void run_new_threads() {
     try {
-      while (next_new_thread_ < block_.threads.size()) {
-        set_current(block_.threads[next_new_thread_++]);
+      while (next_runnable_ < runnable_.size() &&
+             runnable_[next_runnable_]->wait == Wait::kNotBegun) {
+        set_current(*runnable_[next_runnable_++]);
         current_->wait = Wait::kNone;
         current_->async_copies.clear();
         call_(argument_);
@@ -150,6 +196,7 @@ class Emulator {
   void switch_to(Fiber& fiber) {
     running_fiber_ = &fiber;
     switch_sides(scheduler_, fiber);
+    current_ = nullptr;
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
   }
 
@@ -161,14 +208,6 @@ class Emulator {
     self.site = site;
     self.fiber = running_fiber_;
     switch_sides(*self.fiber, scheduler_);
-  }
-
-  void resume_released() {
-    for (Thread& thread : block_.threads) {
-      if (thread.wait != Wait::kNone) continue;
-      set_current(thread);
-      switch_to(*thread.fiber);
-    }
   }
 
   void set_current(Thread& thread) {
@@ -194,9 +233,12 @@ class Emulator {
   size_t dynamic_shared_bytes_ = 0;
 
   // The block.
+  Order order_;
   ThreadBlock block_;
-  size_t next_new_thread_ = 0;  // threads from here on have not begun
-  unsigned num_live_ = 0;       // threads that have not exited
+  std::vector<bool> going_on_;     // by warp
+  std::vector<Thread*> runnable_;  // in the order to run them
+  size_t next_runnable_ = 0;
+  unsigned num_live_ = 0;  // threads that have not exited
   Thread* current_ = nullptr;
   std::exception_ptr error_;  // thrown by a thread, on its way to launch()'s caller
 

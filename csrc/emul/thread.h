@@ -33,7 +33,16 @@ inline std::string to_string(const Site& site) {
   return std::string(site.file) + ":" + std::to_string(site.line);
 }
 
-enum class Wait { kNone, kSyncThreads, kSyncThreadsVote, kSyncWarp, kShuffle, kVote, kExited };
+enum class Wait {
+  kNotBegun,
+  kNone,
+  kSyncThreads,
+  kSyncThreadsVote,
+  kSyncWarp,
+  kShuffle,
+  kVote,
+  kExited
+};
 
 inline bool is_block_wait(Wait wait) {
   return wait == Wait::kSyncThreads || wait == Wait::kSyncThreadsVote;

@@ -30,12 +30,12 @@ class ThreadBlock {
     }
   }
 
-  // For when no thread can run, so that every operand that was published has been read: completes
-  // all warp operations it can, else the block's barrier. False is a deadlock.
-  bool release() {
+  // For warps of which no thread can run, so that every operand that was published has been read:
+  // completes all their operations it can, else the block's barrier. Is whether it did.
+  bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {
-      released |= release_warp(first);
+      if (warps[first / kWarpLanes]) released |= release_warp(first);
     }
     return released || release_barrier();
   }

@@ -1,6 +1,8 @@
 // The emulator does what CUDA does: each test is one behaviour kernels rely on.
 
+#include <cstdlib>
 #include <numeric>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -46,6 +48,31 @@ __global__ void reverse_in_dynamic_shared(int* data) {
 __global__ void barrier_only_for_first_half() {
   if (threadIdx.x < blockDim.x / 2) __syncthreads();
   __syncwarp();
+}
+
+// Wrong on a GPU, right where threads run from first to last: a barrier is missing.
+__global__ void previous_without_barrier(int* data) {
+  KV_DYN_SHARED(int, buffer);
+  buffer[threadIdx.x] = data[threadIdx.x];
+  if (threadIdx.x > 0) data[threadIdx.x] = buffer[threadIdx.x - 1];
+}
+
+// The same: nothing keeps a thread from its next round while others still read.
+__global__ void next_in_rounds(int* data) {
+  KV_DYN_SHARED(int, buffer);
+  for (int round = 0; round < 2; ++round) {
+    buffer[threadIdx.x] = int(threadIdx.x) + 100 * round;
+    __syncthreads();
+    if (threadIdx.x + 1 < blockDim.x) data[threadIdx.x] += buffer[threadIdx.x + 1];
+  }
+}
+
+// The same: the barrier is one of the warp, and another warp's values are read.
+__global__ void next_warp_after_syncwarp(int* data) {
+  KV_DYN_SHARED(int, buffer);
+  buffer[threadIdx.x] = int(threadIdx.x);
+  __syncwarp();
+  data[threadIdx.x] = buffer[(threadIdx.x + 32) % blockDim.x];
 }
 
 std::vector<int> iota(int n) {
@@ -321,6 +348,175 @@ TEST(invalid_launches_are_rejected) {
   CHECK_THROWS(launch(dim3(1, 1, 65536), dim3(1), 0), "at most 65535");
   CHECK_THROWS(launch(dim3(1), dim3(1), 227 * 1024 + 1), "at most 227 KiB");
   launch(dim3(1), dim3(1), 227 * 1024);
+}
+
+TEST(shared_memory_above_48_kib_needs_an_opt_in_of_the_kernel) {
+  const auto launch = [](void (*kernel)(int*), size_t bytes) {
+    std::vector<int> data = iota(32);
+    emul::launch_kernel(kernel, dim3(1), dim3(32), bytes, [&] { kernel(data.data()); });
+  };
+  constexpr int kOptIn = 100 * 1024;
+  const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  launch(reverse_in_dynamic_shared, 48 * 1024);
+  CHECK_THROWS(launch(reverse_in_dynamic_shared, 48 * 1024 + 1), "this kernel may have 49152");
+  CHECK_EQ(cudaFuncSetAttribute(reverse_in_dynamic_shared, attribute, kOptIn), cudaSuccess);
+  launch(reverse_in_dynamic_shared, kOptIn);
+  CHECK_THROWS(launch(reverse_in_dynamic_shared, kOptIn + 1), "this kernel may have 102400");
+  CHECK_THROWS(launch(previous_without_barrier, kOptIn), "this kernel may have 49152");
+  CHECK_EQ(cudaFuncSetAttribute(reverse_in_dynamic_shared, attribute, 227 * 1024 + 1),
+           cudaErrorInvalidValue);
+  launch(reverse_in_dynamic_shared, kOptIn);
+}
+
+TEST(misaligned_access_ends_the_launch_and_the_next_one_works) {
+  alignas(16) unsigned words[12] = {};
+  const auto load = [&](int first) {
+    uint4 value{};
+    run_block(32, [&] {
+      if (threadIdx.x == 31) value = *reinterpret_cast<const uint4*>(words + first);
+      __syncthreads();
+    });
+    return value.x;
+  };
+  words[4] = 7;
+  CHECK_EQ(load(4), 7);
+  CHECK_THROWS(load(1), "misaligned address at ");
+  CHECK_THROWS(load(6), "needs 16 bytes, and the address ends in 8");
+  CHECK_EQ(load(4), 7);
+  const auto store = [&](int first) {
+    run_block(1, [&] { *reinterpret_cast<uint2*>(words + first) = uint2{1, 2}; });
+  };
+  CHECK_THROWS(store(3), "needs 8 bytes");
+  store(2);
+  CHECK_EQ(words[3], 2);
+}
+
+// --- the order of threads and blocks
+
+// Sets the seed for as long as it lives.
+struct Seed {
+  explicit Seed(const std::string& seed) { setenv("KVCACHE_EMUL_SEED", seed.c_str(), 1); }
+  ~Seed() { unsetenv("KVCACHE_EMUL_SEED"); }
+};
+
+// How many of the seeds 1 to 20 a predicate holds for.
+template <class F>
+int num_seeds(F&& holds) {
+  int count = 0;
+  for (int n = 1; n <= 20; ++n) {
+    const Seed seed(std::to_string(n));
+    count += int(holds());
+  }
+  return count;
+}
+
+TEST(every_thread_runs_once_in_any_order) {
+  const int num_seeds_right = num_seeds([] {
+    const dim3 grid(3, 2, 4), block(5, 3, 4);
+    std::vector<int> out(3 * 2 * 4 * 5 * 3 * 4, 0);
+    emul::launch(grid, block, 0, [&] { record_position(out.data()); });
+    for (int i = 0; i < int(out.size()); ++i) CHECK_EQ(out[i], i + 1);
+    return true;
+  });
+  CHECK_EQ(num_seeds_right, 20);
+}
+
+TEST(right_kernels_are_right_in_any_order) {
+  const std::vector<int> in = iota(4 * 128);
+  CHECK_EQ(num_seeds([&] {
+             std::vector<int> out(4), reversed = iota(100), sums(4);
+             emul::launch(dim3(4), dim3(128), 0, [&] { block_sum(in.data(), out.data()); });
+             emul::launch(dim3(1), dim3(100), 400,
+                          [&] { reverse_in_dynamic_shared(reversed.data()); });
+             run_block(128, [&] {
+               int sum = int(threadIdx.x);
+               for (int n = 16; n > 0; n /= 2) sum += __shfl_xor_sync(kFull, sum, n);
+               if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;
+             });
+             for (int b = 0; b < 4; ++b) CHECK_EQ(out[b], 128 * 128 * b + 127 * 128 / 2);
+             for (int w = 0; w < 4; ++w) CHECK_EQ(sums[w], 32 * 32 * w + 31 * 16);
+             return reversed[0] == 99 && reversed[99] == 0;
+           }),
+           20);
+}
+
+TEST(a_seed_gives_the_same_order_again_and_another_seed_another) {
+  const auto order = [](const char* text) {
+    const Seed seed(text);
+    std::vector<int> seen;
+    emul::launch(dim3(7), dim3(40), 0, [&] {
+      seen.push_back(int(blockIdx.x * 40 + threadIdx.x));
+      __syncthreads();
+      seen.push_back(int(threadIdx.x));
+    });
+    return seen;
+  };
+  CHECK(order("1") == order("1"));
+  CHECK(order("1") != order("2"));
+  CHECK_EQ(order("")[39], 39);
+  CHECK_THROWS(order("one"), "KVCACHE_EMUL_SEED is one: expected a number");
+}
+
+TEST(a_deadlock_is_found_in_any_order) {
+  CHECK_EQ(num_seeds([] {
+             CHECK_THROWS(emul::launch(dim3(3), dim3(32), 0, barrier_only_for_first_half),
+                          "barrier deadlock");
+             return true;
+           }),
+           20);
+}
+
+TEST(a_missing_barrier_that_the_plain_order_hides_shows_under_seeds) {
+  const auto is_right = [] {
+    std::vector<int> data = iota(64);
+    emul::launch(dim3(1), dim3(64), 64 * sizeof(int),
+                 [&] { previous_without_barrier(data.data()); });
+    for (int i = 1; i < 64; ++i) {
+      if (data[i] != i - 1) return false;
+    }
+    return true;
+  };
+  CHECK(is_right());
+  CHECK_EQ(num_seeds(is_right), 0);
+}
+
+TEST(a_buffer_used_again_without_a_barrier_shows_under_seeds) {
+  const auto is_right = [] {
+    std::vector<int> data(64, 0);
+    emul::launch(dim3(1), dim3(64), 64 * sizeof(int), [&] { next_in_rounds(data.data()); });
+    for (int i = 0; i < 63; ++i) {
+      if (data[i] != 2 * i + 2 + 100) return false;
+    }
+    return true;
+  };
+  CHECK(is_right());
+  CHECK_EQ(num_seeds(is_right), 0);
+}
+
+TEST(a_barrier_of_the_warp_in_place_of_the_blocks_shows_under_seeds) {
+  const auto is_right = [] {
+    std::vector<int> data(128, -1);
+    emul::launch(dim3(1), dim3(128), 128 * sizeof(int),
+                 [&] { next_warp_after_syncwarp(data.data()); });
+    for (int i = 0; i < 128; ++i) {
+      if (data[i] != (i + 32) % 128) return false;
+    }
+    return true;
+  };
+  CHECK(is_right());
+  CHECK(num_seeds(is_right) < 10);
+}
+
+TEST(a_block_that_needs_the_block_before_it_shows_under_seeds) {
+  const auto is_right = [] {
+    std::vector<int> sums(8, 0);
+    emul::launch(dim3(8), dim3(1), 0, [&] {
+      sums[blockIdx.x] = int(blockIdx.x) + (blockIdx.x > 0 ? sums[blockIdx.x - 1] : 0);
+    });
+    return sums[7] == 28;
+  };
+  CHECK(is_right());
+  CHECK_EQ(num_seeds(is_right), 0);
 }
 
 TEST(two_os_threads_launch_at_the_same_time) {

@@ -1,0 +1,51 @@
+// Reports of misaligned accesses, which the hardware refuses and x86 does not.
+//
+// With -fsanitize=alignment -fno-sanitize-recover=alignment the compiler checks every access,
+// and calls the functions below where one is misaligned. They stand in for the sanitizer's runtime
+// library: the launch ends with an exception instead of the process. Do not link that library for
+// the sake of this check.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <stdexcept>
+#include <string>
+
+#include "emul/scheduler.h"
+
+namespace emul {
+
+// As compilers lay it out (gcc and clang alike).
+struct TypeMismatch {
+  const char* file;
+  uint32_t line, column;
+  const struct {
+    uint16_t kind, info;
+    char name[1];
+  }* type;
+  uint8_t log2_alignment;
+  uint8_t access;
+};
+
+[[noreturn]] inline void report_misaligned(const TypeMismatch* access, uintptr_t address) {
+  const std::string text = "misaligned address at " + std::string(access->file) + ":" +
+                           std::to_string(access->line) + ": an access to " + access->type->name +
+                           " needs " + std::to_string(1u << access->log2_alignment) +
+                           " bytes, and the address ends in " + std::to_string(address % 16);
+  if (emulator().runs_thread()) emulator().fail(std::make_exception_ptr(std::runtime_error(text)));
+  std::fprintf(stderr, "%s (outside of a kernel)\n", text.c_str());
+  std::abort();
+}
+
+}  // namespace emul
+
+// Weak: every source file brings a copy, the linker keeps one.
+extern "C" {
+[[noreturn]] __attribute__((weak, visibility("hidden"))) void __ubsan_handle_type_mismatch_v1_abort(
+    void* access, void* address) {
+  emul::report_misaligned(static_cast<const emul::TypeMismatch*>(access),
+                          reinterpret_cast<uintptr_t>(address));
+}
+}
