@@ -1,8 +1,8 @@
 """Builds kvcache._core (pybind11, no torch) and the op libraries (LibTorch stable ABI).
 
 torch is located, never imported. The CUDA library is built where torch is a CUDA build and there is
-an nvcc; KVCACHE_CUDA=0 or 1 decides otherwise, KVCACHE_CUDA_ARCHS ("80;90;100") chooses its
-architectures, CXX the compiler.
+an nvcc; KVCACHE_CUDA=0 or 1 decides otherwise, KVCACHE_CUDA_ARCHS ("80;90;100", as far as the toolkit
+has them) chooses its architectures, CXX the compiler.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""The native sources and the flags they are built with: one place for `setup.py` and the JIT.
+"""The native sources and the flags they are built with: one place for `setup.py`, CMake and the JIT.
 
 Imports nothing of the package and nothing beyond the standard library, because `setup.py` loads this
 file by its path before the package exists. CMakeLists.txt takes the same files by the same rule: what
@@ -7,12 +7,16 @@ lies in a folder belongs to that folder's library.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 # LibTorch's stable ABI as of 2.10: one build loads in 2.10 and every later release.
@@ -20,7 +24,7 @@ TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
 
 CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
-CUDA_ARCHS = "80;90;100"
+CUDA_ARCHS = ("80", "90", "100")  # by default, as far as the toolkit has them
 
 INSTALL_HINT = "pip install --no-build-isolation -e ."
 
@@ -131,9 +135,53 @@ def cuda_home() -> Path | None:
     return None
 
 
-def gencode_flags() -> list[str]:
-    """Machine code for each of $KVCACHE_CUDA_ARCHS ("80;90;100"), and PTX of the last for newer."""
-    archs = os.environ.get("KVCACHE_CUDA_ARCHS", CUDA_ARCHS).replace(",", ";").split(";")
+@functools.cache
+def toolkit_archs(home: Path) -> tuple[str, ...]:
+    """What a toolkit compiles for ("75", "80", ...), as its nvcc says."""
+    nvcc = str(home / "bin" / "nvcc")
+    done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    found = [line.strip().removeprefix("compute_") for line in done.stdout.splitlines()]
+    if done.returncode != 0 or not found:
+        raise RuntimeError(f"{nvcc} --list-gpu-arch failed: {done.stderr.strip()}")
+    return tuple(found)
+
+
+def cuda_archs(present: Sequence[str] = ()) -> list[str]:
+    """The architectures to compile for: $KVCACHE_CUDA_ARCHS ("80;90;100"), else those of the devices that
+    are `present`, else CUDA_ARCHS.
+
+    RuntimeError where $KVCACHE_CUDA_ARCHS asks for one that the toolkit lacks; of the others those that
+    it has, or its newest one that runs there too.
+    """
+    home = cuda_home()
+    if home is None:
+        raise RuntimeError("no nvcc was found: set CUDA_HOME")
+    known = toolkit_archs(home)
+    asked = re.split("[;, ]+", os.environ.get("KVCACHE_CUDA_ARCHS", "").strip(";, "))
+    if asked != [""]:
+        for arch in asked:
+            if arch.rstrip("af") not in known:
+                raise RuntimeError(
+                    f"KVCACHE_CUDA_ARCHS has {arch}: expected architectures that the toolkit in {home} "
+                    f"has ({', '.join(known)}), or a newer toolkit (CUDA_HOME)"
+                )
+        return asked
+    wanted = present or CUDA_ARCHS
+    archs = [arch for arch in wanted if arch in known]
+    # A newer device runs the PTX of an older architecture.
+    older = [arch for arch in known if any(int(arch) < int(w) for w in wanted)]
+    archs = archs or sorted(older, key=int)[-1:]
+    if not archs:
+        raise RuntimeError(
+            f"the toolkit in {home} compiles for {', '.join(known)}: expected one of "
+            f"{', '.join(wanted)}; set CUDA_HOME to another toolkit, or KVCACHE_CUDA_ARCHS"
+        )
+    return archs
+
+
+def gencode_flags(present: Sequence[str] = ()) -> list[str]:
+    """Machine code for each of `cuda_archs`, and PTX of the last for newer devices."""
+    archs = cuda_archs(present)
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
     return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
 
@@ -142,3 +190,8 @@ def link_flags() -> list[str]:
     if sys.platform == "darwin":
         return ["-undefined", "dynamic_lookup"]
     return ["-ldl"]
+
+
+if __name__ == "__main__":  # CMake asks
+    archs = cuda_archs()
+    print(";".join([*(f"{arch}-real" for arch in archs[:-1]), archs[-1]]))

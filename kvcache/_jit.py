@@ -76,11 +76,12 @@ def build_ops(name: str) -> Path:
     cuda = name == "libkvcache_cuda"
     sources = _build.cuda_sources(root) if cuda else _build.cpu_sources(root)
     facts = [torch.__version__, str(torch.version.cuda)]
+    present: list[str] = []
     if cuda:
         _require_cuda()
-        facts += [
-            str(torch.cuda.get_device_capability(i)) for i in range(torch.cuda.device_count())
-        ]
+        capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+        present = [f"{major}{minor}" for major, minor in sorted(set(capabilities))]
+        facts += [*present, os.environ.get("KVCACHE_CUDA_ARCHS", "")]
 
     def build(folder: Path) -> None:
         from torch.utils import cpp_extension
@@ -91,13 +92,15 @@ def build_ops(name: str) -> Path:
                 raise BuildError(f"torch did not find {_build.cuda_home()}: set CUDA_HOME to it")
         _require_ninja()
         arguments = _build.cxx_arguments()
+        cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{_build.TORCH_TARGET}"] if cuda else []
+        cuda_flags += _build.gencode_flags(present) if cuda else []  # torch's own only without any
         with _cxx_for_torch():
             _say_building(name, folder)
             cpp_extension.load(
                 name=name,
                 sources=[str(source) for source in sources],
                 extra_cflags=[*arguments, *_build.CXX_FLAGS, f"-D{_build.TORCH_TARGET}"],
-                extra_cuda_cflags=["-O3", "-DUSE_CUDA", f"-D{_build.TORCH_TARGET}"],
+                extra_cuda_cflags=cuda_flags,
                 extra_ldflags=arguments,
                 extra_include_paths=[str(root)],
                 build_directory=str(folder),

@@ -61,7 +61,7 @@ def load_ops() -> None:
         except (ImportError, OSError, RuntimeError) as error:  # not built; built for another CUDA
             what = "not built" if isinstance(error, ImportError) else "not loadable"
             _missing[_CUDA] = f"{what}: {error}"
-            _refuse_cuda(_missing[_CUDA])
+            _refuse_cuda()
 
 
 def _load(name: str) -> str:
@@ -80,12 +80,17 @@ def _load(name: str) -> str:
 def _ops_without_cuda() -> list[str]:
     import torch
 
-    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("kvcache::")]
+    # Those that begin with "_" take no tensors: they belong to no device's key.
+    names = [
+        name
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("kvcache::") and not name.startswith("kvcache::_")
+    ]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return [name for name in names if not has_kernel(name, "CUDA")]
 
 
-def _refuse_cuda(reason: str) -> None:
+def _refuse_cuda() -> None:
     """Gives every op that lacks a CUDA kernel one that says why."""
     import torch
 
@@ -94,9 +99,20 @@ def _refuse_cuda(reason: str) -> None:
     for name in _ops_without_cuda():
 
         def refuse(*args: object, name: str = name) -> None:
-            raise RuntimeError(f"{name} got CUDA tensors, but {_CUDA} is {reason}")
+            raise RuntimeError(f"{name} got CUDA tensors, but {why_no_cuda()}")
 
         library.impl(name, refuse)
+
+
+def why_no_cuda() -> str:
+    """Why there are no CUDA ops."""
+    import torch
+
+    return (
+        f"{_CUDA} is {_missing[_CUDA]}"
+        if _CUDA in _missing
+        else (f"torch {torch.__version__} is built without CUDA")
+    )
 
 
 def describe() -> dict[str, str]:

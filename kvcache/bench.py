@@ -21,6 +21,7 @@ from kvcache.worker.calibration import (
     OUT,
     Calibration,
     steps_of,
+    table_of,
 )
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
@@ -28,6 +29,8 @@ from kvcache.worker.swap import SwapEngine
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
+POOL_BYTES = 2 << 30  # that pages lie scattered over: more than address caches of a device hold
+_COUNTS = (32, 256, 2048)  # fragments per swap, that a calibration tells apart
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # neighbouring pages
 
@@ -35,7 +38,8 @@ _RUN = 16  # neighbouring pages
 @dataclass(frozen=True)
 class Rate:
     """One measurement. `direction`: out, in, both or host; `fragment`: bytes of a piece, before runs of
-    neighbouring pages are merged; `pattern`: pages "scattered", or in "runs" of 16."""
+    neighbouring pages are merged; `pattern`: pages "scattered", or in "runs" of 16; `num_fragments`: of
+    a swap, before runs are merged."""
 
     direction: str
     fragment: int
@@ -44,6 +48,7 @@ class Rate:
     gb_per_s: float
     contiguous_gb_per_s: float
     num_thread_blocks: int | None = None  # where a kernel reads or writes the host's memory
+    num_fragments: int | None = None
 
     @property
     def share(self) -> float:
@@ -88,32 +93,55 @@ def device_rates(
     directions: tuple[str, ...] = (OUT, IN, BOTH),
     patterns: tuple[str, ...] = ("scattered", "runs"),
     rounds: int = 7,
+    pool_bytes: int = POOL_BYTES,
+    counts: tuple[int, ...] = (),
 ) -> Iterator[Rate]:
-    """Between a device and pinned host memory; method None: as the calibration says."""
+    """Between a device and pinned host memory; method None: as the calibration says.
+
+    `num_bytes` move per swap, in pages from all over `pool_bytes` on either side. `counts`: swaps of so
+    many fragments instead, as far as `num_bytes` allow.
+    """
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
     for pattern in patterns:
         for fragment in fragments:
-            pages, pairs = _pages(fragment, num_bytes, pattern, device)
+            pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
             host = pages.on_host(pages.num_blocks)
             pages.memory.random_(0, 256)
+            per_page = len(pages.sizes)
+            numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
             for method in methods:
                 engine = SwapEngine(pages, host, method=method, calibration=calibration)
                 for direction in directions:
-                    seconds = _swap_seconds(engine, pairs, direction, rounds)
-                    # Both: one half each way.
-                    rate = len(pairs) * pages.page_bytes / seconds / 1e9
-                    used = method or engine.method_for(
-                        IN if direction == BOTH else direction, pairs
-                    )
-                    blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
-                    yield Rate(direction, fragment, pattern, used, rate, limits[direction], blocks)
+                    for number in sorted(numbers or {len(pairs)}):
+                        some = pairs[:number]
+                        seconds = _swap_seconds(engine, some, direction, rounds)
+                        # Both: one half each way.
+                        rate = number * pages.page_bytes / seconds / 1e9
+                        used = method or engine.method_for(
+                            IN if direction == BOTH else direction, some
+                        )
+                        blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
+                        yield Rate(
+                            direction,
+                            fragment,
+                            pattern,
+                            used,
+                            rate,
+                            limits[direction],
+                            blocks,
+                            number * per_page,
+                        )
 
 
 def calibrate(
-    device: torch.device, num_bytes: int, progress: Callable[[Rate], None] = lambda rate: None
+    device: torch.device,
+    num_bytes: int,
+    progress: Callable[[Rate], None] = lambda rate: None,
+    pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Measures which method is the fastest for which fragments, and how few thread blocks do."""
-    one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5}
+    """Measures which method is the fastest for how many fragments of which size, and how few thread
+    blocks do."""
+    one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5, "pool_bytes": pool_bytes}
     by_blocks = {}
     for blocks in _THREAD_BLOCKS:
         trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
@@ -123,39 +151,62 @@ def calibrate(
     enough = 0.97 * max(by_blocks.values())
     blocks = min(n for n, rate in by_blocks.items() if rate >= enough)
     trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
-    found: dict[tuple[str, int], Rate] = {}
+    best: dict[tuple[str, int, int], Rate] = {}
     for rate in device_rates(
-        device, num_bytes, FRAGMENTS, METHODS, trial, DIRECTIONS, ("scattered",), 5
+        device,
+        num_bytes,
+        FRAGMENTS,
+        METHODS,
+        trial,
+        DIRECTIONS,
+        ("scattered",),
+        5,
+        pool_bytes,
+        _COUNTS,
     ):
         progress(rate)
-        best = found.get((rate.direction, rate.fragment))
+        case = (rate.direction, rate.fragment, rate.num_fragments)
         # Another method must be clearly faster: noise should not make steps.
-        if best is None or rate.gb_per_s > 1.03 * best.gb_per_s:
-            found[rate.direction, rate.fragment] = rate
-    steps = {
-        direction: steps_of((size, found[direction, size].method) for size in FRAGMENTS)
+        if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
+            best[case] = rate
+
+    def method(direction: str, size: int, count: int) -> str:
+        """Of the measurement with the number of fragments next to `count`."""
+        numbers = [n for way, fragment, n in best if (way, fragment) == (direction, size)]
+        return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
+
+    tables = {
+        direction: table_of(
+            (count, steps_of((size, method(direction, size, count)) for size in FRAGMENTS))
+            for count in _COUNTS
+        )
         for direction in DIRECTIONS
     }
     name = torch.cuda.get_device_name(device)
-    return Calibration(name, steps[OUT], steps[IN], blocks)
+    return Calibration(name, tables[OUT], tables[IN], blocks)
 
 
 def _pages(
-    fragment: int, num_bytes: int, pattern: str, device: torch.device | str
+    fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
 ) -> tuple[Pages, np.ndarray]:
-    """Pages whose pieces have so many bytes, and pairs that move `num_bytes` of them."""
+    """Pages whose pieces have so many bytes, and pairs that move `num_bytes` of them.
+
+    They come from all over a pool of `pool_bytes`, or of no more than what moves.
+    """
     chance = np.random.default_rng(0)
+    pool_bytes = max(pool_bytes, num_bytes)
     if pattern == "runs":  # a page is one piece, and 16 neighbours lie together on both sides
-        pages = Pages.allocate(
-            _RUN * max(num_bytes // (fragment * _RUN), 2) + 1, [[fragment]], device=device
-        )
+        num_runs = max(num_bytes // (fragment * _RUN), 2)
+        in_pool = max(pool_bytes // (fragment * _RUN), num_runs)
+        pages = Pages.allocate(_RUN * in_pool + 1, [[fragment]], device=device)
         groups = np.arange(1, pages.num_blocks).reshape(-1, _RUN)
-        pairs = [chance.permutation(groups).ravel() for _ in range(2)]
+        pairs = [chance.permutation(groups)[:num_runs].ravel() for _ in range(2)]
     else:  # K and V of up to 16 layers, apart
         layers = int(np.clip(num_bytes // (32 * fragment), 1, 16))
-        num_blocks = max(num_bytes // (2 * layers * fragment), 2) + 1
-        pages = Pages.allocate(num_blocks, [[fragment, fragment]] * layers, device=device)
-        pairs = [chance.permutation(np.arange(1, num_blocks)) for _ in range(2)]
+        num_pages = max(num_bytes // (2 * layers * fragment), 2)
+        in_pool = max(pool_bytes // (2 * layers * fragment), num_pages)
+        pages = Pages.allocate(in_pool + 1, [[fragment, fragment]] * layers, device=device)
+        pairs = [chance.permutation(np.arange(1, in_pool + 1))[:num_pages] for _ in range(2)]
     return pages, np.stack(pairs, axis=1).astype(np.int32)
 
 
@@ -164,14 +215,33 @@ def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds:
 
     def swap() -> None:
         if direction == BOTH:
-            engine.swap_out(pairs[:half])
-            engine.swap_in(pairs[half:, ::-1])
+            jobs = [engine.swap_out(pairs[:half]), engine.swap_in(pairs[half:, ::-1])]
+        elif direction == OUT:
+            jobs = [engine.swap_out(pairs)]
         else:
-            getattr(engine, f"swap_{direction}")(pairs if direction == OUT else pairs[:, ::-1])
-        engine.wait()
-        torch.cuda.synchronize(engine.device.device)
+            jobs = [engine.swap_in(pairs[:, ::-1])]
+        for job in jobs:
+            engine.before_read(job)
 
-    return median_times(swap, rounds=rounds)[0]
+    seconds = _device_seconds(engine.device.device, swap, rounds)
+    engine.wait()
+    return seconds
+
+
+def _device_seconds(device: torch.device, launch: Callable[[], None], rounds: int) -> float:
+    """Median seconds of what `launch` launches and the current stream waits for, by the device's clock:
+    how often the host looks whether it is over does not count."""
+    stream = torch.cuda.current_stream(device)
+    taken = []
+    for _ in range(1 + rounds):
+        torch.cuda.synchronize(device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        launch()
+        end.record(stream)
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(taken[1:])  # the first warms caches and allocator
 
 
 def _contiguous_gb_per_s(
@@ -180,10 +250,13 @@ def _contiguous_gb_per_s(
     """One copy of all bytes, pinned; both: two copies of half of them on two streams."""
     host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    current = torch.cuda.current_stream(device)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
     half = num_bytes // 2
 
     def copy(direction: str) -> None:
+        for stream in streams:
+            stream.wait_stream(current)
         with torch.cuda.stream(streams[0]):
             if direction == OUT:
                 host.copy_(on_device, non_blocking=True)
@@ -194,10 +267,11 @@ def _contiguous_gb_per_s(
         if direction == BOTH:
             with torch.cuda.stream(streams[1]):
                 on_device[half:].copy_(host[half:], non_blocking=True)
-        torch.cuda.synchronize(device)
+        for stream in streams:
+            current.wait_stream(stream)
 
     return {
-        direction: num_bytes / median_times(lambda d=direction: copy(d))[0] / 1e9
+        direction: num_bytes / _device_seconds(device, lambda d=direction: copy(d), 7) / 1e9
         for direction in directions
     }
 

@@ -20,8 +20,27 @@ from kvcache import _native
 _native.load_ops()
 _ops = torch.ops.kvcache
 
-# Engines of `copy_blocks` between a device and the host.
-KERNEL, COPY_ENGINE = 0, 1
+# Engines of `copy_blocks` between a device and the host; the last one without batches.
+KERNEL, COPY_ENGINE, COPY_ENGINE_SINGLY = 0, 1, 2
+
+
+def warm_up(device: torch.device | str | int | None = None) -> None:
+    """Loads all kernels on a CUDA device (None: the current one), so that graphs may be captured.
+
+    CUDA loads a kernel when it is first launched, which drivers before 12.3 refuse while a graph is
+    captured, and which delays a first step with any. Call it once per device before the first capture;
+    `SwapEngine` does. RuntimeError where there is no CUDA library, or it has no code for the device.
+
+    >>> if torch.cuda.is_available():
+    ...     warm_up()
+    """
+    device = torch.device("cuda" if device is None else device)
+    if device.type != "cuda":
+        raise ValueError(f"device is {device}: expected a CUDA device")
+    if not hasattr(_ops, "_load_kernels"):
+        raise RuntimeError(f"there is nothing to load: {_native.why_no_cuda()}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    _ops._load_kernels(index)
 
 
 def slot_mapping(
@@ -221,8 +240,9 @@ def copy_blocks(
 
     Between a device and the host, `engine` KERNEL reads and writes pinned host memory from the
     device with `num_thread_blocks` thread blocks (0: a few), COPY_ENGINE merges neighbouring pages and
-    hands the pieces over, many per call; pages_per_run: pages of the host that were pinned in one
-    piece (0: all). On the CPU both are copies by several threads.
+    hands the pieces over, many per call, COPY_ENGINE_SINGLY one per call (as KVCACHE_BATCH_COPIES=0
+    says for all calls); pages_per_run: pages of the host that were pinned in one piece (0: all). On
+    the CPU all are copies by several threads.
     """
     _ops.copy_blocks(
         src,

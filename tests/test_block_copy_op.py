@@ -192,7 +192,7 @@ BAD = {
     r"regions\[0\] has -8 bytes: expected 0 or more": {
         "regions": torch.tensor([[0, 16, 0, 16, -8]])
     },
-    r"engine is 2: expected 0 \(kernel\) or 1 \(copy engine\)": {"engine": 2},
+    r"engine is 3: expected 0 \(kernel\), 1 \(copy engine\) or 2": {"engine": 3},
     "num_src_blocks is -1: expected 0 or more": {"num_src_blocks": -1},
     "num_dst_blocks is -1: expected 0 or more": {"num_dst_blocks": -1},
     "pages_per_run is -1: expected 0 or more": {"pages_per_run": -1},
@@ -253,7 +253,7 @@ def test_a_kernel_refuses_host_memory_that_is_not_pinned(side):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("engine", [0, 1])
+@pytest.mark.parametrize("engine", [0, 1, 2])
 @pytest.mark.parametrize("to_host", [True, False])
 @given(case=cases())
 def test_between_device_and_pinned_host(engine, to_host, case):

@@ -15,10 +15,12 @@ from kvcache.worker.calibration import (
     load,
     path_for,
     steps_of,
+    table_of,
 )
 from tests.simulated_device import SimulatedTimeline
 
 KIB = 1024
+KERNEL_ALWAYS = ((0, ((0, "kernel"),)),)
 
 
 def test_steps_begin_half_way_between_two_sizes():
@@ -27,24 +29,33 @@ def test_steps_begin_half_way_between_two_sizes():
     assert steps_of([(4096, "kernel")]) == ((0, "kernel"),)
 
 
+def test_numbers_of_fragments_begin_half_way_too():
+    few, many = ((0, "copy_engine"),), ((0, "kernel"), (100, "copy_engine"))
+    assert table_of([(16, few), (64, many), (4096, many)]) == ((0, few), (32, many))
+    assert table_of([(16, few)]) == ((0, few),)
+
+
 @pytest.mark.parametrize(
-    ("direction", "fragment", "method"),
+    ("direction", "fragment", "number", "method"),
     [
-        ("in", 4 * KIB, "kernel"),
-        ("in", 28 * KIB - 1, "kernel"),
-        ("in", 28 * KIB, "copy_engine"),
-        ("out", 4 * KIB, "staging"),
-        ("out", 1024 * KIB, "copy_engine"),
+        ("in", 4 * KIB, 32, "kernel"),
+        ("in", 28 * KIB - 1, 32, "kernel"),
+        ("in", 28 * KIB, 32, "copy_engine"),
+        ("in", 4 * KIB, 31, "copy_engine"),
+        ("out", 4 * KIB, 32, "staging"),
+        ("out", 4 * KIB, 31, "copy_engine"),
+        ("out", 1024 * KIB, 5000, "copy_engine"),
     ],
 )
-def test_the_built_in_thresholds_are_those_published(direction, fragment, method):
-    assert DEFAULT.method(direction, fragment) == method
+def test_the_built_in_thresholds_are_those_published(direction, fragment, number, method):
+    assert DEFAULT.method(direction, fragment, number) == method
     assert "H100" in DEFAULT.machine and "published" in DEFAULT.machine
 
 
 def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    mine = Calibration("NVIDIA H200", ((0, "kernel"),), ((0, "kernel"), (100, "staging")), 3)
+    steps = ((0, "kernel"), (100, "staging"))
+    mine = Calibration("NVIDIA H200", KERNEL_ALWAYS, ((0, steps), (40, ((0, "kernel"),))), 3)
     path = path_for(mine.machine)
     assert path == tmp_path / "kvcache" / "calibration-nvidia-h200.json"
     mine.save(path)
@@ -59,18 +70,27 @@ def test_a_calibration_is_stored_and_found_again(tmp_path, monkeypatch):
     [
         ("{", "holds no calibration"),
         ("[1]", "holds no calibration"),
-        ('{"machine": "a"}', "holds no calibration: .*missing"),
+        ('{"version": 2, "machine": "a"}', "holds no calibration: .*missing"),
         (
-            '{"machine": "a", "out": [[0, "dma"]], "in_": [[0, "kernel"]]}',
+            '{"version": 2, "machine": "a", "out": [[0, [[0, "dma"]]]], "in_": [[0, [[0, "kernel"]]]]}',
             "out has 'dma': expected one of kernel, copy_engine, staging",
         ),
         (
-            '{"machine": "a", "out": [[5, "kernel"]], "in_": [[0, "kernel"]]}',
-            r"out begins at \[5\]: expected ascending sizes from 0",
+            '{"version": 2, "machine": "a", "out": [[0, [[5, "kernel"]]]], "in_": [[0, []]]}',
+            r"out has steps that begin at \[5\]: expected ascending sizes from 0",
         ),
         (
-            '{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 0}',
+            '{"version": 2, "machine": "a", "out": [[5, [[0, "kernel"]]]], "in_": [[0, []]]}',
+            r"out begins at \[5\]: expected ascending numbers of fragments from 0",
+        ),
+        (
+            '{"version": 2, "machine": "a", "out": [[0, [[0, "kernel"]]]], '
+            '"in_": [[0, [[0, "kernel"]]]], "num_thread_blocks": 0}',
             "num_thread_blocks is 0: expected 1 or more",
+        ),
+        (
+            '{"machine": "a", "out": [[0, "kernel"]], "in_": [[0, "kernel"]], "num_thread_blocks": 8}',
+            "version is 1, expected 2: `kvcache bench --calibrate` measures anew",
         ),
     ],
 )
@@ -87,17 +107,21 @@ def engine(sizes, block_major=False, **options):
     return SwapEngine(pages, pages.on_host(40), timeline=SimulatedTimeline(0), **options)
 
 
+# The built-in thresholds of many fragments, for any number.
+BY_SIZE = Calibration("a test", ((0, DEFAULT.out[-1][1]),), ((0, DEFAULT.in_[-1][1]),))
+
+
 def ids(*values):
     return np.array(values).reshape(-1, 2)
 
 
 def test_the_method_follows_what_lies_together_on_both_sides():
-    apart = engine([[8 * KIB, 8 * KIB]] * 4)
+    apart = engine([[8 * KIB, 8 * KIB]] * 4, calibration=BY_SIZE)
     scattered, run = ids(1, 9, 5, 2), np.stack([np.arange(1, 9), np.arange(21, 29)], 1)
     assert apart.fragment_bytes("out", scattered) == 8 * KIB
     assert apart.fragment_bytes("out", run) == 8 * KIB  # on the host, layers lie between
     assert [apart.method_for(d, run) for d in ("out", "in")] == ["staging", "kernel"]
-    packed = engine([[8 * KIB, 8 * KIB]], block_major=True)
+    packed = engine([[8 * KIB, 8 * KIB]], block_major=True, calibration=BY_SIZE)
     assert packed.fragment_bytes("in", ids(1, 9, 5, 2)) == 16 * KIB
     assert packed.fragment_bytes("in", run) == 8 * 16 * KIB
     assert packed.fragment_bytes("in", run[::-1]) == 8 * 16 * KIB  # downwards too
@@ -107,6 +131,14 @@ def test_the_method_follows_what_lies_together_on_both_sides():
     assert engine([[8]], method="staging").method_for("in", run) == "staging"
     on_cpu = SwapEngine(apart.device, apart.host)  # nothing to choose from
     assert [on_cpu.method_for(d, run) for d in ("out", "in")] == ["kernel", "kernel"]
+
+
+def test_the_method_follows_the_number_of_fragments():
+    swaps = engine([[8 * KIB, 8 * KIB]] * 4)  # 8 fragments per page
+    few, many = ids(1, 9, 5, 2), ids(1, 9, 5, 2, 7, 4, 8, 1)
+    assert [swaps.num_fragments("in", pairs) for pairs in (few, many)] == [16, 32]
+    assert [swaps.method_for("in", pairs) for pairs in (few, many)] == ["copy_engine", "kernel"]
+    assert [swaps.method_for("out", pairs) for pairs in (few, many)] == ["copy_engine", "staging"]
 
 
 def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
@@ -138,7 +170,7 @@ def test_a_calibration_that_is_asked_for_must_be_there_and_of_this_machine(tmp_p
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "mine.json"))
     with pytest.raises(ValueError, match=r"mine.json holds no calibration"):
         calibration_of(torch.device("cuda"))
-    Calibration("NVIDIA L4", ((0, "kernel"),), ((0, "kernel"),)).save(tmp_path / "mine.json")
+    Calibration("NVIDIA L4", KERNEL_ALWAYS, KERNEL_ALWAYS).save(tmp_path / "mine.json")
     with pytest.warns(RuntimeWarning, match="was measured on NVIDIA L4, this is NVIDIA B200"):
         assert calibration_of(torch.device("cuda")).machine == "NVIDIA L4"
 
@@ -168,11 +200,49 @@ def test_bench_names_what_is_wrong(capsys, argv, code, message):
     assert message in capsys.readouterr().err
 
 
+def test_pages_of_a_swap_come_from_all_over_the_pool():
+    for pattern in ("scattered", "runs"):
+        pages, pairs = bench._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
+        assert pages.num_bytes >= 16 << 20
+        assert abs(len(pairs) * pages.page_bytes - (1 << 20)) <= 16 * 4 * KIB * 2
+        for side in pairs.T:
+            assert len(set(side)) == len(side)
+            assert np.ptp(side) > 0.7 * pages.num_blocks and side.min() >= 1
+
+
+def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
+    """The copy engine for few, the kernel for many small ones: as measured, not as built in."""
+
+    def rates(device, num_bytes, fragments, methods, calibration, *args, **options):
+        counts = args[4] if args else (64,)
+        directions = args[0] if args else options["directions"]
+        for fragment in fragments:
+            for method in methods:
+                for direction in directions:
+                    for count in sorted({min(n, num_bytes // fragment) for n in counts}):
+                        few = count < 256 or fragment >= 64 * KIB
+                        fast = method == ("copy_engine" if few else "kernel")
+                        yield bench.Rate(
+                            direction, fragment, "scattered", method, 50.0 if fast else 5.0, 55.0,
+                            None, count,
+                        )  # fmt: skip
+
+    monkeypatch.setattr(bench, "device_rates", rates)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    found = bench.calibrate(torch.device("cuda"), 256 << 20)
+    assert found.num_thread_blocks == 1
+    for direction in ("out", "in"):
+        assert found.method(direction, 4 * KIB, 32) == "copy_engine"
+        assert found.method(direction, 4 * KIB, 256) == "kernel"
+        assert found.method(direction, 4 * KIB, 100_000) == "kernel"
+        assert found.method(direction, 1024 * KIB, 100_000) == "copy_engine"
+
+
 @pytest.mark.gpu
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
     monkeypatch.setattr(bench, "FRAGMENTS", (16 * KIB, 1024 * KIB))
-    assert main(["bench", "--calibrate", "--mib", "16", "--json"]) == 0
+    assert main(["bench", "--calibrate", "--mib", "16", "--pool-mib", "32", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = load(tmp_path / "here.json")
     assert report["calibration"]["machine"] == found.machine == torch.cuda.get_device_name()

@@ -11,16 +11,21 @@ import torch
 from kvcache import BlockTable, KVStorage, Pages, StepPlan, SwapEngine, Worker
 from kvcache.plan import NO_REPLACE
 from kvcache.worker import SwapError
+from kvcache.worker.calibration import Calibration
+from kvcache.worker.swap_staging import Staging
 from kvcache.worker.timeline import CpuTimeline
 from tests.simulated_device import SimulatedTimeline
 
 LAYERS = 3
+# One page by the kernel, several through staging.
+MIXED = Calibration("a test", *[((0, ((0, "kernel"),)), (2 * LAYERS + 1, ((0, "staging"),)))] * 2)
 ALL_LAYERS = range(LAYERS)
 FORMS = {
     "kernel": {"method": "kernel"},
     "copy engine": {"method": "copy_engine"},
     "staging of one page": {"method": "staging", "staging_bytes": 1},
     "staging": {"method": "staging"},
+    "now staging, now the kernel": {"calibration": MIXED, "staging_bytes": 1},
     "layer by layer": {"method": "kernel", "layers_per_event": 1},
     "two layers at a time": {"method": "kernel", "layers_per_event": 2},
 }
@@ -160,6 +165,18 @@ def _blind(engine, direction, given, start):
         engine._after = after
 
 
+def without_waiting_for_an_empty_half(monkeypatch):
+    monkeypatch.setattr(Staging, "_wait_until_emptied", lambda self, half: None)
+
+
+def without_waiting_for_a_full_half(monkeypatch):
+    monkeypatch.setattr(Staging, "_wait_until_filled", lambda self, event: None)
+
+
+def without_order_within_a_lane(monkeypatch):
+    monkeypatch.setattr(SwapEngine, "_after_the_job_before", lambda *args: None)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     "defect",
@@ -173,6 +190,49 @@ def _blind(engine, direction, given, start):
 def test_an_order_that_is_missing_shows(monkeypatch, form, defect):
     defect(monkeypatch)
     assert any(Race(seed, **FORMS[form]).run(40) for seed in range(100))
+
+
+STAGED = ["staging of one page", "staging", "now staging, now the kernel"]
+
+
+@pytest.mark.parametrize(
+    ("defect", "form"),
+    [
+        *((without_waiting_for_an_empty_half, form) for form in STAGED),
+        *((without_waiting_for_a_full_half, form) for form in STAGED),
+        (without_order_within_a_lane, "now staging, now the kernel"),
+    ],
+)
+def test_an_order_that_is_missing_between_relayout_and_bus_shows(monkeypatch, form, defect):
+    defect(monkeypatch)
+    assert any(Race(seed, **FORMS[form]).run(40) for seed in range(200))
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_one_half_is_filled_while_the_other_crosses_the_bus(direction):
+    worker, timeline = simulated_worker(method="staging", staging_bytes=1)
+    ran = []
+    launch = timeline.launch
+
+    def noted(stream, work):
+        lane = worker.engine._lanes[direction]
+        name = "bus" if stream is lane.stream else "relayout"
+        launch(stream, lambda: (ran.append(name), work()))
+
+    timeline.launch = noted
+    pages = [(1, 1), (2, 2), (3, 3), (4, 4)]
+    getattr(worker.engine, f"swap_{direction}")(pairs(*pages))
+    staging = worker.engine._lanes[direction].staging
+    first = "relayout" if direction == "out" else "bus"
+    last = "bus" if direction == "out" else "relayout"
+    # `first` runs ahead of `last` by both halves and no further.
+    only_first = [s for s in timeline._streams if s is not staging.last]
+    everything, timeline._streams = timeline._streams, only_first
+    timeline.advance()
+    assert ran == [first, first]
+    timeline._streams = everything
+    timeline.advance()
+    assert sorted(ran) == ["bus"] * 4 + ["relayout"] * 4 and ran[-1] == last
 
 
 # --- the worker -----------------------------------------------------------------------------------
@@ -327,7 +387,8 @@ def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
     monkeypatch.setattr(Pages, "staging", no_memory)
     with pytest.warns(RuntimeWarning, match="no 64 MiB of device memory for staging, swaps will"):
         worker, timeline = simulated_worker()
-    assert worker.engine.method_for("out", pairs((1, 2))) == "kernel"
+    several = pairs(*zip(range(1, 9), range(8, 0, -1)))
+    assert worker.engine.method_for("out", several) == "kernel"
     step = worker.start(plan(swap_out=pairs((3, 1))))
     timeline.advance()
     assert step.wait(5).failed_host_pages == []
@@ -335,25 +396,18 @@ def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
         simulated_worker(method="staging")
 
 
-def test_a_graph_captured_elsewhere_makes_no_job_fail():
-    worker, _ = simulated_worker(method="kernel")
-
-    class Capturing:
-        def query(self):
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    job = worker.engine.swap_in(pairs((1, 3)))
-    job.done = Capturing()
-    assert not job.poll() and job.error is None
-
-
-def test_a_job_that_failed_half_way_is_not_over_before_its_first_half():
-    worker, timeline = simulated_worker(method="staging", staging_bytes=1)
-    timeline.fails = {3}  # of four: to staging, from staging, per page
-    job = worker.engine.swap_out(pairs((3, 1), (4, 2)))
-    assert not job.poll() and job.error is not None
-    timeline.advance()
-    assert job.poll()
+@pytest.mark.parametrize("failing", [1, 2, 3, 4])  # to staging, from staging, per page
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_a_job_that_failed_half_way_is_over_when_all_that_was_launched_is(direction, failing):
+    for seed in range(20):
+        worker, timeline = simulated_worker(seed, method="staging", staging_bytes=1)
+        timeline.fails = {failing}
+        job = getattr(worker.engine, f"swap_{direction}")(pairs((3, 1), (4, 2)))
+        assert job.error is not None and not job.poll()
+        while not job.poll():
+            timeline.advance(1)
+        staging = worker.engine._lanes[direction].staging
+        assert not any(map(callable, [*staging.first, *staging.last]))
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -407,99 +461,6 @@ def test_on_the_cpu_everything_has_happened():
     e.swap_in(pairs((3, 5), (1, 1))).wait(0)
     assert torch.equal(e.device.layer(1)[5], before[2])
     assert torch.equal(e.device.layer(1)[1], before[4])
-
-
-def test_a_host_tier_larger_than_memory_is_refused():
-    with pytest.raises(MemoryError, match=r"this needs .* GiB: expected at most the"):
-        Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
-
-
-def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch):
-    from kvcache.worker import pinning
-
-    pages = Pages.allocate(4, [[100, 28]] * 2)
-    told = []
-    released = []
-
-    def register(address, num_bytes, device):
-        told.append(num_bytes)
-        if len(told) == 3:
-            raise pinning._PinningError("cudaHostRegister of 1048576 bytes: out of memory")
-
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(pinning, "_register", register)
-    monkeypatch.setattr(pinning, "_unpin", lambda addresses, _: released.extend(addresses))
-    with pytest.warns(
-        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
-    ):
-        host = pages.on_host(2000, pin_memory=True)
-    assert len(told) >= 3 and len(released) == len(told) - 1  # what was pinned is let go again
-    host.copy_from(pages, np.array([[1, 1999]]))
-    assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
-
-
-def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
-    from kvcache.worker import pinning
-
-    registered, told = [], []
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
-    monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
-    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
-    host = Pages.allocate(4, [[100, 28]] * 2).on_host(
-        2000, pin_memory=True, progress=lambda done, total: told.append((done, total))
-    )
-    stride = int(host.strides[0])
-    assert stride == 256 and host.pages_per_chunk * stride == 1 << 16
-    assert sorted(registered) == [
-        (host.memory.data_ptr() + at, min(1 << 16, 2000 * 256 - at))
-        for at in range(0, 2000 * 256, 1 << 16)
-    ]
-    assert host.memory.data_ptr() % 4096 == 0
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (2000 * 256, 2000 * 256)
-
-
-def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
-    from kvcache.worker import pinning
-
-    monkeypatch.setattr(pinning, "_register", lambda *_: None)
-    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
-
-    def progress(done, total):
-        raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True, progress=progress)
-
-
-def test_a_containers_limit_counts(monkeypatch, tmp_path):
-    from kvcache.worker import pinning
-
-    limit = tmp_path / "memory.max"
-    monkeypatch.setattr(pinning, "_CONTAINER_LIMIT", limit)
-    limit.write_text("1000\n")
-    with pytest.raises(MemoryError, match=r"expected at most the 0.0 GiB that the host has"):
-        Pages.allocate(2, [[64]]).on_host(100)
-    limit.write_text("max\n")
-    Pages.allocate(2, [[64]]).on_host(100)
-
-
-@pytest.fixture
-def another_default_device():
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device("cpu")
-
-
-def test_host_pages_are_on_the_host_whatever_the_default_device(another_default_device):
-    assert Pages.allocate(2, [[64]]).on_host(4).memory.device.type == "cpu"
-
-
-def test_asking_for_pinned_memory_without_cuda_warns():
-    if torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
-    with pytest.warns(RuntimeWarning, match="could not be pinned"):
-        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -575,26 +536,6 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
     swap.wait(timeout_s=30)
     torch.cuda.synchronize()
     assert int(wrong) == 0
-
-
-@pytest.mark.gpu
-def test_host_pages_are_pinned_in_pieces_and_let_go(monkeypatch):
-    from kvcache.worker import pinning
-
-    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
-    seen = []
-    pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
-    host = pages.on_host(1000, progress=lambda done, total: seen.append((done, total)))
-    assert host.is_pinned and len(seen) > 3 and seen[-1][0] == seen[-1][1]
-    assert host.pages_per_chunk % 64 == 0 and host.pages_per_chunk < 1000
-    pages.memory.random_()
-    for method in ("kernel", "copy_engine", "staging"):
-        swap = SwapEngine(pages, host, method=method)
-        last = host.pages_per_chunk  # a run over the end of a piece
-        swap.swap_out(pairs((1, last - 1), (2, last), (3, last + 1))).wait(10)
-        for region in range(len(pages.sizes)):  # K and V of a layer lie apart
-            got = host.fragment(region)[last - 1 : last + 2]
-            assert torch.equal(got, pages.fragment(region)[1:4].cpu()), f"region {region}"
 
 
 @pytest.mark.gpu

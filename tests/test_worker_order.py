@@ -206,9 +206,10 @@ def test_a_staged_page_may_be_written_before_it_has_reached_the_host():
     """`released` comes before `done`: a computing stream need not wait for the bus."""
     worker, timeline = simulated_worker(method="staging")
     transfer = worker.start(plan(swap_out=pairs((3, 1)), zero=np.array([3], np.int32)))
-    lane = worker.engine._lanes["out"].stream
+    staging = worker.engine._lanes["out"].staging
     waits = [item[1] for item in timeline.compute if isinstance(item, tuple)]
     released, done = transfer._out.released, transfer._out.done
     assert released in waits and done not in waits
-    behind = list(lane)[list(lane).index(released) + 1 :]
-    assert sum(not isinstance(item, tuple) and item is not done for item in behind) == 1
+    assert released in staging.first and done in staging.last
+    crossing = [item for item in staging.last if callable(item)]
+    assert len(crossing) == 1 and not any(map(callable, list(staging.first)[-1:]))

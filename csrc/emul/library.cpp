@@ -35,6 +35,14 @@ void misaligned_(torch::stable::Tensor x) {
   emul::launch(dim3(1), dim3(1), 0, [=] { misaligned_kernel(data); });
 }
 
+// From now on the device knows host memory by other addresses; 0 bytes: forgets all of them.
+void map_host(int64_t host, int64_t num_bytes, int64_t device) {
+  auto& mappings = emul::host_mappings();
+  if (num_bytes == 0) return mappings.clear();
+  mappings.push_back({reinterpret_cast<const char*>(host), static_cast<size_t>(num_bytes),
+                      reinterpret_cast<char*>(device)});
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(kvcache_emul, m) {
@@ -42,10 +50,15 @@ STABLE_TORCH_LIBRARY(kvcache_emul, m) {
   m.def("overflow_(Tensor(a!) x) -> ()");
   m.def("overflow_int_(Tensor(a!) x) -> ()");
   m.def("misaligned_(Tensor(a!) x) -> ()");
+  m.def("map_host(int host, int num_bytes, int device) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CPU, m) {
   m.impl("overflow_", TORCH_BOX(&overflow_));
   m.impl("overflow_int_", TORCH_BOX(&overflow_int_));
   m.impl("misaligned_", TORCH_BOX(&misaligned_));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache_emul, CompositeExplicitAutograd, m) {
+  m.impl("map_host", TORCH_BOX(&map_host));
 }

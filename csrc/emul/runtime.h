@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
+#include <vector>
 
 #include "emul/shared_limits.h"
 
@@ -52,13 +53,32 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-// All memory counts as pinned: a kernel can reach it.
+// All memory counts as pinned: a kernel can reach it, by the host's address. A test may say that
+// the device has another one for a piece of it.
+namespace emul {
+struct HostMapping {
+  const char* host;
+  size_t num_bytes;
+  char* device;
+};
+inline std::vector<HostMapping>& host_mappings() {
+  static std::vector<HostMapping> mappings;
+  return mappings;
+}
+}  // namespace emul
+
 enum cudaMemoryType { cudaMemoryTypeHost = 1 };
 struct cudaPointerAttributes {
   cudaMemoryType type;
+  void* devicePointer;
 };
-inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
-  attributes->type = cudaMemoryTypeHost;
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* p) {
+  const auto* at = static_cast<const char*>(p);
+  *attributes = {cudaMemoryTypeHost, const_cast<void*>(p)};
+  for (const emul::HostMapping& m : emul::host_mappings()) {
+    if (at >= m.host && at < m.host + m.num_bytes)
+      attributes->devicePointer = m.device + (at - m.host);
+  }
   return cudaSuccess;
 }
 

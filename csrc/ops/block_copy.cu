@@ -1,7 +1,9 @@
 #include "ops/block_copy.h"
 
+#include "ops/copy_engine.h"
 #include "ops/device.h"
 #include "ops/launch_ids.h"
+#include "ops/mapped_host.h"
 #include "ops/vector.h"
 
 namespace kvcache {
@@ -14,7 +16,6 @@ constexpr int kMaxRegions = 40, kMaxPairs = 256;  // per launch, see kMaxParamet
 // runs beside. Where both sides are the device's, as many as it holds.
 constexpr int64_t kHostThreadBlocks = 8;
 constexpr int64_t kDeviceThreadBlocks = 4 * 132;
-constexpr size_t kMaxDescriptors = 4096;  // of one call of the copy engine
 
 // What one launch does: each pair's page is cut into chunks, and a warp copies a chunk at a time.
 struct CopyLaunch {
@@ -140,93 +141,15 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   });
 }
 
-// Fragments for the copy engine, handed over so many at a time.
-class Batch {
- public:
-  explicit Batch(cudaStream_t stream) : stream_(stream) {}
-
-  void add(void* to, const void* from, int64_t num_bytes) {
-    destinations_.push_back(to);
-    sources_.push_back(from);
-    sizes_.push_back(static_cast<size_t>(num_bytes));
-    if (sizes_.size() == kMaxDescriptors) flush();
-  }
-
-  void flush() {
-    if (!sizes_.empty() && !flush_at_once()) {
-      for (size_t i = 0; i < sizes_.size(); ++i) {
-        KV_CUDA_CHECK(
-            cudaMemcpyAsync(destinations_[i], sources_[i], sizes_[i], cudaMemcpyDefault, stream_));
-      }
-    }
-    destinations_.clear();
-    sources_.clear();
-    sizes_.clear();
-  }
-
- private:
-  // By one call; false where there is none: an older CUDA or driver, or the default stream.
-  bool flush_at_once() {
-#if CUDART_VERSION >= 12080
-    if (stream_ == nullptr || sizes_.size() == 1 || !batches_) return false;
-    cudaMemcpyAttributes attributes{};
-    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    size_t from_first = 0;
-#if CUDART_VERSION >= 13000
-    const cudaError_t error =
-        cudaMemcpyBatchAsync(destinations_.data(), sources_.data(), sizes_.data(), sizes_.size(),
-                             &attributes, &from_first, 1, stream_);
-#else
-    size_t failed = 0;
-    const cudaError_t error = cudaMemcpyBatchAsync(
-        destinations_.data(), const_cast<void**>(sources_.data()), sizes_.data(), sizes_.size(),
-        &attributes, &from_first, 1, &failed, stream_);
-#endif
-    if (error == cudaSuccess) return true;
-    if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver &&
-        error != cudaErrorStreamCaptureUnsupported) {
-      KV_CUDA_CHECK(error);
-    }
-    (void)cudaGetLastError();  // it is one that was expected
-    batches_ = false;
-#endif
-    return false;
-  }
-
-  cudaStream_t stream_;
-  bool batches_ = true;
-  std::vector<void*> destinations_;
-  std::vector<const void*> sources_;
-  std::vector<size_t> sizes_;
-};
-
-void copy_by_engine(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
-  Batch batch(device.stream);
-  for (const CopyRun& run : runs_of(c, INT32_MAX, from_host, to_host)) {
-    for (int64_t i = 0; i < c.num_regions; ++i) {
-      const CopyRegion& r = c.regions[i];
-      if (r.num_bytes == 0) continue;
-      if (r.is_dense()) {
-        batch.add(c.to(r, run.destination), c.from(r, run.source), run.num_pages * r.num_bytes);
-        continue;
-      }
-      for (int64_t page = 0; page < run.num_pages; ++page) {
-        batch.add(c.to(r, run.destination + page), c.from(r, run.source + page), r.num_bytes);
-      }
-    }
-  }
-  batch.flush();
-}
-
-// A kernel reads and writes memory of the host only where it is pinned.
-void require_pinned(const void* memory, const char* name) {
-  cudaPointerAttributes attributes{};
-  const cudaError_t error = cudaPointerGetAttributes(&attributes, memory);
-  if (error == cudaSuccess && attributes.type == cudaMemoryTypeHost) return;
-  (void)cudaGetLastError();
-  fail(std::string(name) +
-       " is host memory that is not pinned: expected pinned memory for engine 0 "
-       "(kernel), or engine 1 (copy engine)");
+// Host memory by the device's addresses for it.
+void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
+  const auto to_mapped = [&](const BlockCopy& part) {
+    const auto launch_part = [&](const BlockCopy& p) {
+      copy_by_kernel(p, from_host || to_host, device);
+    };
+    to_host ? with_mapped_host(part, false, launch_part) : launch_part(part);
+  };
+  from_host ? with_mapped_host(c, true, to_mapped) : to_mapped(c);
 }
 
 struct BadPair {
@@ -251,7 +174,7 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
   if (!c.pairs_on_cpu) check_same_device(pairs, "pairs", on_device, "the device's side");
   const bool by_kernel = c.engine == CopyEngine::kKernel;
   if (!by_kernel) {
-    if (!c.pairs_on_cpu) fail("pairs is on a device: expected cpu for engine 1 (copy engine)");
+    if (!c.pairs_on_cpu) fail("pairs is on a device: expected cpu for the copy engine");
     for (int64_t i = 0; i < c.num_pairs; ++i) {
       if (c.pairs[2 * i] == kCleared) {
         fail("pairs[" + std::to_string(i) + "] clears a page: expected engine 0 (kernel) for that");
@@ -260,8 +183,6 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
   }
   if (c.num_pairs == 0 || c.page_bytes() == 0) return;
   const OnDevice device(on_device);
-  if (by_kernel && from_host) require_pinned(c.source, "src");
-  if (by_kernel && to_host) require_pinned(c.destination, "dst");
   if (!c.pairs_on_cpu && checked_mode()) {
     const int64_t i = first_bad_on_device(BadPair{c}, c.num_pairs, device.stream);
     if (i >= 0) {
@@ -270,7 +191,7 @@ void copy_blocks_cuda(std::optional<Tensor> src, Tensor dst, Tensor regions, Ten
     }
   }
   if (by_kernel) {
-    copy_by_kernel(c, from_host || to_host, device);
+    copy_by_kernel(c, from_host, to_host, device);
   } else {
     copy_by_engine(c, from_host, to_host, device);
   }

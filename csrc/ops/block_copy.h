@@ -34,7 +34,8 @@ constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
 // Which engine carries bytes between a device and the host.
-enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1 };
+// kSingle: the copy engine, one call per fragment.
+enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2 };
 
 struct BlockCopy {
   const char* source;  // nullptr: only zeros are written
@@ -154,8 +155,9 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   check_size(pairs, "pairs", 1, 2, "source and destination");
   check_dtype(pairs, "pairs", {ScalarType::Int});
   check_contiguous(pairs, "pairs");
-  if (engine != 0 && engine != 1) {
-    fail("engine is " + std::to_string(engine) + ": expected 0 (kernel) or 1 (copy engine)");
+  if (engine < 0 || engine > 2) {
+    fail("engine is " + std::to_string(engine) +
+         ": expected 0 (kernel), 1 (copy engine) or 2 (copy engine, one copy per call)");
   }
   const auto not_negative = [](int64_t value, const char* name) {
     if (value < 0)

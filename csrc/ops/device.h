@@ -19,9 +19,12 @@
 #include "ops/checks.h"
 
 #ifdef __CUDACC__
+#include "ops/kernel_list.h"
 #define KV_DYN_SHARED(T, name) extern __shared__ T name[]
+// `kernel` is a constant, not a variable.
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   do {                                                            \
+    ::kvcache::list_kernel<(kernel)>();                           \
     (kernel)<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__); \
     STD_CUDA_KERNEL_LAUNCH_CHECK();                               \
   } while (0)
@@ -30,8 +33,8 @@
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
 #elif defined(KVCACHE_GPULESS)
-// Compiled for the runtime without a GPU, which launches kernels by name: registers them only. Hence
-// `kernel` is a constant, not a variable.
+// Compiled for the runtime without a GPU, which launches kernels by name: registers them only.
+// Hence `kernel` is a constant, not a variable.
 #include "emul/runtime/bind.h"
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (void)::kvcache::gpuless::Registered<(kernel)>::done

@@ -212,7 +212,7 @@ using Launch = void (*)(const TokenIo& io, const OnDevice& device);
 
 template <class Mover, Direction direction>
 void launch(const TokenIo& io, const OnDevice& device) {
-  constexpr uint32_t kMaxShares = 32767;  // of K, and of V: grid.y holds both
+  static constexpr uint32_t kMaxShares = 32767;  // of K, and of V: grid.y holds both
   TokenLaunch launch{io, {vectors_of<Mover>(io.k()), vectors_of<Mover>(io.v())}, 0};
   const auto shares_of = [](uint32_t total) {
     return std::min((total + kThreads - 1) / kThreads, kMaxShares);

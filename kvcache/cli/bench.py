@@ -34,6 +34,13 @@ def add_bench_options(sub: argparse.ArgumentParser) -> None:
         help="how much moves per measurement; default 256",
     )
     sub.add_argument(
+        "--pool-mib",
+        default=2048,
+        metavar="N",
+        type=number("--pool-mib", 8, 1_048_576),
+        help="of a device and of the host: what the pages lie scattered over; default 2048",
+    )
+    sub.add_argument(
         "--calibrate",
         action="store_true",
         help="measure which method is the fastest for which fragments, and store it for swaps",
@@ -63,11 +70,31 @@ def run_bench(args: argparse.Namespace) -> int:
         if not args.calibrate:
             calibration_of(device)  # a broken one is told before anything is measured
         check_host_memory(4 * num_bytes)  # two copies of what moves, and two of their peer
+        if device.type == "cuda":
+            _check_pool(args, device)
         return _measure(args, device, num_bytes)
     except ValueError as error:
         raise UsageError(str(error)) from None
     except MemoryError as error:
         raise UsageError(f"--mib is {args.mib}: expected less, {error}") from None
+
+
+def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
+    """ValueError where the pool does not fit beside the contiguous copy, on either side."""
+    import torch
+
+    from kvcache.worker.pinning import check_host_memory
+
+    needed = (max(args.pool_mib, args.mib) + args.mib) << 20
+    free, _ = torch.cuda.mem_get_info(device)
+    try:
+        check_host_memory(needed)
+        if needed > free:
+            raise MemoryError(
+                f"this needs {needed / 2**30:,.1f} GiB, {device} has {free / 2**30:,.1f} GiB free"
+            )
+    except MemoryError as error:
+        raise ValueError(f"--pool-mib is {args.pool_mib}: expected less, {error}") from None
 
 
 def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> int:
@@ -78,7 +105,9 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
 
     report: dict[str, object] = {"device": str(device)}
     if args.calibrate:
-        found = bench.calibrate(device, num_bytes, lambda rate: say(_line(rate)))
+        found = bench.calibrate(
+            device, num_bytes, lambda rate: say(_line(rate)), args.pool_mib << 20
+        )
         path = path_for(found.machine)
         try:
             found.save(path)
@@ -90,7 +119,7 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
     if device.type == "cuda":
         report["machine"] = torch.cuda.get_device_name(device)
         report["calibration"] = asdict(calibration_of(device))
-        rates += bench.device_rates(device, num_bytes)
+        rates += bench.device_rates(device, num_bytes, pool_bytes=args.pool_mib << 20)
     report["rates"] = [{**asdict(rate), "share": rate.share} for rate in rates]
     if args.json:
         with writing():
@@ -110,9 +139,10 @@ def _cells(rate: Rate) -> tuple[str, ...]:
         if rate.num_thread_blocks is None
         else f"{rate.method} ({rate.num_thread_blocks})"
     )
+    number = "" if rate.num_fragments is None else f"{rate.num_fragments:,} x "
     return (
         rate.direction,
-        f"{rate.fragment // 1024:,} KiB",
+        f"{number}{rate.fragment // 1024:,} KiB",
         rate.pattern,
         how,
         f"{rate.gb_per_s:.1f}",
@@ -123,7 +153,7 @@ def _cells(rate: Rate) -> tuple[str, ...]:
 
 def _line(rate: Rate) -> str:
     direction, fragment, pattern, how, ours, whole, share = _cells(rate)
-    return f"{direction:5} {fragment:>9} {pattern:9} {how:12} {ours:>6} GB/s, {share} of {whole}"
+    return f"{direction:5} {fragment:>18} {pattern:9} {how:12} {ours:>6} GB/s, {share} of {whole}"
 
 
 def _table(rates: list[Rate]) -> object:

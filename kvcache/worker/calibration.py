@@ -1,4 +1,4 @@
-"""Which way of moving pages is the fastest on a machine, by direction and size of fragments."""
+"""Which way of moving pages is the fastest on a machine: by direction, number and size of fragments."""
 
 from __future__ import annotations
 
@@ -18,57 +18,88 @@ import torch
 KERNEL, COPY_ENGINE, STAGING = METHODS = ("kernel", "copy_engine", "staging")
 OUT, IN = DIRECTIONS = ("out", "in")  # device to host, host to device
 
-Steps = tuple[tuple[int, str], ...]
+Steps = tuple[tuple[int, str], ...]  # (smallest fragment in bytes, method), ascending from 0
+Table = tuple[tuple[int, Steps], ...]  # (fewest fragments, steps), ascending from 0
+VERSION = 2  # of the file; 1 knew nothing of the number of fragments
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """For each direction (smallest fragment in bytes, method), ascending from 0; the machine's name.
+    """For each direction, by number of fragments and then by their size, the method; the machine's name.
 
-    `num_thread_blocks`: of the kernel, where the host is one side.
+    `out`, `in_`: (fewest fragments, ((smallest fragment in bytes, method), ...)), both ascending from
+    0. `num_thread_blocks`: of the kernel, where the host is one side.
 
-    >>> DEFAULT.method("in", 16 * 1024), DEFAULT.method("in", 64 * 1024)
+    >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 64 * 1024, 1000)
     ('kernel', 'copy_engine')
+    >>> DEFAULT.method("in", 16 * 1024, num_fragments=8)
+    'copy_engine'
     """
 
     machine: str
-    out: Steps
-    in_: Steps
+    out: Table
+    in_: Table
     num_thread_blocks: int = 8
 
     def __post_init__(self) -> None:
         for name in ("out", "in_"):
-            steps = tuple((int(size), str(method)) for size, method in getattr(self, name))
-            sizes = [size for size, _ in steps]
-            if not steps or sizes[0] != 0 or sizes != sorted(set(sizes)):
-                raise ValueError(f"{name} begins at {sizes}: expected ascending sizes from 0")
-            for _, method in steps:
-                if method not in METHODS:
-                    raise ValueError(f"{name} has {method!r}: expected one of {', '.join(METHODS)}")
-            object.__setattr__(self, name, steps)
+            table = tuple(
+                (int(count), _checked(name, steps)) for count, steps in getattr(self, name)
+            )
+            _check_ascending(
+                f"{name} begins at", [count for count, _ in table], "numbers of fragments"
+            )
+            object.__setattr__(self, name, table)
         if not isinstance(self.num_thread_blocks, int) or self.num_thread_blocks < 1:
             raise ValueError(f"num_thread_blocks is {self.num_thread_blocks}: expected 1 or more")
 
-    def method(self, direction: str, fragment_bytes: float) -> str:
-        """The method for fragments of so many bytes."""
-        steps = self.out if direction == OUT else self.in_
-        return steps[max(bisect_right([size for size, _ in steps], fragment_bytes) - 1, 0)][1]
+    def method(self, direction: str, fragment_bytes: float, num_fragments: int) -> str:
+        """The method for so many fragments of so many bytes."""
+        return _last_up_to(_last_up_to(self._table(direction), num_fragments), fragment_bytes)
+
+    def methods(self, direction: str) -> set[str]:
+        """All that may be chosen."""
+        return {method for _, steps in self._table(direction) for _, method in steps}
+
+    def _table(self, direction: str) -> Table:
+        return self.out if direction == OUT else self.in_
 
     def save(self, path: Path) -> None:
         """Writes it, whole or not at all."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        content = {"version": VERSION, **asdict(self)}
+        draft.write_text(json.dumps(content, indent=1) + "\n")
         draft.replace(path)
 
 
-# Published figures of an H100 (PCIe Gen5), not our own: below about 28 KiB per fragment the copy engine
+def _checked(name: str, steps: Iterable[tuple[int, str]]) -> Steps:
+    steps = tuple((int(size), str(method)) for size, method in steps)
+    _check_ascending(f"{name} has steps that begin at", [size for size, _ in steps], "sizes")
+    for _, method in steps:
+        if method not in METHODS:
+            raise ValueError(f"{name} has {method!r}: expected one of {', '.join(METHODS)}")
+    return steps
+
+
+def _check_ascending(what: str, numbers: list[int], expected: str) -> None:
+    if not numbers or numbers[0] != 0 or numbers != sorted(set(numbers)):
+        raise ValueError(f"{what} {numbers}: expected ascending {expected} from 0")
+
+
+def _last_up_to(steps: tuple, number: float) -> object:
+    return steps[max(bisect_right([start for start, _ in steps], number) - 1, 0)][1]
+
+
+# Published figures, not our own. Of an H100 (PCIe Gen5): below about 28 KiB per fragment the copy engine
 # falls from 40 to 6 GB/s host to device, and a kernel reaches the bus; device to host the copy engine is
-# the faster, so that small fragments are first put together.
+# the faster, so that small fragments are first put together. Of an H100 and an A30
+# (vllm-project/vllm#57555), host to device: below some 32 fragments the copy engine is the faster at
+# every size.
 DEFAULT = Calibration(
     machine="NVIDIA H100, PCIe Gen5 (published figures)",
-    out=((0, STAGING), (28 * 1024, COPY_ENGINE)),
-    in_=((0, KERNEL), (28 * 1024, COPY_ENGINE)),
+    out=((0, ((0, COPY_ENGINE),)), (32, ((0, STAGING), (28 * 1024, COPY_ENGINE)))),
+    in_=((0, ((0, COPY_ENGINE),)), (32, ((0, KERNEL), (28 * 1024, COPY_ENGINE)))),
 )
 
 
@@ -85,6 +116,20 @@ def steps_of(measured: Iterable[tuple[int, str]]) -> Steps:
     return tuple(steps)
 
 
+def table_of(measured: Iterable[tuple[int, Steps]]) -> Table:
+    """(number of fragments, steps measured for it), ascending, as a table: from the (geometric) middle
+    between two numbers on."""
+    table: list[tuple[int, Steps]] = []
+    before = 0
+    for count, steps in measured:
+        if not table:
+            table.append((0, steps))
+        elif table[-1][1] != steps:
+            table.append((round((before * count) ** 0.5), steps))
+        before = count
+    return tuple(table)
+
+
 def path_for(machine: str) -> Path:
     """Where a machine's calibration is kept: $KVCACHE_CALIBRATION, or a file in ~/.cache/kvcache."""
     given = os.environ.get("KVCACHE_CALIBRATION")
@@ -99,6 +144,11 @@ def load(path: Path) -> Calibration:
     """A calibration that was saved. ValueError, naming the file, for anything else."""
     try:
         found = json.loads(path.read_text())
+        version = found.pop("version", 1) if isinstance(found, dict) else None
+        if version != VERSION:
+            raise ValueError(
+                f"version is {version}, expected {VERSION}: `kvcache bench --calibrate` measures anew"
+            )
         return Calibration(**found)
     except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} holds no calibration: {error}") from error

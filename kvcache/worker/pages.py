@@ -176,9 +176,9 @@ class Pages:
         return host
 
     def staging(self, num_bytes: int) -> Pages:
-        """Pages on the same device, page-major as those of the host, in `num_bytes` or a page."""
+        """Pages on the same device, page-major as those of the host, in `num_bytes` or two pages."""
         stride = self._packed_bytes
-        num_blocks = max(num_bytes // max(stride, 1), 1)
+        num_blocks = max(num_bytes // max(stride, 1), 2)
         memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=self.device)
         return self._packed(memory, num_blocks, stride)
 

@@ -1,10 +1,12 @@
-"""Host memory that a device can reach: pinned in parallel pieces."""
+"""Host memory that a device can reach: mapped on page boundaries, pinned in parallel pieces."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import mmap
 import os
+import resource
 import time
 import warnings
 import weakref
@@ -16,6 +18,7 @@ import torch
 
 _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
+_HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
 _SECONDS_BETWEEN_LOGS = 5.0
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
@@ -36,9 +39,7 @@ def allocate_host(
     """
     total = num_blocks * block_bytes
     check_host_memory(total)
-    # Mapped, not touched; it begins where a page of the system does.
-    padded = torch.empty(total + 4096, dtype=torch.uint8, device="cpu")
-    memory = padded[-padded.data_ptr() % 4096 :][:total]
+    memory = _mapped(total)
     if pin_for is None or total == 0:
         return memory, 0, None
     steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
@@ -53,6 +54,32 @@ def allocate_host(
         )
         return memory, 0, None
     return memory, per_chunk, keep
+
+
+def _mapped(num_bytes: int) -> torch.Tensor:
+    """uint8[num_bytes] at the start of a huge page; the tensor's storage begins there as well.
+
+    torch and the ops ask about a storage's first byte whether memory is pinned, so nothing may lie
+    before the first pinned byte. The memory is mapped, not touched, and the tensor keeps the mapping.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    try:
+        mapping = mmap.mmap(
+            -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+    except OSError as error:
+        raise MemoryError(
+            f"this needs {num_bytes / 2**30:,.1f} GiB: the system maps no more ({error.strerror})"
+        ) from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    # The default device may be another one, and frombuffer must not follow it.
+    with torch.device("cpu"):
+        start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+        offset = -start % _HUGE_PAGE_BYTES
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
 
 
 class _Pinned:
@@ -95,12 +122,28 @@ class _PinningError(Exception):
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
     flags = 1 | 2  # portable (for all contexts), mapped (kernels reach it)
     try:
+        cudart = torch.cuda.cudart()
         with torch.cuda.device(device):
-            error = torch.cuda.cudart().cudaHostRegister(address, num_bytes, flags)
+            error = cudart.cudaHostRegister(address, num_bytes, flags)
     except (RuntimeError, AssertionError, ValueError) as why:  # torch without CUDA asserts
         raise _PinningError(str(why)) from why
     if int(error) != 0:
-        raise _PinningError(f"cudaHostRegister of {num_bytes} bytes: {error}")
+        raise _PinningError(
+            f"cudaHostRegister of {num_bytes} bytes: {cudart.cudaGetErrorString(error)} "
+            f"({int(error)}). {_advice()}"
+        )
+
+
+def _advice() -> str:
+    """What to do about memory that the system does not lock."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    fewer = "or ask for fewer host pages (pin_memory=False keeps them pageable)"
+    if limit == resource.RLIM_INFINITY:
+        return f"Locked memory is not limited here: free memory of the host, {fewer}"
+    return (
+        f"The limit of locked memory is {limit / 2**20:,.1f} MiB (`ulimit -l`): raise it "
+        f"(`ulimit -l unlimited`, `docker run --ulimit memlock=-1`, LimitMEMLOCK=infinity), {fewer}"
+    )
 
 
 def _unpin(addresses: list[int], _: torch.Tensor) -> None:

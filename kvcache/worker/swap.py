@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 
 import numpy as np
 
@@ -21,9 +22,9 @@ from kvcache.worker.page_checks import check_once, check_range, integers
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
 from kvcache.worker.swap_job import Lane, SwapJob, until
+from kvcache.worker.swap_staging import Staging
 from kvcache.worker.timeline import CpuTimeline, CudaTimeline, timeline_of
 
-_ENGINES = {KERNEL: ops.KERNEL, COPY_ENGINE: ops.COPY_ENGINE}
 _NAMES = {OUT: "swap-out", IN: "swap-in"}
 
 
@@ -37,15 +38,18 @@ class SwapEngine:
     on either side, come one after the other. A job's pages must not be written otherwise.
 
     `method`: "kernel", "copy_engine" or "staging"; None chooses by `calibration` (default: what `kvcache
-    bench --calibrate` has measured here) from direction and mean size of what lies together on both
-    sides. Staging puts pages together in `staging_bytes` of device memory, so that one piece per page
-    crosses the bus, and a swapped-out page may be written as soon as it lies there.
+    bench --calibrate` has measured here) from direction, number and mean size of what lies together on
+    both sides. Staging puts pages together in `staging_bytes` of device memory, so that one piece per
+    page crosses the bus, and a swapped-out page may be written as soon as it lies there; one half of
+    that memory is filled while the other is emptied. `batch_copies` False hands pieces to the copy
+    engine one by one (as KVCACHE_BATCH_COPIES=0 does for the process), for drivers that hang in batches.
     `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive (not with
     `method` "staging", which brings whole pages).
 
-    On the CPU everything has happened when a call returns. The engine and the memories must live until
-    all jobs are over (`wait`). ValueError where the two sides do not fit, or the kernel is asked for and
-    the host's pages are not pinned.
+    On the CPU everything has happened when a call returns. Swaps are not captured in CUDA graphs, but
+    jobs may be polled while any thread captures one. The engine's streams are its own, of high
+    priority; they are given back, after they have done all, when the engine is let go of. ValueError
+    where the two sides do not fit, or the kernel is asked for and the host's pages are not pinned.
 
     >>> device = Pages.allocate(9, [[512, 512]] * 4)
     >>> engine = SwapEngine(device, device.on_host(100))
@@ -63,6 +67,7 @@ class SwapEngine:
         calibration: Calibration | None = None,
         staging_bytes: int = 64 << 20,
         layers_per_event: int = 0,
+        batch_copies: bool = True,
         timeline: CudaTimeline | CpuTimeline | None = None,
     ) -> None:
         if host.device.type != "cpu":
@@ -85,13 +90,20 @@ class SwapEngine:
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
+        copy_engine = ops.COPY_ENGINE if batch_copies else ops.COPY_ENGINE_SINGLY
+        self._engines = {KERNEL: ops.KERNEL, COPY_ENGINE: copy_engine}
+        if isinstance(self._timeline, CudaTimeline):
+            ops.warm_up(device.device)
+        # What is given back when the engine is let go of; the pages live until then.
+        self._streams, kept = [], [device, host]
+        weakref.finalize(self, _close, self._timeline, self._streams, kept)
         self._lanes = {
-            OUT: Lane(device, host, self._timeline.new_stream()),
-            IN: Lane(host, device, self._timeline.new_stream(), by_layer=by_layer),
+            OUT: Lane(device, host, self._new_stream()),
+            IN: Lane(host, device, self._new_stream(), by_layer=by_layer),
         }
         for direction, lane in self._lanes.items():
             if self._may_stage(direction):
-                self._make_staging(lane, staging_bytes)
+                kept.append(self._make_staging(direction, lane, staging_bytes))
         self._num_jobs = 0
         self._failed: set[int] = set()  # numbers of swap-outs that did not fill their pages
 
@@ -146,19 +158,24 @@ class SwapEngine:
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
         """Mean bytes that lie together on both sides, neighbouring pages merged; direction: out, in."""
+        return len(pairs) * self.device.page_bytes / self.num_fragments(direction, pairs)
+
+    def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
+        """Pieces that lie together on both sides, neighbouring pages merged; at least 1."""
         route = self._lanes[direction].route
         num_runs = len(pairs)
         if route.is_dense and len(pairs) > 1:
             steps = np.diff(pairs, axis=0)
             num_runs -= int(((np.abs(steps[:, 0]) == 1) & (steps[:, 0] == steps[:, 1])).sum())
-        num_fragments = num_runs * len(route.regions)
-        return len(pairs) * self.device.page_bytes / max(num_fragments, 1)
+        return max(num_runs * len(route.regions), 1)
 
     def method_for(self, direction: str, pairs: np.ndarray) -> str:
         """How these pages would move."""
         if self._method is not None or self._is_cpu:
             return self._method or KERNEL
-        method = self.calibration.method(direction, self.fragment_bytes(direction, pairs))
+        num_fragments = self.num_fragments(direction, pairs)
+        fragment_bytes = len(pairs) * self.device.page_bytes / num_fragments
+        method = self.calibration.method(direction, fragment_bytes, num_fragments)
         lane = self._lanes[direction]
         by_layer = direction == IN and self.layers_per_event > 0
         # Staged pages arrive as a whole; a page that is one piece already has nothing to gain.
@@ -171,15 +188,18 @@ class SwapEngine:
     def _may_stage(self, direction: str) -> bool:
         if self._method is not None or self._is_cpu:
             return self._method == STAGING
-        steps = self.calibration.out if direction == OUT else self.calibration.in_
-        calibrated = any(method == STAGING for _, method in steps)
+        calibrated = STAGING in self.calibration.methods(direction)
         is_split = len(self._lanes[direction].route.regions) > 1
         return is_split and (calibrated or not self._kernel_reaches_host)
 
-    def _make_staging(self, lane: Lane, num_bytes: int) -> None:
-        """Device memory that belongs to the lane's stream; without it, pages go another way."""
+    def _new_stream(self) -> object:
+        self._streams.append(self._timeline.new_stream())
+        return self._streams[-1]
+
+    def _make_staging(self, direction: str, lane: Lane, num_bytes: int) -> Pages | None:
+        """The lane's staging memory; without it, pages go another way."""
         try:
-            staging = self._timeline.allocate(lane.stream, lambda: self.device.staging(num_bytes))
+            memory = self.device.staging(num_bytes)
         except RuntimeError as error:  # of which torch's out-of-memory error is one
             if self._method == STAGING:
                 raise
@@ -188,8 +208,11 @@ class SwapEngine:
                 RuntimeWarning,
                 stacklevel=4,
             )
-            return
-        lane.staging = (Route(lane.source, staging), Route(staging, lane.destination))
+            return None
+        relayout = self._new_stream()
+        first, last = (relayout, lane.stream) if direction == OUT else (lane.stream, relayout)
+        lane.staging = Staging(lane.source, lane.destination, memory, first, last, self._timeline)
+        return memory
 
     def _start(self, direction: str, pairs: np.ndarray) -> SwapJob:
         name = "swap_out" if direction == OUT else "swap_in"
@@ -202,18 +225,24 @@ class SwapEngine:
         job = SwapJob(f"{_NAMES[direction]} {self._num_jobs}", pairs)
         if direction == IN:
             job.fillers = other.writers(pairs[:, 0])
-        timeline, stream = self._timeline, lane.stream
+        timeline, method = self._timeline, self.method_for(direction, pairs)
+        staging = lane.staging if method == STAGING else None
+        begin = lane.stream if staging is None else staging.first
+        end = lane.stream if staging is None else staging.last
         try:
-            timeline.wait(stream, timeline.record(timeline.current()))
+            timeline.wait(begin, timeline.record(timeline.current()))
+            self._after_the_job_before(lane, begin, end)
             # The other direction's: it writes what this one reads, and reads what this one writes.
-            self._after(stream, other.last_writing(pairs[:, 0]), "done")
-            self._after(stream, other.last_reading(pairs[:, 1]), "released")
-            self._carry(direction, lane, job)
+            self._after(begin, other.last_writing(pairs[:, 0]), "done")
+            self._after(begin, other.last_reading(pairs[:, 1]), "released")
+            self._carry(direction, lane, job, method)
         except RuntimeError as error:
             job.fail(error)
         # Behind whatever was launched, also of a job that failed half-way.
         try:
-            job.done = timeline.record(stream)
+            if job.error is not None and staging is not None:
+                staging.join()
+            job.done = timeline.record(end)
         except RuntimeError as error:
             job.fail(error)
         job.released = job.released or job.done
@@ -236,36 +265,34 @@ class SwapEngine:
         if event is not None:
             self._timeline.wait(stream, event)
 
-    def _carry(self, direction: str, lane: Lane, job: SwapJob) -> None:
+    def _after_the_job_before(self, lane: Lane, begin: object, end: object) -> None:
+        """Jobs of a lane come one after the other; where one has other streams than the one before, the
+        streams alone do not say so."""
+        if lane.begin is not begin or lane.end is not end:
+            self._after(begin, lane.in_flight.get(lane.last), "done")
+        lane.begin, lane.end = begin, end
+
+    def _carry(self, direction: str, lane: Lane, job: SwapJob, method: str) -> None:
         if len(job.pairs) == 0:
             return
-        method = self.method_for(direction, job.pairs)
         if method == STAGING:
-            self._carry_staged(direction, lane, job)
+            bus = lane.stream
+
+            def copy(stream: object, route: Route, pairs: np.ndarray) -> None:
+                self._copy(stream, route, pairs, COPY_ENGINE if stream is bus else KERNEL)
+
+            job.released = lane.staging.carry(job.pairs, copy)
         elif direction == IN and self.layers_per_event:
             for first in range(0, self.device.num_layers, self.layers_per_event):
                 layers = slice(first, first + self.layers_per_event)
-                self._copy(lane, lane.route, job.pairs, method, layers)
+                self._copy(lane.stream, lane.route, job.pairs, method, layers)
                 job.layers.append((layers.stop, self._timeline.record(lane.stream)))
         else:
-            self._copy(lane, lane.route, job.pairs, method)
-
-    def _carry_staged(self, direction: str, lane: Lane, job: SwapJob) -> None:
-        """By way of the staging memory, as many pages at a time as it holds."""
-        to_staging, from_staging = lane.staging
-        methods = (KERNEL, COPY_ENGINE) if direction == OUT else (COPY_ENGINE, KERNEL)
-        size = to_staging.destination.num_blocks
-        for first in range(0, len(job.pairs), size):
-            part = job.pairs[first : first + size]
-            slots = np.arange(len(part))
-            self._copy(lane, to_staging, np.stack([part[:, 0], slots], 1), methods[0])
-            if direction == OUT and first + size >= len(job.pairs):
-                job.released = self._timeline.record(lane.stream)
-            self._copy(lane, from_staging, np.stack([slots, part[:, 1]], 1), methods[1])
+            self._copy(lane.stream, lane.route, job.pairs, method)
 
     def _copy(
         self,
-        lane: Lane,
+        stream: object,
         route: Route,
         pairs: np.ndarray,
         method: str,
@@ -274,8 +301,14 @@ class SwapEngine:
         on_bus = "cpu" in (route.source.device.type, route.destination.device.type)
         blocks = self.calibration.num_thread_blocks if on_bus else 0
         self._timeline.launch(
-            lane.stream,
+            stream,
             lambda: route.copy(
-                pairs, engine=_ENGINES[method], num_thread_blocks=blocks, layers=layers
+                pairs, engine=self._engines[method], num_thread_blocks=blocks, layers=layers
             ),
         )
+
+
+def _close(timeline: CudaTimeline | CpuTimeline, streams: list[object], kept: list[object]) -> None:
+    """Gives an engine's streams back once they have done all; until then its memories are kept."""
+    timeline.close(streams)
+    kept.clear()

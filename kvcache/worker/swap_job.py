@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.worker.pages import Pages
 from kvcache.worker.route import Route
+from kvcache.worker.swap_staging import Staging
 
 _SECONDS_BETWEEN_LOOKS = 50e-6
 
@@ -36,8 +37,6 @@ class SwapJob:
         try:
             return self.done is None or self.done.query()
         except RuntimeError as error:
-            if "captur" in str(error):  # another thread captures a graph: nobody may ask now
-                return False
             self.fail(error)
         return True
 
@@ -56,14 +55,18 @@ class SwapJob:
 
 
 class Lane:
-    """One direction: its stream, its jobs in order, and the last of them that touches each page."""
+    """One direction: its stream, its jobs in order, and the last of them that touches each page.
+
+    Jobs end in the order of their numbers, and release their sources in that order.
+    """
 
     def __init__(
         self, source: Pages, destination: Pages, stream: object, *, by_layer: bool = False
     ) -> None:
         self.source, self.destination, self.stream = source, destination, stream
         self.route = Route(source, destination, by_layer=by_layer)
-        self.staging: tuple[Route, Route] | None = None
+        self.staging: Staging | None = None
+        self.begin = self.end = stream  # where its last job begins and ends
         self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
         self.last = 0
         self._reads = np.zeros(source.num_blocks, np.int64)

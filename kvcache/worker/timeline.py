@@ -6,23 +6,32 @@ which carries work out in any order that the calls allow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
 
 import torch
-
-T = TypeVar("T")
 
 
 class CudaTimeline:
     """One CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._device = torch.device("cuda", index)
 
-    def new_stream(self) -> torch.cuda.Stream:
-        """A stream beside the current one."""
-        return torch.cuda.Stream(self._device)
+    def new_stream(self) -> torch.cuda.ExternalStream:
+        """A stream beside the current one, of high priority; `close` gives it back.
+
+        Not one of torch's pool: that hands 32 streams out in turn, so that swaps would soon share
+        theirs with others' work.
+        """
+        handle = torch.ops.kvcache._stream_create(self._device.index)
+        return torch.cuda.ExternalStream(handle, device=self._device)
+
+    def close(self, streams: Iterable[torch.cuda.ExternalStream]) -> None:
+        """Waits until the streams have done all, and gives them back."""
+        for step in (torch.ops.kvcache._stream_synchronize, torch.ops.kvcache._stream_destroy):
+            for stream in streams:
+                step(self._device.index, stream.cuda_stream)
 
     def current(self) -> torch.cuda.Stream:
         """The caller's stream, on which the engine computes."""
@@ -33,20 +42,27 @@ class CudaTimeline:
         with torch.cuda.stream(stream):
             work()
 
-    def allocate(self, stream: torch.cuda.Stream, make: Callable[[], T]) -> T:
-        """What `make` allocates belongs to the stream: given back, it waits for the stream's work."""
-        with torch.cuda.stream(stream):
-            return make()
-
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.cuda.Stream) -> PolledEvent:
         """An event behind all that the stream holds now."""
-        event = torch.cuda.Event()
+        event = PolledEvent()
         event.record(stream)
         return event
 
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+    def wait(self, stream: torch.cuda.Stream, event: PolledEvent) -> None:
         """What the stream gets from now on waits for the event."""
         stream.wait_event(event)
+
+
+class PolledEvent(torch.cuda.Event):
+    """An event that may be polled while a graph is captured, by any thread.
+
+    torch's own query invalidates the captures of all threads. A flag in pinned memory, written in
+    stream order, would need a write per event and would not show a failure of the device.
+    """
+
+    def query(self) -> bool:
+        """Whether it has happened. RuntimeError where the device has failed."""
+        return torch.ops.kvcache._event_query(self.cuda_event)
 
 
 class _Past:
@@ -65,16 +81,15 @@ class CpuTimeline:
     def new_stream(self) -> None:
         """No stream is needed."""
 
+    def close(self, streams: Iterable[None]) -> None:
+        """There is nothing to give back."""
+
     def current(self) -> None:
         """No stream is needed."""
 
     def launch(self, stream: None, work: Callable[[], None]) -> None:
         """Does the work."""
         work()
-
-    def allocate(self, stream: None, make: Callable[[], T]) -> T:
-        """Nothing is to be said of it."""
-        return make()
 
     def record(self, stream: None) -> _Past:
         """An event that has happened."""

@@ -172,7 +172,9 @@ def _sources(*folders: str) -> list[Path]:
     return [p for f in folders for p in (REPO / "csrc" / f).rglob("*") if p.suffix in endings]
 
 
-def _compile(sources: list[Path], out: Path, compile_flags: list[str], link_flags: list[str]) -> None:
+def _compile(
+    sources: list[Path], out: Path, compile_flags: list[str], link_flags: list[str]
+) -> None:
     """Compiles in parallel and links; `out` appears when all is done."""
     out.parent.mkdir(parents=True, exist_ok=True)
     objects = [out.parent / f"{source.name}.o" for source in sources]
@@ -226,7 +228,9 @@ def _kernels(rules, python: Path) -> Path:
     include = Path(torch.stdout.strip()) / "include"
     flags = [rules.cxx(), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
     flags += ["-DKVCACHE_GPULESS", f"-D{rules.TORCH_TARGET}", f"-I{root}", f"-isystem{include}"]
-    out = BUILD / f"kernels-{_key(_sources('ops', 'emul'), flags)}" / "libkvcache_gpuless_kernels.so"
+    out = (
+        BUILD / f"kernels-{_key(_sources('ops', 'emul'), flags)}" / "libkvcache_gpuless_kernels.so"
+    )
     if not out.exists():
         print("gpu-less: compiling the kernels for the emulator", flush=True)
         _compile(sources, out, [*flags, "-x", "c++"], [])

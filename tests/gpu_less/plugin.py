@@ -120,9 +120,7 @@ def _run_on_cpu(func, args, kwargs, stream):
             return given[id(tensor)]
         if tensor.device.type != "cpu" or not result_on_cuda or _is_given(tensor, args, kwargs):
             return tensor
-        made = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda"
-        )
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
         _write(stream, made, tensor)
         return made
 

@@ -106,7 +106,7 @@ KV_GPULESS_API cudaError_t cudaFuncSetAttribute(const void* stub, cudaFuncAttrib
 
 KV_GPULESS_API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* stub) {
   return call([&] {
-    if (!is_kernel(stub)) return cudaErrorInvalidDeviceFunction;
+    if (!load_kernel(stub)) return cudaErrorInvalidDeviceFunction;
     std::memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->maxDynamicSharedSizeBytes = 48 * 1024;

@@ -26,6 +26,7 @@ struct Kernel {
   const char* mangled;
   size_t allowed_shared_bytes = kSharedBytes;
   long num_launches = 0;
+  bool is_loaded = false;  // by a launch, or because its attributes were asked for
 };
 
 std::unordered_map<const void*, Kernel>& kernels() {
@@ -161,6 +162,12 @@ void register_kernel(const void* stub, const char* mangled_name) {
 }
 
 bool is_kernel(const void* stub) { return kernels().count(stub) > 0; }
+
+bool load_kernel(const void* stub) {
+  const auto found = kernels().find(stub);
+  if (found != kernels().end()) found->second.is_loaded = true;
+  return found != kernels().end();
+}
 
 cudaError_t allow_shared_bytes(const void* stub, int bytes) {
   const auto found = kernels().find(stub);

@@ -1,9 +1,9 @@
 // The kernels of loaded libraries, and their launches on the emulator. Callers hold the lock.
 //
 // nvcc's code registers each kernel under the address of its host stub. Kernels of this project run
-// on the emulator: the library at KVCACHE_GPULESS_KERNELS, the same .cu sources compiled by g++, has a
-// Bound for each (see bind.h), found by its demangled name. A launch of any other kernel is an error,
-// unless it is listed with a reason in kernels.cpp.
+// on the emulator: the library at KVCACHE_GPULESS_KERNELS, the same .cu sources compiled by g++,
+// has a Bound for each (see bind.h), found by its demangled name. A launch of any other kernel is
+// an error, unless it is listed with a reason in kernels.cpp.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -17,6 +17,8 @@ namespace kvcache::gpuless {
 
 void register_kernel(const void* stub, const char* mangled_name);
 bool is_kernel(const void* stub);
+// As is_kernel; the kernel is loaded from now on.
+bool load_kernel(const void* stub);
 // What cudaFuncSetAttribute allows the kernel beyond 48 KiB.
 cudaError_t allow_shared_bytes(const void* stub, int bytes);
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,

@@ -38,6 +38,7 @@ Settings read() {
   s.locked_bytes = number("KVCACHE_GPULESS_LOCKED_BYTES", UINT64_MAX);
   s.other_pointers = holds("KVCACHE_GPULESS_DEVICE_POINTERS", "different");
   s.batches_fail = holds("KVCACHE_GPULESS_BATCHES", "fail");
+  s.no_loading_in_captures = holds("KVCACHE_GPULESS_LOADING", "lazy");
   s.report = number("KVCACHE_GPULESS_REPORT", 0) != 0;
   s.kernels = text("KVCACHE_GPULESS_KERNELS");
   return s;

@@ -8,14 +8,15 @@
 namespace kvcache::gpuless {
 
 struct Settings {
-  uint64_t seed = 1;         // KVCACHE_GPULESS_SEED: the order of streams
-  bool late = true;          // KVCACHE_GPULESS_LATE=0: each task runs when it is submitted
-  size_t device_bytes = 0;   // KVCACHE_GPULESS_DEVICE_BYTES: size of the device's memory
-  size_t locked_bytes = 0;   // KVCACHE_GPULESS_LOCKED_BYTES: limit of registered host memory
+  uint64_t seed = 1;            // KVCACHE_GPULESS_SEED: the order of streams
+  bool late = true;             // KVCACHE_GPULESS_LATE=0: each task runs when it is submitted
+  size_t device_bytes = 0;      // KVCACHE_GPULESS_DEVICE_BYTES: size of the device's memory
+  size_t locked_bytes = 0;      // KVCACHE_GPULESS_LOCKED_BYTES: limit of registered host memory
   bool other_pointers = false;  // KVCACHE_GPULESS_DEVICE_POINTERS=different
   bool batches_fail = false;    // KVCACHE_GPULESS_BATCHES=fail
-  bool report = false;          // KVCACHE_GPULESS_REPORT=1: counts at the end of the process
-  std::string kernels;          // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
+  bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: as drivers before 12.3
+  bool report = false;  // KVCACHE_GPULESS_REPORT=1: counts at the end of the process
+  std::string kernels;  // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
 };
 
 const Settings& settings();

@@ -1,0 +1,136 @@
+// Copies for a device's copy engines: many per call where the driver takes them so, else one by
+// one.
+//
+// Needs nothing but the CUDA runtime API, which is included before this header (by ops/device.h; a
+// test puts a scripted one in its place).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace kvcache {
+
+// Of one call: far below the tens of thousands at which drivers were seen to fail
+// (vllm-project/vllm#49276).
+constexpr size_t kMaxDescriptors = 4096;
+
+// KVCACHE_BATCH_COPIES=0 switches batched copies off, for drivers that hang or fail in them.
+inline bool batches_switched_on() {
+  const char* value = std::getenv("KVCACHE_BATCH_COPIES");
+  return value == nullptr || value[0] != '0';
+}
+
+class CopyBatch {
+ public:
+  // `batched`: whether the caller wants batches. `with_host`: one side is host memory.
+  CopyBatch(cudaStream_t stream, bool batched, bool with_host)
+      : stream_(stream),
+        with_host_(with_host),
+        batched_(batched && batches_switched_on() && batches_possible()) {}
+
+  void add(void* to, const void* from, int64_t num_bytes) {
+    destinations_.push_back(to);
+    sources_.push_back(from);
+    sizes_.push_back(static_cast<size_t>(num_bytes));
+    if (sizes_.size() == kMaxDescriptors) flush();
+  }
+
+  // runtime_error, naming the copy, for one that the runtime refuses; those before it are launched.
+  void flush() {
+    if (!flush_batched()) {
+      for (size_t i = 0; i < sizes_.size(); ++i) copy_one(i);
+    }
+    num_flushed_ += sizes_.size();
+    destinations_.clear();
+    sources_.clear();
+    sizes_.clear();
+  }
+
+ private:
+  bool batches_possible() const {
+#if CUDART_VERSION >= 12080
+    if (stream_ == nullptr) return false;  // batches are refused on the legacy default stream
+    // A batch would end the capture of a graph with an error; single copies become its nodes.
+    cudaStreamCaptureStatus capture{};
+    if (cudaStreamIsCapturing(stream_, &capture) != cudaSuccess) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    if (capture != cudaStreamCaptureStatusNone) return false;
+    // Where the device knows registered memory by other addresses (WSL), a batch does not translate
+    // them, and a single copy does (sgl-project/sglang#40232).
+    int device = 0, same_address = 1;
+    if (with_host_ &&
+        (cudaGetDevice(&device) != cudaSuccess ||
+         cudaDeviceGetAttribute(&same_address, cudaDevAttrCanUseHostPointerForRegisteredMem,
+                                device) != cudaSuccess)) {
+      (void)cudaGetLastError();
+      return false;
+    }
+    return same_address != 0;
+#else
+    return false;
+#endif
+  }
+
+  // By one call; false where there is none, or it refuses what single copies may take.
+  bool flush_batched() {
+#if CUDART_VERSION >= 12080
+    if (!batched_ || sizes_.size() < 2) return false;
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    // A hint since 12.8. Without it, drivers of CUDA 13.1 and later may copy by kernels, which take
+    // multiprocessors away from the attention beside.
+    if (with_host_) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
+    size_t from_first = 0;
+#if CUDART_VERSION >= 13000
+    const cudaError_t error =
+        cudaMemcpyBatchAsync(destinations_.data(), sources_.data(), sizes_.data(), sizes_.size(),
+                             &attributes, &from_first, 1, stream_);
+#else
+    size_t failed = 0;
+    const cudaError_t error = cudaMemcpyBatchAsync(
+        destinations_.data(), const_cast<void**>(sources_.data()), sizes_.data(), sizes_.size(),
+        &attributes, &from_first, 1, &failed, stream_);
+#endif
+    if (error == cudaSuccess) return true;
+    // These may concern the batch alone; with InvalidValue single copies name the one
+    // that is wrong. Copying again what a batch has copied does no harm.
+    if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver &&
+        error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
+      throw std::runtime_error("a batch of " + std::to_string(sizes_.size()) +
+                               " copies failed: " + cudaGetErrorString(error));
+    }
+    (void)cudaGetLastError();
+    batched_ = false;
+#endif
+    return false;
+  }
+
+  void copy_one(size_t i) const {
+    const cudaError_t error =
+        cudaMemcpyAsync(destinations_[i], sources_[i], sizes_[i], cudaMemcpyDefault, stream_);
+    if (error == cudaSuccess) return;
+    (void)cudaGetLastError();
+    char text[160];
+    std::snprintf(text, sizeof(text),
+                  "copy %zu (%zu bytes from %p to %p) failed: ", num_flushed_ + i, sizes_[i],
+                  sources_[i], destinations_[i]);
+    throw std::runtime_error(std::string(text) + cudaGetErrorString(error) +
+                             "; expected each side within one allocation or one pinned piece");
+  }
+
+  cudaStream_t stream_;
+  bool with_host_, batched_;
+  size_t num_flushed_ = 0;
+  std::vector<void*> destinations_;
+  std::vector<const void*> sources_;
+  std::vector<size_t> sizes_;
+};
+
+}  // namespace kvcache

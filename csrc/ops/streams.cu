@@ -1,0 +1,121 @@
+// What torch does not offer of streams, events and loading: polling that disturbs no capture,
+// streams of one's own, and loading of all kernels ahead of a capture.
+//
+// Ops without tensors, so they belong to no device's dispatch key, and only the CUDA library has
+// them. Handles of events and streams are their addresses.
+#include "ops/device.h"
+
+#ifdef __CUDACC__
+
+namespace kvcache {
+namespace {
+
+// While this lives, the calling thread's calls do not end captures, other threads' nor its own.
+//
+// Thread-local mode would not be enough: a thread that captures itself may poll, too. What is done
+// in here concerns nothing that is being captured.
+class OutsideCapture {
+ public:
+  OutsideCapture() { exchange(); }
+  ~OutsideCapture() { exchange(); }
+  OutsideCapture(const OutsideCapture&) = delete;
+  OutsideCapture& operator=(const OutsideCapture&) = delete;
+
+ private:
+  void exchange() {
+    if (cudaThreadExchangeStreamCaptureMode(&mode_) != cudaSuccess) (void)cudaGetLastError();
+  }
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+torch::stable::accelerator::DeviceGuard guard_for(int64_t device) {
+  return torch::stable::accelerator::DeviceGuard(
+      static_cast<torch::stable::accelerator::DeviceIndex>(device));
+}
+
+// Whether all that an event stands for is done.
+bool event_query(int64_t event) {
+  const OutsideCapture outside;
+  const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(event));
+  if (error == cudaErrorNotReady) {
+    (void)cudaGetLastError();
+    return false;
+  }
+  KV_CUDA_CHECK(error);
+  return true;
+}
+
+// A stream that waits for no other by itself, of the highest priority: what it launches is small,
+// and computing goes on beside.
+int64_t stream_create(int64_t device) {
+  const auto guard = guard_for(device);
+  const OutsideCapture outside;
+  int least = 0, greatest = 0;
+  KV_CUDA_CHECK(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+  cudaStream_t stream = nullptr;
+  KV_CUDA_CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
+  return reinterpret_cast<int64_t>(stream);
+}
+
+// Returns when all that the stream was given is done, or the device has failed.
+void stream_synchronize(int64_t device, int64_t stream) {
+  const auto guard = guard_for(device);
+  const OutsideCapture outside;
+  if (cudaStreamSynchronize(reinterpret_cast<cudaStream_t>(stream)) != cudaSuccess) {
+    (void)cudaGetLastError();
+  }
+}
+
+void stream_destroy(int64_t device, int64_t stream) {
+  const auto guard = guard_for(device);
+  const OutsideCapture outside;
+  if (cudaStreamDestroy(reinterpret_cast<cudaStream_t>(stream)) != cudaSuccess) {
+    (void)cudaGetLastError();
+  }
+}
+
+// Loads every kernel of this library on the device; returns how many.
+int64_t load_kernels(int64_t device) {
+  const auto guard = guard_for(device);
+  const OutsideCapture outside;
+  for (const void* kernel : kernel_list()) {
+    cudaFuncAttributes attributes{};
+    KV_CUDA_CHECK(cudaFuncGetAttributes(&attributes, kernel));
+  }
+  return static_cast<int64_t>(kernel_list().size());
+}
+
+// The CUDA version that this library was compiled with, and the newest that the driver knows.
+int64_t compiled_version() { return CUDART_VERSION; }
+
+int64_t driver_version() {
+  int version = 0;
+  KV_CUDA_CHECK(cudaDriverGetVersion(&version));
+  return version;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(kvcache, m) {
+  m.def("_event_query(int event) -> bool");
+  m.def("_stream_create(int device) -> int");
+  m.def("_stream_synchronize(int device, int stream) -> ()");
+  m.def("_stream_destroy(int device, int stream) -> ()");
+  m.def("_load_kernels(int device) -> int");
+  m.def("_compiled_version() -> int");
+  m.def("_driver_version() -> int");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(kvcache, CompositeExplicitAutograd, m) {
+  m.impl("_event_query", TORCH_BOX(&event_query));
+  m.impl("_stream_create", TORCH_BOX(&stream_create));
+  m.impl("_stream_synchronize", TORCH_BOX(&stream_synchronize));
+  m.impl("_stream_destroy", TORCH_BOX(&stream_destroy));
+  m.impl("_load_kernels", TORCH_BOX(&load_kernels));
+  m.impl("_compiled_version", TORCH_BOX(&compiled_version));
+  m.impl("_driver_version", TORCH_BOX(&driver_version));
+}
+
+}  // namespace kvcache
+
+#endif

@@ -1,0 +1,79 @@
+"""The copy engine on a device: in captures, without batches, and with a copy that is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Pages, ops
+from kvcache.worker import pinning
+from kvcache.worker.route import Route
+
+pytestmark = pytest.mark.gpu
+
+
+def sides(num_host_pages=65):
+    pages = Pages.allocate(65, [[4096, 4096]] * 2, device="cuda")
+    pages.memory.random_(0, 256)
+    return pages, pages.on_host(num_host_pages)
+
+
+PAIRS = np.array([[1, 5], [9, 2], [20, 30]])
+
+
+def arrived(pages, host, pairs=PAIRS):
+    return all(
+        torch.equal(host.fragment(r)[pairs[:, 1]], pages.fragment(r)[pairs[:, 0]].cpu())
+        for r in range(len(pages.sizes))
+    )
+
+
+@pytest.mark.parametrize("engine", [ops.COPY_ENGINE, ops.COPY_ENGINE_SINGLY])
+def test_copies_of_the_copy_engine_can_be_captured(engine):
+    pages, host = sides()
+    route, graph, stream = Route(pages, host), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph, stream=stream):
+        route.copy(PAIRS, engine=engine)
+    pages.memory.random_(0, 256)
+    torch.cuda.synchronize()
+    assert not arrived(pages, host)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert arrived(pages, host)
+    pages.memory.random_(0, 256)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert arrived(pages, host)
+
+
+@pytest.mark.parametrize("how", ["by the engine", "by the environment"])
+def test_without_batches_the_same_bytes_arrive(monkeypatch, how):
+    pages, host = sides()
+    engine = ops.COPY_ENGINE
+    if how == "by the engine":
+        engine = ops.COPY_ENGINE_SINGLY
+    else:
+        monkeypatch.setenv("KVCACHE_BATCH_COPIES", "0")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        Route(pages, host).copy(PAIRS, engine=engine)
+    stream.synchronize()
+    assert arrived(pages, host)
+
+
+def test_the_copy_that_a_batch_refuses_is_named(monkeypatch):
+    """A run over the border of two pinned pieces, which the copy engine cannot cross."""
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
+    pages = Pages.allocate(300, [[16384]], device="cuda")
+    host = pages.on_host(300)
+    border = host.pages_per_chunk
+    assert 0 < border < 299
+    host.pages_per_chunk = 0  # as if it had been pinned in one piece
+    pairs = np.array([[1, 2], [5, border - 1], [6, border], [9, 7]])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        with pytest.raises(RuntimeError, match=r"copy 1 \(32768 bytes from 0x\w+ to 0x\w+\) fail"):
+            Route(pages, host).copy(pairs, engine=ops.COPY_ENGINE)
+        Route(pages, host).copy(pairs[[0, 3]], engine=ops.COPY_ENGINE)  # nothing is left of it
+    stream.synchronize()
+    assert arrived(pages, host, pairs[[0, 3]])

@@ -1,0 +1,77 @@
+"""For which architectures the CUDA library is compiled: what the toolkit has."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvcache import _build
+from tests.shared import REPO
+
+CUDA_12_6 = ("50", "52", "60", "70", "75", "80", "86", "87", "89", "90")
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """Makes a toolkit whose nvcc says that it has these architectures."""
+
+    def make(archs):
+        nvcc = tmp_path / "bin" / "nvcc"
+        nvcc.parent.mkdir(exist_ok=True)
+        lines = "".join(f"echo compute_{arch}\n" for arch in archs)
+        nvcc.write_text(f'#!/bin/sh\n[ "$*" = --list-gpu-arch ] || exit 1\n{lines}')
+        nvcc.chmod(0o755)
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+        monkeypatch.delenv("KVCACHE_CUDA_ARCHS", raising=False)
+        _build.toolkit_archs.cache_clear()
+        return tmp_path
+
+    yield make
+    _build.toolkit_archs.cache_clear()
+
+
+def test_an_older_toolkit_compiles_for_what_it_has(toolkit):
+    toolkit(CUDA_12_6)
+    assert _build.gencode_flags() == [
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-gencode=arch=compute_90,code=compute_90",
+    ]
+    toolkit(["75", "80", "90", "100", "120"])
+    assert _build.cuda_archs() == ["80", "90", "100"]
+
+
+def test_cmake_asks_the_same_place(toolkit):
+    toolkit(CUDA_12_6)
+    script = str(REPO / "kvcache" / "_build.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "80-real;90"
+    assert "kvcache/_build.py" in (REPO / "CMakeLists.txt").read_text()
+
+
+def test_devices_that_are_present_are_compiled_for(toolkit):
+    toolkit(CUDA_12_6)
+    assert _build.cuda_archs(["89", "90"]) == ["89", "90"]
+    assert _build.cuda_archs(["103"]) == ["90"]  # by its PTX
+    with pytest.raises(
+        RuntimeError, match=r"compiles for 50, .* 90: expected one of 37; set CUDA_H"
+    ):
+        _build.cuda_archs(["37"])
+
+
+def test_an_architecture_that_is_asked_for_must_be_there(toolkit, monkeypatch):
+    folder = toolkit(CUDA_12_6)
+    monkeypatch.setenv("KVCACHE_CUDA_ARCHS", "90a,80;")
+    assert _build.cuda_archs(["89"]) == ["90a", "80"]
+    monkeypatch.setenv("KVCACHE_CUDA_ARCHS", "80;100")
+    with pytest.raises(
+        RuntimeError, match=r"KVCACHE_CUDA_ARCHS has 100: expected .* toolkit in"
+    ) as e:
+        _build.gencode_flags()
+    assert str(folder) in str(e.value) and "or a newer toolkit" in str(e.value)
+
+
+def test_a_toolkit_that_says_nothing_is_named(toolkit):
+    folder = toolkit([])
+    with pytest.raises(RuntimeError, match=r"nvcc --list-gpu-arch failed"):
+        _build.toolkit_archs(folder)

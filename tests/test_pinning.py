@@ -1,0 +1,201 @@
+"""Host memory: how much of it, where it begins, how it is pinned, and what is said where it cannot be."""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import re
+import resource
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Pages, SwapEngine
+from kvcache.worker import pinning
+
+
+def test_a_host_tier_larger_than_memory_is_refused():
+    with pytest.raises(MemoryError, match=r"this needs .* GiB: expected at most the"):
+        Pages.allocate(2, [[1 << 20]]).on_host(1 << 30)
+
+
+def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch):
+    pages = Pages.allocate(4, [[100, 28]] * 2)
+    told = []
+    released = []
+
+    def register(address, num_bytes, device):
+        told.append(num_bytes)
+        if len(told) == 3:
+            raise pinning._PinningError("cudaHostRegister of 1048576 bytes: out of memory")
+
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(pinning, "_register", register)
+    monkeypatch.setattr(pinning, "_unpin", lambda addresses, _: released.extend(addresses))
+    with pytest.warns(
+        RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
+    ):
+        host = pages.on_host(2000, pin_memory=True)
+    assert len(told) >= 3 and len(released) == len(told) - 1  # what was pinned is let go again
+    host.copy_from(pages, np.array([[1, 1999]]))
+    assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
+
+
+def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
+    registered, told = [], []
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
+    monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
+    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
+    host = Pages.allocate(4, [[100, 28]] * 2).on_host(
+        2000, pin_memory=True, progress=lambda done, total: told.append((done, total))
+    )
+    stride = int(host.strides[0])
+    assert stride == 256 and host.pages_per_chunk * stride == 1 << 16
+    assert sorted(registered) == [
+        (host.memory.data_ptr() + at, min(1 << 16, 2000 * 256 - at))
+        for at in range(0, 2000 * 256, 1 << 16)
+    ]
+    assert host.memory.data_ptr() % 4096 == 0
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[-1] == (2000 * 256, 2000 * 256)
+
+
+def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
+    monkeypatch.setattr(pinning, "_register", lambda *_: None)
+    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
+
+    def progress(done, total):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True, progress=progress)
+
+
+def test_a_containers_limit_counts(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(pinning, "_CONTAINER_LIMIT", limit)
+    limit.write_text("1000\n")
+    with pytest.raises(MemoryError, match=r"expected at most the 0.0 GiB that the host has"):
+        Pages.allocate(2, [[64]]).on_host(100)
+    limit.write_text("max\n")
+    Pages.allocate(2, [[64]]).on_host(100)
+
+
+@pytest.fixture
+def another_default_device():
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device("cpu")
+
+
+def test_host_pages_are_on_the_host_whatever_the_default_device(another_default_device):
+    assert Pages.allocate(2, [[64]]).on_host(4).memory.device.type == "cpu"
+
+
+def test_asking_for_pinned_memory_without_cuda_warns():
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.warns(RuntimeWarning, match="could not be pinned"):
+        Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
+
+
+def test_the_storage_begins_with_the_first_pinned_byte(monkeypatch):
+    """torch asks about a storage's first byte whether a tensor is pinned."""
+    registered = []
+    monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
+    monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
+    host = Pages.allocate(4, [[5000]]).on_host(100, pin_memory=True)
+    storage = host.memory.untyped_storage()
+    assert min(registered)[0] == storage.data_ptr() == host.memory.data_ptr()
+    assert storage.data_ptr() % (2 << 20) == 0  # of a huge page
+    assert sum(size for _, size in registered) == storage.nbytes() == host.memory.numel()
+
+
+def test_host_memory_asks_for_huge_pages_and_outlives_its_mapping_object(monkeypatch):
+    advice = []
+
+    class Mapping(mmap.mmap):
+        def madvise(self, option):
+            advice.append(option)
+            raise OSError(errno.EINVAL, "a kernel without huge pages")
+
+    monkeypatch.setattr(pinning.mmap, "mmap", Mapping)
+    memory = Pages.allocate(2, [[64]]).on_host(4).memory
+    assert advice == [mmap.MADV_HUGEPAGE]
+    memory.fill_(7)
+    assert memory.unique().tolist() == [7]
+
+
+def test_memory_that_the_system_does_not_map_is_a_memory_error(monkeypatch):
+    def refuse(*args, **options):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(pinning.mmap, "mmap", refuse)
+    with pytest.raises(MemoryError, match=r"this needs 0.0 GiB: the system maps no more \(Cannot"):
+        Pages.allocate(2, [[64]]).on_host(4)
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [
+        (64 << 20, r"The limit of locked memory is 64.0 MiB \(`ulimit -l`\): raise it"),
+        (resource.RLIM_INFINITY, "Locked memory is not limited here: free memory of the host, or"),
+    ],
+)
+def test_a_registration_that_fails_says_what_to_do(monkeypatch, limit, advice):
+    class Cudart:
+        @staticmethod
+        def cudaHostRegister(address, num_bytes, flags):
+            return 2
+
+        @staticmethod
+        def cudaGetErrorString(error):
+            return "out of memory"
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    with pytest.warns(RuntimeWarning, match="could not be pinned") as warned:
+        host = Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
+    text = str(warned[0].message)
+    assert "cudaHostRegister of 256 bytes: out of memory (2). " in text
+    assert re.search(advice, text) and "pin_memory=False" in text
+    assert not host.is_pinned
+
+
+# --- on a GPU -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_pinned_memory_is_seen_as_pinned_at_every_piece(monkeypatch):
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
+    pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
+    host = pages.on_host(1000)
+    assert host.is_pinned and host.memory.is_pinned()
+    stride = int(host.strides[0])
+    starts = range(0, host.num_blocks, host.pages_per_chunk)
+    assert len(starts) > 3
+    for page in starts:
+        byte = (ctypes.c_char * 1).from_address(host.base + page * stride)
+        assert torch.frombuffer(byte, dtype=torch.uint8).is_pinned(), f"page {page}"
+    SwapEngine(pages, host, method="kernel").swap_out(np.array([[1, 999]])).wait(10)
+    assert torch.equal(host.layer(1)[999], torch.cat([pages.fragment(r)[1] for r in (2, 3)]).cpu())
+
+
+@pytest.mark.gpu
+def test_host_pages_are_pinned_in_pieces_and_let_go(monkeypatch):
+    monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
+    seen = []
+    pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")
+    host = pages.on_host(1000, progress=lambda done, total: seen.append((done, total)))
+    assert host.is_pinned and len(seen) > 3 and seen[-1][0] == seen[-1][1]
+    assert host.pages_per_chunk % 64 == 0 and host.pages_per_chunk < 1000
+    pages.memory.random_()
+    for method in ("kernel", "copy_engine", "staging"):
+        swap = SwapEngine(pages, host, method=method)
+        last = host.pages_per_chunk  # a run over the end of a piece
+        swap.swap_out(np.array([[1, last - 1], [2, last], [3, last + 1]])).wait(10)
+        for region in range(len(pages.sizes)):  # K and V of a layer lie apart
+            got = host.fragment(region)[last - 1 : last + 2]
+            assert torch.equal(got, pages.fragment(region)[1:4].cpu()), f"region {region}"

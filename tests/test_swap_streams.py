@@ -1,0 +1,151 @@
+"""Swaps beside graphs that are captured, and the streams that they run on."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import weakref
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Pages, SwapEngine, ops
+from tests.shared import REPO
+from tests.simulated_device import SimulatedTimeline
+
+
+def engine(device="cuda", **options):
+    pages = Pages.allocate(65, [[4096, 4096]] * 2, device=device)
+    return SwapEngine(pages, pages.on_host(65), **options)
+
+
+def test_an_engine_gives_its_streams_back_when_it_is_let_go_of():
+    timeline = SimulatedTimeline(0)
+    before = len(timeline._streams)
+    swap = engine("cpu", method="staging", timeline=timeline)
+    made = timeline._streams[before:]
+    assert len(made) == 4  # for the bus and for the relayout, in either direction
+    del swap
+    gc.collect()
+    assert [id(stream) for stream in timeline.closed] == [id(stream) for stream in made]
+
+
+def test_pages_live_until_the_streams_have_done_all():
+    """What is under way when an engine is let go of still reads and writes its memories."""
+    timeline, alive = SimulatedTimeline(0), []
+    swap = engine("cpu", method="staging", timeline=timeline)
+    memories = [
+        weakref.ref(pages) for pages in (swap.device, swap.host, swap._lanes["out"].staging._memory)
+    ]
+    timeline.close = lambda streams: alive.extend(ref() is not None for ref in memories)
+    del swap
+    gc.collect()
+    assert alive == [True] * 3
+    assert all(ref() is None for ref in memories)
+
+
+def test_warming_up_needs_a_device():
+    with pytest.raises(ValueError, match=r"device is cpu: expected a CUDA device"):
+        ops.warm_up("cpu")
+    if not torch.version.cuda:
+        with pytest.raises(RuntimeError, match=r"there is nothing to load: torch .* without CUDA"):
+            ops.warm_up()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_polling_does_not_break_a_capture(method, elsewhere):
+    """Of another thread, and of the one that polls."""
+    swap = engine(method=method)
+    swap.device.memory.random_(0, 256)
+    job = swap.swap_out(np.array([[3, 4], [7, 8]]))
+    x, graph, errors = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph(), []
+
+    def poll():
+        try:
+            while not job.poll():
+                pass
+        except BaseException as error:
+            errors.append(error)
+
+    with torch.cuda.graph(graph):
+        x.add_(1)
+        if elsewhere:
+            thread = threading.Thread(target=poll)
+            thread.start()
+            thread.join()
+        else:
+            poll()
+        x.add_(1)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not errors and job.error is None and x.tolist() == [2.0] * 4
+    for r in range(len(swap.device.sizes)):
+        assert torch.equal(swap.host.fragment(r)[[4, 8]], swap.device.fragment(r)[[3, 7]].cpu())
+
+
+@pytest.mark.gpu
+def test_swap_streams_are_the_engines_own_and_of_high_priority():
+    swap = engine(method="staging")
+    own = [lane.stream for lane in swap._lanes.values()]
+    own += [s for lane in swap._lanes.values() for s in (lane.staging.first, lane.staging.last)]
+    handles = {stream.cuda_stream for stream in own}
+    assert len(handles) == 4
+    pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
+    assert not handles & {stream.cuda_stream for stream in pool}
+    highest = min(torch.cuda.Stream.priority_range())
+    assert all(stream.priority == highest for stream in own)
+
+
+@pytest.mark.gpu
+def test_an_engine_may_be_let_go_of_while_swaps_are_under_way():
+    for _ in range(5):
+        pages = Pages.allocate(65, [[4096, 4096]] * 2, device="cuda")
+        pages.memory.random_(0, 256)
+        host = pages.on_host(65)
+        swap = SwapEngine(pages, host, method="staging", staging_bytes=1)
+        swap.swap_out(np.stack([np.arange(1, 65)] * 2, 1))
+        del swap
+        gc.collect()
+        assert torch.equal(host.fragment(1)[1:], pages.fragment(1)[1:].cpu())
+
+
+FIRST_LAUNCH_IN_A_CAPTURE = """
+import numpy as np, torch
+from kvcache import Pages, ops
+from kvcache.worker.route import Route
+pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
+torch.cuda.synchronize()
+ops.warm_up()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    Route(pages, pages).copy(np.array([[1, 2]]))
+pages.memory[1] = 7
+graph.replay()
+torch.cuda.synchronize()
+assert pages.memory[2].unique().tolist() == [7]
+print("captured")
+"""
+
+
+@pytest.mark.gpu
+def test_after_warming_up_the_first_launch_may_be_captured():
+    program = FIRST_LAUNCH_IN_A_CAPTURE
+    # Without a GPU, the runtime refuses to load kernels in captures, as drivers before 12.3 do.
+    environment = {**os.environ, "KVCACHE_GPULESS_LOADING": "lazy"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPO, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout == "captured\n", done.stderr
+
+
+@pytest.mark.gpu
+def test_warming_up_loads_every_kernel_once_and_again_costs_nothing():
+    num_kernels = torch.ops.kvcache._load_kernels(0)
+    assert num_kernels > 30
+    ops.warm_up()
+    ops.warm_up("cuda:0")
+    assert torch.ops.kvcache._load_kernels(0) == num_kernels
