@@ -63,8 +63,7 @@ KV_GPULESS_API cudaError_t cudaMemcpyBatchAsync(void* const* to, const void* con
   });
 }
 
-KV_GPULESS_API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes,
-                                           cudaStream_t stream) {
+KV_GPULESS_API cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t stream) {
   return on_stream(stream, [&](Stream& s) { return fill(to, value, bytes, s); });
 }
 

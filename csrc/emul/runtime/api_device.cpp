@@ -1,4 +1,5 @@
-// The runtime's C interface: the one device, with the properties of an H200 where callers read them.
+// The runtime's C interface: the one device, with the properties of an H200 where callers read
+// them.
 #include <cstdio>
 #include <cstring>
 
@@ -55,22 +56,47 @@ KV_GPULESS_API cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) {
 
 KV_GPULESS_API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
-    case cudaDevAttrMaxThreadsPerBlock: *value = 1024; break;
-    case cudaDevAttrMaxSharedMemoryPerBlock: *value = 48 * 1024; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kSharedOptIn; break;
-    case cudaDevAttrWarpSize: *value = 32; break;
-    case cudaDevAttrMultiProcessorCount: *value = kMultiprocessors; break;
-    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = 2048; break;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; break;
-    case cudaDevAttrComputeCapabilityMinor: *value = 0; break;
-    case cudaDevAttrUnifiedAddressing: *value = 1; break;
-    case cudaDevAttrCanMapHostMemory: *value = 1; break;
-    case cudaDevAttrHostRegisterSupported: *value = 1; break;
-    case cudaDevAttrAsyncEngineCount: *value = 3; break;
+    case cudaDevAttrMaxThreadsPerBlock:
+      *value = 1024;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlock:
+      *value = 48 * 1024;
+      break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = kSharedOptIn;
+      break;
+    case cudaDevAttrWarpSize:
+      *value = 32;
+      break;
+    case cudaDevAttrMultiProcessorCount:
+      *value = kMultiprocessors;
+      break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor:
+      *value = 2048;
+      break;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      break;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      break;
+    case cudaDevAttrUnifiedAddressing:
+      *value = 1;
+      break;
+    case cudaDevAttrCanMapHostMemory:
+      *value = 1;
+      break;
+    case cudaDevAttrHostRegisterSupported:
+      *value = 1;
+      break;
+    case cudaDevAttrAsyncEngineCount:
+      *value = 3;
+      break;
     case cudaDevAttrCanUseHostPointerForRegisteredMem:
       *value = settings().other_pointers ? 0 : 1;
       break;
-    default: *value = 0;  // no memory pools, no peers, no managed memory
+    default:
+      *value = 0;  // no memory pools, no peers, no managed memory
   }
   return cudaSuccess;
 }

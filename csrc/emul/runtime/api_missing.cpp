@@ -43,9 +43,9 @@ KV_MISSING(cudaGraphNodeGetDependencies,
 KV_MISSING(cudaProfilerStart, ())
 KV_MISSING(cudaProfilerStop, ())
 
-KV_GPULESS_API cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned,
-                                                            unsigned long long,
-                                                            cudaDriverEntryPointQueryResult* result) {
+KV_GPULESS_API cudaError_t
+cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+                                 cudaDriverEntryPointQueryResult* result) {
   *function = reinterpret_cast<void*>(&missing_in_driver);
   if (result != nullptr) *result = cudaDriverEntryPointSuccess;
   return cudaSuccess;

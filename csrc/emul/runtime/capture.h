@@ -1,8 +1,8 @@
 // Stream capture and graphs. Callers hold the runtime's lock.
 //
 // A capture begins in one stream and takes in each stream that waits for an event recorded in it.
-// What it may not do is refused as CUDA does; most refusals invalidate the capture, and its end then
-// reports that. A graph is its nodes in the order of capture, each with what it depends on.
+// What it may not do is refused as CUDA does; most refusals invalidate the capture, and its end
+// then reports that. A graph is its nodes in the order of capture, each with what it depends on.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,8 +34,8 @@ struct Capture {
   Graph* graph;  // the caller's from the end on
 };
 
-// For calls that are unsafe while a capture is under way (cudaMalloc, cudaEventQuery, ...): where the
-// calling thread may not, invalidates the captures that forbid it and is the error.
+// For calls that are unsafe while a capture is under way (cudaMalloc, cudaEventQuery, ...): where
+// the calling thread may not, invalidates the captures that forbid it and is the error.
 cudaError_t refuse_while_capturing();
 // For calls on one stream that a capture never allows (a synchronisation).
 cudaError_t refuse_if_capturing(Stream& stream);

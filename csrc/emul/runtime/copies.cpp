@@ -20,11 +20,16 @@ bool is_device(const void* p) {
 bool fits_kind(const CopyShape& c, cudaMemcpyKind kind) {
   const bool to = is_device(c.to), from = is_device(c.from);
   switch (kind) {
-    case cudaMemcpyHostToHost: return !to && !from;
-    case cudaMemcpyHostToDevice: return to && !from;
-    case cudaMemcpyDeviceToHost: return !to && from;
-    case cudaMemcpyDeviceToDevice: return to && from;
-    default: return true;  // cudaMemcpyDefault: by the pointers
+    case cudaMemcpyHostToHost:
+      return !to && !from;
+    case cudaMemcpyHostToDevice:
+      return to && !from;
+    case cudaMemcpyDeviceToHost:
+      return !to && from;
+    case cudaMemcpyDeviceToDevice:
+      return to && from;
+    default:
+      return true;  // cudaMemcpyDefault: by the pointers
   }
 }
 
@@ -62,13 +67,15 @@ cudaError_t copy(const CopyShape& c, cudaMemcpyKind kind, Stream& stream) {
   }
   if (!is_operand(c.to, extent(c, c.to_pitch)) || !is_operand(c.from, extent(c, c.from_pitch))) {
     say("copy of %zu bytes from %p to %p: an operand crosses the end of an allocation or "
-        "registration, or is freed", c.row_bytes * c.num_rows, c.from, c.to);
+        "registration, or is freed",
+        c.row_bytes * c.num_rows, c.from, c.to);
     return cudaErrorInvalidValue;
   }
   if (!fits_kind(c, kind)) return cudaErrorInvalidValue;
   if (stream.capture != nullptr) return submit_or_capture(stream, direct(c));
   const bool staged = is_pageable(c.from);
-  if (const cudaError_t e = submit_or_capture(stream, staged ? from_staging(c) : direct(c))) return e;
+  if (const cudaError_t e = submit_or_capture(stream, staged ? from_staging(c) : direct(c)))
+    return e;
   if (is_pageable(c.to)) drain(stream);
   return cudaSuccess;
 }
@@ -86,10 +93,11 @@ cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* b
   if (const cudaError_t error = refuse_if_capturing(stream)) return error;
   if (count == 0 || num_attributes == 0 || num_attributes > count) return cudaErrorInvalidValue;
   for (size_t i = 0; i < num_attributes; ++i) {
-    const bool in_order = i == 0 ? first_of_attributes[0] == 0
-                                 : first_of_attributes[i] > first_of_attributes[i - 1];
+    const bool in_order =
+        i == 0 ? first_of_attributes[0] == 0 : first_of_attributes[i] > first_of_attributes[i - 1];
     const int access = attributes[i].srcAccessOrder;
-    const bool known = access >= cudaMemcpySrcAccessOrderStream && access <= cudaMemcpySrcAccessOrderAny;
+    const bool known =
+        access >= cudaMemcpySrcAccessOrderStream && access <= cudaMemcpySrcAccessOrderAny;
     if (!in_order || first_of_attributes[i] >= count || !known) return cudaErrorInvalidValue;
   }
   if (settings().batches_fail) return cudaErrorInvalidValue;

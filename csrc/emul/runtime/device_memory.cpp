@@ -16,9 +16,9 @@ namespace kvcache::gpuless {
 namespace {
 
 constexpr size_t kPage = 4096;
-constexpr size_t kAlignment = 2 << 20;       // as cudaMalloc has for large allocations
+constexpr size_t kAlignment = 2 << 20;           // as cudaMalloc has for large allocations
 constexpr size_t kArenaBytes = size_t{1} << 42;  // address space only
-constexpr size_t kPoisonedBytes = 32 << 20;  // fresh memory up to this size is not left zero
+constexpr size_t kPoisonedBytes = 32 << 20;      // fresh memory up to this size is not left zero
 
 size_t round_up(size_t n, size_t to) { return (n + to - 1) / to * to; }
 
@@ -43,7 +43,9 @@ void on_fault(int, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
   const bool in_device = address >= arena->device && address < arena->device + kArenaBytes;
   if (in_device && running_kernel == nullptr) {
-    write_text("gpu-less: host code touched device memory (or a device pointer was used as a host pointer)\n");
+    write_text(
+        "gpu-less: host code touched device memory (or a device pointer was used as a host "
+        "pointer)\n");
   } else if (running_kernel != nullptr) {
     write_text("gpu-less: an illegal memory access was encountered in kernel ");
     write_text(running_kernel);

@@ -1,9 +1,9 @@
 // The device's memory: each allocation is mapped twice.
 //
-// At its device address, which callers see, it is PROT_NONE except while a kernel runs, so host code
-// that touches it dies with a message. At its alias, a constant distance away, the runtime's own
-// copies reach it at any time. Addresses are never used again: an access after free dies too, and so
-// does one past the end of an allocation, rounded up to pages.
+// At its device address, which callers see, it is PROT_NONE except while a kernel runs, so host
+// code that touches it dies with a message. At its alias, a constant distance away, the runtime's
+// own copies reach it at any time. Addresses are never used again: an access after free dies too,
+// and so does one past the end of an allocation, rounded up to pages.
 //
 // Callers hold the runtime's lock.
 #pragma once

@@ -19,8 +19,8 @@
 namespace kvcache::gpuless {
 namespace {
 
-constexpr size_t kSharedBytes = 48 * 1024;        // without asking
-constexpr int kMaxSharedBytes = 227 * 1024;       // per thread block, compute capability 9.0
+constexpr size_t kSharedBytes = 48 * 1024;   // without asking
+constexpr int kMaxSharedBytes = 227 * 1024;  // per thread block, compute capability 9.0
 
 struct Kernel {
   const char* mangled;
@@ -136,8 +136,8 @@ Work run_kernel(const std::string& name, std::function<void()> body) {
   };
 }
 
-// The kernel of a demangled name; nullptr where there is none. Kernels that are not templates stand in
-// a type's name without their parameters.
+// The kernel of a demangled name; nullptr where there is none. Kernels that are not templates stand
+// in a type's name without their parameters.
 const Bound* find_bound(const std::string& name) {
   for (const std::string& key : {name, without_parameters(name)}) {
     const auto found = bound().find(key);
@@ -210,7 +210,8 @@ size_t num_bound_kernels() { return bound().size(); }
 
 void print_launches() {
   for (const auto& [stub, kernel] : kernels()) {
-    if (kernel.num_launches > 0) say("%ld x %s", kernel.num_launches, demangled(kernel.mangled).c_str());
+    if (kernel.num_launches > 0)
+      say("%ld x %s", kernel.num_launches, demangled(kernel.mangled).c_str());
   }
 }
 

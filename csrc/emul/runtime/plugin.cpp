@@ -41,7 +41,8 @@ KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const ch
     return submit_or_capture(*stream_of(stream), [=] {
       std::vector<int64_t> index(shape.size());
       for (int64_t i = 0; i < num_items; ++i) {
-        const int64_t at = std::inner_product(index.begin(), index.end(), steps.begin(), int64_t{0});
+        const int64_t at =
+            std::inner_product(index.begin(), index.end(), steps.begin(), int64_t{0});
         std::memcpy(reachable(to) + at * int64_t(item_bytes), &items[size_t(i) * item_bytes],
                     item_bytes);
         for (size_t d = shape.size(); d-- > 0 && ++index[d] == shape[d];) index[d] = 0;

@@ -1,4 +1,5 @@
-// The ranges of memory that the runtime knows: device allocations, pinned and registered host memory.
+// The ranges of memory that the runtime knows: device allocations, pinned and registered host
+// memory.
 //
 // Invariant: ranges do not overlap; registered ranges do not even share a page. All other memory is
 // pageable host memory. Callers hold the runtime's lock.

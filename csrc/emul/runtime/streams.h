@@ -1,9 +1,10 @@
 // Streams as queues of tasks that run late: when a caller waits, now and then while other calls are
-// made, and from a thread of the runtime when no call comes. The seed decides the order, within what
-// streams and events allow.
+// made, and from a thread of the runtime when no call comes. The seed decides the order, within
+// what streams and events allow.
 //
 // Invariants: a task runs after those before it in its stream and after all in `after`, which were
-// submitted earlier, so some task can always run while one is left. Callers hold the runtime's lock.
+// submitted earlier, so some task can always run while one is left. Callers hold the runtime's
+// lock.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -38,9 +39,9 @@ struct Stream {
   unsigned flags = 0;  // cudaStreamNonBlocking: does not wait for the null stream, nor it for this
   int priority = 0;    // recorded, without effect: any order of ready tasks is legal
   std::deque<Task> tasks;
-  CompletionPtr last;                // of the task submitted last
-  Capture* capture = nullptr;        // under way in this stream
-  std::vector<int> capture_leaves;   // nodes of its graph that the next one depends on
+  CompletionPtr last;               // of the task submitted last
+  Capture* capture = nullptr;       // under way in this stream
+  std::vector<int> capture_leaves;  // nodes of its graph that the next one depends on
   bool is_null() const;
   bool is_blocking() const { return (flags & cudaStreamNonBlocking) == 0; }
 };

@@ -1,0 +1,80 @@
+// Runs a test's body in a child process, so that each has a runtime of its own: settings are read
+// once from the environment, a sticky error stays, and a touch of device memory kills.
+#pragma once
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/check.h"
+
+namespace kvcache::test {
+
+struct Ended {
+  bool normally;       // the body came to its end and nothing failed
+  std::string output;  // of stderr
+};
+
+using Variables = std::vector<std::pair<const char*, const char*>>;
+
+template <class Body>
+Ended run_child(const Variables& variables, Body&& body) {
+  int ends[2];
+  if (pipe(ends) != 0) throw Failure("pipe failed");
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    dup2(ends[1], STDERR_FILENO);
+    close(ends[0]);
+    close(ends[1]);
+    for (const auto& [name, value] : variables) setenv(name, value, 1);
+    int status = 0;
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      status = 1;
+    }
+    std::fflush(nullptr);
+    _exit(status);
+  }
+  close(ends[1]);
+  Ended ended{};
+  char buffer[4096];
+  for (ssize_t n; (n = read(ends[0], buffer, sizeof buffer)) > 0;) {
+    ended.output.append(buffer, size_t(n));
+  }
+  close(ends[0]);
+  int status = 0;
+  waitpid(child, &status, 0);
+  ended.normally = WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  return ended;
+}
+
+// The body's checks hold in a child process with these variables.
+template <class Body>
+void in_child(const Variables& variables, Body&& body) {
+  const Ended ended = run_child(variables, body);
+  if (!ended.normally) throw Failure("in a child process: " + ended.output);
+}
+template <class Body>
+void in_child(Body&& body) {
+  in_child({}, body);
+}
+
+// The body dies, and says `text` before.
+template <class Body>
+void dies_saying(const char* text, Body&& body) {
+  const Ended ended = run_child({}, body);
+  if (ended.normally || ended.output.find(text) == std::string::npos) {
+    throw Failure(std::string("expected death with \"") + text + "\", output: " + ended.output);
+  }
+}
+
+}  // namespace kvcache::test

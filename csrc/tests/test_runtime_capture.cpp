@@ -1,0 +1,231 @@
+// The CUDA runtime without a GPU: what a capture records, refuses and is broken by.
+#include <cuda_runtime_api.h>
+
+#include <string>
+#include <thread>
+
+#include "tests/check.h"
+#include "tests/child.h"
+
+namespace {
+
+using kvcache::test::in_child;
+
+constexpr auto kGlobal = cudaStreamCaptureModeGlobal;
+constexpr auto kThreadLocal = cudaStreamCaptureModeThreadLocal;
+constexpr auto kRelaxed = cudaStreamCaptureModeRelaxed;
+
+std::string ran;
+
+void note(cudaStream_t stream, const char* letter) {
+  const auto append = [](void* text) { ran += static_cast<const char*>(text); };
+  CHECK_EQ(cudaLaunchHostFunc(stream, append, const_cast<char*>(letter)), cudaSuccess);
+}
+
+cudaStream_t new_stream(unsigned flags = cudaStreamNonBlocking) {
+  cudaStream_t stream = nullptr;
+  CHECK_EQ(cudaStreamCreateWithFlags(&stream, flags), cudaSuccess);
+  return stream;
+}
+
+cudaEvent_t recorded(cudaStream_t stream) {
+  cudaEvent_t event = nullptr;
+  CHECK_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
+  CHECK_EQ(cudaEventRecord(event, stream), cudaSuccess);
+  return event;
+}
+
+cudaStream_t capturing(cudaStreamCaptureMode mode) {
+  cudaStream_t stream = new_stream();
+  CHECK_EQ(cudaStreamBeginCapture(stream, mode), cudaSuccess);
+  return stream;
+}
+
+cudaError_t end(cudaStream_t stream, cudaGraph_t* graph = nullptr) {
+  cudaGraph_t unused = nullptr;
+  return cudaStreamEndCapture(stream, graph == nullptr ? &unused : graph);
+}
+
+cudaError_t query_in_another_thread(cudaStreamCaptureMode mode) {
+  cudaEvent_t event = recorded(new_stream());
+  cudaError_t error = cudaErrorUnknown;
+  std::thread([&] {
+    cudaThreadExchangeStreamCaptureMode(&mode);
+    error = cudaEventQuery(event);
+    while (error == cudaErrorNotReady) error = cudaEventQuery(event);
+  }).join();
+  return error;
+}
+
+}  // namespace
+
+TEST(a_graph_repeats_what_was_captured_and_nothing_ran_before) {
+  in_child([] {
+    cudaStream_t stream = capturing(kGlobal);
+    note(stream, "a");
+    note(stream, "b");
+    cudaGraph_t graph = nullptr;
+    CHECK_EQ(end(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(ran, "");
+    cudaGraphExec_t executable = nullptr;
+    CHECK_EQ(cudaGraphInstantiateWithFlags(&executable, graph, 0), cudaSuccess);
+    CHECK_EQ(cudaGraphDestroy(graph), cudaSuccess);
+    for (int i = 0; i < 2; ++i) CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    CHECK_EQ(cudaGraphExecDestroy(executable), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    CHECK_EQ(ran, "abab");
+  });
+}
+
+TEST(streams_join_by_events_and_must_be_joined_at_the_end) {
+  in_child([] {
+    cudaStream_t a = capturing(kGlobal), b = new_stream();
+    note(a, "a");
+    CHECK_EQ(cudaStreamWaitEvent(b, recorded(a), 0), cudaSuccess);
+    note(b, "b");
+    CHECK_EQ(cudaStreamWaitEvent(a, recorded(b), 0), cudaSuccess);
+    note(a, "c");
+    cudaGraph_t graph = nullptr;
+    size_t num_nodes = 0;
+    CHECK_EQ(end(a, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphGetNodes(graph, nullptr, &num_nodes), cudaSuccess);
+    CHECK_EQ(num_nodes, 3);
+    cudaStreamCaptureStatus status;
+    CHECK_EQ(cudaStreamIsCapturing(b, &status), cudaSuccess);
+    CHECK_EQ(status, cudaStreamCaptureStatusNone);
+
+    CHECK_EQ(cudaStreamBeginCapture(a, kGlobal), cudaSuccess);
+    CHECK_EQ(cudaStreamWaitEvent(b, recorded(a), 0), cudaSuccess);
+    note(b, "b");
+    CHECK_EQ(end(b), cudaErrorStreamCaptureUnmatched);
+    CHECK_EQ(end(a), cudaErrorStreamCaptureInvalidated);
+    CHECK_EQ(cudaStreamBeginCapture(a, kGlobal), cudaSuccess);
+    CHECK_EQ(cudaStreamWaitEvent(b, recorded(a), 0), cudaSuccess);
+    note(b, "b");
+    CHECK_EQ(end(a), cudaErrorStreamCaptureUnjoined);
+  });
+}
+
+TEST(an_allocation_breaks_a_capture_unless_it_or_the_thread_is_relaxed) {
+  in_child([] {
+    void* p = nullptr;
+    for (const auto mode : {kGlobal, kThreadLocal}) {
+      cudaStream_t stream = capturing(mode);
+      CHECK_EQ(cudaMalloc(&p, 8), cudaErrorStreamCaptureUnsupported);
+      cudaStreamCaptureStatus status;
+      CHECK_EQ(cudaStreamIsCapturing(stream, &status), cudaSuccess);
+      CHECK_EQ(status, cudaStreamCaptureStatusInvalidated);
+      CHECK_EQ(end(stream), cudaErrorStreamCaptureInvalidated);
+    }
+    cudaStream_t stream = capturing(kRelaxed);
+    CHECK_EQ(cudaMalloc(&p, 8), cudaSuccess);
+    CHECK_EQ(end(stream), cudaSuccess);
+    stream = capturing(kGlobal);
+    auto mode = kRelaxed;
+    CHECK_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    CHECK_EQ(mode, kGlobal);
+    CHECK_EQ(cudaMalloc(&p, 8), cudaSuccess);
+    CHECK_EQ(cudaThreadExchangeStreamCaptureMode(&mode), cudaSuccess);
+    CHECK_EQ(end(stream), cudaSuccess);
+  });
+}
+
+TEST(a_query_in_another_thread_breaks_a_global_capture_and_no_other) {
+  in_child([] {
+    cudaStream_t stream = capturing(kGlobal);
+    CHECK_EQ(query_in_another_thread(kGlobal), cudaErrorStreamCaptureUnsupported);
+    CHECK_EQ(end(stream), cudaErrorStreamCaptureInvalidated);
+    stream = capturing(kGlobal);
+    CHECK_EQ(query_in_another_thread(kThreadLocal), cudaSuccess);
+    CHECK_EQ(query_in_another_thread(kRelaxed), cudaSuccess);
+    CHECK_EQ(end(stream), cudaSuccess);
+    stream = capturing(kThreadLocal);
+    CHECK_EQ(query_in_another_thread(kGlobal), cudaSuccess);
+    CHECK_EQ(end(stream), cudaSuccess);
+  });
+}
+
+TEST(a_capturing_stream_and_its_events_cannot_be_waited_for) {
+  in_child([] {
+    cudaStream_t stream = capturing(kRelaxed);
+    CHECK_EQ(cudaStreamSynchronize(stream), cudaErrorStreamCaptureUnsupported);
+    CHECK_EQ(end(stream), cudaErrorStreamCaptureInvalidated);
+    stream = capturing(kRelaxed);
+    cudaEvent_t event = recorded(stream);
+    CHECK_EQ(cudaEventSynchronize(event), cudaErrorCapturedEvent);
+    CHECK_EQ(end(stream), cudaErrorStreamCaptureInvalidated);
+  });
+}
+
+TEST(work_outside_cannot_be_waited_for_in_a_capture) {
+  in_child([] {
+    cudaEvent_t outside = recorded(new_stream()), never = nullptr;
+    CHECK_EQ(cudaEventCreate(&never), cudaSuccess);
+    cudaStream_t stream = capturing(kGlobal);
+    CHECK_EQ(cudaStreamWaitEvent(stream, never, 0), cudaSuccess);
+    CHECK_EQ(cudaStreamWaitEvent(stream, outside, 0), cudaErrorStreamCaptureIsolation);
+    CHECK_EQ(end(stream), cudaErrorStreamCaptureInvalidated);
+  });
+}
+
+TEST(captures_do_not_merge_and_end_in_their_thread) {
+  in_child([] {
+    cudaStream_t a = capturing(kGlobal), b = capturing(kGlobal);
+    CHECK_EQ(cudaStreamWaitEvent(b, recorded(a), 0), cudaErrorStreamCaptureMerge);
+    CHECK_EQ(end(a), cudaErrorStreamCaptureInvalidated);
+    CHECK_EQ(end(b), cudaErrorStreamCaptureInvalidated);
+    a = capturing(kGlobal);
+    cudaError_t error = cudaSuccess;
+    std::thread([&] { error = end(a); }).join();
+    CHECK_EQ(error, cudaErrorStreamCaptureWrongThread);
+    CHECK_EQ(end(a), cudaSuccess);
+  });
+}
+
+TEST(the_null_stream_is_not_captured_and_breaks_captures_of_blocking_streams) {
+  in_child([] {
+    CHECK_EQ(cudaStreamBeginCapture(nullptr, kGlobal), cudaErrorStreamCaptureUnsupported);
+    void* p = nullptr;
+    CHECK_EQ(cudaMalloc(&p, 8), cudaSuccess);
+    cudaStream_t other = capturing(kGlobal);
+    CHECK_EQ(cudaMemsetAsync(p, 0, 8, nullptr), cudaSuccess);
+    CHECK_EQ(end(other), cudaSuccess);
+    cudaStream_t blocking = new_stream(cudaStreamDefault);
+    CHECK_EQ(cudaStreamBeginCapture(blocking, kRelaxed), cudaSuccess);
+    CHECK_EQ(cudaMemsetAsync(p, 0, 8, nullptr), cudaErrorStreamCaptureImplicit);
+    CHECK_EQ(end(blocking), cudaErrorStreamCaptureInvalidated);
+  });
+}
+
+TEST(a_batch_of_copies_is_refused_in_a_capture_and_a_single_copy_reads_when_the_graph_runs) {
+  in_child([] {
+    void *device = nullptr, *pinned = nullptr;
+    CHECK_EQ(cudaMalloc(&device, 1), cudaSuccess);
+    CHECK_EQ(cudaHostAlloc(&pinned, 1, 0), cudaSuccess);
+    char* host = static_cast<char*>(pinned);
+    *host = 1;
+    cudaStream_t stream = capturing(kGlobal);
+    const void* from = pinned;
+    size_t bytes = 1, first = 0;
+    cudaMemcpyAttributes attributes{};
+    attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+    CHECK_EQ(cudaMemcpyBatchAsync(&device, &from, &bytes, 1, &attributes, &first, 1, stream),
+             cudaErrorStreamCaptureUnsupported);
+    CHECK_EQ(end(stream), cudaErrorStreamCaptureInvalidated);
+
+    CHECK_EQ(cudaStreamBeginCapture(stream, kGlobal), cudaSuccess);
+    CHECK_EQ(cudaMemcpyAsync(device, pinned, 1, cudaMemcpyDefault, stream), cudaSuccess);
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t executable = nullptr;
+    CHECK_EQ(end(stream, &graph), cudaSuccess);
+    CHECK_EQ(cudaGraphInstantiateWithFlags(&executable, graph, 0), cudaSuccess);
+    *host = 2;
+    CHECK_EQ(cudaGraphLaunch(executable, stream), cudaSuccess);
+    char back = 0;
+    CHECK_EQ(cudaMemcpyAsync(&back, device, 1, cudaMemcpyDefault, stream), cudaSuccess);
+    CHECK_EQ(back, 2);
+  });
+}
+
+TEST_MAIN()

@@ -1,0 +1,156 @@
+// The CUDA runtime without a GPU: kernels are found by name, launched late, and checked.
+// RUNTIME_KERNELS is the path of runtime_kernels.cpp, compiled.
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <string>
+
+#include "tests/check.h"
+#include "tests/child.h"
+
+// As nvcc's generated code calls it.
+extern "C" void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*,
+                                       dim3*, dim3*, int*);
+extern "C" const char* kvcache_gpuless_unbound_kernel(size_t);
+
+namespace {
+
+struct Numbers {
+  int* out;
+  int value;
+};
+
+// The addresses stand for host stubs.
+const char write_stub = 0, shared_stub = 0, trap_stub = 0, missing_stub = 0, foreign_stub = 0;
+
+void add(const char* stub, const char* mangled) {
+  __cudaRegisterFunction(nullptr, stub, nullptr, mangled, -1, nullptr, nullptr, nullptr, nullptr,
+                         nullptr);
+}
+
+void add_all() {
+  add(&write_stub, "_ZN7kvcache12write_kernelENS_7NumbersE");
+  add(&shared_stub, "_ZN7kvcache13shared_kernelIiEEvPT_");
+  add(&trap_stub, "_ZN7kvcache11trap_kernelEv");
+}
+
+template <class Body>
+void with_kernels(Body&& body) {
+  kvcache::test::in_child({{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS}}, [&] {
+    add_all();
+    body();
+  });
+}
+
+int* device_ints(size_t n) {
+  void* p = nullptr;
+  CHECK_EQ(cudaMalloc(&p, n * sizeof(int)), cudaSuccess);
+  return static_cast<int*>(p);
+}
+
+template <class... T>
+cudaError_t launch(const char* stub, dim3 grid, dim3 block, size_t shared_bytes, T... parameters) {
+  std::array<void*, sizeof...(T) + 1> arguments = {&parameters..., nullptr};
+  return cudaLaunchKernel(stub, grid, block, arguments.data(), shared_bytes, nullptr);
+}
+
+template <size_t n>
+std::array<int, n> fetch(const int* device) {
+  std::array<int, n> host{};
+  CHECK_EQ(cudaMemcpy(host.data(), device, sizeof host, cudaMemcpyDefault), cudaSuccess);
+  return host;
+}
+
+}  // namespace
+
+TEST(a_kernel_runs_with_the_parameters_of_its_launch) {
+  with_kernels([] {
+    int* out = device_ints(4);
+    CHECK_EQ(launch(&write_stub, dim3(2), dim3(2), 0, Numbers{out, 7}), cudaSuccess);
+    CHECK(fetch<4>(out) == (std::array<int, 4>{7, 7, 7, 7}));
+  });
+}
+
+TEST(shared_memory_beyond_48_kib_is_asked_for_per_kernel) {
+  with_kernels([] {
+    int* out = device_ints(4);
+    const dim3 one(1), four(4);
+    CHECK_EQ(launch(&shared_stub, one, four, 48 * 1024, out), cudaSuccess);
+    CHECK(fetch<4>(out) == (std::array<int, 4>{3, 2, 1, 0}));
+    CHECK_EQ(launch(&shared_stub, one, four, 48 * 1024 + 1, out), cudaErrorInvalidValue);
+    const auto attribute = cudaFuncAttributeMaxDynamicSharedMemorySize;
+    CHECK_EQ(cudaFuncSetAttribute(&shared_stub, attribute, 228 * 1024), cudaErrorInvalidValue);
+    CHECK_EQ(cudaFuncSetAttribute(&write_stub, attribute, 64 * 1024), cudaSuccess);
+    CHECK_EQ(launch(&shared_stub, one, four, 64 * 1024, out), cudaErrorInvalidValue);
+    CHECK_EQ(cudaFuncSetAttribute(&shared_stub, attribute, 64 * 1024), cudaSuccess);
+    CHECK_EQ(launch(&shared_stub, one, four, 64 * 1024, out), cudaSuccess);
+  });
+}
+
+TEST(dimensions_beyond_the_limits_are_refused) {
+  with_kernels([] {
+    const Numbers n{device_ints(1), 0};
+    for (const dim3 grid : {dim3(0), dim3(1, 65536), dim3(1, 1, 65536), dim3(1u << 31)}) {
+      CHECK_EQ(launch(&write_stub, grid, dim3(1), 0, n), cudaErrorInvalidConfiguration);
+    }
+    for (const dim3 block : {dim3(0), dim3(1025), dim3(1, 1, 65), dim3(32, 33)}) {
+      CHECK_EQ(launch(&write_stub, dim3(1), block, 0, n), cudaErrorInvalidConfiguration);
+    }
+  });
+}
+
+TEST(a_kernel_that_cannot_run_is_an_error_at_its_launch) {
+  with_kernels([] {
+    add(&missing_stub, "_ZN7kvcache14missing_kernelEv");
+    add(&foreign_stub, "_ZN2at6native11some_kernelEv");
+    CHECK_EQ(launch(&missing_stub, dim3(1), dim3(1), 0), cudaErrorInvalidDeviceFunction);
+    CHECK_EQ(launch(&foreign_stub, dim3(1), dim3(1), 0), cudaErrorInvalidDeviceFunction);
+    CHECK_EQ(launch("not registered", dim3(1), dim3(1), 0), cudaErrorInvalidDeviceFunction);
+    CHECK_EQ(std::string(kvcache_gpuless_unbound_kernel(0)), "kvcache::missing_kernel()");
+    CHECK(kvcache_gpuless_unbound_kernel(1) == nullptr);
+  });
+}
+
+TEST(a_trap_is_an_error_that_stays) {
+  with_kernels([] {
+    (void)launch(&trap_stub, dim3(1), dim3(1), 0);  // may have run already
+    CHECK_EQ(cudaDeviceSynchronize(), cudaErrorLaunchFailure);
+    void* p = nullptr;
+    CHECK_EQ(cudaGetLastError(), cudaErrorLaunchFailure);
+    CHECK_EQ(cudaMalloc(&p, 8), cudaErrorLaunchFailure);
+    CHECK_EQ(cudaGetLastError(), cudaErrorLaunchFailure);
+  });
+}
+
+TEST(a_kernel_that_touches_freed_memory_dies_with_its_name) {
+  const auto body = [] {
+    setenv("KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS, 1);
+    add_all();
+    int* out = device_ints(1);
+    CHECK_EQ(cudaFree(out), cudaSuccess);
+    launch(&write_stub, dim3(1), dim3(1), 0, Numbers{out, 7});
+    cudaDeviceSynchronize();
+  };
+  kvcache::test::dies_saying("in kernel kvcache::write_kernel(kvcache::Numbers): device memory",
+                             body);
+}
+
+TEST(host_memory_with_a_device_pointer_of_its_own_is_reached_by_that_alone) {
+  const kvcache::test::Variables variables = {{"KVCACHE_GPULESS_KERNELS", RUNTIME_KERNELS},
+                                              {"KVCACHE_GPULESS_DEVICE_POINTERS", "different"}};
+  const auto write_by = [](bool device_pointer) {
+    add_all();
+    void *host = nullptr, *device = nullptr;
+    CHECK_EQ(cudaHostAlloc(&host, sizeof(int), 0), cudaSuccess);
+    CHECK_EQ(cudaHostGetDevicePointer(&device, host, 0), cudaSuccess);
+    auto* out = static_cast<int*>(device_pointer ? device : host);
+    CHECK_EQ(launch(&write_stub, dim3(1), dim3(1), 0, Numbers{out, 7}), cudaSuccess);
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    CHECK_EQ(*static_cast<int*>(host), 7);
+  };
+  kvcache::test::in_child(variables, [&] { write_by(true); });
+  const auto ended = kvcache::test::run_child(variables, [&] { write_by(false); });
+  CHECK(!ended.normally && ended.output.find("not by its device pointer") != std::string::npos);
+}
+
+TEST_MAIN()

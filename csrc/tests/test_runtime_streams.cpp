@@ -1,0 +1,187 @@
+// The CUDA runtime without a GPU: what streams and events order, and what they leave open.
+#include <cuda_runtime_api.h>
+
+#include <chrono>
+#include <set>
+#include <string>
+#include <thread>
+
+#include "tests/check.h"
+#include "tests/child.h"
+
+namespace {
+
+using kvcache::test::in_child;
+using kvcache::test::Variables;
+
+std::string ran;  // a letter per host function that ran
+
+void note(cudaStream_t stream, const char* letter) {
+  const auto append = [](void* text) { ran += static_cast<const char*>(text); };
+  CHECK_EQ(cudaLaunchHostFunc(stream, append, const_cast<char*>(letter)), cudaSuccess);
+}
+
+cudaStream_t new_stream(unsigned flags = cudaStreamNonBlocking) {
+  cudaStream_t stream = nullptr;
+  CHECK_EQ(cudaStreamCreateWithFlags(&stream, flags), cudaSuccess);
+  return stream;
+}
+
+cudaEvent_t recorded(cudaStream_t stream) {
+  cudaEvent_t event = nullptr;
+  CHECK_EQ(cudaEventCreate(&event), cudaSuccess);
+  CHECK_EQ(cudaEventRecord(event, stream), cudaSuccess);
+  return event;
+}
+
+// What `body` leaves in `ran`, under several seeds.
+template <class Body>
+std::set<std::string> orders(Body&& body) {
+  std::set<std::string> seen;
+  for (int seed = 1; seed <= 30; ++seed) {
+    const auto ended =
+        kvcache::test::run_child({{"KVCACHE_GPULESS_SEED", std::to_string(seed).c_str()}}, [&] {
+          body();
+          std::fprintf(stderr, "%s", ran.c_str());
+        });
+    CHECK(ended.normally);
+    seen.insert(ended.output);
+  }
+  return seen;
+}
+
+}  // namespace
+
+TEST(streams_without_events_run_in_any_order_and_each_in_its_own) {
+  const auto seen = orders([] {
+    cudaStream_t a = new_stream(), b = new_stream();
+    note(a, "a");
+    note(a, "A");
+    note(b, "b");
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  });
+  CHECK(seen == (std::set<std::string>{"aAb", "abA", "baA"}));
+}
+
+TEST(an_event_orders_what_waits_for_it) {
+  const auto seen = orders([] {
+    cudaStream_t a = new_stream(), b = new_stream();
+    note(a, "a");
+    CHECK_EQ(cudaStreamWaitEvent(b, recorded(a), 0), cudaSuccess);
+    note(b, "b");
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  });
+  CHECK(seen == std::set<std::string>{"ab"});
+}
+
+TEST(a_wait_is_for_the_record_before_it_even_if_the_event_is_recorded_again) {
+  const auto seen = orders([] {
+    cudaStream_t a = new_stream(), b = new_stream(), c = new_stream();
+    note(a, "a");
+    cudaEvent_t event = recorded(a);
+    CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaSuccess);
+    note(c, "c");
+    CHECK_EQ(cudaEventRecord(event, c), cudaSuccess);
+    CHECK_EQ(cudaEventDestroy(event), cudaSuccess);
+    note(b, "b");
+    CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);
+  });
+  for (const std::string& order : seen) CHECK(order.find('a') < order.find('b'));
+  CHECK_EQ(seen.count("ab"), 1);  // c need not have run
+}
+
+TEST(the_null_stream_waits_for_blocking_streams_and_they_for_it) {
+  const auto blocking = orders([] {
+    cudaStream_t a = new_stream(cudaStreamDefault);
+    note(a, "a");
+    note(nullptr, "0");
+    note(a, "A");
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  });
+  CHECK(blocking == std::set<std::string>{"a0A"});
+  const auto not_blocking = orders([] {
+    cudaStream_t a = new_stream();
+    note(a, "a");
+    note(nullptr, "0");
+    note(a, "A");
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  });
+  CHECK_EQ(not_blocking.size(), 3);
+}
+
+TEST(events_are_queried_waited_for_and_timed) {
+  in_child([] {
+    cudaStream_t a = new_stream();
+    cudaEvent_t unrecorded = nullptr, untimed = nullptr;
+    CHECK_EQ(cudaEventCreate(&unrecorded), cudaSuccess);
+    CHECK_EQ(cudaEventQuery(unrecorded), cudaSuccess);
+    cudaEvent_t first = recorded(a);
+    note(a, "a");
+    cudaEvent_t second = recorded(a);
+    float ms = -1;
+    CHECK_EQ(cudaEventSynchronize(second), cudaSuccess);
+    CHECK_EQ(ran, "a");
+    CHECK_EQ(cudaEventQuery(second), cudaSuccess);
+    CHECK_EQ(cudaEventElapsedTime(&ms, first, second), cudaSuccess);
+    CHECK(ms >= 0);
+    CHECK_EQ(cudaEventElapsedTime(&ms, unrecorded, second), cudaErrorInvalidResourceHandle);
+    CHECK_EQ(cudaEventCreateWithFlags(&untimed, cudaEventDisableTiming), cudaSuccess);
+    CHECK_EQ(cudaEventRecord(untimed, a), cudaSuccess);
+    CHECK_EQ(cudaEventElapsedTime(&ms, first, untimed), cudaErrorInvalidResourceHandle);
+  });
+}
+
+TEST(work_is_not_ready_until_it_ran) {
+  const auto seen = orders([] {
+    cudaStream_t a = new_stream();
+    note(a, "a");
+    const cudaError_t error = cudaStreamQuery(a);
+    CHECK_EQ(error == cudaSuccess, ran == "a");
+    if (error != cudaSuccess) CHECK_EQ(error, cudaErrorNotReady);
+  });
+  CHECK(seen == (std::set<std::string>{"", "a"}));
+}
+
+TEST(streams_go_on_when_no_call_comes) {
+  in_child([] {
+    note(new_stream(), "a");
+    for (int i = 0; i < 500 && ran.empty(); ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    CHECK_EQ(ran, "a");
+  });
+}
+
+TEST(a_seed_repeats_its_order_and_work_can_be_made_prompt) {
+  const auto body = [] {
+    cudaStream_t a = new_stream(), b = new_stream();
+    for (const char* letter : {"1", "2", "3"}) {
+      note(a, letter);
+      note(b, "b");
+    }
+    CHECK_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    std::fprintf(stderr, "%s", ran.c_str());
+  };
+  const Variables seed = {{"KVCACHE_GPULESS_SEED", "7"}};
+  CHECK_EQ(kvcache::test::run_child(seed, body).output,
+           kvcache::test::run_child(seed, body).output);
+  CHECK_EQ(kvcache::test::run_child({{"KVCACHE_GPULESS_LATE", "0"}}, body).output, "1b2b3b");
+}
+
+TEST(priorities_are_kept_within_the_range_and_destroyed_streams_are_refused) {
+  in_child([] {
+    cudaStream_t stream = nullptr;
+    int least = 1, greatest = 1, priority = 1;
+    CHECK_EQ(cudaDeviceGetStreamPriorityRange(&least, &greatest), cudaSuccess);
+    CHECK(greatest < least);
+    CHECK_EQ(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, -100), cudaSuccess);
+    CHECK_EQ(cudaStreamGetPriority(stream, &priority), cudaSuccess);
+    CHECK_EQ(priority, greatest);
+    note(stream, "a");
+    CHECK_EQ(cudaStreamDestroy(stream), cudaSuccess);
+    CHECK_EQ(ran, "a");
+    CHECK_EQ(cudaStreamSynchronize(stream), cudaErrorInvalidResourceHandle);
+  });
+}
+
+TEST_MAIN()
