@@ -9,15 +9,16 @@ from benchmarks.gpu import machine, process, say
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
-# Case of `op_cases`, how many times larger: some ten megabytes and more, so that memory is what counts.
+# Cases of `op_cases`, and how many times larger than the smallest: ten megabytes and more each.
 KERNELS = (
-    ("copy_blocks 4 KiB, ids on the device", 256),
-    ("permute_blocks_ HND of 16", 256),
-    ("write_kv bf16 NHD", 256),
-    ("write_kv e4m3 NHD", 256),
-    ("gather_kv e4m3 NHD", 256),
-    ("update_block_tables", 64),
+    "copy_blocks 4 KiB, ids on the device",
+    "permute_blocks_ HND of 16",
+    "write_kv bf16 NHD",
+    "write_kv e4m3 NHD",
+    "gather_kv e4m3 NHD",
+    "update_block_tables",
 )
+_SIZE = 256
 METRICS = {
     "gpu__time_duration.sum": "time",
     "dram__bytes_read.sum": "read",
@@ -33,61 +34,47 @@ _FORBIDDEN = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded", "Failed to initialize the 
 def main() -> int:
     tool = machine.find_tool("ncu")
     if REHEARSAL or tool is None:
-        say.skipped("no ncu here: the scripts that it would watch run without it")
+        say.skipped("no ncu here: the script that it would watch runs without it")
         tool = None
-    for number, (case, size) in enumerate(KERNELS):
-        left = say.seconds_left()
-        if left < 4:
-            say.skipped(f"{case}: no time left")
-            continue
-        with say.attempt(case):
-            # What one leaves of its share is for the others.
-            if not watched(
-                tool, case, 1 if REHEARSAL else size, left / (len(KERNELS) - number) * 2
-            ):
-                break
+    with say.attempt("ncu"):
+        watched(tool)
     return say.exit_code()
 
 
-def watched(tool: str | None, case: str, size: int, limit_s: float) -> bool:
-    """Counters of one kernel; False where none can be had on this machine."""
+def watched(tool: str | None) -> None:
+    """Counters of the kernels, all in one process: starting it is what takes long."""
     lines: list[str] = []
 
     def take(line: str) -> None:
         print("  " + line, flush=True)
         lines.append(line)
 
-    script = module(
-        "benchmarks.gpu.first_contact", "--no-compare", "--only", case, "--size", str(size)
-    )
-    # The clocks stay as they are; the first launches of this project's kernel.
+    size = 1 if REHEARSAL else _SIZE
+    script = module("benchmarks.gpu.first_contact", "--no-compare", "--size", str(size))
+    # The clocks stay as they are. Kernels of this project have its namespace in their mangled names.
     prefix = (
         tool, "--clock-control", "none", "--csv", "--page", "raw", "--print-units", "base",
-        "--kernel-name-base", "mangled", "--kernel-name", "regex:kvcache", "--launch-count", "1",
-        "--metrics", ",".join(METRICS),
+        "--kernel-name-base", "mangled", "--kernel-name", "regex:kvcache", "--metrics",
+        ",".join(METRICS),
     )  # fmt: skip
-    ended = process.run(
-        [*(prefix if tool else ()), *script], min(limit_s, say.seconds_left()), take
-    )
+    command = [*(prefix if tool else ()), *script, "--only", *KERNELS]
+    ended = process.run(command, say.seconds_left(), take)
     text = "\n".join(lines)
     reason = next((reason for reason in _FORBIDDEN if reason in text), None)
     if tool and reason:
         say.skipped(f"ncu may not read the counters here ({reason})")
-        return False
-    assert ended.status == "ok", ended.status
-    if tool is None:
-        say.row(case=case, counters=None)
-        return True
+        return
     found = counters(lines)
-    assert found, "ncu told of no kernel"
     for row in found:
-        say.row(case=case, **row)
-    first = found[0]
-    say.learned(
-        f"{case}: {first.get('time', 0) / 1e3:.1f} us, memory {first.get('dram_percent', 0):.0f} % of "
-        f"its peak, {first.get('registers', 0):.0f} registers"
-    )
-    return True
+        say.row(**row)
+        say.learned(
+            f"{row['kernel']}: {row.get('time', 0) / 1e3:.1f} us, memory "
+            f"{row.get('dram_percent', 0):.0f} % of its peak, {row.get('registers', 0):.0f} registers"
+        )
+    assert ended.status == "ok", ended.status
+    assert found or tool is None, "ncu told of no kernel"
+    if tool is None:
+        say.row(script="ran", cases=KERNELS)
 
 
 def counters(lines: list[str]) -> list[dict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -134,5 +135,6 @@ def judged(status: str, outcome: Outcome) -> str:
 
 
 def printed(text: str) -> None:
-    """Prints at once, whatever a stage may have written."""
-    print(text.encode("utf-8", "replace").decode(), flush=True)
+    """Prints at once, whatever a stage may have written; a reader that left does not end the run."""
+    with contextlib.suppress(OSError):
+        print(text.encode("utf-8", "replace").decode(), flush=True)
