@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import os
@@ -53,13 +54,13 @@ def driver() -> str:
             return found[1]
     except OSError:
         pass
-    try:
-        import torch
-
-        number = torch._C._cuda_getDriverVersion()
-        return f"unknown, for CUDA {number // 1000}.{number % 1000 // 10}"
-    except Exception:
-        return "unknown"
+    number = ctypes.c_int()
+    try:  # the driver's library knows the newest CUDA that it serves
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
+            return f"unknown, for CUDA {number.value // 1000}.{number.value % 1000 // 10}"
+    except (OSError, AttributeError):
+        pass
+    return "unknown"
 
 
 def find_tool(name: str) -> str | None:
