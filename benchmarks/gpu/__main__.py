@@ -127,10 +127,11 @@ def measure(
     report.contents["bars"] = bar_rows(report.contents)
     report.save()
     printed("")
-    for line in (*stage_lines(report.contents), "", *bar_lines(report.contents["bars"])):
+    for line in stage_lines(report.contents):
         printed(line)
-    if args.rehearse:
-        printed(f"REHEARSAL: {about['note']}")
+    printed(f"\nREHEARSAL: {about['note']}" if args.rehearse else "")
+    for line in bar_lines(report.contents["bars"]):
+        printed(line)
     printed(f"{'ok' if good else 'FAILED'}: {report.path} after {run.seconds:.0f} s")
     return 0 if good else 1
 
