@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import (
+    attention_metadata,
     control_plane,
     moving,
     receive,
@@ -27,6 +28,7 @@ SUITES = {
     "control": control_plane.all_results,
     "sequences": sequences.all_results,
     "tables": tables.all_results,
+    "attention_metadata": attention_metadata.all_results,
     "moving": moving.all_results,
     "token_io": token_io.all_results,
     "receive": receive.all_results,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -79,6 +79,13 @@ def tables_of(num_reqs: int, device: str = "cpu") -> MultiGroupBlockTable:
         tables.add_row(rng.integers(1, 1 << 20, (4, 3072 // BLOCK_SIZE)), row)
     tables.commit_updates()
     return tables
+
+
+def device_build(num_reqs: int, query_len: int, device: str = "cuda") -> Callable[[], object]:
+    """One build from lengths on the device, of the columns in use: what a captured graph replays."""
+    builder = AttentionMetadataBuilder(tables_of(num_reqs, device))
+    batch = [torch.from_numpy(x).to(device) for x in batch_of(num_reqs, query_len)]
+    return lambda: builder.build(*batch, max_seq_len=3072)
 
 
 def all_results() -> Iterator[Result]:

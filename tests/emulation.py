@@ -41,30 +41,41 @@ def build_library(asan: bool) -> Path:
     # Misaligned accesses end a launch with an exception: csrc/emul/alignment.h.
     flags += ["-fsanitize=alignment", "-fno-sanitize-recover=all"]
     flags += [*SANITIZE, "-fno-omit-frame-pointer"] if asan else []
-    folder = REPO / "build" / "emul" / _key(root, flags)
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / "libkvcache_emul.so"
+    folder = REPO / "build" / "emul"
+    (folder / "objects").mkdir(parents=True, exist_ok=True)
+    shared = _digest(*flags, torch.__version__, *_headers(root))
+    objects = {s: folder / "objects" / f"{s.stem}-{_digest(shared, s)}.o" for s in sources}
+    library = folder / _digest(*map(str, objects.values())) / "libkvcache_emul.so"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
-            objects = [folder / f"{source.name}.o" for source in sources]
-            commands = [
-                [_build.cxx(), *flags, "-x", "c++", "-c", str(source), "-o", str(obj)]
-                for source, obj in zip(sources, objects, strict=True)
-            ]
             with ThreadPoolExecutor() as pool:
-                list(pool.map(functools.partial(subprocess.run, check=True), commands))
-            link = [_build.cxx(), "-shared", *map(str, objects), "-o", str(folder / "out.so")]
-            link += SANITIZE if asan else []
+                list(pool.map(functools.partial(_compile, flags), *zip(*objects.items())))
+            library.parent.mkdir(exist_ok=True)
+            link = [_build.cxx(), "-shared", *map(str, objects.values())]
+            link += [*(SANITIZE if asan else []), "-o", str(library.with_suffix(".new"))]
             link += [f"-L{_build.torch_dir() / 'lib'}", "-ltorch_cpu"]
             subprocess.run(link, check=True)
-            (folder / "out.so").rename(library)
+            library.with_suffix(".new").rename(library)
     return library
 
 
-def _key(root: Path, flags: list[str]) -> str:
-    digest = hashlib.sha256("\0".join([*flags, torch.__version__]).encode())
-    paths = [*(root / "ops").iterdir(), *(root / "emul").iterdir()]
-    for path in sorted(path for path in paths if path.is_file()):
-        digest.update(path.read_bytes())
+def _compile(flags: list[str], source: Path, obj: Path) -> None:
+    if obj.exists():
+        return
+    new = obj.with_suffix(".new")
+    command = [_build.cxx(), *flags, "-x", "c++", "-c", str(source), "-o", str(new)]
+    subprocess.run(command, check=True)
+    new.rename(obj)
+
+
+def _headers(root: Path) -> list[Path]:
+    return sorted([*(root / "ops").glob("*.h"), *(root / "emul").glob("*.h")])
+
+
+def _digest(*parts: str | Path) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.read_bytes() if isinstance(part, Path) else part.encode())
+        digest.update(b"\0")
     return digest.hexdigest()[:16]

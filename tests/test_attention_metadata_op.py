@@ -373,7 +373,9 @@ BAD_VALUES = {
     r"seq_lens\[0\] is -1": {"seq_lens": [-1, 2], "query_lens": [0, 0]},
     r"seq_lens\[0\] is 9: expected at most 8, the tokens that a row has": {"seq_lens": [9, 2]},
     r"seq_lens\[0\] is 2147483647": {"seq_lens": [2**31 - 1, 2]},
-    r"seq_lens\[1\] is 5: expected less, as row 0 of some group holds no block": {"seq_lens": [5, 5]},
+    r"seq_lens\[1\] is 5: expected less, as row 0 of some group holds no block": {
+        "seq_lens": [5, 5]
+    },
     r"seq_lens\[0\] is 5: expected at most max_num_tokens, which is 4": {"max_num_tokens": 4},
     r"query_lens add up to 2\^31 or more": {
         "rows": [-1, -1],

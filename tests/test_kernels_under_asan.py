@@ -42,33 +42,24 @@ under_sanitizers = pytest.mark.skipif(ASAN, reason="this is the run under saniti
 
 
 @under_sanitizers
-def test_an_out_of_bounds_write_of_a_kernel_is_reported():
+@pytest.mark.parametrize(
+    ("call", "report"),
+    [
+        ("overflow_(torch.zeros(1000))", "heap-buffer-overflow"),
+        ("overflow_int_(torch.full((32,), 2**31 - 1).int())", "signed integer overflow"),
+    ],
+)
+def test_a_fault_of_a_kernel_is_reported_with_its_place(call, report):
     build_library(asan=True)
-    done = run_with_asan(
-        "-c",
-        "import torch; from tests.emulation import emulated_ops; "
-        "emulated_ops().overflow_(torch.zeros(1000))",
-    )
+    program = f"import torch; from tests.emulation import emulated_ops; emulated_ops().{call}"
+    done = run_with_asan("-c", program)
     assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr and "overflow_kernel" in done.stderr
+    assert report in done.stderr and call.partition("_(")[0] + "_kernel" in done.stderr
 
 
 @under_sanitizers
-def test_undefined_arithmetic_of_a_kernel_is_reported():
-    build_library(asan=True)
-    done = run_with_asan(
-        "-c",
-        "import torch; from tests.emulation import emulated_ops; "
-        "emulated_ops().overflow_int_(torch.full((32,), 2**31 - 1, dtype=torch.int32))",
-    )
-    assert done.returncode != 0
-    assert "signed integer overflow" in done.stderr and "overflow_int_kernel" in done.stderr
-
-
 @pytest.mark.parametrize("sanitized", [False, True])
 def test_a_misaligned_access_of_a_kernel_is_an_error_of_the_op(sanitized):
-    if ASAN:
-        pytest.skip("this is the run under sanitizers itself")
     build_library(asan=sanitized)
     program = (
         "import torch; from tests.emulation import emulated_ops\n"

@@ -83,7 +83,7 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t num_queries(int64_t i) const {
     return i < num_requests && query_lens[i] > 0 ? query_lens[i] : 0;
   }
-  // Of request i, whose row_of is `row`.
+  // The KV of request i; `row` is its row_of.
   KV_HOST_DEVICE KVExtent extent(int g, int64_t i, int32_t row) const {
     if (row < 0) return {0, 0, 0, 0};
     const TableGroupView& group = groups.group[g];

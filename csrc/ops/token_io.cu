@@ -1,5 +1,7 @@
 #include "ops/token_io.h"
 
+#include <type_traits>
+
 #include "ops/device.h"
 #include "ops/fast_divisor.h"
 #include "ops/launch_ids.h"
@@ -11,6 +13,8 @@ namespace {
 
 constexpr int64_t kVectorBytes = 16;
 constexpr unsigned kThreads = 128;  // at most, of a thread block
+constexpr uint32_t kMaxShares =
+    32767;                         // thread blocks that share a token; grid.y holds K's and V's
 constexpr unsigned kInFlight = 4;  // tokens whose vectors a thread loads before it stores the first
 
 // A mover makes of a vector of one side one of the other side. `Token` and `Page` are these
@@ -35,8 +39,10 @@ struct Fp8Vectors {
   struct alignas(n * sizeof(Element)) Token {
     Element elements[n];
   };
+  // Codes, two of them in one number where there is more than one: taking bytes out of words costs
+  // an instruction for each.
   struct alignas(n) Page {
-    uint8_t elements[n];
+    std::conditional_t<n == 1, uint8_t, uint16_t> codes[(n + 1) / 2];
   };
   static constexpr bool kScaled = true;
 };
@@ -52,15 +58,13 @@ struct ToFp8 : Fp8Vectors<Element, n> {
   KV_HOST_DEVICE Page to_page(const Token& token) const {
     Page page;
     if constexpr (n == 1) {
-      page.elements[0] =
+      page.codes[0] =
           static_cast<uint8_t>(encode_pair<Format>(divisor.divide(widen(token.elements[0])), 0.0f));
     } else {
 #pragma unroll
       for (int i = 0; i < n; i += 2) {
-        const uint16_t codes = encode_pair<Format>(divisor.divide(widen(token.elements[i])),
-                                                   divisor.divide(widen(token.elements[i + 1])));
-        page.elements[i] = static_cast<uint8_t>(codes);
-        page.elements[i + 1] = static_cast<uint8_t>(codes >> 8);
+        page.codes[i / 2] = encode_pair<Format>(divisor.divide(widen(token.elements[i])),
+                                                divisor.divide(widen(token.elements[i + 1])));
       }
     }
     return page;
@@ -79,13 +83,12 @@ struct FromFp8 : Fp8Vectors<Element, n> {
   KV_HOST_DEVICE Token to_token(const Page& page) const {
     Token token;
     if constexpr (n == 1) {
-      dequantize<Format>(page.elements[0], scale, token.elements[0]);
+      dequantize<Format>(page.codes[0], scale, token.elements[0]);
     } else {
 #pragma unroll
       for (int i = 0; i < n; i += 2) {
         float first, second;
-        decode_pair<Format>(static_cast<uint16_t>(page.elements[i] | page.elements[i + 1] << 8),
-                            first, second);
+        decode_pair<Format>(page.codes[i / 2], first, second);
         narrow(first * scale, token.elements[i]);
         narrow(second * scale, token.elements[i + 1]);
       }
@@ -142,8 +145,7 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
     const int64_t place = place_of(io, p, i);
     if (place < 0) continue;
     const auto* token = reinterpret_cast<const Element*>(tokens + i * p.token_stride);
-    quantize<typename Mover::Format>(token[e], scale,
-                                     reinterpret_cast<uint8_t*>(pages + place)[e]);
+    quantize<typename Mover::Format>(token[e], scale, reinterpret_cast<uint8_t*>(pages + place)[e]);
   }
 }
 
@@ -212,7 +214,6 @@ using Launch = void (*)(const TokenIo& io, const OnDevice& device);
 
 template <class Mover, Direction direction>
 void launch(const TokenIo& io, const OnDevice& device) {
-  static constexpr uint32_t kMaxShares = 32767;  // of K, and of V: grid.y holds both
   TokenLaunch launch{io, {vectors_of<Mover>(io.k()), vectors_of<Mover>(io.v())}, 0};
   const auto shares_of = [](uint32_t total) {
     return std::min((total + kThreads - 1) / kThreads, kMaxShares);
