@@ -8,6 +8,7 @@ In a capture, operators are refused unless the runtime sees them itself (copies)
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
@@ -26,6 +27,24 @@ _runtime.kvcache_gpuless_write.argtypes = [
     *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
     *(ctypes.c_int, _INTEGERS, _INTEGERS),
 ]
+
+_runtime.kvcache_gpuless_unbound_kernel.restype = ctypes.c_char_p
+_runtime.kvcache_gpuless_unbound_kernel.argtypes = [ctypes.c_size_t]
+_runtime.kvcache_gpuless_num_bound_kernels.restype = ctypes.c_size_t
+
+
+def num_bound_kernels() -> int:
+    """How many kernels the emulator has."""
+    return _runtime.kvcache_gpuless_num_bound_kernels()
+
+
+def unbound_kernels() -> list[str]:
+    """Names of this project's kernels that a loaded CUDA library has and the emulator does not."""
+    names: list[str] = []
+    while (name := _runtime.kvcache_gpuless_unbound_kernel(len(names))) is not None:
+        names.append(name.decode())
+    return names
+
 
 # Operators that launch nothing, or only what the runtime runs itself.
 NATIVE = {
@@ -185,6 +204,8 @@ def start() -> None:
     """Enters the mode in this thread and in each that starts from now on."""
     if _started:
         return
+    if os.environ.get("KVCACHE_GPULESS_REPORT") == "1":
+        atexit.register(_runtime.kvcache_gpuless_report)
     _started.append(CudaOnCpu())
     _started[0].__enter__()
     run = threading.Thread.run

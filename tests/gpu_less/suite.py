@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 
 from tests.gpu_less.build import TREE, Built
@@ -48,10 +48,11 @@ def run_suite(built: Built) -> int:
         jobs.append(Job(f"swaps, seed {seed}", swaps, environment))
     failed = []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for job, done in zip(jobs, pool.map(lambda job: _run(built, job), jobs), strict=True):
-            _print(job, done)
-            if done.returncode != 0:
-                failed.append(job)
+        running = {pool.submit(_run, built, job): job for job in jobs}
+        for future in as_completed(running):
+            _print(running[future], future.result())
+            if future.result().returncode != 0:
+                failed.append(running[future])
     took = time.monotonic() - started
     print(f"gpu-less: {len(jobs)} processes, {len(failed)} failed, {took:.0f} s")
     for job in failed:

@@ -189,6 +189,11 @@ cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, si
         kernel.allowed_shared_bytes);
     return cudaErrorInvalidValue;
   }
+  // Loading allocates, as drivers before 12.3 do at a kernel's first launch.
+  if (!kernel.is_loaded && settings().no_loading_in_captures) {
+    if (const cudaError_t error = refuse_while_capturing()) return error;
+  }
+  kernel.is_loaded = true;
   ++kernel.num_launches;
   const Bound* emulated = find_bound(name);
   if (emulated == nullptr) return refuse_foreign(name);

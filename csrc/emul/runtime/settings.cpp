@@ -39,7 +39,6 @@ Settings read() {
   s.other_pointers = holds("KVCACHE_GPULESS_DEVICE_POINTERS", "different");
   s.batches_fail = holds("KVCACHE_GPULESS_BATCHES", "fail");
   s.no_loading_in_captures = holds("KVCACHE_GPULESS_LOADING", "lazy");
-  s.report = number("KVCACHE_GPULESS_REPORT", 0) != 0;
   s.kernels = text("KVCACHE_GPULESS_KERNELS");
   return s;
 }

@@ -15,8 +15,7 @@ struct Settings {
   bool other_pointers = false;  // KVCACHE_GPULESS_DEVICE_POINTERS=different
   bool batches_fail = false;    // KVCACHE_GPULESS_BATCHES=fail
   bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: as drivers before 12.3
-  bool report = false;  // KVCACHE_GPULESS_REPORT=1: counts at the end of the process
-  std::string kernels;  // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
+  std::string kernels;                  // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
 };
 
 const Settings& settings();

@@ -1,0 +1,134 @@
+"""The CUDA runtime without a GPU, as Python programs see it: torch's operators, kernels, messages."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from tests.gpu_less import __main__ as gpu_less
+from tests.gpu_less import build
+
+ON_IT = "KVCACHE_GPULESS_RUNTIME" in os.environ
+on_it = pytest.mark.skipif(not ON_IT, reason="about the runtime without a GPU: `make gpu-less`")
+
+
+@pytest.mark.parametrize(("command", "status"), [("test", 0), ("build", 0), ("run", 2)])
+def test_without_nvcc_a_line_says_so(monkeypatch, capsys, command, status):
+    rules = build._build_rules()
+    monkeypatch.setattr(rules, "cuda_home", lambda: None)
+    monkeypatch.setattr(build, "_build_rules", lambda: rules)
+    monkeypatch.setattr(sys, "argv", ["gpu_less", command, *(["--", "true"] * (command == "run"))])
+    assert gpu_less.main() == status
+    assert capsys.readouterr().out.startswith("SKIPPED: the CUDA runtime without a GPU: no nvcc")
+
+
+@pytest.mark.gpu
+@on_it
+def test_every_kernel_of_the_cuda_library_runs_on_the_emulator():
+    import kvcache.ops  # noqa: F401  (loads the library)
+    from tests.gpu_less import plugin
+
+    assert plugin.num_bound_kernels() > 0
+    assert plugin.unbound_kernels() == []
+
+
+EXPRESSIONS = {
+    "arithmetic": lambda x: (x * 2 + 1).sum(),
+    "comparison": lambda x: (x > 3).nonzero(),
+    "index": lambda x: x[torch.tensor([2, 0], device=x.device)],
+    "type": lambda x: x.t().to(torch.int16),
+    "assignment": lambda x: x.clone().index_fill_(0, torch.tensor([1], device=x.device), 9.0),
+    "strided": lambda x: x.t()[1:].add_(1).contiguous(),
+    "several results": lambda x: torch.sort(x, descending=True)[1],
+    "made": lambda x: torch.full_like(x, 3) + torch.ones(4, device=x.device),
+    "matrix": lambda x: x @ x.t(),
+    "empty": lambda x: x[:0] + 1,
+}
+
+
+@pytest.mark.gpu
+@on_it
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_operators_give_what_they_give_on_the_cpu(name):
+    x = torch.arange(12.0).reshape(3, 4)
+    on_device = EXPRESSIONS[name](x.cuda())
+    assert on_device.is_cuda
+    assert torch.equal(on_device.cpu(), EXPRESSIONS[name](x.clone()))
+
+
+def _seen_by_another_stream(wait: bool) -> set[float]:
+    seen = set()
+    pinned = torch.empty(1, pin_memory=True)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    for _ in range(40):
+        x = torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(first):
+            x.fill_(1)
+        with torch.cuda.stream(second):
+            if wait:
+                second.wait_stream(first)
+            pinned.copy_(x, non_blocking=True)
+        torch.cuda.synchronize()
+        seen.add(float(pinned[0]))
+    return seen
+
+
+@pytest.mark.gpu
+@on_it
+def test_what_an_operator_writes_comes_late_and_in_stream_order():
+    assert _seen_by_another_stream(wait=True) == {1.0}
+    assert _seen_by_another_stream(wait=False) == {0.0, 1.0}
+
+
+@pytest.mark.gpu
+@on_it
+def test_threads_have_the_operators_too():
+    got = []
+    thread = threading.Thread(
+        target=lambda: got.append((torch.ones(3, device="cuda") + 1).tolist())
+    )
+    thread.start()
+    thread.join()
+    assert got == [[2.0, 2.0, 2.0]]
+
+
+@pytest.mark.gpu
+@on_it
+def test_an_operator_in_a_capture_is_refused_by_name():
+    x = torch.zeros(3, device="cuda")
+    refused = pytest.raises(RuntimeError, match=r"aten.add.* in a capture is not simulated")
+    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x + 1
+
+
+def _run(program: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+@pytest.mark.gpu
+@on_it
+def test_host_code_that_touches_device_memory_dies_with_a_message():
+    done = _run(
+        "import ctypes, torch; x = torch.zeros(4, device='cuda'); torch.cuda.synchronize();"
+        "ctypes.string_at(x.data_ptr(), 4)"
+    )
+    assert done.returncode < 0 and "host code touched device memory" in done.stderr
+
+
+@pytest.mark.gpu
+@on_it
+def test_a_kernel_of_torch_that_the_plug_in_does_not_see_is_an_error():
+    done = _run(
+        "import torch\n"
+        "from torch.utils._python_dispatch import _disable_current_modes\n"
+        "x = torch.zeros(4, device='cuda')\n"
+        "with _disable_current_modes(): x + 1\n"
+    )
+    assert done.returncode == 1 and "gpu-less: cannot run this kernel: " in done.stderr
+    assert "invalid device function" in done.stderr
