@@ -13,12 +13,16 @@ from benchmarks.gpu import process, say
 from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
-# Run after the build by torch.utils.cpp_extension, in a process of its own.
-_JIT_CHECK = """
+_ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
+
+
+def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """A program that uses ops on these devices, and fails unless these libraries were built at first use."""
+    return f"""
 import torch, kvcache
 from kvcache import _native
 answers = []
-for device in ("cpu", "cuda"):
+for device in {devices!r}:
     table = kvcache.BlockTable(16, 4, 8, 64, False, device, 16)
     table.add_row([1, 2, 3, 4], 0)
     table.add_row([5, 6, 7, 8], 1)
@@ -26,11 +30,10 @@ for device in ("cpu", "cuda"):
     rows = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
     table.compute_slot_mapping(rows, torch.tensor([0, 63, 5], device=device))
     answers.append(table.slot_mapping.gpu[:5].tolist())
-assert answers == [[16, 143, -1, -1, -1]] * 2, answers
+assert all(answer == [16, 143, -1, -1, -1] for answer in answers), answers
 how = _native.describe()
-assert all(how[name].startswith("JIT") for name in NAMES), how
+assert all(how[name].startswith("JIT") for name in {names!r}), how
 """
-_ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
 
 
 def main() -> int:
@@ -68,7 +71,7 @@ def build_at_first_use() -> None:
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "KVCACHE_JIT_DIR": folder}
         environment |= {} if REHEARSAL else {"KVCACHE_JIT": "1"}
-        command = (sys.executable, "-c", f"NAMES = {names!r}\n{_JIT_CHECK}")
+        command = (sys.executable, "-c", jit_check(("cpu", "cuda"), names))
         _, first = output_of(command, environment)
         _, second = output_of(command, environment)
     say.row(part="jit", libraries=names, seconds=first, seconds_once_built=second)
