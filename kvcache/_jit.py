@@ -88,8 +88,8 @@ def build_ops(name: str) -> Path:
 
         if cuda:
             _require_nvcc()
-            # torch takes the folder above any nvcc on the PATH for the toolkit; where that nvcc is a link,
-            # as in /usr/local/bin, its libraries are elsewhere.
+            # torch takes the folder above an nvcc on the PATH for the toolkit, also where that nvcc is a
+            # link (/usr/local/bin) and the libraries are elsewhere.
             cpp_extension.CUDA_HOME = str(_build.cuda_home())
         _require_ninja()
         arguments = _build.cxx_arguments()

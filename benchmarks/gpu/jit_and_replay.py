@@ -17,7 +17,7 @@ _ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
 
 
 def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
-    """A program that uses ops on these devices, and fails unless these libraries were built at first use."""
+    """A program that uses an op on these devices, and that these libraries were built at first use."""
     return f"""
 import torch, kvcache
 from kvcache import _native
