@@ -13,7 +13,7 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test setup lint format ctest cuda-check gpu-less sanitize soak dist bench gpu clean
+.PHONY: demo test setup lint format ctest cuda-check gpu-less sanitize soak dist bench gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -80,9 +80,14 @@ dist: setup
 bench: setup
 	$(BIN)/python -m benchmarks
 
-# Build, test and measure on a machine with an NVIDIA GPU, with that machine's own python3.
+# Build, check and measure on a machine with an NVIDIA GPU, with that machine's own python3, in under ten
+# minutes; docs/measuring.md.
 gpu:
 	$(PYTHON) -m benchmarks.gpu --results $(GPU_RESULTS)
+
+# The same run, with small sizes, on the CUDA runtime without a GPU; exit code 3: it cannot be had here.
+gpu-rehearsal:
+	$(PYTHON) -m benchmarks.gpu --rehearse || [ $$? -eq 3 ]
 
 # The stamp goes with the libraries it stands for.
 clean:

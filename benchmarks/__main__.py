@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from benchmarks import (
     token_io,
     transfer_plan,
 )
+from benchmarks.gpu.machine import commit, processor
 from benchmarks.measure import Result
 
 SUITES = {
@@ -67,24 +67,12 @@ def lines_of(r: Result) -> Iterator[str]:
 
 def report(results: list[Result]) -> dict:
     """The results with what they were measured on."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True
-    ).stdout.strip()
     return {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, {processor()}",
         "python": platform.python_version(),
-        "commit": commit,
+        "commit": commit(),
         "results": [{**asdict(r), "ratio": r.ratio} for r in results],
     }
-
-
-def processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 if __name__ == "__main__":

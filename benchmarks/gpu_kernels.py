@@ -1,93 +1,90 @@
-"""Kernel times on a GPU, beside the limits measured in the same run. Prints one JSON object last."""
+"""Kernel times on a GPU, beside limits measured in the same run; each a line of JSON, as it comes.
+
+A case that fails is told and the others follow. Calls that move tokens rotate among input sets of four
+times the L2 together, and pages lie spread over 16 GiB where memory allows.
+"""
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import torch
 
+from benchmarks import attention_metadata as metadata
+from benchmarks.gpu import say, sizes
+from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
-from kvcache import MultiGroupBlockTable, Pages, ops
+from kvcache import AttentionMetadataBuilder, MultiGroupBlockTable, Pages, ops
 from kvcache.worker.route import Route
 
-ROUNDS = 30
-
-
-def graph_us(function: Callable[[], None], launches: int = 20) -> float:
-    """Median microseconds of one call inside a captured graph: launch gaps shrink to the device's."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for _ in range(launches):
-            function()
-    graph.replay()
-    times = []
-    for _ in range(ROUNDS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / launches)
-    return statistics.median(times)
+_HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
+_LAUNCHES = 20  # in one graph, of calls that are not rotated
 
 
 def copy_gb_per_s() -> float:
     """Device-to-device copy, bytes read plus bytes written: the memory's limit."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+    source = torch.empty(sizes.scaled(1 << 30), dtype=torch.uint8, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / graph_us(lambda: target.copy_(source), 4) / 1e3
+    return 2 * source.numel() / graph_us([lambda: target.copy_(source)] * 4) / 1e3
 
 
 def empty_kernel_us() -> float:
-    """The cheapest launch there is: one element set."""
-    x = torch.zeros(1, device="cuda")
-    return graph_us(lambda: x.zero_())
+    """The cheapest launch of ours: an update of tables that has no segment."""
+    arena, packed = torch.zeros(2, 16, dtype=torch.int32, device="cuda")
+    return repeated_us(lambda: ops.update_block_tables(arena, packed))
 
 
-def slot_mapping() -> Iterator[dict]:
-    """All groups in one launch, with the buffer's tail padded; and what a decode step adds."""
-    for num_groups in (1, 4):
-        for name, num_requests, num_tokens in (
-            ("decode 256", 256, 256),
-            ("decode 1024", 1024, 1024),
-            ("prefill 8192", 8, 8192),
-        ):
-            tables = filled_tables(num_groups)
-            rows = torch.arange(num_requests, device="cuda", dtype=torch.int32)
-            per_request = num_tokens // num_requests
-            start = torch.arange(num_requests + 1, device="cuda", dtype=torch.int32) * per_request
-            first = torch.randint(0, 511 * 16 - per_request, (num_requests, 1), device="cuda")
-            positions = (first + torch.arange(per_request, device="cuda")).flatten()
-            token_rows = rows.repeat_interleave(per_request)
-            fact = {"case": name, "groups": num_groups}
-            for form, call in (
-                ("rows per token", lambda: tables.compute_slot_mapping(token_rows, positions)),  # noqa: B023
-                (
-                    "query_start_loc",
-                    lambda: tables.compute_slot_mapping(rows, positions, query_start_loc=start),  # noqa: B023
-                ),
-            ):
-                yield {"kernel": "slot_mapping", **fact, "form": form, "us": graph_us(call)}
-            if name.startswith("decode"):
-                us = graph_us(lambda: tables.gather(rows, max_num_tokens=8192))  # noqa: B023
-                yield {"kernel": "gather_block_tables", **fact, "us": us}
-                yield {
-                    "kernel": "update_block_tables",
-                    **fact,
-                    "us": update_us(tables, num_requests),
-                }
+def repeated_us(call: Callable[[], None]) -> float:
+    """Of one call over the same memory again and again: tables, which an engine finds in the L2 too."""
+    return graph_us([call] * sizes.repeats(_LAUNCHES))
+
+
+def slot_mapping(num_groups: int, name: str, num_requests: int, num_tokens: int) -> Iterator[dict]:
+    """All groups in one launch, with the buffer's tail padded."""
+    tables = filled_tables(num_groups)
+    rows = torch.arange(num_requests, device="cuda", dtype=torch.int32)
+    per_request = num_tokens // num_requests
+    start = torch.arange(num_requests + 1, device="cuda", dtype=torch.int32) * per_request
+    first = torch.randint(0, 511 * 16 - per_request, (num_requests, 1), device="cuda")
+    positions = (first + torch.arange(per_request, device="cuda")).flatten()
+    token_rows = rows.repeat_interleave(per_request)
+    fact = {"kernel": "slot_mapping", "case": name, "groups": num_groups}
+    us = repeated_us(lambda: tables.compute_slot_mapping(token_rows, positions))
+    yield {**fact, "form": "rows per token", "us": us}
+    us = repeated_us(lambda: tables.compute_slot_mapping(rows, positions, query_start_loc=start))
+    yield {**fact, "form": "query_start_loc", "us": us}
+
+
+def tables_of_a_step(num_groups: int, num_requests: int) -> Iterator[dict]:
+    """A decode step's tables in batch order, and its changes put in place."""
+    tables = filled_tables(num_groups)
+    rows = torch.randperm(1024, device="cuda")[:num_requests].int()
+    fact = {"case": f"decode {num_requests}", "groups": num_groups}
+    us = repeated_us(lambda: tables.gather(rows, max_num_tokens=8192))
+    moved = 2 * 4 * num_groups * num_requests * 512
+    yield {"kernel": "gather_block_tables", **fact, "us": us, "gb_per_s": moved / us / 1e3}
+    for name, length in (("one block per row", 1), ("32 blocks per row", 32)):
+        arena = torch.zeros(num_groups * 1024 * 512, dtype=torch.int32, device="cuda")
+        packed = updates(num_groups * num_requests, length).cuda()
+        us = repeated_us(lambda: ops.update_block_tables(arena, packed))  # noqa: B023
+        yield {"kernel": "update_block_tables", **fact, "form": name, "us": us}
+
+
+def attention_metadata(name: str, num_requests: int, query_len: int) -> Iterator[dict]:
+    """Everything that attention kernels need of a batch, 4 groups, lengths on the device, one launch."""
+    rows, query_lens, seq_lens = metadata.batch_of(num_requests, query_len)
+    there = [torch.from_numpy(each).cuda() for each in (rows, query_lens, seq_lens)]
+    builder = AttentionMetadataBuilder(metadata.tables_of(num_requests, "cuda"))
+    longest = int(seq_lens.max())
+    us = repeated_us(lambda: builder.build(*there, max_seq_len=longest))
+    yield {"kernel": "attention_metadata", "case": name, "us": us}
 
 
 def filled_tables(num_groups: int) -> MultiGroupBlockTable:
+    """1,024 rows of 511 blocks in each group."""
     tables = MultiGroupBlockTable(1024, 8192, 8192, True, "cuda", [16] * num_groups)
     generator = np.random.default_rng(0)
     for row in range(1024):
@@ -97,31 +94,16 @@ def filled_tables(num_groups: int) -> MultiGroupBlockTable:
     return tables
 
 
-def update_us(tables: MultiGroupBlockTable, num_requests: int) -> float:
-    """One launch that puts one new block in each row of each group in place."""
-    groups = len(tables)
-    entries = torch.arange(groups * num_requests, dtype=torch.int32) * 512
-    header = 1 + 3 * len(entries)
-    places = torch.stack(
-        [entries, torch.ones_like(entries), header + torch.arange(len(entries))], 1
-    )
-    count = torch.tensor([len(entries)])
-    packed = torch.cat([count, places.flatten(), torch.arange(len(entries))]).int().cuda()
-    arena = torch.zeros(groups * 1024 * 512, dtype=torch.int32, device="cuda")
-    return graph_us(lambda: ops.update_block_tables(arena, packed))
+def updates(num_segments: int, length: int) -> torch.Tensor:
+    """One segment of so many blocks for each row of 512."""
+    entries = torch.arange(num_segments) * 512
+    at = 1 + 3 * num_segments + torch.arange(num_segments) * length
+    places = torch.stack([entries, torch.full_like(entries, length), at], 1)
+    values = torch.arange(num_segments * length)
+    return torch.cat([torch.tensor([num_segments]), places.flatten(), values]).int()
 
 
-def token_io(limit: float) -> Iterator[dict]:
-    for layout in ("NHD", "HND"):
-        for num_tokens in (256, 8192):
-            yield from token_io_case(limit, num_tokens, layout)
-            yield from token_io_case(limit, num_tokens, layout, fp8=torch.float8_e4m3fn)
-        yield from token_io_case(limit, 1024, layout, num_layers=8)
-    yield from token_io_case(limit, 8192, "NHD", fp8=torch.float8_e5m2)
-    yield from token_io_case(limit, 1024, "NHD", fp8=torch.float8_e4m3fn, num_layers=8)
-
-
-def token_io_case(
+def token_io(
     limit: float,
     num_tokens: int,
     layout: str,
@@ -129,85 +111,149 @@ def token_io_case(
     num_layers: int | None = None,
 ) -> Iterator[dict]:
     """8 heads of 128, bfloat16 tokens; all layers in one launch where there are layers."""
+    num_tokens = sizes.scaled(num_tokens, 16)
     layers = () if num_layers is None else (num_layers,)
-    order = (16, 8) if layout == "NHD" else (8, 16)
-    caches = [
-        torch.randn(*layers, 4096, *order, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"
-    ]
-    caches = [c.to(fp8 or c.dtype) for c in caches]
-    caches = [c if layout == "NHD" else c.transpose(-3, -2) for c in caches]
-    key, value = (torch.randn(*layers, num_tokens, 8, 128, device="cuda").bfloat16() for _ in "kv")
-    slots = torch.randperm(4096 * 16, device="cuda")[:num_tokens]
-    scales = [torch.full((*layers, 1), 0.37, device="cuda")] * 2 if fp8 else []
+    shape = (*layers, num_tokens, _HEADS, _HEAD_SIZE)
+    element = 1 if fp8 else 2
     # K and V, each element read on one side and written on the other.
-    moved = 2 * key.numel() * (key.element_size() + caches[0].element_size())
-    case = f"{num_tokens} tokens, {layout}, 8 heads of 128, bf16"
+    moved = 2 * int(np.prod(shape)) * (2 + element)
+    sets = num_rotated(moved)
+    num_blocks = -(-sets * num_tokens // _BLOCK_SIZE)
+    caches = [cache(num_blocks, layout, fp8, layers) for _ in "kv"]
+    tokens = [[torch.randn(shape, device="cuda").bfloat16() for _ in "kv"] for _ in range(sets)]
+    slots = torch.randperm(num_blocks * _BLOCK_SIZE, device="cuda")
+    slots = slots[: sets * num_tokens].view(sets, num_tokens)
+    scales = [torch.full((*layers, 1), 0.37, device="cuda")] * 2 if fp8 else []
+    case = f"{num_tokens} tokens, {layout}, {_HEADS} heads of {_HEAD_SIZE}, bf16"
     case += f" in {str(fp8).removeprefix('torch.')}" if fp8 else ""
     case += f", {num_layers} layers" if num_layers else ""
-    for name, call in (
-        ("write_kv", lambda: ops.write_kv(key, value, *caches, slots, *scales)),
-        ("gather_kv", lambda: ops.gather_kv(*caches, slots, key, value, *scales)),
-    ):
-        us = graph_us(call)
-        rate = moved / us / 1e3
-        yield {"kernel": name, "case": case, "us": us, "gb_per_s": rate, "of_copy": rate / limit}
+    writes = [
+        partial(ops.write_kv, *pair, *caches, each, *scales) for pair, each in zip(tokens, slots)
+    ]
+    gathers = [
+        partial(ops.gather_kv, *caches, each, *pair, *scales) for pair, each in zip(tokens, slots)
+    ]
+    for name, calls in (("write_kv", writes), ("gather_kv", gathers)):
+        us = graph_us(calls)
+        fact = {"kernel": name, "case": case, "input_sets": sets}
+        yield {**fact, **rate(moved, us, limit)}
 
 
-def block_copy(limit: float) -> Iterator[dict]:
+def cache(
+    num_blocks: int, layout: str, fp8: torch.dtype | None, layers: tuple[int, ...]
+) -> torch.Tensor:
+    """A cache of random numbers."""
+    order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
+    drawn = torch.randn(*layers, num_blocks, *order, _HEAD_SIZE, device="cuda").bfloat16()
+    drawn = drawn.to(fp8 or drawn.dtype)
+    return drawn if layout == "NHD" else drawn.transpose(-3, -2)
+
+
+def block_copy(limit: float, fragment: int) -> Iterator[dict]:
     """Pages within the device, over 32 regions; ids on the device, as a captured graph has them."""
-    for fragment in (4 << 10, 16 << 10, 64 << 10, 1 << 20):
-        num_blocks = (4 << 30) // (32 * fragment)
-        pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
-        pages.memory.random_(0, 256)
-        ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: num_blocks // 4 * 2]
-        pairs = ids.view(-1, 2).contiguous()
-        route = Route(pages, pages)
-        us = graph_us(lambda: route.copy(pairs), 4)  # noqa: B023
-        rate = 2 * len(pairs) * pages.page_bytes / us / 1e3
-        fact = {"kernel": "copy_blocks", "case": f"fragments of {fragment >> 10} KiB", "us": us}
-        yield {**fact, "gb_per_s": rate, "of_copy": rate / limit}
+    num_blocks = max(sizes.pool_bytes(16 << 30) // (32 * fragment), 4)
+    pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 16, device="cuda")
+    pages.memory.random_(0, 256)
+    # As many as are 2 GiB, read and written.
+    count = min(num_blocks // 4, max(sizes.scaled(1 << 30) // pages.page_bytes, 1))
+    ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: 2 * count]
+    route, pairs = Route(pages, pages), ids.view(-1, 2).contiguous()
+    us = graph_us([lambda: route.copy(pairs)] * 4, 10)
+    fact = {"kernel": "copy_blocks", "case": f"fragments of {fragment >> 10} KiB"}
+    fact |= {"pairs": count, "pool": pages.num_bytes}
+    yield {**fact, **rate(2 * count * pages.page_bytes, us, limit)}
 
 
-def receive(limit: float) -> Iterator[dict]:
+def receive(limit: float, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
     """Received blocks made local ones, bf16, 8 heads of 128, beside the plain form of it."""
+    # 1 GiB and more, ten times the L2 and more.
+    num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
+    order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
+    memory = torch.randn(num_blocks, *order, _HEAD_SIZE, device="cuda", dtype=torch.bfloat16)
+    local = memory.transpose(1, 2) if layout == "HND" else memory
+    ids = torch.randperm(num_blocks, device="cuda")[: num_blocks // 2]
+    indices, offsets = ids.int()[:, None].contiguous(), torch.tensor([0])
+    us = graph_us(
+        [lambda: ops.permute_blocks_(local, offsets, indices, block_size // ratio, True)] * 4, 10
+    )
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    plain_us = 1e6 * stream_seconds(lambda: plain(local, ids, ratio, layout == "HND"), stream)
+    case = f"{len(ids)} blocks of {block_size}, {layout}, remote {block_size // ratio} HND"
+    yield {
+        "kernel": "permute_blocks_",
+        "case": case,
+        **rate(2 * memory.numel(), us, limit),  # half the blocks, two bytes each, read and written
+        "plain_us": plain_us,
+        "times_plain": plain_us / us,
+    }
+
+
+def rate(moved: int, us: float, limit: float) -> dict:
+    """Time, GB/s read and written, and what share of a copy on the device that is."""
+    gb_per_s = moved / us / 1e3
+    return {"us": us, "gb_per_s": gb_per_s, "of_copy": gb_per_s / limit}
+
+
+def cases(limit: float) -> Iterator[tuple[str, Callable[[], Iterator[dict]]]]:
+    """Every case under its name, the ones with a bar first."""
     for block_size in (16, 32, 64, 128):
-        num_blocks = max(16384, 524288 // block_size)  # 1 GiB and more, ten times the L2 and more
         for layout, ratio in (("HND", 2), ("HND", 4), ("NHD", 1), ("NHD", 2), ("NHD", 4)):
-            order = (8, block_size) if layout == "HND" else (block_size, 8)
-            cache = torch.randn(num_blocks, *order, 128, device="cuda", dtype=torch.bfloat16)
-            cache = cache.transpose(1, 2) if layout == "HND" else cache
-            ids = torch.randperm(num_blocks, device="cuda")[: num_blocks // 2]
-            indices, offsets = ids.int()[:, None].contiguous(), torch.tensor([0])
-            us = graph_us(
-                lambda: ops.permute_blocks_(cache, offsets, indices, block_size // ratio, True),  # noqa: B023
-                4,
-            )
-            plain_us = graph_us(lambda: plain(cache, ids, ratio, layout == "HND"), 1)  # noqa: B023
-            rate = 2 * cache.numel() / us / 1e3  # half the blocks, two bytes each, read and written
-            yield {
-                "kernel": "permute_blocks_",
-                "case": f"{len(ids)} blocks of {block_size}, {layout}, remote {block_size // ratio} HND",
-                "us": us,
-                "gb_per_s": rate,
-                "of_copy": rate / limit,
-                "plain_us": plain_us,
-                "times_plain": plain_us / us,
-            }
+            name = f"receive {layout} {block_size} / {ratio}"
+            yield name, partial(receive, limit, block_size, layout, ratio)
+    for fragment in (4 << 10, 16 << 10, 64 << 10, 1 << 20):
+        yield f"copy_blocks {fragment >> 10} KiB", partial(block_copy, limit, fragment)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    for layout in ("NHD", "HND"):
+        for num_tokens in (256, 8192):
+            yield f"tokens {layout}", partial(token_io, limit, num_tokens, layout)
+            yield f"tokens {layout} e4m3", partial(token_io, limit, num_tokens, layout, e4m3)
+        yield f"tokens {layout}, layers", partial(token_io, limit, 1024, layout, num_layers=8)
+    yield "tokens e5m2", partial(token_io, limit, 8192, "NHD", e5m2)
+    yield "tokens e4m3, layers", partial(token_io, limit, 1024, "NHD", e4m3, 8)
+    for num_groups in (1, 4):
+        for name, requests, tokens in (
+            ("decode 256", 256, 256),
+            ("decode 1024", 1024, 1024),
+            ("prefill 8192", 8, 8192),
+        ):
+            yield f"slots {name}", partial(slot_mapping, num_groups, name, requests, tokens)
+        for requests in (256, 1024):
+            yield f"tables {requests}", partial(tables_of_a_step, num_groups, requests)
+    for each in metadata.cases():
+        yield f"metadata {each[0]}", partial(attention_metadata, *each)
 
 
 def main() -> int:
     limit = copy_gb_per_s()
-    results = {"copy_gb_per_s": limit, "empty_kernel_us": empty_kernel_us()}
-    results["kernels"] = [
-        *slot_mapping(),
-        *token_io(limit),
-        *block_copy(limit),
-        *receive(limit),
-    ]
-    for line in results["kernels"]:
-        print(line)
-    print(json.dumps(results))
-    return 0
+    say.row(kernel="copy", gb_per_s=limit)
+    empty_us = empty_kernel_us()
+    say.row(kernel="empty", us=empty_us)
+    say.learned(f"copy on the device {limit:,.0f} GB/s, an empty kernel {empty_us:.1f} us")
+    rows: list[dict] = []
+    for name, case in cases(limit):
+        if say.seconds_left() < 1:
+            say.skipped(f"{name}: no time left")
+            continue
+        with say.attempt(name):
+            for row in case():
+                say.row(**row)
+                rows.append(row)
+        torch.cuda.empty_cache()
+    for text in summary(rows):
+        say.learned(text)
+    return say.exit_code()
+
+
+def summary(rows: list[dict]) -> Iterator[str]:
+    """One line per kernel: its slowest and its fastest case."""
+    for kernel in dict.fromkeys(row["kernel"] for row in rows):
+        found = [row for row in rows if row["kernel"] == kernel]
+        key = "of_copy" if "of_copy" in found[0] else "us"
+        low, high = (choose(found, key=lambda row: row[key]) for choose in (min, max))
+        told = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
+        text = f"{kernel}, {len(found)} cases: {told.format(low[key])} ({low['case']})"
+        yield f"{text} to {told.format(high[key])} ({high['case']})"
 
 
 if __name__ == "__main__":

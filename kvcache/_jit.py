@@ -88,8 +88,9 @@ def build_ops(name: str) -> Path:
 
         if cuda:
             _require_nvcc()
-            if cpp_extension.CUDA_HOME is None:
-                raise BuildError(f"torch did not find {_build.cuda_home()}: set CUDA_HOME to it")
+            # torch takes the folder above an nvcc on the PATH for the toolkit, also where that nvcc is a
+            # link (/usr/local/bin) and the libraries are elsewhere.
+            cpp_extension.CUDA_HOME = str(_build.cuda_home())
         _require_ninja()
         arguments = _build.cxx_arguments()
         cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{_build.TORCH_TARGET}"] if cuda else []

@@ -132,3 +132,16 @@ def test_a_kernel_of_torch_that_the_plug_in_does_not_see_is_an_error():
     )
     assert done.returncode == 1 and "gpu-less: cannot run this kernel: " in done.stderr
     assert "invalid device function" in done.stderr
+
+
+@pytest.mark.gpu
+@on_it
+def test_looking_for_torch_before_importing_it_changes_nothing():
+    program = """
+import importlib.util
+assert importlib.util.find_spec("torch") is not None
+import torch
+print(torch.zeros(3, device="cuda").add_(1).sum().item())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "3.0"), done.stderr

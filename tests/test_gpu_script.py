@@ -1,20 +1,443 @@
+"""`make gpu` without a GPU: stages that fail, hang, die or print garbage; machines that lack things."""
+
+import json
+import os
+import re
 import subprocess
 import sys
+import textwrap
+import time
 
 import pytest
 import torch
 
+from benchmarks.gpu import __main__ as command
+from benchmarks.gpu import counters, kernel_tests, machine, process, rehearsal, table, workspace
+from benchmarks.gpu.report import Outcome, Report, StageLog
+from benchmarks.gpu.run import Run
+from benchmarks.gpu.stages import STAGES, Stage
 from tests.shared import REPO
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks nothing")
-def test_make_gpu_names_what_the_machine_lacks(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu", "--results", str(tmp_path)],
+def stage(name, code, limit_s=30.0, **options):
+    program = (sys.executable, "-c", textwrap.dedent(code))
+    options = {"log": "checks", "answers": "a question", "needs_build": False, **options}
+    return Stage(name, limit_s, program, **options)
+
+
+class Runner:
+    """A run of fake stages, what it printed and what it left."""
+
+    def __init__(self, folder, total_s=120.0):
+        self.printed = []
+        self.report = Report(folder / "results", "gpu-fake", {"commit": "abc"})
+        self.run = Run(self.report, folder, dict(os.environ), total_s, say=self.printed.append)
+
+    def all(self, *stages):
+        return self.run.all(stages)
+
+    @property
+    def stages(self):
+        return json.loads(self.report.path.read_text())["stages"]
+
+    @property
+    def text(self):
+        return "\n".join(self.printed)
+
+
+@pytest.fixture
+def runner(tmp_path):
+    return Runner(tmp_path)
+
+
+GOOD = 'print(\'{"case": 1, "us": 2.5}\'); print(\'{"learned": "it is fast"}\')'
+
+
+def test_rows_and_what_was_learned_are_kept_and_told(runner):
+    assert runner.all(stage("one", GOOD))
+    found = runner.stages["one"]
+    assert found["status"] == "ok" and found["rows"] == [{"case": 1, "us": 2.5}]
+    assert found["learned"] == ["it is fast"] and "it is fast" in runner.text
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("raise SystemExit(7)", "exit code 7"),
+        ("1 / 0", "exit code 1"),
+        ("import os; os.kill(os.getpid(), 11)", "died by SIGSEGV"),
+        ("import os; os.kill(os.getpid(), 9)", "died by SIGKILL"),
+        ("import time; time.sleep(60)", "ran longer than 1 s"),
+        ('print(\'{"failed": "op x: wrong"}\')', "1 failed"),
+    ],
+)
+def test_a_stage_that_ends_badly_keeps_its_output_and_the_next_one_runs(runner, code, status):
+    # An interpreter may need a second to start on a busy machine, and only sleeping meets the limit.
+    limit_s = 1.0 if "sleep" in code else 30.0
+    bad = f"print('{{\"case\": 3}}', flush=True); print('in the log', flush=True); {code}"
+    if "sleep" in code:
+        bad = "import os; os.write(1, b'{\"case\": 3}\\nin the log\\n'); " + code
+        limit_s = 5.0
+        status = "ran longer than 5 s"
+    assert not runner.all(stage("bad", bad, limit_s), stage("good", GOOD))
+    found = runner.stages
+    assert found["bad"]["status"] == status
+    assert found["bad"]["rows"] == [{"case": 3}] and "in the log" in found["bad"]["output"]
+    assert "in the log" in (runner.report.folder / "gpu-fake-checks.log").read_text()
+    assert found["good"]["status"] == "ok"
+
+
+def test_results_are_on_disk_before_the_next_stage_begins(runner):
+    look = f"""
+        import json
+        stages = json.load(open({str(runner.report.path)!r}))["stages"]
+        print(json.dumps({{"seen": sorted(stages)}}))
+    """
+    assert runner.all(stage("one", GOOD), stage("two", look))
+    assert runner.stages["two"]["rows"] == [{"seen": ["one"]}]
+
+
+def alive(marker):
+    found = []
+    for path in (p for p in os.listdir("/proc") if p.isdigit()):
+        try:
+            with open(f"/proc/{path}/cmdline", "rb") as file:
+                found += [path] if marker.encode() in file.read() else []
+        except OSError:
+            pass
+    return found
+
+
+# A process in a session of its own whose parent has ended belongs to no stage any more.
+@pytest.mark.parametrize(("new_session", "ends"), [(False, False), (False, True), (True, False)])
+def test_everything_that_a_stage_started_is_ended_with_it(runner, tmp_path, new_session, ends):
+    marker = f"stage-child-of-{os.getpid()}-{new_session}-{ends}"
+    ready = tmp_path / "ready"
+    child = (
+        f"import time, pathlib; pathlib.Path({str(ready)!r}).touch(); time.sleep(600) # {marker}"
+    )
+    code = f"""
+        import pathlib, subprocess, sys, time
+        subprocess.Popen([sys.executable, "-c", {child!r}], start_new_session={new_session})
+        while not pathlib.Path({str(ready)!r}).exists():
+            time.sleep(0.01)
+        print("started", flush=True)
+        {"time.sleep(0)" if ends else "time.sleep(600)"}
+    """
+    start = time.monotonic()
+    runner.all(stage("parent", code, 60 if ends else 8))
+    assert time.monotonic() - start < 50
+    assert ready.exists()
+    deadline = time.monotonic() + 5
+    while alive(marker) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(marker)
+
+
+GARBAGE = [
+    b"\xff\xfe\x00\x01\n",
+    b'{not json}\n{\n[1, 2]\n"text"\n',
+    b'{"us": NaN, "rate": Infinity, "large": 1e999}\n',
+    b'{"case": "\\ud800"}\n{"learned": "\\udfff"}\n',
+    b"[" * 100_000 + b"\n" + b'{"a":' * 100_000 + b"\n",
+    b"x" * 3_000_000,
+    b'{"n": ' + b"9" * 5000 + b"}\n",
+    b"\r\n\r\n{}\n",
+    b'{"learned": 3}\n{"failed": null}\n',
+]
+
+
+@pytest.mark.parametrize("number", range(len(GARBAGE)))
+def test_garbage_in_the_output_breaks_neither_the_run_nor_the_json(runner, tmp_path, number):
+    (tmp_path / "garbage").write_bytes(GARBAGE[number])
+    path = str(tmp_path / "garbage")
+    write = f"import sys; sys.stdout.buffer.write(open({path!r}, 'rb').read())"
+    assert runner.all(stage("garbage", write), stage("good", GOOD))
+
+    def no_constant(text):
+        raise AssertionError(f"{text} is no JSON")
+
+    found = json.loads(runner.report.path.read_text(), parse_constant=no_constant)
+    assert found["stages"]["good"]["status"] == "ok"
+    if number == 2:
+        assert found["stages"]["garbage"]["rows"] == [{"us": None, "rate": None, "large": None}]
+
+
+def test_a_log_keeps_the_beginning_and_the_end_of_very_much_output(tmp_path):
+    log = StageLog(tmp_path / "log", "== stage")
+    for i in range(60_000):
+        log.line(f"{i:<60}")
+    log.close("ok")
+    text = (tmp_path / "log").read_text()
+    assert len(text) < 2 << 20 and "lines left out" in text
+    assert (
+        " 0  " in text and " 59999 " in text and text.rstrip().splitlines()[-1].startswith("== ok")
+    )
+
+
+def test_all_stages_together_leave_few_files_with_plain_names(runner):
+    sections = [stage(each.name, GOOD, log=each.log) for each in STAGES]
+    assert runner.all(*sections)
+    names = sorted(path.name for path in runner.report.folder.iterdir())
+    assert len(names) + 1 <= 8  # and the calibration
+    assert all(re.fullmatch(r"[A-Za-z0-9._-]+", name) for name in names)
+
+
+def test_when_the_time_is_over_the_rest_is_named_as_not_run(tmp_path):
+    runner = Runner(tmp_path, total_s=8.0)
+    assert not runner.all(stage("long", "import time; time.sleep(60)", 4.0), stage("late", GOOD))
+    assert runner.stages["long"]["status"] == "ran longer than 4 s"
+    assert runner.stages["late"]["status"] == "not run: no time left"
+
+
+def test_without_libraries_only_stages_that_need_none_run(runner):
+    build = stage("build", "raise SystemExit(1)")
+    assert not runner.all(build, stage("op", GOOD, needs_build=True), stage("free", GOOD))
+    assert runner.stages["op"]["status"] == "not run: no libraries were built"
+    assert runner.stages["free"]["status"] == "ok"
+
+
+def test_a_missing_package_fails_its_stage_alone(runner):
+    assert not runner.all(stage("tests", GOOD, needs=("no_such_package",)), stage("good", GOOD))
+    assert "no_such_package" in runner.stages["tests"]["status"]
+    assert runner.stages["good"]["status"] == "ok"
+
+
+def test_a_stage_that_only_skips_is_skipped_and_no_failure(runner):
+    assert runner.all(stage("counters", 'print(\'{"skipped": "no ncu here"}\')'))
+    assert runner.stages["counters"]["status"] == "skipped"
+    assert "no ncu here" in runner.text
+
+
+def test_a_stage_knows_its_limit_and_its_environment(runner):
+    code = """
+        import json, os
+        print(json.dumps({k: os.environ[k] for k in ("KVCACHE_STAGE_LIMIT", "MINE")}))
+    """
+    assert runner.all(stage("one", code, 17.0, environment={"MINE": "yes"}))
+    assert runner.stages["one"]["rows"] == [{"KVCACHE_STAGE_LIMIT": "17.0", "MINE": "yes"}]
+
+
+def test_an_interrupted_run_keeps_what_came_before(runner):
+    def interrupt(text):
+        if "now" in text:
+            raise KeyboardInterrupt
+
+    runner.run._say = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        runner.all(
+            stage("one", GOOD),
+            stage("two", 'print(\'{"case": 9}\'); print(\'{"learned": "now"}\')'),
+        )
+    assert runner.stages["one"]["status"] == "ok"
+    assert runner.stages["two"]["status"] == "interrupted"
+    assert runner.stages["two"]["rows"] == [{"case": 9}]
+
+
+@pytest.fixture
+def no_programs(monkeypatch, tmp_path):
+    """A machine without git, make and nvidia-smi."""
+    empty = tmp_path / "bin"
+    empty.mkdir()
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.delenv("KVCACHE_COMMIT", raising=False)
+
+
+def test_the_commit_without_git(no_programs, monkeypatch, tmp_path):
+    assert machine.commit(tmp_path) == "unknown"
+    (tmp_path / "COMMIT").write_text("f00d\n")
+    assert machine.commit(tmp_path) == "f00d"
+    monkeypatch.setenv("KVCACHE_COMMIT", "beef")
+    assert machine.commit(tmp_path) == "beef"
+
+
+def test_the_driver_without_nvidia_smi(no_programs, monkeypatch, tmp_path):
+    version = tmp_path / "version"
+    monkeypatch.setattr(machine, "_DRIVER_FILE", version)
+    assert machine.driver()  # whatever is known without either
+    version.write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.1.4  Tue Sep\nGCC: 12.2\n"
+    )
+    assert machine.driver() == "580.1.4"
+    version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.1.5  Rel\n")
+    assert machine.driver() == "580.1.5"
+
+
+def test_sources_differ_with_a_changed_file(tmp_path):
+    workspace.make(tmp_path)
+    before = machine.sources_digest(tmp_path)
+    assert before == machine.sources_digest(REPO)
+    path = tmp_path / "csrc" / "ops" / "schemas.h"
+    path.write_text(path.read_text() + "\n")
+    assert machine.sources_digest(tmp_path) != before
+
+
+def test_carried_libraries_must_be_of_these_sources(tmp_path):
+    with pytest.raises(ValueError, match=workspace.MANIFEST):
+        workspace.carried(tmp_path)
+    workspace.write_manifest(tmp_path)
+    with pytest.raises(ValueError, match=r"has no libkvcache_cpu\.so"):
+        workspace.carried(tmp_path)
+    for name in workspace.OPS:
+        (tmp_path / name).touch()
+    assert [path.name for path in workspace.carried(tmp_path)] == sorted(workspace.OPS)
+    manifest = json.loads((tmp_path / workspace.MANIFEST).read_text())
+    manifest["sources"] = "0" * 16
+    (tmp_path / workspace.MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="built from the sources 0000000000000000"):
+        workspace.carried(tmp_path)
+
+
+def test_a_workspace_takes_no_built_library_along(tmp_path):
+    workspace.make(tmp_path)
+    assert (tmp_path / "kvcache" / "ops.py").exists() and (tmp_path / "csrc" / "ops").is_dir()
+    assert not list(tmp_path.rglob("*.so")) and not (tmp_path / "build").exists()
+
+
+def gpu(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu", *arguments],
         capture_output=True,
         text=True,
         cwd=REPO,
+        env={**os.environ, **environment},
     )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine lacks nothing")
+def test_make_gpu_names_what_the_machine_lacks_and_leaves_nothing(tmp_path):
+    done = gpu("--results", str(tmp_path))
     assert done.returncode == 1
     assert "make gpu: this machine lacks" in done.stderr
     assert "CUDA" in done.stderr and not list(tmp_path.iterdir())
+
+
+def test_list_names_every_stage_in_its_order(capsys):
+    assert command.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        "facts", "build", "first-contact", "sanitizer", "kernel-tests", "kernels", "swaps", "bus",
+        "beside-matmul", "counters", "endurance", "jit-and-replay",
+    ]  # fmt: skip
+
+
+def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
+    assert [each.name for each in command.chosen(["bus"])] == ["build", "bus"]
+    with pytest.raises(SystemExit):
+        command.parse(["--only", "everything"])
+    assert "invalid choice" in capsys.readouterr().err
+
+
+def test_results_go_where_one_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("GPU_RESULTS", raising=False)
+    assert command.results_of(command.parse([])) == REPO / "benchmarks" / "results"
+    assert command.results_of(command.parse(["--rehearse"])) == REPO / "build" / "rehearsal"
+    monkeypatch.setenv("GPU_RESULTS", str(tmp_path))
+    assert command.results_of(command.parse([])) == tmp_path
+    assert command.results_of(command.parse(["--results", "/x"])).as_posix() == "/x"
+
+
+def test_every_stage_program_exists():
+    for each in STAGES:
+        module = each.command[2]
+        assert (REPO / (module.replace(".", "/") + ".py")).is_file(), module
+
+
+def test_a_rehearsal_says_why_it_cannot_be(monkeypatch, tmp_path, capsys):
+    from tests.gpu_less import build
+
+    def unavailable():
+        raise build.Unavailable("no nvcc found")
+
+    monkeypatch.setattr(build, "build", unavailable)
+    monkeypatch.delenv("KVCACHE_GPULESS_RUNTIME", raising=False)
+    assert command.main(["--rehearse", "--results", str(tmp_path)]) == rehearsal.UNAVAILABLE
+    assert "SKIPPED" in (out := capsys.readouterr().out) and "no nvcc found" in out
+
+
+def rate(direction, fragment, gb_per_s, pattern="scattered"):
+    return {
+        "kind": "swap", "direction": direction, "fragment": fragment, "pattern": pattern,
+        "method": "kernel", "gb_per_s": gb_per_s, "contiguous_gb_per_s": 50.0,
+    }  # fmt: skip
+
+
+def test_bars_stand_beside_what_was_measured():
+    contents = {
+        "stages": {
+            "swaps": {
+                "rows": [
+                    rate("in", 4 << 10, 38.0),
+                    rate("in", 8 << 10, 10.0),
+                    rate("out", 16 << 10, 44.0),
+                    rate("both", 4 << 20, 45.0),
+                    rate("in", 4 << 10, 49.0, "runs"),
+                    {"kind": "trial"},
+                ]
+            },
+            "kernels": {
+                "rows": [
+                    {"kernel": "permute_blocks_", "case": "a", "gb_per_s": 3400.0, "of_copy": 0.8},
+                    {"kernel": "write_kv", "case": "b", "gb_per_s": 1.0, "of_copy": 0.1},
+                ]
+            },
+        }
+    }
+    rows = table.bar_rows(contents)
+    assert [(row["bar"], row["reached"]) for row in rows] == [
+        (0.75, True), (None, None), (0.90, False), (0.90, True), (0.85, False),
+    ]  # fmt: skip
+    assert rows[-1]["beside"] == pytest.approx(4250)
+    lines = list(table.bar_lines(rows))
+    assert sum("MISSED" in line for line in lines) == 2 and "76%" in lines[1]
+
+
+def test_the_table_names_every_stage_and_how_it_ended(runner):
+    runner.all(stage("one", GOOD), stage("bad", "raise SystemExit(3)"))
+    lines = list(table.stage_lines(runner.report.contents))
+    assert "ok: it is fast" in lines[1]
+    assert "FAILED (exit code 3)" in lines[2]
+
+
+def test_counts_of_pytest_output():
+    assert kernel_tests.counts(["...", "3 failed, 41 passed, 2 skipped, 7 deselected in 9.31s"]) == {
+        "passed": 41, "broken": 3, "skipped": 2,
+    }  # fmt: skip
+    assert kernel_tests.counts(["1 passed, 2 errors in 0.5s"])["broken"] == 2
+    assert kernel_tests.counts(["Fatal Python error: Segmentation fault"])["passed"] == 0
+
+
+def test_files_with_gpu_tests_are_found():
+    names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
+    assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
+    assert "test_hashing.py" not in names
+
+
+def test_the_table_of_ncu_is_read():
+    lines = [
+        "==PROF== Connected to process 1",
+        '"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread"',
+        '"","","ns","register/thread"',
+        '"0","copy_blocks_kernel","12,345","48"',
+        "==PROF== Disconnected",
+    ]
+    assert counters.counters(lines) == [
+        {"kernel": "copy_blocks_kernel", "time": 12345.0, "registers": 48.0}
+    ]
+    assert counters.counters(["no table"]) == []
+
+
+def test_a_process_reports_lines_as_they_come(tmp_path):
+    arrived = []
+    code = "import time; print('first', flush=True); time.sleep(1); print('last', end='')"
+    ended = process.run(
+        [sys.executable, "-c", code], 60, lambda line: arrived.append((line, time.monotonic()))
+    )
+    assert ended.status == "ok" and [line for line, _ in arrived] == ["first", "last"]
+    assert arrived[1][1] - arrived[0][1] > 0.5
+
+
+def test_an_outcome_takes_only_what_has_the_form_of_the_protocol():
+    outcome = Outcome()
+    assert outcome.take('{"learned": "x", "also": 1}') is None
+    assert outcome.rows == [{"learned": "x", "also": 1}] and not outcome.learned
+    assert outcome.take('{"failed": "y"}') == "failed: y"

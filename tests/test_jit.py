@@ -11,8 +11,9 @@ import sys
 import tarfile
 
 import pytest
+import torch
 
-from benchmarks.gpu import JIT_CHECK
+from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache import _build, _jit
 from tests.shared import REPO
 
@@ -21,7 +22,7 @@ LAUNCHER = '#!/bin/sh\nexec "$@" -O0\n'
 USE = f"""
 import kvcache
 assert kvcache.hash_blocks(range(32), 16).shape == (2, 32)
-{JIT_CHECK.replace("DEVICES", '["cpu"]')}
+{jit_check(("cpu",), ("_core", "libkvcache_cpu"))}
 print("works")
 """
 
@@ -247,3 +248,21 @@ def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
     monkeypatch.setenv("CXX", "icpc -fast")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
         _build.cxx_command()
+
+
+def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_to_nvcc(
+    monkeypatch, tmp_path
+):
+    from torch.utils import cpp_extension
+
+    homes = []
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local")
+    monkeypatch.setattr(cpp_extension, "load", lambda **_: homes.append(cpp_extension.CUDA_HOME))
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(_build, "cuda_home", lambda: tmp_path / "toolkit")
+    monkeypatch.setattr(_build, "gencode_flags", lambda present: [])
+    monkeypatch.setattr(_jit, "_require_cuda", lambda: None)
+    monkeypatch.setattr(_jit, "_require_ninja", lambda: None)
+    _jit.build_ops("libkvcache_cuda")
+    assert homes == [str(tmp_path / "toolkit")]

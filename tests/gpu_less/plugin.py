@@ -175,8 +175,11 @@ def _over(tensor) -> torch.Tensor:
 
 def _read(tensor) -> torch.Tensor:
     """A copy with the same strides, for the operator to change."""
+    over = _over(tensor)
+    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
+        return over.clone()  # expanded: its elements share memory, and only an input may be so
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return copy.copy_(_over(tensor)) if tensor.numel() else copy
+    return copy.copy_(over) if tensor.numel() else copy
 
 
 def _write(stream, tensor, values) -> None:

@@ -17,15 +17,15 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
             return None
-        sys.meta_path.remove(self)
-        ctypes.CDLL(os.environ["KVCACHE_GPULESS_DRIVER"], mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(os.environ["KVCACHE_GPULESS_RUNTIME"], mode=ctypes.RTLD_GLOBAL)
+        # Stays in place: who only looks whether torch is there (find_spec) does not import it.
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         if spec is None:
             return None
         execute = spec.loader.exec_module
 
         def execute_and_start(module):
+            ctypes.CDLL(os.environ["KVCACHE_GPULESS_DRIVER"], mode=ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(os.environ["KVCACHE_GPULESS_RUNTIME"], mode=ctypes.RTLD_GLOBAL)
             execute(module)
             from tests.gpu_less import plugin
 

@@ -1,0 +1,206 @@
+"""Stage: what the bus gives. Thread blocks, fragments, pool, huge pages; and batches of the copy engine.
+
+Each part stands beside one contiguous pinned copy. Copies are timed by events on a stream of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import say, sizes
+from benchmarks.gpu.timing import stream_seconds
+from kvcache import ops
+from kvcache.worker.pages import Pages
+from kvcache.worker.pinning import allocate_host
+from kvcache.worker.route import Route
+
+_THREAD_BLOCKS = (1, 2, 4, 8, 16, 32)
+_FRAGMENTS = (4 << 10, 16 << 10, 64 << 10)
+_POOLS = (256 << 20, 16 << 30)
+_MOVED = 128 << 20  # bytes per measurement
+_REGIONS = 32  # K and V of 16 layers
+_BATCHES = (256, 512, 1024, 2048, 4096)
+_DIRECTIONS = ("out", "in")
+_PR_SET_THP_DISABLE = 41
+
+
+def main() -> int:
+    device = torch.device("cuda", torch.cuda.current_device())
+    stream = torch.cuda.Stream(device)
+    limits = {}
+    with say.attempt("contiguous copy"):
+        limits = contiguous(stream)
+    with say.attempt("batches"):
+        batches(device, stream)
+    best: dict[tuple, dict] = {}
+    for wanted in _POOLS:
+        for huge in (True, False):
+            if say.seconds_left() < 8:
+                say.skipped(f"pool of {wanted >> 20:,} MiB, huge pages {huge}: no time left")
+                continue
+            with say.attempt(f"pool of {wanted >> 20:,} MiB, huge pages {huge}"):
+                for row in sweep(device, stream, wanted, huge):
+                    limit = limits.get(row["direction"])
+                    row["of_contiguous"] = row["gb_per_s"] / limit if limit else None
+                    say.row(kind="sweep", **row)
+                    key = (row["direction"], row["pool"], row["huge_pages"])
+                    if key not in best or row["gb_per_s"] > best[key]["gb_per_s"]:
+                        best[key] = row
+            gc.collect()
+            torch.cuda.empty_cache()
+    for (direction, pool, huge), row in best.items():
+        say.learned(
+            f"kernel {direction}, pool {pool >> 20:,} MiB, {'huge' if huge else 'small'} pages: at most "
+            f"{row['gb_per_s']:.1f} GB/s ({row['fragment'] >> 10} KiB, {row['thread_blocks']} blocks)"
+        )
+    return say.exit_code()
+
+
+def contiguous(stream: torch.cuda.Stream) -> dict[str, float]:
+    """GB/s of one contiguous pinned copy, by direction."""
+    num_bytes = sizes.scaled(256 << 20)
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    host.fill_(1)
+    torch.cuda.synchronize()
+    found = {}
+    for direction, (target, source) in {"out": (host, there), "in": (there, host)}.items():
+        copy = partial(target.copy_, source, non_blocking=True)
+        found[direction] = num_bytes / stream_seconds(copy, stream) / 1e9
+        say.row(kind="contiguous", direction=direction, gb_per_s=found[direction])
+    say.learned(f"one contiguous pinned copy: out {found['out']:.1f}, in {found['in']:.1f} GB/s")
+    return found
+
+
+def sweep(
+    device: torch.device, stream: torch.cuda.Stream, wanted: int, huge: bool
+) -> Iterator[dict]:
+    """All fragments and thread blocks over one pinned memory and one on the device."""
+    largest = max(_FRAGMENTS) * _REGIONS
+    pool = sizes.pool_bytes(wanted, 2 * largest)
+    start = time.monotonic()
+    with contextlib.nullcontext() if huge else small_pages_only():
+        memory, per_chunk, keep = allocate_host(pool // largest, largest, device)
+    seconds = time.monotonic() - start
+    is_huge = huge_bytes(memory)
+    say.row(kind="pinned", pool=pool, huge_pages=huge, seconds=seconds, huge_bytes=is_huge)
+    say.learned(
+        f"{pool >> 20:,} MiB of host memory pinned in {seconds:.1f} s, "
+        f"{'unknown' if is_huge is None else f'{is_huge >> 20:,} MiB'} in huge pages"
+    )
+    memory.fill_(7)
+    chance = np.random.default_rng(0)
+    for fragment in _FRAGMENTS:
+        page = fragment * _REGIONS
+        num_blocks = pool // page
+        there = Pages.allocate(num_blocks, [[fragment, fragment]] * (_REGIONS // 2), device=device)
+        here = packed(memory, num_blocks, fragment, per_chunk * (largest // page), keep)
+        count = max(min(sizes.scaled(_MOVED) // page, num_blocks), 1)
+        pairs = np.stack([chance.permutation(num_blocks)[:count] for _ in range(2)], 1)
+        routes = {"out": Route(there, here), "in": Route(here, there)}
+        for direction in _DIRECTIONS:
+            for blocks in _THREAD_BLOCKS:
+                # Pages of both sides are drawn at random, so one list serves both directions.
+                copy = partial(routes[direction].copy, pairs, num_thread_blocks=blocks)
+                taken = stream_seconds(copy, stream, 3)
+                yield {
+                    "direction": direction, "pool": pool, "huge_pages": huge, "fragment": fragment,
+                    "thread_blocks": blocks, "gb_per_s": count * page / taken / 1e9,
+                }  # fmt: skip
+        del there, here, routes, copy
+
+
+def packed(
+    memory: torch.Tensor, num_blocks: int, fragment: int, pages_per_chunk: int, keep: object
+) -> Pages:
+    """Pages of a host pool over given memory: all fragments of a page together."""
+    return Pages(
+        memory,
+        num_blocks,
+        np.arange(_REGIONS) * fragment,
+        np.full(_REGIONS, fragment * _REGIONS),
+        np.full(_REGIONS, fragment),
+        np.arange(_REGIONS) // 2,
+        keep=keep,
+        pages_per_chunk=pages_per_chunk,
+    )
+
+
+@contextlib.contextmanager
+def small_pages_only() -> Iterator[None]:
+    """Memory that is mapped and touched within gets no huge pages, whatever it asks for."""
+    prctl = ctypes.CDLL(None).prctl
+    switched = prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0) == 0
+    if not switched:
+        say.learned("this system does not let a process refuse huge pages")
+    try:
+        yield
+    finally:
+        if switched:
+            prctl(_PR_SET_THP_DISABLE, 0, 0, 0, 0)
+
+
+def huge_bytes(memory: torch.Tensor) -> int | None:
+    """How much of the mapping that the memory lies in has huge pages; None where nothing tells."""
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:
+        return None
+    inside, found = False, 0
+    for line in lines:
+        bounds = re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)
+        if bounds:
+            low, high = (int(bound, 16) for bound in bounds.groups())
+            inside = low < memory.data_ptr() + memory.numel() and memory.data_ptr() < high
+        elif inside and line.startswith("AnonHugePages:"):
+            found += int(line.split()[1]) << 10
+    return found
+
+
+def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
+    """The copy engine, so many pieces of 16 KiB per call: what the call costs, and what comes through."""
+    fragment = 16 << 10
+    num_blocks = 2 * max(_BATCHES)
+    there = Pages.allocate(num_blocks, [[fragment]], device=device)
+    here = there.on_host(num_blocks)
+    here.memory.fill_(7)
+    chance = np.random.default_rng(1)
+    for direction in _DIRECTIONS:
+        route = Route(there, here) if direction == "out" else Route(here, there)
+        for size in _BATCHES:
+            # Even pages only: neighbours would be merged.
+            pairs = np.stack([chance.permutation(num_blocks // 2)[:size] * 2 for _ in range(2)], 1)
+            submitting: list[float] = []
+
+            def copy(pairs: np.ndarray = pairs, route: Route = route) -> None:
+                start = time.perf_counter()
+                route.copy(pairs, engine=ops.COPY_ENGINE)
+                submitting.append(time.perf_counter() - start)  # noqa: B023
+
+            taken = stream_seconds(copy, stream, 7)
+            submit_us = statistics.median(submitting[1:]) * 1e6
+            say.row(
+                kind="batch", direction=direction, pieces=size, submit_us=submit_us,
+                submit_us_per_piece=submit_us / size, gb_per_s=size * fragment / taken / 1e9,
+            )  # fmt: skip
+            if size == max(_BATCHES):
+                say.learned(
+                    f"copy engine {direction}, {size:,} pieces of 16 KiB: submitted in "
+                    f"{submit_us:.0f} us, {size * fragment / taken / 1e9:.1f} GB/s"
+                )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""Stage: what breaks only after a while, or beside something else.
+
+Batches of the copy engine again and again, and very large ones; ops captured in a graph and replayed
+with other contents; jobs polled by one thread while another captures.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import say, sizes
+from kvcache import ops
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
+from kvcache.worker.swap import SwapEngine
+
+
+def main() -> int:
+    for name, part in (
+        ("repeated batches", repeated_batches),
+        ("a very large batch", large_batch),
+        ("capture and replay", capture_and_replay),
+        ("polling during a capture", poll_during_capture),
+    ):
+        if say.seconds_left() < 3:
+            say.failed(f"{name}: not run, no time left")
+            continue
+        with say.attempt(name):
+            start = time.monotonic()
+            say.learned(part())
+            say.row(part=name, seconds=time.monotonic() - start)
+    return say.exit_code()
+
+
+def memories(fragment: int, num_blocks: int) -> tuple[Pages, Pages]:
+    """Pages on the device with random contents, and as many on the host."""
+    pages = Pages.allocate(num_blocks, [[fragment]], device="cuda")
+    pages.memory.random_(0, 256)
+    return pages, pages.on_host(num_blocks)
+
+
+def round_trip(pages: Pages, host: Pages, stream: torch.cuda.Stream, count: int) -> None:
+    """Out by batches, cleared, and back; AssertionError unless every page is what it was."""
+    before = pages.fragment(0).clone()
+    # Even pages only: neighbours would be merged.
+    ids = np.random.default_rng(count).permutation(pages.num_blocks // 2)[:count] * 2 + 1
+    pairs = np.stack([ids, ids], 1)
+    out, back = Route(pages, host), Route(host, pages)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out.copy(pairs, engine=ops.COPY_ENGINE)
+        pages.zero(ids.astype(np.int32))
+        back.copy(pairs, engine=ops.COPY_ENGINE)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    assert torch.equal(pages.fragment(0), before), f"a batch of {count:,} pieces changed pages"
+
+
+def repeated_batches() -> str:
+    """Batches of up to 4,096 pieces for some seconds, each verified."""
+    most = sizes.scaled(4096, 64)
+    pages, host = memories(4096, 2 * most + 2)
+    stream = torch.cuda.Stream()
+    rounds, deadline = 0, time.monotonic() + min(6, say.seconds_left() / 3)
+    while time.monotonic() < deadline and rounds < sizes.repeats(2000):
+        round_trip(pages, host, stream, most >> rounds % 5)
+        rounds += 1
+    return f"{rounds} round trips in batches of {most >> 4:,} to {most:,} pieces were right"
+
+
+def large_batch() -> str:
+    """More pieces in one call than any swap should have."""
+    count = sizes.scaled(200_000, 200)
+    pages, host = memories(1024, 2 * count + 2)
+    round_trip(pages, host, torch.cuda.Stream(), count)
+    return f"one call with {count:,} pieces was right"
+
+
+def capture_and_replay() -> str:
+    """A graph with a copy of pages and a write of tokens, replayed with other ids and slots."""
+    pages, host = memories(4096, 65)
+    other = Pages.allocate(65, [[4096]], device="cuda")
+    ids = torch.zeros(8, 2, dtype=torch.int32, device="cuda")
+    slots = torch.full((32,), -1, device="cuda")
+    tokens = torch.randn(2, 32, 8, 128, device="cuda").bfloat16()
+    caches = torch.zeros(2, 16, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    within, leaving = Route(pages, other), Route(pages, host)
+    fixed = np.array([[3, 5], [9, 2]], np.int32)
+
+    def work() -> None:
+        within.copy(ids)
+        leaving.copy(fixed)  # by a kernel; ids on the CPU are the graph's own
+        ops.write_kv(tokens[0], tokens[1], caches[0], caches[1], slots)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        work()
+    replays = sizes.repeats(50)
+    for seed in range(replays):
+        drawn = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) + 1
+        targets = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:32]
+        ids.copy_(drawn[:16].view(8, 2).int())
+        slots.copy_(targets)
+        pages.memory.random_(0, 256)
+        caches.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        chosen = ids.long().cpu()
+        assert torch.equal(
+            other.fragment(0).cpu()[chosen[:, 1]], pages.fragment(0).cpu()[chosen[:, 0]]
+        ), f"replay {seed}: pages"
+        assert torch.equal(host.fragment(0)[[5, 2]], pages.fragment(0).cpu()[[3, 9]]), (
+            f"replay {seed}: pages on the host"
+        )
+        written = caches.cpu().view(2, 256, 8, 128)[:, targets]
+        assert torch.equal(written, tokens.cpu()), f"replay {seed}: tokens"
+    return f"{replays} replays of a captured graph were right"
+
+
+def poll_during_capture() -> str:
+    """A thread polls a swap that is under way while this one captures, in the strictest mode."""
+    num_blocks = sizes.pool_bytes(512 << 20, 4 << 20) // (16 << 10)
+    pages, host = memories(16 << 10, num_blocks)
+    engine = SwapEngine(pages, host)
+    ids = np.arange(1, num_blocks)
+    pairs = np.stack([ids, ids], 1)
+    jobs, errors, stop = [engine.swap_out(pairs)], [], threading.Event()
+    num_polls, num_pending = [0], [0]
+
+    def poll() -> None:
+        try:
+            while not stop.is_set():
+                job = jobs[-1]
+                num_pending[0] += not job.poll()
+                num_polls[0] += 1
+                assert job.error is None, job.error
+        except BaseException as error:
+            errors.append(error)
+
+    # A chain of copies: what lies in page 1 arrives in page 21.
+    chain, _ = memories(4096, 22)
+    within = Route(chain, chain)
+    links = [np.array([[page, page + 1]], np.int32) for page in range(1, 21)]
+    within.copy(links[0])
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=poll)
+    thread.start()
+    captures = sizes.repeats(20)
+    try:
+        for _ in range(captures):
+            graph = torch.cuda.CUDAGraph()
+            jobs.append(engine.swap_out(pairs))
+            with torch.cuda.graph(graph, capture_error_mode="global"):
+                for link in links:
+                    within.copy(link)
+                    time.sleep(0.0005)
+            chain.memory.random_(0, 256)
+            graph.replay()
+            torch.cuda.synchronize()
+            fragments = chain.fragment(0)
+            assert torch.equal(fragments[21], fragments[1]), "a captured chain of copies went wrong"
+    finally:
+        stop.set()
+        thread.join(10)
+    if errors:
+        raise errors[0]
+    engine.wait(20)
+    # The runtime of a rehearsal may carry a swap out when it is asked whether it is over.
+    met = num_polls if sizes.REHEARSAL else num_pending
+    assert met[0], "no poll met a swap under way: this shows nothing"
+    return (
+        f"{captures} captures held beside {num_polls[0]:,} polls, {num_pending[0]:,} of them of a swap "
+        "under way"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

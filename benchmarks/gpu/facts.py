@@ -1,0 +1,101 @@
+"""Stage: the facts of the machine. A fact that cannot be had is left out; no CUDA device ends it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.gpu import machine, say, sizes
+
+
+def main() -> int:
+    import torch
+
+    version = tuple(
+        int("".join(filter(str.isdigit, x)) or 0) for x in torch.__version__.split(".")[:2]
+    )
+    lacking = []
+    if version < (2, 10):
+        lacking.append(f"torch 2.10 or newer (this is {torch.__version__})")
+    if not torch.version.cuda:
+        lacking.append(f"a CUDA build of torch (this is {torch.__version__})")
+    elif not torch.cuda.is_available():
+        lacking.append("a CUDA device that torch can use")
+    if lacking:
+        say.row(lacks=lacking)
+        return 1
+    for facts in (of_device, of_host, of_tools):
+        for name, fact in facts().items():
+            with say.attempt(name):
+                say.row(fact=name, value=fact())
+    properties = torch.cuda.get_device_properties(0)
+    say.learned(
+        f"{properties.name}: {properties.multi_processor_count} multiprocessors, "
+        f"{properties.total_memory / 2**30:.0f} GiB, L2 {properties.L2_cache_size / 2**20:.0f} MiB, "
+        f"driver {machine.driver()}; {os.cpu_count()} cores, "
+        f"{sizes.available_host_bytes() / 2**30:.0f} GiB free on the host"
+    )
+    return say.exit_code()
+
+
+def of_device() -> dict[str, Callable[[], object]]:
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    query = "pcie.link.gen.current,pcie.link.width.current,clocks.max.mem,clocks.max.sm"
+    smi = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return {
+        "device": lambda: properties.name,
+        "arch": lambda: f"{properties.major}{properties.minor}",
+        "multiprocessors": lambda: properties.multi_processor_count,
+        "memory_bytes": lambda: properties.total_memory,
+        "l2_bytes": lambda: properties.L2_cache_size,
+        "driver": machine.driver,
+        "pcie_gen_width_and_clocks": lambda: machine.output_of(smi) or None,
+    }
+
+
+def of_host() -> dict[str, Callable[[], object]]:
+    return {
+        "system": platform.platform,
+        "processor": machine.processor,
+        "cores": os.cpu_count,
+        "memory_free_bytes": sizes.available_host_bytes,
+        "huge_pages": lambda: _read("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "memory_limit_of_container": lambda: _read("/sys/fs/cgroup/memory.max"),
+        "locked_memory_limit": lambda: resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "numa_nodes": lambda: len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))),
+    }
+
+
+def of_tools() -> dict[str, Callable[[], object]]:
+    import torch
+
+    nvcc = machine.find_tool("nvcc")
+    tools = ("git", "make", "nvidia-smi", "nvcc", "g++", "ninja", "compute-sanitizer", "ncu")
+    return {
+        "python": lambda: sys.version.split()[0],
+        "torch": lambda: torch.__version__,
+        "cuda_of_torch": lambda: torch.version.cuda,
+        "nvcc": lambda: machine.output_of([nvcc, "--version"]).splitlines()[-1] if nvcc else None,
+        "tools": lambda: {name: machine.find_tool(name) is not None for name in tools},
+        "packages": lambda: {
+            name: machine.has_module(name)
+            for name in ("pybind11", "setuptools", "pytest", "hypothesis", "ninja")
+        },
+    }
+
+
+def _read(path: str) -> str | None:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

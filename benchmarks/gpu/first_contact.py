@@ -1,0 +1,68 @@
+"""Stage: each op once on the GPU, compared byte by byte with the CPU op; and pinned host memory.
+
+The sanitizer runs this as its smoke script, the counters run single cases of it, larger.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from benchmarks.gpu import say
+from benchmarks.gpu.op_cases import CASES, Case
+from kvcache.worker.pages import Pages
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], help="cases whose name has one in it")
+    parser.add_argument("--size", type=int, default=1, help="how many times larger; default 1")
+    parser.add_argument("--no-compare", action="store_true", help="only run them on the GPU")
+    args = parser.parse_args()
+    chosen = {n: case for n, case in CASES.items() if any(part in n for part in args.only)}
+    num_good = 0
+    for name, case in chosen.items():
+        with say.attempt(name):
+            if args.no_compare:
+                case("cuda", args.size)
+                torch.cuda.synchronize()
+            else:
+                compare(case, args.size)
+            say.row(op=name, same=True)
+            num_good += 1
+    if args.only == [""]:
+        with say.attempt("host.is_pinned"):
+            check_pinned()
+            say.learned("host memory is pinned, as torch sees it")
+    what = "ran" if args.no_compare else "gave the CPU's bytes"
+    say.learned(f"{num_good} of {len(chosen)} op cases {what}")
+    return say.exit_code()
+
+
+def compare(case: Case, size: int) -> None:
+    """AssertionError, with the first byte that differs, unless both devices leave the same."""
+    for number, (found, wanted) in enumerate(
+        zip(case("cuda", size), case("cpu", size), strict=True)
+    ):
+        if not torch.equal(found, wanted):
+            differing = (found != wanted).flatten().nonzero().flatten()
+            at = int(differing[0])
+            raise AssertionError(
+                f"result {number}: {len(differing):,} of {found.numel():,} elements differ, the first "
+                f"at {at}: {found.flatten()[at]}, expected {wanted.flatten()[at]}"
+            )
+
+
+def check_pinned() -> None:
+    """AssertionError unless pages on the host are pinned from their first byte to their last."""
+    pages = Pages.allocate(9, [[4096, 4096]] * 2, device="cuda")
+    host = pages.on_host(1000)
+    assert host.is_pinned, "Pages.on_host gave memory that torch does not see as pinned"
+    last = host.memory[-1:]
+    assert last.is_pinned(), "the last byte of the host's pages is not pinned"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Stage: the replay that verifies every block on the GPU; and the build at first use, which is slow."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.gpu import process, say
+from benchmarks.gpu.sizes import REHEARSAL
+from benchmarks.gpu.stages import module
+
+_ALL, _CUDA = ("_core", "libkvcache_cpu", "libkvcache_cuda"), "libkvcache_cuda"
+
+
+def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
+    """A program that uses an op on these devices, and that these libraries were built at first use."""
+    return f"""
+import torch, kvcache
+from kvcache import _native
+answers = []
+for device in {devices!r}:
+    table = kvcache.BlockTable(16, 4, 8, 64, False, device, 16)
+    table.add_row([1, 2, 3, 4], 0)
+    table.add_row([5, 6, 7, 8], 1)
+    table.commit_block_table(2)
+    rows = torch.tensor([0, 1, -1], dtype=torch.int32, device=device)
+    table.compute_slot_mapping(rows, torch.tensor([0, 63, 5], device=device))
+    answers.append(table.slot_mapping.gpu[:5].tolist())
+assert all(answer == [16, 143, -1, -1, -1] for answer in answers), answers
+how = _native.describe()
+assert all(how[name].startswith("JIT") for name in {names!r}), how
+"""
+
+
+def main() -> int:
+    with say.attempt("replay --verify"):
+        replay()
+    with say.attempt("build at first use"):
+        build_at_first_use()
+    return say.exit_code()
+
+
+def replay() -> None:
+    """Interleaved chats through a small cache and a host tier, every token read back."""
+    command = module("kvcache.cli", "replay", "--verify", "--json", "--device", "cuda")
+    command += ("--num-blocks", "301", "--host-blocks", "4001", "--concurrency", "4")
+    if REHEARSAL:
+        command += ("--requests", "20")
+    lines, seconds = output_of(command, dict(os.environ))
+    report = json.loads(next(line for line in reversed(lines) if line.startswith("{")))
+    say.row(part="replay", seconds=seconds, **report)
+    say.learned(
+        f"replay: {report['verified_tokens']:,} tokens of {report['requests']:,} requests verified "
+        f"on the GPU in {seconds:.0f} s"
+    )
+
+
+def build_at_first_use() -> None:
+    """All libraries by torch.utils.cpp_extension, in an empty folder; then once more, built already.
+
+    In a rehearsal only the CUDA library, which is taken away first: the others are built so in tests
+    of machines without a GPU.
+    """
+    names = (_CUDA,) if REHEARSAL else _ALL
+    if REHEARSAL:
+        Path(f"kvcache/{_CUDA}.so").unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "KVCACHE_JIT_DIR": folder}
+        environment |= {} if REHEARSAL else {"KVCACHE_JIT": "1"}
+        command = (sys.executable, "-c", jit_check(("cpu", "cuda"), names))
+        _, first = output_of(command, environment)
+        _, second = output_of(command, environment)
+    say.row(part="jit", libraries=names, seconds=first, seconds_once_built=second)
+    say.learned(
+        f"the build at first use of {', '.join(names)} took {first:.0f} s, {second:.0f} s once built"
+    )
+
+
+def output_of(command: tuple[str, ...], environment: dict[str, str]) -> tuple[list[str], float]:
+    """A command's lines and seconds. RuntimeError where it does not end well."""
+    lines: list[str] = []
+
+    def take(line: str) -> None:
+        print("  " + line[:2000], flush=True)
+        lines.append(line)
+
+    start = time.monotonic()
+    ended = process.run(command, max(say.seconds_left(), 1), take, environment=environment)
+    if ended.status != "ok":
+        raise RuntimeError(f"{ended.status}; {lines[-1] if lines else 'no output'}")
+    return lines, time.monotonic() - start
+
+
+if __name__ == "__main__":
+    sys.exit(main())

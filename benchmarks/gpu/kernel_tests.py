@@ -1,0 +1,87 @@
+"""Stage: the tests marked gpu, one pytest process per file, so that one fault cannot spoil the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from benchmarks.gpu import process, say
+from benchmarks.gpu.sizes import REHEARSAL
+from benchmarks.gpu.stages import module
+
+_LIMIT_S = 60.0  # of one file
+_REHEARSED = ("test_block_copy_op.py", "test_swap.py", "test_transfer_blocks.py")
+_MARKS = re.compile(r"mark\.gpu\b|tests\.backends import")
+
+
+def main() -> int:
+    files = gpu_test_files(Path("tests"))
+    if REHEARSAL:
+        few = [path for path in files if path.name in _REHEARSED]
+        say.skipped(
+            f"{len(files) - len(few)} of {len(files)} files: `make gpu-less` runs all of them"
+        )
+        files = few
+    limit_s = _LIMIT_S * (6 if REHEARSAL else 1)
+    cores = os.cpu_count() or 1
+    with ThreadPoolExecutor(max(1, min(6, cores // 2))) as pool:
+        results = list(pool.map(lambda path: tested(path, limit_s), files))
+    passed, broken, skipped = (
+        sum(r[key] for r in results) for key in ("passed", "broken", "skipped")
+    )
+    say.learned(
+        f"{passed:,} passed, {broken} failed, {skipped} skipped in {len(files)} files; "
+        f"{sum(r['status'] == 'ok' for r in results)} files ended well"
+    )
+    return say.exit_code()
+
+
+def gpu_test_files(folder: Path) -> list[Path]:
+    """Files with tests marked gpu; those of the ops first."""
+    found = [p for p in folder.glob("test_*.py") if _MARKS.search(p.read_text())]
+    return sorted(found, key=lambda path: ("_op" not in path.stem, path.stem))
+
+
+def tested(path: Path, limit_s: float) -> dict:
+    """Runs one file; its counts, and a fault told where there is one."""
+    lines: list[str] = []
+    command = module(
+        "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", str(path)
+    )
+    limit_s = min(limit_s, say.seconds_left())
+    if limit_s < 5:
+        say.failed(f"{path.name}: not run, no time left")
+        return {"file": path.name, "status": "not run", "passed": 0, "broken": 0, "skipped": 0}
+    few = {**os.environ, "HYPOTHESIS_PROFILE": "few"}
+    ended = process.run(command, limit_s, lines.append, environment=few)
+    print("\n".join(f"  {path.stem}: {line}" for line in lines), flush=True)
+    found = {"file": path.name, "seconds": round(ended.seconds, 1), **counts(lines)}
+    # 5: the file has no test marked gpu after all.
+    found["status"] = "ok" if ended.returncode == 5 and not ended.timed_out else ended.status
+    found["names"] = [
+        line.split(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))
+    ]
+    say.row(**found)
+    if found["status"] != "ok":
+        names = ", ".join(name.split("::")[-1] for name in found["names"][:3])
+        say.failed(f"{path.name}: {found['broken']} failed, {found['status']} {names}".strip())
+    return found
+
+
+def counts(lines: list[str]) -> dict:
+    """passed, broken (failed, errors) and skipped, from the line that pytest ends with."""
+    last = next((x for x in reversed(lines) if re.search(r"\b\d+ \w+.* in [\d.]+s", x)), "")
+    number = {word: int(count) for count, word in re.findall(r"(\d+) (\w+)", last)}
+    broken = sum(number.get(word, 0) for word in ("failed", "error", "errors"))
+    return {
+        "passed": number.get("passed", 0),
+        "broken": broken,
+        "skipped": number.get("skipped", 0),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

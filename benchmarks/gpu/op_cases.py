@@ -1,0 +1,207 @@
+"""One call of each op with inputs drawn by a fixed seed: what it left, to be compared between devices.
+
+A case takes the device and how many times larger than the smallest it is to be, and returns tensors on
+the CPU. The stages first-contact, sanitizer and counters share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvcache import ops
+from kvcache.worker.pages import Pages
+from kvcache.worker.route import Route
+
+Case = Callable[[str, int], list[torch.Tensor]]
+_HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
+
+
+def _seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _int32(values: object) -> torch.Tensor:
+    return torch.as_tensor(values, dtype=torch.int32)
+
+
+def _tables(num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two groups' tables, 32 and 16 columns of blocks of 16 and 32 tokens; and their description."""
+    columns = (32, 16)
+    groups = [[0, 32, 16, 1, 0, 1, 0, 0], [32 * num_rows, 16, 32, 1, 0, 1, 0, 1]]
+    entries = torch.randint(1, 1 << 20, (num_rows * sum(columns),), generator=_seeded())
+    return entries.int(), torch.tensor(groups)
+
+
+def slot_mapping(device: str, size: int) -> list[torch.Tensor]:
+    """Requests of 7 tokens each, one of them a dummy."""
+    num_rows = 8 * size
+    tables, groups = _tables(num_rows)
+    rows = _int32(torch.randperm(num_rows, generator=_seeded()))
+    rows[1] = -1
+    start = _int32(torch.arange(num_rows + 1) * 7)
+    positions = torch.randint(0, 512, (7 * num_rows,), generator=_seeded())
+    out = torch.full((2, 7 * num_rows + 9), -7, device=device)
+    ops.slot_mapping(
+        tables.to(device), groups, num_rows, rows.to(device), start.to(device),
+        positions.to(device), None, out,
+    )  # fmt: skip
+    return [out.cpu()]
+
+
+def update_block_tables(device: str, size: int) -> list[torch.Tensor]:
+    """Segments of 1 to 5 entries, a few entries apart."""
+    count = 64 * size
+    lengths = torch.randint(1, 6, (count,), generator=_seeded())
+    starts = torch.arange(count) * 8
+    at = 1 + 3 * count + torch.cumsum(lengths, 0) - lengths
+    places = torch.stack([starts, lengths, at], 1).flatten()
+    values = torch.arange(int(lengths.sum())) + 10_000
+    tables = _int32(torch.arange(8 * count)).to(device)
+    ops.update_block_tables(
+        tables, _int32(torch.cat([torch.tensor([count]), places, values])).to(device)
+    )
+    return [tables.cpu()]
+
+
+def gather_block_tables(device: str, size: int) -> list[torch.Tensor]:
+    """Rows in another order, one of them padded."""
+    num_rows = 8 * size
+    tables, groups = _tables(num_rows)
+    order = _int32(torch.randperm(num_rows, generator=_seeded()))
+    order[2] = -1
+    out = torch.full_like(tables, -7).to(device)
+    computed = _int32(torch.randint(0, 500, (num_rows,), generator=_seeded()))
+    ops.gather_block_tables(
+        tables.to(device), groups, num_rows, order.to(device), computed.to(device), 512, out
+    )
+    return [out.cpu()]
+
+
+def attention_metadata(device: str, size: int) -> list[torch.Tensor]:
+    """Requests of one token or a few, one of them padded, two of them only room for more."""
+    num_reqs = 8 * size
+    tables, groups = _tables(num_reqs)
+    groups[1, 6] = 100  # a window
+    rows = _int32(torch.randperm(num_reqs, generator=_seeded()))
+    rows[3] = -1
+    query_lens = _int32(torch.randint(1, 6, (num_reqs,), generator=_seeded()))
+    seq_lens = _int32(torch.randint(6, 513, (num_reqs,), generator=_seeded()))
+    counts = torch.tensor([[32], [16]], dtype=torch.int32).expand(2, num_reqs).contiguous()
+    room = num_reqs + 2
+    shapes = [(room + 1,), (2, room), (room * 48,), (2, room + 1), (room * 48,), (2, room)]
+    outs = [torch.full(shape, -7, dtype=torch.int32, device=device) for shape in shapes]
+    there = [each.to(device) for each in (rows, query_lens, seq_lens, counts)]
+    ops.attention_metadata(tables.to(device), groups, num_reqs, *there, 512, *outs)
+    return [out.cpu() for out in outs]
+
+
+def token_io(
+    name: str, dtype: torch.dtype, layout: str, device: str, size: int
+) -> list[torch.Tensor]:
+    """`write_kv` into a cache, or `gather_kv` out of one; every seventh slot is none."""
+    num_tokens = 24 * size
+    num_blocks = 2 * num_tokens // _BLOCK_SIZE + 1
+    order = (_BLOCK_SIZE, _HEADS) if layout == "NHD" else (_HEADS, _BLOCK_SIZE)
+    generator = _seeded()
+    caches = []
+    for _ in "kv":
+        drawn = torch.randn(num_blocks, *order, _HEAD_SIZE, generator=generator).bfloat16()
+        cache = drawn.to(dtype).to(device)
+        caches.append(cache if layout == "NHD" else cache.transpose(1, 2))
+    tokens = [
+        torch.randn(num_tokens, _HEADS, _HEAD_SIZE, generator=generator).bfloat16().to(device)
+        for _ in "kv"
+    ]
+    slots = torch.randperm(num_blocks * _BLOCK_SIZE, generator=generator)[:num_tokens]
+    slots[::7] = -1
+    scale = torch.linspace(0.2, 0.9, _HEADS).to(device)
+    scales = () if dtype == torch.bfloat16 else (scale, scale)
+    if name == "write_kv":
+        ops.write_kv(*tokens, *caches, slots.to(device), *scales)
+        return [cache.cpu().contiguous().view(torch.uint8) for cache in caches]
+    ops.gather_kv(*caches, slots.to(device), *tokens, *scales)
+    return [token.cpu().view(torch.uint8) for token in tokens]
+
+
+def _filled(device: str, num_blocks: int, fragment: int) -> Pages:
+    pages = Pages.allocate(num_blocks, [[fragment, fragment]] * 2, device=device)
+    drawn = torch.randint(0, 256, (pages.memory.numel(),), generator=_seeded(), dtype=torch.uint8)
+    pages.memory.copy_(drawn)
+    return pages
+
+
+def _pairs(num_blocks: int) -> np.ndarray:
+    """A page onto another one, for half of the pages; none is both read and written."""
+    ids = torch.randperm(num_blocks - 1, generator=_seeded())[: (num_blocks - 1) // 2 * 2] + 1
+    return ids.view(-1, 2).int().numpy()
+
+
+def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[torch.Tensor]:
+    """Pages within one memory, and two that are cleared; page ids on the device, or on the CPU."""
+    pages = _filled(device, 16 * size + 1, fragment)
+    pairs = _pairs(pages.num_blocks)
+    pairs[:2, 0] = -1
+    Route(pages, pages).copy(torch.from_numpy(pairs).to(device) if ids_there else pairs)
+    return [pages.memory.cpu()]
+
+
+def copy_host(direction: str, engine: int, device: str, size: int) -> list[torch.Tensor]:
+    """Pages to pinned host memory, or from there."""
+    num_blocks = 16 * size + 1
+    pages = _filled(device, num_blocks, 4096)
+    host = pages.on_host(num_blocks)
+    host.memory.copy_(
+        torch.randint(0, 256, host.memory.shape, generator=_seeded(), dtype=torch.uint8)
+    )
+    source, target = (pages, host) if direction == "out" else (host, pages)
+    stream = torch.cuda.Stream() if device == "cuda" else None  # batches refuse the default one
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        Route(source, target).copy(_pairs(num_blocks), engine=engine)
+    if stream is not None:
+        stream.synchronize()
+    return [target.memory.cpu().clone()]
+
+
+def permute_blocks(layout: str, ratio: int, device: str, size: int) -> list[torch.Tensor]:
+    """Received blocks of 32 tokens, of remote blocks of as many tokens or fewer, and of larger ones."""
+    num_blocks, block_size = 8 * size, 32
+    order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
+    drawn = torch.randn(num_blocks, *order, _HEAD_SIZE, generator=_seeded()).bfloat16().to(device)
+    cache = drawn.transpose(1, 2) if layout == "HND" else drawn
+    remote = block_size // ratio if ratio > 0 else block_size * -ratio
+    ids = torch.randperm(num_blocks, generator=_seeded())[: num_blocks // 2].int()
+    indices = ids.view(-1, max(1, -ratio)).contiguous()
+    ops.permute_blocks_(cache, torch.tensor([0]), indices.to(device), remote, True)
+    return [drawn.cpu().view(torch.uint8)]
+
+
+_BF16, _E4M3, _E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
+
+CASES: dict[str, Case] = {
+    "slot_mapping": slot_mapping,
+    "update_block_tables": update_block_tables,
+    "gather_block_tables": gather_block_tables,
+    "attention_metadata": attention_metadata,
+    "write_kv bf16 NHD": partial(token_io, "write_kv", _BF16, "NHD"),
+    "write_kv bf16 HND": partial(token_io, "write_kv", _BF16, "HND"),
+    "write_kv e4m3 NHD": partial(token_io, "write_kv", _E4M3, "NHD"),
+    "write_kv e5m2 HND": partial(token_io, "write_kv", _E5M2, "HND"),
+    "gather_kv bf16 HND": partial(token_io, "gather_kv", _BF16, "HND"),
+    "gather_kv e4m3 NHD": partial(token_io, "gather_kv", _E4M3, "NHD"),
+    "copy_blocks 4 KiB": partial(copy_within, 4096, False),
+    "copy_blocks 4 KiB, ids on the device": partial(copy_within, 4096, True),
+    "copy_blocks 24 bytes": partial(copy_within, 24, False),
+    "copy_blocks to the host, kernel": partial(copy_host, "out", ops.KERNEL),
+    "copy_blocks from the host, kernel": partial(copy_host, "in", ops.KERNEL),
+    "copy_blocks to the host, copy engine": partial(copy_host, "out", ops.COPY_ENGINE),
+    "copy_blocks from the host, copy engine": partial(copy_host, "in", ops.COPY_ENGINE),
+    "permute_blocks_ HND of 16": partial(permute_blocks, "HND", 2),
+    "permute_blocks_ NHD of 32": partial(permute_blocks, "NHD", 1),
+    "permute_blocks_ NHD of 64": partial(permute_blocks, "NHD", -2),
+}

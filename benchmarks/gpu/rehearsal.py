@@ -1,0 +1,36 @@
+"""A rehearsal: the same run on the CUDA runtime without a GPU, with small sizes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+from benchmarks.gpu import workspace
+
+UNAVAILABLE = 3  # the exit code where this machine cannot rehearse
+
+
+def is_inside() -> bool:
+    """Whether this process runs on that runtime."""
+    return "KVCACHE_GPULESS_RUNTIME" in os.environ
+
+
+def again_inside(args: argparse.Namespace, results: Path) -> int:
+    """Runs the command on the runtime, with the libraries that it has built; the exit code."""
+    from tests.gpu_less import build
+
+    try:
+        built = build.build()
+    except build.Unavailable as missing:
+        print(f"SKIPPED: the rehearsal needs the CUDA runtime without a GPU: {missing}")
+        return UNAVAILABLE
+    libraries = args.libraries
+    if libraries is None:
+        libraries = build.TREE / "kvcache"
+        workspace.write_manifest(libraries, build.TREE)
+    command = [str(built.python), "-m", "benchmarks.gpu", "--rehearse", "--results", str(results)]
+    command += ["--libraries", str(libraries.resolve())]
+    command += ["--only", *args.only] if args.only else []
+    return subprocess.run(command, cwd=build.TREE, env=built.environment()).returncode

@@ -1,0 +1,124 @@
+"""The files of a run: one JSON, rewritten whole after each stage, and a few logs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+# What is kept of one stage: its log's beginning and end, and its rows.
+_LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
+_MAX_ROWS = 20_000
+
+
+class Report:
+    """The results so far, on disk after each `save`. `path`: of the JSON; logs lie beside it."""
+
+    def __init__(self, folder: Path, name: str, facts: dict) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.name = folder, name
+        self.path = folder / f"{name}.json"
+        self.contents: dict = {**facts, "stages": {}}
+        self._logs_begun: set[str] = set()
+
+    def log(self, section: str, stage: str, command: str) -> StageLog:
+        """The log of a stage: its part of the section's file."""
+        path = self.folder / f"{self.name}-{section}.log"
+        if section not in self._logs_begun:
+            path.write_bytes(b"")
+            self._logs_begun.add(section)
+        return StageLog(path, f"== {stage}: {command}")
+
+    def save(self) -> None:
+        """Writes the JSON, whole or not at all."""
+        draft = self.path.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_text(json.dumps(self.contents, indent=1, allow_nan=False) + "\n")
+        draft.replace(self.path)
+
+
+class StageLog:
+    """One stage's lines, on disk as they come; of very many, the first and the last."""
+
+    def __init__(self, path: Path, header: str) -> None:
+        self._file = path.open("a", encoding="utf-8", errors="replace")
+        self._start, self._written, self._dropped = time.monotonic(), 0, 0
+        self._tail: list[str] = []
+        self._tail_size = 0
+        self.line(header)
+
+    def line(self, text: str) -> None:
+        """Adds a line, with the seconds since the stage began."""
+        stamped = f"{time.monotonic() - self._start:7.2f} {text}\n"
+        if self._written < _LOG_HEAD:
+            self._file.write(stamped[:_LOG_HEAD])
+            self._file.flush()
+            self._written += len(stamped)
+            return
+        self._tail.append(stamped[-_LOG_TAIL:])
+        self._tail_size += len(self._tail[-1])
+        while self._tail_size > _LOG_TAIL and len(self._tail) > 1:
+            self._tail_size -= len(self._tail.pop(0))
+            self._dropped += 1
+
+    def close(self, status: str) -> None:
+        """Ends the stage's part of the log."""
+        if self._dropped:
+            self._file.write(f"... {self._dropped} lines left out ...\n")
+        self._file.writelines(self._tail)
+        self._file.write(f"== {status} after {time.monotonic() - self._start:.1f} s\n\n")
+        self._file.close()
+
+
+def parsed(line: str) -> dict | None:
+    """A line of the protocol (`say`), or None for any other. Numbers that JSON lacks become null."""
+    if not line.startswith("{"):
+        return None
+    try:
+        found = json.loads(line, parse_constant=lambda _: None, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _finite(text: str) -> float | None:
+    number = float(text)
+    return number if math.isfinite(number) else None
+
+
+class Outcome:
+    """What a stage has told so far."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict] = []
+        self.learned: list[str] = []
+        self.skipped: list[str] = []
+        self.failed: list[str] = []
+        self.last: list[str] = []  # lines that are no protocol, the last few
+
+    def take(self, line: str) -> str | None:
+        """Takes a line of output; the line for the reader, where there is one."""
+        fields = parsed(line)
+        if fields is None:
+            if line.strip():
+                self.last = [*self.last[-11:], line[:500]]
+            return None
+        for kind in ("learned", "skipped", "failed"):
+            if isinstance(fields.get(kind), str) and len(fields) == 1:
+                getattr(self, kind).append(fields[kind])
+                return fields[kind] if kind == "learned" else f"{kind}: {fields[kind]}"
+        if len(self.rows) < _MAX_ROWS:
+            self.rows.append(fields)
+        return None
+
+    def as_dict(self, status: str, seconds: float, limit_s: float) -> dict:
+        """For the JSON."""
+        found: dict = {"status": status, "seconds": round(seconds, 1), "limit_s": round(limit_s, 1)}
+        for kind in ("learned", "skipped", "failed"):
+            if getattr(self, kind):
+                found[kind] = getattr(self, kind)
+        if status not in ("ok", "skipped"):
+            found["output"] = self.last
+        found["rows"] = self.rows
+        return found

@@ -1,0 +1,56 @@
+"""Stage: compute-sanitizer. memcheck over each op, racecheck over the kernel with shared memory."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from benchmarks.gpu import machine, process, say
+from benchmarks.gpu.sizes import REHEARSAL
+from benchmarks.gpu.stages import module
+
+_SMOKE = module("benchmarks.gpu.first_contact", "--no-compare")
+# Tool, its share of the stage's time, the arguments of the smoke script.
+_CHECKS = (("memcheck", 0.65, ()), ("racecheck", 0.95, ("--only", "permute_blocks_")))
+# What it says where it cannot work on this machine, which is no fault of the kernels.
+_CANNOT = ("Device not supported", "Unable to find injection library", "No attachable process")
+
+
+def main() -> int:
+    tool = machine.find_tool("compute-sanitizer")
+    if REHEARSAL or tool is None:
+        say.skipped("no compute-sanitizer here: its smoke scripts run without it")
+        tool = None
+    for check, share, arguments in _CHECKS:
+        with say.attempt(check):
+            checked(tool, check, share * say.seconds_left(), arguments)
+    return say.exit_code()
+
+
+def checked(tool: str | None, check: str, limit_s: float, arguments: tuple[str, ...]) -> None:
+    """Runs the smoke script under one tool; AssertionError for what it found."""
+    lines: list[str] = []
+
+    def take(line: str) -> None:
+        print("  " + line, flush=True)  # indented: not this stage's word
+        lines.append(line)
+
+    # Only this project's kernels, whose mangled names hold the namespace. A call that CUDA refuses is no
+    # error here: some are made to find out what a machine can do.
+    prefix = (tool, "--tool", check, "--kernel-name", "kns=kvcache", "--error-exitcode", "9")
+    prefix += ("--report-api-errors", "no") if check == "memcheck" else ()
+    ended = process.run([*(prefix if tool else ()), *_SMOKE, *arguments], limit_s, take)
+    text = "\n".join(lines)
+    if tool and any(reason in text for reason in _CANNOT):
+        say.skipped(f"{check}: compute-sanitizer does not work on this machine")
+        return
+    found = re.findall(r"========= (?:ERROR|RACECHECK) SUMMARY: .*", text)
+    summary = found[-1].removeprefix("========= ").lower() if found else ended.status
+    say.row(tool=check if tool else None, script=check, status=ended.status, summary=summary)
+    assert ended.status == "ok", f"{ended.status}; {summary}"
+    assert found or not tool, "no summary came"
+    say.learned(f"{check}: {summary}" if tool else f"the script of {check} runs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""What a stage tells the run: one JSON object per line of its output; all other lines are log.
+
+A row is a measurement or an answer. `learned` is a line for the reader. `skipped` says why a stage, or
+a part of it, did nothing. `failed` is a fault after which the stage goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_started = time.monotonic()
+_num_failed = 0
+
+
+def row(**fields: object) -> None:
+    """One measurement or answer, with names of its own."""
+    print(json.dumps(fields), flush=True)
+
+
+def learned(text: str) -> None:
+    """A line for the reader of the run."""
+    print(json.dumps({"learned": text}), flush=True)
+
+
+def skipped(reason: str) -> None:
+    """The stage, or a part of it, was not done, and why."""
+    print(json.dumps({"skipped": reason}), flush=True)
+
+
+def failed(text: str) -> None:
+    """A fault; the stage goes on, and `exit_code` tells it at the end."""
+    global _num_failed
+    _num_failed += 1
+    print(json.dumps({"failed": text}), flush=True)
+
+
+@contextmanager
+def attempt(name: str) -> Iterator[None]:
+    """What fails within is told under its name, with the traceback in the log, and the stage goes on."""
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc(file=sys.stdout)
+        failed(f"{name}: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}")
+
+
+def exit_code() -> int:
+    """1 where something failed, else 0."""
+    return int(_num_failed > 0)
+
+
+def seconds_left() -> float:
+    """What is left of the stage's time limit, less a little for its end."""
+    limit = float(os.environ.get("KVCACHE_STAGE_LIMIT", "3600"))
+    return limit - 2 - (time.monotonic() - _started)

@@ -1,0 +1,44 @@
+"""Sizes of what is measured: full ones on a GPU, all divided by one factor in a rehearsal."""
+
+from __future__ import annotations
+
+import os
+
+from benchmarks.gpu import say
+
+REHEARSAL = os.environ.get("KVCACHE_REHEARSAL") == "1"
+FACTOR = 1024
+_SHARE_OF_FREE = 0.4  # of either memory that one pool may take
+
+
+def scaled(size: int, least: int = 1) -> int:
+    """The size, or in a rehearsal a 1,024th of it, but no less than `least`."""
+    return max(size // FACTOR, least) if REHEARSAL else size
+
+
+def repeats(count: int) -> int:
+    """How often something is measured; twice in a rehearsal, where times mean nothing."""
+    return min(count, 2) if REHEARSAL else count
+
+
+def pool_bytes(wanted: int, least: int = 1 << 20) -> int:
+    """Bytes of a pool on the device with one as large on the host; fewer where memory is short."""
+    import torch
+
+    size = scaled(wanted, least)
+    room = int(_SHARE_OF_FREE * min(torch.cuda.mem_get_info()[0], available_host_bytes()))
+    if room < size:
+        size = max(room >> 20 << 20, least)
+        say.learned(f"memory is short: a pool of {wanted >> 20:,} MiB is {size >> 20:,} MiB here")
+        say.row(shrunk=wanted, to=size)
+    return size
+
+
+def available_host_bytes() -> int:
+    """What the system could give without swapping."""
+    try:
+        with open("/proc/meminfo") as lines:
+            fields = dict(line.split(":") for line in lines)
+        return int(fields["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,78 @@
+"""The end of a run in tables: the stages, and the measured shares beside the bars set for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+# The bars of the project: shares of one contiguous pinned copy, and of a copy on the device.
+_SMALLEST, _SMALL = 4 << 10, 16 << 10
+BAR_SMALLEST, BAR_SMALL, BAR_RECEIVE = 0.75, 0.90, 0.85
+
+
+def stage_lines(contents: dict) -> Iterator[str]:
+    """One line per stage: how it ended, its seconds and its limit, and the last it learned."""
+    yield f"{'stage':16}{'seconds':>9}{'limit':>7}  result"
+    for name, stage in contents["stages"].items():
+        told = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
+        last = f": {told[-1]}" if told[-1] else ""
+        yield (
+            f"{name:16}{stage['seconds']:9.1f}{stage['limit_s']:7.0f}  "
+            f"{mark(stage['status'])}{last[:150]}"
+        )
+
+
+def mark(status: str) -> str:
+    """The status; what went wrong stands out."""
+    return status if status in ("ok", "skipped") else f"FAILED ({status})"
+
+
+def bar_rows(contents: dict) -> list[dict]:
+    """What was measured that has a bar: name, GB/s, what it is beside, ratio, bar, whether reached."""
+    found = []
+    for rate in rows_of(contents, "swaps"):
+        # Neighbouring pages are merged, so that only scattered ones have the size they are called by.
+        if rate.get("kind") != "swap" or rate.get("pattern") != "scattered":
+            continue
+        bar = bar_of_swap(rate["fragment"])
+        name = f"swap {rate['direction']}, {rate['fragment'] >> 10:,} KiB, {rate['method']}"
+        found.append(_bar_row(name, rate["gb_per_s"], rate["contiguous_gb_per_s"], bar))
+    for row in rows_of(contents, "kernels"):
+        if row.get("kernel") == "permute_blocks_" and row.get("of_copy"):
+            limit = row["gb_per_s"] / row["of_copy"]
+            found.append(_bar_row(f"receive, {row['case']}", row["gb_per_s"], limit, BAR_RECEIVE))
+    return found
+
+
+def bar_of_swap(fragment: int) -> float | None:
+    """The share of the contiguous copy that swaps of such fragments are to reach."""
+    if fragment >= _SMALL:
+        return BAR_SMALL
+    return BAR_SMALLEST if fragment == _SMALLEST else None
+
+
+def _bar_row(name: str, rate: float, limit: float, bar: float | None) -> dict:
+    ratio = rate / limit if limit else 0.0
+    reached = None if bar is None else ratio >= bar
+    return {
+        "name": name, "gb_per_s": rate, "beside": limit, "ratio": ratio, "bar": bar,
+        "reached": reached,
+    }  # fmt: skip
+
+
+def bar_lines(rows: list[dict]) -> Iterator[str]:
+    """The same as a table."""
+    if not rows:
+        return
+    yield f"{'measured':62}{'GB/s':>8}{'beside':>9}{'ratio':>7}{'bar':>6}"
+    for row in rows:
+        bar = "-" if row["bar"] is None else f"{row['bar']:.0%}"
+        missed = "  MISSED" if row["reached"] is False else ""
+        yield (
+            f"{row['name'][:61]:62}{row['gb_per_s']:8.1f}{row['beside']:9.1f}{row['ratio']:7.0%}"
+            f"{bar:>6}{missed}"
+        )
+
+
+def rows_of(contents: dict, stage: str) -> list[dict]:
+    """The rows of a stage, none where it did not run."""
+    return contents["stages"].get(stage, {}).get("rows", [])
