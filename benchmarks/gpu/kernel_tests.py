@@ -13,7 +13,7 @@ from benchmarks.gpu.sizes import REHEARSAL
 from benchmarks.gpu.stages import module
 
 _LIMIT_S = 60.0  # of one file
-_REHEARSED = ("test_block_copy_op.py", "test_swap.py", "test_transfer_blocks.py")
+_REHEARSED = ("test_block_copy_op.py", "test_transfer_blocks.py")
 _MARKS = re.compile(r"mark\.gpu\b|tests\.backends import")
 
 

@@ -17,8 +17,8 @@ def scaled(size: int, least: int = 1) -> int:
 
 
 def repeats(count: int) -> int:
-    """How often something is measured; twice in a rehearsal, where times mean nothing."""
-    return min(count, 2) if REHEARSAL else count
+    """How often something is done or measured; once in a rehearsal, where times mean nothing."""
+    return 1 if REHEARSAL else count
 
 
 def pool_bytes(wanted: int, least: int = 1 << 20) -> int:
