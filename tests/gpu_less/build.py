@@ -240,7 +240,7 @@ def _kernels(rules, python: Path) -> Path:
 def _package(python: Path) -> None:
     """The native libraries of the package within TREE, for this Python and sm_90."""
     stamp = BUILD / "package"
-    native = _sources("core", "worker", "python", "ops", "emul")
+    native = _sources("core", "worker", "python", "ops")
     key = _key([*native, REPO / "setup.py", REPO / "kvcache" / "_build.py"], str(python))
     if stamp.exists() and stamp.read_text() == key:
         return

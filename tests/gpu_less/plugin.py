@@ -3,7 +3,7 @@
 kvcache's kernels, copies and events go through the runtime; torch's kernels cannot, since there is no
 device to run their code. An operator reads its inputs when it is called, after the work that its
 stream holds, and writes its results when the stream gets there: later than the call, as on a device.
-In a capture, operators are refused unless the runtime sees them itself (copies).
+In a capture, an operator becomes a node of the graph, which calls back when it runs.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ import atexit
 import ctypes
 import os
 import threading
+import traceback
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 _runtime = ctypes.CDLL(os.environ["KVCACHE_GPULESS_RUNTIME"], mode=ctypes.RTLD_GLOBAL)
 _runtime.kvcache_gpuless_alias.restype = ctypes.c_void_p
 _runtime.kvcache_gpuless_alias.argtypes = [ctypes.c_void_p]
 _runtime.kvcache_gpuless_drain.argtypes = [ctypes.c_void_p]
+_runtime.kvcache_gpuless_capture.argtypes = [
+    *(ctypes.c_void_p, ctypes.CFUNCTYPE(None, ctypes.c_int64), ctypes.c_int64)
+]
 _runtime.kvcache_gpuless_is_capturing.argtypes = [ctypes.c_void_p]
 _INTEGERS = ctypes.POINTER(ctypes.c_int64)
 _runtime.kvcache_gpuless_write.argtypes = [
@@ -73,7 +77,7 @@ class CudaOnCpu(TorchDispatchMode):
             return func(*args, **kwargs)
         stream = torch.cuda.current_stream().cuda_stream
         if _runtime.kvcache_gpuless_is_capturing(stream):
-            raise RuntimeError(f"gpu-less: {func} in a capture is not simulated")
+            return _capture(func, args, kwargs, stream)
         _runtime.kvcache_gpuless_drain(stream)
         return _run_on_cpu(func, args, kwargs, stream)
 
@@ -144,6 +148,67 @@ def _run_on_cpu(func, args, kwargs, stream):
         return made
 
     return tree_map_only(torch.Tensor, to_cuda, result)
+
+
+def _capture(func, args, kwargs, stream):
+    """The operator as a node of the graph under way; its results have the shapes of now."""
+    if func is torch.ops.aten._local_scalar_dense.default:
+        raise RuntimeError(f"gpu-less: {func} waits for a value that a capture does not compute")
+    # The alias of each tensor's memory: what the graph reads and writes, whoever owns it then.
+    memory: dict[int, torch.Tensor] = {}
+
+    def copy(tensor):
+        if tensor.device.type != "cuda":
+            return tensor
+        if id(tensor) not in memory:
+            memory[id(tensor)] = _over(tensor)
+        return memory[id(tensor)]
+
+    over = tree_map_only(torch.Tensor, copy, (args, kwargs))
+    if _makes_cuda(kwargs):
+        over[1]["device"] = torch.device("cpu")
+    mutated = {id(memory[id(t)]) for t in _mutated(func, args, kwargs) if id(t) in memory}
+
+    def on_copies():
+        # Mutated memory is copied too now, so that nothing happens before the graph runs.
+        return tree_map_only(torch.Tensor, lambda t: t.clone() if id(t) in mutated else t, over)
+
+    now_args, now_kwargs = on_copies()
+    now, form = tree_flatten(func(*now_args, **now_kwargs))
+    made = [] if mutated else [_like(t) for t in now]
+    results = [_over(t) for t in made]
+
+    def run():
+        with _disable_current_modes():
+            values = tree_flatten(func(*over[0], **over[1]))[0]
+            for to, value in zip(results, values):  # none where the operator wrote in place
+                to.copy_(value)
+
+    _captured.append(run)
+    error = _runtime.kvcache_gpuless_capture(stream, _run_captured, len(_captured) - 1)
+    if error != 0:
+        raise RuntimeError(f"gpu-less: CUDA error {error} on capturing {func}")
+    if mutated:
+        changed = list(_mutated(func, args, kwargs))
+        return changed[0] if len(changed) == 1 else changed
+    return tree_unflatten(made, form)
+
+
+def _like(tensor) -> torch.Tensor:
+    """CUDA memory for a result, not written."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+
+
+_captured: list = []  # kept: a graph may run as long as the process
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int64)
+def _run_captured(number):
+    try:
+        _captured[number]()
+    except BaseException:  # there is no caller to tell
+        traceback.print_exc()
+        os.abort()
 
 
 def _is_given(tensor, args, kwargs) -> bool:

@@ -15,6 +15,15 @@ namespace kvcache::gpuless {
 
 std::recursive_mutex& runtime_mutex();
 
+// Holds the lock. A thread of Python that must wait for it lets go of the interpreter meanwhile:
+// the thread that has the lock may need it, to run an operator that a graph captured.
+class RuntimeLock {
+ public:
+  RuntimeLock();
+  ~RuntimeLock() { runtime_mutex().unlock(); }
+  RuntimeLock(const RuntimeLock&) = delete;
+};
+
 // The calling thread's last error, as cudaGetLastError reports it. Returns `error`.
 cudaError_t failed(cudaError_t error);
 
@@ -28,7 +37,7 @@ void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 // Runs `body`, which returns a cudaError_t, under the lock; is the sticky error where there is one.
 template <class Body>
 cudaError_t call(Body&& body) {
-  const std::lock_guard<std::recursive_mutex> lock(runtime_mutex());
+  const RuntimeLock lock;
   if (sticky_error() != cudaSuccess) return failed(sticky_error());
   const cudaError_t error = body();
   if (sticky_error() != cudaSuccess) return failed(sticky_error());  // met while work ran

@@ -78,12 +78,6 @@ const Text* text_of(cudaError_t error) {
 
 }  // namespace
 
-// Never destroyed: other libraries call in while the process ends.
-std::recursive_mutex& runtime_mutex() {
-  static auto* const mutex = new std::recursive_mutex;
-  return *mutex;
-}
-
 cudaError_t failed(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;

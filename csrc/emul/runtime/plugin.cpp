@@ -51,6 +51,12 @@ KV_GPULESS_API int kvcache_gpuless_write(cudaStream_t stream, void* to, const ch
   });
 }
 
+// Calls `function(number)` whenever the graph runs that the stream captures.
+KV_GPULESS_API int kvcache_gpuless_capture(cudaStream_t stream, void (*function)(int64_t),
+                                           int64_t number) {
+  return call([&] { return submit_or_capture(*stream_of(stream), [=] { function(number); }); });
+}
+
 KV_GPULESS_API int kvcache_gpuless_is_capturing(cudaStream_t stream) {
   bool capturing = false;
   call([&] {
