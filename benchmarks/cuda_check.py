@@ -2,8 +2,8 @@
 
 Prints a table of each kernel entry's machine code, and fails where it is not as
 `sass_expectations.py` says. `--json FILE` writes the table down. The machine code needs cuobjdump
-($CUOBJDUMP, the toolkit's, the PATH's, or the one that triton carries) and c++filt; without one of
-them it is skipped, with a line that says so.
+($CUOBJDUMP, the toolkit's, the PATH's, or the one that triton carries, here or in the environment of
+`make gpu-less`) and c++filt; without one of them it is skipped, with a line that says so.
 
 Exit code 0 when all is as expected, 1 when it is not, 3 when there is no nvcc.
 """
@@ -25,9 +25,11 @@ from pathlib import Path
 from benchmarks import sass
 from benchmarks.sass_expectations import failures
 from kvcache import _build
+from tests.gpu_less import build
 
 NO_NVCC = 3
 ARCH = "sm_90"
+TRITON_CUOBJDUMP = "backends/nvidia/bin/cuobjdump"  # in the folder of the package
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,7 +105,9 @@ def find_cuobjdump(home: Path) -> str | None:
     places = [os.environ.get("CUOBJDUMP"), home / "bin" / "cuobjdump", shutil.which("cuobjdump")]
     triton = importlib.util.find_spec("triton")
     if triton is not None and triton.origin is not None:
-        places.append(Path(triton.origin).parent / "backends/nvidia/bin/cuobjdump")
+        places.append(Path(triton.origin).parent / TRITON_CUOBJDUMP)
+    # A CUDA build of torch brings triton: that of `make gpu-less`, where it has run.
+    places += build.environment_folder().glob(f"lib/python*/site-packages/triton/{TRITON_CUOBJDUMP}")
     return next((str(place) for place in places if place and Path(place).is_file()), None)
 
 

@@ -97,10 +97,14 @@ def _build_rules():
     return module
 
 
+def environment_folder() -> Path:
+    """The virtual environment with a CUDA build of torch, whether or not it was made."""
+    return Path(os.environ.get("KVCACHE_GPULESS_VENV") or "~/.cache/kvcache/gpu-less").expanduser()
+
+
 def _environment() -> Path:
-    """The Python of the virtual environment with a CUDA build of torch; made at the first use."""
-    home = os.environ.get("KVCACHE_GPULESS_VENV") or "~/.cache/kvcache/gpu-less"
-    folder = Path(home).expanduser()
+    """The Python of that environment, which is made at the first use."""
+    folder = environment_folder()
     python = folder / "bin" / "python"
     if python.exists() and _has_torch(python):
         return python
