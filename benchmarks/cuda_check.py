@@ -107,7 +107,9 @@ def find_cuobjdump(home: Path) -> str | None:
     if triton is not None and triton.origin is not None:
         places.append(Path(triton.origin).parent / TRITON_CUOBJDUMP)
     # A CUDA build of torch brings triton: that of `make gpu-less`, where it has run.
-    places += build.environment_folder().glob(f"lib/python*/site-packages/triton/{TRITON_CUOBJDUMP}")
+    places += build.environment_folder().glob(
+        f"lib/python*/site-packages/triton/{TRITON_CUOBJDUMP}"
+    )
     return next((str(place) for place in places if place and Path(place).is_file()), None)
 
 
