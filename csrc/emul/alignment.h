@@ -53,10 +53,13 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
 
 }  // namespace emul
 
-// Weak: every source file brings a copy, the linker keeps one.
+// Weak: every source file brings a copy, the linker keeps one. Hidden: a process may hold several
+// emulators, and each library calls its own. The compiler declares the function as visible, and
+// would not take the attribute.
+asm(".hidden __ubsan_handle_type_mismatch_v1_abort");
 extern "C" {
-[[noreturn]] __attribute__((weak, visibility("hidden"))) void __ubsan_handle_type_mismatch_v1_abort(
-    void* access, void* address) {
+[[noreturn]] __attribute__((weak)) void __ubsan_handle_type_mismatch_v1_abort(void* access,
+                                                                              void* address) {
   emul::report_misaligned(*static_cast<const emul::TypeMismatch*>(access),
                           reinterpret_cast<uintptr_t>(address));
 }
