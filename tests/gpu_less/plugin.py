@@ -240,6 +240,11 @@ def _over(tensor) -> torch.Tensor:
 
 def _read(tensor) -> torch.Tensor:
     """A copy with the same strides, for the operator to change."""
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())):
+        steps = zip(tensor.shape, tensor.stride())
+        extent = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+        memory = _over(tensor).as_strided((extent,), (1,)).clone()
+        return memory.as_strided(tensor.shape, tensor.stride())
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
     return copy.copy_(_over(tensor)) if tensor.numel() else copy
 
