@@ -47,6 +47,7 @@ EXPRESSIONS = {
     "several results": lambda x: torch.sort(x, descending=True)[1],
     "made": lambda x: torch.full_like(x, 3) + torch.ones(4, device=x.device),
     "matrix": lambda x: x @ x.t(),
+    "expanded": lambda x: x[:1].expand(3, 4).clone(),
     "empty": lambda x: x[:0] + 1,
 }
 

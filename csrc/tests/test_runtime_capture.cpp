@@ -6,34 +6,19 @@
 
 #include "tests/check.h"
 #include "tests/child.h"
+#include "tests/runtime_streams.h"
 
 namespace {
 
 using kvcache::test::in_child;
+using kvcache::test::new_stream;
+using kvcache::test::note;
+using kvcache::test::ran;
+using kvcache::test::recorded;
 
 constexpr auto kGlobal = cudaStreamCaptureModeGlobal;
 constexpr auto kThreadLocal = cudaStreamCaptureModeThreadLocal;
 constexpr auto kRelaxed = cudaStreamCaptureModeRelaxed;
-
-std::string ran;
-
-void note(cudaStream_t stream, const char* letter) {
-  const auto append = [](void* text) { ran += static_cast<const char*>(text); };
-  CHECK_EQ(cudaLaunchHostFunc(stream, append, const_cast<char*>(letter)), cudaSuccess);
-}
-
-cudaStream_t new_stream(unsigned flags = cudaStreamNonBlocking) {
-  cudaStream_t stream = nullptr;
-  CHECK_EQ(cudaStreamCreateWithFlags(&stream, flags), cudaSuccess);
-  return stream;
-}
-
-cudaEvent_t recorded(cudaStream_t stream) {
-  cudaEvent_t event = nullptr;
-  CHECK_EQ(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), cudaSuccess);
-  CHECK_EQ(cudaEventRecord(event, stream), cudaSuccess);
-  return event;
-}
 
 cudaStream_t capturing(cudaStreamCaptureMode mode) {
   cudaStream_t stream = new_stream();

@@ -7,11 +7,13 @@
 
 #include "tests/check.h"
 #include "tests/child.h"
+#include "tests/runtime_streams.h"
 
 namespace {
 
 using kvcache::test::dies_saying;
 using kvcache::test::in_child;
+using kvcache::test::new_stream;
 
 constexpr size_t kPage = 4096;
 
@@ -19,12 +21,6 @@ char* device_bytes(size_t n) {
   void* p = nullptr;
   CHECK_EQ(cudaMalloc(&p, n), cudaSuccess);
   return static_cast<char*>(p);
-}
-
-cudaStream_t new_stream() {
-  cudaStream_t stream = nullptr;
-  CHECK_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
-  return stream;
 }
 
 // Page-aligned memory that the test owns.

@@ -8,31 +8,16 @@
 
 #include "tests/check.h"
 #include "tests/child.h"
+#include "tests/runtime_streams.h"
 
 namespace {
 
 using kvcache::test::in_child;
+using kvcache::test::new_stream;
+using kvcache::test::note;
+using kvcache::test::ran;
+using kvcache::test::recorded;
 using kvcache::test::Variables;
-
-std::string ran;  // a letter per host function that ran
-
-void note(cudaStream_t stream, const char* letter) {
-  const auto append = [](void* text) { ran += static_cast<const char*>(text); };
-  CHECK_EQ(cudaLaunchHostFunc(stream, append, const_cast<char*>(letter)), cudaSuccess);
-}
-
-cudaStream_t new_stream(unsigned flags = cudaStreamNonBlocking) {
-  cudaStream_t stream = nullptr;
-  CHECK_EQ(cudaStreamCreateWithFlags(&stream, flags), cudaSuccess);
-  return stream;
-}
-
-cudaEvent_t recorded(cudaStream_t stream) {
-  cudaEvent_t event = nullptr;
-  CHECK_EQ(cudaEventCreate(&event), cudaSuccess);
-  CHECK_EQ(cudaEventRecord(event, stream), cudaSuccess);
-  return event;
-}
 
 // What `body` leaves in `ran`, under several seeds.
 template <class Body>

@@ -240,11 +240,13 @@ def _over(tensor) -> torch.Tensor:
 
 def _read(tensor) -> torch.Tensor:
     """A copy with the same strides, for the operator to change."""
-    over = _over(tensor)
-    if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape)):
-        return over.clone()  # expanded: its elements share memory, and only an input may be so
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())):
+        steps = zip(tensor.shape, tensor.stride())
+        extent = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
+        memory = _over(tensor).as_strided((extent,), (1,)).clone()
+        return memory.as_strided(tensor.shape, tensor.stride())
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    return copy.copy_(over) if tensor.numel() else copy
+    return copy.copy_(_over(tensor)) if tensor.numel() else copy
 
 
 def _write(stream, tensor, values) -> None:
