@@ -19,7 +19,7 @@ demo: setup
 	$(BIN)/kvcache demo
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 setup: $(VENV)/.built
 
