@@ -10,13 +10,13 @@
 #include <optional>
 #include <tuple>
 
-#include "core/block_hash.h"
-#include "core/block_pool.h"
 #include "core/eviction/registry.h"
-#include "core/extra_keys.h"
+#include "core/hashing/block_hash.h"
+#include "core/hashing/extra_keys.h"
+#include "core/hashing/sha256.h"
+#include "core/hashing/token_chain.h"
 #include "core/limits.h"
-#include "core/sha256.h"
-#include "core/token_chain.h"
+#include "core/pool/block_pool.h"
 #include "python/arrays.h"
 #include "python/hashes.h"
 

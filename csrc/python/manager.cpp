@@ -1,5 +1,5 @@
 // The manager and its attention kinds for Python. Converts arrays, nothing else.
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -14,8 +14,8 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
+#include "core/hashing/sha256.h"
 #include "core/limits.h"
-#include "core/sha256.h"
 #include "python/arrays.h"
 #include "python/hashes.h"
 

@@ -1,5 +1,5 @@
 // The block pool against a plain model: lists and maps, no cleverness.
-#include "core/block_pool.h"
+#include "core/pool/block_pool.h"
 
 #include <algorithm>
 #include <deque>

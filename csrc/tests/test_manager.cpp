@@ -1,7 +1,7 @@
 // The manager under random calls of both faces, over mixed groups: tables that follow the deltas,
 // and the invariants. tests/test_allocator_random.py compares every answer with a model; this one
 // runs under the sanitizers.
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 #include <algorithm>
 #include <limits>
@@ -19,7 +19,7 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
-#include "core/sha256.h"
+#include "core/hashing/sha256.h"
 #include "tests/check.h"
 
 using kvcache::AttentionKind;

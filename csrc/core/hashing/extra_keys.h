@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "core/block_pool.h"
+#include "core/pool/block_pool.h"
 
 namespace kvcache {
 

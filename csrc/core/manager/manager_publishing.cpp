@@ -1,7 +1,7 @@
 // What becomes findable: blocks full of real tokens, neither lookahead slots nor unknown tokens.
 #include <algorithm>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

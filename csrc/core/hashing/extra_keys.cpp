@@ -1,9 +1,9 @@
-#include "core/extra_keys.h"
+#include "core/hashing/extra_keys.h"
 
 #include <algorithm>
 #include <numeric>
 
-#include "core/cbor.h"
+#include "core/hashing/cbor.h"
 
 namespace kvcache {
 

@@ -1,7 +1,7 @@
 // Which blocks a row gets: judged first, without a change, then taken.
 #include <algorithm>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

@@ -1,4 +1,4 @@
-#include "core/sha256.h"
+#include "core/hashing/sha256.h"
 
 #include <dlfcn.h>
 

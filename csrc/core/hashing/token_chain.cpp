@@ -1,4 +1,4 @@
-#include "core/token_chain.h"
+#include "core/hashing/token_chain.h"
 
 #include <algorithm>
 #include <stdexcept>

@@ -1,4 +1,4 @@
-#include "core/part_index.h"
+#include "core/pool/part_index.h"
 
 namespace kvcache {
 

@@ -3,7 +3,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

@@ -1,5 +1,5 @@
 // The manager's calls. What they check, serve, publish and withdraw is in manager_*.cpp.
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 #include <algorithm>
 #include <chrono>

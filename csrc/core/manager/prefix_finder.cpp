@@ -1,4 +1,4 @@
-#include "core/prefix_finder.h"
+#include "core/manager/prefix_finder.h"
 
 #include <algorithm>
 #include <numeric>

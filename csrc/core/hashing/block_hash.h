@@ -11,7 +11,7 @@
 #include <string_view>
 #include <vector>
 
-#include "core/block_pool.h"
+#include "core/pool/block_pool.h"
 
 namespace kvcache {
 

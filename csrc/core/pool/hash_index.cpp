@@ -1,4 +1,4 @@
-#include "core/block_pool.h"
+#include "core/pool/block_pool.h"
 
 namespace kvcache {
 

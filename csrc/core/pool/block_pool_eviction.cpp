@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/block_pool.h"
+#include "core/pool/block_pool.h"
 
 namespace kvcache {
 

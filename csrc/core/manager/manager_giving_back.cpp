@@ -1,7 +1,7 @@
 // How blocks come back: at once or behind a fence; rows that lose some, or all, and go on.
 #include <algorithm>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

@@ -1,9 +1,9 @@
-#include "core/block_hash.h"
+#include "core/hashing/block_hash.h"
 
 #include <algorithm>
 
-#include "core/cbor.h"
-#include "core/sha256.h"
+#include "core/hashing/cbor.h"
+#include "core/hashing/sha256.h"
 
 namespace kvcache {
 

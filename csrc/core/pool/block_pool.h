@@ -15,13 +15,13 @@
 #include <utility>
 #include <vector>
 
-#include "core/event_log.h"
 #include "core/eviction/candidates.h"
 #include "core/eviction/eviction_policy.h"
 #include "core/eviction/pins.h"
 #include "core/hash.h"
-#include "core/part_index.h"
-#include "core/residency.h"
+#include "core/pool/event_log.h"
+#include "core/pool/part_index.h"
+#include "core/pool/residency.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

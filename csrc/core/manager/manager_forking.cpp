@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 namespace kvcache {
 

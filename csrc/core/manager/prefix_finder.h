@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/block_pool.h"
-#include "core/cache_group.h"
+#include "core/groups/cache_group.h"
+#include "core/pool/block_pool.h"
 
 namespace kvcache {
 

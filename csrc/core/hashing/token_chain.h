@@ -9,8 +9,8 @@
 #include <memory>
 #include <vector>
 
-#include "core/block_hash.h"
-#include "core/extra_keys.h"
+#include "core/hashing/block_hash.h"
+#include "core/hashing/extra_keys.h"
 
 namespace kvcache {
 

@@ -29,14 +29,14 @@
 #include <unordered_set>
 #include <vector>
 
-#include "core/block_pool.h"
-#include "core/cache_group.h"
-#include "core/cache_stats.h"
-#include "core/event_log.h"
 #include "core/eviction/registry.h"
+#include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
 #include "core/limits.h"
-#include "core/prefix_finder.h"
-#include "core/token_chain.h"
+#include "core/manager/cache_stats.h"
+#include "core/manager/prefix_finder.h"
+#include "core/pool/block_pool.h"
+#include "core/pool/event_log.h"
 
 namespace kvcache {
 
