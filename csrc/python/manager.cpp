@@ -325,7 +325,7 @@ py::tuple drained_events(Manager& self) {
   for (py::ssize_t i = 0; i < n; ++i) {
     const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
     kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
-    mediums.mutable_data()[i] = static_cast<uint8_t>(event.medium);
+    mediums.mutable_data()[i] = static_cast<uint8_t>(event.tier);
     groups.mutable_data()[i] = event.group;
     std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, sizeof(Hash));
     std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, sizeof(Hash));

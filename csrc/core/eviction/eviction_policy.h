@@ -18,7 +18,7 @@ struct Retention {
   int64_t ttl_ms;    // from the release; negative: for ever
 };
 
-// What is known of the request segment whose blocks are given back.
+// What is known of the request segment whose blocks are released.
 struct ReleaseFeatures {
   int32_t turn = 0;               // of the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
@@ -52,12 +52,12 @@ class EvictionPolicy {
   // Cached from now on; `hash` is null while only a part of the block is, and may follow.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // cached ones that a request took
-  // A request gives these blocks back; prefix_tokens[i]: tokens of the prefix that ends with block
+  // A request releases these blocks; prefix_tokens[i]: tokens of the prefix that ends with block
   // i. Behind a fence they become idle later. Of blocks that leave a request which goes on (out of
-  // a window, for a copy, or withdrawn) only `on_give_back` is told.
+  // a window, for a copy, or invalid) only `on_released` is told.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
-  virtual void on_give_back(const BlockId*, int64_t) {}  // whatever the reason
+  virtual void on_released(const BlockId*, int64_t) {}  // whatever the reason
   virtual void on_idle(BlockId) {}  // cached, and just now nobody's: told in the order of release
   virtual void on_access(const BlockId*, int64_t, double /*now*/) {}
   // Not cached any more; `evicted`: because its space was needed.

@@ -37,9 +37,9 @@ class LastAccess : public EvictionPolicy {
       states_[ids[i]].num_prefix_tokens = prefix_tokens[i];
       refresh(ids[i]);
     }
-    on_give_back(ids, n);
+    on_released(ids, n);
   }
-  void on_give_back(const BlockId* ids, int64_t n) override {
+  void on_released(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
       State& state = states_[ids[i]];
       state.told_time = clock_;

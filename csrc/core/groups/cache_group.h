@@ -18,7 +18,7 @@ struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   AttentionKind::Pages pages;
   bool keeps_all;
-  bool has_parts;        // hits inside a block, which are copied
+  bool has_partial;      // hits inside a block, which are copied
   uint8_t id;            // place among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
   int64_t num_hashes;    // per block
@@ -46,7 +46,7 @@ struct Held {
       blocks;                 // by block of the sequence (kEncoder: of the encoder); null: dropped
   int64_t num_dropped = 0;    // leading blocks that are null
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
-  int64_t num_parts = 0;      // has_parts: leading hash blocks that are
+  int64_t num_partial = 0;    // has_partial: leading hash blocks that are
   int64_t num_hits = 0;       // leading blocks that the row has not computed
   // Of a row that is being served: block that is to be copied into its next one, or page of the
   // host that is to be loaded into it.
@@ -55,7 +55,7 @@ struct Held {
   // Nothing held; the memory stays for the next.
   void clear() {
     blocks.clear();
-    num_dropped = num_published = num_parts = num_hits = 0;
+    num_dropped = num_published = num_partial = num_hits = 0;
     source = host_source = kNullBlock;
   }
 

@@ -59,8 +59,8 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.kind = each.kind;
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
-    group.has_parts = options.hash_block_size > 0 && hash_block_size < each.block_size &&
-                      group.pages == AttentionKind::Pages::kTokens;
+    group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
+                        group.pages == AttentionKind::Pages::kTokens;
     group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;
@@ -125,8 +125,8 @@ Manager::Manager(const ManagerOptions& options)
     pool_.on_eviction([this](BlockId id) { on_eviction(id); });
   }
   if (options.record_events) {
-    pool_.tell(&events_, Medium::kDevice);
-    if (host_ != nullptr) host_->tell(&events_, Medium::kHost);
+    pool_.emit_to(&events_, Tier::kDevice);
+    if (host_ != nullptr) host_->emit_to(&events_, Tier::kHost);
   }
   if (options.track_residency) pool_.track_residency();
   needs_clock_ =
@@ -224,7 +224,7 @@ const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   const Call call(this);
   if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
-  return find(chain, /*with_parts=*/false, with_host);
+  return find(chain, /*with_partial=*/false, with_host);
 }
 
 Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
@@ -233,11 +233,11 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   check_new(chain);
   if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
   Status status = Status::kWait;
-  for (bool with_parts : {true, false}) {
-    const PrefixHit& hit = find(chain, with_parts, /*with_host=*/true);
+  for (bool with_partial : {true, false}) {
+    const PrefixHit& hit = find(chain, with_partial, /*with_host=*/true);
     const int64_t after = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
     status = judge_new(chain, hit, after, 0, 0).status;
-    if (status != Status::kWait || !copies_parts(hit)) break;
+    if (status != Status::kWait || !copies_partial(hit)) break;
   }
   return status;
 }
@@ -253,7 +253,7 @@ int64_t Manager::pin(const std::string& session, TokenChain& chain) {
          i += static_cast<size_t>(group.num_hashes)) {
       const BlockId id = pool_.find(hashes[i], group.id);
       if (id != kNullBlock) {
-        pinned.push_back({id, group.id, pool_.tenancy(id), hashes[i]});
+        pinned.push_back({id, group.id, pool_.generation(id), hashes[i]});
       } else if (group.keeps_all) {
         break;  // nothing finds what comes behind
       }
@@ -281,7 +281,7 @@ int64_t Manager::unpin(const std::string& session) {
 // A pin goes with its block's hash.
 bool Manager::is_alive(const Pinned& pinned) const {
   return pool_.holds(pinned.id, pinned.hash, pinned.group) &&
-         pool_.tenancy(pinned.id) == pinned.tenancy && pool_.is_pinned(pinned.id);
+         pool_.generation(pinned.id) == pinned.generation && pool_.is_pinned(pinned.id);
 }
 
 void Manager::unpin_all(const std::vector<Pinned>& pinned) {

@@ -323,7 +323,7 @@ class Manager {
       int32_t row;
       BlockId id;
       int64_t admission, first_token;
-      uint8_t group, tenancy;  // the block may be somebody else's by now
+      uint8_t group, generation;  // the block may be somebody else's by now
     };
     struct Dropped {
       int32_t row;
@@ -353,7 +353,7 @@ class Manager {
   };
   struct Pinned {
     BlockId id;
-    uint8_t group, tenancy;
+    uint8_t group, generation;
     Hash hash;
   };
   struct Fence {
@@ -432,7 +432,7 @@ class Manager {
   void take_back_ids_of(const StepRequest& request, int64_t i);
 
   // Serving (manager_serving.cpp).
-  const PrefixHit& find(const TokenChain& chain, bool with_parts, bool with_host);
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
   Verdict judge(const Held* held, int64_t start, int64_t after, int64_t lookahead, int64_t num_free,
                 int64_t num_kept_free, bool may_share = false);
   void judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
@@ -460,7 +460,7 @@ class Manager {
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
   void end_state_moves();
-  static bool copies_parts(const PrefixHit& hit);
+  static bool copies_partial(const PrefixHit& hit);
 
   // Telling, and the journal (manager_telling.cpp).
   void answer(int32_t row, Status status, int64_t start, bool is_new);

@@ -58,7 +58,7 @@ void Manager::check_rejected(int32_t row, int64_t num_rejected) const {
     const Held& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
     kept = std::max(kept, each.num_published * group.block_size);
-    if (group.has_parts) kept = std::max(kept, each.num_parts * hash_block_size_);
+    if (group.has_partial) kept = std::max(kept, each.num_partial * hash_block_size_);
   }
   if (r.num_computed - num_rejected >= kept) return;
   throw std::invalid_argument(what + ": expected at most " +

@@ -53,7 +53,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     if (!group.is_cacheable()) continue;
     each.num_hits = static_cast<int64_t>(each.blocks.size());
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
-    each.num_parts = std::max(each.num_parts, r.num_computed / hash_block_size_);
+    each.num_partial = std::max(each.num_partial, r.num_computed / hash_block_size_);
   }
   r.next_publish = next_publish(r, held(other));
   if (r.by_step) note_forked(row, other);

@@ -7,7 +7,7 @@ namespace kvcache {
 
 void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
   if (n == 0) return;
-  pool_.give_back(ids, n);
+  pool_.notify_released(ids, n);
   if (!is_fenced(step_id)) {
     pool_.release(ids, n);
     return;
@@ -97,7 +97,7 @@ void Manager::tell_release(int32_t row, ReleaseFeatures features) {
       ends.push_back(end * group.block_size);
     }
     features.tokens_per_block = group.block_size;
-    pool_.tell_release(dropped_.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
+    pool_.notify_release(dropped_.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
   }
 }
 
@@ -131,7 +131,7 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
-    each.num_parts = std::min(each.num_parts, num_tokens / hash_block_size_);
+    each.num_partial = std::min(each.num_partial, num_tokens / hash_block_size_);
     each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = rows_[row];
@@ -146,7 +146,7 @@ void Manager::restart(int32_t row) {
   Row& r = rows_[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
-  const PrefixHit& hit = find(*r.chain, /*with_parts=*/false, /*with_host=*/false);
+  const PrefixHit& hit = find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
   Held* h = held(row);
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;

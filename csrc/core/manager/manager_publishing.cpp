@@ -17,8 +17,8 @@ int64_t Manager::next_publish(const Row& row, const Held* held) const {
   for (const CacheGroup& group : groups_) {
     const Held& each = held[group.id];
     if (!group.is_cacheable()) continue;
-    next = std::min(next, group.has_parts ? (each.num_parts + 1) * hash_block_size_
-                                          : (each.num_published + 1) * group.block_size);
+    next = std::min(next, group.has_partial ? (each.num_partial + 1) * hash_block_size_
+                                            : (each.num_published + 1) * group.block_size);
   }
   return next;
 }
@@ -30,7 +30,7 @@ void Manager::publish(int32_t row) {
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : groups_) {
     Held* each = &held(row)[group.id];
-    if (group.has_parts) publish_parts(r, group, each, num_hashed);
+    if (group.has_partial) publish_parts(r, group, each, num_hashed);
     if (group.holds_tokens()) publish_blocks(r, group, each, num_hashed);
     if (group.holds_state()) publish_state(r, group, each, r.num_computed);
   }
@@ -48,12 +48,12 @@ void Manager::publish_blocks(const Row& row, const CacheGroup& group, Held* held
 void Manager::publish_parts(const Row& row, const CacheGroup& group, Held* held,
                             int64_t num_hashed) {
   const std::vector<Hash>& hashes = row.chain->known_hashes();
-  for (; held->num_parts < num_hashed; ++held->num_parts) {
-    const int64_t block = held->num_parts / group.num_hashes;
-    const bool is_whole = (held->num_parts + 1) % group.num_hashes == 0;
+  for (; held->num_partial < num_hashed; ++held->num_partial) {
+    const int64_t block = held->num_partial / group.num_hashes;
+    const bool is_whole = (held->num_partial + 1) % group.num_hashes == 0;
     if (is_whole || block < held->num_dropped) continue;
-    pool_.publish_part(held->blocks[static_cast<size_t>(block)],
-                       hashes[static_cast<size_t>(held->num_parts)], hashes[0], group.id);
+    pool_.publish_partial(held->blocks[static_cast<size_t>(block)],
+                          hashes[static_cast<size_t>(held->num_partial)], hashes[0], group.id);
     note_published(row, group, block, held->blocks[static_cast<size_t>(block)]);
   }
 }
@@ -112,7 +112,7 @@ void Manager::note_published(const Row& row, const CacheGroup& group, int64_t bl
   if (in_flight_.empty() || !row.by_step) return;
   in_flight_.back().published.push_back({static_cast<int32_t>(&row - rows_.data()), id,
                                          row.admission, block * group.block_size, group.id,
-                                         pool_.tenancy(id)});
+                                         pool_.generation(id)});
 }
 
 }  // namespace kvcache

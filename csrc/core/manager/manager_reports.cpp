@@ -119,7 +119,7 @@ Recompute Manager::abort_from(int64_t step_id) {
     in_flight_.pop_back();
   }
   for (const Step::Published& each : published) {
-    if (pool_.tenancy(each.id) != each.tenancy) continue;
+    if (pool_.generation(each.id) != each.generation) continue;
     int64_t num_right = 0;  // of a row that has left: nobody knows
     if (is_there(each.row, each.admission)) {
       const auto limit = limits.find(each.row);

@@ -5,11 +5,11 @@
 
 namespace kvcache {
 
-const PrefixHit& Manager::find(const TokenChain& chain, bool with_parts, bool with_host) {
+const PrefixHit& Manager::find(const TokenChain& chain, bool with_partial, bool with_host) {
   static const std::vector<Hash> kNone;
   const bool reads = options_.enable_caching && chain.read_cache() && chain.num_tokens() > 0;
   return finder_.find(reads ? chain.known_hashes() : kNone,
-                      std::max<int64_t>(chain.num_tokens() - 1, 0), with_parts, with_host);
+                      std::max<int64_t>(chain.num_tokens() - 1, 0), with_partial, with_host);
 }
 
 int64_t Manager::num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) const {
@@ -125,8 +125,8 @@ void Manager::set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit)
   // parts only those behind the hit are right for who reads them.
   const bool is_whole =
       group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
-  held->num_parts = is_whole ? held->num_published * group.num_hashes
-                             : hit.num_tokens / (group.block_size / group.num_hashes);
+  held->num_partial = is_whole ? held->num_published * group.num_hashes
+                               : hit.num_tokens / (group.block_size / group.num_hashes);
   held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
@@ -433,23 +433,23 @@ void Manager::serve_new(const StepRequest& request) {
     Slots slots{Status::kWait, -1, {}, {}};
     int64_t start = 0;
     // A hit inside a block takes that block and the copy: without it, less may do.
-    for (bool with_parts : {true, false}) {
-      const PrefixHit* hit = &find(*asked.chain, with_parts, /*with_host=*/true);
+    for (bool with_partial : {true, false}) {
+      const PrefixHit* hit = &find(*asked.chain, with_partial, /*with_host=*/true);
       if (hit->num_host_blocks > asked.max_host_blocks) {
-        hit = &find(*asked.chain, with_parts, /*with_host=*/false);
+        hit = &find(*asked.chain, with_partial, /*with_host=*/false);
       }
       start = hit->num_tokens;
       const int64_t after = std::min(start + asked.num_tokens, asked.chain->num_tokens());
       slots = admit(asked.chain, *hit, after, lookahead, request.num_reserved_blocks,
                     /*by_step=*/true);
-      if (slots.status != Status::kWait || !copies_parts(*hit)) break;
+      if (slots.status != Status::kWait || !copies_partial(*hit)) break;
     }
     if (slots.status == Status::kServed) delta_->clear_rows.push_back(slots.row);
     answer(slots.row, slots.status, start, /*is_new=*/true);
   }
 }
 
-bool Manager::copies_parts(const PrefixHit& hit) {
+bool Manager::copies_partial(const PrefixHit& hit) {
   return std::any_of(hit.sources.begin(), hit.sources.end(),
                      [](BlockId source) { return source != kNullBlock; });
 }

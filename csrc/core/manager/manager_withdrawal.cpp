@@ -73,9 +73,9 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
 
 // Of both tiers: what is bad, and what follows from it.
 void Manager::evict_derived(const std::vector<BlockId>& ids, Bad* bad) {
-  Tainted tainted;
-  tainted.roots = std::move(bad->roots);
-  pool_.taint(ids.data(), static_cast<int64_t>(ids.size()), &tainted);
+  InvalidChains invalid;
+  invalid.roots = std::move(bad->roots);
+  pool_.add_chains(ids.data(), static_cast<int64_t>(ids.size()), &invalid);
   if (host_ != nullptr) {
     for (const auto& [hash, what] : bad->hashes) {
       for (const CacheGroup& group : groups_) {
@@ -84,10 +84,10 @@ void Manager::evict_derived(const std::vector<BlockId>& ids, Bad* bad) {
       }
     }
     const std::vector<BlockId> pages(bad->host.begin(), bad->host.end());
-    host_->taint(pages.data(), static_cast<int64_t>(pages.size()), &tainted);
+    host_->add_chains(pages.data(), static_cast<int64_t>(pages.size()), &invalid);
   }
-  pool_.evict_derived(tainted, is_uniform_);
-  if (host_ != nullptr) host_->evict_derived(tainted, is_uniform_);
+  pool_.evict_derived(invalid, is_uniform_);
+  if (host_ != nullptr) host_->evict_derived(invalid, is_uniform_);
 }
 
 // Lowers the limits of rows that use bad content, and adds what they have computed behind them.
@@ -231,7 +231,7 @@ bool Manager::add_block(BlockId id, int64_t num_right, Bad* bad) {
 bool Manager::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
                         int64_t num_right, Bad* bad) const {
   const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
-  std::vector<Hash> found = pool_.parts_of(id);
+  std::vector<Hash> found = pool_.partial_hashes_of(id);
   if (pool_.hash_of(id) != nullptr) found.push_back(*pool_.hash_of(id));
   const int64_t last =
       std::min((block + 1) * group.num_hashes, static_cast<int64_t>(hashes.size()));
@@ -260,7 +260,7 @@ bool Manager::add_lost(const TokenChain& chain, const CacheGroup& group, int64_t
     if (id != kNullBlock) changed |= add_block(id, num_right, bad);
     const bool on_host = id == kNullBlock && i + 1 == end && host_ != nullptr &&
                          host_->find(hash, group.id) != kNullBlock;
-    if (id == kNullBlock && !on_host && !group.has_parts) continue;
+    if (id == kNullBlock && !on_host && !group.has_partial) continue;
     changed |= add_hash(hash, {num_right, group.block_size}, bad);
   }
   return changed;
@@ -269,7 +269,7 @@ bool Manager::add_lost(const TokenChain& chain, const CacheGroup& group, int64_t
 void Manager::add_hashes(const BlockPool& pool, BlockId id, Bad* bad) const {
   const int64_t block_size = groups_[pool.group_of(id)].block_size;
   if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size}, bad);
-  for (const Hash& hash : pool.parts_of(id)) add_hash(hash, {0, block_size}, bad);
+  for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size}, bad);
 }
 
 bool Manager::add_hash(const Hash& hash, const BadHash& what, Bad* bad) {

@@ -18,8 +18,8 @@ PrefixFinder::PrefixFinder(const BlockPool* pool, const BlockPool* host,
   for (const CacheGroup& group : *groups) {
     if (!group.is_cacheable()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
-    unit_ = checked_size(name,
-                         std::lcm(unit_, group.has_parts ? hash_block_size : group.block_size), 1);
+    unit_ = checked_size(
+        name, std::lcm(unit_, group.has_partial ? hash_block_size : group.block_size), 1);
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
   hit_.blocks.resize(groups->size());
@@ -63,29 +63,29 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
   return n;
 }
 
-BlockId PrefixFinder::part_of(const CacheGroup& group, int64_t num_tokens) const {
-  return pool_->find_part(hash_at(num_tokens), group.id);
+BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_tokens) const {
+  return pool_->find_partial(hash_at(num_tokens), group.id);
 }
 
 const PrefixHit& PrefixFinder::find(const std::vector<Hash>& hashes, int64_t max_tokens,
-                                    bool with_parts, bool with_host) {
+                                    bool with_partial, bool with_host) {
   hashes_ = &hashes;
   with_host_ = with_host && host_ != nullptr;
   hit_.num_host_blocks = 0;
-  step_ = with_parts ? unit_ : whole_unit_;
+  step_ = with_partial ? unit_ : whole_unit_;
   num_leading_.assign(groups_->size(), -1);
   for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
   hit_.num_tokens =
-      settle(std::min(max_tokens, static_cast<int64_t>(hashes.size()) * hash_block_size_));
-  if (drop_last_ && hit_.num_tokens > 0) hit_.num_tokens = settle(hit_.num_tokens - step_);
+      accepted_by_all(std::min(max_tokens, static_cast<int64_t>(hashes.size()) * hash_block_size_));
+  if (drop_last_ && hit_.num_tokens > 0) hit_.num_tokens = accepted_by_all(hit_.num_tokens - step_);
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
 }
 
 // A fixed point: what one group takes less, all take less.
-int64_t PrefixFinder::settle(int64_t num_tokens) {
+int64_t PrefixFinder::accepted_by_all(int64_t num_tokens) {
   num_tokens -= num_tokens % step_;
   for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
     before = num_tokens;
@@ -112,7 +112,8 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
   // Beyond the whole blocks at most a part of the next one.
   num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_);
   num_tokens -= num_tokens % step_;
-  while (num_tokens % bs != 0 && part_of(group, num_tokens) == kNullBlock) num_tokens -= step_;
+  while (num_tokens % bs != 0 && partial_block_of(group, num_tokens) == kNullBlock)
+    num_tokens -= step_;
   return num_tokens;
 }
 
@@ -121,7 +122,7 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
   while (num_tokens > 0) {
     const int64_t first_token = group.first_needed_token(num_tokens);
     if (num_tokens % bs != 0 && first_token < num_tokens &&
-        part_of(group, num_tokens) == kNullBlock) {
+        partial_block_of(group, num_tokens) == kNullBlock) {
       num_tokens -= step_;
       continue;
     }
@@ -153,7 +154,7 @@ void PrefixFinder::collect(const CacheGroup& group) {
     hit_.num_host_blocks += std::count_if(blocks.begin(), blocks.end(), is_host_page);
   }
   if (n % group.block_size != 0 && group.first_needed_token(n) < n) {
-    hit_.sources[group.id] = part_of(group, n);
+    hit_.sources[group.id] = partial_block_of(group, n);
   }
 }
 

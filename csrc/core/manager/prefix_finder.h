@@ -34,18 +34,18 @@ class PrefixFinder {
 
   // Of at most `max_tokens` tokens, with these hashes; valid until the next call. Changes no pool.
   // Parts of blocks are found on the device only.
-  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_parts,
+  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_partial,
                         bool with_host);
 
  private:
-  int64_t settle(int64_t num_tokens);
+  int64_t accepted_by_all(int64_t num_tokens);
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
   BlockId block_of(const CacheGroup& group, int64_t block) const;
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
-  BlockId part_of(const CacheGroup& group, int64_t num_tokens) const;
+  BlockId partial_block_of(const CacheGroup& group, int64_t num_tokens) const;
   void collect(const CacheGroup& group);
 
   const BlockPool* pool_;

@@ -87,9 +87,9 @@ void BlockPool::forget(BlockId id, bool evicted) {
   if (!is_plain_) forget_place(id, evicted);
   Block& block = blocks_[id];
   if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
-    events_->removed(block.hash, block.group, medium_);
+    events_->removed(block.hash, block.group, tier_);
   }
-  if (!parts_.empty()) parts_.forget(id);
+  if (!partial_.empty()) partial_.forget(id);
   block.epoch = 0;
   --num_cached_;
 }
@@ -109,7 +109,7 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
       index_.prefetch_bucket(ahead.hash, ahead.group);
     }
     if (residency_) residency_->evicted(out[i]);
-    tell_eviction(out[i]);
+    notify_eviction(out[i]);
     ++evicted_by_group_[blocks_[out[i]].group];
     forget(out[i]);
   }
@@ -132,7 +132,7 @@ bool BlockPool::allocate(int64_t n, BlockId* out) {
   for (int64_t i = 0; i < n; ++i) {
     Block& block = blocks_[out[i]];
     block.ref_count = 1;
-    ++block.tenancy;
+    ++block.generation;
   }
   num_free_ -= n;
   if (candidates_) candidates_->policy().on_allocate(out, n);
@@ -157,7 +157,7 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
         cached_free_.remove(links_.data(), ids[i]);
       } else {
         unlist(ids[i]);
-        settle(ids[i]);
+        update_candidate(ids[i]);
       }
     }
   }
@@ -188,7 +188,7 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     throw std::invalid_argument(named("ids", id) +
                                 " more often than it is held: it was released already");
   }
-  if (candidates_) tell_idle(last);
+  if (candidates_) notify_idle(last);
 }
 
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
@@ -234,7 +234,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     }
     lineage_[ids[i]].parent = parent.tag();  // parts of it were published without
     block.hash = hash;
-    if (candidates_) tell_published(ids[i], content.is_chain);
+    if (candidates_) notify_published(ids[i], content.is_chain);
     if (index_.insert(ids[i]) && events_ != nullptr) {
       const int32_t* tokens =
           content.tokens == nullptr ? nullptr : content.tokens + i * content.tokens_per_block;
@@ -252,13 +252,13 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   check_publish(&id, 1, copied.group);
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
-  if (candidates_) tell_published(id, copied.is_chain);
+  if (candidates_) notify_published(id, copied.is_chain);
   if (index_.insert(id) && events_ != nullptr) {
     events_->stored_on_host(copied.hash, copied.group);
   }
 }
 
-void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {
+void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {
   const Block& block = at(id, "id");
   if (block.ref_count == 0) {
     throw std::invalid_argument(named("id", id) + ", which is free: expected a held one");
@@ -270,7 +270,7 @@ void BlockPool::publish_part(BlockId id, const Hash& hash, const Hash& root, uin
     set_cached(id, group, /*parent=*/0, root.tag());
     if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
   }
-  parts_.add(id, hash, group);
+  partial_.add(id, hash, group);
 }
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
@@ -308,40 +308,40 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
   }
 }
 
-void BlockPool::taint(const BlockId* ids, int64_t n, Tainted* tainted) const {
+void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const {
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) continue;
-    tainted->hashes.insert(blocks_[ids[i]].hash.tag());
-    tainted->roots.insert(lineage_[ids[i]].root);
+    invalid->hashes.insert(blocks_[ids[i]].hash.tag());
+    invalid->roots.insert(lineage_[ids[i]].root);
   }
 }
 
-void BlockPool::evict_derived(const Tainted& tainted, bool is_uniform) {
+void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
   // Once per incident: one walk over the blocks that were ever used.
-  if (tainted.roots.empty()) return;
+  if (invalid.roots.empty()) return;
   std::vector<BlockId> found;
   std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];
-    if (!is_cached(block) || tainted.roots.count(lineage_[id].root) == 0) continue;
+    if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;
     found.push_back(id);
     by_hash.emplace(key_of(block.group, block.hash.tag()), id);
   }
   if (is_uniform) {
-    const auto touched = [&](BlockId id) { return !is_untouched(id, tainted.hashes, &by_hash); };
+    const auto touched = [&](BlockId id) { return !is_untouched(id, invalid.hashes, &by_hash); };
     found.erase(std::stable_partition(found.begin(), found.end(), touched), found.end());
   }
   evict(found.data(), static_cast<int64_t>(found.size()));
 }
 
 // Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
-bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& tainted,
+bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
                              std::unordered_map<uint64_t, BlockId>* by_hash) const {
   std::vector<uint64_t> path;
   BlockId verdict = kTouched;
   for (BlockId up = id;;) {
     const Block& block = blocks_[up];
-    if (tainted.count(block.hash.tag()) != 0) break;
+    if (invalid.count(block.hash.tag()) != 0) break;
     path.push_back(key_of(block.group, block.hash.tag()));
     if (block.hash.tag() == lineage_[up].root) {
       verdict = kUntouched;
@@ -367,7 +367,7 @@ bool BlockPool::reset() {
 
 void BlockPool::clear() {
   if (num_cached_ > 0) index_.clear();
-  parts_.clear();
+  partial_.clear();
   if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;
@@ -375,7 +375,7 @@ void BlockPool::clear() {
     for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
     epoch_ = 1;
   }
-  if (events_ != nullptr) events_->cleared(medium_);
+  if (events_ != nullptr) events_->cleared(tier_);
 }
 
 void BlockPool::track_residency() {
@@ -415,7 +415,7 @@ void BlockPool::check_invariants() const {
     require(id >= next_fresh_ || listed[id] == (block.ref_count == 0), "neither held nor free", id);
     if (!is_cached(block)) continue;
     ++num_cached;
-    require(is_indexed(block) || parts_.has(id), "a cached block is under no hash", id);
+    require(is_indexed(block) || partial_.has(id), "a cached block is under no hash", id);
     if (!is_indexed(block)) continue;
     // Reached from the index: the oldest of its ring is what a lookup finds.
     const BlockId oldest = index_.find(block.hash, block.group);

@@ -20,7 +20,7 @@
 #include "core/eviction/pins.h"
 #include "core/hash.h"
 #include "core/pool/event_log.h"
-#include "core/pool/part_index.h"
+#include "core/pool/partial_index.h"
 #include "core/pool/residency.h"
 #include "core/zeroed_array.h"
 
@@ -32,7 +32,7 @@ struct alignas(16) Block {
   BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
   int32_t ref_count;       // > 0: held
   uint8_t group;           // cache group that its content belongs to
-  uint8_t tenancy;         // how often it was handed out, modulo 256
+  uint8_t generation;      // how often it was handed out, modulo 256
   uint16_t epoch;          // the pool's: cached; any other: not
 };
 static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
@@ -126,8 +126,8 @@ struct Content {
   const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
 };
 
-// By tags of hashes: content that is wrong, and the chains it is in.
-struct Tainted {
+// Invalid content by the tags of its hashes, and the roots of its chains.
+struct InvalidChains {
   std::unordered_set<uint32_t> hashes, roots;
 };
 
@@ -160,10 +160,10 @@ class BlockPool {
   // Throws std::invalid_argument that names `what` where the id is none of the pool.
   void check_id(BlockId id, const char* what) const { (void)at(id, what); }
   // Another number whenever the block is handed out anew (of 256, so for a while).
-  uint8_t tenancy(BlockId id) const { return blocks_[id].tenancy; }
+  uint8_t generation(BlockId id) const { return blocks_[id].generation; }
   // Of a cached block: the group of its content, and the hashes of its parts.
   uint8_t group_of(BlockId id) const { return blocks_[id].group; }
-  std::vector<Hash> parts_of(BlockId id) const { return parts_.of(id); }
+  std::vector<Hash> partial_hashes_of(BlockId id) const { return partial_.of(id); }
   // Cached blocks of a group that were taken for other content.
   int64_t num_evicted_of(uint8_t group) const {
     return group < evicted_by_group_.size() ? evicted_by_group_[group] : 0;
@@ -191,8 +191,8 @@ class BlockPool {
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // of a block that is found under a hash
 
-  // Makes what a held block holds so far findable by `find_part`, under one hash more.
-  void publish_part(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
+  // Makes what a held block holds so far findable by `find_partial`, under one hash more.
+  void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
 
   // out[i]: the oldest block published under hashes[i * stride], or -1. With `prefix`, everything
   // from the first miss on is -1 and is not looked at. Returns the number of leading hits.
@@ -201,19 +201,19 @@ class BlockPool {
 
   // The oldest block published under this hash, and the oldest with such a part; or the null block.
   BlockId find(const Hash& hash, uint8_t group) const { return index_.find(hash, group); }
-  BlockId find_part(const Hash& hash, uint8_t group) const { return parts_.find(hash, group); }
+  BlockId find_partial(const Hash& hash, uint8_t group) const { return partial_.find(hash, group); }
 
   // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
   // left as they are.
   void evict(const BlockId* ids, int64_t n);
 
-  // Adds what these blocks hold, where they are cached.
-  void taint(const BlockId* ids, int64_t n, Tainted* tainted) const;
+  // Adds the chains of these blocks, where they are cached.
+  void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;
 
-  // Evicts what is tainted and all that may have been computed from it: every block of a chain with
+  // Evicts what is invalid and all that may have been computed from it: every block of a chain with
   // such a root, but for those whose ancestors are all cached, in the same group, and none of them
-  // is tainted. That exception holds where a chain's blocks are all of one size (`is_uniform`).
-  void evict_derived(const Tainted& tainted, bool is_uniform);
+  // is invalid. That exception holds where a chain's blocks are all of one size (`is_uniform`).
+  void evict_derived(const InvalidChains& invalid, bool is_uniform);
 
   // Forgets every hash; false, and nothing changed, while any block is held.
   bool reset();
@@ -232,26 +232,26 @@ class BlockPool {
   // What the policy may learn from (eviction_policy.h); without one nothing happens.
   bool has_policy() const { return candidates_ != nullptr; }
   void hit(const BlockId* ids, int64_t n) {
-    if (has_policy()) tell_hit(ids, n);
+    if (has_policy()) notify_hit(ids, n);
   }
-  void tell_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                    const ReleaseFeatures& features) {
-    if (has_policy()) tell_policy_release(ids, prefix_tokens, n, features);
+  void notify_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                      const ReleaseFeatures& features) {
+    if (has_policy()) notify_policy_release(ids, prefix_tokens, n, features);
   }
-  void give_back(const BlockId* ids, int64_t n) {
-    if (has_policy()) candidates_->policy().on_give_back(ids, n);
+  void notify_released(const BlockId* ids, int64_t n) {
+    if (has_policy()) candidates_->policy().on_released(ids, n);
   }
   void access(const BlockId* ids, int64_t n, double now) {
-    if (has_policy()) tell_access(ids, n, now);
+    if (has_policy()) notify_access(ids, n, now);
   }
   void set_now(int64_t ms) {
     if (has_policy()) candidates_->policy().set_now(ms);
   }
 
-  // Where stored, removed and cleared hashes are told, as of which medium.
-  void tell(EventLog* events, Medium medium) {
+  // The log that stored, removed and cleared hashes go to, and the tier that they are said of.
+  void emit_to(EventLog* events, Tier tier) {
     events_ = events;
-    medium_ = medium;
+    tier_ = tier;
   }
 
   // Called for each block that is about to be taken for other content, while it is still found
@@ -275,14 +275,14 @@ class BlockPool {
   bool is_indexed(const Block& block) const {
     return is_cached(block) && block.older != kNullBlock;
   }
-  void tell_eviction(BlockId id) {
+  void notify_eviction(BlockId id) {
     // Alone in the ring of its hash: nothing is found under it once the block is gone.
     if (evicting_ && is_indexed(blocks_[id]) && blocks_[id].younger == id) evicting_(id);
   }
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
   void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
-  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& tainted,
+  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
   void forget(BlockId id, bool evicted = false);  // drops hash and parts
   FreeList& list_of(const Block& block) {
@@ -294,17 +294,17 @@ class BlockPool {
   // block_pool_eviction.cpp: what a pool does that has a policy, or ever had a pin.
   BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
-  void check_told(const BlockId* ids, int64_t n) const;
-  void tell_hit(const BlockId* ids, int64_t n);
-  void tell_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                           const ReleaseFeatures& features);
-  void tell_access(const BlockId* ids, int64_t n, double now);
-  void tell_published(BlockId id, bool is_chain);
-  void tell_idle(BlockId last);
+  void check_ids(const BlockId* ids, int64_t n) const;
+  void notify_hit(const BlockId* ids, int64_t n);
+  void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                             const ReleaseFeatures& features);
+  void notify_access(const BlockId* ids, int64_t n, double now);
+  void notify_published(BlockId id, bool is_chain);
+  void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);
   BlockId least_recently_released();
   void unlist(BlockId id);
-  void settle(BlockId id);
+  void update_candidate(BlockId id);
   void forget_place(BlockId id, bool evicted);
   void clear_places();
   void check_places() const;
@@ -326,9 +326,9 @@ class BlockPool {
   std::vector<int64_t> evicted_by_group_;
   int64_t peak_used_ = 0;
   uint16_t epoch_ = 1;
-  PartIndex parts_;
+  PartialIndex partial_;
   EventLog* events_ = nullptr;
-  Medium medium_ = Medium::kDevice;
+  Tier tier_ = Tier::kDevice;
   std::function<void(BlockId)> evicting_;
   std::unique_ptr<Residency> residency_;
   bool is_plain_;  // no policy, and no block was ever pinned

@@ -19,10 +19,10 @@ namespace {
 
 }  // namespace
 
-void BlockPool::settle(BlockId id) {
+void BlockPool::update_candidate(BlockId id) {
   if (!candidates_) return;
   const Block& block = blocks_[id];
-  candidates_->settle(id, is_cached(block) && block.ref_count == 0 && !has_pin(block));
+  candidates_->set_idle(id, is_cached(block) && block.ref_count == 0 && !has_pin(block));
 }
 
 void BlockPool::unlist(BlockId id) {
@@ -35,7 +35,7 @@ void BlockPool::take_chosen(int64_t n, BlockId* out) {
   for (int64_t i = 0; i < n; ++i) {
     BlockId id = candidates_ ? candidates_->policy().victim() : kNullBlock;
     if (id == kNullBlock) id = least_recently_released();
-    tell_eviction(id);
+    notify_eviction(id);
     unlist(id);
     if (residency_) residency_->evicted(id);
     ++evicted_by_group_[blocks_[id].group];
@@ -60,11 +60,11 @@ void BlockPool::forget_place(BlockId id, bool evicted) {
   const Block& block = blocks_[id];
   if (pins_) pins_->forget(id, evicted);
   if (!candidates_) return;
-  candidates_->settle(id, false);
+  candidates_->set_idle(id, false);
   candidates_->policy().on_forget(id, hash_of(id), block.group, evicted);
   changed_.clear();
   candidates_->tree().remove(id, &changed_);
-  for (BlockId other : changed_) settle(other);
+  for (BlockId other : changed_) update_candidate(other);
 }
 
 void BlockPool::clear_places() {
@@ -83,7 +83,7 @@ void BlockPool::pin(const BlockId* ids, int64_t n) {
   }
   for (int64_t i = 0; i < n; ++i) {
     pins_->add(ids[i]);
-    settle(ids[i]);
+    update_candidate(ids[i]);
   }
 }
 
@@ -101,7 +101,7 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (has_pin(blocks_[ids[i]])) continue;
     is_back |= pins_->is_passed(ids[i]);
-    settle(ids[i]);
+    update_candidate(ids[i]);
   }
   if (!is_back) return;
   for (BlockId id = passed_.head(); id != kNullBlock; id = links_[id].next) {
@@ -111,20 +111,20 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
   std::swap(passed_, cached_free_);
 }
 
-void BlockPool::check_told(const BlockId* ids, int64_t n) const {
+void BlockPool::check_ids(const BlockId* ids, int64_t n) const {
   for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
 }
 
-void BlockPool::tell_hit(const BlockId* ids, int64_t n) {
+void BlockPool::notify_hit(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) fail(ids[i], "not cached: expected a cached block");
   }
   candidates_->policy().on_hit(ids, n);
 }
 
-void BlockPool::tell_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
-                                    const ReleaseFeatures& features) {
-  check_told(ids, n);
+void BlockPool::notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                                      const ReleaseFeatures& features) {
+  check_ids(ids, n);
   if (features.tokens_per_block < 1) {
     throw std::invalid_argument("tokens_per_block is " + std::to_string(features.tokens_per_block) +
                                 ": expected 1 or more");
@@ -149,29 +149,29 @@ void BlockPool::tell_policy_release(const BlockId* ids, const int64_t* prefix_to
   candidates_->policy().on_release(ids, prefix_tokens, n, features);
 }
 
-void BlockPool::tell_access(const BlockId* ids, int64_t n, double now) {
-  check_told(ids, n);
+void BlockPool::notify_access(const BlockId* ids, int64_t n, double now) {
+  check_ids(ids, n);
   if (!std::isfinite(now)) {
     throw std::invalid_argument("now is " + std::to_string(now) + ": expected a finite number");
   }
   candidates_->policy().on_access(ids, n, now);
 }
 
-void BlockPool::tell_published(BlockId id, bool is_chain) {
+void BlockPool::notify_published(BlockId id, bool is_chain) {
   const Block& block = blocks_[id];
   const uint32_t* parent = is_chain ? &lineage_[id].parent : nullptr;
   changed_.clear();
   candidates_->tree().add(id, block.hash.tag(), parent, block.group, &changed_);
-  for (BlockId other : changed_) settle(other);
+  for (BlockId other : changed_) update_candidate(other);
   candidates_->policy().on_publish(id, &block.hash, block.group);
 }
 
 // Of the blocks behind `last`, which a release has just listed.
-void BlockPool::tell_idle(BlockId last) {
+void BlockPool::notify_idle(BlockId last) {
   BlockId id = last == kNullBlock ? cached_free_.head() : links_[last].next;
   for (; id != kNullBlock; id = links_[id].next) {
     candidates_->policy().on_idle(id);
-    settle(id);
+    update_candidate(id);
   }
 }
 

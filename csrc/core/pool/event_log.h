@@ -9,7 +9,7 @@
 
 namespace kvcache {
 
-enum class Medium : uint8_t { kDevice = 0, kHost = 1 };
+enum class Tier : uint8_t { kDevice = 0, kHost = 1 };
 
 class EventLog {
  public:
@@ -17,7 +17,7 @@ class EventLog {
   struct Event {
     Kind kind;
     uint8_t group;
-    Medium medium;
+    Tier tier;
     Hash hash;
     Hash parent;  // of one stored on the device
   };
@@ -28,18 +28,18 @@ class EventLog {
 
   void stored(const Hash& hash, const Hash& parent, uint8_t group, const int32_t* tokens,
               int64_t num_tokens) {
-    drained_.events.push_back({Kind::kStored, group, Medium::kDevice, hash, parent});
+    drained_.events.push_back({Kind::kStored, group, Tier::kDevice, hash, parent});
     if (tokens != nullptr) {
       drained_.tokens.insert(drained_.tokens.end(), tokens, tokens + num_tokens);
     }
   }
   void stored_on_host(const Hash& hash, uint8_t group) {
-    drained_.events.push_back({Kind::kStored, group, Medium::kHost, hash, {}});
+    drained_.events.push_back({Kind::kStored, group, Tier::kHost, hash, {}});
   }
-  void removed(const Hash& hash, uint8_t group, Medium medium) {
-    drained_.events.push_back({Kind::kRemoved, group, medium, hash, {}});
+  void removed(const Hash& hash, uint8_t group, Tier tier) {
+    drained_.events.push_back({Kind::kRemoved, group, tier, hash, {}});
   }
-  void cleared(Medium medium) { drained_.events.push_back({Kind::kCleared, 0, medium, {}, {}}); }
+  void cleared(Tier tier) { drained_.events.push_back({Kind::kCleared, 0, tier, {}, {}}); }
 
   Drained drain() { return std::exchange(drained_, {}); }
 

@@ -1,4 +1,4 @@
-// What blocks hold in part: hashes of prefixes that end inside a block.
+// Partially filled blocks: hashes of prefixes that end inside a block.
 //
 // Only managers whose hash blocks are finer than their allocation blocks have any: there, a hit
 // inside a block is copied. Blocks under one hash form a list, oldest first; so do a block's parts:
@@ -13,7 +13,7 @@
 
 namespace kvcache {
 
-class PartIndex {
+class PartialIndex {
  public:
   // The oldest block that holds what this hash stands for, or the null block.
   BlockId find(const Hash& hash, uint8_t group) const {

@@ -1,8 +1,8 @@
-#include "core/pool/part_index.h"
+#include "core/pool/partial_index.h"
 
 namespace kvcache {
 
-void PartIndex::add(BlockId id, const Hash& hash, uint8_t group) {
+void PartialIndex::add(BlockId id, const Hash& hash, uint8_t group) {
   int32_t at = unused_;
   if (at == kNone) {
     at = static_cast<int32_t>(parts_.size());
@@ -20,7 +20,7 @@ void PartIndex::add(BlockId id, const Hash& hash, uint8_t group) {
   ends->second.last = at;
 }
 
-void PartIndex::forget(BlockId id) {
+void PartialIndex::forget(BlockId id) {
   const auto block = of_block_.find(id);
   if (block == of_block_.end()) return;
   for (int32_t at = block->second; at != kNone;) {
@@ -37,14 +37,14 @@ void PartIndex::forget(BlockId id) {
   of_block_.erase(block);
 }
 
-void PartIndex::clear() {
+void PartialIndex::clear() {
   parts_.clear();
   unused_ = kNone;
   by_hash_.clear();
   of_block_.clear();
 }
 
-std::vector<Hash> PartIndex::of(BlockId id) const {
+std::vector<Hash> PartialIndex::of(BlockId id) const {
   std::vector<Hash> out;
   const auto block = of_block_.find(id);
   if (block == of_block_.end()) return out;
