@@ -187,21 +187,20 @@ py::object ids_of(const std::vector<int32_t>& ids) {
 }
 
 // The fields of a StepPlan in its order.
-py::tuple as_tuple(const StepDelta& delta) {
+py::tuple as_tuple(const StepPlan& plan) {
   const EmptySections& empty = empty_sections();
-  const size_t num_groups = delta.groups.size();
+  const size_t num_groups = plan.groups.size();
   py::list splits(num_groups), ids(num_groups), replace(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
-    splits[g] = copy_int32(delta.groups[g].append_splits);
-    ids[g] = ids_of(delta.groups[g].append_ids);
-    replace[g] = rows_of(delta.groups[g].replace, 3, empty.replace);
+    splits[g] = copy_int32(plan.groups[g].append_splits);
+    ids[g] = ids_of(plan.groups[g].append_ids);
+    replace[g] = rows_of(plan.groups[g].replace, 3, empty.replace);
   }
-  return py::make_tuple(delta.step_id, copy_int32(delta.rows), copy_array(delta.status),
-                        copy_int32(delta.num_computed_tokens), ids_of(delta.clear_rows),
-                        ids_of(delta.append_rows), std::move(splits), std::move(ids),
-                        std::move(replace), rows_of(delta.swap_out, 2, empty.pairs),
-                        rows_of(delta.copy, 2, empty.pairs), ids_of(delta.zero),
-                        rows_of(delta.swap_in, 2, empty.pairs));
+  return py::make_tuple(
+      plan.step_id, copy_int32(plan.rows), copy_array(plan.status),
+      copy_int32(plan.num_computed_tokens), ids_of(plan.clear_rows), ids_of(plan.append_rows),
+      std::move(splits), std::move(ids), std::move(replace), rows_of(plan.swap_out, 2, empty.pairs),
+      rows_of(plan.copy, 2, empty.pairs), ids_of(plan.zero), rows_of(plan.swap_in, 2, empty.pairs));
 }
 
 py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,

@@ -41,7 +41,7 @@ struct CacheGroup {
 };
 
 // What one row holds of one group.
-struct Held {
+struct RowBlocks {
   std::vector<BlockId>
       blocks;                 // by block of the sequence (kEncoder: of the encoder); null: dropped
   int64_t num_dropped = 0;    // leading blocks that are null

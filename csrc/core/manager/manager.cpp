@@ -1,4 +1,4 @@
-// The manager's calls. What they check, serve, publish and withdraw is in manager_*.cpp.
+// The manager's calls. What they check, serve, publish and take_back_invalid is in manager_*.cpp.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -109,18 +109,18 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(groups_), options.stats_window),
       demand_(groups_.size()),
       candidate_(groups_.size()),
-      num_borrowed_(static_cast<size_t>(options.num_blocks)),
+      num_held_for_step_(static_cast<size_t>(options.num_blocks)),
       sizes_(groups_.size()) {
   for (const CacheGroup& group : groups_) {
     has_state_ |= group.holds_state();
     is_uniform_ &= group.num_hashes == 1;
   }
-  last_delta_.groups.resize(groups_.size());
+  last_plan_.groups.resize(groups_.size());
   if (options.fence_frees) fenced_.resize(static_cast<size_t>(options.num_blocks));
   if (host_ != nullptr) {
     const auto num_blocks = static_cast<size_t>(options.num_blocks);
     loading_.resize(num_blocks);
-    is_pending_.resize(num_blocks);
+    is_queued_.resize(num_blocks);
     if (options.host_write == HostWrite::kSelective) num_block_hits_.resize(num_blocks);
     pool_.on_eviction([this](BlockId id) { on_eviction(id); });
   }
@@ -133,7 +133,7 @@ Manager::Manager(const ManagerOptions& options)
       options.track_residency || pool_.has_policy() || (host_ != nullptr && host_->has_policy());
 }
 
-void StepDelta::clear() {
+void StepPlan::clear() {
   for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &clear_rows, &append_rows,
                                      &swap_out, &copy, &zero, &swap_in}) {
     each->clear();
@@ -174,16 +174,16 @@ void Manager::set_now(int64_t ms) {
                                 " or more, it does not go back (set it before the first call)");
   }
   has_clock_ = true;
-  tell_time(ms);
+  set_clock(ms);
 }
 
 void Manager::read_clock() {
   if (has_clock_) return;
   const auto since = std::chrono::steady_clock::now() - made_at_;
-  tell_time(std::chrono::duration_cast<std::chrono::milliseconds>(since).count());
+  set_clock(std::chrono::duration_cast<std::chrono::milliseconds>(since).count());
 }
 
-void Manager::tell_time(int64_t ms) {
+void Manager::set_clock(int64_t ms) {
   now_ms_ = ms;
   if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
   pool_.set_now(ms);
@@ -198,7 +198,7 @@ EventLog::Drained Manager::drain_events() {
 void Manager::clear_stats() {
   const Call call(this);
   stats_.clear();
-  tiers_ = {};
+  tier_count_ = {};
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
@@ -290,7 +290,8 @@ void Manager::unpin_all(const std::vector<Pinned>& pinned) {
   }
 }
 
-// Sessions that nobody ends must not grow without bound. Amortised: looks when they have doubled.
+// Sessions that nobody ends must not extend_row without bound. Amortised: looks when they have
+// doubled.
 void Manager::forget_dead_sessions() {
   if (pins_.size() < num_sessions_to_look_through_) return;
   for (auto it = pins_.begin(); it != pins_.end();) {
@@ -308,7 +309,7 @@ void Manager::evict(const BlockId* ids, int64_t n) {
   pool_.evict(ids, n);
 }
 
-const StepDelta& Manager::step(const StepRequest& request) {
+const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   check_step(request);
   append_ids(request);
@@ -321,32 +322,32 @@ const StepDelta& Manager::step(const StepRequest& request) {
   }
 
   begin_step();
-  StepDelta& delta = last_delta_;
-  delta.clear();
-  delta.step_id = num_steps_;
-  delta.clear_rows.swap(clear_rows_);
-  delta_ = &delta;
+  StepPlan& plan = last_plan_;
+  plan.clear();
+  plan.step_id = num_steps_;
+  plan.clear_rows.swap(clear_rows_);
+  plan_ = &plan;
   swap_out_rows(request);
-  if (host_ != nullptr) write_pending();  // behind what must go there
+  if (host_ != nullptr) offload_queued();  // behind what must go there
   serve_rows(request);
   answer_swapped(request);
   serve_new(request);
   // Published last: what a step computes is a hit for later plans only, never within its own.
   end_state_moves();
-  end_writes();
+  publish_offloaded();
   moved_.clear();
-  give_back(borrowed_.data(), static_cast<int64_t>(borrowed_.size()), num_steps_);
-  for (BlockId id : borrowed_) num_borrowed_[static_cast<size_t>(id)] = 0;
-  borrowed_.clear();
-  tell_resent();
-  delta_ = nullptr;
+  release_or_defer(held_for_step_.data(), static_cast<int64_t>(held_for_step_.size()), num_steps_);
+  for (BlockId id : held_for_step_) num_held_for_step_[static_cast<size_t>(id)] = 0;
+  held_for_step_.clear();
+  emit_resent();
+  plan_ = nullptr;
 
-  std::vector<int32_t>& clear = delta.clear_rows;
+  std::vector<int32_t>& clear = plan.clear_rows;
   std::sort(clear.begin(), clear.end());
   clear.erase(std::unique(clear.begin(), clear.end()), clear.end());
   in_flight_.back().clear_rows.assign(clear.begin(), clear.end());
   last_issued_ = num_steps_++;
-  return delta;
+  return plan;
 }
 
 Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
@@ -375,14 +376,14 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
     slots.new_blocks.emplace_back(blocks.begin() + static_cast<int64_t>(computed[group.id].size()),
                                   blocks.end());
   }
-  facts_[slots.row].num_marked = hit.num_tokens;
+  admission_info_[slots.row].num_marked = hit.num_tokens;
   publish(slots.row);
   return slots;
 }
 
 void Manager::check_append(int32_t row, int64_t num_tokens, int64_t least,
                            int64_t num_lookahead_tokens) const {
-  check_face(row, /*by_step=*/false);
+  check_driver(row, /*by_step=*/false);
   check_on_device(row);
   checked_size("num_tokens", num_tokens, least);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
@@ -418,7 +419,7 @@ Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
 
 Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   copies_.clear();
-  const Verdict verdict = grow(row, 0, num_tokens, num_lookahead_tokens);
+  const Verdict verdict = extend_row(row, 0, num_tokens, num_lookahead_tokens);
   Slots slots{verdict.status, row, {}, copies_};
   if (verdict.status != Status::kServed) return slots;
   for (const CacheGroup& group : groups_) {
@@ -445,9 +446,9 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
     hash_filled(row);
     publish(row);
     note_left(row);
-    tell_release(row, features);
+    notify_release(row, features);
   }
-  give_back_row(row, /*with_encoder=*/true);
+  release_row(row, /*with_encoder=*/true);
   if (r.by_step) clear_rows_.push_back(row);
   r = Row{};
   free_rows_.push(row);
@@ -470,7 +471,7 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
 
 void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   const Call call(this);
-  check_face(row, /*by_step=*/false);
+  check_driver(row, /*by_step=*/false);
   checked_size("num_tokens", num_tokens, 0);
   Row& r = rows_[row];
   if (!r.on_host) {
@@ -479,7 +480,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
       hash_ahead(*r.chain, /*reads=*/false);
     }
   }
-  int64_t& num_marked = facts_[row].num_marked;
+  int64_t& num_marked = admission_info_[row].num_marked;
   num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
   if (!r.on_host) publish(row);
 }
@@ -504,8 +505,8 @@ void Manager::clear_cache() {
   has_forgotten_ |= num_rows_ > 0;
   pool_.clear();
   if (host_ != nullptr) host_->clear();
-  for (BlockId id : pending_writes_) is_pending_[static_cast<size_t>(id)] = false;
-  pending_writes_.clear();
+  for (BlockId id : offload_queue_) is_queued_[static_cast<size_t>(id)] = false;
+  offload_queue_.clear();
 }
 
 void Manager::start_epoch() {
@@ -514,7 +515,7 @@ void Manager::start_epoch() {
   for (Row& row : rows_) {
     if (row.chain == nullptr) continue;
     row.is_stale = true;
-    row.next_publish = kNothing;
+    row.next_publish = kUnbounded;
   }
 }
 
@@ -528,7 +529,7 @@ void Manager::check_invariants() const {
   for (size_t row = 0; row < rows_.size(); ++row) {
     num_rows += rows_[row].chain != nullptr;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      const Held& each = held(static_cast<int32_t>(row))[g];
+      const RowBlocks& each = held(static_cast<int32_t>(row))[g];
       for (size_t b = 0; b < each.blocks.size(); ++b) {
         if ((each.blocks[b] == kNullBlock) != (static_cast<int64_t>(b) < each.num_dropped)) {
           throw std::logic_error("row " + std::to_string(row) + " has a hole, or num_dropped lies");
@@ -538,10 +539,10 @@ void Manager::check_invariants() const {
     }
   }
   std::vector<int32_t> loading(loading_.size(), 0);
-  for (const Load& load : loads_) {
-    ++references[static_cast<size_t>(load.device)];
-    ++loading[static_cast<size_t>(load.device)];
-    ++of_host[static_cast<size_t>(load.host)];
+  for (const Onboard& onboard : onboards_) {
+    ++references[static_cast<size_t>(onboard.device)];
+    ++loading[static_cast<size_t>(onboard.device)];
+    ++of_host[static_cast<size_t>(onboard.host)];
   }
   if (loading != loading_) throw std::logic_error("loading_ does not count what loads hold");
   for (const Fence& fence : fences_) {

@@ -1,11 +1,11 @@
 // The request-level manager: rows of requests over a block pool, a whole batch per call.
 //
 // Two tiers of one page size: the device's pool and, where there is one, the host's. Pages move
-// between them by pairs of the delta: rows that are swapped out and back, and cached blocks that
+// between them by pairs of the plan: rows that are swapped out and back, and cached blocks that
 // live on on the host when the device has lost them.
 //
 // A row is a request's stable place in the tables. `step` decides for every asked row which blocks
-// it gets in every cache group; what changed in the tables leaves as one StepDelta. `allocate` and
+// it gets in every cache group; what changed in the tables leaves as one StepPlan. `allocate` and
 // `append` decide for one request of a caller that keeps its own tables. A row belongs to the face
 // that admitted it; the other calls serve both.
 //
@@ -112,7 +112,7 @@ struct StepRequest {
 };
 
 // What a step answered and what it changed, ragged by row where it says so.
-struct StepDelta {
+struct StepPlan {
   int64_t step_id = -1;
   std::vector<int32_t> rows;  // per asked row: those served, swapped out, new; -1: got none
   std::vector<uint8_t> status;
@@ -160,7 +160,7 @@ class Manager {
   const BlockPool* host() const { return host_.get(); }  // null where there is none
   BlockPool* host() { return host_.get(); }
   const CacheStats& stats() const { return stats_; }
-  const TierCount& tiers() const { return tiers_; }
+  const TierCount& tiers() const { return tier_count_; }
   void clear_stats();
   EventLog::Drained drain_events();
 
@@ -187,8 +187,8 @@ class Manager {
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
-  // The delta is valid until the next call.
-  const StepDelta& step(const StepRequest& request);
+  // The plan is valid until the next call.
+  const StepPlan& step(const StepRequest& request);
 
   // A row with these blocks per group, which the caller looked up, and slots for num_tokens tokens
   // more. `new_blocks` are without the computed ones.
@@ -208,7 +208,7 @@ class Manager {
   void reject(int32_t row, int64_t num_tokens);
 
   // A row for `child`, which begins with all tokens that the row has computed, and shares its
-  // blocks. Whoever writes to a shared block first gets its own: the delta copies and replaces.
+  // blocks. Whoever writes to a shared block first gets its own: the plan copies and replaces.
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // For rows that `allocate` gave, all of them or, where they do not fit, none: (device page, host
@@ -227,14 +227,14 @@ class Manager {
   void access(int32_t row, double now);
 
   // Publishes what has filled since the row was last served, then gives the row's blocks back, tail
-  // first, and the row; the next step's delta clears it, if a step admitted it.
+  // first, and the row; the next step's plan clears it, if a step admitted it.
   // `features`: what the caller says of the conversation, for the eviction policy.
   void free(int32_t row, const ReleaseFeatures& features = {});
 
   // What a worker says of a step. Completed: this step and all before it are done, what was given
   // back until then can be used again. If not, the plan of this step and of every later one will
   // not be carried out, or came to nothing: what they computed leaves the cache, and the rows go
-  // back to where they were. The `failed` blocks are invalidated. The next delta tells the rows'
+  // back to where they were. The `failed` blocks are invalidated. The next plan tells the rows'
   // tables anew. All of it or, where something is refused, nothing.
   // `failed_on_host`: pages of the host that were not written.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
@@ -265,24 +265,24 @@ class Manager {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_steps() const { return num_steps_; }
   int64_t num_fenced() const { return num_fenced_; }
-  int64_t num_loading() const { return static_cast<int64_t>(loads_.size()); }  // blocks
+  int64_t num_loading() const { return static_cast<int64_t>(onboards_.size()); }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
-  bool must_resend(int32_t row) const { return at(row).must_resend; }  // by the next delta
+  bool must_resend(int32_t row) const { return at(row).must_resend; }  // by the next plan
 
   // The pool's invariants, and that references are exactly what rows and fences hold.
   void check_invariants() const;
 
  private:
-  static constexpr int64_t kNothing = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
 
   struct Row {
     std::shared_ptr<TokenChain> chain;  // null: the row is not in use
     int64_t num_computed = 0;           // tokens with a slot and, once the plans ran, with KV in it
     int64_t start = 0;                  // num_computed before the row was last served
-    int64_t next_publish = kNothing;    // with fewer computed tokens there is nothing to publish
+    int64_t next_publish = kUnbounded;  // with fewer computed tokens there is nothing to publish
     int64_t admission = 0;              // how many rows had been admitted when it was
-    uint32_t mark = 0;                  // of the last call that named it
+    uint32_t stamp = 0;                 // of the last call that named it
     bool by_step = false;               // admitted by `step`
     bool must_resend = false;           // its table is to be told anew
     bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
@@ -290,7 +290,7 @@ class Manager {
     bool may_share = false;             // of those that it writes next
     bool on_host = false;               // its blocks are pages of the host
   };
-  struct Facts {             // of a row, for those who ask when it leaves
+  struct AdmissionInfo {     // of a row, for those who ask when it leaves
     int64_t num_prompt = 0;  // tokens known when it was admitted
     int64_t num_hit = 0;     // of these
     int64_t num_marked = 0;  // by sequences: tokens with KV
@@ -360,27 +360,27 @@ class Manager {
     int64_t step_id;
     std::vector<BlockId> ids;
   };
-  struct Load {  // of a page of the host, until a report says that it has arrived
+  struct Onboard {  // of a page of the host, until a report says that it has arrived
     int64_t step_id;
     BlockId host, device;  // one reference each
     int64_t block;         // of the sequence
     uint8_t group;
     std::shared_ptr<TokenChain> chain;  // of a hit: the block is found once it has arrived
   };
-  struct Write {  // of a page of the host, of this step
+  struct Offload {  // of a page of the host, of this step
     BlockId page;
     Copied content;
     bool is_row;    // a row's: it is not given back
     bool is_there;  // written before: used once more
   };
   using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
-  struct BadHash {
+  struct InvalidHash {
     int64_t num_right;   // tokens of the prefix that are right all the same,
     int64_t block_size;  // but for those of the block of this size that the hash ends in: none less
   };
-  struct Bad {
+  struct Invalid {
     std::unordered_map<BlockId, int64_t> blocks;  // tokens of the prefix that are right
-    std::unordered_map<Hash, BadHash, HashOf> hashes;
+    std::unordered_map<Hash, InvalidHash, HashOf> hashes;
     std::unordered_set<BlockId> host;
     std::unordered_set<uint32_t> roots;  // tags, of chains that lost blocks run in
   };
@@ -401,8 +401,10 @@ class Manager {
 
   // Rows.
   const Row& at(int32_t row) const;
-  Held* held(int32_t row) { return &held_[static_cast<size_t>(row) * groups_.size()]; }
-  const Held* held(int32_t row) const { return &held_[static_cast<size_t>(row) * groups_.size()]; }
+  RowBlocks* held(int32_t row) { return &held_[static_cast<size_t>(row) * groups_.size()]; }
+  const RowBlocks* held(int32_t row) const {
+    return &held_[static_cast<size_t>(row) * groups_.size()];
+  }
   bool has_free_row() const;
   int32_t take_row();
   int64_t num_written(int32_t row, const CacheGroup& group) const;  // blocks with KV in them
@@ -414,7 +416,7 @@ class Manager {
   // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
   void check_group(int64_t group) const;
   void check_length(int64_t num_total, const char* what) const;
-  void check_face(int32_t row, bool by_step) const;
+  void check_driver(int32_t row, bool by_step) const;
   void check_has_no_state(const char* call) const;
   void check_new(const TokenChain& chain) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
@@ -433,9 +435,9 @@ class Manager {
 
   // Serving (manager_serving.cpp).
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
-  Verdict judge(const Held* held, int64_t start, int64_t after, int64_t lookahead, int64_t num_free,
-                int64_t num_kept_free, bool may_share = false);
-  void judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
+  Verdict judge(const RowBlocks* held, int64_t start, int64_t after, int64_t lookahead,
+                int64_t num_free, int64_t num_kept_free, bool may_share = false);
+  void count_shared(const CacheGroup& group, const RowBlocks& held, int64_t start, int64_t stop,
                     Demand* demand) const;
   bool is_shared(BlockId id) const;
   int64_t num_holders(BlockId id) const;
@@ -444,18 +446,18 @@ class Manager {
                     int64_t num_reserved);
   int64_t num_blocks_ever(const TokenChain& chain) const;
   int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) const;
-  Verdict grow(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t lookahead);
+  Verdict extend_row(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t lookahead);
   Slots admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, int64_t after,
               int64_t lookahead, int64_t num_reserved, bool by_step);
-  static void set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit);
+  static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit);
   void take_hits(int32_t row, const PrefixHit& hit);
   void note_hits(const BlockId* ids, int64_t n);
   int64_t first_host_token(const PrefixHit& hit) const;
-  void supply(int32_t row, int64_t start, int64_t after, int64_t num_spare);
+  void allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t num_spare);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
-  void borrow(BlockId id);
-  void own_shared(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
-                  const BlockId** next);
+  void hold_for_step(BlockId id);
+  void copy_on_write(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
+                     const BlockId** next);
   void move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after, BlockId page);
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
@@ -464,9 +466,9 @@ class Manager {
 
   // Telling, and the journal (manager_telling.cpp).
   void answer(int32_t row, Status status, int64_t start, bool is_new);
-  void tell_replaced(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
-  void tell_table(int32_t row, const int64_t* from);
-  void tell_resent();
+  void emit_replaced(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
+  void emit_table(int32_t row, const int64_t* from);
+  void emit_resent();
   void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void note_left(int32_t row);
   void begin_step();
@@ -490,42 +492,43 @@ class Manager {
 
   // Cached blocks on the host (manager_host.cpp).
   Copied content_of(BlockId id) const;
-  bool write_to_host(BlockId id);
+  bool offload(BlockId id);
   void on_eviction(BlockId id);
-  void add_write(BlockId page, const Copied& content, bool is_row);
-  void write_later(BlockId id);
-  void write_pending();
-  void end_writes();
-  void load(int32_t row, const CacheGroup& group, int64_t block, BlockId host, BlockId device,
-            bool is_hit);
-  void load_hits(int32_t row);
+  void add_offload(BlockId page, const Copied& content, bool is_row);
+  void queue_offload(BlockId id);
+  void offload_queued();
+  void publish_offloaded();
+  void onboard(int32_t row, const CacheGroup& group, int64_t block, BlockId host, BlockId device,
+               bool is_hit);
+  void onboard_hits(int32_t row);
   void count_hits(const BlockId* ids, int64_t n);
-  void end_loads(bool arrived);
+  void end_onboards(bool arrived);
 
   // Publishing (manager_publishing.cpp).
   void publish(int32_t row);
-  void publish_blocks(const Row& row, const CacheGroup& group, Held* held, int64_t num_hashed);
-  void publish_parts(const Row& row, const CacheGroup& group, Held* held, int64_t num_hashed);
-  void publish_state(const Row& row, const CacheGroup& group, Held* held, int64_t num_tokens);
-  void publish_run(const Row& row, const CacheGroup& group, const Held& held, int64_t first_block,
-                   int64_t n);
+  void publish_blocks(const Row& row, const CacheGroup& group, RowBlocks* held, int64_t num_hashed);
+  void publish_partial(const Row& row, const CacheGroup& group, RowBlocks* held,
+                       int64_t num_hashed);
+  void publish_state(const Row& row, const CacheGroup& group, RowBlocks* held, int64_t num_tokens);
+  void publish_run(const Row& row, const CacheGroup& group, const RowBlocks& held,
+                   int64_t first_block, int64_t n);
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
                    const BlockId* ids, int64_t n);
   void note_published(const Row& row, const CacheGroup& group, int64_t block, BlockId id);
-  int64_t next_publish(const Row& row, const Held* held) const;
+  int64_t next_publish(const Row& row, const RowBlocks* held) const;
   int64_t num_with_kv(int32_t row) const;
 
   // Giving back (manager_giving_back.cpp).
-  void give_back(const BlockId* ids, int64_t n, int64_t step_id);
-  void give_back(const BlockId* ids, int64_t n) { give_back(ids, n, last_issued_); }
+  void release_or_defer(const BlockId* ids, int64_t n, int64_t step_id);
+  void release_or_defer(const BlockId* ids, int64_t n) { release_or_defer(ids, n, last_issued_); }
   bool is_fenced(int64_t step_id) const {  // whether what this step reads must wait for a report
     return options_.fence_frees && step_id >= num_completed_;
   }
-  void lift_fences();
+  void release_deferred();
   std::vector<BlockId>& tail_first(int32_t row, bool with_encoder);
-  void give_back_row(int32_t row, bool with_encoder);
-  void tell_release(int32_t row, ReleaseFeatures features);
-  bool can_resume(const Held* held, int64_t num_tokens) const;
+  void release_row(int32_t row, bool with_encoder);
+  void notify_release(int32_t row, ReleaseFeatures features);
+  bool can_resume(const RowBlocks* held, int64_t num_tokens) const;
   void truncate(int32_t row, int64_t num_tokens);
   void restart(int32_t row);
   void resend(int32_t row);
@@ -539,31 +542,32 @@ class Manager {
   Recompute abort_from(int64_t step_id);
 
   // Withdrawal (manager_withdrawal.cpp).
-  Recompute withdraw_ids(const std::vector<BlockId>& ids, const std::vector<BlockId>& host_ids);
-  Recompute withdraw(Bad bad, Limits limits, bool by_hash);
-  bool spread(Bad* bad, Limits* limits, bool by_hash) const;
-  int64_t limit_by_blocks(int32_t row, const Bad& bad) const;
-  int64_t limit_by_hashes(int32_t row, const Bad& bad) const;
-  void limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* limits) const;
+  Recompute invalidate_blocks(const std::vector<BlockId>& ids,
+                              const std::vector<BlockId>& host_ids);
+  Recompute take_back_invalid(Invalid invalid, Limits limits, bool by_hash);
+  bool spread(Invalid* invalid, Limits* limits, bool by_hash) const;
+  int64_t limit_by_blocks(int32_t row, const Invalid& invalid) const;
+  int64_t limit_by_hashes(int32_t row, const Invalid& invalid) const;
+  void limit_by_drops(const std::vector<BlockId>& ids, Invalid* invalid, Limits* limits) const;
   int64_t confirmed_limit(int32_t row, int64_t limit) const;
   int64_t own_limit(int32_t row, int64_t limit) const;
-  bool add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const;
+  bool add_computed(int32_t row, int64_t limit, bool by_hash, Invalid* invalid) const;
   bool add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id, int64_t num_right,
-                 Bad* bad) const;
-  bool add_lost(const TokenChain& chain, const CacheGroup& group, int64_t block, int64_t num_right,
-                Bad* bad) const;
-  void add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const;
-  void add_hashes(const BlockPool& pool, BlockId id, Bad* bad) const;
-  void evict_derived(const std::vector<BlockId>& ids, Bad* bad);
-  static bool add_block(BlockId id, int64_t num_right, Bad* bad);
-  static bool add_hash(const Hash& hash, const BadHash& what, Bad* bad);
+                 Invalid* invalid) const;
+  bool add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
+                   int64_t num_right, Invalid* invalid) const;
+  void add_left(const TokenChain& chain, int64_t first_token, Invalid* invalid) const;
+  void add_hashes(const BlockPool& pool, BlockId id, Invalid* invalid) const;
+  void evict_derived(const std::vector<BlockId>& ids, Invalid* invalid);
+  static bool add_block(BlockId id, int64_t num_right, Invalid* invalid);
+  static bool add_hash(const Hash& hash, const InvalidHash& what, Invalid* invalid);
 
   void clear_cache();
   bool is_alive(const Pinned& pinned) const;
   void unpin_all(const std::vector<Pinned>& pinned);
   void forget_dead_sessions();
   void read_clock();
-  void tell_time(int64_t ms);
+  void set_clock(int64_t ms);
 
   ManagerOptions options_;
   int64_t hash_block_size_;
@@ -575,11 +579,11 @@ class Manager {
   PrefixFinder finder_;
   EventLog events_;
   std::vector<Row> rows_;
-  std::vector<Facts> facts_;  // by row
-  std::vector<Held> held_;    // [rows, groups]
+  std::vector<AdmissionInfo> admission_info_;  // by row
+  std::vector<RowBlocks> held_;                // [rows, groups]
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   std::vector<int32_t> clear_rows_;  // freed since the last step
-  std::vector<int32_t> resend_;      // whose tables the next delta tells anew
+  std::vector<int32_t> resend_;      // whose tables that the next plan sends anew
   bool has_forgotten_ = false;       // ever, what blocks hold that rows hold
   int64_t num_rows_ = 0;             // in use
   int64_t num_admissions_ = 0;
@@ -588,16 +592,16 @@ class Manager {
   int64_t last_issued_ = -1;   // the last step that was not aborted
   int64_t num_completed_ = 0;  // steps below it are done
   int64_t num_fenced_ = 0;     // blocks
-  uint32_t mark_ = 0;
+  uint32_t call_stamp_ = 0;
   std::deque<Step> in_flight_;
   std::deque<Fence> fences_;
   std::vector<int32_t> fenced_;  // references that fences hold, by block
-  std::deque<Load> loads_;
+  std::deque<Onboard> onboards_;
   std::vector<int32_t> loading_;         // references that loads hold, by block
-  std::vector<BlockId> pending_writes_;  // cached blocks that the next step writes to the host
-  std::vector<bool> is_pending_;         // by block
+  std::vector<BlockId> offload_queue_;   // cached blocks that the next step writes to the host
+  std::vector<bool> is_queued_;          // by block
   std::vector<int32_t> num_block_hits_;  // kSelective: of cached blocks, by block
-  TierCount tiers_;
+  TierCount tier_count_;
   CacheStats stats_;
   bool needs_clock_ = false;
   bool has_clock_ = false;  // somebody sets it
@@ -609,20 +613,20 @@ class Manager {
   bool in_call_ = false;
   // Scratch of the call at hand.
   std::vector<Demand> demand_;
-  std::vector<Held> candidate_;
+  std::vector<RowBlocks> candidate_;
   std::vector<BlockId> taken_, dropped_;
-  std::vector<BlockId> borrowed_;      // read by the step's plan, held until all rows are served
-  ZeroedArray<int32_t> num_borrowed_;  // by block
+  std::vector<BlockId> held_for_step_;  // read by the step's plan, held until all rows are served
+  ZeroedArray<int32_t> num_held_for_step_;  // by block
   std::vector<StateMove> state_moves_;
-  std::vector<Write> writes_;
-  std::unordered_map<Hash, uint32_t, HashOf> writing_;  // of writes_: bit g is group g
-  std::vector<bool> swap_answers_;                      // of the rows that were to be swapped out
-  std::unordered_map<BlockId, BlockId> moved_;          // pages of this call's swaps: from -> to
-  std::vector<BlockId> copies_;                         // copy-on-write of `append`
+  std::vector<Offload> offloads_;
+  std::unordered_map<Hash, uint32_t, HashOf> offloading_;  // of offloads_: bit g is group g
+  std::vector<bool> swap_answers_;              // of the rows that were to be swapped out
+  std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
+  std::vector<BlockId> copies_;                 // copy-on-write of `append`
   int64_t safe_start_ = 0;      // of the row at hand: tokens before it do not depend on this step
   std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
-  StepDelta last_delta_;
-  StepDelta* delta_ = nullptr;  // of a step: where changes are told
+  StepPlan last_plan_;
+  StepPlan* plan_ = nullptr;  // of a step: where changes are told
 };
 
 }  // namespace kvcache

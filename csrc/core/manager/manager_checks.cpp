@@ -21,7 +21,7 @@ void Manager::check_length(int64_t num_total, const char* what) const {
                               std::to_string(options_.max_model_len));
 }
 
-void Manager::check_face(int32_t row, bool by_step) const {
+void Manager::check_driver(int32_t row, bool by_step) const {
   if (at(row).by_step == by_step) return;
   throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
                               (by_step ? "allocate_slots: expected append_slots to serve it"
@@ -55,7 +55,7 @@ void Manager::check_rejected(int32_t row, int64_t num_rejected) const {
   checked_size("num_rejected_tokens", num_rejected, 0);
   int64_t kept = r.start;
   for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
     kept = std::max(kept, each.num_published * group.block_size);
     if (group.has_partial) kept = std::max(kept, each.num_partial * hash_block_size_);
@@ -122,30 +122,30 @@ int64_t Manager::check_computed(const TokenChain& chain,
 }
 
 void Manager::check_step_rows(const StepRequest& request) {
-  ++mark_;
+  ++call_stamp_;
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
-    check_face(row, /*by_step=*/true);
+    check_driver(row, /*by_step=*/true);
     Row& r = rows_[row];
     if (request.num_tokens[i] < 1) checked_size("num_tokens", request.num_tokens[i], 1);
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
-    if (r.mark == mark_) {
+    if (r.stamp == call_stamp_) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
-    r.mark = mark_;
+    r.stamp = call_stamp_;
   }
   if (request.num_swap_out_rows > 0) check_has_host("swap_out names rows");
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
-    check_face(row, /*by_step=*/true);
+    check_driver(row, /*by_step=*/true);
     check_on_device(row);
-    if (rows_[row].mark == mark_) {
+    if (rows_[row].stamp == call_stamp_) {
       throw std::invalid_argument("swap_out names row " + std::to_string(row) +
                                   ", which rows or swap_out names too: expected it once");
     }
-    rows_[row].mark = mark_;
+    rows_[row].stamp = call_stamp_;
   }
 }
 

@@ -45,9 +45,9 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.start = r.num_computed;
   r.admission = ++num_admissions_;
   r.must_resend = false;
-  facts_[other] = {child->num_tokens(), r.num_computed, facts_[row].num_marked};
+  admission_info_[other] = {child->num_tokens(), r.num_computed, admission_info_[row].num_marked};
   for (const CacheGroup& group : groups_) {
-    Held& each = held(other)[group.id];
+    RowBlocks& each = held(other)[group.id];
     each = held(row)[group.id];
     pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (!group.is_cacheable()) continue;

@@ -5,7 +5,7 @@
 
 namespace kvcache {
 
-void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
+void Manager::release_or_defer(const BlockId* ids, int64_t n, int64_t step_id) {
   if (n == 0) return;
   pool_.notify_released(ids, n);
   if (!is_fenced(step_id)) {
@@ -20,7 +20,7 @@ void Manager::give_back(const BlockId* ids, int64_t n, int64_t step_id) {
   num_fenced_ += n;
 }
 
-void Manager::lift_fences() {
+void Manager::release_deferred() {
   while (!fences_.empty() && fences_.front().step_id < num_completed_) {
     const std::vector<BlockId>& ids = fences_.front().ids;
     pool_.release(ids.data(), static_cast<int64_t>(ids.size()));
@@ -33,7 +33,7 @@ void Manager::lift_fences() {
 // Tails are evicted before heads, in all groups alike: what lies further back in the sequence goes
 // first.
 std::vector<BlockId>& Manager::tail_first(int32_t row, bool with_encoder) {
-  const Held* h = held(row);
+  const RowBlocks* h = held(row);
   std::vector<int64_t>& left = sizes_;
   dropped_.clear();
   const auto add = [&](const CacheGroup& group, int64_t block) {
@@ -60,13 +60,13 @@ std::vector<BlockId>& Manager::tail_first(int32_t row, bool with_encoder) {
   return dropped_;
 }
 
-void Manager::give_back_row(int32_t row, bool with_encoder) {
+void Manager::release_row(int32_t row, bool with_encoder) {
   const std::vector<BlockId>& ids = tail_first(row, with_encoder);
   const auto n = static_cast<int64_t>(ids.size());
   if (rows_[row].on_host) {
     host_->release(ids.data(), n);
   } else {
-    give_back(ids.data(), n);
+    release_or_defer(ids.data(), n);
   }
   for (const CacheGroup& group : groups_) {
     if (with_encoder || group.is_cacheable()) held(row)[group.id].clear();
@@ -74,22 +74,22 @@ void Manager::give_back_row(int32_t row, bool with_encoder) {
 }
 
 // For the eviction policy, before the row's blocks are given back.
-void Manager::tell_release(int32_t row, ReleaseFeatures features) {
+void Manager::notify_release(int32_t row, ReleaseFeatures features) {
   if (!pool_.has_policy()) return;
-  const Facts& facts = facts_[row];
-  features.num_prefix_tokens = facts.num_hit;
+  const AdmissionInfo& info = admission_info_[row];
+  features.num_prefix_tokens = info.num_hit;
   features.num_output_tokens =
-      std::max<int64_t>(rows_[row].chain->num_tokens() - facts.num_prompt, 0);
+      std::max<int64_t>(rows_[row].chain->num_tokens() - info.num_prompt, 0);
   features.logical_time = ++num_releases_;
   features.wall_ms = now_ms_;
   for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
     features.num_new_blocks += std::max<int64_t>(num_written(row, group) - each.num_hits, 0);
   }
   std::vector<int64_t> ends;
   for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
     dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
     ends.clear();
@@ -103,7 +103,7 @@ void Manager::tell_release(int32_t row, ReleaseFeatures features) {
 
 // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that it
 // goes into.
-bool Manager::can_resume(const Held* held, int64_t num_tokens) const {
+bool Manager::can_resume(const RowBlocks* held, int64_t num_tokens) const {
   if (num_tokens == 0) return false;  // the cache may still have something
   for (const CacheGroup& group : groups_) {
     if (group.holds_state()) return false;  // it was updated in place
@@ -120,13 +120,13 @@ bool Manager::can_resume(const Held* held, int64_t num_tokens) const {
 void Manager::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    Held& each = held(row)[group.id];
+    RowBlocks& each = held(row)[group.id];
     const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
     if (each.blocks.size() > kept) {
       dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - static_cast<int64_t>(kept));
       // The tail of a table may already be gone.
       dropped_.erase(std::remove(dropped_.begin(), dropped_.end(), kNullBlock), dropped_.end());
-      give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+      release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
       each.blocks.resize(kept);
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
@@ -147,7 +147,7 @@ void Manager::restart(int32_t row) {
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
-  Held* h = held(row);
+  RowBlocks* h = held(row);
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
     set_hit(&h[group.id], group, hit);

@@ -11,96 +11,96 @@ Copied Manager::content_of(BlockId id) const {
 }
 
 // Whether the step's plan writes this cached block to the host. It is found there by later steps.
-bool Manager::write_to_host(BlockId id) {
+bool Manager::offload(BlockId id) {
   const Copied content = content_of(id);
   BlockId page = host_->find(content.hash, content.group);
   if (page != kNullBlock) {
     host_->retain(&page, 1);  // it stays as long as one that is written now
-    writes_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
+    offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
     return false;
   }
-  const auto writing = writing_.find(content.hash);
-  if (writing != writing_.end() && (writing->second >> content.group & 1) != 0) return false;
+  const auto writing = offloading_.find(content.hash);
+  if (writing != offloading_.end() && (writing->second >> content.group & 1) != 0) return false;
   if (!host_->allocate(1, &page)) {
-    ++tiers_.unwritten_blocks;
+    ++tier_count_.unwritten_blocks;
     return false;
   }
-  delta_->swap_out.insert(delta_->swap_out.end(), {id, page});
-  add_write(page, content, /*is_row=*/false);
-  ++tiers_.written_blocks;
+  plan_->swap_out.insert(plan_->swap_out.end(), {id, page});
+  add_offload(page, content, /*is_row=*/false);
+  ++tier_count_.written_blocks;
   return true;
 }
 
-void Manager::add_write(BlockId page, const Copied& content, bool is_row) {
-  writes_.push_back({page, content, is_row, /*is_there=*/false});
-  writing_[content.hash] |= uint32_t{1} << content.group;
+void Manager::add_offload(BlockId page, const Copied& content, bool is_row) {
+  offloads_.push_back({page, content, is_row, /*is_there=*/false});
+  offloading_[content.hash] |= uint32_t{1} << content.group;
 }
 
-void Manager::write_later(BlockId id) {
-  if (is_pending_[static_cast<size_t>(id)]) return;
-  is_pending_[static_cast<size_t>(id)] = true;
-  pending_writes_.push_back(id);
+void Manager::queue_offload(BlockId id) {
+  if (is_queued_[static_cast<size_t>(id)]) return;
+  is_queued_[static_cast<size_t>(id)] = true;
+  offload_queue_.push_back(id);
 }
 
 // Whatever the mode writes earlier, what is to be on the host and is not (any more) goes there now.
 void Manager::on_eviction(BlockId id) {
-  if (delta_ == nullptr) return;  // no plan would carry it
+  if (plan_ == nullptr) return;  // no plan would carry it
   if (!num_block_hits_.empty() &&
       num_block_hits_[static_cast<size_t>(id)] < options_.num_hits_to_write) {
     return;
   }
-  write_to_host(id);
+  offload(id);
 }
 
 // What became cached, or was hit often enough, in steps before; not what was forgotten since.
-void Manager::write_pending() {
-  for (auto next = pending_writes_.rbegin(); next != pending_writes_.rend(); ++next) {
+void Manager::offload_queued() {
+  for (auto next = offload_queue_.rbegin(); next != offload_queue_.rend(); ++next) {
     const BlockId id = *next;  // tails first: they are the older ones on the host
-    is_pending_[static_cast<size_t>(id)] = false;
-    if (pool_.hash_of(id) == nullptr || !write_to_host(id) || !is_fenced(num_steps_)) continue;
+    is_queued_[static_cast<size_t>(id)] = false;
+    if (pool_.hash_of(id) == nullptr || !offload(id) || !is_fenced(num_steps_)) continue;
     pool_.retain(&id, 1);  // the step reads it
-    borrow(id);
+    hold_for_step(id);
   }
-  pending_writes_.clear();
+  offload_queue_.clear();
 }
 
 // Makes what the step writes findable. Until now the pages were held: nothing else of the step
 // could take them.
-void Manager::end_writes() {
-  for (const Write& write : writes_) {
+void Manager::publish_offloaded() {
+  for (const Offload& write : offloads_) {
     if (!write.is_there) {
       host_->publish_copy(write.page, write.content);
       if (!in_flight_.empty()) in_flight_.back().written.push_back(write.page);
     }
     if (!write.is_row) host_->release(&write.page, 1);
   }
-  writes_.clear();
-  writing_.clear();
+  offloads_.clear();
+  offloading_.clear();
 }
 
 // A page of the host comes into a block of the row. Takes over one reference of the page.
-void Manager::load(int32_t row, const CacheGroup& group, int64_t block, BlockId host,
-                   BlockId device, bool is_hit) {
-  delta_->swap_in.insert(delta_->swap_in.end(), {host, device});
+void Manager::onboard(int32_t row, const CacheGroup& group, int64_t block, BlockId host,
+                      BlockId device, bool is_hit) {
+  plan_->swap_in.insert(plan_->swap_in.end(), {host, device});
   pool_.retain(&device, 1);
   ++loading_[static_cast<size_t>(device)];
-  loads_.push_back({num_steps_, host, device, block, group.id,
-                    is_hit ? rows_[row].chain : std::shared_ptr<TokenChain>()});
+  onboards_.push_back({num_steps_, host, device, block, group.id,
+                       is_hit ? rows_[row].chain : std::shared_ptr<TokenChain>()});
   safe_start_ = std::min(safe_start_, block * group.block_size);
 }
 
 // Blocks for the part of a hit that is on the host.
-void Manager::load_hits(int32_t row) {
-  Held* h = held(row);
+void Manager::onboard_hits(int32_t row) {
+  RowBlocks* h = held(row);
   for (const CacheGroup& group : groups_) {
-    Held& each = h[group.id];
+    RowBlocks& each = h[group.id];
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       BlockId& id = each.blocks[static_cast<size_t>(b)];
       if (!is_host_page(id)) continue;
       const BlockId page = -id;
       pool_.allocate(1, &id);
-      load(row, group, b, page, id, /*is_hit=*/true);
-      ++tiers_.loaded_blocks;
+      onboard(row, group, b, page, id, /*is_hit=*/true);
+      ++tier_count_.loaded_blocks;
     }
   }
 }
@@ -111,34 +111,34 @@ void Manager::count_hits(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     int32_t& count = num_block_hits_[static_cast<size_t>(ids[i])];
     if (count < options_.num_hits_to_write) ++count;
-    if (count == options_.num_hits_to_write) write_later(ids[i]);
+    if (count == options_.num_hits_to_write) queue_offload(ids[i]);
   }
 }
 
 // Of the steps below num_completed_, whose loads have arrived; or of those behind last_issued_,
 // whose loads came to nothing.
-void Manager::end_loads(bool arrived) {
-  if (loads_.empty()) return;
-  const auto is_over = [&](const Load& load) {
-    return arrived ? load.step_id < num_completed_ : load.step_id > last_issued_;
+void Manager::end_onboards(bool arrived) {
+  if (onboards_.empty()) return;
+  const auto is_over = [&](const Onboard& onboard) {
+    return arrived ? onboard.step_id < num_completed_ : onboard.step_id > last_issued_;
   };
   std::vector<BlockId> pages, blocks;
-  while (!loads_.empty() && is_over(arrived ? loads_.front() : loads_.back())) {
-    const Load load = arrived ? loads_.front() : loads_.back();
-    arrived ? loads_.pop_front() : loads_.pop_back();
-    const CacheGroup& group = groups_[load.group];
-    if (arrived && load.chain != nullptr) {
-      const int64_t last = (load.block + 1) * group.num_hashes - 1;
+  while (!onboards_.empty() && is_over(arrived ? onboards_.front() : onboards_.back())) {
+    const Onboard onboard = arrived ? onboards_.front() : onboards_.back();
+    arrived ? onboards_.pop_front() : onboards_.pop_back();
+    const CacheGroup& group = groups_[onboard.group];
+    if (arrived && onboard.chain != nullptr) {
+      const int64_t last = (onboard.block + 1) * group.num_hashes - 1;
       // Nothing was heard since against what the page holds.
-      if (host_->holds(load.host, load.chain->known_hashes()[static_cast<size_t>(last)],
+      if (host_->holds(onboard.host, onboard.chain->known_hashes()[static_cast<size_t>(last)],
                        group.id) &&
-          pool_.hash_of(load.device) == nullptr) {
-        publish_ids(*load.chain, group, load.block, &load.device, 1);
+          pool_.hash_of(onboard.device) == nullptr) {
+        publish_ids(*onboard.chain, group, onboard.block, &onboard.device, 1);
       }
     }
-    --loading_[static_cast<size_t>(load.device)];
-    blocks.push_back(load.device);
-    pages.push_back(load.host);
+    --loading_[static_cast<size_t>(onboard.device)];
+    blocks.push_back(onboard.device);
+    pages.push_back(onboard.host);
   }
   // Tails before heads.
   if (arrived) {

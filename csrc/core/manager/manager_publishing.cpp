@@ -8,14 +8,15 @@ namespace kvcache {
 // Tokens with KV: by sequences those that were said to be.
 int64_t Manager::num_with_kv(int32_t row) const {
   const int64_t num_computed = rows_[row].num_computed;
-  return options_.by_sequences ? std::min(facts_[row].num_marked, num_computed) : num_computed;
+  return options_.by_sequences ? std::min(admission_info_[row].num_marked, num_computed)
+                               : num_computed;
 }
 
-int64_t Manager::next_publish(const Row& row, const Held* held) const {
-  if (row.is_stale || !options_.enable_caching || !row.chain->write_cache()) return kNothing;
-  int64_t next = kNothing;
+int64_t Manager::next_publish(const Row& row, const RowBlocks* held) const {
+  if (row.is_stale || !options_.enable_caching || !row.chain->write_cache()) return kUnbounded;
+  int64_t next = kUnbounded;
   for (const CacheGroup& group : groups_) {
-    const Held& each = held[group.id];
+    const RowBlocks& each = held[group.id];
     if (!group.is_cacheable()) continue;
     next = std::min(next, group.has_partial ? (each.num_partial + 1) * hash_block_size_
                                             : (each.num_published + 1) * group.block_size);
@@ -29,15 +30,15 @@ void Manager::publish(int32_t row) {
   const int64_t num_hashed = std::min(num_with_kv(row) / hash_block_size_,
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : groups_) {
-    Held* each = &held(row)[group.id];
-    if (group.has_partial) publish_parts(r, group, each, num_hashed);
+    RowBlocks* each = &held(row)[group.id];
+    if (group.has_partial) publish_partial(r, group, each, num_hashed);
     if (group.holds_tokens()) publish_blocks(r, group, each, num_hashed);
     if (group.holds_state()) publish_state(r, group, each, r.num_computed);
   }
   r.next_publish = next_publish(r, held(row));
 }
 
-void Manager::publish_blocks(const Row& row, const CacheGroup& group, Held* held,
+void Manager::publish_blocks(const Row& row, const CacheGroup& group, RowBlocks* held,
                              int64_t num_hashed) {
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(held->num_published, held->num_dropped);
@@ -45,8 +46,8 @@ void Manager::publish_blocks(const Row& row, const CacheGroup& group, Held* held
   held->num_published = std::max(held->num_published, num_full);
 }
 
-void Manager::publish_parts(const Row& row, const CacheGroup& group, Held* held,
-                            int64_t num_hashed) {
+void Manager::publish_partial(const Row& row, const CacheGroup& group, RowBlocks* held,
+                              int64_t num_hashed) {
   const std::vector<Hash>& hashes = row.chain->known_hashes();
   for (; held->num_partial < num_hashed; ++held->num_partial) {
     const int64_t block = held->num_partial / group.num_hashes;
@@ -59,9 +60,9 @@ void Manager::publish_parts(const Row& row, const CacheGroup& group, Held* held,
 }
 
 // A state stays only where a step ended at a block boundary.
-void Manager::publish_state(const Row& row, const CacheGroup& group, Held* held,
+void Manager::publish_state(const Row& row, const CacheGroup& group, RowBlocks* held,
                             int64_t num_tokens) {
-  if (row.next_publish == kNothing) return;
+  if (row.next_publish == kUnbounded) return;
   const int64_t num_passed = num_tokens / group.block_size;
   if (num_tokens % group.block_size != 0) {
     held->num_published = std::max(held->num_published, num_passed);
@@ -73,7 +74,7 @@ void Manager::publish_state(const Row& row, const CacheGroup& group, Held* held,
   held->num_published = num_passed;
 }
 
-void Manager::publish_run(const Row& row, const CacheGroup& group, const Held& held,
+void Manager::publish_run(const Row& row, const CacheGroup& group, const RowBlocks& held,
                           int64_t first_block, int64_t n) {
   const BlockId* ids = held.blocks.data() + first_block;
   publish_ids(*row.chain, group, first_block, ids, n);
@@ -103,7 +104,7 @@ void Manager::publish_ids(const TokenChain& chain, const CacheGroup& group, int6
     for (int64_t i = 0; i < n; ++i) num_block_hits_[static_cast<size_t>(ids[i])] = 0;
   }
   if (host_ != nullptr && options_.host_write == HostWrite::kThrough) {
-    for (int64_t i = 0; i < n; ++i) write_later(ids[i]);
+    for (int64_t i = 0; i < n; ++i) queue_offload(ids[i]);
   }
 }
 

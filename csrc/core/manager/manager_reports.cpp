@@ -25,7 +25,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
   if (!completed) all = abort_from(step_id);
   if (any_failed) {
     // Before the step is done: its journal knows who has used these pages and let go of them.
-    const Recompute more = withdraw_ids(failed, failed_on_host);
+    const Recompute more = invalidate_blocks(failed, failed_on_host);
     all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
     all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
                                    more.num_computed_tokens.end());
@@ -36,10 +36,11 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
 
 Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
-  const std::vector<BlockId> bad(ids, ids + n);  // a digest from Python could change the caller's
-  check_ids(pool_, bad, "ids");
+  const std::vector<BlockId> invalid(ids,
+                                     ids + n);  // a digest from Python could change the caller's
+  check_ids(pool_, invalid, "ids");
   hash_rows();
-  return withdraw_ids(bad, {});
+  return invalidate_blocks(invalid, {});
 }
 
 void Manager::check_step_id(int64_t step_id) const {
@@ -77,16 +78,16 @@ void Manager::hash_rows() {
 void Manager::complete_to(int64_t step_id) {
   num_completed_ = std::max(num_completed_, step_id + 1);
   while (!in_flight_.empty() && in_flight_.front().id < num_completed_) in_flight_.pop_front();
-  end_loads(/*arrived=*/true);
-  lift_fences();
+  end_onboards(/*arrived=*/true);
+  release_deferred();
 }
 
 // Everything that was computed from what an aborted step computed, an aborted step has computed: a
-// row goes back to where its first one began, and what its blocks hold from there on is bad.
+// row goes back to where its first one began, and what its blocks hold from there on is invalid.
 Recompute Manager::abort_from(int64_t step_id) {
   const auto is_it = [&](const Step& step) { return step.id == step_id; };
   if (std::none_of(in_flight_.begin(), in_flight_.end(), is_it)) return {};  // aborted before
-  Bad bad;
+  Invalid invalid;
   Limits limits;
   std::vector<Step::Published> published;
   std::vector<Step::Dropped> dropped;
@@ -127,7 +128,7 @@ Recompute Manager::abort_from(int64_t step_id) {
       if (limit == limits.end() || end <= limit->second) continue;
       num_right = std::max(limit->second, each.first_token);
     }
-    add_block(each.id, num_right, &bad);
+    add_block(each.id, num_right, &invalid);
   }
   // What was published late, or dropped, may have been computed by a step that is still in flight.
   if (!in_flight_.empty()) {
@@ -138,9 +139,9 @@ Recompute Manager::abort_from(int64_t step_id) {
   // Nothing reads any more for these steps.
   last_issued_ = std::min(last_issued_, step_id - 1);
   for (Fence& fence : fences_) fence.step_id = std::min(fence.step_id, last_issued_);
-  end_loads(/*arrived=*/false);
-  lift_fences();
-  return withdraw(std::move(bad), std::move(limits), /*by_hash=*/false);
+  end_onboards(/*arrived=*/false);
+  release_deferred();
+  return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/false);
 }
 
 }  // namespace kvcache

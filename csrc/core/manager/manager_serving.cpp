@@ -17,25 +17,26 @@ int64_t Manager::num_encoder_blocks(const CacheGroup& group, const TokenChain& c
 }
 
 // What `held` needs so that tokens start to after - 1 have slots; into demand_.
-Manager::Verdict Manager::judge(const Held* held, int64_t start, int64_t after, int64_t lookahead,
-                                int64_t num_free, int64_t num_kept_free, bool may_share) {
+Manager::Verdict Manager::judge(const RowBlocks* held, int64_t start, int64_t after,
+                                int64_t lookahead, int64_t num_free, int64_t num_kept_free,
+                                bool may_share) {
   int64_t num_new = 0;
   const bool frees_at_once = !is_fenced(last_issued_);
   for (const CacheGroup& group : groups_) {
-    const Held& each = held[group.id];
+    const RowBlocks& each = held[group.id];
     const auto size = static_cast<int64_t>(each.blocks.size());
     Demand& demand = demand_[group.id];
     demand = {0, each.num_dropped, 0, 0};
     if (group.holds_state()) {
       demand.num_new = after > size * group.block_size;
-      if (may_share && demand.num_new == 0) judge_shared(group, each, after - 1, after, &demand);
+      if (may_share && demand.num_new == 0) count_shared(group, each, after - 1, after, &demand);
     } else if (group.holds_tokens()) {
       if (after + lookahead > size * group.block_size) {
         const int64_t most =
             std::min(ceil_div(after + lookahead, group.block_size), group.max_blocks);
         demand.num_new = std::max<int64_t>(most - size, 0);
       }
-      if (may_share) judge_shared(group, each, start, after + lookahead, &demand);
+      if (may_share) count_shared(group, each, start, after + lookahead, &demand);
       const bool is_new = held == candidate_.data();
       if (options_.by_sequences && is_new && size == each.num_dropped) {
         // The whole prompt is computed now, from its own K and V.
@@ -57,8 +58,8 @@ Manager::Verdict Manager::judge(const Held* held, int64_t start, int64_t after, 
 }
 
 // Blocks in which tokens start to stop - 1 are written, and that others hold.
-void Manager::judge_shared(const CacheGroup& group, const Held& held, int64_t start, int64_t stop,
-                           Demand* demand) const {
+void Manager::count_shared(const CacheGroup& group, const RowBlocks& held, int64_t start,
+                           int64_t stop, Demand* demand) const {
   const int64_t last =
       std::min(ceil_div(stop, group.block_size), static_cast<int64_t>(held.blocks.size()));
   for (int64_t b = start / group.block_size; b < last; ++b) {
@@ -69,11 +70,11 @@ void Manager::judge_shared(const CacheGroup& group, const Held& held, int64_t st
 // Whether a block that may be written behind token `start` is held by others.
 bool Manager::shares_from(int32_t row, int64_t start) const {
   for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     const int64_t stop = static_cast<int64_t>(each.blocks.size()) * group.block_size;
     Demand demand;
     if (group.is_cacheable()) {
-      judge_shared(group, each, group.holds_state() ? stop - 1 : start, stop, &demand);
+      count_shared(group, each, group.holds_state() ? stop - 1 : start, stop, &demand);
     }
     if (demand.num_shared > 0) return true;
   }
@@ -81,9 +82,9 @@ bool Manager::shares_from(int32_t row, int64_t start) const {
 }
 
 // Takes over a reference, until all rows are served.
-void Manager::borrow(BlockId id) {
-  borrowed_.push_back(id);
-  ++num_borrowed_[static_cast<size_t>(id)];
+void Manager::hold_for_step(BlockId id) {
+  held_for_step_.push_back(id);
+  ++num_held_for_step_[static_cast<size_t>(id)];
 }
 
 // References of rows: not those of requests that have left, nor of loads.
@@ -98,7 +99,7 @@ int64_t Manager::num_holders(BlockId id) const {
 // is held until the step ends, too.
 bool Manager::is_shared(BlockId id) const {
   if (id == kNullBlock || pool_.ref_count(id) == 1) return false;
-  return num_holders(id) - num_borrowed_[static_cast<size_t>(id)] > 1;
+  return num_holders(id) - num_held_for_step_[static_cast<size_t>(id)] > 1;
 }
 
 // Blocks that a request holds when its last known token runs alone.
@@ -117,7 +118,7 @@ int64_t Manager::num_blocks_ever(const TokenChain& chain) const {
   return num_blocks;
 }
 
-void Manager::set_hit(Held* held, const CacheGroup& group, const PrefixHit& hit) {
+void Manager::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit) {
   const std::vector<BlockId>& blocks = hit.blocks[group.id];
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = static_cast<int64_t>(blocks.size());
@@ -143,7 +144,7 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
                                     int64_t lookahead, int64_t num_reserved) {
   int64_t num_free = pool_.num_free(), num_blocks = 0;
   for (const CacheGroup& group : groups_) {
-    Held& each = candidate_[group.id];
+    RowBlocks& each = candidate_[group.id];
     set_hit(&each, group, hit);
     // Hits that are free stop being so when this request takes them: they cannot also be its new
     // ones. Those on the host take a free one.
@@ -172,8 +173,8 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
   return has_free_row() ? verdict : Verdict{Status::kWait};
 }
 
-Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_tokens,
-                               int64_t lookahead) {
+Manager::Verdict Manager::extend_row(int32_t row, int64_t num_rejected, int64_t num_tokens,
+                                     int64_t lookahead) {
   Row& r = rows_[row];
   const int64_t start = r.num_computed - num_rejected;
   const int64_t after = start + num_tokens;
@@ -185,7 +186,7 @@ Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_to
   if (verdict.status != Status::kServed) {
     int64_t num_blocks = 0;
     for (const CacheGroup& group : groups_) {
-      const Held& each = held(row)[group.id];
+      const RowBlocks& each = held(row)[group.id];
       num_blocks += static_cast<int64_t>(each.blocks.size()) - demand_[group.id].drop_to +
                     demand_[group.id].num_new;
     }
@@ -194,12 +195,12 @@ Manager::Verdict Manager::grow(int32_t row, int64_t num_rejected, int64_t num_to
   if (r.on_host) move_in(row, start, nullptr);
   r.start = start;
   r.num_computed = after;
-  supply(row, start, after, verdict.num_spare);
+  allocate_blocks(row, start, after, verdict.num_spare);
   if (r.may_share) r.may_share = shares_from(row, start);
   if (r.has_forked) {
     // What it writes it has computed, though it began in another's block.
     for (const CacheGroup& group : groups_) {
-      Held& each = held(row)[group.id];
+      RowBlocks& each = held(row)[group.id];
       const int64_t first = (group.holds_state() ? after - 1 : start) / group.block_size;
       each.num_hits = std::min(each.num_hits, first);
     }
@@ -214,7 +215,7 @@ Slots Manager::admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& 
   Slots slots{Status::kServed, take_row(), {}, {}};
   Row& r = rows_[slots.row];
   safe_start_ = hit.num_tokens;
-  facts_[slots.row] = {chain->num_tokens(), hit.num_tokens, 0};
+  admission_info_[slots.row] = {chain->num_tokens(), hit.num_tokens, 0};
   r.chain = chain;
   r.start = hit.num_tokens;
   r.num_computed = after;
@@ -222,7 +223,7 @@ Slots Manager::admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& 
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), held(slots.row));
   take_hits(slots.row, hit);
-  supply(slots.row, hit.num_tokens, after, verdict.num_spare);
+  allocate_blocks(slots.row, hit.num_tokens, after, verdict.num_spare);
   r.next_publish = next_publish(r, held(slots.row));
   if (chain->read_cache()) {
     stats_.add(chain->num_tokens(), hit.num_tokens, hit.num_tokens - first_host_token(hit));
@@ -255,7 +256,7 @@ int32_t Manager::take_row() {
     return row;
   }
   rows_.emplace_back();
-  facts_.emplace_back();
+  admission_info_.emplace_back();
   held_.resize(held_.size() + groups_.size());
   return static_cast<int32_t>(rows_.size()) - 1;
 }
@@ -269,12 +270,12 @@ int64_t Manager::num_written(int32_t row, const CacheGroup& group) const {
 void Manager::take_hits(int32_t row, const PrefixHit& hit) {
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
       pool_.retain(&source, 1);  // nobody may get it before it was copied
       pool_.hit(&source, 1);
-      borrow(source);
+      hold_for_step(source);
     }
     if (hit.num_host_blocks == 0) {
       pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
@@ -294,7 +295,7 @@ void Manager::take_hits(int32_t row, const PrefixHit& hit) {
     host_->hit(pages.data(), static_cast<int64_t>(pages.size()));
   }
   // All that is taken is held: what is loaded into evicts nothing of it.
-  if (hit.num_host_blocks > 0) load_hits(row);
+  if (hit.num_host_blocks > 0) onboard_hits(row);
 }
 
 void Manager::note_hits(const BlockId* ids, int64_t n) {
@@ -304,12 +305,12 @@ void Manager::note_hits(const BlockId* ids, int64_t n) {
 }
 
 // Does what `judge` found, in demand_, to be possible.
-void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spare) {
-  Held* h = held(row);
+void Manager::allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t num_spare) {
+  RowBlocks* h = held(row);
   int64_t num_new = 0;
   for (const CacheGroup& group : groups_) {
     Demand& demand = demand_[group.id];
-    Held& each = h[group.id];
+    RowBlocks& each = h[group.id];
     sizes_[group.id] = static_cast<int64_t>(each.blocks.size());
     if (demand.num_skipped > 0) {
       each.blocks.resize(each.blocks.size() + static_cast<size_t>(demand.num_skipped), kNullBlock);
@@ -330,8 +331,8 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
   pool_.allocate(num_new, taken_.data());
   const BlockId* next = taken_.data();
   for (const CacheGroup& group : groups_) {
-    Held& each = h[group.id];
-    if (demand_[group.id].num_shared > 0) own_shared(row, group, start, after, &next);
+    RowBlocks& each = h[group.id];
+    if (demand_[group.id].num_shared > 0) copy_on_write(row, group, start, after, &next);
     const int64_t n = demand_[group.id].num_new;
     if (n == 0) continue;
     if (group.holds_state()) {
@@ -341,8 +342,8 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
     }
     next += n;
     if (each.source != kNullBlock) {
-      delta_->copy.insert(delta_->copy.end(),
-                          {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
+      plan_->copy.insert(plan_->copy.end(),
+                         {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
       note_dropped(row, group, sizes_[group.id], each.source);  // had, and not kept
       safe_start_ = std::min(safe_start_, sizes_[group.id] * group.block_size);
       each.source = kNullBlock;
@@ -352,9 +353,9 @@ void Manager::supply(int32_t row, int64_t start, int64_t after, int64_t num_spar
 
 // The row's own blocks in place of those that it writes and others hold. What they hold of it is
 // copied; where that is nothing, they are only replaced.
-void Manager::own_shared(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
-                         const BlockId** next) {
-  Held& each = held(row)[group.id];
+void Manager::copy_on_write(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
+                            const BlockId** next) {
+  RowBlocks& each = held(row)[group.id];
   const int64_t first = (group.holds_state() ? after - 1 : start) / group.block_size;
   int64_t num_left = demand_[group.id].num_shared;
   for (int64_t b = first; num_left > 0; ++b) {
@@ -363,48 +364,48 @@ void Manager::own_shared(int32_t row, const CacheGroup& group, int64_t start, in
     --num_left;
     const BlockId shared = std::exchange(id, *(*next)++);
     each.num_hits = std::min(each.num_hits, b);
-    tell_replaced(row, group, b, id);
+    emit_replaced(row, group, b, id);
     if (group.holds_state() || b * group.block_size < start) {
       note_dropped(row, group, b, shared);  // had, and not kept
       safe_start_ = std::min(safe_start_, b * group.block_size);
-      if (delta_ != nullptr) {
-        delta_->copy.insert(delta_->copy.end(), {shared, id});
-        borrow(shared);  // until it is copied
+      if (plan_ != nullptr) {
+        plan_->copy.insert(plan_->copy.end(), {shared, id});
+        hold_for_step(shared);  // until it is copied
         continue;
       }
       copies_.insert(copies_.end(), {shared, id});
     }
-    give_back(&shared, 1);
+    release_or_defer(&shared, 1);
   }
 }
 
 void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
-  Held& each = held(row)[group.id];
+  RowBlocks& each = held(row)[group.id];
   dropped_.clear();
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     BlockId& id = each.blocks[static_cast<size_t>(b)];
     dropped_.push_back(id);
     note_dropped(row, group, b, id);
     id = kNullBlock;
-    tell_replaced(row, group, b, kNullBlock);
+    emit_replaced(row, group, b, kNullBlock);
   }
   each.num_dropped = drop_to;
-  give_back(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+  release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
 }
 
 void Manager::move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
                          BlockId page) {
-  Held& each = held(row)[group.id];
+  RowBlocks& each = held(row)[group.id];
   if (each.host_source != kNullBlock) {
-    load(row, group, (after - 1) / group.block_size, each.host_source, page, /*is_hit=*/false);
+    onboard(row, group, (after - 1) / group.block_size, each.host_source, page, /*is_hit=*/false);
     each.host_source = kNullBlock;
     each.num_dropped = (after - 1) / group.block_size;
   } else if (start > 0) {
     const BlockId source = each.blocks.back();
-    delta_->copy.insert(delta_->copy.end(), {source, page});
+    plan_->copy.insert(plan_->copy.end(), {source, page});
     state_moves_.push_back({row, group.id, static_cast<int64_t>(each.blocks.size()) - 1, start});
   } else {
-    delta_->zero.push_back(page);
+    plan_->zero.push_back(page);
     each.num_dropped = (after - 1) / group.block_size;
   }
   each.blocks.resize(static_cast<size_t>((after - 1) / group.block_size), kNullBlock);
@@ -418,7 +419,7 @@ void Manager::serve_rows(const StepRequest& request) {
     const int64_t start = rows_[row].num_computed - rejected;
     const int64_t lookahead =
         request.lookahead == nullptr ? request.num_lookahead : request.lookahead[i];
-    const Status status = grow(row, rejected, request.num_tokens[i], lookahead).status;
+    const Status status = extend_row(row, rejected, request.num_tokens[i], lookahead).status;
     if (status != Status::kServed) take_back_ids_of(request, i);
     answer(row, status, start, /*is_new=*/false);
   }
@@ -444,7 +445,7 @@ void Manager::serve_new(const StepRequest& request) {
                     /*by_step=*/true);
       if (slots.status != Status::kWait || !copies_partial(*hit)) break;
     }
-    if (slots.status == Status::kServed) delta_->clear_rows.push_back(slots.row);
+    if (slots.status == Status::kServed) plan_->clear_rows.push_back(slots.row);
     answer(slots.row, slots.status, start, /*is_new=*/true);
   }
 }
@@ -462,14 +463,14 @@ void Manager::end_state_moves() {
   }
   for (const Step::Served& served : in_flight_.back().rows) publish(served.row);
   for (const StateMove& move : state_moves_) {
-    Held& each = held(move.row)[move.group];
+    RowBlocks& each = held(move.row)[move.group];
     BlockId& id = each.blocks[static_cast<size_t>(move.block)];
     note_dropped(move.row, groups_[move.group], move.block, id);
-    give_back(&id, 1, num_steps_);
+    release_or_defer(&id, 1, num_steps_);
     id = kNullBlock;
     each.num_dropped = static_cast<int64_t>(each.blocks.size()) - 1;
     // A row that is new tells its whole table, this entry included.
-    tell_replaced(move.row, groups_[move.group], move.block, kNullBlock);
+    emit_replaced(move.row, groups_[move.group], move.block, kNullBlock);
   }
   state_moves_.clear();
 }

@@ -20,18 +20,18 @@ void Manager::check_on_device(int32_t row) const {
 }
 
 void Manager::check_swap(const std::vector<int32_t>& rows, bool on_host) {
-  ++mark_;
+  ++call_stamp_;
   for (int32_t row : rows) {
-    check_face(row, /*by_step=*/false);
+    check_driver(row, /*by_step=*/false);
     if (rows_[row].on_host != on_host) {
       throw std::invalid_argument("row " + std::to_string(row) +
                                   (on_host ? " is on the device: expected one that is swapped out"
                                            : " is swapped out: expected one on the device"));
     }
-    if (rows_[row].mark == mark_) {
+    if (rows_[row].stamp == call_stamp_) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
-    rows_[row].mark = mark_;
+    rows_[row].stamp = call_stamp_;
   }
 }
 
@@ -39,7 +39,7 @@ void Manager::check_swap(const std::vector<int32_t>& rows, bool on_host) {
 std::vector<BlockId> Manager::written_blocks(int32_t row) const {
   std::vector<BlockId> out;
   for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     const auto first = each.blocks.begin() + each.num_dropped;
     const int64_t size =
         rows_[row].on_host ? static_cast<int64_t>(each.blocks.size()) : num_written(row, group);
@@ -85,7 +85,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   publish(row);
   ReleaseFeatures features;
   features.is_swapped_out = true;
-  tell_release(row, features);
+  notify_release(row, features);
   std::unordered_set<BlockId> taken;  // whose reference is the row's already
   for (size_t i = 0; i < known.size(); i += 2) {
     host_->retain(&known[i + 1], 1);  // nothing new may take its place
@@ -97,7 +97,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   const BlockId* next = pages.data();
   const std::vector<BlockId> given_back = tail_first(row, /*with_encoder=*/true);
   for (const CacheGroup& group : groups_) {
-    Held& each = held(row)[group.id];
+    RowBlocks& each = held(row)[group.id];
     each.blocks.resize(static_cast<size_t>(std::max(each.num_dropped, num_written(row, group))));
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       BlockId& id = each.blocks[static_cast<size_t>(b)];
@@ -108,7 +108,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
         pairs->insert(pairs->end(), {id, to->second});
         // Sequences find nothing there.
         if (pool_.hash_of(id) != nullptr && !options_.by_sequences) {
-          add_write(to->second, content_of(id), /*is_row=*/true);
+          add_offload(to->second, content_of(id), /*is_row=*/true);
         }
       } else if (taken.count(id) == 0) {
         host_->retain(&to->second, 1);
@@ -116,9 +116,9 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
       id = to->second;
     }
   }
-  tiers_.swapped_out_blocks += num_new;
+  tier_count_.swapped_out_blocks += num_new;
   // The plan that is being made reads them.
-  give_back(given_back.data(), static_cast<int64_t>(given_back.size()), num_steps_);
+  release_or_defer(given_back.data(), static_cast<int64_t>(given_back.size()), num_steps_);
   rows_[row].on_host = true;
   return true;
 }
@@ -133,7 +133,7 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   std::vector<BlockId> pairs;
   moved_.clear();
   for (int32_t row : rows) move_out(row, &pairs);
-  end_writes();
+  publish_offloaded();
   return pairs;
 }
 
@@ -150,11 +150,11 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
 
 // What a row on the host needs to be served: the pages that it still reads, and new ones.
 Manager::Verdict Manager::resume(int32_t row, int64_t start, int64_t after, int64_t lookahead) {
-  Held* h = held(row);
+  RowBlocks* h = held(row);
   // Blocks on the host that leave a window free nothing on the device.
   int64_t num_loads = 0, num_blocks = 0;
   for (const CacheGroup& group : groups_) {
-    const Held& each = h[group.id];
+    const RowBlocks& each = h[group.id];
     candidate_[group.id].clear();
     candidate_[group.id].blocks.assign(each.blocks.size(), kNullBlock);
     int64_t first = each.num_dropped;
@@ -192,10 +192,10 @@ bool Manager::shares_load(const CacheGroup& group, int64_t block, int64_t start,
 // behind: `candidate_` of `resume` says so in a step.
 void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
   Row& r = rows_[row];
-  const bool by_step = delta_ != nullptr;
+  const bool by_step = plan_ != nullptr;
   std::vector<BlockId> left;
   for (const CacheGroup& group : groups_) {
-    Held& each = held(row)[group.id];
+    RowBlocks& each = held(row)[group.id];
     const bool moves = by_step && group.holds_state() && demand_[group.id].num_new > 0;
     if (by_step) {
       const int64_t first = candidate_[group.id].num_dropped;
@@ -222,9 +222,9 @@ void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
       }
       pool_.allocate(1, &id);
       moved_.emplace(from, id);
-      ++tiers_.swapped_in_blocks;
+      ++tier_count_.swapped_in_blocks;
       if (by_step) {
-        load(row, group, b, from, id, /*is_hit=*/false);
+        onboard(row, group, b, from, id, /*is_hit=*/false);
       } else {
         pairs->insert(pairs->end(), {from, id});
         left.push_back(from);
@@ -247,7 +247,7 @@ void Manager::swap_out_rows(const StepRequest& request) {
   swap_answers_.clear();
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
-    const bool is_out = move_out(row, &delta_->swap_out);
+    const bool is_out = move_out(row, &plan_->swap_out);
     if (is_out) in_flight_.back().swapped.push_back({row, rows_[row].admission});
     swap_answers_.push_back(is_out);
   }
@@ -258,9 +258,9 @@ void Manager::answer_swapped(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
     const Status status = swap_answers_[static_cast<size_t>(i)] ? Status::kServed : Status::kWait;
-    delta_->rows.push_back(row);
-    delta_->status.push_back(static_cast<uint8_t>(status));
-    delta_->num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
+    plan_->rows.push_back(row);
+    plan_->status.push_back(static_cast<uint8_t>(status));
+    plan_->num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
   }
 }
 

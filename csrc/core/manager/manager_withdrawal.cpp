@@ -7,46 +7,46 @@
 
 namespace kvcache {
 
-Recompute Manager::withdraw_ids(const std::vector<BlockId>& ids,
-                                const std::vector<BlockId>& host_ids) {
-  Bad bad;
+Recompute Manager::invalidate_blocks(const std::vector<BlockId>& ids,
+                                     const std::vector<BlockId>& host_ids) {
+  Invalid invalid;
   Limits limits;
   for (BlockId id : ids) {
-    bad.blocks.emplace(id, 0);
-    add_hashes(pool_, id, &bad);
+    invalid.blocks.emplace(id, 0);
+    add_hashes(pool_, id, &invalid);
   }
   for (BlockId id : host_ids) {
-    bad.host.insert(id);
-    add_hashes(*host_, id, &bad);
+    invalid.host.insert(id);
+    add_hashes(*host_, id, &invalid);
   }
   std::vector<BlockId> failed = ids;
-  for (const Load& load : loads_) {
-    // What was to be loaded is not there, or should not have been. Nobody is to load it again.
-    const bool is_named = std::find(ids.begin(), ids.end(), load.device) != ids.end();
-    const bool is_from_bad = bad.host.count(load.host) != 0;
+  for (const Onboard& onboard : onboards_) {
+    // What was to be loaded is not there, or should not have been. Nobody is to onboard it again.
+    const bool is_named = std::find(ids.begin(), ids.end(), onboard.device) != ids.end();
+    const bool is_from_bad = invalid.host.count(onboard.host) != 0;
     if (!is_named && !is_from_bad) continue;
-    bad.host.insert(load.host);
-    add_hashes(*host_, load.host, &bad);
-    if (!bad.blocks.emplace(load.device, 0).second) continue;
-    add_hashes(pool_, load.device, &bad);
-    failed.push_back(load.device);
+    invalid.host.insert(onboard.host);
+    add_hashes(*host_, onboard.host, &invalid);
+    if (!invalid.blocks.emplace(onboard.device, 0).second) continue;
+    add_hashes(pool_, onboard.device, &invalid);
+    failed.push_back(onboard.device);
   }
-  limit_by_drops(failed, &bad, &limits);
-  return withdraw(std::move(bad), std::move(limits), /*by_hash=*/true);
+  limit_by_drops(failed, &invalid, &limits);
+  return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/true);
 }
 
 // Of a row in `limits`, no more than so many tokens are right. With `by_hash`, rows whose tokens
-// run through the content of a bad block are affected whether they hold that very block or not:
+// run through the content of a invalid block are affected whether they hold that very block or not:
 // they may have dropped it, copied it, or hit what was computed from it.
-Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
+Recompute Manager::take_back_invalid(Invalid invalid, Limits limits, bool by_hash) {
   has_forgotten_ = true;
-  while (spread(&bad, &limits, by_hash)) {
+  while (spread(&invalid, &limits, by_hash)) {
   }
   std::vector<BlockId> all;
-  for (const auto& [id, num_right] : bad.blocks) all.push_back(id);
+  for (const auto& [id, num_right] : invalid.blocks) all.push_back(id);
   std::sort(all.begin(), all.end());  // the order in which they are freed
   if (by_hash) {
-    evict_derived(all, &bad);
+    evict_derived(all, &invalid);
   } else {
     pool_.evict(all.data(), static_cast<int64_t>(all.size()));
   }
@@ -59,7 +59,7 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
     if (!rows_[row].on_host && can_resume(held(row), limit)) {
       truncate(row, limit);
     } else {
-      give_back_row(row, /*with_encoder=*/false);
+      release_row(row, /*with_encoder=*/false);
       to_restart.push_back(row);
     }
     if (rows_[row].by_step) resend(row);
@@ -71,59 +71,59 @@ Recompute Manager::withdraw(Bad bad, Limits limits, bool by_hash) {
   return out;
 }
 
-// Of both tiers: what is bad, and what follows from it.
-void Manager::evict_derived(const std::vector<BlockId>& ids, Bad* bad) {
-  InvalidChains invalid;
-  invalid.roots = std::move(bad->roots);
-  pool_.add_chains(ids.data(), static_cast<int64_t>(ids.size()), &invalid);
+// Of both tiers: what is invalid, and what follows from it.
+void Manager::evict_derived(const std::vector<BlockId>& ids, Invalid* invalid) {
+  InvalidChains chains;
+  chains.roots = std::move(invalid->roots);
+  pool_.add_chains(ids.data(), static_cast<int64_t>(ids.size()), &chains);
   if (host_ != nullptr) {
-    for (const auto& [hash, what] : bad->hashes) {
+    for (const auto& [hash, what] : invalid->hashes) {
       for (const CacheGroup& group : groups_) {
         const BlockId page = host_->find(hash, group.id);
-        if (page != kNullBlock) bad->host.insert(page);
+        if (page != kNullBlock) invalid->host.insert(page);
       }
     }
-    const std::vector<BlockId> pages(bad->host.begin(), bad->host.end());
-    host_->add_chains(pages.data(), static_cast<int64_t>(pages.size()), &invalid);
+    const std::vector<BlockId> pages(invalid->host.begin(), invalid->host.end());
+    host_->add_chains(pages.data(), static_cast<int64_t>(pages.size()), &chains);
   }
-  pool_.evict_derived(invalid, is_uniform_);
-  if (host_ != nullptr) host_->evict_derived(invalid, is_uniform_);
+  pool_.evict_derived(chains, is_uniform_);
+  if (host_ != nullptr) host_->evict_derived(chains, is_uniform_);
 }
 
-// Lowers the limits of rows that use bad content, and adds what they have computed behind them.
+// Lowers the limits of rows that use invalid content, and adds what they have computed behind them.
 // Whether anything changed.
-bool Manager::spread(Bad* bad, Limits* limits, bool by_hash) const {
+bool Manager::spread(Invalid* invalid, Limits* limits, bool by_hash) const {
   bool changed = false;
   for (int32_t row = 0; row < static_cast<int32_t>(rows_.size()); ++row) {
     if (rows_[row].chain == nullptr) continue;
     const auto known = limits->find(row);
-    const int64_t before = known == limits->end() ? kNothing : known->second;
-    int64_t limit = std::min(before, limit_by_blocks(row, *bad));
-    if (by_hash) limit = std::min(limit, limit_by_hashes(row, *bad));
+    const int64_t before = known == limits->end() ? kUnbounded : known->second;
+    int64_t limit = std::min(before, limit_by_blocks(row, *invalid));
+    if (by_hash) limit = std::min(limit, limit_by_hashes(row, *invalid));
     if (limit >= rows_[row].num_computed) continue;
     limit = own_limit(row, confirmed_limit(row, limit));
     if (limit < before) {
       (*limits)[row] = limit;
       changed = true;
     }
-    changed |= add_computed(row, limit, by_hash, bad);
+    changed |= add_computed(row, limit, by_hash, invalid);
   }
   return changed;
 }
 
-int64_t Manager::limit_by_blocks(int32_t row, const Bad& bad) const {
-  int64_t limit = kNothing;
+int64_t Manager::limit_by_blocks(int32_t row, const Invalid& invalid) const {
+  int64_t limit = kUnbounded;
   const bool on_host = rows_[row].on_host;
   for (const CacheGroup& group : groups_) {
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       const BlockId id = each.blocks[static_cast<size_t>(b)];
       if (on_host) {
-        if (bad.host.count(id) != 0) return 0;  // it starts anew in any case
+        if (invalid.host.count(id) != 0) return 0;  // it starts anew in any case
         continue;
       }
-      const auto found = bad.blocks.find(id);
-      if (found == bad.blocks.end()) continue;
+      const auto found = invalid.blocks.find(id);
+      if (found == invalid.blocks.end()) continue;
       limit =
           std::min(limit, group.is_cacheable() ? std::max(found->second, b * group.block_size) : 0);
     }
@@ -131,13 +131,13 @@ int64_t Manager::limit_by_blocks(int32_t row, const Bad& bad) const {
   return limit;
 }
 
-int64_t Manager::limit_by_hashes(int32_t row, const Bad& bad) const {
-  int64_t limit = kNothing;
+int64_t Manager::limit_by_hashes(int32_t row, const Invalid& invalid) const {
+  int64_t limit = kUnbounded;
   const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
-  for (size_t i = 0; i < hashes.size() && !bad.hashes.empty(); ++i) {
-    const auto found = bad.hashes.find(hashes[i]);
-    if (found == bad.hashes.end()) continue;
-    const BadHash& what = found->second;
+  for (size_t i = 0; i < hashes.size() && !invalid.hashes.empty(); ++i) {
+    const auto found = invalid.hashes.find(hashes[i]);
+    if (found == invalid.hashes.end()) continue;
+    const InvalidHash& what = found->second;
     const auto last =
         static_cast<int64_t>(i) * hash_block_size_;  // where its last hash block begins
     const int64_t of_block = last / what.block_size * what.block_size;
@@ -148,14 +148,15 @@ int64_t Manager::limit_by_hashes(int32_t row, const Bad& bad) const {
 
 // Blocks that left a window, and pages that states left, are known for as long as their steps may
 // be in flight.
-void Manager::limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* limits) const {
+void Manager::limit_by_drops(const std::vector<BlockId>& ids, Invalid* invalid,
+                             Limits* limits) const {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
   for (const Step& step : in_flight_) {
     for (const Step::Dropped& each : step.dropped) {
       if (failed.count(each.id) == 0) continue;
       const Row& row = rows_[each.row];
       if (row.chain == nullptr || row.admission != each.admission) {
-        add_left(*each.chain, each.first_token, bad);
+        add_left(*each.chain, each.first_token, invalid);
         continue;
       }
       const auto [limit, is_first] = limits->emplace(each.row, each.first_token);
@@ -165,12 +166,12 @@ void Manager::limit_by_drops(const std::vector<BlockId>& ids, Bad* bad, Limits* 
 }
 
 // What a row that has left may have computed from token `first_token` on.
-void Manager::add_left(const TokenChain& chain, int64_t first_token, Bad* bad) const {
+void Manager::add_left(const TokenChain& chain, int64_t first_token, Invalid* invalid) const {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
     for (int64_t b = first_token / group.block_size; b * group.num_hashes < num_hashed; ++b) {
-      add_lost(chain, group, b, std::max(first_token, b * group.block_size), bad);
+      add_dropped(chain, group, b, std::max(first_token, b * group.block_size), invalid);
     }
   }
 }
@@ -199,29 +200,29 @@ int64_t Manager::own_limit(int32_t row, int64_t limit) const {
   return limit;
 }
 
-// What the row has computed from token `limit` on. Whether any of it was not known to be bad.
-bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Bad* bad) const {
+// What the row has computed from token `limit` on. Whether any of it was not known to be invalid.
+bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Invalid* invalid) const {
   bool changed = false;
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    const Held& each = held(row)[group.id];
+    const RowBlocks& each = held(row)[group.id];
     const int64_t size = num_written(row, group);
     for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
       const int64_t num_right = std::max(limit, b * group.block_size);
       const BlockId id = rows_[row].on_host ? kNullBlock : each.blocks[static_cast<size_t>(b)];
       if (id != kNullBlock) {
-        changed |= add_block(id, num_right, bad);
-        if (by_hash) changed |= add_found(row, group, b, id, num_right, bad);
+        changed |= add_block(id, num_right, invalid);
+        if (by_hash) changed |= add_found(row, group, b, id, num_right, invalid);
       } else if (by_hash) {
-        changed |= add_lost(*rows_[row].chain, group, b, num_right, bad);
+        changed |= add_dropped(*rows_[row].chain, group, b, num_right, invalid);
       }
     }
   }
   return changed;
 }
 
-bool Manager::add_block(BlockId id, int64_t num_right, Bad* bad) {
-  const auto [known, is_new] = bad->blocks.emplace(id, num_right);
+bool Manager::add_block(BlockId id, int64_t num_right, Invalid* invalid) {
+  const auto [known, is_new] = invalid->blocks.emplace(id, num_right);
   if (!is_new && known->second <= num_right) return false;
   known->second = num_right;
   return true;
@@ -229,7 +230,7 @@ bool Manager::add_block(BlockId id, int64_t num_right, Bad* bad) {
 
 // The hashes under which others may have found what the row computed into this block.
 bool Manager::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
-                        int64_t num_right, Bad* bad) const {
+                        int64_t num_right, Invalid* invalid) const {
   const std::vector<Hash>& hashes = rows_[row].chain->known_hashes();
   std::vector<Hash> found = pool_.partial_hashes_of(id);
   if (pool_.hash_of(id) != nullptr) found.push_back(*pool_.hash_of(id));
@@ -239,42 +240,42 @@ bool Manager::add_found(int32_t row, const CacheGroup& group, int64_t block, Blo
   for (int64_t i = num_right / hash_block_size_; i < last && !found.empty(); ++i) {
     const Hash& hash = hashes[static_cast<size_t>(i)];
     if (std::find(found.begin(), found.end(), hash) == found.end()) continue;
-    changed |= add_hash(hash, {num_right, group.block_size}, bad);
+    changed |= add_hash(hash, {num_right, group.block_size}, invalid);
   }
   return changed;
 }
 
 // The same of a block that nobody can name any more, because its row has dropped it or has left: as
 // long as it is found; of parts nobody knows.
-bool Manager::add_lost(const TokenChain& chain, const CacheGroup& group, int64_t block,
-                       int64_t num_right, Bad* bad) const {
+bool Manager::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
+                          int64_t num_right, Invalid* invalid) const {
   const std::vector<Hash>& hashes = chain.known_hashes();
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
   // Others may have used it while it was found, and be found themselves.
-  if (!hashes.empty()) bad->roots.insert(hashes[0].tag());
+  if (!hashes.empty()) invalid->roots.insert(hashes[0].tag());
   for (int64_t i = num_right / hash_block_size_;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
     const Hash& hash = hashes[static_cast<size_t>(i)];
     const BlockId id = i + 1 == end ? pool_.find(hash, group.id) : kNullBlock;
-    if (id != kNullBlock) changed |= add_block(id, num_right, bad);
+    if (id != kNullBlock) changed |= add_block(id, num_right, invalid);
     const bool on_host = id == kNullBlock && i + 1 == end && host_ != nullptr &&
                          host_->find(hash, group.id) != kNullBlock;
     if (id == kNullBlock && !on_host && !group.has_partial) continue;
-    changed |= add_hash(hash, {num_right, group.block_size}, bad);
+    changed |= add_hash(hash, {num_right, group.block_size}, invalid);
   }
   return changed;
 }
 
-void Manager::add_hashes(const BlockPool& pool, BlockId id, Bad* bad) const {
+void Manager::add_hashes(const BlockPool& pool, BlockId id, Invalid* invalid) const {
   const int64_t block_size = groups_[pool.group_of(id)].block_size;
-  if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size}, bad);
-  for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size}, bad);
+  if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size}, invalid);
+  for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size}, invalid);
 }
 
-bool Manager::add_hash(const Hash& hash, const BadHash& what, Bad* bad) {
-  const auto [known, is_new] = bad->hashes.emplace(hash, what);
-  const BadHash before = known->second;
+bool Manager::add_hash(const Hash& hash, const InvalidHash& what, Invalid* invalid) {
+  const auto [known, is_new] = invalid->hashes.emplace(hash, what);
+  const InvalidHash before = known->second;
   known->second.num_right = std::min(before.num_right, what.num_right);
   known->second.block_size = std::max(before.block_size, what.block_size);
   return is_new || known->second.num_right < before.num_right ||
