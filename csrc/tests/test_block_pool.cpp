@@ -11,20 +11,16 @@
 
 #include "core/eviction/registry.h"
 #include "tests/check.h"
+#include "tests/core_fixtures.h"
 
 using kvcache::BlockId;
 using kvcache::BlockPool;
 using kvcache::Content;
 using kvcache::EventLog;
 using kvcache::Hash;
+using kvcache::test::hash_of;
 
 namespace {
-
-Hash hash_of(uint32_t i) {
-  Hash hash{};
-  std::memcpy(hash.bytes, &i, sizeof(i));
-  return hash;
-}
 
 void publish(BlockPool* pool, const BlockId* ids, const Hash* hashes, int64_t n,
              uint8_t group = 0) {

@@ -2,9 +2,7 @@
 #include "core/manager/manager.h"
 
 #include <algorithm>
-#include <chrono>
 #include <numeric>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -106,7 +104,9 @@ Manager::Manager(const ManagerOptions& options)
       pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
       host_(host_of(options)),
       finder_(&pool_, host_.get(), &groups_, hash_block_size_, options.drop_last_hit),
+      frees_(&pool_, &steps_, options.fence_frees),
       stats_(cached_block_sizes(groups_), options.stats_window),
+      pins_(&pool_),
       demand_(groups_.size()),
       candidate_(groups_.size()),
       num_held_for_step_(static_cast<size_t>(options.num_blocks)),
@@ -116,7 +116,6 @@ Manager::Manager(const ManagerOptions& options)
     is_uniform_ &= group.num_hashes == 1;
   }
   last_plan_.groups.resize(groups_.size());
-  if (options.fence_frees) fenced_.resize(static_cast<size_t>(options.num_blocks));
   if (host_ != nullptr) {
     const auto num_blocks = static_cast<size_t>(options.num_blocks);
     loading_.resize(num_blocks);
@@ -146,45 +145,14 @@ void StepPlan::clear() {
   }
 }
 
-void Manager::check_caller() {
-  if (owner_ == std::thread::id()) owner_ = std::this_thread::get_id();
-  check_reader();
-}
-
-void Manager::check_reader() const {
-  const std::thread::id caller = std::this_thread::get_id();
-  if (owner_ != std::thread::id() && owner_ != caller) {
-    std::ostringstream text;
-    text << "called from thread " << caller << ", but the manager belongs to thread " << owner_
-         << ", which used it first: call it from one thread";
-    throw std::runtime_error(text.str());
-  }
-  if (in_call_) {
-    throw std::runtime_error(
-        "called while another call of this manager has not returned (from within the SHA-256 "
-        "fallback, or an attention kind?): expected one call at a time");
-  }
-}
-
 void Manager::set_now(int64_t ms) {
   check_caller();
-  if (ms < now_ms_) {
-    throw std::invalid_argument("the clock is set to " + std::to_string(ms) + " ms: expected " +
-                                std::to_string(now_ms_) +
-                                " or more, it does not go back (set it before the first call)");
-  }
-  has_clock_ = true;
-  set_clock(ms);
+  clock_.set(ms);
+  notify_clock();
 }
 
-void Manager::read_clock() {
-  if (has_clock_) return;
-  const auto since = std::chrono::steady_clock::now() - made_at_;
-  set_clock(std::chrono::duration_cast<std::chrono::milliseconds>(since).count());
-}
-
-void Manager::set_clock(int64_t ms) {
-  now_ms_ = ms;
+void Manager::notify_clock() {
+  const int64_t ms = clock_.now_ms();
   if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
   pool_.set_now(ms);
   if (host_ != nullptr) host_->set_now(ms);
@@ -245,62 +213,12 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {
   const Call call(this);
   hash_ahead(chain, /*reads=*/true);
-  std::vector<Pinned> pinned;
-  const std::vector<Hash>& hashes = chain.known_hashes();
-  for (const CacheGroup& group : groups_) {
-    if (!group.is_cacheable()) continue;
-    for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < hashes.size();
-         i += static_cast<size_t>(group.num_hashes)) {
-      const BlockId id = pool_.find(hashes[i], group.id);
-      if (id != kNullBlock) {
-        pinned.push_back({id, group.id, pool_.generation(id), hashes[i]});
-      } else if (group.keeps_all) {
-        break;  // nothing finds what comes behind
-      }
-    }
-  }
-  for (const Pinned& each : pinned) pool_.pin(&each.id, 1);
-  forget_dead_sessions();
-  std::vector<Pinned>& of_session = pins_[session];
-  unpin_all(of_session);
-  of_session = std::move(pinned);
-  return static_cast<int64_t>(of_session.size());
+  return pins_.pin(session, chain.known_hashes(), groups_);
 }
 
 int64_t Manager::unpin(const std::string& session) {
   const Call call(this);
-  const auto found = pins_.find(session);
-  if (found == pins_.end()) return 0;
-  const auto is_dead = [&](const Pinned& each) { return !is_alive(each); };
-  const auto num_broken = std::count_if(found->second.begin(), found->second.end(), is_dead);
-  unpin_all(found->second);
-  pins_.erase(found);
-  return num_broken;
-}
-
-// A pin goes with its block's hash.
-bool Manager::is_alive(const Pinned& pinned) const {
-  return pool_.holds(pinned.id, pinned.hash, pinned.group) &&
-         pool_.generation(pinned.id) == pinned.generation && pool_.is_pinned(pinned.id);
-}
-
-void Manager::unpin_all(const std::vector<Pinned>& pinned) {
-  for (const Pinned& each : pinned) {
-    if (is_alive(each)) pool_.unpin(&each.id, 1);
-  }
-}
-
-// Sessions that nobody ends must not extend_row without bound. Amortised: looks when they have
-// doubled.
-void Manager::forget_dead_sessions() {
-  if (pins_.size() < num_sessions_to_look_through_) return;
-  for (auto it = pins_.begin(); it != pins_.end();) {
-    const std::vector<Pinned>& pinned = it->second;
-    const bool any = std::any_of(pinned.begin(), pinned.end(),
-                                 [&](const Pinned& each) { return is_alive(each); });
-    it = any ? std::next(it) : pins_.erase(it);
-  }
-  num_sessions_to_look_through_ = std::max<size_t>(2 * pins_.size(), 64);
+  return pins_.unpin(session);
 }
 
 void Manager::evict(const BlockId* ids, int64_t n) {
@@ -324,7 +242,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   begin_step();
   StepPlan& plan = last_plan_;
   plan.clear();
-  plan.step_id = num_steps_;
+  plan.step_id = steps_.num_steps;
   plan.clear_rows.swap(clear_rows_);
   plan_ = &plan;
   swap_out_rows(request);
@@ -336,7 +254,8 @@ const StepPlan& Manager::step(const StepRequest& request) {
   end_state_moves();
   publish_offloaded();
   moved_.clear();
-  release_or_defer(held_for_step_.data(), static_cast<int64_t>(held_for_step_.size()), num_steps_);
+  frees_.release_or_defer(held_for_step_.data(), static_cast<int64_t>(held_for_step_.size()),
+                          steps_.num_steps);
   for (BlockId id : held_for_step_) num_held_for_step_[static_cast<size_t>(id)] = 0;
   held_for_step_.clear();
   emit_resent();
@@ -346,7 +265,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   std::sort(clear.begin(), clear.end());
   clear.erase(std::unique(clear.begin(), clear.end()), clear.end());
   in_flight_.back().clear_rows.assign(clear.begin(), clear.end());
-  last_issued_ = num_steps_++;
+  steps_.issue();
   return plan;
 }
 
@@ -523,9 +442,11 @@ void Manager::check_invariants() const {
   check_reader();
   pool_.check_invariants();
   if (host_ != nullptr) host_->check_invariants();
-  std::vector<int32_t> references(static_cast<size_t>(pool_.num_blocks()), 0);
-  std::vector<int32_t> of_host(host_ == nullptr ? 1 : static_cast<size_t>(host_->num_blocks()), 0);
-  int64_t num_rows = 0, num_fenced = 0;
+  pins_.check_invariants();
+  steps_.check_invariants();
+  PerBlock<int32_t> references(pool_.num_blocks());
+  PerBlock<int32_t> of_host(host_ == nullptr ? 1 : host_->num_blocks());
+  int64_t num_rows = 0;
   for (size_t row = 0; row < rows_.size(); ++row) {
     num_rows += rows_[row].chain != nullptr;
     for (size_t g = 0; g < groups_.size(); ++g) {
@@ -534,22 +455,19 @@ void Manager::check_invariants() const {
         if ((each.blocks[b] == kNullBlock) != (static_cast<int64_t>(b) < each.num_dropped)) {
           throw std::logic_error("row " + std::to_string(row) + " has a hole, or num_dropped lies");
         }
-        ++(rows_[row].on_host ? of_host : references)[static_cast<size_t>(each.blocks[b])];
+        ++(rows_[row].on_host ? of_host : references)[each.blocks[b]];
       }
     }
   }
   std::vector<int32_t> loading(loading_.size(), 0);
   for (const Onboard& onboard : onboards_) {
-    ++references[static_cast<size_t>(onboard.device)];
+    ++references[onboard.device];
     ++loading[static_cast<size_t>(onboard.device)];
-    ++of_host[static_cast<size_t>(onboard.host)];
+    ++of_host[onboard.host];
   }
   if (loading != loading_) throw std::logic_error("loading_ does not count what loads hold");
-  for (const Fence& fence : fences_) {
-    num_fenced += static_cast<int64_t>(fence.ids.size());
-    for (BlockId id : fence.ids) ++references[id];
-  }
-  const auto compare = [](const BlockPool& pool, const std::vector<int32_t>& counted,
+  frees_.check_invariants(&references);
+  const auto compare = [](const BlockPool& pool, const PerBlock<int32_t>& counted,
                           const char* what) {
     for (BlockId id = 1; id < pool.num_blocks(); ++id) {
       if (counted[id] == pool.ref_count(id)) continue;
@@ -561,7 +479,6 @@ void Manager::check_invariants() const {
   compare(pool_, references, "block");
   if (host_ != nullptr) compare(*host_, of_host, "page of the host");
   if (num_rows != num_rows_) throw std::logic_error("num_rows is wrong");
-  if (num_fenced != num_fenced_) throw std::logic_error("num_fenced is wrong");
 }
 
 }  // namespace kvcache

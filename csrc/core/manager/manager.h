@@ -14,7 +14,6 @@
 // and nothing may then have been changed, or change under the call's feet.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -24,7 +23,6 @@
 #include <optional>
 #include <queue>
 #include <string>
-#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -34,7 +32,12 @@
 #include "core/hashing/token_chain.h"
 #include "core/limits.h"
 #include "core/manager/cache_stats.h"
+#include "core/manager/call_guard.h"
+#include "core/manager/clock.h"
+#include "core/manager/deferred_frees.h"
 #include "core/manager/prefix_finder.h"
+#include "core/manager/session_pins.h"
+#include "core/manager/step_numbers.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/event_log.h"
 
@@ -164,12 +167,9 @@ class Manager {
   void clear_stats();
   EventLog::Drained drain_events();
 
-  // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
-  // thread, and where another call has not returned. All calls up to `check_invariants` check it.
-  void check_caller();
-
-  // The same without making an owner: for questions, which may come before the first call.
-  void check_reader() const;
+  // As CallGuard says. All calls up to `check_invariants` check it.
+  void check_caller() { guard_.check_caller(); }
+  void check_reader() const { guard_.check_reader(); }
 
   // The clock of residency times and of eviction policies: milliseconds since any moment, for all
   // calls from now on. Throws where it would go back. Without it, each call that may publish,
@@ -263,8 +263,8 @@ class Manager {
   void start_epoch();
 
   int64_t num_rows() const { return num_rows_; }
-  int64_t num_steps() const { return num_steps_; }
-  int64_t num_fenced() const { return num_fenced_; }
+  int64_t num_steps() const { return steps_.num_steps; }
+  int64_t num_fenced() const { return frees_.num_waiting(); }
   int64_t num_loading() const { return static_cast<int64_t>(onboards_.size()); }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
@@ -351,15 +351,6 @@ class Manager {
       dropped.clear();
     }
   };
-  struct Pinned {
-    BlockId id;
-    uint8_t group, generation;
-    Hash hash;
-  };
-  struct Fence {
-    int64_t step_id;
-    std::vector<BlockId> ids;
-  };
   struct Onboard {  // of a page of the host, until a report says that it has arrived
     int64_t step_id;
     BlockId host, device;  // one reference each
@@ -384,19 +375,12 @@ class Manager {
     std::unordered_set<BlockId> host;
     std::unordered_set<uint32_t> roots;  // tags, of chains that lost blocks run in
   };
-  // One call at a time: a digest from Python could call this manager again.
-  class Call {
-   public:
-    explicit Call(Manager* manager) : manager_(manager) {
-      manager->check_caller();
-      manager->in_call_ = true;
-      if (manager->needs_clock_) manager->read_clock();
+  // A call that may change something, or asks what only its thread may ask.
+  struct Call {
+    explicit Call(Manager* manager) : scope(&manager->guard_) {
+      if (manager->needs_clock_ && manager->clock_.read()) manager->notify_clock();
     }
-    ~Call() { manager_->in_call_ = false; }
-    Call(const Call&) = delete;
-
-   private:
-    Manager* manager_;
+    CallGuard::Scope scope;
   };
 
   // Rows.
@@ -519,12 +503,6 @@ class Manager {
   int64_t num_with_kv(int32_t row) const;
 
   // Giving back (manager_giving_back.cpp).
-  void release_or_defer(const BlockId* ids, int64_t n, int64_t step_id);
-  void release_or_defer(const BlockId* ids, int64_t n) { release_or_defer(ids, n, last_issued_); }
-  bool is_fenced(int64_t step_id) const {  // whether what this step reads must wait for a report
-    return options_.fence_frees && step_id >= num_completed_;
-  }
-  void release_deferred();
   std::vector<BlockId>& tail_first(int32_t row, bool with_encoder);
   void release_row(int32_t row, bool with_encoder);
   void notify_release(int32_t row, ReleaseFeatures features);
@@ -563,11 +541,7 @@ class Manager {
   static bool add_hash(const Hash& hash, const InvalidHash& what, Invalid* invalid);
 
   void clear_cache();
-  bool is_alive(const Pinned& pinned) const;
-  void unpin_all(const std::vector<Pinned>& pinned);
-  void forget_dead_sessions();
-  void read_clock();
-  void set_clock(int64_t ms);
+  void notify_clock();
 
   ManagerOptions options_;
   int64_t hash_block_size_;
@@ -588,14 +562,10 @@ class Manager {
   int64_t num_rows_ = 0;             // in use
   int64_t num_admissions_ = 0;
   int64_t num_releases_ = 0;
-  int64_t num_steps_ = 0;
-  int64_t last_issued_ = -1;   // the last step that was not aborted
-  int64_t num_completed_ = 0;  // steps below it are done
-  int64_t num_fenced_ = 0;     // blocks
+  StepNumbers steps_;
+  DeferredFrees frees_;
   uint32_t call_stamp_ = 0;
   std::deque<Step> in_flight_;
-  std::deque<Fence> fences_;
-  std::vector<int32_t> fenced_;  // references that fences hold, by block
   std::deque<Onboard> onboards_;
   std::vector<int32_t> loading_;         // references that loads hold, by block
   std::vector<BlockId> offload_queue_;   // cached blocks that the next step writes to the host
@@ -603,14 +573,10 @@ class Manager {
   std::vector<int32_t> num_block_hits_;  // kSelective: of cached blocks, by block
   TierCount tier_count_;
   CacheStats stats_;
+  Clock clock_;
   bool needs_clock_ = false;
-  bool has_clock_ = false;  // somebody sets it
-  int64_t now_ms_ = 0;
-  const std::chrono::steady_clock::time_point made_at_ = std::chrono::steady_clock::now();
-  std::unordered_map<std::string, std::vector<Pinned>> pins_;  // by session
-  size_t num_sessions_to_look_through_ = 64;
-  std::thread::id owner_;  // of no thread until the first call
-  bool in_call_ = false;
+  SessionPins pins_;
+  CallGuard guard_;
   // Scratch of the call at hand.
   std::vector<Demand> demand_;
   std::vector<RowBlocks> candidate_;

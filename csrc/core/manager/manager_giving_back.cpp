@@ -5,31 +5,6 @@
 
 namespace kvcache {
 
-void Manager::release_or_defer(const BlockId* ids, int64_t n, int64_t step_id) {
-  if (n == 0) return;
-  pool_.notify_released(ids, n);
-  if (!is_fenced(step_id)) {
-    pool_.release(ids, n);
-    return;
-  }
-  // In the order of their ends: what a step reads may be given back before what it lets go of.
-  auto at = fences_.end();
-  while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;
-  fences_.insert(at, {step_id, {ids, ids + n}});
-  for (int64_t i = 0; i < n; ++i) ++fenced_[static_cast<size_t>(ids[i])];
-  num_fenced_ += n;
-}
-
-void Manager::release_deferred() {
-  while (!fences_.empty() && fences_.front().step_id < num_completed_) {
-    const std::vector<BlockId>& ids = fences_.front().ids;
-    pool_.release(ids.data(), static_cast<int64_t>(ids.size()));
-    for (BlockId id : ids) --fenced_[static_cast<size_t>(id)];
-    num_fenced_ -= static_cast<int64_t>(ids.size());
-    fences_.pop_front();
-  }
-}
-
 // Tails are evicted before heads, in all groups alike: what lies further back in the sequence goes
 // first.
 std::vector<BlockId>& Manager::tail_first(int32_t row, bool with_encoder) {
@@ -66,7 +41,7 @@ void Manager::release_row(int32_t row, bool with_encoder) {
   if (rows_[row].on_host) {
     host_->release(ids.data(), n);
   } else {
-    release_or_defer(ids.data(), n);
+    frees_.release_or_defer(ids.data(), n);
   }
   for (const CacheGroup& group : groups_) {
     if (with_encoder || group.is_cacheable()) held(row)[group.id].clear();
@@ -81,7 +56,7 @@ void Manager::notify_release(int32_t row, ReleaseFeatures features) {
   features.num_output_tokens =
       std::max<int64_t>(rows_[row].chain->num_tokens() - info.num_prompt, 0);
   features.logical_time = ++num_releases_;
-  features.wall_ms = now_ms_;
+  features.wall_ms = clock_.now_ms();
   for (const CacheGroup& group : groups_) {
     const RowBlocks& each = held(row)[group.id];
     if (!group.is_cacheable()) continue;
@@ -126,7 +101,7 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
       dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - static_cast<int64_t>(kept));
       // The tail of a table may already be gone.
       dropped_.erase(std::remove(dropped_.begin(), dropped_.end(), kNullBlock), dropped_.end());
-      release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+      frees_.release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
       each.blocks.resize(kept);
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));

@@ -57,7 +57,7 @@ void Manager::offload_queued() {
   for (auto next = offload_queue_.rbegin(); next != offload_queue_.rend(); ++next) {
     const BlockId id = *next;  // tails first: they are the older ones on the host
     is_queued_[static_cast<size_t>(id)] = false;
-    if (pool_.hash_of(id) == nullptr || !offload(id) || !is_fenced(num_steps_)) continue;
+    if (pool_.hash_of(id) == nullptr || !offload(id) || !frees_.defers(steps_.num_steps)) continue;
     pool_.retain(&id, 1);  // the step reads it
     hold_for_step(id);
   }
@@ -84,7 +84,7 @@ void Manager::onboard(int32_t row, const CacheGroup& group, int64_t block, Block
   plan_->swap_in.insert(plan_->swap_in.end(), {host, device});
   pool_.retain(&device, 1);
   ++loading_[static_cast<size_t>(device)];
-  onboards_.push_back({num_steps_, host, device, block, group.id,
+  onboards_.push_back({steps_.num_steps, host, device, block, group.id,
                        is_hit ? rows_[row].chain : std::shared_ptr<TokenChain>()});
   safe_start_ = std::min(safe_start_, block * group.block_size);
 }
@@ -115,12 +115,12 @@ void Manager::count_hits(const BlockId* ids, int64_t n) {
   }
 }
 
-// Of the steps below num_completed_, whose loads have arrived; or of those behind last_issued_,
-// whose loads came to nothing.
+// Of the steps below steps_.num_completed, whose loads have arrived; or of those behind
+// steps_.last_issued, whose loads came to nothing.
 void Manager::end_onboards(bool arrived) {
   if (onboards_.empty()) return;
   const auto is_over = [&](const Onboard& onboard) {
-    return arrived ? onboard.step_id < num_completed_ : onboard.step_id > last_issued_;
+    return arrived ? onboard.step_id < steps_.num_completed : onboard.step_id > steps_.last_issued;
   };
   std::vector<BlockId> pages, blocks;
   while (!onboards_.empty() && is_over(arrived ? onboards_.front() : onboards_.back())) {

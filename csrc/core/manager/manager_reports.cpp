@@ -44,18 +44,18 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
 }
 
 void Manager::check_step_id(int64_t step_id) const {
-  if (step_id >= 0 && step_id < num_steps_) return;
+  if (step_id >= 0 && step_id < steps_.num_steps) return;
   throw std::invalid_argument(
       "step_id is " + std::to_string(step_id) +
-      (num_steps_ == 0
+      (steps_.num_steps == 0
            ? std::string(": there was no step yet")
-           : ": expected 0 to " + std::to_string(num_steps_ - 1) + ", the steps there were"));
+           : ": expected 0 to " + std::to_string(steps_.num_steps - 1) + ", the steps there were"));
 }
 
 void Manager::check_may_abort(int64_t step_id) const {
-  const char* why = step_id < num_completed_                   ? "it was reported done"
-                    : step_id < num_steps_ - kMaxStepsInFlight ? "it is too long ago"
-                                                               : nullptr;
+  const char* why = step_id < steps_.num_completed                   ? "it was reported done"
+                    : step_id < steps_.num_steps - kMaxStepsInFlight ? "it is too long ago"
+                                                                     : nullptr;
   if (why == nullptr) return;
   throw std::invalid_argument("step_id is " + std::to_string(step_id) +
                               ": expected a step that may be in flight, but " + why);
@@ -76,10 +76,11 @@ void Manager::hash_rows() {
 }
 
 void Manager::complete_to(int64_t step_id) {
-  num_completed_ = std::max(num_completed_, step_id + 1);
-  while (!in_flight_.empty() && in_flight_.front().id < num_completed_) in_flight_.pop_front();
+  steps_.complete(step_id);
+  while (!in_flight_.empty() && in_flight_.front().id < steps_.num_completed)
+    in_flight_.pop_front();
   end_onboards(/*arrived=*/true);
-  release_deferred();
+  frees_.release_completed();
 }
 
 // Everything that was computed from what an aborted step computed, an aborted step has computed: a
@@ -137,10 +138,10 @@ Recompute Manager::abort_from(int64_t step_id) {
     step.dropped.insert(step.dropped.end(), dropped.begin(), dropped.end());
   }
   // Nothing reads any more for these steps.
-  last_issued_ = std::min(last_issued_, step_id - 1);
-  for (Fence& fence : fences_) fence.step_id = std::min(fence.step_id, last_issued_);
+  steps_.abort_from(step_id);
+  frees_.forget_aborted();
   end_onboards(/*arrived=*/false);
-  release_deferred();
+  frees_.release_completed();
   return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/false);
 }
 

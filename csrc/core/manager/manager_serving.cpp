@@ -21,7 +21,7 @@ Manager::Verdict Manager::judge(const RowBlocks* held, int64_t start, int64_t af
                                 int64_t lookahead, int64_t num_free, int64_t num_kept_free,
                                 bool may_share) {
   int64_t num_new = 0;
-  const bool frees_at_once = !is_fenced(last_issued_);
+  const bool frees_at_once = !frees_.defers(steps_.last_issued);
   for (const CacheGroup& group : groups_) {
     const RowBlocks& each = held[group.id];
     const auto size = static_cast<int64_t>(each.blocks.size());
@@ -89,8 +89,7 @@ void Manager::hold_for_step(BlockId id) {
 
 // References of rows: not those of requests that have left, nor of loads.
 int64_t Manager::num_holders(BlockId id) const {
-  int64_t n = pool_.ref_count(id);
-  if (!fenced_.empty()) n -= fenced_[static_cast<size_t>(id)];
+  int64_t n = pool_.ref_count(id) - frees_.num_waiting_of(id);
   if (!loading_.empty()) n -= loading_[static_cast<size_t>(id)];
   return n;
 }
@@ -375,7 +374,7 @@ void Manager::copy_on_write(int32_t row, const CacheGroup& group, int64_t start,
       }
       copies_.insert(copies_.end(), {shared, id});
     }
-    release_or_defer(&shared, 1);
+    frees_.release_or_defer(&shared, 1);
   }
 }
 
@@ -390,7 +389,7 @@ void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     emit_replaced(row, group, b, kNullBlock);
   }
   each.num_dropped = drop_to;
-  release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+  frees_.release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
 }
 
 void Manager::move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
@@ -466,7 +465,7 @@ void Manager::end_state_moves() {
     RowBlocks& each = held(move.row)[move.group];
     BlockId& id = each.blocks[static_cast<size_t>(move.block)];
     note_dropped(move.row, groups_[move.group], move.block, id);
-    release_or_defer(&id, 1, num_steps_);
+    frees_.release_or_defer(&id, 1, steps_.num_steps);
     id = kNullBlock;
     each.num_dropped = static_cast<int64_t>(each.blocks.size()) - 1;
     // A row that is new tells its whole table, this entry included.

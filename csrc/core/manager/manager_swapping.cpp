@@ -118,7 +118,8 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   }
   tier_count_.swapped_out_blocks += num_new;
   // The plan that is being made reads them.
-  release_or_defer(given_back.data(), static_cast<int64_t>(given_back.size()), num_steps_);
+  frees_.release_or_defer(given_back.data(), static_cast<int64_t>(given_back.size()),
+                          steps_.num_steps);
   rows_[row].on_host = true;
   return true;
 }

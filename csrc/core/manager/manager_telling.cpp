@@ -90,12 +90,12 @@ void Manager::note_left(int32_t row) {
 // again. By number, not by count: aborts leave gaps.
 void Manager::begin_step() {
   Step step;
-  while (!in_flight_.empty() && in_flight_.front().id <= num_steps_ - kMaxStepsInFlight) {
+  while (!in_flight_.empty() && in_flight_.front().id <= steps_.num_steps - kMaxStepsInFlight) {
     step = std::move(in_flight_.front());
     in_flight_.pop_front();
   }
   step.clear();
-  step.id = num_steps_;
+  step.id = steps_.num_steps;
   in_flight_.push_back(std::move(step));
 }
 
