@@ -128,7 +128,8 @@ std::unique_ptr<Manager> make_manager(
   options.host_eviction = host_eviction;
   options.host_write = host_write;
   options.num_hits_to_write = int_argument(num_hits_to_write, "num_hits_to_write");
-  options.by_sequences = by_sequences;
+  options.computes_whole_prompt = options.publishes_when_marked = by_sequences;
+  options.caches_swapped_rows = !by_sequences;
   return std::make_unique<Manager>(options);
 }
 

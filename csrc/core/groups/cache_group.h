@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -10,6 +11,8 @@
 #include "core/hash.h"
 
 namespace kvcache {
+
+inline constexpr size_t kMaxGroups = 32;  // the number that an op takes in one launch
 
 // Of sizes within kMaxSize: cannot overflow.
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -38,29 +41,6 @@ struct CacheGroup {
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }
-};
-
-// What one row holds of one group.
-struct RowBlocks {
-  std::vector<BlockId>
-      blocks;                 // by block of the sequence (kEncoder: of the encoder); null: dropped
-  int64_t num_dropped = 0;    // leading blocks that are null
-  int64_t num_published = 0;  // leading blocks that are in the index, or never will be
-  int64_t num_partial = 0;    // has_partial: leading hash blocks that are
-  int64_t num_hits = 0;       // leading blocks that the row has not computed
-  // Of a row that is being served: block that is to be copied into its next one, or page of the
-  // host that is to be loaded into it.
-  BlockId source = kNullBlock, host_source = kNullBlock;
-
-  // Nothing held; the memory stays for the next.
-  void clear() {
-    blocks.clear();
-    num_dropped = num_published = num_partial = num_hits = 0;
-    source = host_source = kNullBlock;
-  }
-
-  // Blocks that are not null.
-  int64_t num_alive() const { return static_cast<int64_t>(blocks.size()) - num_dropped; }
 };
 
 }  // namespace kvcache

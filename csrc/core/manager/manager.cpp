@@ -14,74 +14,6 @@ namespace kvcache {
 
 namespace {
 
-constexpr size_t kMaxGroups = 32;  // what an op takes in one launch
-
-ManagerOptions checked(const ManagerOptions& options) {
-  if (options.groups.empty() || options.groups.size() > kMaxGroups) {
-    throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
-                                " entries: expected 1 to " + std::to_string(kMaxGroups));
-  }
-  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
-  checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
-  checked_size("max_model_len", options.max_model_len, 1);
-  checked_size("hash_block_size", options.hash_block_size, 0);
-  checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
-  checked_size("max_num_reqs", options.max_num_reqs, 0);
-  checked_size("watermark_blocks", options.watermark_blocks, 0);
-  checked_size("stats_window", options.stats_window, 1);
-  if (options.num_host_blocks != 0) {
-    checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
-  }
-  if (options.host_write == HostWrite::kSelective) {
-    checked_size("the number of hits after which blocks are written", options.num_hits_to_write, 1);
-  }
-  return options;
-}
-
-int64_t hash_block_size_of(const ManagerOptions& options) {
-  int64_t largest = 0;
-  for (const GroupOptions& group : options.groups) {
-    largest = std::gcd(largest, group.block_size);
-  }
-  if (options.hash_block_size == 0) return largest;
-  if (largest % options.hash_block_size == 0) return options.hash_block_size;
-  throw std::invalid_argument("hash_block_size is " + std::to_string(options.hash_block_size) +
-                              ": expected a divisor of every group's block size, so of " +
-                              std::to_string(largest));
-}
-
-std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_block_size) {
-  std::vector<CacheGroup> groups;
-  for (const GroupOptions& each : options.groups) {
-    CacheGroup group{};
-    group.kind = each.kind;
-    group.pages = each.kind->pages();
-    group.keeps_all = each.kind->keeps_all();
-    group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
-                        group.pages == AttentionKind::Pages::kTokens;
-    group.id = static_cast<uint8_t>(groups.size());
-    group.block_size = each.block_size;
-    group.num_hashes = each.block_size / hash_block_size;
-    group.max_blocks = ceil_div(options.max_model_len, each.block_size);
-    group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
-    groups.push_back(std::move(group));
-  }
-  return groups;
-}
-
-std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
-  std::vector<int64_t> sizes;
-  for (const CacheGroup& group : groups) {
-    sizes.push_back(group.is_cacheable() ? group.block_size : 0);
-  }
-  return sizes;
-}
-
-std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks) {
-  if (eviction.make) return eviction.make(num_blocks);
-  return make_eviction_policy(eviction.policy, eviction.options, num_blocks);
-}
-
 std::unique_ptr<BlockPool> host_of(const ManagerOptions& options) {
   if (options.num_host_blocks == 0) return nullptr;
   const std::string& name = options.host_eviction.policy;
@@ -104,18 +36,17 @@ Manager::Manager(const ManagerOptions& options)
       pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
       host_(host_of(options)),
       finder_(&pool_, host_.get(), &groups_, hash_block_size_, options.drop_last_hit),
+      plan_(groups_.size(), options.num_blocks),
       frees_(&pool_, &steps_, options.fence_frees),
       stats_(cached_block_sizes(groups_), options.stats_window),
       pins_(&pool_),
       demand_(groups_.size()),
       candidate_(groups_.size()),
-      num_held_for_step_(static_cast<size_t>(options.num_blocks)),
       sizes_(groups_.size()) {
   for (const CacheGroup& group : groups_) {
     has_state_ |= group.holds_state();
     is_uniform_ &= group.num_hashes == 1;
   }
-  last_plan_.groups.resize(groups_.size());
   if (host_ != nullptr) {
     const auto num_blocks = static_cast<size_t>(options.num_blocks);
     loading_.resize(num_blocks);
@@ -130,19 +61,6 @@ Manager::Manager(const ManagerOptions& options)
   if (options.track_residency) pool_.track_residency();
   needs_clock_ =
       options.track_residency || pool_.has_policy() || (host_ != nullptr && host_->has_policy());
-}
-
-void StepPlan::clear() {
-  for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &clear_rows, &append_rows,
-                                     &swap_out, &copy, &zero, &swap_in}) {
-    each->clear();
-  }
-  status.clear();
-  for (Group& group : groups) {
-    group.append_splits.assign(1, 0);
-    group.append_ids.clear();
-    group.replace.clear();
-  }
 }
 
 void Manager::set_now(int64_t ms) {
@@ -240,11 +158,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   }
 
   begin_step();
-  StepPlan& plan = last_plan_;
-  plan.clear();
-  plan.step_id = steps_.num_steps;
-  plan.clear_rows.swap(clear_rows_);
-  plan_ = &plan;
+  plan_.begin(steps_.num_steps);
   swap_out_rows(request);
   if (host_ != nullptr) offload_queued();  // behind what must go there
   serve_rows(request);
@@ -254,17 +168,11 @@ const StepPlan& Manager::step(const StepRequest& request) {
   end_state_moves();
   publish_offloaded();
   moved_.clear();
-  frees_.release_or_defer(held_for_step_.data(), static_cast<int64_t>(held_for_step_.size()),
-                          steps_.num_steps);
-  for (BlockId id : held_for_step_) num_held_for_step_[static_cast<size_t>(id)] = 0;
-  held_for_step_.clear();
+  const std::vector<BlockId> read = plan_.take_held();
+  frees_.release_or_defer(read.data(), static_cast<int64_t>(read.size()), steps_.num_steps);
   emit_resent();
-  plan_ = nullptr;
-
-  std::vector<int32_t>& clear = plan.clear_rows;
-  std::sort(clear.begin(), clear.end());
-  clear.erase(std::unique(clear.begin(), clear.end()), clear.end());
-  in_flight_.back().clear_rows.assign(clear.begin(), clear.end());
+  const StepPlan& plan = plan_.end();
+  in_flight_.back().clear_rows = plan.clear_rows;
   steps_.issue();
   return plan;
 }
@@ -337,10 +245,11 @@ Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
 }
 
 Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
-  copies_.clear();
+  plan_.begin_direct();
   const Verdict verdict = extend_row(row, 0, num_tokens, num_lookahead_tokens);
-  Slots slots{verdict.status, row, {}, copies_};
+  Slots slots{verdict.status, row, {}, {}};
   if (verdict.status != Status::kServed) return slots;
+  slots.copies = plan_.direct_copies();
   for (const CacheGroup& group : groups_) {
     const std::vector<BlockId>& blocks = held(row)[group.id].blocks;
     slots.new_blocks.emplace_back(blocks.begin() + sizes_[group.id], blocks.end());
@@ -368,7 +277,8 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
     notify_release(row, features);
   }
   release_row(row, /*with_encoder=*/true);
-  if (r.by_step) clear_rows_.push_back(row);
+  if (r.by_step) plan_.clear_later(row);
+  plan_.forget_resend(row);
   r = Row{};
   free_rows_.push(row);
   --num_rows_;
@@ -442,6 +352,7 @@ void Manager::check_invariants() const {
   check_reader();
   pool_.check_invariants();
   if (host_ != nullptr) host_->check_invariants();
+  plan_.check_invariants();
   pins_.check_invariants();
   steps_.check_invariants();
   PerBlock<int32_t> references(pool_.num_blocks());

@@ -35,118 +35,17 @@
 #include "core/manager/call_guard.h"
 #include "core/manager/clock.h"
 #include "core/manager/deferred_frees.h"
+#include "core/manager/options.h"
+#include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/session_pins.h"
 #include "core/manager/step_numbers.h"
+#include "core/manager/step_plan.h"
+#include "core/manager/step_request.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/event_log.h"
 
 namespace kvcache {
-
-enum class Status : uint8_t { kServed = 0, kWait = 1, kNever = 2 };
-
-// When a cached block is written to the host.
-enum class HostWrite : uint8_t {
-  kBack,       // when it is evicted from the device
-  kThrough,    // by the step after the one that filled it
-  kSelective,  // by the step after the one in which it was hit for the n-th time
-};
-
-struct GroupOptions {
-  std::shared_ptr<const AttentionKind> kind;
-  int64_t block_size;  // tokens, over all context-parallel ranks
-};
-
-struct Eviction {  // of a pool
-  std::string policy = "lru";
-  std::map<std::string, double> options;
-  // A policy of the caller's instead, for a pool of so many blocks.
-  std::function<std::unique_ptr<EvictionPolicy>(int64_t)> make;
-};
-
-struct ManagerOptions {  // sizes are each at most 2**31 - 1
-  std::vector<GroupOptions> groups;
-  int64_t num_blocks;     // the null block counted
-  int64_t max_model_len;  // tokens
-  // Tokens per hash; divides every block size. Where it is given and finer than a block of tokens,
-  // hits end inside blocks too. 0: the largest that divides, and hits are whole blocks.
-  int64_t hash_block_size = 0;
-  bool enable_caching = true;
-  int64_t num_preallocate_tokens = 0;
-  int64_t max_num_reqs = 0;      // rows; 0: as many as needed
-  int64_t watermark_blocks = 0;  // that admissions and preallocation leave free
-  bool drop_last_hit = false;    // for drafters that need its hidden states
-  bool fence_frees = false;      // blocks given back wait for the report on the last step
-  bool record_events = false;
-  bool track_residency = false;
-  int64_t stats_window = 1000;  // requests
-  Eviction eviction, host_eviction;
-  int64_t num_host_blocks = 0;  // the null block counted; 0: no host tier
-  HostWrite host_write = HostWrite::kBack;
-  int64_t num_hits_to_write = 0;  // kSelective
-  // Driven by sequences (`BlockSpaceManager`): a prompt is computed at once, so that what a window
-  // has left behind at its end is never held, and blocks are published when they are marked.
-  bool by_sequences = false;
-};
-
-// A request that asks a step for a row.
-struct NewRow {
-  std::shared_ptr<TokenChain> chain;
-  int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
-  int64_t max_host_blocks =
-      kMaxSize;  // a hit that takes more from the host is not taken from there
-};
-
-// What a step is asked for. Arrays of running rows have num_rows entries.
-struct StepRequest {
-  const int32_t* rows = nullptr;
-  const int32_t* num_tokens = nullptr;
-  int64_t num_rows = 0;
-  const int32_t* token_ids = nullptr;      // that became known, row after row
-  int64_t num_ids = 0;                     // of all rows
-  const int32_t* num_token_ids = nullptr;  // per row; null with ids: one each
-  const int32_t* num_rejected = nullptr;   // tokens of the row's last step to take back first
-  const int32_t* lookahead = nullptr;      // per served, then per new row; null: num_lookahead
-  int64_t num_lookahead = 0;               // tokens
-  const int32_t* swap_out_rows = nullptr;  // that leave for the host, before others are served
-  int64_t num_swap_out_rows = 0;
-  std::vector<NewRow> new_rows;
-  int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
-};
-
-// What a step answered and what it changed, ragged by row where it says so.
-struct StepPlan {
-  int64_t step_id = -1;
-  std::vector<int32_t> rows;  // per asked row: those served, swapped out, new; -1: got none
-  std::vector<uint8_t> status;
-  std::vector<int32_t> num_computed_tokens;  // where the row's new tokens start
-  std::vector<int32_t> clear_rows;
-  std::vector<int32_t> append_rows;
-  struct Group {
-    std::vector<int32_t> append_splits, append_ids;
-    std::vector<int32_t> replace;  // (row, block of the sequence, id) each
-  };
-  std::vector<Group> groups;
-  std::vector<int32_t> swap_out;  // (device page, host page) each
-  std::vector<int32_t> copy;      // (source, destination) each
-  std::vector<int32_t> zero;
-  std::vector<int32_t> swap_in;  // (host page, device page) each
-
-  void clear();
-};
-
-// The answer to one request.
-struct Slots {
-  Status status;
-  int32_t row = -1;
-  std::vector<std::vector<BlockId>> new_blocks;  // per group
-  std::vector<BlockId> copies;                   // (source, destination) each: copy-on-write
-};
-
-// Rows whose KV is not what it was: each has only so many computed tokens left.
-struct Recompute {
-  std::vector<int32_t> rows, num_computed_tokens;
-};
 
 class Manager {
  public:
@@ -268,7 +167,11 @@ class Manager {
   int64_t num_loading() const { return static_cast<int64_t>(onboards_.size()); }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
-  bool must_resend(int32_t row) const { return at(row).must_resend; }  // by the next plan
+  // Whether the next plan sends the row's whole table.
+  bool must_resend(int32_t row) const {
+    at(row);
+    return plan_.must_resend(row);
+  }
 
   // The pool's invariants, and that references are exactly what rows and fences hold.
   void check_invariants() const;
@@ -284,7 +187,6 @@ class Manager {
     int64_t admission = 0;              // how many rows had been admitted when it was
     uint32_t stamp = 0;                 // of the last call that named it
     bool by_step = false;               // admitted by `step`
-    bool must_resend = false;           // its table is to be told anew
     bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
     bool has_forked = false;            // shares blocks that are not full, or did
     bool may_share = false;             // of those that it writes next
@@ -439,7 +341,6 @@ class Manager {
   int64_t first_host_token(const PrefixHit& hit) const;
   void allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t num_spare);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
-  void hold_for_step(BlockId id);
   void copy_on_write(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
                      const BlockId** next);
   void move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after, BlockId page);
@@ -450,8 +351,6 @@ class Manager {
 
   // Telling, and the journal (manager_telling.cpp).
   void answer(int32_t row, Status status, int64_t start, bool is_new);
-  void emit_replaced(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
-  void emit_table(int32_t row, const int64_t* from);
   void emit_resent();
   void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void note_left(int32_t row);
@@ -556,12 +455,11 @@ class Manager {
   std::vector<AdmissionInfo> admission_info_;  // by row
   std::vector<RowBlocks> held_;                // [rows, groups]
   std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
-  std::vector<int32_t> clear_rows_;  // freed since the last step
-  std::vector<int32_t> resend_;      // whose tables that the next plan sends anew
-  bool has_forgotten_ = false;       // ever, what blocks hold that rows hold
-  int64_t num_rows_ = 0;             // in use
+  bool has_forgotten_ = false;  // ever, what blocks hold that rows hold
+  int64_t num_rows_ = 0;        // in use
   int64_t num_admissions_ = 0;
   int64_t num_releases_ = 0;
+  PlanBuilder plan_;
   StepNumbers steps_;
   DeferredFrees frees_;
   uint32_t call_stamp_ = 0;
@@ -581,18 +479,13 @@ class Manager {
   std::vector<Demand> demand_;
   std::vector<RowBlocks> candidate_;
   std::vector<BlockId> taken_, dropped_;
-  std::vector<BlockId> held_for_step_;  // read by the step's plan, held until all rows are served
-  ZeroedArray<int32_t> num_held_for_step_;  // by block
   std::vector<StateMove> state_moves_;
   std::vector<Offload> offloads_;
   std::unordered_map<Hash, uint32_t, HashOf> offloading_;  // of offloads_: bit g is group g
   std::vector<bool> swap_answers_;              // of the rows that were to be swapped out
   std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
-  std::vector<BlockId> copies_;                 // copy-on-write of `append`
   int64_t safe_start_ = 0;      // of the row at hand: tokens before it do not depend on this step
   std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
-  StepPlan last_plan_;
-  StepPlan* plan_ = nullptr;  // of a step: where changes are told
 };
 
 }  // namespace kvcache

@@ -44,7 +44,6 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.chain = child;
   r.start = r.num_computed;
   r.admission = ++num_admissions_;
-  r.must_resend = false;
   admission_info_[other] = {child->num_tokens(), r.num_computed, admission_info_[row].num_marked};
   for (const CacheGroup& group : groups_) {
     RowBlocks& each = held(other)[group.id];

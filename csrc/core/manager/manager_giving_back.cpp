@@ -134,9 +134,7 @@ void Manager::restart(int32_t row) {
 }
 
 void Manager::resend(int32_t row) {
-  if (!rows_[row].by_step || rows_[row].must_resend) return;
-  rows_[row].must_resend = true;
-  resend_.push_back(row);
+  if (rows_[row].by_step) plan_.resend(row);
 }
 
 }  // namespace kvcache

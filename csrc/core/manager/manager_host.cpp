@@ -25,7 +25,7 @@ bool Manager::offload(BlockId id) {
     ++tier_count_.unwritten_blocks;
     return false;
   }
-  plan_->swap_out.insert(plan_->swap_out.end(), {id, page});
+  plan_.swap_out(id, page);
   add_offload(page, content, /*is_row=*/false);
   ++tier_count_.written_blocks;
   return true;
@@ -44,7 +44,7 @@ void Manager::queue_offload(BlockId id) {
 
 // Whatever the mode writes earlier, what is to be on the host and is not (any more) goes there now.
 void Manager::on_eviction(BlockId id) {
-  if (plan_ == nullptr) return;  // no plan would carry it
+  if (!plan_.is_step()) return;  // no plan would carry it
   if (!num_block_hits_.empty() &&
       num_block_hits_[static_cast<size_t>(id)] < options_.num_hits_to_write) {
     return;
@@ -59,7 +59,7 @@ void Manager::offload_queued() {
     is_queued_[static_cast<size_t>(id)] = false;
     if (pool_.hash_of(id) == nullptr || !offload(id) || !frees_.defers(steps_.num_steps)) continue;
     pool_.retain(&id, 1);  // the step reads it
-    hold_for_step(id);
+    plan_.hold(id);
   }
   offload_queue_.clear();
 }
@@ -81,7 +81,7 @@ void Manager::publish_offloaded() {
 // A page of the host comes into a block of the row. Takes over one reference of the page.
 void Manager::onboard(int32_t row, const CacheGroup& group, int64_t block, BlockId host,
                       BlockId device, bool is_hit) {
-  plan_->swap_in.insert(plan_->swap_in.end(), {host, device});
+  plan_.swap_in(host, device);
   pool_.retain(&device, 1);
   ++loading_[static_cast<size_t>(device)];
   onboards_.push_back({steps_.num_steps, host, device, block, group.id,

@@ -8,8 +8,8 @@ namespace kvcache {
 // Tokens with KV: by sequences those that were said to be.
 int64_t Manager::num_with_kv(int32_t row) const {
   const int64_t num_computed = rows_[row].num_computed;
-  return options_.by_sequences ? std::min(admission_info_[row].num_marked, num_computed)
-                               : num_computed;
+  return options_.publishes_when_marked ? std::min(admission_info_[row].num_marked, num_computed)
+                                        : num_computed;
 }
 
 int64_t Manager::next_publish(const Row& row, const RowBlocks* held) const {

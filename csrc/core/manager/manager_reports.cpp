@@ -115,7 +115,7 @@ Recompute Manager::abort_from(int64_t step_id) {
       if (rows_[row].chain != nullptr && rows_[row].by_step) {
         resend(row);
       } else {
-        clear_rows_.push_back(row);
+        plan_.clear_later(row);
       }
     }
     in_flight_.pop_back();

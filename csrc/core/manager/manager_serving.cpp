@@ -38,7 +38,7 @@ Manager::Verdict Manager::judge(const RowBlocks* held, int64_t start, int64_t af
       }
       if (may_share) count_shared(group, each, start, after + lookahead, &demand);
       const bool is_new = held == candidate_.data();
-      if (options_.by_sequences && is_new && size == each.num_dropped) {
+      if (options_.computes_whole_prompt && is_new && size == each.num_dropped) {
         // The whole prompt is computed now, from its own K and V.
         demand.num_skipped =
             std::clamp<int64_t>(group.first_needed_block(after) - size, 0, demand.num_new);
@@ -81,12 +81,6 @@ bool Manager::shares_from(int32_t row, int64_t start) const {
   return false;
 }
 
-// Takes over a reference, until all rows are served.
-void Manager::hold_for_step(BlockId id) {
-  held_for_step_.push_back(id);
-  ++num_held_for_step_[static_cast<size_t>(id)];
-}
-
 // References of rows: not those of requests that have left, nor of loads.
 int64_t Manager::num_holders(BlockId id) const {
   int64_t n = pool_.ref_count(id) - frees_.num_waiting_of(id);
@@ -98,7 +92,7 @@ int64_t Manager::num_holders(BlockId id) const {
 // is held until the step ends, too.
 bool Manager::is_shared(BlockId id) const {
   if (id == kNullBlock || pool_.ref_count(id) == 1) return false;
-  return num_holders(id) - num_held_for_step_[static_cast<size_t>(id)] > 1;
+  return num_holders(id) - plan_.num_held(id) > 1;
 }
 
 // Blocks that a request holds when its last known token runs alone.
@@ -274,7 +268,7 @@ void Manager::take_hits(int32_t row, const PrefixHit& hit) {
     if (source != kNullBlock) {
       pool_.retain(&source, 1);  // nobody may get it before it was copied
       pool_.hit(&source, 1);
-      hold_for_step(source);
+      plan_.hold(source);
     }
     if (hit.num_host_blocks == 0) {
       pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
@@ -341,8 +335,7 @@ void Manager::allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t
     }
     next += n;
     if (each.source != kNullBlock) {
-      plan_->copy.insert(plan_->copy.end(),
-                         {each.source, each.blocks[static_cast<size_t>(sizes_[group.id])]});
+      plan_.copy(each.source, each[sizes_[group.id]]);
       note_dropped(row, group, sizes_[group.id], each.source);  // had, and not kept
       safe_start_ = std::min(safe_start_, sizes_[group.id] * group.block_size);
       each.source = kNullBlock;
@@ -363,16 +356,15 @@ void Manager::copy_on_write(int32_t row, const CacheGroup& group, int64_t start,
     --num_left;
     const BlockId shared = std::exchange(id, *(*next)++);
     each.num_hits = std::min(each.num_hits, b);
-    emit_replaced(row, group, b, id);
+    plan_.replace(row, group.id, b, id);
     if (group.holds_state() || b * group.block_size < start) {
       note_dropped(row, group, b, shared);  // had, and not kept
       safe_start_ = std::min(safe_start_, b * group.block_size);
-      if (plan_ != nullptr) {
-        plan_->copy.insert(plan_->copy.end(), {shared, id});
-        hold_for_step(shared);  // until it is copied
+      plan_.copy(shared, id);
+      if (plan_.is_step()) {
+        plan_.hold(shared);  // until it is copied
         continue;
       }
-      copies_.insert(copies_.end(), {shared, id});
     }
     frees_.release_or_defer(&shared, 1);
   }
@@ -386,7 +378,7 @@ void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     dropped_.push_back(id);
     note_dropped(row, group, b, id);
     id = kNullBlock;
-    emit_replaced(row, group, b, kNullBlock);
+    plan_.replace(row, group.id, b, kNullBlock);
   }
   each.num_dropped = drop_to;
   frees_.release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
@@ -401,10 +393,10 @@ void Manager::move_state(int32_t row, const CacheGroup& group, int64_t start, in
     each.num_dropped = (after - 1) / group.block_size;
   } else if (start > 0) {
     const BlockId source = each.blocks.back();
-    plan_->copy.insert(plan_->copy.end(), {source, page});
+    plan_.copy(source, page);
     state_moves_.push_back({row, group.id, static_cast<int64_t>(each.blocks.size()) - 1, start});
   } else {
-    plan_->zero.push_back(page);
+    plan_.zero(page);
     each.num_dropped = (after - 1) / group.block_size;
   }
   each.blocks.resize(static_cast<size_t>((after - 1) / group.block_size), kNullBlock);
@@ -444,7 +436,7 @@ void Manager::serve_new(const StepRequest& request) {
                     /*by_step=*/true);
       if (slots.status != Status::kWait || !copies_partial(*hit)) break;
     }
-    if (slots.status == Status::kServed) plan_->clear_rows.push_back(slots.row);
+    if (slots.status == Status::kServed) plan_.clear(slots.row);
     answer(slots.row, slots.status, start, /*is_new=*/true);
   }
 }
@@ -469,7 +461,7 @@ void Manager::end_state_moves() {
     id = kNullBlock;
     each.num_dropped = static_cast<int64_t>(each.blocks.size()) - 1;
     // A row that is new tells its whole table, this entry included.
-    emit_replaced(move.row, groups_[move.group], move.block, kNullBlock);
+    plan_.replace(move.row, move.group, move.block, kNullBlock);
   }
   state_moves_.clear();
 }

@@ -105,9 +105,12 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
       if (is_first) {
         to->second = *next++;
-        pairs->insert(pairs->end(), {id, to->second});
-        // Sequences find nothing there.
-        if (pool_.hash_of(id) != nullptr && !options_.by_sequences) {
+        if (pairs == nullptr) {
+          plan_.swap_out(id, to->second);
+        } else {
+          pairs->insert(pairs->end(), {id, to->second});
+        }
+        if (pool_.hash_of(id) != nullptr && options_.caches_swapped_rows) {
           add_offload(to->second, content_of(id), /*is_row=*/true);
         }
       } else if (taken.count(id) == 0) {
@@ -193,7 +196,7 @@ bool Manager::shares_load(const CacheGroup& group, int64_t block, int64_t start,
 // behind: `candidate_` of `resume` says so in a step.
 void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
   Row& r = rows_[row];
-  const bool by_step = plan_ != nullptr;
+  const bool by_step = plan_.is_step();
   std::vector<BlockId> left;
   for (const CacheGroup& group : groups_) {
     RowBlocks& each = held(row)[group.id];
@@ -248,7 +251,7 @@ void Manager::swap_out_rows(const StepRequest& request) {
   swap_answers_.clear();
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
-    const bool is_out = move_out(row, &plan_->swap_out);
+    const bool is_out = move_out(row, nullptr);
     if (is_out) in_flight_.back().swapped.push_back({row, rows_[row].admission});
     swap_answers_.push_back(is_out);
   }
@@ -259,9 +262,7 @@ void Manager::answer_swapped(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
     const Status status = swap_answers_[static_cast<size_t>(i)] ? Status::kServed : Status::kWait;
-    plan_->rows.push_back(row);
-    plan_->status.push_back(static_cast<uint8_t>(status));
-    plan_->num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
+    plan_.answer(row, status, rows_[row].num_computed);
   }
 }
 

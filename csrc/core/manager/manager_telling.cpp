@@ -7,52 +7,23 @@
 namespace kvcache {
 
 void Manager::answer(int32_t row, Status status, int64_t start, bool is_new) {
-  plan_->rows.push_back(row);
-  plan_->status.push_back(static_cast<uint8_t>(status));
-  plan_->num_computed_tokens.push_back(static_cast<int32_t>(start));
+  plan_.answer(row, status, start);
   if (status != Status::kServed) return;
   in_flight_.back().rows.push_back({row, rows_[row].admission, safe_start_});
   if (is_new) {
     std::fill(sizes_.begin(), sizes_.end(), 0);
-  } else if (rows_[row].must_resend) {
-    return;  // told whole when all are served
+  } else if (plan_.must_resend(row)) {
+    return;  // sent whole when all are served
   }
-  emit_table(row, sizes_.data());
-}
-
-// One entry of a table that the worker has.
-void Manager::emit_replaced(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
-  if (plan_ == nullptr || rows_[row].must_resend) return;
-  std::vector<int32_t>& replace = plan_->groups[group.id].replace;
-  replace.insert(replace.end(), {row, static_cast<int32_t>(block), id});
-}
-
-// The row's blocks from from[g] on, in every group g.
-void Manager::emit_table(int32_t row, const int64_t* from) {
-  const RowBlocks* h = held(row);
-  bool any = false;
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    any |= static_cast<int64_t>(h[g].blocks.size()) > from[g];
-  }
-  if (!any) return;
-  plan_->append_rows.push_back(row);
-  for (size_t g = 0; g < groups_.size(); ++g) {
-    StepPlan::Group& group = plan_->groups[g];
-    group.append_ids.insert(group.append_ids.end(), h[g].blocks.begin() + from[g],
-                            h[g].blocks.end());
-    group.append_splits.push_back(static_cast<int32_t>(group.append_ids.size()));
-  }
+  plan_.append(row, held(row), sizes_.data());
 }
 
 void Manager::emit_resent() {
   std::fill(sizes_.begin(), sizes_.end(), 0);
-  for (int32_t row : resend_) {
-    if (rows_[row].chain == nullptr || !rows_[row].must_resend) continue;
-    rows_[row].must_resend = false;
-    plan_->clear_rows.push_back(row);
-    if (!rows_[row].on_host) emit_table(row, sizes_.data());  // it is told when it comes back
+  for (int32_t row : plan_.take_resent()) {
+    plan_.clear(row);
+    if (!rows_[row].on_host) plan_.append(row, held(row), sizes_.data());  // else when it is back
   }
-  resend_.clear();
 }
 
 void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
