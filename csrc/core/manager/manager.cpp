@@ -14,7 +14,7 @@ namespace kvcache {
 
 namespace {
 
-std::unique_ptr<BlockPool> host_of(const ManagerOptions& options) {
+std::unique_ptr<BlockPool> host_pages(const ManagerOptions& options) {
   if (options.num_host_blocks == 0) return nullptr;
   const std::string& name = options.host_eviction.policy;
   if (name == "priority" || name == "last_access") {
@@ -27,6 +27,14 @@ std::unique_ptr<BlockPool> host_of(const ManagerOptions& options) {
   return std::make_unique<BlockPool>(options.num_host_blocks, std::move(policy));
 }
 
+std::unique_ptr<HostTier> host_tier(const ManagerOptions& options, BlockPool* device,
+                                    const std::vector<CacheGroup>* groups) {
+  auto pages = host_pages(options);
+  if (pages == nullptr) return nullptr;
+  return std::make_unique<HostTier>(std::move(pages), device, groups, options.host_write,
+                                    options.num_hits_to_write);
+}
+
 }  // namespace
 
 Manager::Manager(const ManagerOptions& options)
@@ -34,8 +42,8 @@ Manager::Manager(const ManagerOptions& options)
       hash_block_size_(hash_block_size_of(options)),
       groups_(groups_of(options, hash_block_size_)),
       pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
-      host_(host_of(options)),
-      finder_(&pool_, host_.get(), &groups_, hash_block_size_, options.drop_last_hit),
+      host_(host_tier(options, &pool_, &groups_)),
+      finder_(&pool_, host(), &groups_, hash_block_size_, options.drop_last_hit),
       plan_(groups_.size(), options.num_blocks),
       frees_(&pool_, &steps_, options.fence_frees),
       stats_(cached_block_sizes(groups_), options.stats_window),
@@ -47,20 +55,14 @@ Manager::Manager(const ManagerOptions& options)
     has_state_ |= group.holds_state();
     is_uniform_ &= group.num_hashes == 1;
   }
-  if (host_ != nullptr) {
-    const auto num_blocks = static_cast<size_t>(options.num_blocks);
-    loading_.resize(num_blocks);
-    is_queued_.resize(num_blocks);
-    if (options.host_write == HostWrite::kSelective) num_block_hits_.resize(num_blocks);
-    pool_.on_eviction([this](BlockId id) { on_eviction(id); });
-  }
+  if (host_ != nullptr) pool_.on_eviction([this](BlockId id) { host_->on_eviction(id, &plan_); });
   if (options.record_events) {
     pool_.emit_to(&events_, Tier::kDevice);
-    if (host_ != nullptr) host_->emit_to(&events_, Tier::kHost);
+    if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
   }
   if (options.track_residency) pool_.track_residency();
-  needs_clock_ =
-      options.track_residency || pool_.has_policy() || (host_ != nullptr && host_->has_policy());
+  needs_clock_ = options.track_residency || pool_.has_policy() ||
+                 (host_ != nullptr && host_->pages().has_policy());
 }
 
 void Manager::set_now(int64_t ms) {
@@ -73,7 +75,7 @@ void Manager::notify_clock() {
   const int64_t ms = clock_.now_ms();
   if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
   pool_.set_now(ms);
-  if (host_ != nullptr) host_->set_now(ms);
+  if (host_ != nullptr) host_->pages().set_now(ms);
 }
 
 EventLog::Drained Manager::drain_events() {
@@ -84,7 +86,7 @@ EventLog::Drained Manager::drain_events() {
 void Manager::clear_stats() {
   const Call call(this);
   stats_.clear();
-  tier_count_ = {};
+  if (host_ != nullptr) *host_->mutable_counts() = {};
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
@@ -123,7 +125,7 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
     const PrefixHit& hit = find(chain, with_partial, /*with_host=*/true);
     const int64_t after = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
     status = judge_new(chain, hit, after, 0, 0).status;
-    if (status != Status::kWait || !copies_partial(hit)) break;
+    if (status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
 }
@@ -160,7 +162,9 @@ const StepPlan& Manager::step(const StepRequest& request) {
   begin_step();
   plan_.begin(steps_.num_steps);
   swap_out_rows(request);
-  if (host_ != nullptr) offload_queued();  // behind what must go there
+  if (host_ != nullptr) {  // behind what must go there
+    host_->offload_queued(&plan_, /*holds_blocks=*/frees_.defers(steps_.num_steps));
+  }
   serve_rows(request);
   answer_swapped(request);
   serve_new(request);
@@ -192,6 +196,7 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   PrefixHit hit;
   hit.num_tokens = check_computed(*chain, computed);
   hit.blocks = computed;
+  hit.on_host.resize(groups_.size());
   hit.sources.assign(groups_.size(), kNullBlock);
   const int64_t after = hit.num_tokens + num_tokens;
   check_length(after, "a new request");
@@ -325,17 +330,35 @@ void Manager::access(int32_t row, double now) {
 bool Manager::reset_prefix_cache() {
   const Call call(this);
   const auto in_use = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
-  if (in_use(pool_) || (host_ != nullptr && in_use(*host_))) return false;
+  if (in_use(pool_) || (host_ != nullptr && in_use(host_->pages()))) return false;
   clear_cache();
   return true;
+}
+
+const TierCount& Manager::tiers() const {
+  static const TierCount kNone;
+  return host_ == nullptr ? kNone : host_->counts();
+}
+
+const std::deque<HostTier::Onboard>& Manager::onboards() const {
+  static const std::deque<HostTier::Onboard> kNone;
+  return host_ == nullptr ? kNone : host_->onboards();
+}
+
+void Manager::publish_offloaded() {
+  if (host_ == nullptr) return;
+  const std::vector<BlockId> written = host_->publish_offloaded();
+  if (in_flight_.empty()) return;
+  std::vector<BlockId>& all = in_flight_.back().written;
+  all.insert(all.end(), written.begin(), written.end());
 }
 
 void Manager::clear_cache() {
   has_forgotten_ |= num_rows_ > 0;
   pool_.clear();
-  if (host_ != nullptr) host_->clear();
-  for (BlockId id : offload_queue_) is_queued_[static_cast<size_t>(id)] = false;
-  offload_queue_.clear();
+  if (host_ == nullptr) return;
+  host_->pages().clear();
+  host_->forget_queued();
 }
 
 void Manager::start_epoch() {
@@ -351,12 +374,12 @@ void Manager::start_epoch() {
 void Manager::check_invariants() const {
   check_reader();
   pool_.check_invariants();
-  if (host_ != nullptr) host_->check_invariants();
+  if (host_ != nullptr) host_->pages().check_invariants();
   plan_.check_invariants();
   pins_.check_invariants();
   steps_.check_invariants();
   PerBlock<int32_t> references(pool_.num_blocks());
-  PerBlock<int32_t> of_host(host_ == nullptr ? 1 : host_->num_blocks());
+  PerBlock<int32_t> of_host(host_ == nullptr ? 1 : host()->num_blocks());
   int64_t num_rows = 0;
   for (size_t row = 0; row < rows_.size(); ++row) {
     num_rows += rows_[row].chain != nullptr;
@@ -370,13 +393,7 @@ void Manager::check_invariants() const {
       }
     }
   }
-  std::vector<int32_t> loading(loading_.size(), 0);
-  for (const Onboard& onboard : onboards_) {
-    ++references[onboard.device];
-    ++loading[static_cast<size_t>(onboard.device)];
-    ++of_host[onboard.host];
-  }
-  if (loading != loading_) throw std::logic_error("loading_ does not count what loads hold");
+  if (host_ != nullptr) host_->check_invariants(&references, &of_host);
   frees_.check_invariants(&references);
   const auto compare = [](const BlockPool& pool, const PerBlock<int32_t>& counted,
                           const char* what) {
@@ -388,7 +405,7 @@ void Manager::check_invariants() const {
     }
   };
   compare(pool_, references, "block");
-  if (host_ != nullptr) compare(*host_, of_host, "page of the host");
+  if (host_ != nullptr) compare(host_->pages(), of_host, "page of the host");
   if (num_rows != num_rows_) throw std::logic_error("num_rows is wrong");
 }
 

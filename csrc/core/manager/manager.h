@@ -35,6 +35,7 @@
 #include "core/manager/call_guard.h"
 #include "core/manager/clock.h"
 #include "core/manager/deferred_frees.h"
+#include "core/manager/host_tier.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
@@ -59,10 +60,12 @@ class Manager {
   const std::vector<CacheGroup>& groups() const { return groups_; }
   const BlockPool& pool() const { return pool_; }
   BlockPool& pool() { return pool_; }
-  const BlockPool* host() const { return host_.get(); }  // null where there is none
-  BlockPool* host() { return host_.get(); }
+  const BlockPool* host() const {
+    return host_ ? &host_->pages() : nullptr;
+  }  // null where there is none
+  BlockPool* host() { return host_ ? &host_->pages() : nullptr; }
   const CacheStats& stats() const { return stats_; }
-  const TierCount& tiers() const { return tier_count_; }
+  const TierCount& tiers() const;
   void clear_stats();
   EventLog::Drained drain_events();
 
@@ -164,7 +167,7 @@ class Manager {
   int64_t num_rows() const { return num_rows_; }
   int64_t num_steps() const { return steps_.num_steps; }
   int64_t num_fenced() const { return frees_.num_waiting(); }
-  int64_t num_loading() const { return static_cast<int64_t>(onboards_.size()); }  // blocks
+  int64_t num_loading() const { return static_cast<int64_t>(onboards().size()); }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
   // Whether the next plan sends the row's whole table.
@@ -253,19 +256,6 @@ class Manager {
       dropped.clear();
     }
   };
-  struct Onboard {  // of a page of the host, until a report says that it has arrived
-    int64_t step_id;
-    BlockId host, device;  // one reference each
-    int64_t block;         // of the sequence
-    uint8_t group;
-    std::shared_ptr<TokenChain> chain;  // of a hit: the block is found once it has arrived
-  };
-  struct Offload {  // of a page of the host, of this step
-    BlockId page;
-    Copied content;
-    bool is_row;    // a row's: it is not given back
-    bool is_there;  // written before: used once more
-  };
   using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
   struct InvalidHash {
     int64_t num_right;   // tokens of the prefix that are right all the same,
@@ -347,7 +337,6 @@ class Manager {
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
   void end_state_moves();
-  static bool copies_partial(const PrefixHit& hit);
 
   // Telling, and the journal (manager_telling.cpp).
   void answer(int32_t row, Status status, int64_t start, bool is_new);
@@ -373,19 +362,12 @@ class Manager {
   void swap_out_rows(const StepRequest& request);
   void answer_swapped(const StepRequest& request);
 
-  // Cached blocks on the host (manager_host.cpp).
-  Copied content_of(BlockId id) const;
-  bool offload(BlockId id);
-  void on_eviction(BlockId id);
-  void add_offload(BlockId page, const Copied& content, bool is_row);
-  void queue_offload(BlockId id);
-  void offload_queued();
+  const std::deque<HostTier::Onboard>& onboards() const;
   void publish_offloaded();
-  void onboard(int32_t row, const CacheGroup& group, int64_t block, BlockId host, BlockId device,
+  void onboard(int32_t row, const CacheGroup& group, int64_t column, BlockId page, BlockId block,
                bool is_hit);
-  void onboard_hits(int32_t row);
-  void count_hits(const BlockId* ids, int64_t n);
-  void end_onboards(bool arrived);
+  void onboard_hits(int32_t row, const PrefixHit& hit);
+  void publish_arrived();
 
   // Publishing (manager_publishing.cpp).
   void publish(int32_t row);
@@ -448,7 +430,7 @@ class Manager {
   bool has_state_ = false;  // a group of pages that hold states
   bool is_uniform_ = true;  // all blocks are of one size, that of a hash block
   BlockPool pool_;
-  std::unique_ptr<BlockPool> host_;
+  std::unique_ptr<HostTier> host_;  // null where there is none
   PrefixFinder finder_;
   EventLog events_;
   std::vector<Row> rows_;
@@ -464,12 +446,6 @@ class Manager {
   DeferredFrees frees_;
   uint32_t call_stamp_ = 0;
   std::deque<Step> in_flight_;
-  std::deque<Onboard> onboards_;
-  std::vector<int32_t> loading_;         // references that loads hold, by block
-  std::vector<BlockId> offload_queue_;   // cached blocks that the next step writes to the host
-  std::vector<bool> is_queued_;          // by block
-  std::vector<int32_t> num_block_hits_;  // kSelective: of cached blocks, by block
-  TierCount tier_count_;
   CacheStats stats_;
   Clock clock_;
   bool needs_clock_ = false;
@@ -480,8 +456,6 @@ class Manager {
   std::vector<RowBlocks> candidate_;
   std::vector<BlockId> taken_, dropped_;
   std::vector<StateMove> state_moves_;
-  std::vector<Offload> offloads_;
-  std::unordered_map<Hash, uint32_t, HashOf> offloading_;  // of offloads_: bit g is group g
   std::vector<bool> swap_answers_;              // of the rows that were to be swapped out
   std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
   int64_t safe_start_ = 0;      // of the row at hand: tokens before it do not depend on this step

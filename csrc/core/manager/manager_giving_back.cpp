@@ -39,7 +39,7 @@ void Manager::release_row(int32_t row, bool with_encoder) {
   const std::vector<BlockId>& ids = tail_first(row, with_encoder);
   const auto n = static_cast<int64_t>(ids.size());
   if (rows_[row].on_host) {
-    host_->release(ids.data(), n);
+    host_->pages().release(ids.data(), n);
   } else {
     frees_.release_or_defer(ids.data(), n);
   }

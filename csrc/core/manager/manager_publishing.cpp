@@ -100,12 +100,7 @@ void Manager::publish_ids(const TokenChain& chain, const CacheGroup& group, int6
   }
   pool_.publish(ids, content, n, group.id);
   stats_.add_stored(group.id, n);
-  if (!num_block_hits_.empty()) {
-    for (int64_t i = 0; i < n; ++i) num_block_hits_[static_cast<size_t>(ids[i])] = 0;
-  }
-  if (host_ != nullptr && options_.host_write == HostWrite::kThrough) {
-    for (int64_t i = 0; i < n; ++i) queue_offload(ids[i]);
-  }
+  if (host_ != nullptr) host_->on_published(ids, n);
 }
 
 // So that `abort` knows what steps made findable, be it when a row leaves.

@@ -16,7 +16,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
   check_ids(pool_, failed, "failed_pages");
   if (!failed_on_host.empty()) {
     check_has_host("failed_host_pages names pages");
-    check_ids(*host_, failed_on_host, "failed_host_pages");
+    check_ids(host_->pages(), failed_on_host, "failed_host_pages");
   }
   const bool any_failed = !failed.empty() || !failed_on_host.empty();
   if (!completed) check_may_abort(step_id);
@@ -79,8 +79,20 @@ void Manager::complete_to(int64_t step_id) {
   steps_.complete(step_id);
   while (!in_flight_.empty() && in_flight_.front().id < steps_.num_completed)
     in_flight_.pop_front();
-  end_onboards(/*arrived=*/true);
+  publish_arrived();
   frees_.release_completed();
+}
+
+// Blocks of hits on the host are found on the device once they have arrived, unless something was
+// heard since against what their pages hold.
+void Manager::publish_arrived() {
+  if (host_ == nullptr) return;
+  const std::vector<HostTier::Onboard> arrived = host_->take_arrived(steps_.num_completed);
+  for (const HostTier::Onboard& each : arrived) {
+    if (!host_->may_publish(each)) continue;
+    publish_ids(*each.chain, groups_[each.group], each.column, &each.block, 1);
+  }
+  host_->finish(arrived);
 }
 
 // Everything that was computed from what an aborted step computed, an aborted step has computed: a
@@ -109,7 +121,7 @@ Recompute Manager::abort_from(int64_t step_id) {
       if (is_there(swapped.row, swapped.admission)) limits[swapped.row] = 0;
     }
     if (host_ != nullptr) {
-      host_->evict(step.written.data(), static_cast<int64_t>(step.written.size()));
+      host_->pages().evict(step.written.data(), static_cast<int64_t>(step.written.size()));
     }
     for (int32_t row : step.clear_rows) {
       if (rows_[row].chain != nullptr && rows_[row].by_step) {
@@ -140,7 +152,7 @@ Recompute Manager::abort_from(int64_t step_id) {
   // Nothing reads any more for these steps.
   steps_.abort_from(step_id);
   frees_.forget_aborted();
-  end_onboards(/*arrived=*/false);
+  if (host_ != nullptr) host_->finish(host_->take_aborted(steps_.last_issued));
   frees_.release_completed();
   return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/false);
 }

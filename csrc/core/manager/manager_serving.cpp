@@ -84,7 +84,7 @@ bool Manager::shares_from(int32_t row, int64_t start) const {
 // References of rows: not those of requests that have left, nor of loads.
 int64_t Manager::num_holders(BlockId id) const {
   int64_t n = pool_.ref_count(id) - frees_.num_waiting_of(id);
-  if (!loading_.empty()) n -= loading_[static_cast<size_t>(id)];
+  if (host_ != nullptr) n -= host_->num_onboards_into(id);
   return n;
 }
 
@@ -125,10 +125,9 @@ void Manager::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit&
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
-  if (group.holds_state() && !blocks.empty() && is_host_page(blocks.back())) {
+  if (group.holds_state() && !hit.on_host[group.id].empty()) {
     // The state is loaded into the page that goes on from it.
-    held->host_source = -blocks.back();
-    held->blocks.back() = kNullBlock;
+    held->host_source = hit.on_host[group.id].back().page;
     held->num_dropped = held->num_published;
   }
 }
@@ -143,7 +142,7 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
     // ones. Those on the host take a free one.
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       const BlockId id = each.blocks[static_cast<size_t>(b)];
-      num_free -= is_host_page(id) || pool_.ref_count(id) == 0;
+      num_free -= id == kNullBlock || pool_.ref_count(id) == 0;
     }
     num_free -= each.source != kNullBlock && pool_.ref_count(each.source) == 0;
     num_blocks += each.num_alive();
@@ -228,10 +227,8 @@ Slots Manager::admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& 
 int64_t Manager::first_host_token(const PrefixHit& hit) const {
   int64_t first = hit.num_tokens;
   for (const CacheGroup& group : groups_) {
-    const std::vector<BlockId>& blocks = hit.blocks[group.id];
-    const auto on_host = std::find_if(blocks.begin(), blocks.end(), is_host_page);
-    if (on_host == blocks.end()) continue;
-    first = std::min<int64_t>(first, (on_host - blocks.begin()) * group.block_size);
+    const std::vector<PrefixHit::HostBlock>& on_host = hit.on_host[group.id];
+    if (!on_host.empty()) first = std::min(first, on_host.front().column * group.block_size);
   }
   return first;
 }
@@ -275,26 +272,49 @@ void Manager::take_hits(int32_t row, const PrefixHit& hit) {
       note_hits(each.blocks.data() + each.num_dropped, each.num_alive());
       continue;
     }
-    taken_.clear();
-    std::vector<BlockId> pages;
-    for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
-      const BlockId id = each.blocks[static_cast<size_t>(b)];
-      is_host_page(id) ? pages.push_back(-id) : taken_.push_back(id);
+    std::vector<BlockId> ids, pages;
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      if (each[b] != kNullBlock) ids.push_back(each[b]);
+    }
+    for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
+      if (on_host.column >= each.num_dropped) pages.push_back(on_host.page);
     }
     if (each.host_source != kNullBlock) pages.push_back(each.host_source);
-    pool_.retain(taken_.data(), static_cast<int64_t>(taken_.size()));
-    note_hits(taken_.data(), static_cast<int64_t>(taken_.size()));
-    host_->retain(pages.data(), static_cast<int64_t>(pages.size()));
-    host_->hit(pages.data(), static_cast<int64_t>(pages.size()));
+    pool_.retain(ids.data(), static_cast<int64_t>(ids.size()));
+    note_hits(ids.data(), static_cast<int64_t>(ids.size()));
+    host_->pages().retain(pages.data(), static_cast<int64_t>(pages.size()));
+    host_->pages().hit(pages.data(), static_cast<int64_t>(pages.size()));
   }
-  // All that is taken is held: what is loaded into evicts nothing of it.
-  if (hit.num_host_blocks > 0) onboard_hits(row);
+  // All that is taken is held: what is onboarded evicts nothing of it.
+  if (hit.num_host_blocks > 0) onboard_hits(row, hit);
+}
+
+// Blocks for the part of a hit that is on the host.
+void Manager::onboard_hits(int32_t row, const PrefixHit& hit) {
+  for (const CacheGroup& group : groups_) {
+    RowBlocks& each = held(row)[group.id];
+    for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
+      if (on_host.column < each.num_dropped) continue;
+      BlockId& id = each[on_host.column];
+      pool_.allocate(1, &id);
+      onboard(row, group, on_host.column, on_host.page, id, /*is_hit=*/true);
+      ++host_->mutable_counts()->loaded_blocks;
+    }
+  }
+}
+
+// A page of the host comes into a block of the row. Takes over one reference of the page.
+void Manager::onboard(int32_t row, const CacheGroup& group, int64_t column, BlockId page,
+                      BlockId block, bool is_hit) {
+  host_->onboard(&plan_, {steps_.num_steps, page, block, column, group.id,
+                          is_hit ? rows_[row].chain : std::shared_ptr<TokenChain>()});
+  safe_start_ = std::min(safe_start_, column * group.block_size);
 }
 
 void Manager::note_hits(const BlockId* ids, int64_t n) {
   if (n == 0) return;
   pool_.hit(ids, n);
-  if (!num_block_hits_.empty()) count_hits(ids, n);
+  if (host_ != nullptr) host_->on_hit(ids, n);
 }
 
 // Does what `judge` found, in demand_, to be possible.
@@ -434,16 +454,11 @@ void Manager::serve_new(const StepRequest& request) {
       const int64_t after = std::min(start + asked.num_tokens, asked.chain->num_tokens());
       slots = admit(asked.chain, *hit, after, lookahead, request.num_reserved_blocks,
                     /*by_step=*/true);
-      if (slots.status != Status::kWait || !copies_partial(*hit)) break;
+      if (slots.status != Status::kWait || !hit->copies_partial()) break;
     }
     if (slots.status == Status::kServed) plan_.clear(slots.row);
     answer(slots.row, slots.status, start, /*is_new=*/true);
   }
-}
-
-bool Manager::copies_partial(const PrefixHit& hit) {
-  return std::any_of(hit.sources.begin(), hit.sources.end(),
-                     [](BlockId source) { return source != kNullBlock; });
 }
 
 // Publishes what the step's rows have filled, and lets go of the pages that states have left.

@@ -68,17 +68,18 @@ int64_t Manager::count_unique(const std::vector<int32_t>& rows) const {
 bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   std::vector<BlockId> known;  // (block, page of the host that holds the same) each
   std::unordered_set<BlockId> to_hold;
-  int64_t num_new = 0, num_free = host_->num_free();
+  int64_t num_new = 0, num_free = host_->pages().num_free();
   for (BlockId id : written_blocks(row)) {
     if (moved_.count(id) != 0) continue;
     const Hash* hash = pool_.hash_of(id);
-    const BlockId page = hash == nullptr ? kNullBlock : host_->find(*hash, pool_.group_of(id));
+    const BlockId page =
+        hash == nullptr ? kNullBlock : host_->pages().find(*hash, pool_.group_of(id));
     if (page == kNullBlock) {
       ++num_new;
     } else {
       known.insert(known.end(), {id, page});
       // Two blocks may hold the same.
-      num_free -= host_->ref_count(page) == 0 && to_hold.insert(page).second;
+      num_free -= host_->pages().ref_count(page) == 0 && to_hold.insert(page).second;
     }
   }
   if (num_new > num_free) return false;
@@ -88,12 +89,12 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   notify_release(row, features);
   std::unordered_set<BlockId> taken;  // whose reference is the row's already
   for (size_t i = 0; i < known.size(); i += 2) {
-    host_->retain(&known[i + 1], 1);  // nothing new may take its place
+    host_->pages().retain(&known[i + 1], 1);  // nothing new may take its place
     moved_.emplace(known[i], known[i + 1]);
     taken.insert(known[i]);
   }
   std::vector<BlockId> pages(static_cast<size_t>(num_new));
-  host_->allocate(num_new, pages.data());
+  host_->pages().allocate(num_new, pages.data());
   const BlockId* next = pages.data();
   const std::vector<BlockId> given_back = tail_first(row, /*with_encoder=*/true);
   for (const CacheGroup& group : groups_) {
@@ -111,15 +112,15 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
           pairs->insert(pairs->end(), {id, to->second});
         }
         if (pool_.hash_of(id) != nullptr && options_.caches_swapped_rows) {
-          add_offload(to->second, content_of(id), /*is_row=*/true);
+          host_->add_row_page(to->second, id);
         }
       } else if (taken.count(id) == 0) {
-        host_->retain(&to->second, 1);
+        host_->pages().retain(&to->second, 1);
       }
       id = to->second;
     }
   }
-  tier_count_.swapped_out_blocks += num_new;
+  host_->mutable_counts()->swapped_out_blocks += num_new;
   // The plan that is being made reads them.
   frees_.release_or_defer(given_back.data(), static_cast<int64_t>(given_back.size()),
                           steps_.num_steps);
@@ -133,7 +134,7 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   check_swap(rows, /*on_host=*/false);
   for (int32_t row : rows) hash_filled(row);
   check_swap(rows, /*on_host=*/false);  // a digest may call back
-  if (count_unique(rows) > host_->num_free()) return std::nullopt;
+  if (count_unique(rows) > host_->pages().num_free()) return std::nullopt;
   std::vector<BlockId> pairs;
   moved_.clear();
   for (int32_t row : rows) move_out(row, &pairs);
@@ -226,7 +227,7 @@ void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
       }
       pool_.allocate(1, &id);
       moved_.emplace(from, id);
-      ++tier_count_.swapped_in_blocks;
+      ++host_->mutable_counts()->swapped_in_blocks;
       if (by_step) {
         onboard(row, group, b, from, id, /*is_hit=*/false);
       } else {
@@ -236,7 +237,7 @@ void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
     }
   }
   std::reverse(left.begin(), left.end());
-  host_->release(left.data(), static_cast<int64_t>(left.size()));
+  host_->pages().release(left.data(), static_cast<int64_t>(left.size()));
   r.on_host = false;
   r.may_share = r.has_forked;
   if (by_step) {

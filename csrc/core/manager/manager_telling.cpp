@@ -35,11 +35,10 @@ void Manager::note_dropped(int32_t row, const CacheGroup& group, int64_t block, 
 // What a row that leaves has computed and nothing finds, and what it loads.
 void Manager::note_left(int32_t row) {
   if (in_flight_.empty() || !rows_[row].by_step) return;
-  for (const Onboard& onboard : onboards_) {
-    const std::vector<BlockId>& blocks = held(row)[onboard.group].blocks;
-    if (onboard.block < static_cast<int64_t>(blocks.size()) &&
-        blocks[static_cast<size_t>(onboard.block)] == onboard.device) {
-      note_dropped(row, groups_[onboard.group], onboard.block, onboard.device);
+  for (const HostTier::Onboard& onboard : onboards()) {
+    const RowBlocks& each = held(row)[onboard.group];
+    if (onboard.column < each.size() && each[onboard.column] == onboard.block) {
+      note_dropped(row, groups_[onboard.group], onboard.column, onboard.block);
     }
   }
   for (const CacheGroup& group : groups_) {

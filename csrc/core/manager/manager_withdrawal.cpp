@@ -17,19 +17,19 @@ Recompute Manager::invalidate_blocks(const std::vector<BlockId>& ids,
   }
   for (BlockId id : host_ids) {
     invalid.host.insert(id);
-    add_hashes(*host_, id, &invalid);
+    add_hashes(host_->pages(), id, &invalid);
   }
   std::vector<BlockId> failed = ids;
-  for (const Onboard& onboard : onboards_) {
+  for (const HostTier::Onboard& onboard : onboards()) {
     // What was to be loaded is not there, or should not have been. Nobody is to onboard it again.
-    const bool is_named = std::find(ids.begin(), ids.end(), onboard.device) != ids.end();
-    const bool is_from_bad = invalid.host.count(onboard.host) != 0;
+    const bool is_named = std::find(ids.begin(), ids.end(), onboard.block) != ids.end();
+    const bool is_from_bad = invalid.host.count(onboard.page) != 0;
     if (!is_named && !is_from_bad) continue;
-    invalid.host.insert(onboard.host);
-    add_hashes(*host_, onboard.host, &invalid);
-    if (!invalid.blocks.emplace(onboard.device, 0).second) continue;
-    add_hashes(pool_, onboard.device, &invalid);
-    failed.push_back(onboard.device);
+    invalid.host.insert(onboard.page);
+    add_hashes(host_->pages(), onboard.page, &invalid);
+    if (!invalid.blocks.emplace(onboard.block, 0).second) continue;
+    add_hashes(pool_, onboard.block, &invalid);
+    failed.push_back(onboard.block);
   }
   limit_by_drops(failed, &invalid, &limits);
   return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/true);
@@ -79,15 +79,15 @@ void Manager::evict_derived(const std::vector<BlockId>& ids, Invalid* invalid) {
   if (host_ != nullptr) {
     for (const auto& [hash, what] : invalid->hashes) {
       for (const CacheGroup& group : groups_) {
-        const BlockId page = host_->find(hash, group.id);
+        const BlockId page = host_->pages().find(hash, group.id);
         if (page != kNullBlock) invalid->host.insert(page);
       }
     }
     const std::vector<BlockId> pages(invalid->host.begin(), invalid->host.end());
-    host_->add_chains(pages.data(), static_cast<int64_t>(pages.size()), &chains);
+    host_->pages().add_chains(pages.data(), static_cast<int64_t>(pages.size()), &chains);
   }
   pool_.evict_derived(chains, is_uniform_);
-  if (host_ != nullptr) host_->evict_derived(chains, is_uniform_);
+  if (host_ != nullptr) host_->pages().evict_derived(chains, is_uniform_);
 }
 
 // Lowers the limits of rows that use invalid content, and adds what they have computed behind them.
@@ -260,7 +260,7 @@ bool Manager::add_dropped(const TokenChain& chain, const CacheGroup& group, int6
     const BlockId id = i + 1 == end ? pool_.find(hash, group.id) : kNullBlock;
     if (id != kNullBlock) changed |= add_block(id, num_right, invalid);
     const bool on_host = id == kNullBlock && i + 1 == end && host_ != nullptr &&
-                         host_->find(hash, group.id) != kNullBlock;
+                         host_->pages().find(hash, group.id) != kNullBlock;
     if (id == kNullBlock && !on_host && !group.has_partial) continue;
     changed |= add_hash(hash, {num_right, group.block_size}, invalid);
   }

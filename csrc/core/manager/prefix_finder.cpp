@@ -23,6 +23,7 @@ PrefixFinder::PrefixFinder(const BlockPool* pool, const BlockPool* host,
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
   hit_.blocks.resize(groups->size());
+  hit_.on_host.resize(groups->size());
   hit_.sources.resize(groups->size());
 }
 
@@ -30,17 +31,20 @@ const Hash& PrefixFinder::hash_at(int64_t num_tokens) const {
   return (*hashes_)[static_cast<size_t>(num_tokens / hash_block_size_ - 1)];
 }
 
-BlockId PrefixFinder::block_of(const CacheGroup& group, int64_t block) const {
-  const Hash& hash = hash_at((block + 1) * group.block_size);
-  const BlockId id = pool_->find(hash, group.id);
-  return id == kNullBlock && with_host_ ? -host_->find(hash, group.id) : id;
+BlockId PrefixFinder::device_block(const CacheGroup& group, int64_t block) const {
+  return pool_->find(hash_at((block + 1) * group.block_size), group.id);
+}
+
+BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
+  if (!with_host_) return kNullBlock;
+  return host_->find(hash_at((block + 1) * group.block_size), group.id);
 }
 
 // Of the first num_blocks blocks of a group, how many are found before one is not.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   std::vector<BlockId>& found = hit_.blocks[group.id];
   // A cold prompt is known by its first block: nothing is made ready for the others.
-  const bool any = num_blocks > 0 && block_of(group, 0) != kNullBlock;
+  const bool any = num_blocks > 0 && is_found(group, 0);
   found.resize(any ? static_cast<size_t>(num_blocks) : 0);
   int64_t n = 0;
   const auto search = [&](const BlockPool& pool) {
@@ -56,8 +60,9 @@ int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) 
     if (n == first) break;
     for (int64_t i = first; i < n; ++i) {
       // The device may have a later block, and lack those before it.
-      const BlockId id = pool_->find(hash_at((i + 1) * group.block_size), group.id);
-      found[i] = id == kNullBlock ? -found[i] : id;
+      const BlockId id = device_block(group, i);
+      if (id == kNullBlock) hit_.on_host[group.id].push_back({i, found[i]});
+      found[i] = id;
     }
   }
   return n;
@@ -75,6 +80,7 @@ const PrefixHit& PrefixFinder::find(const std::vector<Hash>& hashes, int64_t max
   step_ = with_partial ? unit_ : whole_unit_;
   num_leading_.assign(groups_->size(), -1);
   for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
+  for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
   hit_.num_tokens =
@@ -128,7 +134,7 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
     }
     // From the right: what is missing there says at once where the hit must end instead.
     int64_t block = num_tokens / bs - 1;
-    while (block >= first_token / bs && block_of(group, block) != kNullBlock) --block;
+    while (block >= first_token / bs && is_found(group, block)) --block;
     if (block < first_token / bs) break;
     num_tokens = (block + 1) * bs - hash_block_size_;  // at most a part of it
     num_tokens -= num_tokens % step_;
@@ -138,21 +144,24 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
 
 void PrefixFinder::collect(const CacheGroup& group) {
   std::vector<BlockId>& blocks = hit_.blocks[group.id];
+  std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
   const int64_t n = hit_.num_tokens;
   if (n == 0 || !group.is_cacheable()) {
     blocks.clear();
+    on_host.clear();
     return;
   }
   blocks.resize(static_cast<size_t>(n / group.block_size));
+  while (!on_host.empty() && on_host.back().column >= n / group.block_size) on_host.pop_back();
   if (!group.keeps_all) {
     std::fill(blocks.begin(), blocks.end(), kNullBlock);
     for (int64_t b = group.first_needed_block(n); b < n / group.block_size; ++b) {
-      blocks[static_cast<size_t>(b)] = block_of(group, b);
+      const BlockId id = device_block(group, b);
+      blocks[static_cast<size_t>(b)] = id;
+      if (id == kNullBlock) on_host.push_back({b, host_page(group, b)});
     }
   }
-  if (with_host_) {
-    hit_.num_host_blocks += std::count_if(blocks.begin(), blocks.end(), is_host_page);
-  }
+  hit_.num_host_blocks += static_cast<int64_t>(on_host.size());
   if (n % group.block_size != 0 && group.first_needed_token(n) < n) {
     hit_.sources[group.id] = partial_block_of(group, n);
   }

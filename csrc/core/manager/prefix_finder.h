@@ -10,15 +10,25 @@
 
 namespace kvcache {
 
-// A block of a hit that is on the host is named by its negative page.
-inline bool is_host_page(BlockId id) { return id < kNullBlock; }
-
 struct PrefixHit {
+  struct HostBlock {  // of a hit, that is on the host
+    int64_t column;   // block of the sequence
+    BlockId page;
+  };
   int64_t num_tokens = 0;
-  std::vector<std::vector<BlockId>> blocks;  // per group: whole ones; null where not read any more
+  // Per group: whole blocks; null where they are not read any more, or are on the host.
+  std::vector<std::vector<BlockId>> blocks;
+  std::vector<std::vector<HostBlock>> on_host;  // per group, by column
   int64_t num_host_blocks = 0;
   // Per group: the block whose first num_tokens % block_size tokens are to be copied, or null.
   std::vector<BlockId> sources;
+
+  bool copies_partial() const {
+    for (BlockId source : sources) {
+      if (source != kNullBlock) return true;
+    }
+    return false;
+  }
 };
 
 class PrefixFinder {
@@ -43,7 +53,11 @@ class PrefixFinder {
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
-  BlockId block_of(const CacheGroup& group, int64_t block) const;
+  BlockId device_block(const CacheGroup& group, int64_t block) const;
+  BlockId host_page(const CacheGroup& group, int64_t block) const;
+  bool is_found(const CacheGroup& group, int64_t block) const {
+    return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
+  }
   int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
   BlockId partial_block_of(const CacheGroup& group, int64_t num_tokens) const;
   void collect(const CacheGroup& group);
