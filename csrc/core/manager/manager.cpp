@@ -43,9 +43,10 @@ Manager::Manager(const ManagerOptions& options)
       groups_(groups_of(options, hash_block_size_)),
       pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
       host_(host_tier(options, &pool_, &groups_)),
+      rows_(&groups_, options.max_num_reqs),
       finder_(&pool_, host(), &groups_, hash_block_size_, options.drop_last_hit),
       plan_(groups_.size(), options.num_blocks),
-      frees_(&pool_, &steps_, options.fence_frees),
+      frees_(&pool_, &journal_.numbers(), options.fence_frees),
       stats_(cached_block_sizes(groups_), options.stats_window),
       pins_(&pool_),
       demand_(groups_.size()),
@@ -90,18 +91,11 @@ void Manager::clear_stats() {
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
-const Manager::Row& Manager::at(int32_t row) const {
-  if (row < 0 || row >= static_cast<int64_t>(rows_.size()) || rows_[row].chain == nullptr) {
-    throw std::invalid_argument("row " + std::to_string(row) + " is not in use");
-  }
-  return rows_[row];
-}
-
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
   check_reader();
   check_on_device(row);
   check_group(group);
-  return held(row)[group].blocks;
+  return rows_.blocks(row)[group].blocks;
 }
 
 const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
@@ -159,11 +153,11 @@ const StepPlan& Manager::step(const StepRequest& request) {
     throw;
   }
 
-  begin_step();
-  plan_.begin(steps_.num_steps);
+  journal_.begin();
+  plan_.begin(steps().num_steps);
   swap_out_rows(request);
   if (host_ != nullptr) {  // behind what must go there
-    host_->offload_queued(&plan_, /*holds_blocks=*/frees_.defers(steps_.num_steps));
+    host_->offload_queued(&plan_, /*holds_blocks=*/frees_.defers(steps().num_steps));
   }
   serve_rows(request);
   answer_swapped(request);
@@ -173,11 +167,10 @@ const StepPlan& Manager::step(const StepRequest& request) {
   publish_offloaded();
   moved_.clear();
   const std::vector<BlockId> read = plan_.take_held();
-  frees_.release_or_defer(read.data(), static_cast<int64_t>(read.size()), steps_.num_steps);
+  frees_.release_or_defer(read.data(), static_cast<int64_t>(read.size()), steps().num_steps);
   emit_resent();
   const StepPlan& plan = plan_.end();
-  in_flight_.back().clear_rows = plan.clear_rows;
-  steps_.issue();
+  journal_.issue(plan.clear_rows);
   return plan;
 }
 
@@ -204,11 +197,11 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
                       /*by_step=*/false);
   if (slots.status != Status::kServed) return slots;
   for (const CacheGroup& group : groups_) {
-    const std::vector<BlockId>& blocks = held(slots.row)[group.id].blocks;
+    const std::vector<BlockId>& blocks = rows_.blocks(slots.row)[group.id].blocks;
     slots.new_blocks.emplace_back(blocks.begin() + static_cast<int64_t>(computed[group.id].size()),
                                   blocks.end());
   }
-  admission_info_[slots.row].num_marked = hit.num_tokens;
+  rows_.info(slots.row).num_marked = hit.num_tokens;
   publish(slots.row);
   return slots;
 }
@@ -256,7 +249,7 @@ Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_looka
   if (verdict.status != Status::kServed) return slots;
   slots.copies = plan_.direct_copies();
   for (const CacheGroup& group : groups_) {
-    const std::vector<BlockId>& blocks = held(row)[group.id].blocks;
+    const std::vector<BlockId>& blocks = rows_.blocks(row)[group.id].blocks;
     slots.new_blocks.emplace_back(blocks.begin() + sizes_[group.id], blocks.end());
   }
   publish(row);
@@ -265,7 +258,7 @@ Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_looka
 
 void Manager::reject(int32_t row, int64_t num_tokens) {
   const Call call(this);
-  at(row);
+  rows_.at(row);
   checked_size("num_tokens", num_tokens, 0);
   check_rejected(row, num_tokens);
   rows_[row].num_computed -= num_tokens;
@@ -273,7 +266,7 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
 
 void Manager::free(int32_t row, const ReleaseFeatures& features) {
   const Call call(this);
-  at(row);
+  rows_.at(row);
   Row& r = rows_[row];
   if (!r.on_host) {
     hash_filled(row);
@@ -284,9 +277,7 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
   release_row(row, /*with_encoder=*/true);
   if (r.by_step) plan_.clear_later(row);
   plan_.forget_resend(row);
-  r = Row{};
-  free_rows_.push(row);
-  --num_rows_;
+  rows_.give_up(row);
 }
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
@@ -295,7 +286,7 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
   check_group(group);
   checked_size("num_running_requests", num_running, 1);
   int64_t n = 0;
-  for (BlockId id : held(row)[group].blocks) {
+  for (BlockId id : rows_.blocks(row)[group].blocks) {
     if (id == kNullBlock) break;
     if (num_holders(id) != num_running) break;
     ++n;
@@ -314,7 +305,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
       hash_ahead(*r.chain, /*reads=*/false);
     }
   }
-  int64_t& num_marked = admission_info_[row].num_marked;
+  int64_t& num_marked = rows_.info(row).num_marked;
   num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
   if (!r.on_host) publish(row);
 }
@@ -323,7 +314,7 @@ void Manager::access(int32_t row, double now) {
   const Call call(this);
   check_on_device(row);
   if (!pool_.has_policy()) return;
-  const std::vector<BlockId>& ids = tail_first(row, /*with_encoder=*/false);
+  const std::vector<BlockId> ids = rows_.tail_first(row, /*with_encoder=*/false);
   pool_.access(ids.data(), static_cast<int64_t>(ids.size()), now);
 }
 
@@ -348,13 +339,11 @@ const std::deque<HostTier::Onboard>& Manager::onboards() const {
 void Manager::publish_offloaded() {
   if (host_ == nullptr) return;
   const std::vector<BlockId> written = host_->publish_offloaded();
-  if (in_flight_.empty()) return;
-  std::vector<BlockId>& all = in_flight_.back().written;
-  all.insert(all.end(), written.begin(), written.end());
+  journal_.note_written(written);
 }
 
 void Manager::clear_cache() {
-  has_forgotten_ |= num_rows_ > 0;
+  has_forgotten_ |= rows_.num_in_use() > 0;
   pool_.clear();
   if (host_ == nullptr) return;
   host_->pages().clear();
@@ -364,10 +353,10 @@ void Manager::clear_cache() {
 void Manager::start_epoch() {
   const Call call(this);
   clear_cache();
-  for (Row& row : rows_) {
-    if (row.chain == nullptr) continue;
-    row.is_stale = true;
-    row.next_publish = kUnbounded;
+  for (int32_t row = 0; row < rows_.size(); ++row) {
+    if (!rows_.is_in_use(row)) continue;
+    rows_[row].is_stale = true;
+    rows_[row].next_publish = kUnbounded;
   }
 }
 
@@ -377,22 +366,10 @@ void Manager::check_invariants() const {
   if (host_ != nullptr) host_->pages().check_invariants();
   plan_.check_invariants();
   pins_.check_invariants();
-  steps_.check_invariants();
+  journal_.check_invariants();
   PerBlock<int32_t> references(pool_.num_blocks());
   PerBlock<int32_t> of_host(host_ == nullptr ? 1 : host()->num_blocks());
-  int64_t num_rows = 0;
-  for (size_t row = 0; row < rows_.size(); ++row) {
-    num_rows += rows_[row].chain != nullptr;
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      const RowBlocks& each = held(static_cast<int32_t>(row))[g];
-      for (size_t b = 0; b < each.blocks.size(); ++b) {
-        if ((each.blocks[b] == kNullBlock) != (static_cast<int64_t>(b) < each.num_dropped)) {
-          throw std::logic_error("row " + std::to_string(row) + " has a hole, or num_dropped lies");
-        }
-        ++(rows_[row].on_host ? of_host : references)[each.blocks[b]];
-      }
-    }
-  }
+  rows_.check_invariants(&references, &of_host);
   if (host_ != nullptr) host_->check_invariants(&references, &of_host);
   frees_.check_invariants(&references);
   const auto compare = [](const BlockPool& pool, const PerBlock<int32_t>& counted,
@@ -406,7 +383,6 @@ void Manager::check_invariants() const {
   };
   compare(pool_, references, "block");
   if (host_ != nullptr) compare(host_->pages(), of_host, "page of the host");
-  if (num_rows != num_rows_) throw std::logic_error("num_rows is wrong");
 }
 
 }  // namespace kvcache

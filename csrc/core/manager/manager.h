@@ -39,8 +39,9 @@
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
+#include "core/manager/row_table.h"
 #include "core/manager/session_pins.h"
-#include "core/manager/step_numbers.h"
+#include "core/manager/step_journal.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
 #include "core/pool/block_pool.h"
@@ -50,9 +51,6 @@ namespace kvcache {
 
 class Manager {
  public:
-  // Steps whose plans may not have been carried out yet; `abort` knows no older ones.
-  static constexpr int64_t kMaxStepsInFlight = 64;
-
   explicit Manager(const ManagerOptions& options);
 
   const ManagerOptions& options() const { return options_; }
@@ -118,8 +116,8 @@ class Manager {
   // order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
-  bool is_on_host(int32_t row) const { return at(row).on_host; }
-  bool by_step(int32_t row) const { return at(row).by_step; }
+  bool is_on_host(int32_t row) const { return rows_.at(row).on_host; }
+  bool by_step(int32_t row) const { return rows_.at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
 
   // Of a row by sequences: its first num_tokens tokens have their KV now.
@@ -164,15 +162,15 @@ class Manager {
   // The weights changed: no hash of before is found again, and rows of before publish nothing more.
   void start_epoch();
 
-  int64_t num_rows() const { return num_rows_; }
-  int64_t num_steps() const { return steps_.num_steps; }
+  int64_t num_rows() const { return rows_.num_in_use(); }
+  int64_t num_steps() const { return steps().num_steps; }
   int64_t num_fenced() const { return frees_.num_waiting(); }
   int64_t num_loading() const { return static_cast<int64_t>(onboards().size()); }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
-  int64_t num_computed_tokens(int32_t row) const { return at(row).num_computed; }
+  int64_t num_computed_tokens(int32_t row) const { return rows_.at(row).num_computed; }
   // Whether the next plan sends the row's whole table.
   bool must_resend(int32_t row) const {
-    at(row);
+    rows_.at(row);
     return plan_.must_resend(row);
   }
 
@@ -180,26 +178,6 @@ class Manager {
   void check_invariants() const;
 
  private:
-  static constexpr int64_t kUnbounded = std::numeric_limits<int64_t>::max();
-
-  struct Row {
-    std::shared_ptr<TokenChain> chain;  // null: the row is not in use
-    int64_t num_computed = 0;           // tokens with a slot and, once the plans ran, with KV in it
-    int64_t start = 0;                  // num_computed before the row was last served
-    int64_t next_publish = kUnbounded;  // with fewer computed tokens there is nothing to publish
-    int64_t admission = 0;              // how many rows had been admitted when it was
-    uint32_t stamp = 0;                 // of the last call that named it
-    bool by_step = false;               // admitted by `step`
-    bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
-    bool has_forked = false;            // shares blocks that are not full, or did
-    bool may_share = false;             // of those that it writes next
-    bool on_host = false;               // its blocks are pages of the host
-  };
-  struct AdmissionInfo {     // of a row, for those who ask when it leaves
-    int64_t num_prompt = 0;  // tokens known when it was admitted
-    int64_t num_hit = 0;     // of these
-    int64_t num_marked = 0;  // by sequences: tokens with KV
-  };
   // What one group of a row needs to be served.
   struct Demand {
     int64_t num_new = 0;      // blocks behind those it has
@@ -216,45 +194,6 @@ class Manager {
     uint8_t group;
     int64_t block;       // of the sequence
     int64_t num_tokens;  // that the state is of
-  };
-  struct Step {  // in flight
-    int64_t id;
-    struct Served {
-      int32_t row;
-      int64_t admission;
-      int64_t start;  // tokens before it are right whatever became of the step
-    };
-    struct Published {
-      int32_t row;
-      BlockId id;
-      int64_t admission, first_token;
-      uint8_t group, generation;  // the block may be somebody else's by now
-    };
-    struct Dropped {
-      int32_t row;
-      BlockId id;
-      int64_t admission, first_token;
-      std::shared_ptr<TokenChain> chain;  // of the row, which may have left
-    };
-    struct Swapped {
-      int32_t row;
-      int64_t admission;
-    };
-    std::vector<Served> rows;
-    std::vector<Swapped> swapped;  // to the host, or back
-    std::vector<BlockId> written;  // pages of the host
-    std::vector<int32_t> clear_rows;
-    std::vector<Published> published;
-    std::vector<Dropped> dropped;
-
-    void clear() {
-      rows.clear();
-      swapped.clear();
-      written.clear();
-      clear_rows.clear();
-      published.clear();
-      dropped.clear();
-    }
   };
   using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
   struct InvalidHash {
@@ -275,19 +214,11 @@ class Manager {
     CallGuard::Scope scope;
   };
 
-  // Rows.
-  const Row& at(int32_t row) const;
-  RowBlocks* held(int32_t row) { return &held_[static_cast<size_t>(row) * groups_.size()]; }
-  const RowBlocks* held(int32_t row) const {
-    return &held_[static_cast<size_t>(row) * groups_.size()];
-  }
-  bool has_free_row() const;
-  int32_t take_row();
-  int64_t num_written(int32_t row, const CacheGroup& group) const;  // blocks with KV in them
-
   void check_append(int32_t row, int64_t num_tokens, int64_t least,
                     int64_t num_lookahead_tokens) const;
   Slots append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+
+  const StepNumbers& steps() const { return journal_.numbers(); }
 
   // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
   void check_group(int64_t group) const;
@@ -343,17 +274,14 @@ class Manager {
   void emit_resent();
   void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   void note_left(int32_t row);
-  void begin_step();
 
   // Forks (manager_forking.cpp).
   void check_fork(int32_t row, const TokenChain& child) const;
-  void note_forked(int32_t row, int32_t child);
 
   // Rows that leave the device and come back (manager_swapping.cpp).
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host);
-  std::vector<BlockId> written_blocks(int32_t row) const;
   int64_t count_unique(const std::vector<int32_t>& rows) const;
   bool move_out(int32_t row, std::vector<BlockId>* pairs);
   bool shares_load(const CacheGroup& group, int64_t block, int64_t start, BlockId host) const;
@@ -371,20 +299,18 @@ class Manager {
 
   // Publishing (manager_publishing.cpp).
   void publish(int32_t row);
-  void publish_blocks(const Row& row, const CacheGroup& group, RowBlocks* held, int64_t num_hashed);
-  void publish_partial(const Row& row, const CacheGroup& group, RowBlocks* held,
-                       int64_t num_hashed);
-  void publish_state(const Row& row, const CacheGroup& group, RowBlocks* held, int64_t num_tokens);
-  void publish_run(const Row& row, const CacheGroup& group, const RowBlocks& held,
-                   int64_t first_block, int64_t n);
+  void publish_blocks(int32_t row, const CacheGroup& group, RowBlocks* held, int64_t num_hashed);
+  void publish_partial(int32_t row, const CacheGroup& group, RowBlocks* held, int64_t num_hashed);
+  void publish_state(int32_t row, const CacheGroup& group, RowBlocks* held, int64_t num_tokens);
+  void publish_run(int32_t row, const CacheGroup& group, const RowBlocks& held, int64_t first_block,
+                   int64_t n);
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
                    const BlockId* ids, int64_t n);
-  void note_published(const Row& row, const CacheGroup& group, int64_t block, BlockId id);
+  void note_published(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
   int64_t next_publish(const Row& row, const RowBlocks* held) const;
   int64_t num_with_kv(int32_t row) const;
 
   // Giving back (manager_giving_back.cpp).
-  std::vector<BlockId>& tail_first(int32_t row, bool with_encoder);
   void release_row(int32_t row, bool with_encoder);
   void notify_release(int32_t row, ReleaseFeatures features);
   bool can_resume(const RowBlocks* held, int64_t num_tokens) const;
@@ -393,8 +319,6 @@ class Manager {
   void resend(int32_t row);
 
   // Reports (manager_reports.cpp).
-  void check_step_id(int64_t step_id) const;
-  void check_may_abort(int64_t step_id) const;
   static void check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name);
   void hash_rows();
   void complete_to(int64_t step_id);
@@ -431,21 +355,14 @@ class Manager {
   bool is_uniform_ = true;  // all blocks are of one size, that of a hash block
   BlockPool pool_;
   std::unique_ptr<HostTier> host_;  // null where there is none
+  RowTable rows_;
   PrefixFinder finder_;
   EventLog events_;
-  std::vector<Row> rows_;
-  std::vector<AdmissionInfo> admission_info_;  // by row
-  std::vector<RowBlocks> held_;                // [rows, groups]
-  std::priority_queue<int32_t, std::vector<int32_t>, std::greater<int32_t>> free_rows_;
   bool has_forgotten_ = false;  // ever, what blocks hold that rows hold
-  int64_t num_rows_ = 0;        // in use
-  int64_t num_admissions_ = 0;
   int64_t num_releases_ = 0;
   PlanBuilder plan_;
-  StepNumbers steps_;
+  StepJournal journal_;
   DeferredFrees frees_;
-  uint32_t call_stamp_ = 0;
-  std::deque<Step> in_flight_;
   CacheStats stats_;
   Clock clock_;
   bool needs_clock_ = false;

@@ -22,7 +22,7 @@ void Manager::check_length(int64_t num_total, const char* what) const {
 }
 
 void Manager::check_driver(int32_t row, bool by_step) const {
-  if (at(row).by_step == by_step) return;
+  if (rows_.at(row).by_step == by_step) return;
   throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
                               (by_step ? "allocate_slots: expected append_slots to serve it"
                                        : "step: expected its row among the rows of step"));
@@ -55,7 +55,7 @@ void Manager::check_rejected(int32_t row, int64_t num_rejected) const {
   checked_size("num_rejected_tokens", num_rejected, 0);
   int64_t kept = r.start;
   for (const CacheGroup& group : groups_) {
-    const RowBlocks& each = held(row)[group.id];
+    const RowBlocks& each = rows_.blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
     kept = std::max(kept, each.num_published * group.block_size);
     if (group.has_partial) kept = std::max(kept, each.num_partial * hash_block_size_);
@@ -122,7 +122,7 @@ int64_t Manager::check_computed(const TokenChain& chain,
 }
 
 void Manager::check_step_rows(const StepRequest& request) {
-  ++call_stamp_;
+  rows_.begin_call();
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     check_driver(row, /*by_step=*/true);
@@ -131,21 +131,19 @@ void Manager::check_step_rows(const StepRequest& request) {
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
-    if (r.stamp == call_stamp_) {
+    if (!rows_.name(row)) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
-    r.stamp = call_stamp_;
   }
   if (request.num_swap_out_rows > 0) check_has_host("swap_out names rows");
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
     check_driver(row, /*by_step=*/true);
     check_on_device(row);
-    if (rows_[row].stamp == call_stamp_) {
+    if (!rows_.name(row)) {
       throw std::invalid_argument("swap_out names row " + std::to_string(row) +
                                   ", which rows or swap_out names too: expected it once");
     }
-    rows_[row].stamp = call_stamp_;
   }
 }
 

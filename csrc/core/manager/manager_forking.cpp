@@ -8,7 +8,7 @@
 namespace kvcache {
 
 void Manager::check_fork(int32_t row, const TokenChain& child) const {
-  const Row& parent = at(row);
+  const Row& parent = rows_.at(row);
   check_on_device(row);
   check_new(child);
   const int64_t num_known = parent.chain->num_tokens();
@@ -32,54 +32,33 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     hash_filled(row);
     check_fork(row, *child);  // a digest may call back
   }
-  if (!has_free_row()) return {Status::kWait, -1, {}, {}};
+  if (!rows_.has_free()) return {Status::kWait, -1, {}, {}};
   publish(row);
   child->adopt_hashes(*rows_[row].chain, rows_[row].num_computed);
 
-  const int32_t other = take_row();
+  const int32_t other = rows_.take();
   Row& parent = rows_[row];
   Row& r = rows_[other];
   parent.has_forked = parent.may_share = true;
+  const int64_t admission = r.admission;
   r = parent;
   r.chain = child;
   r.start = r.num_computed;
-  r.admission = ++num_admissions_;
-  admission_info_[other] = {child->num_tokens(), r.num_computed, admission_info_[row].num_marked};
+  r.admission = admission;
+  rows_.info(other) = {child->num_tokens(), r.num_computed, rows_.info(row).num_marked};
   for (const CacheGroup& group : groups_) {
-    RowBlocks& each = held(other)[group.id];
-    each = held(row)[group.id];
+    RowBlocks& each = rows_.blocks(other)[group.id];
+    each = rows_.blocks(row)[group.id];
     pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (!group.is_cacheable()) continue;
     each.num_hits = static_cast<int64_t>(each.blocks.size());
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = std::max(each.num_partial, r.num_computed / hash_block_size_);
   }
-  r.next_publish = next_publish(r, held(other));
-  if (r.by_step) note_forked(row, other);
+  r.next_publish = next_publish(r, rows_.blocks(other));
+  if (r.by_step) journal_.inherit(row, parent, other, r);
   resend(other);
   return {Status::kServed, other, {}, {}};
-}
-
-// Whatever becomes of the steps that computed the parent's blocks becomes of the child's.
-void Manager::note_forked(int32_t row, int32_t child) {
-  const auto of_parent = [&](const auto& each) {
-    return each.row == row && each.admission == rows_[row].admission;
-  };
-  const int64_t admission = rows_[child].admission;
-  for (Step& step : in_flight_) {
-    const auto inherit = [&](auto& entries) {
-      for (size_t i = 0, n = entries.size(); i < n; ++i) {
-        if (!of_parent(entries[i])) continue;
-        auto entry = entries[i];
-        entry.row = child;
-        entry.admission = admission;
-        entries.push_back(std::move(entry));
-      }
-    };
-    inherit(step.rows);
-    inherit(step.swapped);
-    inherit(step.dropped);
-  }
 }
 
 }  // namespace kvcache

@@ -5,38 +5,8 @@
 
 namespace kvcache {
 
-// Tails are evicted before heads, in all groups alike: what lies further back in the sequence goes
-// first.
-std::vector<BlockId>& Manager::tail_first(int32_t row, bool with_encoder) {
-  const RowBlocks* h = held(row);
-  std::vector<int64_t>& left = sizes_;
-  dropped_.clear();
-  const auto add = [&](const CacheGroup& group, int64_t block) {
-    dropped_.push_back(h[group.id].blocks[static_cast<size_t>(block)]);
-  };
-  for (const CacheGroup& group : groups_) {
-    left[group.id] = static_cast<int64_t>(h[group.id].blocks.size());
-    if (group.is_cacheable()) continue;
-    for (int64_t b = left[group.id]; with_encoder && b-- > 0;) add(group, b);
-    left[group.id] = 0;
-  }
-  for (;;) {
-    const CacheGroup* last = nullptr;
-    for (const CacheGroup& group : groups_) {
-      if (left[group.id] <= h[group.id].num_dropped) continue;
-      if (last == nullptr ||
-          (left[group.id] - 1) * group.block_size > (left[last->id] - 1) * last->block_size) {
-        last = &group;
-      }
-    }
-    if (last == nullptr) break;
-    add(*last, --left[last->id]);
-  }
-  return dropped_;
-}
-
 void Manager::release_row(int32_t row, bool with_encoder) {
-  const std::vector<BlockId>& ids = tail_first(row, with_encoder);
+  const std::vector<BlockId> ids = rows_.tail_first(row, with_encoder);
   const auto n = static_cast<int64_t>(ids.size());
   if (rows_[row].on_host) {
     host_->pages().release(ids.data(), n);
@@ -44,27 +14,27 @@ void Manager::release_row(int32_t row, bool with_encoder) {
     frees_.release_or_defer(ids.data(), n);
   }
   for (const CacheGroup& group : groups_) {
-    if (with_encoder || group.is_cacheable()) held(row)[group.id].clear();
+    if (with_encoder || group.is_cacheable()) rows_.blocks(row)[group.id].clear();
   }
 }
 
 // For the eviction policy, before the row's blocks are given back.
 void Manager::notify_release(int32_t row, ReleaseFeatures features) {
   if (!pool_.has_policy()) return;
-  const AdmissionInfo& info = admission_info_[row];
+  const AdmissionInfo& info = rows_.info(row);
   features.num_prefix_tokens = info.num_hit;
   features.num_output_tokens =
       std::max<int64_t>(rows_[row].chain->num_tokens() - info.num_prompt, 0);
   features.logical_time = ++num_releases_;
   features.wall_ms = clock_.now_ms();
   for (const CacheGroup& group : groups_) {
-    const RowBlocks& each = held(row)[group.id];
+    const RowBlocks& each = rows_.blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
-    features.num_new_blocks += std::max<int64_t>(num_written(row, group) - each.num_hits, 0);
+    features.num_new_blocks += std::max<int64_t>(rows_.num_written(row, group) - each.num_hits, 0);
   }
   std::vector<int64_t> ends;
   for (const CacheGroup& group : groups_) {
-    const RowBlocks& each = held(row)[group.id];
+    const RowBlocks& each = rows_.blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
     dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
     ends.clear();
@@ -95,7 +65,7 @@ bool Manager::can_resume(const RowBlocks* held, int64_t num_tokens) const {
 void Manager::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    RowBlocks& each = held(row)[group.id];
+    RowBlocks& each = rows_.blocks(row)[group.id];
     const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
     if (each.blocks.size() > kept) {
       dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - static_cast<int64_t>(kept));
@@ -112,7 +82,7 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
   Row& r = rows_[row];
   r.num_computed = r.start = num_tokens;
   r.may_share = r.has_forked;
-  r.next_publish = next_publish(r, held(row));
+  r.next_publish = next_publish(r, rows_.blocks(row));
 }
 
 // The row has given its blocks back; it goes on from what the device's cache has. What was swapped
@@ -122,7 +92,7 @@ void Manager::restart(int32_t row) {
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
-  RowBlocks* h = held(row);
+  RowBlocks* h = rows_.blocks(row);
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
     set_hit(&h[group.id], group, hit);

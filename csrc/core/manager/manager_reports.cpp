@@ -12,14 +12,14 @@ namespace kvcache {
 Recompute Manager::report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                           const std::vector<BlockId>& failed_on_host) {
   const Call call(this);
-  check_step_id(step_id);
+  journal_.check_step_id(step_id);
   check_ids(pool_, failed, "failed_pages");
   if (!failed_on_host.empty()) {
     check_has_host("failed_host_pages names pages");
     check_ids(host_->pages(), failed_on_host, "failed_host_pages");
   }
   const bool any_failed = !failed.empty() || !failed_on_host.empty();
-  if (!completed) check_may_abort(step_id);
+  if (!completed) journal_.check_may_abort(step_id);
   if (!completed || any_failed) hash_rows();  // else nothing is withdrawn: most reports
   Recompute all;
   if (!completed) all = abort_from(step_id);
@@ -43,42 +43,22 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   return invalidate_blocks(invalid, {});
 }
 
-void Manager::check_step_id(int64_t step_id) const {
-  if (step_id >= 0 && step_id < steps_.num_steps) return;
-  throw std::invalid_argument(
-      "step_id is " + std::to_string(step_id) +
-      (steps_.num_steps == 0
-           ? std::string(": there was no step yet")
-           : ": expected 0 to " + std::to_string(steps_.num_steps - 1) + ", the steps there were"));
-}
-
-void Manager::check_may_abort(int64_t step_id) const {
-  const char* why = step_id < steps_.num_completed                   ? "it was reported done"
-                    : step_id < steps_.num_steps - kMaxStepsInFlight ? "it is too long ago"
-                                                                     : nullptr;
-  if (why == nullptr) return;
-  throw std::invalid_argument("step_id is " + std::to_string(step_id) +
-                              ": expected a step that may be in flight, but " + why);
-}
-
 void Manager::check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name) {
   for (BlockId id : ids) pool.check_id(id, name);
 }
 
 // What a row has dropped is known by its hashes alone; restarted rows look theirs up.
 void Manager::hash_rows() {
-  for (const Row& row : rows_) {
-    if (row.chain != nullptr) hash_ahead(*row.chain, /*reads=*/true);
+  for (int32_t row = 0; row < rows_.size(); ++row) {
+    if (rows_.is_in_use(row)) hash_ahead(*rows_[row].chain, /*reads=*/true);
   }
-  for (const Step& step : in_flight_) {
-    for (const Step::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
+  for (const StepJournal::Step& step : journal_.in_flight()) {
+    for (const StepJournal::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
   }
 }
 
 void Manager::complete_to(int64_t step_id) {
-  steps_.complete(step_id);
-  while (!in_flight_.empty() && in_flight_.front().id < steps_.num_completed)
-    in_flight_.pop_front();
+  journal_.complete_to(step_id);
   publish_arrived();
   frees_.release_completed();
 }
@@ -87,7 +67,7 @@ void Manager::complete_to(int64_t step_id) {
 // heard since against what their pages hold.
 void Manager::publish_arrived() {
   if (host_ == nullptr) return;
-  const std::vector<HostTier::Onboard> arrived = host_->take_arrived(steps_.num_completed);
+  const std::vector<HostTier::Onboard> arrived = host_->take_arrived(steps().num_completed);
   for (const HostTier::Onboard& each : arrived) {
     if (!host_->may_publish(each)) continue;
     publish_ids(*each.chain, groups_[each.group], each.column, &each.block, 1);
@@ -98,61 +78,47 @@ void Manager::publish_arrived() {
 // Everything that was computed from what an aborted step computed, an aborted step has computed: a
 // row goes back to where its first one began, and what its blocks hold from there on is invalid.
 Recompute Manager::abort_from(int64_t step_id) {
-  const auto is_it = [&](const Step& step) { return step.id == step_id; };
-  if (std::none_of(in_flight_.begin(), in_flight_.end(), is_it)) return {};  // aborted before
+  const std::vector<StepJournal::Step> aborted = journal_.abort_from(step_id);
+  if (aborted.empty()) return {};
   Invalid invalid;
   Limits limits;
-  std::vector<Step::Published> published;
-  std::vector<Step::Dropped> dropped;
-  const auto is_there = [&](int32_t row, int64_t admission) {
-    return rows_[row].chain != nullptr && rows_[row].admission == admission;
-  };
-  while (!in_flight_.empty() && in_flight_.back().id >= step_id) {
-    const Step& step = in_flight_.back();
-    published.insert(published.end(), step.published.begin(), step.published.end());
-    dropped.insert(dropped.end(), step.dropped.begin(), step.dropped.end());
-    for (const Step::Served& served : step.rows) {
-      if (!is_there(served.row, served.admission)) continue;
+  for (const StepJournal::Step& step : aborted) {
+    for (const StepJournal::Served& served : step.rows) {
+      if (!rows_.is_still(served.row, served.admission)) continue;
       const auto [limit, is_first] = limits.emplace(served.row, served.start);
       limit->second = std::min(limit->second, served.start);
       resend(served.row);
     }
-    for (const Step::Swapped& swapped : step.swapped) {
-      if (is_there(swapped.row, swapped.admission)) limits[swapped.row] = 0;
+    for (const StepJournal::Swapped& swapped : step.swapped) {
+      if (rows_.is_still(swapped.row, swapped.admission)) limits[swapped.row] = 0;
     }
     if (host_ != nullptr) {
       host_->pages().evict(step.written.data(), static_cast<int64_t>(step.written.size()));
     }
     for (int32_t row : step.clear_rows) {
-      if (rows_[row].chain != nullptr && rows_[row].by_step) {
+      if (rows_.is_in_use(row) && rows_[row].by_step) {
         resend(row);
       } else {
         plan_.clear_later(row);
       }
     }
-    in_flight_.pop_back();
   }
-  for (const Step::Published& each : published) {
-    if (pool_.generation(each.id) != each.generation) continue;
-    int64_t num_right = 0;  // of a row that has left: nobody knows
-    if (is_there(each.row, each.admission)) {
-      const auto limit = limits.find(each.row);
-      const int64_t end = each.first_token + groups_[each.group].block_size;
-      if (limit == limits.end() || end <= limit->second) continue;
-      num_right = std::max(limit->second, each.first_token);
+  for (const StepJournal::Step& step : aborted) {
+    for (const StepJournal::Published& each : step.published) {
+      if (pool_.generation(each.id) != each.generation) continue;
+      int64_t num_valid = 0;  // of a row that has left, nothing is known
+      if (rows_.is_still(each.row, each.admission)) {
+        const auto limit = limits.find(each.row);
+        const int64_t end = each.first_token + groups_[each.group].block_size;
+        if (limit == limits.end() || end <= limit->second) continue;
+        num_valid = std::max(limit->second, each.first_token);
+      }
+      add_block(each.id, num_valid, &invalid);
     }
-    add_block(each.id, num_right, &invalid);
-  }
-  // What was published late, or dropped, may have been computed by a step that is still in flight.
-  if (!in_flight_.empty()) {
-    Step& step = in_flight_.back();
-    step.published.insert(step.published.end(), published.begin(), published.end());
-    step.dropped.insert(step.dropped.end(), dropped.begin(), dropped.end());
   }
   // Nothing reads any more for these steps.
-  steps_.abort_from(step_id);
   frees_.forget_aborted();
-  if (host_ != nullptr) host_->finish(host_->take_aborted(steps_.last_issued));
+  if (host_ != nullptr) host_->finish(host_->take_aborted(steps().last_issued));
   frees_.release_completed();
   return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/false);
 }

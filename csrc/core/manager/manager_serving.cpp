@@ -21,7 +21,7 @@ Manager::Verdict Manager::judge(const RowBlocks* held, int64_t start, int64_t af
                                 int64_t lookahead, int64_t num_free, int64_t num_kept_free,
                                 bool may_share) {
   int64_t num_new = 0;
-  const bool frees_at_once = !frees_.defers(steps_.last_issued);
+  const bool frees_at_once = !frees_.defers(steps().last_issued);
   for (const CacheGroup& group : groups_) {
     const RowBlocks& each = held[group.id];
     const auto size = static_cast<int64_t>(each.blocks.size());
@@ -70,7 +70,7 @@ void Manager::count_shared(const CacheGroup& group, const RowBlocks& held, int64
 // Whether a block that may be written behind token `start` is held by others.
 bool Manager::shares_from(int32_t row, int64_t start) const {
   for (const CacheGroup& group : groups_) {
-    const RowBlocks& each = held(row)[group.id];
+    const RowBlocks& each = rows_.blocks(row)[group.id];
     const int64_t stop = static_cast<int64_t>(each.blocks.size()) * group.block_size;
     Demand demand;
     if (group.is_cacheable()) {
@@ -162,7 +162,7 @@ Manager::Verdict Manager::judge_new(const TokenChain& chain, const PrefixHit& hi
   }
   const int64_t most = pool_.num_total() - options_.watermark_blocks;
   if (std::max(num_blocks, num_blocks_ever(chain)) > most) return {Status::kNever};
-  return has_free_row() ? verdict : Verdict{Status::kWait};
+  return rows_.has_free() ? verdict : Verdict{Status::kWait};
 }
 
 Manager::Verdict Manager::extend_row(int32_t row, int64_t num_rejected, int64_t num_tokens,
@@ -171,14 +171,14 @@ Manager::Verdict Manager::extend_row(int32_t row, int64_t num_rejected, int64_t 
   const int64_t start = r.num_computed - num_rejected;
   const int64_t after = start + num_tokens;
   safe_start_ = start;
-  const Verdict verdict =
-      r.on_host ? resume(row, start, after, lookahead)
-                : judge(held(row), start, after, lookahead, pool_.num_free(), 0, r.may_share);
+  const Verdict verdict = r.on_host ? resume(row, start, after, lookahead)
+                                    : judge(rows_.blocks(row), start, after, lookahead,
+                                            pool_.num_free(), 0, r.may_share);
   if (verdict.status != Status::kServed && r.on_host) return verdict;
   if (verdict.status != Status::kServed) {
     int64_t num_blocks = 0;
     for (const CacheGroup& group : groups_) {
-      const RowBlocks& each = held(row)[group.id];
+      const RowBlocks& each = rows_.blocks(row)[group.id];
       num_blocks += static_cast<int64_t>(each.blocks.size()) - demand_[group.id].drop_to +
                     demand_[group.id].num_new;
     }
@@ -192,7 +192,7 @@ Manager::Verdict Manager::extend_row(int32_t row, int64_t num_rejected, int64_t 
   if (r.has_forked) {
     // What it writes it has computed, though it began in another's block.
     for (const CacheGroup& group : groups_) {
-      RowBlocks& each = held(row)[group.id];
+      RowBlocks& each = rows_.blocks(row)[group.id];
       const int64_t first = (group.holds_state() ? after - 1 : start) / group.block_size;
       each.num_hits = std::min(each.num_hits, first);
     }
@@ -204,19 +204,18 @@ Slots Manager::admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& 
                      int64_t lookahead, int64_t num_reserved, bool by_step) {
   const Verdict verdict = judge_new(*chain, hit, after, lookahead, num_reserved);
   if (verdict.status != Status::kServed) return {verdict.status, -1, {}, {}};
-  Slots slots{Status::kServed, take_row(), {}, {}};
+  Slots slots{Status::kServed, rows_.take(), {}, {}};
   Row& r = rows_[slots.row];
   safe_start_ = hit.num_tokens;
-  admission_info_[slots.row] = {chain->num_tokens(), hit.num_tokens, 0};
+  rows_.info(slots.row) = {chain->num_tokens(), hit.num_tokens, 0};
   r.chain = chain;
   r.start = hit.num_tokens;
   r.num_computed = after;
-  r.admission = ++num_admissions_;
   r.by_step = by_step;
-  std::swap_ranges(candidate_.begin(), candidate_.end(), held(slots.row));
+  std::swap_ranges(candidate_.begin(), candidate_.end(), rows_.blocks(slots.row));
   take_hits(slots.row, hit);
   allocate_blocks(slots.row, hit.num_tokens, after, verdict.num_spare);
-  r.next_publish = next_publish(r, held(slots.row));
+  r.next_publish = next_publish(r, rows_.blocks(slots.row));
   if (chain->read_cache()) {
     stats_.add(chain->num_tokens(), hit.num_tokens, hit.num_tokens - first_host_token(hit));
   }
@@ -233,34 +232,10 @@ int64_t Manager::first_host_token(const PrefixHit& hit) const {
   return first;
 }
 
-bool Manager::has_free_row() const {
-  return !free_rows_.empty() || options_.max_num_reqs == 0 ||
-         static_cast<int64_t>(rows_.size()) < options_.max_num_reqs;
-}
-
-int32_t Manager::take_row() {
-  ++num_rows_;
-  if (!free_rows_.empty()) {
-    const int32_t row = free_rows_.top();
-    free_rows_.pop();
-    return row;
-  }
-  rows_.emplace_back();
-  admission_info_.emplace_back();
-  held_.resize(held_.size() + groups_.size());
-  return static_cast<int32_t>(rows_.size()) - 1;
-}
-
-int64_t Manager::num_written(int32_t row, const CacheGroup& group) const {
-  const auto size = static_cast<int64_t>(held(row)[group.id].blocks.size());
-  if (!group.is_cacheable()) return size;
-  return std::min(size, ceil_div(rows_[row].num_computed, group.block_size));
-}
-
 void Manager::take_hits(int32_t row, const PrefixHit& hit) {
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    const RowBlocks& each = held(row)[group.id];
+    const RowBlocks& each = rows_.blocks(row)[group.id];
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
       pool_.retain(&source, 1);  // nobody may get it before it was copied
@@ -292,7 +267,7 @@ void Manager::take_hits(int32_t row, const PrefixHit& hit) {
 // Blocks for the part of a hit that is on the host.
 void Manager::onboard_hits(int32_t row, const PrefixHit& hit) {
   for (const CacheGroup& group : groups_) {
-    RowBlocks& each = held(row)[group.id];
+    RowBlocks& each = rows_.blocks(row)[group.id];
     for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
       if (on_host.column < each.num_dropped) continue;
       BlockId& id = each[on_host.column];
@@ -306,7 +281,7 @@ void Manager::onboard_hits(int32_t row, const PrefixHit& hit) {
 // A page of the host comes into a block of the row. Takes over one reference of the page.
 void Manager::onboard(int32_t row, const CacheGroup& group, int64_t column, BlockId page,
                       BlockId block, bool is_hit) {
-  host_->onboard(&plan_, {steps_.num_steps, page, block, column, group.id,
+  host_->onboard(&plan_, {steps().num_steps, page, block, column, group.id,
                           is_hit ? rows_[row].chain : std::shared_ptr<TokenChain>()});
   safe_start_ = std::min(safe_start_, column * group.block_size);
 }
@@ -319,7 +294,7 @@ void Manager::note_hits(const BlockId* ids, int64_t n) {
 
 // Does what `judge` found, in demand_, to be possible.
 void Manager::allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t num_spare) {
-  RowBlocks* h = held(row);
+  RowBlocks* h = rows_.blocks(row);
   int64_t num_new = 0;
   for (const CacheGroup& group : groups_) {
     Demand& demand = demand_[group.id];
@@ -367,7 +342,7 @@ void Manager::allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t
 // copied; where that is nothing, they are only replaced.
 void Manager::copy_on_write(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
                             const BlockId** next) {
-  RowBlocks& each = held(row)[group.id];
+  RowBlocks& each = rows_.blocks(row)[group.id];
   const int64_t first = (group.holds_state() ? after - 1 : start) / group.block_size;
   int64_t num_left = demand_[group.id].num_shared;
   for (int64_t b = first; num_left > 0; ++b) {
@@ -391,7 +366,7 @@ void Manager::copy_on_write(int32_t row, const CacheGroup& group, int64_t start,
 }
 
 void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
-  RowBlocks& each = held(row)[group.id];
+  RowBlocks& each = rows_.blocks(row)[group.id];
   dropped_.clear();
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     BlockId& id = each.blocks[static_cast<size_t>(b)];
@@ -406,7 +381,7 @@ void Manager::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
 
 void Manager::move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
                          BlockId page) {
-  RowBlocks& each = held(row)[group.id];
+  RowBlocks& each = rows_.blocks(row)[group.id];
   if (each.host_source != kNullBlock) {
     onboard(row, group, (after - 1) / group.block_size, each.host_source, page, /*is_hit=*/false);
     each.host_source = kNullBlock;
@@ -464,15 +439,15 @@ void Manager::serve_new(const StepRequest& request) {
 // Publishes what the step's rows have filled, and lets go of the pages that states have left.
 void Manager::end_state_moves() {
   for (const StateMove& move : state_moves_) {
-    publish_state(rows_[move.row], groups_[move.group], &held(move.row)[move.group],
+    publish_state(move.row, groups_[move.group], &rows_.blocks(move.row)[move.group],
                   move.num_tokens);
   }
-  for (const Step::Served& served : in_flight_.back().rows) publish(served.row);
+  for (const StepJournal::Served& served : journal_.last().rows) publish(served.row);
   for (const StateMove& move : state_moves_) {
-    RowBlocks& each = held(move.row)[move.group];
+    RowBlocks& each = rows_.blocks(move.row)[move.group];
     BlockId& id = each.blocks[static_cast<size_t>(move.block)];
     note_dropped(move.row, groups_[move.group], move.block, id);
-    frees_.release_or_defer(&id, 1, steps_.num_steps);
+    frees_.release_or_defer(&id, 1, steps().num_steps);
     id = kNullBlock;
     each.num_dropped = static_cast<int64_t>(each.blocks.size()) - 1;
     // A row that is new tells its whole table, this entry included.

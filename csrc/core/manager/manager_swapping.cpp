@@ -14,13 +14,13 @@ void Manager::check_has_host(const char* what) const {
 }
 
 void Manager::check_on_device(int32_t row) const {
-  if (!at(row).on_host) return;
+  if (!rows_.at(row).on_host) return;
   throw std::invalid_argument("row " + std::to_string(row) +
                               " is swapped out: expected one on the device");
 }
 
 void Manager::check_swap(const std::vector<int32_t>& rows, bool on_host) {
-  ++call_stamp_;
+  rows_.begin_call();
   for (int32_t row : rows) {
     check_driver(row, /*by_step=*/false);
     if (rows_[row].on_host != on_host) {
@@ -28,36 +28,22 @@ void Manager::check_swap(const std::vector<int32_t>& rows, bool on_host) {
                                   (on_host ? " is on the device: expected one that is swapped out"
                                            : " is swapped out: expected one on the device"));
     }
-    if (rows_[row].stamp == call_stamp_) {
+    if (!rows_.name(row)) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
-    rows_[row].stamp = call_stamp_;
   }
-}
-
-// Blocks of the row that hold KV, of all groups; no null ones.
-std::vector<BlockId> Manager::written_blocks(int32_t row) const {
-  std::vector<BlockId> out;
-  for (const CacheGroup& group : groups_) {
-    const RowBlocks& each = held(row)[group.id];
-    const auto first = each.blocks.begin() + each.num_dropped;
-    const int64_t size =
-        rows_[row].on_host ? static_cast<int64_t>(each.blocks.size()) : num_written(row, group);
-    out.insert(out.end(), first, std::max(first, each.blocks.begin() + size));
-  }
-  return out;
 }
 
 int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   check_reader();
-  for (int32_t row : rows) at(row);
+  for (int32_t row : rows) rows_.at(row);
   return count_unique(rows);
 }
 
 int64_t Manager::count_unique(const std::vector<int32_t>& rows) const {
   std::unordered_set<BlockId> unique;
   for (int32_t row : rows) {
-    const std::vector<BlockId> blocks = written_blocks(row);
+    const std::vector<BlockId> blocks = rows_.written_blocks(row);
     unique.insert(blocks.begin(), blocks.end());
   }
   return static_cast<int64_t>(unique.size());
@@ -69,7 +55,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   std::vector<BlockId> known;  // (block, page of the host that holds the same) each
   std::unordered_set<BlockId> to_hold;
   int64_t num_new = 0, num_free = host_->pages().num_free();
-  for (BlockId id : written_blocks(row)) {
+  for (BlockId id : rows_.written_blocks(row)) {
     if (moved_.count(id) != 0) continue;
     const Hash* hash = pool_.hash_of(id);
     const BlockId page =
@@ -96,10 +82,11 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   std::vector<BlockId> pages(static_cast<size_t>(num_new));
   host_->pages().allocate(num_new, pages.data());
   const BlockId* next = pages.data();
-  const std::vector<BlockId> given_back = tail_first(row, /*with_encoder=*/true);
+  const std::vector<BlockId> given_back = rows_.tail_first(row, /*with_encoder=*/true);
   for (const CacheGroup& group : groups_) {
-    RowBlocks& each = held(row)[group.id];
-    each.blocks.resize(static_cast<size_t>(std::max(each.num_dropped, num_written(row, group))));
+    RowBlocks& each = rows_.blocks(row)[group.id];
+    each.blocks.resize(
+        static_cast<size_t>(std::max(each.num_dropped, rows_.num_written(row, group))));
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       BlockId& id = each.blocks[static_cast<size_t>(b)];
       note_dropped(row, group, b, id);  // had, and not kept
@@ -123,7 +110,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
   host_->mutable_counts()->swapped_out_blocks += num_new;
   // The plan that is being made reads them.
   frees_.release_or_defer(given_back.data(), static_cast<int64_t>(given_back.size()),
-                          steps_.num_steps);
+                          steps().num_steps);
   rows_[row].on_host = true;
   return true;
 }
@@ -155,7 +142,7 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
 
 // What a row on the host needs to be served: the pages that it still reads, and new ones.
 Manager::Verdict Manager::resume(int32_t row, int64_t start, int64_t after, int64_t lookahead) {
-  RowBlocks* h = held(row);
+  RowBlocks* h = rows_.blocks(row);
   // Blocks on the host that leave a window free nothing on the device.
   int64_t num_loads = 0, num_blocks = 0;
   for (const CacheGroup& group : groups_) {
@@ -200,7 +187,7 @@ void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
   const bool by_step = plan_.is_step();
   std::vector<BlockId> left;
   for (const CacheGroup& group : groups_) {
-    RowBlocks& each = held(row)[group.id];
+    RowBlocks& each = rows_.blocks(row)[group.id];
     const bool moves = by_step && group.holds_state() && demand_[group.id].num_new > 0;
     if (by_step) {
       const int64_t first = candidate_[group.id].num_dropped;
@@ -242,7 +229,7 @@ void Manager::move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs) {
   r.may_share = r.has_forked;
   if (by_step) {
     safe_start_ = 0;
-    in_flight_.back().swapped.push_back({row, r.admission});
+    journal_.note_swapped(row, r);
     resend(row);
   }
 }
@@ -253,7 +240,7 @@ void Manager::swap_out_rows(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
     const int32_t row = request.swap_out_rows[i];
     const bool is_out = move_out(row, nullptr);
-    if (is_out) in_flight_.back().swapped.push_back({row, rows_[row].admission});
+    if (is_out) journal_.note_swapped(row, rows_[row]);
     swap_answers_.push_back(is_out);
   }
   moved_.clear();

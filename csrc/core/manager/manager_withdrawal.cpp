@@ -56,7 +56,7 @@ Recompute Manager::take_back_invalid(Invalid invalid, Limits limits, bool by_has
   for (const auto& [row, limit] : limits) {
     if (limit >= rows_[row].num_computed) continue;
     out.rows.push_back(row);
-    if (!rows_[row].on_host && can_resume(held(row), limit)) {
+    if (!rows_[row].on_host && can_resume(rows_.blocks(row), limit)) {
       truncate(row, limit);
     } else {
       release_row(row, /*with_encoder=*/false);
@@ -94,8 +94,8 @@ void Manager::evict_derived(const std::vector<BlockId>& ids, Invalid* invalid) {
 // Whether anything changed.
 bool Manager::spread(Invalid* invalid, Limits* limits, bool by_hash) const {
   bool changed = false;
-  for (int32_t row = 0; row < static_cast<int32_t>(rows_.size()); ++row) {
-    if (rows_[row].chain == nullptr) continue;
+  for (int32_t row = 0; row < rows_.size(); ++row) {
+    if (!rows_.is_in_use(row)) continue;
     const auto known = limits->find(row);
     const int64_t before = known == limits->end() ? kUnbounded : known->second;
     int64_t limit = std::min(before, limit_by_blocks(row, *invalid));
@@ -115,7 +115,7 @@ int64_t Manager::limit_by_blocks(int32_t row, const Invalid& invalid) const {
   int64_t limit = kUnbounded;
   const bool on_host = rows_[row].on_host;
   for (const CacheGroup& group : groups_) {
-    const RowBlocks& each = held(row)[group.id];
+    const RowBlocks& each = rows_.blocks(row)[group.id];
     for (auto b = each.num_dropped; b < static_cast<int64_t>(each.blocks.size()); ++b) {
       const BlockId id = each.blocks[static_cast<size_t>(b)];
       if (on_host) {
@@ -151,8 +151,8 @@ int64_t Manager::limit_by_hashes(int32_t row, const Invalid& invalid) const {
 void Manager::limit_by_drops(const std::vector<BlockId>& ids, Invalid* invalid,
                              Limits* limits) const {
   const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
-  for (const Step& step : in_flight_) {
-    for (const Step::Dropped& each : step.dropped) {
+  for (const StepJournal::Step& step : journal_.in_flight()) {
+    for (const StepJournal::Dropped& each : step.dropped) {
       if (failed.count(each.id) == 0) continue;
       const Row& row = rows_[each.row];
       if (row.chain == nullptr || row.admission != each.admission) {
@@ -191,7 +191,8 @@ int64_t Manager::own_limit(int32_t row, int64_t limit) const {
   for (int64_t before = -1; limit != before;) {
     before = limit;
     for (const CacheGroup& group : groups_) {
-      if (!group.holds_tokens() || limit / group.block_size >= held(row)[group.id].num_hits) {
+      if (!group.holds_tokens() ||
+          limit / group.block_size >= rows_.blocks(row)[group.id].num_hits) {
         continue;
       }
       limit -= limit % group.block_size;
@@ -205,8 +206,8 @@ bool Manager::add_computed(int32_t row, int64_t limit, bool by_hash, Invalid* in
   bool changed = false;
   for (const CacheGroup& group : groups_) {
     if (!group.is_cacheable()) continue;
-    const RowBlocks& each = held(row)[group.id];
-    const int64_t size = num_written(row, group);
+    const RowBlocks& each = rows_.blocks(row)[group.id];
+    const int64_t size = rows_.num_written(row, group);
     for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
       const int64_t num_right = std::max(limit, b * group.block_size);
       const BlockId id = rows_[row].on_host ? kNullBlock : each.blocks[static_cast<size_t>(b)];
