@@ -36,6 +36,7 @@
 #include "core/manager/clock.h"
 #include "core/manager/deferred_frees.h"
 #include "core/manager/host_tier.h"
+#include "core/manager/invalidation.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
@@ -195,17 +196,6 @@ class Manager {
     int64_t block;       // of the sequence
     int64_t num_tokens;  // that the state is of
   };
-  using Limits = std::map<int32_t, int64_t>;  // by row: tokens that are right at most
-  struct InvalidHash {
-    int64_t num_right;   // tokens of the prefix that are right all the same,
-    int64_t block_size;  // but for those of the block of this size that the hash ends in: none less
-  };
-  struct Invalid {
-    std::unordered_map<BlockId, int64_t> blocks;  // tokens of the prefix that are right
-    std::unordered_map<Hash, InvalidHash, HashOf> hashes;
-    std::unordered_set<BlockId> host;
-    std::unordered_set<uint32_t> roots;  // tags, of chains that lost blocks run in
-  };
   // A call that may change something, or asks what only its thread may ask.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) {
@@ -324,26 +314,10 @@ class Manager {
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);
 
-  // Withdrawal (manager_withdrawal.cpp).
-  Recompute invalidate_blocks(const std::vector<BlockId>& ids,
-                              const std::vector<BlockId>& host_ids);
-  Recompute take_back_invalid(Invalid invalid, Limits limits, bool by_hash);
-  bool spread(Invalid* invalid, Limits* limits, bool by_hash) const;
-  int64_t limit_by_blocks(int32_t row, const Invalid& invalid) const;
-  int64_t limit_by_hashes(int32_t row, const Invalid& invalid) const;
-  void limit_by_drops(const std::vector<BlockId>& ids, Invalid* invalid, Limits* limits) const;
-  int64_t confirmed_limit(int32_t row, int64_t limit) const;
-  int64_t own_limit(int32_t row, int64_t limit) const;
-  bool add_computed(int32_t row, int64_t limit, bool by_hash, Invalid* invalid) const;
-  bool add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id, int64_t num_right,
-                 Invalid* invalid) const;
-  bool add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
-                   int64_t num_right, Invalid* invalid) const;
-  void add_left(const TokenChain& chain, int64_t first_token, Invalid* invalid) const;
-  void add_hashes(const BlockPool& pool, BlockId id, Invalid* invalid) const;
-  void evict_derived(const std::vector<BlockId>& ids, Invalid* invalid);
-  static bool add_block(BlockId id, int64_t num_right, Invalid* invalid);
-  static bool add_hash(const Hash& hash, const InvalidHash& what, Invalid* invalid);
+  void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
+  Recompute invalidate_blocks(const std::vector<BlockId>& ids, const std::vector<BlockId>& pages);
+  InvalidationContext invalidation_context() const;
+  Recompute recompute(const Invalidation::Limits& limits);
 
   void clear_cache();
   void notify_clock();

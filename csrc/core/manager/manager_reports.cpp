@@ -80,17 +80,15 @@ void Manager::publish_arrived() {
 Recompute Manager::abort_from(int64_t step_id) {
   const std::vector<StepJournal::Step> aborted = journal_.abort_from(step_id);
   if (aborted.empty()) return {};
-  Invalid invalid;
-  Limits limits;
+  Invalidation invalid(invalidation_context(), /*by_hash=*/false);
   for (const StepJournal::Step& step : aborted) {
     for (const StepJournal::Served& served : step.rows) {
       if (!rows_.is_still(served.row, served.admission)) continue;
-      const auto [limit, is_first] = limits.emplace(served.row, served.start);
-      limit->second = std::min(limit->second, served.start);
+      invalid.limit_row(served.row, served.start);
       resend(served.row);
     }
     for (const StepJournal::Swapped& swapped : step.swapped) {
-      if (rows_.is_still(swapped.row, swapped.admission)) limits[swapped.row] = 0;
+      if (rows_.is_still(swapped.row, swapped.admission)) invalid.limit_row(swapped.row, 0);
     }
     if (host_ != nullptr) {
       host_->pages().evict(step.written.data(), static_cast<int64_t>(step.written.size()));
@@ -104,23 +102,69 @@ Recompute Manager::abort_from(int64_t step_id) {
     }
   }
   for (const StepJournal::Step& step : aborted) {
-    for (const StepJournal::Published& each : step.published) {
-      if (pool_.generation(each.id) != each.generation) continue;
-      int64_t num_valid = 0;  // of a row that has left, nothing is known
-      if (rows_.is_still(each.row, each.admission)) {
-        const auto limit = limits.find(each.row);
-        const int64_t end = each.first_token + groups_[each.group].block_size;
-        if (limit == limits.end() || end <= limit->second) continue;
-        num_valid = std::max(limit->second, each.first_token);
-      }
-      add_block(each.id, num_valid, &invalid);
-    }
+    for (const StepJournal::Published& each : step.published) add_published(each, &invalid);
   }
   // Nothing reads any more for these steps.
   frees_.forget_aborted();
   if (host_ != nullptr) host_->finish(host_->take_aborted(steps().last_issued));
   frees_.release_completed();
-  return take_back_invalid(std::move(invalid), std::move(limits), /*by_hash=*/false);
+  invalid.spread();
+  const std::vector<BlockId> blocks = invalid.blocks();
+  has_forgotten_ = true;
+  pool_.evict(blocks.data(), static_cast<int64_t>(blocks.size()));
+  return recompute(invalid.limits());
+}
+
+// What an aborted step made findable, unless it was computed before.
+void Manager::add_published(const StepJournal::Published& published, Invalidation* invalid) const {
+  if (pool_.generation(published.id) != published.generation) return;
+  int64_t num_valid = 0;  // of a row that has left, nothing is known
+  if (rows_.is_still(published.row, published.admission)) {
+    const auto limit = invalid->limits().find(published.row);
+    const int64_t end = published.first_token + groups_[published.group].block_size;
+    if (limit == invalid->limits().end() || end <= limit->second) return;
+    num_valid = std::max(limit->second, published.first_token);
+  }
+  invalid->add_block(published.id, num_valid);
+}
+
+Recompute Manager::invalidate_blocks(const std::vector<BlockId>& ids,
+                                     const std::vector<BlockId>& pages) {
+  Invalidation invalid(invalidation_context(), /*by_hash=*/true);
+  invalid.add_failed(ids, pages);
+  invalid.spread();
+  const InvalidChains chains = invalid.chains();
+  has_forgotten_ = true;
+  pool_.evict_derived(chains, is_uniform_);
+  if (host_ != nullptr) host_->pages().evict_derived(chains, is_uniform_);
+  return recompute(invalid.limits());
+}
+
+InvalidationContext Manager::invalidation_context() const {
+  return {&groups_, hash_block_size_, &pool_, host_.get(), &rows_, &journal_};
+}
+
+// Rows whose valid tokens end before what they have computed go back to that end, or, where their
+// own blocks do not hold all that they read from there, start anew.
+Recompute Manager::recompute(const Invalidation::Limits& limits) {
+  Recompute out;
+  std::vector<int32_t> to_restart;
+  for (const auto& [row, limit] : limits) {
+    if (limit >= rows_[row].num_computed) continue;
+    out.rows.push_back(row);
+    if (!rows_[row].on_host && can_resume(rows_.blocks(row), limit)) {
+      truncate(row, limit);
+    } else {
+      release_row(row, /*with_encoder=*/false);
+      to_restart.push_back(row);
+    }
+    if (rows_[row].by_step) resend(row);
+  }
+  for (int32_t row : to_restart) restart(row);
+  for (int32_t row : out.rows) {
+    out.num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
+  }
+  return out;
 }
 
 }  // namespace kvcache
