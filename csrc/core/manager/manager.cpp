@@ -48,6 +48,8 @@ Manager::Manager(const ManagerOptions& options)
       plan_(groups_.size(), options.num_blocks),
       frees_(&pool_, &journal_.numbers(), options.fence_frees),
       stats_(cached_block_sizes(groups_), options.stats_window),
+      publisher_({&groups_, hash_block_size_, &rows_, &pool_, host_.get(), &journal_, &stats_},
+                 options_),
       pins_(&pool_),
       demand_(groups_.size()),
       candidate_(groups_.size()),
@@ -202,7 +204,7 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
                                   blocks.end());
   }
   rows_.info(slots.row).num_marked = hit.num_tokens;
-  publish(slots.row);
+  publisher_.publish(slots.row);
   return slots;
 }
 
@@ -252,7 +254,7 @@ Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_looka
     const std::vector<BlockId>& blocks = rows_.blocks(row)[group.id].blocks;
     slots.new_blocks.emplace_back(blocks.begin() + sizes_[group.id], blocks.end());
   }
-  publish(row);
+  publisher_.publish(row);
   return slots;
 }
 
@@ -270,7 +272,7 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
   Row& r = rows_[row];
   if (!r.on_host) {
     hash_filled(row);
-    publish(row);
+    publisher_.publish(row);
     note_left(row);
     notify_release(row, features);
   }
@@ -307,7 +309,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   }
   int64_t& num_marked = rows_.info(row).num_marked;
   num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
-  if (!r.on_host) publish(row);
+  if (!r.on_host) publisher_.publish(row);
 }
 
 void Manager::access(int32_t row, double now) {
@@ -367,6 +369,7 @@ void Manager::check_invariants() const {
   plan_.check_invariants();
   pins_.check_invariants();
   journal_.check_invariants();
+  publisher_.check_invariants();
   PerBlock<int32_t> references(pool_.num_blocks());
   PerBlock<int32_t> of_host(host_ == nullptr ? 1 : host()->num_blocks());
   rows_.check_invariants(&references, &of_host);

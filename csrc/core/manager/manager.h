@@ -40,6 +40,7 @@
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
+#include "core/manager/publisher.h"
 #include "core/manager/row_table.h"
 #include "core/manager/session_pins.h"
 #include "core/manager/step_journal.h"
@@ -287,19 +288,6 @@ class Manager {
   void onboard_hits(int32_t row, const PrefixHit& hit);
   void publish_arrived();
 
-  // Publishing (manager_publishing.cpp).
-  void publish(int32_t row);
-  void publish_blocks(int32_t row, const CacheGroup& group, RowBlocks* held, int64_t num_hashed);
-  void publish_partial(int32_t row, const CacheGroup& group, RowBlocks* held, int64_t num_hashed);
-  void publish_state(int32_t row, const CacheGroup& group, RowBlocks* held, int64_t num_tokens);
-  void publish_run(int32_t row, const CacheGroup& group, const RowBlocks& held, int64_t first_block,
-                   int64_t n);
-  void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
-                   const BlockId* ids, int64_t n);
-  void note_published(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
-  int64_t next_publish(const Row& row, const RowBlocks* held) const;
-  int64_t num_with_kv(int32_t row) const;
-
   // Giving back (manager_giving_back.cpp).
   void release_row(int32_t row, bool with_encoder);
   void notify_release(int32_t row, ReleaseFeatures features);
@@ -338,6 +326,7 @@ class Manager {
   StepJournal journal_;
   DeferredFrees frees_;
   CacheStats stats_;
+  Publisher publisher_;
   Clock clock_;
   bool needs_clock_ = false;
   SessionPins pins_;

@@ -205,8 +205,7 @@ void Manager::hash_ahead(TokenChain& chain, bool reads) const {
 
 // Tokens that came since the row was last served may have filled blocks.
 void Manager::hash_filled(int32_t row) const {
-  const Row& r = rows_[row];
-  if (r.num_computed >= r.next_publish) hash_ahead(*r.chain, /*reads=*/false);
+  if (publisher_.may_publish(row)) hash_ahead(*rows_[row].chain, /*reads=*/false);
 }
 
 void Manager::hash_ahead(const StepRequest& request) {

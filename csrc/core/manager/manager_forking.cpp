@@ -28,12 +28,12 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
   check_fork(row, *child);
   // What has filled is published now: none that both hold is left to be.
-  if (rows_[row].num_computed >= rows_[row].next_publish) {
+  if (publisher_.may_publish(row)) {
     hash_filled(row);
     check_fork(row, *child);  // a digest may call back
   }
   if (!rows_.has_free()) return {Status::kWait, -1, {}, {}};
-  publish(row);
+  publisher_.publish(row);
   child->adopt_hashes(*rows_[row].chain, rows_[row].num_computed);
 
   const int32_t other = rows_.take();
@@ -55,7 +55,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = std::max(each.num_partial, r.num_computed / hash_block_size_);
   }
-  r.next_publish = next_publish(r, rows_.blocks(other));
+  publisher_.refresh(other);
   if (r.by_step) journal_.inherit(row, parent, other, r);
   resend(other);
   return {Status::kServed, other, {}, {}};

@@ -82,7 +82,7 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
   Row& r = rows_[row];
   r.num_computed = r.start = num_tokens;
   r.may_share = r.has_forked;
-  r.next_publish = next_publish(r, rows_.blocks(row));
+  publisher_.refresh(row);
 }
 
 // The row has given its blocks back; it goes on from what the device's cache has. What was swapped
@@ -100,7 +100,7 @@ void Manager::restart(int32_t row) {
   take_hits(row, hit);
   r.num_computed = r.start = hit.num_tokens;
   r.is_stale = false;
-  r.next_publish = next_publish(r, h);
+  publisher_.refresh(row);
 }
 
 void Manager::resend(int32_t row) {

@@ -69,8 +69,7 @@ void Manager::publish_arrived() {
   if (host_ == nullptr) return;
   const std::vector<HostTier::Onboard> arrived = host_->take_arrived(steps().num_completed);
   for (const HostTier::Onboard& each : arrived) {
-    if (!host_->may_publish(each)) continue;
-    publish_ids(*each.chain, groups_[each.group], each.column, &each.block, 1);
+    if (host_->may_publish(each)) publisher_.publish_onboarded(each);
   }
   host_->finish(arrived);
 }

@@ -215,7 +215,7 @@ Slots Manager::admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& 
   std::swap_ranges(candidate_.begin(), candidate_.end(), rows_.blocks(slots.row));
   take_hits(slots.row, hit);
   allocate_blocks(slots.row, hit.num_tokens, after, verdict.num_spare);
-  r.next_publish = next_publish(r, rows_.blocks(slots.row));
+  publisher_.refresh(slots.row);
   if (chain->read_cache()) {
     stats_.add(chain->num_tokens(), hit.num_tokens, hit.num_tokens - first_host_token(hit));
   }
@@ -439,10 +439,9 @@ void Manager::serve_new(const StepRequest& request) {
 // Publishes what the step's rows have filled, and lets go of the pages that states have left.
 void Manager::end_state_moves() {
   for (const StateMove& move : state_moves_) {
-    publish_state(move.row, groups_[move.group], &rows_.blocks(move.row)[move.group],
-                  move.num_tokens);
+    publisher_.publish_state(move.row, groups_[move.group], move.num_tokens);
   }
-  for (const StepJournal::Served& served : journal_.last().rows) publish(served.row);
+  for (const StepJournal::Served& served : journal_.last().rows) publisher_.publish(served.row);
   for (const StateMove& move : state_moves_) {
     RowBlocks& each = rows_.blocks(move.row)[move.group];
     BlockId& id = each.blocks[static_cast<size_t>(move.block)];

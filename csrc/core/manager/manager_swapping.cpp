@@ -69,7 +69,7 @@ bool Manager::move_out(int32_t row, std::vector<BlockId>* pairs) {
     }
   }
   if (num_new > num_free) return false;
-  publish(row);
+  publisher_.publish(row);
   ReleaseFeatures features;
   features.is_swapped_out = true;
   notify_release(row, features);
