@@ -75,7 +75,7 @@ TEST(a_row_that_is_sent_anew_has_no_entries_replaced) {
   CHECK(plan.take_resent().empty());
 }
 
-TEST(outside_of_a_step_only_copies_are_kept) {
+TEST(outside_of_a_step_only_pairs_are_kept) {
   PlanBuilder plan(1, 20);
   plan.begin(0);
   plan.copy(1, 2);
@@ -84,9 +84,9 @@ TEST(outside_of_a_step_only_copies_are_kept) {
   plan.copy(3, 4);
   plan.replace(0, 0, 1, 4);
   CHECK(!plan.is_step());
-  CHECK(plan.direct_copies() == Ids({3, 4}));
+  CHECK(plan.direct_pairs() == Ids({3, 4}));
   plan.begin_direct();
-  CHECK(plan.direct_copies().empty());
+  CHECK(plan.direct_pairs().empty());
 }
 
 TEST(blocks_that_the_plan_reads_are_held_until_they_are_taken) {

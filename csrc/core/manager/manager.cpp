@@ -47,13 +47,16 @@ Manager::Manager(const ManagerOptions& options)
       finder_(&pool_, host(), &groups_, hash_block_size_, options.drop_last_hit),
       plan_(groups_.size(), options.num_blocks),
       frees_(&pool_, &journal_.numbers(), options.fence_frees),
+      holders_(&pool_, &frees_, host_.get(), &plan_),
+      rules_(&groups_, &pool_, &frees_, &journal_.numbers(), holders_, options_),
       stats_(cached_block_sizes(groups_), options.stats_window),
       publisher_({&groups_, hash_block_size_, &rows_, &pool_, host_.get(), &journal_, &stats_},
                  options_),
+      growth_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_}, holders_),
+      swap_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_},
+            options.caches_swapped_rows),
       pins_(&pool_),
-      demand_(groups_.size()),
-      candidate_(groups_.size()),
-      sizes_(groups_.size()) {
+      candidate_(groups_.size()) {
   for (const CacheGroup& group : groups_) {
     has_state_ |= group.holds_state();
     is_uniform_ &= group.num_hashes == 1;
@@ -119,8 +122,8 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   Status status = Status::kWait;
   for (bool with_partial : {true, false}) {
     const PrefixHit& hit = find(chain, with_partial, /*with_host=*/true);
-    const int64_t after = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
-    status = judge_new(chain, hit, after, 0, 0).status;
+    const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
+    status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, 0).status;
     if (status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
@@ -157,20 +160,16 @@ const StepPlan& Manager::step(const StepRequest& request) {
 
   journal_.begin();
   plan_.begin(steps().num_steps);
-  swap_out_rows(request);
+  const std::vector<bool> have_left = swap_out_rows(request);
   if (host_ != nullptr) {  // behind what must go there
     host_->offload_queued(&plan_, /*holds_blocks=*/frees_.defers(steps().num_steps));
   }
   serve_rows(request);
-  answer_swapped(request);
+  answer_swapped(request, have_left);
   serve_new(request);
-  // Published last: what a step computes is a hit for later plans only, never within its own.
-  end_state_moves();
-  publish_offloaded();
-  moved_.clear();
-  const std::vector<BlockId> read = plan_.take_held();
-  frees_.release_or_defer(read.data(), static_cast<int64_t>(read.size()), steps().num_steps);
-  emit_resent();
+  publish_step();
+  release_held();
+  resend_tables();
   const StepPlan& plan = plan_.end();
   journal_.issue(plan.clear_rows);
   return plan;
@@ -193,10 +192,11 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   hit.blocks = computed;
   hit.on_host.resize(groups_.size());
   hit.sources.assign(groups_.size(), kNullBlock);
-  const int64_t after = hit.num_tokens + num_tokens;
-  check_length(after, "a new request");
-  Slots slots = admit(chain, hit, after, num_lookahead_tokens, /*num_reserved=*/0,
-                      /*by_step=*/false);
+  ServedRow served;
+  served.span = {hit.num_tokens, hit.num_tokens + num_tokens, num_lookahead_tokens};
+  check_length(served.span.stop, "a new request");
+  Slots slots{
+      admit(&served, chain, hit, /*num_reserved=*/0, /*by_step=*/false), served.row, {}, {}};
   if (slots.status != Status::kServed) return slots;
   for (const CacheGroup& group : groups_) {
     const std::vector<BlockId>& blocks = rows_.blocks(slots.row)[group.id].blocks;
@@ -246,13 +246,16 @@ Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
 
 Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   plan_.begin_direct();
-  const Verdict verdict = extend_row(row, 0, num_tokens, num_lookahead_tokens);
-  Slots slots{verdict.status, row, {}, {}};
-  if (verdict.status != Status::kServed) return slots;
-  slots.copies = plan_.direct_copies();
+  const int64_t start = rows_[row].num_computed;
+  ServedRow served;
+  served.row = row;
+  served.span = {start, start + num_tokens, num_lookahead_tokens};
+  Slots slots{extend_row(&served), row, {}, {}};
+  if (slots.status != Status::kServed) return slots;
+  slots.copies = plan_.direct_pairs();
   for (const CacheGroup& group : groups_) {
     const std::vector<BlockId>& blocks = rows_.blocks(row)[group.id].blocks;
-    slots.new_blocks.emplace_back(blocks.begin() + sizes_[group.id], blocks.end());
+    slots.new_blocks.emplace_back(blocks.begin() + served.num_before[group.id], blocks.end());
   }
   publisher_.publish(row);
   return slots;
@@ -290,7 +293,7 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
   int64_t n = 0;
   for (BlockId id : rows_.blocks(row)[group].blocks) {
     if (id == kNullBlock) break;
-    if (num_holders(id) != num_running) break;
+    if (holders_.num_rows(id) != num_running) break;
     ++n;
   }
   return n;

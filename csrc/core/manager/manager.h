@@ -31,16 +31,20 @@
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
 #include "core/limits.h"
+#include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
 #include "core/manager/call_guard.h"
 #include "core/manager/clock.h"
 #include "core/manager/deferred_frees.h"
+#include "core/manager/demand.h"
 #include "core/manager/host_tier.h"
 #include "core/manager/invalidation.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
+#include "core/manager/row_growth.h"
+#include "core/manager/row_swap.h"
 #include "core/manager/row_table.h"
 #include "core/manager/session_pins.h"
 #include "core/manager/step_journal.h"
@@ -180,23 +184,6 @@ class Manager {
   void check_invariants() const;
 
  private:
-  // What one group of a row needs to be served.
-  struct Demand {
-    int64_t num_new = 0;      // blocks behind those it has
-    int64_t drop_to = 0;      // blocks below it are given back
-    int64_t num_shared = 0;   // blocks that it writes and others hold: it gets its own
-    int64_t num_skipped = 0;  // blocks behind those it has that stay null
-  };
-  struct Verdict {
-    Status status;
-    int64_t num_spare = 0;  // free blocks beyond those needed that preallocation may take
-  };
-  struct StateMove {  // a recurrent state leaves a page, when all rows are served
-    int32_t row;
-    uint8_t group;
-    int64_t block;       // of the sequence
-    int64_t num_tokens;  // that the state is of
-  };
   // A call that may change something, or asks what only its thread may ask.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) {
@@ -233,38 +220,19 @@ class Manager {
 
   // Serving (manager_serving.cpp).
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
-  Verdict judge(const RowBlocks* held, int64_t start, int64_t after, int64_t lookahead,
-                int64_t num_free, int64_t num_kept_free, bool may_share = false);
-  void count_shared(const CacheGroup& group, const RowBlocks& held, int64_t start, int64_t stop,
-                    Demand* demand) const;
-  bool is_shared(BlockId id) const;
-  int64_t num_holders(BlockId id) const;
-  bool shares_from(int32_t row, int64_t start) const;
-  Verdict judge_new(const TokenChain& chain, const PrefixHit& hit, int64_t after, int64_t lookahead,
-                    int64_t num_reserved);
-  int64_t num_blocks_ever(const TokenChain& chain) const;
-  int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) const;
-  Verdict extend_row(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t lookahead);
-  Slots admit(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, int64_t after,
-              int64_t lookahead, int64_t num_reserved, bool by_step);
-  static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit);
-  void take_hits(int32_t row, const PrefixHit& hit);
-  void note_hits(const BlockId* ids, int64_t n);
-  int64_t first_host_token(const PrefixHit& hit) const;
-  void allocate_blocks(int32_t row, int64_t start, int64_t after, int64_t num_spare);
-  void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
-  void copy_on_write(int32_t row, const CacheGroup& group, int64_t start, int64_t after,
-                     const BlockId** next);
-  void move_state(int32_t row, const CacheGroup& group, int64_t start, int64_t after, BlockId page);
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
-  void end_state_moves();
-
-  // Telling, and the journal (manager_telling.cpp).
-  void answer(int32_t row, Status status, int64_t start, bool is_new);
-  void emit_resent();
-  void note_dropped(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
-  void note_left(int32_t row);
+  Status extend_row(ServedRow* served);
+  Demand bring_back(ServedRow* served);
+  Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
+                       int64_t num_reserved);
+  Status admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
+               int64_t num_reserved, bool by_step);
+  int64_t first_host_token(const PrefixHit& hit) const;
+  void answer(const ServedRow& served, Status status);
+  void publish_step();
+  void release_held();
+  void resend_tables();
 
   // Forks (manager_forking.cpp).
   void check_fork(int32_t row, const TokenChain& child) const;
@@ -273,22 +241,16 @@ class Manager {
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host);
-  int64_t count_unique(const std::vector<int32_t>& rows) const;
-  bool move_out(int32_t row, std::vector<BlockId>* pairs);
-  bool shares_load(const CacheGroup& group, int64_t block, int64_t start, BlockId host) const;
-  Verdict resume(int32_t row, int64_t start, int64_t after, int64_t lookahead);
-  void move_in(int32_t row, int64_t start, std::vector<BlockId>* pairs);
-  void swap_out_rows(const StepRequest& request);
-  void answer_swapped(const StepRequest& request);
+  bool leave(int32_t row);
+  std::vector<bool> swap_out_rows(const StepRequest& request);
+  void answer_swapped(const StepRequest& request, const std::vector<bool>& have_left);
 
   const std::deque<HostTier::Onboard>& onboards() const;
   void publish_offloaded();
-  void onboard(int32_t row, const CacheGroup& group, int64_t column, BlockId page, BlockId block,
-               bool is_hit);
-  void onboard_hits(int32_t row, const PrefixHit& hit);
   void publish_arrived();
 
   // Giving back (manager_giving_back.cpp).
+  void note_left(int32_t row);
   void release_row(int32_t row, bool with_encoder);
   void notify_release(int32_t row, ReleaseFeatures features);
   bool can_resume(const RowBlocks* held, int64_t num_tokens) const;
@@ -325,21 +287,17 @@ class Manager {
   PlanBuilder plan_;
   StepJournal journal_;
   DeferredFrees frees_;
+  BlockHolders holders_;
+  DemandRules rules_;
   CacheStats stats_;
   Publisher publisher_;
+  RowGrowth growth_;
+  RowSwap swap_;
   Clock clock_;
   bool needs_clock_ = false;
   SessionPins pins_;
   CallGuard guard_;
-  // Scratch of the call at hand.
-  std::vector<Demand> demand_;
-  std::vector<RowBlocks> candidate_;
-  std::vector<BlockId> taken_, dropped_;
-  std::vector<StateMove> state_moves_;
-  std::vector<bool> swap_answers_;              // of the rows that were to be swapped out
-  std::unordered_map<BlockId, BlockId> moved_;  // pages of this call's swaps: from -> to
-  int64_t safe_start_ = 0;      // of the row at hand: tokens before it do not depend on this step
-  std::vector<int64_t> sizes_;  // per group: blocks of the row before it was served
+  std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
 };
 
 }  // namespace kvcache

@@ -1,5 +1,6 @@
 // How blocks come back: at once or behind a fence; rows that lose some, or all, and go on.
 #include <algorithm>
+#include <utility>
 
 #include "core/manager/manager.h"
 
@@ -32,17 +33,18 @@ void Manager::notify_release(int32_t row, ReleaseFeatures features) {
     if (!group.is_cacheable()) continue;
     features.num_new_blocks += std::max<int64_t>(rows_.num_written(row, group) - each.num_hits, 0);
   }
+  std::vector<BlockId> ids;
   std::vector<int64_t> ends;
   for (const CacheGroup& group : groups_) {
     const RowBlocks& each = rows_.blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
-    dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
+    ids.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
     ends.clear();
     for (auto end = static_cast<int64_t>(each.blocks.size()); end > each.num_dropped; --end) {
       ends.push_back(end * group.block_size);
     }
     features.tokens_per_block = group.block_size;
-    pool_.notify_release(dropped_.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
+    pool_.notify_release(ids.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
   }
 }
 
@@ -68,10 +70,11 @@ void Manager::truncate(int32_t row, int64_t num_tokens) {
     RowBlocks& each = rows_.blocks(row)[group.id];
     const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
     if (each.blocks.size() > kept) {
-      dropped_.assign(each.blocks.rbegin(), each.blocks.rend() - static_cast<int64_t>(kept));
+      std::vector<BlockId> dropped(each.blocks.rbegin(),
+                                   each.blocks.rend() - static_cast<int64_t>(kept));
       // The tail of a table may already be gone.
-      dropped_.erase(std::remove(dropped_.begin(), dropped_.end(), kNullBlock), dropped_.end());
-      frees_.release_or_defer(dropped_.data(), static_cast<int64_t>(dropped_.size()));
+      dropped.erase(std::remove(dropped.begin(), dropped.end(), kNullBlock), dropped.end());
+      frees_.release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
       each.blocks.resize(kept);
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
@@ -92,12 +95,12 @@ void Manager::restart(int32_t row) {
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
-  RowBlocks* h = rows_.blocks(row);
   for (const CacheGroup& group : groups_) {
-    if (!group.is_cacheable()) continue;
-    set_hit(&h[group.id], group, hit);
+    if (group.is_cacheable()) RowGrowth::set_hit(&rows_.blocks(row)[group.id], group, hit);
   }
-  take_hits(row, hit);
+  ServedRow served;
+  served.row = row;
+  growth_.take_hit(&served, hit);
   r.num_computed = r.start = hit.num_tokens;
   r.is_stale = false;
   publisher_.refresh(row);
@@ -105,6 +108,30 @@ void Manager::restart(int32_t row) {
 
 void Manager::resend(int32_t row) {
   if (rows_[row].by_step) plan_.resend(row);
+}
+
+// What a row that leaves has computed and nothing finds, and what it loads.
+void Manager::note_left(int32_t row) {
+  if (!journal_.notes(rows_[row])) return;
+  for (const HostTier::Onboard& onboard : onboards()) {
+    const RowBlocks& each = rows_.blocks(row)[onboard.group];
+    if (onboard.column < each.size() && each[onboard.column] == onboard.block) {
+      growth_.note_dropped(row, groups_[onboard.group], onboard.column, onboard.block);
+    }
+  }
+  for (const CacheGroup& group : groups_) {
+    const RowBlocks& each = rows_.blocks(row)[group.id];
+    if (!group.is_cacheable()) continue;
+    const int64_t size = rows_.num_written(row, group);
+    // What was published is found, unless something of this happened.
+    const bool may_be_lost = has_forgotten_ || host_ != nullptr || rows_[row].has_forked;
+    const int64_t first =
+        may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
+    for (int64_t b = first; b < size; ++b) {
+      const BlockId id = each.blocks[static_cast<size_t>(b)];
+      if (pool_.hash_of(id) == nullptr) growth_.note_dropped(row, group, b, id);
+    }
+  }
 }
 
 }  // namespace kvcache

@@ -22,9 +22,9 @@ class PlanBuilder {
 
   void begin(int64_t step_id);
   const StepPlan& end();  // valid until the next `begin`
-  // A call outside of steps: it has no plan, only copies that its caller answers.
-  void begin_direct() { direct_copies_.clear(); }
-  const std::vector<int32_t>& direct_copies() const { return direct_copies_; }
+  // A call outside of steps: it has no plan, only pairs that its caller answers.
+  void begin_direct() { direct_pairs_.clear(); }
+  const std::vector<int32_t>& direct_pairs() const { return direct_pairs_; }
   bool is_step() const { return is_step_; }
 
   // The answer to a row that was asked for; -1: it got none.
@@ -39,9 +39,7 @@ class PlanBuilder {
     std::vector<int32_t>& replace = plan_.groups[group].replace;
     replace.insert(replace.end(), {row, static_cast<int32_t>(block), id});
   }
-  void copy(BlockId source, BlockId target) {
-    add(is_step_ ? &plan_.copy : &direct_copies_, source, target);
-  }
+  void copy(BlockId source, BlockId target) { add(&plan_.copy, source, target); }
   void zero(BlockId page) { plan_.zero.push_back(page); }
   void swap_out(BlockId device, BlockId host) { add(&plan_.swap_out, device, host); }
   void swap_in(BlockId host, BlockId device) { add(&plan_.swap_in, host, device); }
@@ -72,12 +70,13 @@ class PlanBuilder {
   void check_invariants() const;
 
  private:
-  static void add(std::vector<int32_t>* section, int32_t first, int32_t second) {
+  void add(std::vector<int32_t>* section, int32_t first, int32_t second) {
+    if (!is_step_) section = &direct_pairs_;
     section->insert(section->end(), {first, second});
   }
 
   StepPlan plan_;
-  std::vector<int32_t> direct_copies_;
+  std::vector<int32_t> direct_pairs_;
   bool is_step_ = false;
   std::vector<int32_t> clear_rows_;  // that left since the last step
   std::vector<int32_t> resend_;

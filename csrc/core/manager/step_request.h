@@ -33,6 +33,10 @@ struct StepRequest {
   int64_t num_swap_out_rows = 0;
   std::vector<NewRow> new_rows;
   int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
+
+  int64_t lookahead_of(int64_t i) const {
+    return lookahead == nullptr ? num_lookahead : lookahead[i];
+  }
 };
 
 }  // namespace kvcache

@@ -1,0 +1,146 @@
+#include "core/manager/demand.h"
+
+#include <algorithm>
+
+namespace kvcache {
+
+namespace {
+
+int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) {
+  return ceil_div(chain.num_encoder_tokens(), group.block_size);
+}
+
+}  // namespace
+
+DemandRules::DemandRules(const std::vector<CacheGroup>* groups, const BlockPool* pool,
+                         const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
+                         const ManagerOptions& options)
+    : groups_(groups),
+      pool_(pool),
+      frees_(frees),
+      steps_(steps),
+      holders_(holders),
+      watermark_blocks_(options.watermark_blocks),
+      computes_whole_prompt_(options.computes_whole_prompt) {}
+
+Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& supply, bool is_new,
+                       bool may_share) const {
+  Demand demand;
+  int64_t num_new = 0, num_free = supply.num_free;
+  const bool frees_at_once = !frees_->defers(steps_->last_issued);
+  for (const CacheGroup& group : *groups_) {
+    const RowBlocks& each = held[group.id];
+    const int64_t size = each.size();
+    GroupDemand& needs = demand[group];
+    needs = {0, each.num_dropped, 0, 0};
+    if (group.holds_state()) {
+      needs.num_new = span.stop > size * group.block_size;
+      if (may_share && needs.num_new == 0) {
+        needs.num_shared = num_shared(group, each, span.stop - 1, span.stop);
+      }
+    } else if (group.holds_tokens()) {
+      const int64_t stop = span.stop + span.lookahead;
+      if (stop > size * group.block_size) {
+        const int64_t most = std::min(ceil_div(stop, group.block_size), group.max_blocks);
+        needs.num_new = std::max<int64_t>(most - size, 0);
+      }
+      if (may_share) needs.num_shared = num_shared(group, each, span.start, stop);
+      if (computes_whole_prompt_ && is_new && size == each.num_dropped) {
+        needs.num_skipped =
+            std::clamp<int64_t>(group.first_needed_block(span.stop) - size, 0, needs.num_new);
+        needs.num_new -= needs.num_skipped;
+      }
+      needs.drop_to =
+          std::max(each.num_dropped, std::min(group.first_needed_block(span.start), size));
+      // Blocks that leave a window make room for what comes, unless a step may still read them.
+      for (int64_t b = each.num_dropped; b < needs.drop_to && frees_at_once; ++b) {
+        num_free += pool_->ref_count(each[b]) == 1;
+      }
+    }
+    num_new += needs.num_new + needs.num_shared;
+  }
+  const bool fits = num_free - num_new >= supply.num_kept_free;
+  const int64_t kept = std::max(supply.num_kept_free, watermark_blocks_);
+  demand.status = fits ? Status::kServed : Status::kWait;
+  demand.num_spare = fits ? std::max<int64_t>(num_free - num_new - kept, 0) : 0;
+  return demand;
+}
+
+Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share) const {
+  Demand demand = of(held, span, {pool_->num_free(), 0}, /*is_new=*/false, may_share);
+  if (demand.status == Status::kServed) return demand;
+  int64_t num_blocks = 0;
+  for (const CacheGroup& group : *groups_) {
+    num_blocks += held[group.id].size() - demand[group].drop_to + demand[group].num_new;
+  }
+  demand.status = never_or_wait(num_blocks);
+  return demand;
+}
+
+Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const Span& span,
+                           int64_t num_reserved) const {
+  int64_t num_free = pool_->num_free(), num_blocks = 0;
+  for (const CacheGroup& group : *groups_) {
+    const RowBlocks& each = held[group.id];
+    // Hits that are free stop being so when this request takes them: they cannot also be its new
+    // ones. Those on the host take a free one.
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      num_free -= each[b] == kNullBlock || pool_->ref_count(each[b]) == 0;
+    }
+    num_free -= each.source != kNullBlock && pool_->ref_count(each.source) == 0;
+    num_blocks += each.num_alive();
+  }
+  Demand demand = of(held, span, {num_free, watermark_blocks_ + num_reserved}, /*is_new=*/true,
+                     /*may_share=*/false);
+  for (const CacheGroup& group : *groups_) {
+    GroupDemand& needs = demand[group];
+    if (!group.is_cacheable()) {
+      needs.num_new = num_encoder_blocks(group, chain);
+      if (demand.status == Status::kServed && needs.num_new > demand.num_spare) {
+        demand.status = Status::kWait;
+      }
+      demand.num_spare -= needs.num_new;
+    }
+    num_blocks += needs.num_new;
+  }
+  const int64_t most = pool_->num_total() - watermark_blocks_;
+  if (std::max(num_blocks, num_blocks_ever(chain)) > most) demand.status = Status::kNever;
+  return demand;
+}
+
+// Blocks in which tokens start to stop - 1 are written, and that others hold.
+int64_t DemandRules::num_shared(const CacheGroup& group, const RowBlocks& held, int64_t start,
+                                int64_t stop) const {
+  const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
+  int64_t n = 0;
+  for (int64_t b = start / group.block_size; b < last; ++b) n += holders_.is_shared(held[b]);
+  return n;
+}
+
+bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
+  for (const CacheGroup& group : *groups_) {
+    if (!group.is_cacheable()) continue;
+    const RowBlocks& each = held[group.id];
+    const int64_t stop = each.size() * group.block_size;
+    if (num_shared(group, each, group.holds_state() ? stop - 1 : start, stop) > 0) return true;
+  }
+  return false;
+}
+
+// Blocks that a request holds when its last known token runs alone.
+int64_t DemandRules::num_blocks_ever(const TokenChain& chain) const {
+  int64_t num_blocks = 0;
+  for (const CacheGroup& group : *groups_) {
+    if (!group.is_cacheable()) {
+      num_blocks += num_encoder_blocks(group, chain);
+      continue;
+    }
+    const int64_t all = ceil_div(chain.num_tokens(), group.block_size);
+    num_blocks += group.holds_state()
+                      ? std::min<int64_t>(all, 2)  // and the page that it is copied from
+                      : all - group.first_needed_block(chain.num_tokens() - 1);
+  }
+  return num_blocks;
+}
+
+}  // namespace kvcache
