@@ -26,38 +26,38 @@ DemandRules::DemandRules(const std::vector<CacheGroup>* groups, const BlockPool*
 Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& supply, bool is_new,
                        bool may_share) const {
   Demand demand;
-  int64_t num_new = 0, num_free = supply.num_free;
+  const int64_t start = span.start, last = span.stop, stop = span.stop + span.lookahead;
   const bool frees_at_once = !frees_->defers(steps_->last_issued);
+  const bool may_skip = computes_whole_prompt_ && is_new;
+  int64_t num_new = 0, num_free = supply.num_free;
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
-    const int64_t size = each.size();
-    GroupDemand& needs = demand[group];
-    needs = {0, each.num_dropped, 0, 0};
+    const int64_t size = each.size(), num_slots = size * group.block_size;
+    GroupDemand needs{0, each.num_dropped, 0, 0};
     if (group.holds_state()) {
-      needs.num_new = span.stop > size * group.block_size;
+      needs.num_new = last > num_slots;
       if (may_share && needs.num_new == 0) {
-        needs.num_shared = num_shared(group, each, span.stop - 1, span.stop);
+        needs.num_shared = num_shared(group, each, last - 1, last);
       }
     } else if (group.holds_tokens()) {
-      const int64_t stop = span.stop + span.lookahead;
-      if (stop > size * group.block_size) {
+      if (stop > num_slots) {
         const int64_t most = std::min(ceil_div(stop, group.block_size), group.max_blocks);
         needs.num_new = std::max<int64_t>(most - size, 0);
       }
-      if (may_share) needs.num_shared = num_shared(group, each, span.start, stop);
-      if (computes_whole_prompt_ && is_new && size == each.num_dropped) {
+      if (may_share) needs.num_shared = num_shared(group, each, start, stop);
+      if (may_skip && size == each.num_dropped) {
         needs.num_skipped =
-            std::clamp<int64_t>(group.first_needed_block(span.stop) - size, 0, needs.num_new);
+            std::clamp<int64_t>(group.first_needed_block(last) - size, 0, needs.num_new);
         needs.num_new -= needs.num_skipped;
       }
-      needs.drop_to =
-          std::max(each.num_dropped, std::min(group.first_needed_block(span.start), size));
+      needs.drop_to = std::max(each.num_dropped, std::min(group.first_needed_block(start), size));
       // Blocks that leave a window make room for what comes, unless a step may still read them.
       for (int64_t b = each.num_dropped; b < needs.drop_to && frees_at_once; ++b) {
         num_free += pool_->ref_count(each[b]) == 1;
       }
     }
     num_new += needs.num_new + needs.num_shared;
+    demand[group] = needs;
   }
   const bool fits = num_free - num_new >= supply.num_kept_free;
   const int64_t kept = std::max(supply.num_kept_free, watermark_blocks_);

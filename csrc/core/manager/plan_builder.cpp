@@ -40,12 +40,6 @@ const StepPlan& PlanBuilder::end() {
   return plan_;
 }
 
-void PlanBuilder::answer(int32_t row, Status status, int64_t num_computed_tokens) {
-  plan_.rows.push_back(row);
-  plan_.status.push_back(static_cast<uint8_t>(status));
-  plan_.num_computed_tokens.push_back(static_cast<int32_t>(num_computed_tokens));
-}
-
 void PlanBuilder::append(int32_t row, const RowBlocks* blocks, const int64_t* from) {
   const size_t num_groups = plan_.groups.size();
   bool any = false;

@@ -28,7 +28,11 @@ class PlanBuilder {
   bool is_step() const { return is_step_; }
 
   // The answer to a row that was asked for; -1: it got none.
-  void answer(int32_t row, Status status, int64_t num_computed_tokens);
+  void answer(int32_t row, Status status, int64_t num_computed_tokens) {
+    plan_.rows.push_back(row);
+    plan_.status.push_back(static_cast<uint8_t>(status));
+    plan_.num_computed_tokens.push_back(static_cast<int32_t>(num_computed_tokens));
+  }
   // A row that begins anew in this step.
   void clear(int32_t row) { plan_.clear_rows.push_back(row); }
   // The row's blocks from from[g] on, in every group g.

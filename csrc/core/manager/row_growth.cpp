@@ -97,7 +97,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   std::array<int64_t, kMaxGroups> num_new;
   int64_t num_taken = 0, num_spare = demand.num_spare;
   for (const CacheGroup& group : *c_.groups) {
-    const GroupDemand& needs = demand[group];
+    const GroupDemand needs = demand[group];
     RowBlocks& each = held[group.id];
     served->num_before[group.id] = each.size();
     if (needs.num_skipped > 0) {
@@ -106,14 +106,13 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     }
     const int64_t size = each.size();
     if (needs.drop_to > each.num_dropped) drop(served->row, group, needs.drop_to);
-    num_new[group.id] = needs.num_new;
+    int64_t more = 0;
     if (needs.num_new > 0 && group.holds_tokens()) {
-      const int64_t more =
-          std::min({group.num_prealloc, num_spare, group.max_blocks - size - needs.num_new});
-      num_new[group.id] += more;
+      more = std::min({group.num_prealloc, num_spare, group.max_blocks - size - needs.num_new});
       num_spare -= more;
     }
-    num_taken += num_new[group.id] + needs.num_shared;
+    num_new[group.id] = needs.num_new + more;
+    num_taken += needs.num_new + more + needs.num_shared;
   }
   if (num_taken == 0) return;
   taken_.resize(static_cast<size_t>(num_taken));

@@ -20,7 +20,7 @@ int32_t RowTable::take() {
   if (free_.empty()) {
     rows_.emplace_back();
     info_.emplace_back();
-    blocks_.resize(blocks_.size() + groups_->size());
+    blocks_.resize(blocks_.size() + num_groups_);
   } else {
     row = free_.top();
     free_.pop();

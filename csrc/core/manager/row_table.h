@@ -44,7 +44,7 @@ class RowTable {
  public:
   // `max_rows` 0: as many as needed.
   RowTable(const std::vector<CacheGroup>* groups, int64_t max_rows)
-      : groups_(groups), max_rows_(max_rows) {}
+      : groups_(groups), num_groups_(groups->size()), max_rows_(max_rows) {}
 
   int32_t size() const { return static_cast<int32_t>(rows_.size()); }  // in use or not
   int64_t num_in_use() const { return num_in_use_; }
@@ -90,9 +90,10 @@ class RowTable {
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:
-  size_t first_of(int32_t row) const { return static_cast<size_t>(row) * groups_->size(); }
+  size_t first_of(int32_t row) const { return static_cast<size_t>(row) * num_groups_; }
 
   const std::vector<CacheGroup>* groups_;
+  size_t num_groups_;
   int64_t max_rows_;
   std::vector<Row> rows_;
   std::vector<AdmissionInfo> info_;  // by row

@@ -30,10 +30,6 @@ void StepJournal::issue(const std::vector<int32_t>& clear_rows) {
   numbers_.issue();
 }
 
-void StepJournal::note_served(int32_t row, const Row& r, int64_t start) {
-  in_flight_.back().rows.push_back({row, r.admission, start});
-}
-
 void StepJournal::note_swapped(int32_t row, const Row& r) {
   in_flight_.back().swapped.push_back({row, r.admission});
 }

@@ -62,7 +62,9 @@ class StepJournal {
 
   // What the step that was opened last does, also between steps. Of rows that `step` admitted;
   // without a step in flight nothing needs to be known.
-  void note_served(int32_t row, const Row& r, int64_t start);
+  void note_served(int32_t row, const Row& r, int64_t start) {
+    in_flight_.back().rows.push_back({row, r.admission, start});
+  }
   void note_swapped(int32_t row, const Row& r);
   void note_written(const std::vector<BlockId>& pages);
   void note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group, BlockId id,
