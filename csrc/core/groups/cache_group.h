@@ -43,4 +43,10 @@ struct CacheGroup {
   }
 };
 
+// Whether all blocks are of one size, that of a hash block.
+inline bool are_uniform(const std::vector<CacheGroup>& groups) {
+  return std::all_of(groups.begin(), groups.end(),
+                     [](const CacheGroup& group) { return group.num_hashes == 1; });
+}
+
 }  // namespace kvcache

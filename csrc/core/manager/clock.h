@@ -12,6 +12,9 @@ namespace kvcache {
 
 class Clock {
  public:
+  // Without `reads_system` time stands still unless it is set: nothing asks for it.
+  explicit Clock(bool reads_system = true) : reads_system_(reads_system) {}
+
   int64_t now_ms() const { return now_ms_; }
 
   // Milliseconds since any moment, from now on. Throws std::invalid_argument where time would go
@@ -28,7 +31,7 @@ class Clock {
 
   // Reads the system's clock, unless the caller sets this one. Whether it did.
   bool read() {
-    if (is_set_) return false;
+    if (is_set_ || !reads_system_) return false;
     const auto since = std::chrono::steady_clock::now() - made_at_;
     now_ms_ = std::chrono::duration_cast<std::chrono::milliseconds>(since).count();
     return true;
@@ -36,6 +39,7 @@ class Clock {
 
  private:
   const std::chrono::steady_clock::time_point made_at_ = std::chrono::steady_clock::now();
+  bool reads_system_;
   bool is_set_ = false;
   int64_t now_ms_ = 0;
 };

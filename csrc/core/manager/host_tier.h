@@ -75,6 +75,7 @@ class HostTier {
   void finish(const std::vector<Onboard>& over);
 
   const std::deque<Onboard>& onboards() const { return onboards_; }  // under way
+  int64_t num_onboards() const { return static_cast<int64_t>(onboards_.size()); }
   int32_t num_onboards_into(BlockId block) const { return num_onboards_[block]; }
 
   // Adds what onboards hold to the references, of the device and of the host. Throws

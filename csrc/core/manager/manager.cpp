@@ -47,28 +47,27 @@ Manager::Manager(const ManagerOptions& options)
       finder_(&pool_, host(), &groups_, hash_block_size_, options.drop_last_hit),
       plan_(groups_.size(), options.num_blocks),
       frees_(&pool_, &journal_.numbers(), options.fence_frees),
-      holders_(&pool_, &frees_, host_.get(), &plan_),
-      rules_(&groups_, &pool_, &frees_, &journal_.numbers(), holders_, options_),
+      rules_(&groups_, &pool_, &frees_, &journal_.numbers(), holders(), options_),
       stats_(cached_block_sizes(groups_), options.stats_window),
       publisher_({&groups_, hash_block_size_, &rows_, &pool_, host_.get(), &journal_, &stats_},
                  options_),
-      growth_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_}, holders_),
+      growth_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_}, holders()),
       swap_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_},
             options.caches_swapped_rows),
+      clock_(options.track_residency || pool_.has_policy() ||
+             (host_ != nullptr && host_->pages().has_policy())),
+      release_(
+          {&groups_, hash_block_size_, &pool_, host_.get(), &rows_, &journal_, &frees_, &clock_}),
+      checks_({&options_, &groups_, hash_block_size_, &rows_, &pool_, host_ != nullptr}),
+      intake_(&rows_, &publisher_, &journal_, options.enable_caching),
       pins_(&pool_),
       candidate_(groups_.size()) {
-  for (const CacheGroup& group : groups_) {
-    has_state_ |= group.holds_state();
-    is_uniform_ &= group.num_hashes == 1;
-  }
   if (host_ != nullptr) pool_.on_eviction([this](BlockId id) { host_->on_eviction(id, &plan_); });
   if (options.record_events) {
     pool_.emit_to(&events_, Tier::kDevice);
     if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
   }
   if (options.track_residency) pool_.track_residency();
-  needs_clock_ = options.track_residency || pool_.has_policy() ||
-                 (host_ != nullptr && host_->pages().has_policy());
 }
 
 void Manager::set_now(int64_t ms) {
@@ -76,6 +75,8 @@ void Manager::set_now(int64_t ms) {
   clock_.set(ms);
   notify_clock();
 }
+
+BlockHolders Manager::holders() const { return {&pool_, &frees_, host_.get(), &plan_}; }
 
 void Manager::notify_clock() {
   const int64_t ms = clock_.now_ms();
@@ -98,8 +99,8 @@ void Manager::clear_stats() {
 
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
   check_reader();
-  check_on_device(row);
-  check_group(group);
+  checks_.check_on_device(row);
+  checks_.check_group(group);
   return rows_.blocks(row)[group].blocks;
 }
 
@@ -110,15 +111,15 @@ const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
 
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   const Call call(this);
-  if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
+  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
   return find(chain, /*with_partial=*/false, with_host);
 }
 
 Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   const Call call(this);
   checked_size("num_tokens", num_tokens, 1);
-  check_new(chain);
-  if (chain.read_cache()) hash_ahead(chain, /*reads=*/true);
+  checks_.check_new(chain);
+  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
   Status status = Status::kWait;
   for (bool with_partial : {true, false}) {
     const PrefixHit& hit = find(chain, with_partial, /*with_host=*/true);
@@ -131,7 +132,7 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
 
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {
   const Call call(this);
-  hash_ahead(chain, /*reads=*/true);
+  intake_.hash_ahead(chain, /*reads=*/true);
   return pins_.pin(session, chain.known_hashes(), groups_);
 }
 
@@ -142,19 +143,20 @@ int64_t Manager::unpin(const std::string& session) {
 
 void Manager::evict(const BlockId* ids, int64_t n) {
   const Call call(this);
-  has_forgotten_ = true;
+  release_.note_forgotten();
   pool_.evict(ids, n);
 }
 
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
-  check_step(request);
-  append_ids(request);
+  checks_.check_step(request);
+  intake_.append_ids(request);
   try {
-    hash_ahead(request);
-    for (const NewRow& row : request.new_rows) check_new(*row.chain);  // a digest may call back
+    intake_.hash_ahead(request);
+    for (const NewRow& row : request.new_rows)
+      checks_.check_new(*row.chain);  // a digest may call back
   } catch (...) {
-    take_back_ids(request, request.num_rows);
+    intake_.take_back_ids(request, request.num_rows);
     throw;
   }
 
@@ -181,20 +183,20 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   const Call call(this);
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
-  check_has_no_state("allocate_slots");
+  checks_.check_has_no_state("allocate_slots");
   bool any_computed = false;
   for (const std::vector<BlockId>& ids : computed) any_computed |= !ids.empty();
-  check_new(*chain);
-  hash_ahead(*chain, any_computed);
-  check_new(*chain);  // a digest may call back
+  checks_.check_new(*chain);
+  intake_.hash_ahead(*chain, any_computed);
+  checks_.check_new(*chain);  // a digest may call back
   PrefixHit hit;
-  hit.num_tokens = check_computed(*chain, computed);
+  hit.num_tokens = checks_.check_computed(*chain, computed);
   hit.blocks = computed;
   hit.on_host.resize(groups_.size());
   hit.sources.assign(groups_.size(), kNullBlock);
   ServedRow served;
   served.span = {hit.num_tokens, hit.num_tokens + num_tokens, num_lookahead_tokens};
-  check_length(served.span.stop, "a new request");
+  checks_.check_length(served.span.stop, "a new request");
   Slots slots{
       admit(&served, chain, hit, /*num_reserved=*/0, /*by_step=*/false), served.row, {}, {}};
   if (slots.status != Status::kServed) return slots;
@@ -208,32 +210,23 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   return slots;
 }
 
-void Manager::check_append(int32_t row, int64_t num_tokens, int64_t least,
-                           int64_t num_lookahead_tokens) const {
-  check_driver(row, /*by_step=*/false);
-  check_on_device(row);
-  checked_size("num_tokens", num_tokens, least);
-  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
-  check_length(rows_[row].num_computed + num_tokens, "a row");
-}
-
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
-  check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
-  hash_ahead(*rows_[row].chain, /*reads=*/false);
+  checks_.check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
+  intake_.hash_ahead(*rows_[row].chain, /*reads=*/false);
   return append_checked(row, num_tokens, num_lookahead_tokens);
 }
 
 Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
                             int64_t num_lookahead_tokens) {
   const Call call(this);
-  check_append(row, n, /*least=*/0, num_lookahead_tokens);
+  checks_.check_append(row, n, /*least=*/0, num_lookahead_tokens);
   const std::shared_ptr<TokenChain> chain = rows_[row].chain;
   chain->append(token_ids, n);
   Slots slots{Status::kWait, row, {}, {}};
   try {
     if (rows_[row].num_computed + n >= rows_[row].next_publish) {
-      hash_ahead(*chain, /*reads=*/false);
+      intake_.hash_ahead(*chain, /*reads=*/false);
     }
     slots = append_checked(row, n, num_lookahead_tokens);
   } catch (...) {
@@ -265,7 +258,7 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
   const Call call(this);
   rows_.at(row);
   checked_size("num_tokens", num_tokens, 0);
-  check_rejected(row, num_tokens);
+  checks_.check_rejected(row, num_tokens);
   rows_[row].num_computed -= num_tokens;
 }
 
@@ -274,12 +267,12 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
   rows_.at(row);
   Row& r = rows_[row];
   if (!r.on_host) {
-    hash_filled(row);
+    intake_.hash_filled(row);
     publisher_.publish(row);
-    note_left(row);
-    notify_release(row, features);
+    release_.note_left(row);
+    release_.notify_release(row, features);
   }
-  release_row(row, /*with_encoder=*/true);
+  release_.release_row(row, /*with_encoder=*/true);
   if (r.by_step) plan_.clear_later(row);
   plan_.forget_resend(row);
   rows_.give_up(row);
@@ -287,13 +280,13 @@ void Manager::free(int32_t row, const ReleaseFeatures& features) {
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
   const Call call(this);
-  check_on_device(row);
-  check_group(group);
+  checks_.check_on_device(row);
+  checks_.check_group(group);
   checked_size("num_running_requests", num_running, 1);
   int64_t n = 0;
   for (BlockId id : rows_.blocks(row)[group].blocks) {
     if (id == kNullBlock) break;
-    if (holders_.num_rows(id) != num_running) break;
+    if (holders().num_rows(id) != num_running) break;
     ++n;
   }
   return n;
@@ -301,13 +294,13 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
 
 void Manager::mark_computed(int32_t row, int64_t num_tokens) {
   const Call call(this);
-  check_driver(row, /*by_step=*/false);
+  checks_.check_driver(row, /*by_step=*/false);
   checked_size("num_tokens", num_tokens, 0);
   Row& r = rows_[row];
   if (!r.on_host) {
     // Hashed before anything changes.
     if (std::min(r.num_computed, num_tokens) >= r.next_publish) {
-      hash_ahead(*r.chain, /*reads=*/false);
+      intake_.hash_ahead(*r.chain, /*reads=*/false);
     }
   }
   int64_t& num_marked = rows_.info(row).num_marked;
@@ -317,7 +310,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
 
 void Manager::access(int32_t row, double now) {
   const Call call(this);
-  check_on_device(row);
+  checks_.check_on_device(row);
   if (!pool_.has_policy()) return;
   const std::vector<BlockId> ids = rows_.tail_first(row, /*with_encoder=*/false);
   pool_.access(ids.data(), static_cast<int64_t>(ids.size()), now);
@@ -336,11 +329,6 @@ const TierCount& Manager::tiers() const {
   return host_ == nullptr ? kNone : host_->counts();
 }
 
-const std::deque<HostTier::Onboard>& Manager::onboards() const {
-  static const std::deque<HostTier::Onboard> kNone;
-  return host_ == nullptr ? kNone : host_->onboards();
-}
-
 void Manager::publish_offloaded() {
   if (host_ == nullptr) return;
   const std::vector<BlockId> written = host_->publish_offloaded();
@@ -348,7 +336,7 @@ void Manager::publish_offloaded() {
 }
 
 void Manager::clear_cache() {
-  has_forgotten_ |= rows_.num_in_use() > 0;
+  if (rows_.num_in_use() > 0) release_.note_forgotten();
   pool_.clear();
   if (host_ == nullptr) return;
   host_->pages().clear();

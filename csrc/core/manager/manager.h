@@ -43,13 +43,16 @@
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
+#include "core/manager/request_checks.h"
 #include "core/manager/row_growth.h"
+#include "core/manager/row_release.h"
 #include "core/manager/row_swap.h"
 #include "core/manager/row_table.h"
 #include "core/manager/session_pins.h"
 #include "core/manager/step_journal.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
+#include "core/manager/token_intake.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/event_log.h"
 
@@ -171,7 +174,7 @@ class Manager {
   int64_t num_rows() const { return rows_.num_in_use(); }
   int64_t num_steps() const { return steps().num_steps; }
   int64_t num_fenced() const { return frees_.num_waiting(); }
-  int64_t num_loading() const { return static_cast<int64_t>(onboards().size()); }  // blocks
+  int64_t num_loading() const { return host_ ? host_->num_onboards() : 0; }  // blocks
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return rows_.at(row).num_computed; }
   // Whether the next plan sends the row's whole table.
@@ -187,36 +190,14 @@ class Manager {
   // A call that may change something, or asks what only its thread may ask.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) {
-      if (manager->needs_clock_ && manager->clock_.read()) manager->notify_clock();
+      if (manager->clock_.read()) manager->notify_clock();
     }
     CallGuard::Scope scope;
   };
 
-  void check_append(int32_t row, int64_t num_tokens, int64_t least,
-                    int64_t num_lookahead_tokens) const;
   Slots append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   const StepNumbers& steps() const { return journal_.numbers(); }
-
-  // Checks (manager_checks.cpp): nothing changes but marks. What is to be hashed is hashed ahead.
-  void check_group(int64_t group) const;
-  void check_length(int64_t num_total, const char* what) const;
-  void check_driver(int32_t row, bool by_step) const;
-  void check_has_no_state(const char* call) const;
-  void check_new(const TokenChain& chain) const;
-  void check_rejected(int32_t row, int64_t num_rejected) const;
-  int64_t check_computed(const TokenChain& chain,
-                         const std::vector<std::vector<BlockId>>& computed) const;
-  void check_step_rows(const StepRequest& request);
-  void check_token_ids(const StepRequest& request) const;
-  void check_step(const StepRequest& request);
-  bool must_hash(const TokenChain& chain, bool reads) const;
-  void hash_ahead(TokenChain& chain, bool reads) const;
-  void hash_filled(int32_t row) const;
-  void hash_ahead(const StepRequest& request);
-  void append_ids(const StepRequest& request);
-  void take_back_ids(const StepRequest& request, int64_t num_rows);
-  void take_back_ids_of(const StepRequest& request, int64_t i);
 
   // Serving (manager_serving.cpp).
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
@@ -234,33 +215,15 @@ class Manager {
   void release_held();
   void resend_tables();
 
-  // Forks (manager_forking.cpp).
-  void check_fork(int32_t row, const TokenChain& child) const;
-
   // Rows that leave the device and come back (manager_swapping.cpp).
-  void check_has_host(const char* what) const;
-  void check_on_device(int32_t row) const;
-  void check_swap(const std::vector<int32_t>& rows, bool on_host);
   bool leave(int32_t row);
   std::vector<bool> swap_out_rows(const StepRequest& request);
   void answer_swapped(const StepRequest& request, const std::vector<bool>& have_left);
 
-  const std::deque<HostTier::Onboard>& onboards() const;
   void publish_offloaded();
   void publish_arrived();
 
-  // Giving back (manager_giving_back.cpp).
-  void note_left(int32_t row);
-  void release_row(int32_t row, bool with_encoder);
-  void notify_release(int32_t row, ReleaseFeatures features);
-  bool can_resume(const RowBlocks* held, int64_t num_tokens) const;
-  void truncate(int32_t row, int64_t num_tokens);
-  void restart(int32_t row);
-  void resend(int32_t row);
-
   // Reports (manager_reports.cpp).
-  static void check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name);
-  void hash_rows();
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);
 
@@ -268,33 +231,33 @@ class Manager {
   Recompute invalidate_blocks(const std::vector<BlockId>& ids, const std::vector<BlockId>& pages);
   InvalidationContext invalidation_context() const;
   Recompute recompute(const Invalidation::Limits& limits);
+  void restart(int32_t row);
+  void resend(int32_t row);
 
   void clear_cache();
   void notify_clock();
+  BlockHolders holders() const;
 
   ManagerOptions options_;
   int64_t hash_block_size_;
   std::vector<CacheGroup> groups_;
-  bool has_state_ = false;  // a group of pages that hold states
-  bool is_uniform_ = true;  // all blocks are of one size, that of a hash block
   BlockPool pool_;
   std::unique_ptr<HostTier> host_;  // null where there is none
   RowTable rows_;
   PrefixFinder finder_;
   EventLog events_;
-  bool has_forgotten_ = false;  // ever, what blocks hold that rows hold
-  int64_t num_releases_ = 0;
   PlanBuilder plan_;
   StepJournal journal_;
   DeferredFrees frees_;
-  BlockHolders holders_;
   DemandRules rules_;
   CacheStats stats_;
   Publisher publisher_;
   RowGrowth growth_;
   RowSwap swap_;
   Clock clock_;
-  bool needs_clock_ = false;
+  RowRelease release_;
+  RequestChecks checks_;
+  TokenIntake intake_;
   SessionPins pins_;
   CallGuard guard_;
   std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next

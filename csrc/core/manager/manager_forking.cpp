@@ -7,30 +7,13 @@
 
 namespace kvcache {
 
-void Manager::check_fork(int32_t row, const TokenChain& child) const {
-  const Row& parent = rows_.at(row);
-  check_on_device(row);
-  check_new(child);
-  const int64_t num_known = parent.chain->num_tokens();
-  if (num_known < parent.num_computed) {
-    throw std::invalid_argument(
-        "row " + std::to_string(row) + " has " + std::to_string(parent.num_computed) +
-        " computed tokens, of which " + std::to_string(num_known) +
-        " are known: expected the others to be appended or rejected before it is forked");
-  }
-  if (child.begins_like(*parent.chain, parent.num_computed)) return;
-  throw std::invalid_argument("the child has other tokens, or other extra keys, than row " +
-                              std::to_string(row) + ": expected the same for the " +
-                              std::to_string(parent.num_computed) + " computed tokens");
-}
-
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
-  check_fork(row, *child);
+  checks_.check_fork(row, *child);
   // What has filled is published now: none that both hold is left to be.
   if (publisher_.may_publish(row)) {
-    hash_filled(row);
-    check_fork(row, *child);  // a digest may call back
+    intake_.hash_filled(row);
+    checks_.check_fork(row, *child);  // a digest may call back
   }
   if (!rows_.has_free()) return {Status::kWait, -1, {}, {}};
   publisher_.publish(row);
@@ -51,7 +34,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     each = rows_.blocks(row)[group.id];
     pool_.retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (!group.is_cacheable()) continue;
-    each.num_hits = static_cast<int64_t>(each.blocks.size());
+    each.num_hits = each.size();
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = std::max(each.num_partial, r.num_computed / hash_block_size_);
   }

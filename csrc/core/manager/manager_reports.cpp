@@ -13,14 +13,14 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
                           const std::vector<BlockId>& failed_on_host) {
   const Call call(this);
   journal_.check_step_id(step_id);
-  check_ids(pool_, failed, "failed_pages");
+  checks_.check_ids(pool_, failed, "failed_pages");
   if (!failed_on_host.empty()) {
-    check_has_host("failed_host_pages names pages");
-    check_ids(host_->pages(), failed_on_host, "failed_host_pages");
+    checks_.check_has_host("failed_host_pages names pages");
+    checks_.check_ids(host_->pages(), failed_on_host, "failed_host_pages");
   }
   const bool any_failed = !failed.empty() || !failed_on_host.empty();
   if (!completed) journal_.check_may_abort(step_id);
-  if (!completed || any_failed) hash_rows();  // else nothing is withdrawn: most reports
+  if (!completed || any_failed) intake_.hash_rows();  // else nothing is withdrawn: most reports
   Recompute all;
   if (!completed) all = abort_from(step_id);
   if (any_failed) {
@@ -38,23 +38,9 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const Call call(this);
   const std::vector<BlockId> invalid(ids,
                                      ids + n);  // a digest from Python could change the caller's
-  check_ids(pool_, invalid, "ids");
-  hash_rows();
+  checks_.check_ids(pool_, invalid, "ids");
+  intake_.hash_rows();
   return invalidate_blocks(invalid, {});
-}
-
-void Manager::check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name) {
-  for (BlockId id : ids) pool.check_id(id, name);
-}
-
-// What a row has dropped is known by its hashes alone; restarted rows look theirs up.
-void Manager::hash_rows() {
-  for (int32_t row = 0; row < rows_.size(); ++row) {
-    if (rows_.is_in_use(row)) hash_ahead(*rows_[row].chain, /*reads=*/true);
-  }
-  for (const StepJournal::Step& step : journal_.in_flight()) {
-    for (const StepJournal::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
-  }
 }
 
 void Manager::complete_to(int64_t step_id) {
@@ -109,7 +95,7 @@ Recompute Manager::abort_from(int64_t step_id) {
   frees_.release_completed();
   invalid.spread();
   const std::vector<BlockId> blocks = invalid.blocks();
-  has_forgotten_ = true;
+  release_.note_forgotten();
   pool_.evict(blocks.data(), static_cast<int64_t>(blocks.size()));
   return recompute(invalid.limits());
 }
@@ -133,9 +119,9 @@ Recompute Manager::invalidate_blocks(const std::vector<BlockId>& ids,
   invalid.add_failed(ids, pages);
   invalid.spread();
   const InvalidChains chains = invalid.chains();
-  has_forgotten_ = true;
-  pool_.evict_derived(chains, is_uniform_);
-  if (host_ != nullptr) host_->pages().evict_derived(chains, is_uniform_);
+  release_.note_forgotten();
+  pool_.evict_derived(chains, are_uniform(groups_));
+  if (host_ != nullptr) host_->pages().evict_derived(chains, are_uniform(groups_));
   return recompute(invalid.limits());
 }
 
@@ -151,10 +137,11 @@ Recompute Manager::recompute(const Invalidation::Limits& limits) {
   for (const auto& [row, limit] : limits) {
     if (limit >= rows_[row].num_computed) continue;
     out.rows.push_back(row);
-    if (!rows_[row].on_host && can_resume(rows_.blocks(row), limit)) {
-      truncate(row, limit);
+    if (!rows_[row].on_host && release_.can_resume(row, limit)) {
+      release_.truncate(row, limit);
+      publisher_.refresh(row);
     } else {
-      release_row(row, /*with_encoder=*/false);
+      release_.release_row(row, /*with_encoder=*/false);
       to_restart.push_back(row);
     }
     if (rows_[row].by_step) resend(row);
@@ -164,6 +151,28 @@ Recompute Manager::recompute(const Invalidation::Limits& limits) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows_[row].num_computed));
   }
   return out;
+}
+
+// The row has released its blocks; it goes on from what the device's cache has. What was swapped
+// out of an encoder stays there: its pages come back with the row.
+void Manager::restart(int32_t row) {
+  Row& r = rows_[row];
+  r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
+  r.has_forked = r.may_share = false;
+  const PrefixHit& hit = find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
+  for (const CacheGroup& group : groups_) {
+    if (group.is_cacheable()) RowGrowth::set_hit(&rows_.blocks(row)[group.id], group, hit);
+  }
+  ServedRow served;
+  served.row = row;
+  growth_.take_hit(&served, hit);
+  r.num_computed = r.start = hit.num_tokens;
+  r.is_stale = false;
+  publisher_.refresh(row);
+}
+
+void Manager::resend(int32_t row) {
+  if (rows_[row].by_step) plan_.resend(row);
 }
 
 }  // namespace kvcache

@@ -21,7 +21,7 @@ void Manager::serve_rows(const StepRequest& request) {
     served.row = row;
     served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};
     const Status status = extend_row(&served);
-    if (status != Status::kServed) take_back_ids_of(request, i);
+    if (status != Status::kServed) intake_.take_back_ids_of(request, i);
     answer(served, status);
   }
 }

@@ -7,33 +7,6 @@
 
 namespace kvcache {
 
-void Manager::check_has_host(const char* what) const {
-  if (host_ != nullptr) return;
-  throw std::invalid_argument(std::string(what) +
-                              ", but there is no host tier: expected num_host_blocks of 2 or more");
-}
-
-void Manager::check_on_device(int32_t row) const {
-  if (!rows_.at(row).on_host) return;
-  throw std::invalid_argument("row " + std::to_string(row) +
-                              " is swapped out: expected one on the device");
-}
-
-void Manager::check_swap(const std::vector<int32_t>& rows, bool on_host) {
-  rows_.begin_call();
-  for (int32_t row : rows) {
-    check_driver(row, /*by_step=*/false);
-    if (rows_[row].on_host != on_host) {
-      throw std::invalid_argument("row " + std::to_string(row) +
-                                  (on_host ? " is on the device: expected one that is swapped out"
-                                           : " is swapped out: expected one on the device"));
-    }
-    if (!rows_.name(row)) {
-      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
-    }
-  }
-}
-
 int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   check_reader();
   for (int32_t row : rows) rows_.at(row);
@@ -42,10 +15,10 @@ int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
 
 std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {
   const Call call(this);
-  check_has_host("swap_out was called");
-  check_swap(rows, /*on_host=*/false);
-  for (int32_t row : rows) hash_filled(row);
-  check_swap(rows, /*on_host=*/false);  // a digest may call back
+  checks_.check_has_host("swap_out was called");
+  checks_.check_swap(rows, /*on_host=*/false);
+  for (int32_t row : rows) intake_.hash_filled(row);
+  checks_.check_swap(rows, /*on_host=*/false);  // a digest may call back
   if (swap_.num_unique_blocks(rows) > host_->pages().num_free()) return std::nullopt;
   plan_.begin_direct();
   swap_.begin();
@@ -56,8 +29,8 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
 
 std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>& rows) {
   const Call call(this);
-  check_has_host("swap_in was called");
-  check_swap(rows, /*on_host=*/true);
+  checks_.check_has_host("swap_in was called");
+  checks_.check_swap(rows, /*on_host=*/true);
   if (swap_.num_unique_blocks(rows) > pool_.num_free()) return std::nullopt;
   plan_.begin_direct();
   swap_.begin();
@@ -72,7 +45,7 @@ bool Manager::leave(int32_t row) {
   publisher_.publish(row);
   ReleaseFeatures features;
   features.is_swapped_out = true;
-  notify_release(row, features);
+  release_.notify_release(row, features);
   swap_.move_out(row, *departure);
   return true;
 }
