@@ -445,7 +445,7 @@ void bind_manager(py::module_& m) {
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
-      // of ints, or the number of tokens that nobody needs to know (no caching).
+      // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",
            [](Manager& self, int32_t row, const py::object& token_ids,
               int64_t num_lookahead) -> py::object {

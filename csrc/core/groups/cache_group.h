@@ -14,7 +14,7 @@ namespace kvcache {
 
 inline constexpr size_t kMaxGroups = 32;  // the number that an op takes in one launch
 
-// Of sizes within kMaxSize: cannot overflow.
+// Cannot overflow for sizes within kMaxSize.
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct CacheGroup {

@@ -1,4 +1,4 @@
-// What the KV of a request depends on besides its tokens, told per block as CBOR.
+// Extra keys: the KV of a request depends on them besides its tokens. Per block, as CBOR.
 //
 // The keys of a block, in this order: ["lora", name, path] on every block; ["mm", identifier, first
 // token of the item - first token of the block] on every block that the item touches;

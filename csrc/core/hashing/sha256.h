@@ -16,7 +16,7 @@ const char* libcrypto_name();
 // The digest in use: libcrypto's where there is one, else the fallback that was set.
 void sha256(const uint8_t* data, size_t size, uint8_t* out);
 
-// What to use without libcrypto. With `force`, use it all the same (for tests).
+// The digest to use without libcrypto. With `force`, it is used in any case (for tests).
 void set_sha256_fallback(Sha256Function function, bool force);
 
 }  // namespace kvcache

@@ -19,10 +19,10 @@ void TokenIds::append(const int32_t* tokens, int64_t n) {
     ids_.resize(ids_.size() + static_cast<size_t>(n));
     return;
   }
-  const int32_t* bad = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
-  if (bad != tokens + n) {
-    throw std::invalid_argument("token_ids[" + std::to_string(bad - tokens) + "] is " +
-                                std::to_string(*bad) + ": expected 0 to 2147483647");
+  const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
+  if (negative != tokens + n) {
+    throw std::invalid_argument("token_ids[" + std::to_string(negative - tokens) + "] is " +
+                                std::to_string(*negative) + ": expected 0 to 2147483647");
   }
   ids_.insert(ids_.end(), tokens, tokens + n);
 }

@@ -65,7 +65,7 @@ class TokenChain {
   // Takes over the hashes of another chain's blocks within num_tokens tokens, which begin like it.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
-  // Forgets the last n tokens, which nobody else has seen, and the hashes of their blocks.
+  // Forgets the last n tokens, which only the caller has seen, and the hashes of their blocks.
   void take_back(int64_t n);
 
  private:

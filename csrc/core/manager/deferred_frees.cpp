@@ -53,7 +53,7 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
       ++(*references)[id];
     }
   }
-  if (num_waiting != num_waiting_) throw std::logic_error("num_fenced is wrong");
+  if (num_waiting != num_waiting_) throw std::logic_error("num_waiting is not what fences hold");
   for (BlockId id = 1; id < pool_->num_blocks() && !waiting_.empty(); ++id) {
     if (counted[id] != waiting_[id]) {
       throw std::logic_error("fences hold block " + std::to_string(id) +

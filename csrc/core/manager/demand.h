@@ -1,4 +1,4 @@
-// What a row needs to be served: a question, answered as a value.
+// The blocks that a row needs to be served: a question, answered as a value.
 //
 // Invariant: changes nothing.
 #pragma once
@@ -49,12 +49,12 @@ class DemandRules {
               const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
               const ManagerOptions& options);
 
-  // Of a row on the device. Where it does not fit: whether it ever will.
+  // The demand of a row on the device. Where it does not fit: whether it ever will.
   // `may_share`: others may hold blocks that it writes.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share) const;
 
-  // Of a request that would begin with these blocks; null ones behind num_dropped are to be
-  // onboarded. `num_reserved`: blocks that it leaves free besides the watermark.
+  // The demand of a request that would begin with these blocks; null ones behind num_dropped are to
+  // be onboarded. `num_reserved`: blocks that it leaves free besides the watermark.
   Demand of_new(const RowBlocks* held, const TokenChain& chain, const Span& span,
                 int64_t num_reserved) const;
 

@@ -41,7 +41,7 @@ class HostTier {
   const TierCount& counts() const { return counts_; }
   TierCount* mutable_counts() { return &counts_; }
 
-  // What the device's pool says of its blocks: published, hit, and, within a step, about to be
+  // Events of the device's pool: blocks were published or hit, or are, within a step, about to be
   // taken for other content. As the mode has it, they are offloaded, by this plan or a later one.
   void on_published(const BlockId* ids, int64_t n);
   void on_hit(const BlockId* ids, int64_t n) {
@@ -65,8 +65,8 @@ class HostTier {
   // block.
   void onboard(PlanBuilder* plan, Onboard onboard);
 
-  // What has arrived by the reports on steps below num_completed, or never will, as its step came
-  // behind the last one issued. Oldest first; to be handed to `finish`.
+  // Onboards that have arrived, as their steps are below num_completed; or that never will, as
+  // their steps came behind the last one issued. Oldest first; to be handed to `finish`.
   std::vector<Onboard> take_arrived(int64_t num_completed);
   std::vector<Onboard> take_aborted(int64_t last_issued);
   // Whether the page still holds what it was onboarded for, and the block may be published.
@@ -79,7 +79,7 @@ class HostTier {
   int32_t num_onboards_into(BlockId block) const { return num_onboards_[block]; }
 
   // Adds what onboards hold to the references, of the device and of the host. Throws
-  // std::logic_error where they are not counted right, or a step has left something behind.
+  // std::logic_error where their count differs, or a step has left something behind.
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:

@@ -136,7 +136,7 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   }
 }
 
-// What a row that has left may have computed from token `first_token` on.
+// A row that has left may have computed its tokens from `first_token` on.
 void Invalidation::add_left(const TokenChain& chain, int64_t first_token) {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : *context_.groups) {
@@ -147,7 +147,7 @@ void Invalidation::add_left(const TokenChain& chain, int64_t first_token) {
   }
 }
 
-// Tokens at the end of a row's last step may be drafts whose rejection has not been told yet. Where
+// Tokens at the end of a row's last step may be drafts whose rejection is not known yet. Where
 // not all of the step was prompt, only what must have been accepted stays valid.
 int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
   const Row& r = (*context_.rows)[row];
@@ -171,7 +171,7 @@ int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
   return limit;
 }
 
-// What the row has computed from token `limit` on. Whether any of it was not known to be invalid.
+// Adds the blocks that the row has computed from token `limit` on. Whether any is new.
 bool Invalidation::add_computed(int32_t row, int64_t limit) {
   bool changed = false;
   const Row& r = (*context_.rows)[row];

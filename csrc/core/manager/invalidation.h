@@ -19,7 +19,7 @@
 
 namespace kvcache {
 
-// What an invalidation looks at.
+// Everything that an invalidation looks at.
 struct InvalidationContext {
   const std::vector<CacheGroup>* groups;
   int64_t hash_block_size;
@@ -42,9 +42,9 @@ class Invalidation {
   // Blocks and pages of the host whose content is not what it should be. Onboards into these
   // blocks, or from these pages, are invalid too.
   void add_failed(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
-  // Of the prefix that the block ends, so many tokens are valid.
+  // So many tokens of the prefix that the block ends are valid.
   void add_block(BlockId id, int64_t num_valid) { add_invalid_block(id, num_valid); }
-  // Of this row, no more than so many tokens are valid.
+  // No more than so many tokens of this row are valid.
   void limit_row(int32_t row, int64_t num_tokens);
 
   // Follows what was computed from all that.

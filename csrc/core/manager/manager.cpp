@@ -1,4 +1,5 @@
-// The manager's calls. What they check, serve, publish and take_back_invalid is in manager_*.cpp.
+// The manager's calls. How rows are served, swapped and forked, and what reports cause, is in
+// manager_*.cpp; the work is done by the components.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -51,9 +52,8 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(groups_), options.stats_window),
       publisher_({&groups_, hash_block_size_, &rows_, &pool_, host_.get(), &journal_, &stats_},
                  options_),
-      growth_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_}, holders()),
-      swap_({&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_},
-            options.caches_swapped_rows),
+      growth_(row_context(), holders()),
+      swap_(row_context(), options.caches_swapped_rows),
       clock_(options.track_residency || pool_.has_policy() ||
              (host_ != nullptr && host_->pages().has_policy())),
       release_(
@@ -77,6 +77,10 @@ void Manager::set_now(int64_t ms) {
 }
 
 BlockHolders Manager::holders() const { return {&pool_, &frees_, host_.get(), &plan_}; }
+
+RowContext Manager::row_context() {
+  return {&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_};
+}
 
 void Manager::notify_clock() {
   const int64_t ms = clock_.now_ms();

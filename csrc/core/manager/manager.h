@@ -2,12 +2,12 @@
 //
 // Two tiers of one page size: the device's pool and, where there is one, the host's. Pages move
 // between them by pairs of the plan: rows that are swapped out and back, and cached blocks that
-// live on on the host when the device has lost them.
+// live on on the host when the device has evicted them.
 //
 // A row is a request's stable place in the tables. `step` decides for every asked row which blocks
 // it gets in every cache group; what changed in the tables leaves as one StepPlan. `allocate` and
-// `append` decide for one request of a caller that keeps its own tables. A row belongs to the face
-// that admitted it; the other calls serve both.
+// `append` decide for one request of a caller that keeps its own tables. A row belongs to the
+// driver that admitted it; the other calls serve both.
 //
 // A manager belongs to the thread that first uses it. Every call that changes something first
 // checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
@@ -91,7 +91,8 @@ class Manager {
   // None where the request opted out of reading. Changes nothing; valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
 
-  // What admitting a request with at most num_tokens tokens behind its hit would be answered now.
+  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
+  // now.
   Status would_fit(TokenChain& chain, int64_t num_tokens);
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
@@ -108,7 +109,7 @@ class Manager {
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // The same for n tokens that have become known: the chain takes them, unless they do not fit.
-  // Null: nobody needs to know which. None, with lookahead slots alone, may be asked for.
+  // `token_ids` null: it does not matter which. n may be 0, for lookahead slots alone.
   Slots append_known(int32_t row, const int32_t* token_ids, int64_t n,
                      int64_t num_lookahead_tokens);
 
@@ -129,23 +130,23 @@ class Manager {
   bool by_step(int32_t row) const { return rows_.at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
 
-  // Of a row by sequences: its first num_tokens tokens have their KV now.
+  // The first num_tokens tokens of a row that `allocate` gave have their KV now.
   void mark_computed(int32_t row, int64_t num_tokens);
 
   // The row's blocks were used; what that means is the eviction policy's.
   void access(int32_t row, double now);
 
-  // Publishes what has filled since the row was last served, then gives the row's blocks back, tail
+  // Publishes what has filled since the row was last served, then releases the row's blocks, tail
   // first, and the row; the next step's plan clears it, if a step admitted it.
   // `features`: what the caller says of the conversation, for the eviction policy.
   void free(int32_t row, const ReleaseFeatures& features = {});
 
-  // What a worker says of a step. Completed: this step and all before it are done, what was given
-  // back until then can be used again. If not, the plan of this step and of every later one will
-  // not be carried out, or came to nothing: what they computed leaves the cache, and the rows go
-  // back to where they were. The `failed` blocks are invalidated. The next plan tells the rows'
-  // tables anew. All of it or, where something is refused, nothing.
-  // `failed_on_host`: pages of the host that were not written.
+  // The report of a worker. Completed: this step and all before it are done, what was released
+  // until then can be used again. If not, the plan of this step and of every later one will not be
+  // carried out, or came to nothing: what they computed leaves the cache, and the rows go back to
+  // where they were. The `failed` blocks are invalidated. The next plan sends the rows' tables
+  // anew. All of it or, where something is refused, nothing. `failed_on_host`: pages of the host
+  // that were not written.
   Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                    const std::vector<BlockId>& failed_on_host);
   Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
@@ -237,6 +238,7 @@ class Manager {
   void clear_cache();
   void notify_clock();
   BlockHolders holders() const;
+  RowContext row_context();
 
   ManagerOptions options_;
   int64_t hash_block_size_;

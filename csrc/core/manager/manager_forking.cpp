@@ -10,7 +10,7 @@ namespace kvcache {
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
   checks_.check_fork(row, *child);
-  // What has filled is published now: none that both hold is left to be.
+  // Filled blocks are published now: none that both hold is left to be.
   if (publisher_.may_publish(row)) {
     intake_.hash_filled(row);
     checks_.check_fork(row, *child);  // a digest may call back

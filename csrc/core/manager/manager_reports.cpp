@@ -1,4 +1,4 @@
-// What a worker says of steps: done, or come to nothing; and blocks that turned out to be wrong.
+// Reports on steps, which are done or came to nothing, and blocks that turned out to be invalid.
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -20,7 +20,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
   }
   const bool any_failed = !failed.empty() || !failed_on_host.empty();
   if (!completed) journal_.check_may_abort(step_id);
-  if (!completed || any_failed) intake_.hash_rows();  // else nothing is withdrawn: most reports
+  if (!completed || any_failed) intake_.hash_rows();  // else nothing becomes invalid: most reports
   Recompute all;
   if (!completed) all = abort_from(step_id);
   if (any_failed) {
@@ -100,7 +100,7 @@ Recompute Manager::abort_from(int64_t step_id) {
   return recompute(invalid.limits());
 }
 
-// What an aborted step made findable, unless it was computed before.
+// Blocks that an aborted step made findable, unless they were computed before.
 void Manager::add_published(const StepJournal::Published& published, Invalidation* invalid) const {
   if (pool_.generation(published.id) != published.generation) return;
   int64_t num_valid = 0;  // of a row that has left, nothing is known

@@ -61,7 +61,7 @@ Status Manager::extend_row(ServedRow* served) {
   growth_.serve(served, demand);
   if (r.may_share) r.may_share = rules_.shares_from(rows_.blocks(row), span.start);
   if (!r.has_forked) return Status::kServed;
-  // What it writes it has computed, though it began in another's block.
+  // The row has computed the blocks that it writes, though it began in another's block.
   for (const CacheGroup& group : groups_) {
     RowBlocks& each = rows_.blocks(row)[group.id];
     const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
@@ -70,7 +70,7 @@ Status Manager::extend_row(ServedRow* served) {
   return Status::kServed;
 }
 
-// Of a row on the host: brings back what it still reads, if it fits.
+// Brings back from the host what the row still reads, if it fits.
 Demand Manager::bring_back(ServedRow* served) {
   const RowSwap::Return back = swap_.return_of(served->row, served->span, rules_);
   if (back.demand.status != Status::kServed) return back.demand;
@@ -80,7 +80,7 @@ Demand Manager::bring_back(ServedRow* served) {
   return back.demand;
 }
 
-// What a request that takes this hit needs; its first blocks are in `candidate_`.
+// The demand of a request that takes this hit; its first blocks are in `candidate_`.
 Demand Manager::demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
                               int64_t num_reserved) {
   for (const CacheGroup& group : groups_) {
@@ -143,7 +143,7 @@ void Manager::publish_step() {
   publish_offloaded();
 }
 
-// What the plan reads may be released behind it.
+// Blocks that the plan reads are released behind it.
 void Manager::release_held() {
   const std::vector<BlockId> held = plan_.take_held();
   frees_.release_or_defer(held.data(), static_cast<int64_t>(held.size()), steps().num_steps);

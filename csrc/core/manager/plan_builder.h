@@ -1,7 +1,7 @@
-// What a step answers and what it changes, as it comes about.
+// The plan of a step, as it comes about: its answers and its changes.
 //
-// Between steps it keeps what the next plan must say: rows that have left, rows whose tables the
-// worker has wrong. Within a step it keeps the blocks that the plan reads.
+// Between steps it keeps what the next plan must say: rows that have left, rows whose tables
+// must be sent anew. Within a step it keeps the blocks that the plan reads.
 // Invariant: a plan names each row once per section, and each page once as a destination.
 #pragma once
 
@@ -59,7 +59,7 @@ class PlanBuilder {
 
   // The next plan clears a row that left.
   void clear_later(int32_t row) { clear_rows_.push_back(row); }
-  // The next plan sends the row's whole table: entries are not told one by one until then.
+  // The next plan sends the row's whole table: until then no single entry is replaced.
   void resend(int32_t row);
   bool must_resend(int32_t row) const {
     return row < static_cast<int64_t>(is_resent_.size()) && is_resent_[row] != 0;
@@ -70,7 +70,7 @@ class PlanBuilder {
   // The rows to send, in the order in which they were named; none is left.
   std::vector<int32_t> take_resent();
 
-  // Of the plan that was made last. Throws std::logic_error.
+  // Checks the plan that was made last. Throws std::logic_error.
   void check_invariants() const;
 
  private:

@@ -40,7 +40,7 @@ BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
   return host_->find(hash_at((block + 1) * group.block_size), group.id);
 }
 
-// Of the first num_blocks blocks of a group, how many are found before one is not.
+// How many of the first num_blocks blocks of a group are found before one is not.
 int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
   std::vector<BlockId>& found = hit_.blocks[group.id];
   // A cold prompt is known by its first block: nothing is made ready for the others.
@@ -132,7 +132,7 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
       num_tokens -= step_;
       continue;
     }
-    // From the right: what is missing there says at once where the hit must end instead.
+    // Backwards: the last block that is missing says at once where the hit must end instead.
     int64_t block = num_tokens / bs - 1;
     while (block >= first_token / bs && is_found(group, block)) --block;
     if (block < first_token / bs) break;

@@ -42,8 +42,9 @@ class PrefixFinder {
   int64_t unit() const { return unit_; }
   int64_t whole_unit() const { return whole_unit_; }
 
-  // Of at most `max_tokens` tokens, with these hashes; valid until the next call. Changes no pool.
-  // Parts of blocks are found on the device only.
+  // The hit of at most `max_tokens` tokens with these hashes, valid until the next call. Changes no
+  // pool.
+  // Partial blocks are found on the device only.
   const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_partial,
                         bool with_host);
 
@@ -68,7 +69,7 @@ class PrefixFinder {
   int64_t hash_block_size_;
   int64_t unit_ = 1, whole_unit_ = 1;
   bool drop_last_;
-  // Of the search at hand:
+  // The search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
   int64_t step_ = 1;  // unit() or whole_unit()
   bool with_host_ = false;

@@ -20,7 +20,7 @@ namespace kvcache {
 
 class Publisher {
  public:
-  // What publishing touches; `host` is null where there is none.
+  // Everything that publishing touches; `host` is null where there is none.
   struct Context {
     const std::vector<CacheGroup>* groups;
     int64_t hash_block_size;

@@ -1,4 +1,4 @@
-// What a caller may not ask for: refused by name before anything changes.
+// Requests that cannot be meant are refused by name before anything changes.
 //
 // Invariant: changes nothing but which rows the call has named.
 #pragma once

@@ -213,7 +213,7 @@ void RowGrowth::release_left_states() {
     c_.frees->release_or_defer(&id, 1, c_.journal->numbers().num_steps);
     id = kNullBlock;
     each.num_dropped = each.size() - 1;
-    // A row that is new tells its whole table, this entry included.
+    // The whole table of a row that is new is sent, this entry included.
     c_.plan->replace(move.row, move.group, move.block, kNullBlock);
   }
   state_moves_.clear();

@@ -11,14 +11,9 @@
 
 #include "core/groups/cache_group.h"
 #include "core/manager/block_holders.h"
-#include "core/manager/deferred_frees.h"
 #include "core/manager/demand.h"
-#include "core/manager/host_tier.h"
-#include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
-#include "core/pool/block_pool.h"
+#include "core/manager/row_context.h"
 
 namespace kvcache {
 
@@ -36,15 +31,6 @@ struct ServedRow {
 
 class RowGrowth {
  public:
-  struct Context {
-    const std::vector<CacheGroup>* groups;
-    BlockPool* pool;
-    HostTier* host;  // null where there is none
-    RowTable* rows;
-    PlanBuilder* plan;
-    StepJournal* journal;
-    DeferredFrees* frees;
-  };
   struct StateMove {  // a recurrent state leaves a page, when all rows are served
     int32_t row;
     uint8_t group;
@@ -52,7 +38,7 @@ class RowGrowth {
     int64_t num_tokens;  // that the state is of
   };
 
-  RowGrowth(const Context& context, BlockHolders holders) : c_(context), holders_(holders) {}
+  RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
 
   // The blocks with which a request begins that takes this hit; changes nothing but `held`.
   static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit);
@@ -84,7 +70,7 @@ class RowGrowth {
   void move_state(ServedRow* served, const CacheGroup& group, BlockId page);
   void copy_source(ServedRow* served, const CacheGroup& group);
 
-  Context c_;
+  RowContext c_;
   BlockHolders holders_;
   std::vector<StateMove> state_moves_;
   std::vector<BlockId> taken_;  // memory for the blocks of one row

@@ -10,27 +10,13 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
-#include "core/manager/deferred_frees.h"
 #include "core/manager/demand.h"
-#include "core/manager/host_tier.h"
-#include "core/manager/plan_builder.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
-#include "core/pool/block_pool.h"
+#include "core/manager/row_context.h"
 
 namespace kvcache {
 
 class RowSwap {
  public:
-  struct Context {
-    const std::vector<CacheGroup>* groups;
-    BlockPool* pool;
-    HostTier* host;  // null where there is none: then only `num_unique_blocks` may be called
-    RowTable* rows;
-    PlanBuilder* plan;
-    StepJournal* journal;
-    DeferredFrees* frees;
-  };
   struct Departure {             // of a row that fits on the host
     std::vector<BlockId> known;  // (block, page that holds the same already) each
     int64_t num_new;             // pages for the others
@@ -40,8 +26,9 @@ class RowSwap {
     std::array<int64_t, kMaxGroups> first;  // per group: blocks below it stay behind
   };
 
-  // `caches_rows`: what a row takes to the host is found there by others.
-  RowSwap(const Context& context, bool caches_rows) : c_(context), caches_rows_(caches_rows) {}
+  // Without a host only `num_unique_blocks` may be called. `caches_rows`: what a row takes to the
+  // host is found there by others.
+  RowSwap(const RowContext& context, bool caches_rows) : c_(context), caches_rows_(caches_rows) {}
 
   // Blocks that hold KV of these rows, which are of one tier; shared ones count once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
@@ -54,7 +41,7 @@ class RowSwap {
   // Moves the row to the host. Lookahead blocks hold nothing: they are released.
   void move_out(int32_t row, const Departure& departure);
 
-  // What a row on the host needs to be served by a step: the pages that it still reads, and new
+  // The demand of a row on the host that a step is to serve: the pages that it still reads, and new
   // blocks.
   Return return_of(int32_t row, const Span& span, const DemandRules& rules) const;
   // Brings the row's pages back for a step, but for those that it does not read any more, and a
@@ -66,7 +53,7 @@ class RowSwap {
   bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
   void move_in(int32_t row, int64_t start, const Return* back);
 
-  Context c_;
+  RowContext c_;
   bool caches_rows_;
   std::unordered_map<BlockId, BlockId> moved_;  // from -> to
 };

@@ -93,7 +93,8 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
       }
     }
   }
-  if (num_in_use != num_in_use_) throw std::logic_error("num_rows is wrong");
+  if (num_in_use != num_in_use_)
+    throw std::logic_error("num_in_use is not the number of rows in use");
   if (num_in_use + static_cast<int64_t>(free_.size()) != size()) {
     throw std::logic_error("a row is neither in use nor free");
   }

@@ -1,7 +1,8 @@
 // The rows of requests, their blocks per group, and the rows that are free.
 //
-// Invariant: rows in use are counted right; a row's blocks are null exactly below num_dropped; what
-// a row refers to is its blocks, on the device or, once it is swapped out, on the host.
+// Invariant: the number of rows in use is counted; a row's blocks are null exactly below
+// num_dropped; what a row refers to is its blocks, on the device or, once it is swapped out, on the
+// host.
 #pragma once
 
 #include <cstdint>

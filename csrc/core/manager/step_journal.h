@@ -1,4 +1,4 @@
-// What steps in flight have done, so that it can be undone when one of them comes to nothing.
+// A journal of what steps in flight have done, to undo it when one of them comes to nothing.
 //
 // Invariant: at most kMaxStepsInFlight steps, by their numbers, none of them done.
 #pragma once
@@ -60,8 +60,8 @@ class StepJournal {
   void issue(const std::vector<int32_t>& clear_rows);
   const Step& last() const { return in_flight_.back(); }  // there must be one
 
-  // What the step that was opened last does, also between steps. Of rows that `step` admitted;
-  // without a step in flight nothing needs to be known.
+  // Notes on the step that was opened last, also between steps. Only of rows that `step` admitted,
+  // and only while a step is in flight.
   void note_served(int32_t row, const Row& r, int64_t start) {
     in_flight_.back().rows.push_back({row, r.admission, start});
   }
@@ -72,7 +72,7 @@ class StepJournal {
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   // Whether notes on this row would be kept.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
-  // What becomes of the steps that computed the parent's blocks becomes of the child's.
+  // A child shares the fate of the steps that computed its parent's blocks.
   void inherit(int32_t row, const Row& r, int32_t child, const Row& c);
 
   // Throw std::invalid_argument: on a step that there was not, or that cannot be aborted any more.

@@ -1,4 +1,4 @@
-// What the manager answers.
+// The answers of the manager.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace kvcache {
 
 enum class Status : uint8_t { kServed = 0, kWait = 1, kNever = 2 };
 
-// What a step answered and what it changed, ragged by row where it says so.
+// The answers and the changes of a step, ragged by row where it says so.
 struct StepPlan {
   int64_t step_id = -1;
   std::vector<int32_t> rows;  // per asked row: those served, swapped out, new; -1: got none

@@ -1,4 +1,4 @@
-// What a step is asked for.
+// The request to a step.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct NewRow {
       kMaxSize;  // a hit that takes more from the host is not taken from there
 };
 
-// What a step is asked for. Arrays of running rows have num_rows entries.
+// The request to a step. Arrays of running rows have num_rows entries.
 struct StepRequest {
   const int32_t* rows = nullptr;
   const int32_t* num_tokens = nullptr;

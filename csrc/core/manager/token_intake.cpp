@@ -53,7 +53,7 @@ void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const 
   if (n > 0) (*rows_)[request.rows[i]].chain->take_back(n);
 }
 
-// What a row has dropped is known by its hashes alone; restarted rows look theirs up.
+// Blocks that a row has dropped are known by their hashes alone; restarted rows look theirs up.
 void TokenIntake::hash_rows() const {
   for (int32_t row = 0; row < rows_->size(); ++row) {
     if (rows_->is_in_use(row)) hash_ahead(*(*rows_)[row].chain, /*reads=*/true);

@@ -15,7 +15,7 @@ namespace {
 // memory behind the work on the blocks before it.
 constexpr int64_t kPrefetchBlocks = 8;
 
-// What is known of all blocks under a hash, in place of one of them.
+// Stands for all blocks under a hash, in place of one of them.
 constexpr BlockId kUntouched = -1;
 constexpr BlockId kTouched = kNullBlock;
 
@@ -232,7 +232,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     if (!is_cached(block)) {
       set_cached(ids[i], group, parent.tag(), content.root ? content.root->tag() : hash.tag());
     }
-    lineage_[ids[i]].parent = parent.tag();  // parts of it were published without
+    lineage_[ids[i]].parent = parent.tag();  // partial hashes were published without
     block.hash = hash;
     if (candidates_) notify_published(ids[i], content.is_chain);
     if (index_.insert(ids[i]) && events_ != nullptr) {

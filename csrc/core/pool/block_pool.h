@@ -26,7 +26,7 @@
 
 namespace kvcache {
 
-// What the pool knows about one block, besides its place in a free list.
+// One block, besides its place in a free list.
 struct alignas(16) Block {
   Hash hash;               // valid while indexed
   BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
@@ -103,7 +103,7 @@ class HashIndex {
   ZeroedArray<Bucket> buckets_;
 };
 
-// What a cached block holds, told to another pool.
+// The content of a cached block, for another pool.
 struct Copied {
   Hash hash;
   uint8_t group;
@@ -111,8 +111,8 @@ struct Copied {
   bool is_chain;          // nothing finds it without its parent
 };
 
-// What some blocks of one request hold: hashes and, where events tell them, tokens. Hash i is
-// hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
+// The content of some blocks of one request: hashes and, where events are recorded, tokens. Hash i
+// is hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
 struct Content {
   const Hash* hashes;
   const Hash* parent;
@@ -153,7 +153,8 @@ class BlockPool {
            blocks_[id].group == group && blocks_[id].hash == hash;
   }
 
-  // What the block is published under; null where it is not. Any id of the pool may be asked.
+  // The hash that the block is published under; null where it is not. Any id of the pool may be
+  // asked.
   const Hash* hash_of(BlockId id) const {
     return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
   }
@@ -161,7 +162,7 @@ class BlockPool {
   void check_id(BlockId id, const char* what) const { (void)at(id, what); }
   // Another number whenever the block is handed out anew (of 256, so for a while).
   uint8_t generation(BlockId id) const { return blocks_[id].generation; }
-  // Of a cached block: the group of its content, and the hashes of its parts.
+  // The group of a cached block's content, and the hashes of what it holds partially.
   uint8_t group_of(BlockId id) const { return blocks_[id].group; }
   std::vector<Hash> partial_hashes_of(BlockId id) const { return partial_.of(id); }
   // Cached blocks of a group that were taken for other content.
@@ -229,7 +230,7 @@ class BlockPool {
   int64_t num_pinned() const { return pins_ ? pins_->num_pinned() : 0; }
   int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }  // pinned, evicted
 
-  // What the policy may learn from (eviction_policy.h); without one nothing happens.
+  // Notifies the policy (eviction_policy.h); without one nothing happens.
   bool has_policy() const { return candidates_ != nullptr; }
   void hit(const BlockId* ids, int64_t n) {
     if (has_policy()) notify_hit(ids, n);
@@ -284,7 +285,7 @@ class BlockPool {
   void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  void forget(BlockId id, bool evicted = false);  // drops hash and parts
+  void forget(BlockId id, bool evicted = false);  // drops all its hashes
   FreeList& list_of(const Block& block) {
     if (!is_cached(block)) return uncached_free_;
     return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;

@@ -1,4 +1,4 @@
-// What a pool does beyond least-recently-released: its policy, its pins.
+// A pool beyond least-recently-released: its policy, its pins.
 //
 // `passed_`, then `cached_free_`: all free cached blocks in the order of their release, candidates
 // or not. Eviction moves pinned ones that it meets at the head of `cached_free_` to `passed_`; when
@@ -45,7 +45,7 @@ void BlockPool::take_chosen(int64_t n, BlockId* out) {
   num_evicted_ += n;
 }
 
-// Of the free cached blocks, pinned ones last.
+// The least recently released of the free cached blocks, pinned ones last.
 BlockId BlockPool::least_recently_released() {
   BlockId id = cached_free_.head();
   for (; id != kNullBlock && has_pin(blocks_[id]); id = cached_free_.head()) {
@@ -166,7 +166,7 @@ void BlockPool::notify_published(BlockId id, bool is_chain) {
   candidates_->policy().on_publish(id, &block.hash, block.group);
 }
 
-// Of the blocks behind `last`, which a release has just listed.
+// Notifies the policy of the blocks behind `last`, which a release has just listed.
 void BlockPool::notify_idle(BlockId last) {
   BlockId id = last == kNullBlock ? cached_free_.head() : links_[last].next;
   for (; id != kNullBlock; id = links_[id].next) {

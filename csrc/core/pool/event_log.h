@@ -1,4 +1,4 @@
-// What became findable in a cache and what left it, in order, until somebody asks.
+// Events: hashes that became findable in a cache and those that left it, in order, until drained.
 #pragma once
 
 #include <cstdint>

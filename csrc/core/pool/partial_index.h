@@ -1,8 +1,8 @@
 // Partially filled blocks: hashes of prefixes that end inside a block.
 //
 // Only managers whose hash blocks are finer than their allocation blocks have any: there, a hit
-// inside a block is copied. Blocks under one hash form a list, oldest first; so do a block's parts:
-// all is O(1) per part, however many blocks share a prefix.
+// inside a block is copied. Blocks under one hash form a list, oldest first; so do a block's
+// entries: all is O(1) per entry, however many blocks share a prefix.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ class PartialIndex {
     return found == by_hash_.end() ? kNullBlock : parts_[found->second.first].block;
   }
   void add(BlockId id, const Hash& hash, uint8_t group);
-  void forget(BlockId id);  // all its parts
+  void forget(BlockId id);  // all its entries
   void clear();
   bool empty() const { return of_block_.empty(); }
   bool has(BlockId id) const { return of_block_.count(id) != 0; }

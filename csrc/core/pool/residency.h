@@ -32,7 +32,7 @@ class Residency {
   explicit Residency(int64_t num_blocks)
       : born_(static_cast<size_t>(num_blocks)), idle_since_(static_cast<size_t>(num_blocks)) {}
 
-  // 32 bits: differences are right for durations below 49 days, whatever the clock began at.
+  // 32 bits: differences hold for durations below 49 days, whatever the clock began at.
   void set_now(int64_t ms) { now_ = static_cast<uint32_t>(ms); }
 
   void published(BlockId id) { born_[id] = now_; }
