@@ -58,6 +58,15 @@ struct Serving {
     rows[row].by_step = true;
     return row;
   }
+  // Another row with all blocks of this one.
+  int32_t add_twin(int32_t row) {
+    const int32_t twin = add_row(20);
+    ids(twin) = ids(row);
+    rows[twin].num_computed = rows[row].num_computed;
+    pool.retain(ids(row).data(), rows.blocks(row)[0].size());
+    rows[row].may_share = true;
+    return twin;
+  }
   // Gives the row slots for tokens start to stop - 1.
   ServedRow serve(int32_t row, int64_t start, int64_t stop) {
     ServedRow served;

@@ -6,8 +6,7 @@
 
 #include "tests/check.h"
 
-using kvcache::CallGuard;
-
+using namespace kvcache;
 namespace {
 
 // What the call throws in a thread of its own; empty where it does not.

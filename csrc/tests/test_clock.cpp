@@ -2,8 +2,7 @@
 
 #include "tests/check.h"
 
-using kvcache::Clock;
-
+using namespace kvcache;
 namespace {
 
 TEST(reads_the_system_until_it_is_set) {

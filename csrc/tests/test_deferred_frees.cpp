@@ -3,11 +3,7 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockId;
-using kvcache::BlockPool;
-using kvcache::DeferredFrees;
-using kvcache::PerBlock;
-using kvcache::StepNumbers;
+using namespace kvcache;
 using namespace kvcache::test;
 
 namespace {

@@ -6,23 +6,7 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockHolders;
-using kvcache::BlockId;
-using kvcache::BlockPool;
-using kvcache::CacheGroup;
-using kvcache::DeferredFrees;
-using kvcache::Demand;
-using kvcache::DemandRules;
-using kvcache::ExtraKeys;
-using kvcache::Hash;
-using kvcache::ManagerOptions;
-using kvcache::PlanBuilder;
-using kvcache::RowBlocks;
-using kvcache::Span;
-using kvcache::Status;
-using kvcache::StepNumbers;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -55,9 +39,7 @@ struct Fixture {
   }
 };
 
-CacheGroup window(int64_t tokens) {
-  return group_of(std::make_shared<kvcache::SlidingWindow>(tokens), 4);
-}
+CacheGroup window(int64_t tokens) { return group_of(std::make_shared<SlidingWindow>(tokens), 4); }
 
 TEST(blocks_for_the_tokens_and_the_lookahead_that_are_not_there_yet) {
   Fixture f;
@@ -115,13 +97,13 @@ TEST(free_hits_are_not_free_for_new_blocks) {
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kServed);
   take(&f.pool, 1);
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
-  f.held.blocks[3] = kvcache::kNullBlock;  // on the host: takes a block
+  f.held.blocks[3] = kNullBlock;  // on the host: takes a block
   CHECK(f.fresh({16, 36, 0}, 36).status == Status::kServed);
   CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
 }
 
 TEST(an_encoder_takes_its_blocks_at_once) {
-  Fixture f({group_of(std::make_shared<kvcache::CrossAttention>(), 4)});
+  Fixture f({group_of(std::make_shared<CrossAttention>(), 4)});
   CHECK_EQ(f.fresh({0, 3, 0}, 3, /*num_encoder_tokens=*/9).groups[0].num_new, 3);
   take(&f.pool, 8);
   CHECK(f.fresh({0, 3, 0}, 3, 9).status == Status::kWait);
@@ -129,7 +111,7 @@ TEST(an_encoder_takes_its_blocks_at_once) {
 }
 
 TEST(a_state_needs_a_page_where_it_enters_a_block) {
-  Fixture f({group_of(std::make_shared<kvcache::RecurrentState>(), 4)});
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   CHECK_EQ(f.running({0, 3, 0}).groups[0].num_new, 1);
   f.held.blocks = take(&f.pool, 1);
   CHECK_EQ(f.running({3, 4, 9}).groups[0].num_new, 0);

@@ -3,16 +3,7 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockId;
-using kvcache::BlockPool;
-using kvcache::ExtraKeys;
-using kvcache::Hash;
-using kvcache::HostTier;
-using kvcache::HostWrite;
-using kvcache::PerBlock;
-using kvcache::PlanBuilder;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -20,7 +11,7 @@ namespace {
 
 struct Fixture {
   BlockPool device{9};
-  std::vector<kvcache::CacheGroup> groups = full_groups(4);
+  std::vector<CacheGroup> groups = full_groups(4);
   HostTier host;
   PlanBuilder plan{1, 9};
   std::vector<Hash> hashes = hashes_from(1, 3);

@@ -3,19 +3,7 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockId;
-using kvcache::BlockPool;
-using kvcache::ExtraKeys;
-using kvcache::Hash;
-using kvcache::HostTier;
-using kvcache::HostWrite;
-using kvcache::Invalidation;
-using kvcache::PlanBuilder;
-using kvcache::Row;
-using kvcache::RowTable;
-using kvcache::StepJournal;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -24,7 +12,7 @@ namespace {
 // Rows of one group of blocks of 4 tokens, and what publishes their blocks.
 struct Fixture {
   BlockPool pool{30};
-  std::vector<kvcache::CacheGroup> groups = full_groups(4);
+  std::vector<CacheGroup> groups = full_groups(4);
   HostTier host{std::make_unique<BlockPool>(9), &pool, &groups, HostWrite::kBack, 0};
   RowTable rows{&groups, 0};
   StepJournal journal;

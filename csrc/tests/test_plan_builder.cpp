@@ -2,11 +2,7 @@
 
 #include "tests/check.h"
 
-using kvcache::BlockId;
-using kvcache::PlanBuilder;
-using kvcache::RowBlocks;
-using kvcache::Status;
-using kvcache::StepPlan;
+using namespace kvcache;
 using Ids = std::vector<int32_t>;
 
 namespace {

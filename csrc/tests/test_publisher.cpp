@@ -5,17 +5,7 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockId;
-using kvcache::BlockPool;
-using kvcache::CacheGroup;
-using kvcache::CacheStats;
-using kvcache::ExtraKeys;
-using kvcache::ManagerOptions;
-using kvcache::Publisher;
-using kvcache::RowTable;
-using kvcache::StepJournal;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -48,7 +38,7 @@ struct Fixture {
     rows[0].num_computed = num_computed;
     for (const CacheGroup& group : groups) {
       std::vector<BlockId>& blocks = rows.blocks(0)[group.id].blocks;
-      const auto size = static_cast<size_t>(kvcache::ceil_div(num_computed, group.block_size));
+      const auto size = static_cast<size_t>(ceil_div(num_computed, group.block_size));
       while (blocks.size() < size) blocks.push_back(take(&pool, 1)[0]);
     }
     rows[0].chain->hashes();
@@ -116,11 +106,11 @@ TEST(blocks_wait_until_their_tokens_are_marked) {
 }
 
 TEST(what_has_left_a_window_is_not_published) {
-  Fixture f({group_of(std::make_shared<kvcache::SlidingWindow>(4), 4)});
+  Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
   f.compute(12, 12);
-  kvcache::RowBlocks& blocks = f.rows.blocks(0)[0];
+  RowBlocks& blocks = f.rows.blocks(0)[0];
   f.pool.release(&blocks[0], 1);
-  blocks[0] = kvcache::kNullBlock;
+  blocks[0] = kNullBlock;
   blocks.num_dropped = 1;
   f.publish();
   CHECK_EQ(f.pool.num_cached(), 2);
@@ -128,7 +118,7 @@ TEST(what_has_left_a_window_is_not_published) {
 }
 
 TEST(partial_blocks_are_found_by_their_hash_blocks) {
-  CacheGroup group = group_of(std::make_shared<kvcache::FullAttention>(), 4, 0, 2);
+  CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, 2);
   group.has_partial = true;
   Fixture f({group}, {}, /*hash_block_size=*/2);
   f.compute(6, 6);
@@ -141,7 +131,7 @@ TEST(partial_blocks_are_found_by_their_hash_blocks) {
 }
 
 TEST(a_state_is_found_where_a_step_ended_at_a_boundary) {
-  Fixture f({group_of(std::make_shared<kvcache::RecurrentState>(), 4)});
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   f.compute(7, 7);
   f.publish();
   CHECK_EQ(f.pool.num_cached(), 0);  // the state after 4 tokens was written over

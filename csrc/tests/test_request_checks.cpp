@@ -3,15 +3,7 @@
 #include "core/groups/recurrent_state.h"
 #include "tests/serving_fixture.h"
 
-using kvcache::BlockId;
-using kvcache::CacheGroup;
-using kvcache::ExtraKeys;
-using kvcache::Hash;
-using kvcache::ManagerOptions;
-using kvcache::RequestChecks;
-using kvcache::StepRequest;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
+using namespace kvcache;
 using namespace kvcache::test;
 
 namespace {
@@ -77,7 +69,7 @@ TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {
 }
 
 TEST(a_state_takes_no_token_back) {
-  Fixture f({group_of(std::make_shared<kvcache::RecurrentState>(), 4)});
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = f.add_row(20);
   CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state takes no token back");
   CHECK_THROWS(f.checks.check_has_no_state("allocate_slots"), "with a recurrent group");

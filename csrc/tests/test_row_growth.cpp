@@ -4,13 +4,7 @@
 #include "core/groups/sliding_window.h"
 #include "tests/serving_fixture.h"
 
-using kvcache::BlockId;
-using kvcache::kNullBlock;
-using kvcache::PrefixHit;
-using kvcache::RowBlocks;
-using kvcache::RowGrowth;
-using kvcache::ServedRow;
-using kvcache::StepPlan;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -54,7 +48,7 @@ TEST(preallocation_takes_more_of_what_is_spare) {
 }
 
 TEST(blocks_that_leave_a_window_are_released_and_replaced_by_null) {
-  Serving s({group_of(std::make_shared<kvcache::SlidingWindow>(4), 4)});
+  Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 12);
   const Ids before = s.ids(row);
@@ -69,11 +63,9 @@ TEST(blocks_that_leave_a_window_are_released_and_replaced_by_null) {
 
 TEST(a_written_block_that_another_row_holds_is_copied) {
   Serving s;
-  const int32_t row = s.add_row(20), other = s.add_row(20);
+  const int32_t row = s.add_row(20);
   s.serve(row, 0, 6);
-  s.ids(other) = s.ids(row);
-  s.pool.retain(s.ids(row).data(), 2);
-  s.rows[row].may_share = true;
+  const int32_t other = s.add_twin(row);
   const BlockId shared = s.ids(row)[1];
   const ServedRow served = s.serve(row, 6, 12);
   const BlockId own = s.ids(row)[1];
@@ -88,18 +80,16 @@ TEST(a_written_block_that_another_row_holds_is_copied) {
 
 TEST(a_shared_block_without_content_is_replaced_and_not_copied) {
   Serving s;
-  const int32_t row = s.add_row(20), other = s.add_row(20);
+  const int32_t row = s.add_row(20);
   s.serve(row, 0, 6);
-  s.ids(other) = s.ids(row);
-  s.pool.retain(s.ids(row).data(), 2);
-  s.rows[row].may_share = true;
+  const int32_t other = s.add_twin(row);
   s.serve(row, 4, 6);  // its last two tokens were rejected
   CHECK(s.end().copy.empty());
   CHECK(s.ids(row)[1] != s.ids(other)[1]);
 }
 
 TEST(a_state_moves_to_the_page_of_its_block) {
-  Serving s({group_of(std::make_shared<kvcache::RecurrentState>(), 4)});
+  Serving s({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 4);
   const BlockId first = s.ids(row)[0];

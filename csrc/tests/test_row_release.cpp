@@ -3,12 +3,7 @@
 #include "core/groups/sliding_window.h"
 #include "tests/serving_fixture.h"
 
-using kvcache::BlockId;
-using kvcache::CacheGroup;
-using kvcache::Clock;
-using kvcache::ReleaseFeatures;
-using kvcache::RowBlocks;
-using kvcache::RowRelease;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -59,7 +54,7 @@ TEST(what_nothing_finds_is_known_to_the_journal) {
 }
 
 TEST(a_row_resumes_where_its_blocks_hold_what_it_reads) {
-  Fixture f({group_of(std::make_shared<kvcache::SlidingWindow>(4), 4)});
+  Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 12);
   f.serve(row, 12, 13);  // the first two blocks have left the window

@@ -4,10 +4,7 @@
 #include "core/groups/sliding_window.h"
 #include "tests/serving_fixture.h"
 
-using kvcache::BlockId;
-using kvcache::kNullBlock;
-using kvcache::RowSwap;
-using kvcache::Status;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -35,11 +32,9 @@ TEST(a_row_leaves_with_what_holds_kv) {
 
 TEST(shared_blocks_move_once) {
   Serving s;
-  const int32_t row = s.add_row(20), other = s.add_row(20);
+  const int32_t row = s.add_row(20);
   s.serve(row, 0, 8);
-  s.ids(other) = s.ids(row);
-  s.rows[other].num_computed = 8;
-  s.pool.retain(s.ids(row).data(), 2);
+  const int32_t other = s.add_twin(row);
   CHECK_EQ(s.swap.num_unique_blocks({row, other}), 2);
   leave(&s, row);
   leave(&s, other);
@@ -72,7 +67,7 @@ TEST(a_row_that_does_not_fit_stays) {
 }
 
 TEST(a_row_comes_back_as_far_as_it_still_reads) {
-  Serving s({group_of(std::make_shared<kvcache::SlidingWindow>(4), 4)});
+  Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 12);
   leave(&s, row);
@@ -91,7 +86,7 @@ TEST(a_row_comes_back_as_far_as_it_still_reads) {
 }
 
 TEST(a_return_that_does_not_fit_waits_behind_the_watermark_unless_the_row_is_alone) {
-  kvcache::ManagerOptions options{};
+  ManagerOptions options{};
   options.watermark_blocks = 5;
   Serving s(full_groups(4), options);
   const int32_t row = s.add_row(40);
@@ -109,7 +104,7 @@ TEST(a_return_that_does_not_fit_waits_behind_the_watermark_unless_the_row_is_alo
 }
 
 TEST(a_state_that_moves_on_is_read_into_its_new_page) {
-  Serving s({group_of(std::make_shared<kvcache::RecurrentState>(), 4)});
+  Serving s({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 4);
   leave(&s, row);
@@ -119,7 +114,7 @@ TEST(a_state_that_moves_on_is_read_into_its_new_page) {
   const RowSwap::Return back = s.swap.return_of(row, {4, 5, 0}, s.rules);
   s.swap.move_in(row, 4, back);
   CHECK(s.ids(row) == Ids({kNullBlock}));
-  kvcache::ServedRow served;
+  ServedRow served;
   served.row = row;
   served.span = {4, 5, 0};
   s.growth.serve(&served, back.demand);
@@ -128,11 +123,9 @@ TEST(a_state_that_moves_on_is_read_into_its_new_page) {
 
 TEST(outside_of_a_step_all_comes_back_at_once) {
   Serving s;
-  const int32_t row = s.add_row(20), other = s.add_row(20);
+  const int32_t row = s.add_row(20);
   s.serve(row, 0, 8);
-  s.ids(other) = s.ids(row);
-  s.rows[other].num_computed = 8;
-  s.pool.retain(s.ids(row).data(), 2);
+  const int32_t other = s.add_twin(row);
   s.end();
   s.plan.begin_direct();
   s.swap.begin();

@@ -5,13 +5,7 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockId;
-using kvcache::ExtraKeys;
-using kvcache::Hash;
-using kvcache::PerBlock;
-using kvcache::RowTable;
-using kvcache::TokenChain;
-using kvcache::TokenIds;
+using namespace kvcache;
 using namespace kvcache::test;
 using Ids = std::vector<BlockId>;
 
@@ -23,10 +17,9 @@ std::shared_ptr<TokenChain> chain() {
 }
 
 struct Fixture {
-  std::vector<kvcache::CacheGroup> groups{
-      group_of(std::make_shared<kvcache::FullAttention>(), 4, 0),
-      group_of(std::make_shared<kvcache::SlidingWindow>(4), 2, 1),
-      group_of(std::make_shared<kvcache::CrossAttention>(), 4, 2)};
+  std::vector<CacheGroup> groups{group_of(std::make_shared<FullAttention>(), 4, 0),
+                                 group_of(std::make_shared<SlidingWindow>(4), 2, 1),
+                                 group_of(std::make_shared<CrossAttention>(), 4, 2)};
   RowTable rows{&groups, /*max_rows=*/3};
 
   int32_t take(const Ids& full = {}, const Ids& window = {}, const Ids& encoder = {}) {

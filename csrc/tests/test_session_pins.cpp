@@ -3,17 +3,14 @@
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
-using kvcache::BlockId;
-using kvcache::BlockPool;
-using kvcache::Hash;
-using kvcache::SessionPins;
+using namespace kvcache;
 using namespace kvcache::test;
 
 namespace {
 
 struct Fixture {
   BlockPool pool{9};
-  std::vector<kvcache::CacheGroup> groups = full_groups(4);
+  std::vector<CacheGroup> groups = full_groups(4);
   SessionPins pins{&pool};
   std::vector<Hash> hashes = hashes_from(1, 3);
   std::vector<BlockId> ids = take(&pool, 3);

@@ -2,9 +2,7 @@
 
 #include "tests/check.h"
 
-using kvcache::Row;
-using kvcache::StepJournal;
-
+using namespace kvcache;
 namespace {
 
 Row admitted(int64_t admission, bool by_step = true) {

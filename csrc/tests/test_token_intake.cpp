@@ -2,12 +2,7 @@
 
 #include "tests/serving_fixture.h"
 
-using kvcache::CacheStats;
-using kvcache::ManagerOptions;
-using kvcache::NewRow;
-using kvcache::Publisher;
-using kvcache::StepRequest;
-using kvcache::TokenIntake;
+using namespace kvcache;
 using namespace kvcache::test;
 
 namespace {
