@@ -154,22 +154,12 @@ void Manager::evict(const BlockId* ids, int64_t n) {
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
-  intake_.append_ids(request);
-  try {
-    intake_.hash_ahead(request);
-    for (const NewRow& row : request.new_rows)
-      checks_.check_new(*row.chain);  // a digest may call back
-  } catch (...) {
-    intake_.take_back_ids(request, request.num_rows);
-    throw;
-  }
-
+  take_in(request);
+  // From here on nothing is refused.
   journal_.begin();
   plan_.begin(steps().num_steps);
   const std::vector<bool> have_left = swap_out_rows(request);
-  if (host_ != nullptr) {  // behind what must go there
-    host_->offload_queued(&plan_, /*holds_blocks=*/frees_.defers(steps().num_steps));
-  }
+  offload_queued();  // behind the rows, which must go there
   serve_rows(request);
   answer_swapped(request, have_left);
   serve_new(request);

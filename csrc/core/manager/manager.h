@@ -202,6 +202,8 @@ class Manager {
 
   // Serving (manager_serving.cpp).
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
+  void take_in(const StepRequest& request);
+  void offload_queued();
   void serve_rows(const StepRequest& request);
   void serve_new(const StepRequest& request);
   Status extend_row(ServedRow* served);

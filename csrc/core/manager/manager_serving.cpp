@@ -12,6 +12,23 @@ const PrefixHit& Manager::find(const TokenChain& chain, bool with_partial, bool 
                       std::max<int64_t>(chain.num_tokens() - 1, 0), with_partial, with_host);
 }
 
+// Token ids that came, and the hashes of what they may fill: a digest may raise, or call back.
+void Manager::take_in(const StepRequest& request) {
+  intake_.append_ids(request);
+  try {
+    intake_.hash_ahead(request);
+    for (const NewRow& row : request.new_rows) checks_.check_new(*row.chain);
+  } catch (...) {
+    intake_.take_back_ids(request, request.num_rows);
+    throw;
+  }
+}
+
+void Manager::offload_queued() {
+  if (host_ == nullptr) return;
+  host_->offload_queued(&plan_, /*holds_blocks=*/frees_.defers(steps().num_steps));
+}
+
 void Manager::serve_rows(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
