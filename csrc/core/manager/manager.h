@@ -15,16 +15,9 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
-#include <functional>
-#include <limits>
-#include <map>
 #include <memory>
 #include <optional>
-#include <queue>
 #include <string>
-#include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "core/eviction/registry.h"
@@ -67,9 +60,8 @@ class Manager {
   const std::vector<CacheGroup>& groups() const { return groups_; }
   const BlockPool& pool() const { return pool_; }
   BlockPool& pool() { return pool_; }
-  const BlockPool* host() const {
-    return host_ ? &host_->pages() : nullptr;
-  }  // null where there is none
+  // The host's pool; null where there is none.
+  const BlockPool* host() const { return host_ ? &host_->pages() : nullptr; }
   BlockPool* host() { return host_ ? &host_->pages() : nullptr; }
   const CacheStats& stats() const { return stats_; }
   const TierCount& tiers() const;
@@ -222,14 +214,12 @@ class Manager {
   bool leave(int32_t row);
   std::vector<bool> swap_out_rows(const StepRequest& request);
   void answer_swapped(const StepRequest& request, const std::vector<bool>& have_left);
-
   void publish_offloaded();
   void publish_arrived();
 
   // Reports (manager_reports.cpp).
   void complete_to(int64_t step_id);
   Recompute abort_from(int64_t step_id);
-
   void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
   Recompute invalidate_blocks(const std::vector<BlockId>& ids, const std::vector<BlockId>& pages);
   InvalidationContext invalidation_context() const;
