@@ -18,15 +18,13 @@ void RequestChecks::check_group(int64_t group) const {
                               std::to_string(c_.groups->size() - 1));
 }
 
-void RequestChecks::check_length(int64_t num_total, const char* what) const {
-  if (num_total <= c_.options->max_model_len) return;
+void RequestChecks::fail_length(int64_t num_total, const char* what) const {
   throw std::invalid_argument(std::string(what) + " would have " + std::to_string(num_total) +
                               " tokens: expected at most max_model_len, which is " +
                               std::to_string(c_.options->max_model_len));
 }
 
-void RequestChecks::check_driver(int32_t row, bool by_step) const {
-  if (c_.rows->at(row).by_step == by_step) return;
+void RequestChecks::fail_driver(int32_t row, bool by_step) {
   throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
                               (by_step ? "allocate_slots: expected append_slots to serve it"
                                        : "step: expected its row among the rows of step"));

@@ -29,9 +29,13 @@ class RequestChecks {
   explicit RequestChecks(const Context& context);
 
   void check_group(int64_t group) const;
-  void check_length(int64_t num_total, const char* what) const;
+  void check_length(int64_t num_total, const char* what) const {
+    if (num_total > c_.options->max_model_len) fail_length(num_total, what);
+  }
   // Which driver admitted the row: `step`, or a caller that keeps its own tables.
-  void check_driver(int32_t row, bool by_step) const;
+  void check_driver(int32_t row, bool by_step) const {
+    if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
+  }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const;
@@ -49,6 +53,8 @@ class RequestChecks {
   void check_step(const StepRequest& request) const;
 
  private:
+  [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
+  [[noreturn]] static void fail_driver(int32_t row, bool by_step);
   void check_step_rows(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
 

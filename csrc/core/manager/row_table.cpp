@@ -7,11 +7,8 @@
 
 namespace kvcache {
 
-const Row& RowTable::at(int32_t row) const {
-  if (row < 0 || row >= size() || !is_in_use(row)) {
-    throw std::invalid_argument("row " + std::to_string(row) + " is not in use");
-  }
-  return rows_[row];
+void RowTable::fail_not_in_use(int32_t row) {
+  throw std::invalid_argument("row " + std::to_string(row) + " is not in use");
 }
 
 int32_t RowTable::take() {

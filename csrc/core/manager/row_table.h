@@ -56,7 +56,10 @@ class RowTable {
   }
 
   // Throws std::invalid_argument where the row is not in use. Any number may be asked.
-  const Row& at(int32_t row) const;
+  const Row& at(int32_t row) const {
+    if (row < 0 || row >= size() || !is_in_use(row)) fail_not_in_use(row);
+    return rows_[row];
+  }
   Row& operator[](int32_t row) { return rows_[row]; }
   const Row& operator[](int32_t row) const { return rows_[row]; }
   AdmissionInfo& info(int32_t row) { return info_[row]; }
@@ -91,6 +94,7 @@ class RowTable {
   void check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const;
 
  private:
+  [[noreturn]] static void fail_not_in_use(int32_t row);
   size_t first_of(int32_t row) const { return static_cast<size_t>(row) * num_groups_; }
 
   const std::vector<CacheGroup>* groups_;
