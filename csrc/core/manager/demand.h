@@ -71,8 +71,8 @@ class DemandRules {
   }
 
  private:
-  int64_t num_shared(const CacheGroup& group, const RowBlocks& held, int64_t start,
-                     int64_t stop) const;
+  // Whether what leaves a row now is free at once, as no step may still read it.
+  bool frees_at_once() const { return !frees_->defers(steps_->last_issued); }
   int64_t num_blocks_ever(const TokenChain& chain) const;
 
   const std::vector<CacheGroup>* groups_;
