@@ -125,7 +125,7 @@ def test_made_up_hashes_that_fill_every_bucket_do_not_hang_a_search():
     program = """
 import numpy as np
 from kvcache import BlockPool
-NUM_BUCKETS, INVERSE = 3, pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # csrc/core/hash_index.cpp
+NUM_BUCKETS, INVERSE = 3, pow(0x9E3779B97F4A7C15, -1, 1 << 64)  # csrc/core/pool/hash_index.cpp
 count = 0
 def crafted(bucket):
     global count

@@ -158,7 +158,7 @@ def would_build(checkout) -> bool:
         (None, False),
         ("kvcache/cli/__init__.py", False),
         ("kvcache/worker/storage.py", False),
-        ("csrc/core/manager.cpp", True),
+        ("csrc/core/manager/manager.cpp", True),
         ("csrc/ops/token_io.h", True),
         ("csrc/ops/token_io.cu", True),
         ("csrc/python/module.cpp", True),

@@ -10,13 +10,13 @@
 #include <optional>
 #include <tuple>
 
-#include "core/block_hash.h"
-#include "core/block_pool.h"
 #include "core/eviction/registry.h"
-#include "core/extra_keys.h"
+#include "core/hashing/block_hash.h"
+#include "core/hashing/extra_keys.h"
+#include "core/hashing/sha256.h"
+#include "core/hashing/token_chain.h"
 #include "core/limits.h"
-#include "core/sha256.h"
-#include "core/token_chain.h"
+#include "core/pool/block_pool.h"
 #include "python/arrays.h"
 #include "python/hashes.h"
 
@@ -162,7 +162,7 @@ int64_t milliseconds(double seconds, const char* name) {
                         ": expected a finite number of seconds");
 }
 
-void tell_release(
+void notify_release(
     BlockPool& self, const py::object& ids, const py::object& prefix_tokens,
     int64_t tokens_per_block, int32_t turn, int64_t num_prefix_tokens, int64_t num_new_blocks,
     int64_t num_output_tokens, int32_t request_class, int64_t logical_time, int64_t wall_ms,
@@ -191,7 +191,7 @@ void tell_release(
   features.tokens_per_block = tokens_per_block;
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
-  self.tell_release(array.data(), wide.data(), array.size(), features);
+  self.notify_release(array.data(), wide.data(), array.size(), features);
 }
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
@@ -204,7 +204,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
             self.hit(array.data(), array.size());
           },
           py::arg("ids"), "Tells the policy that these cached blocks were hits of a request.")
-      .def("tell_release", &tell_release, py::arg("ids"), py::arg("prefix_tokens"), py::kw_only(),
+      .def("tell_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"), py::kw_only(),
            py::arg("tokens_per_block") = 1, py::arg("turn") = 0, py::arg("num_prefix_tokens") = 0,
            py::arg("num_new_blocks") = 0, py::arg("num_output_tokens") = 0,
            py::arg("request_class") = -1, py::arg("logical_time") = 0, py::arg("wall_ms") = 0,

@@ -1,5 +1,5 @@
 // The manager and its attention kinds for Python. Converts arrays, nothing else.
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
@@ -14,8 +14,8 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
+#include "core/hashing/sha256.h"
 #include "core/limits.h"
-#include "core/sha256.h"
 #include "python/arrays.h"
 #include "python/hashes.h"
 
@@ -128,7 +128,8 @@ std::unique_ptr<Manager> make_manager(
   options.host_eviction = host_eviction;
   options.host_write = host_write;
   options.num_hits_to_write = int_argument(num_hits_to_write, "num_hits_to_write");
-  options.by_sequences = by_sequences;
+  options.computes_whole_prompt = options.publishes_when_marked = by_sequences;
+  options.caches_swapped_rows = !by_sequences;
   return std::make_unique<Manager>(options);
 }
 
@@ -187,21 +188,20 @@ py::object ids_of(const std::vector<int32_t>& ids) {
 }
 
 // The fields of a StepPlan in its order.
-py::tuple as_tuple(const StepDelta& delta) {
+py::tuple as_tuple(const StepPlan& plan) {
   const EmptySections& empty = empty_sections();
-  const size_t num_groups = delta.groups.size();
+  const size_t num_groups = plan.groups.size();
   py::list splits(num_groups), ids(num_groups), replace(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
-    splits[g] = copy_int32(delta.groups[g].append_splits);
-    ids[g] = ids_of(delta.groups[g].append_ids);
-    replace[g] = rows_of(delta.groups[g].replace, 3, empty.replace);
+    splits[g] = copy_int32(plan.groups[g].append_splits);
+    ids[g] = ids_of(plan.groups[g].append_ids);
+    replace[g] = rows_of(plan.groups[g].replace, 3, empty.replace);
   }
-  return py::make_tuple(delta.step_id, copy_int32(delta.rows), copy_array(delta.status),
-                        copy_int32(delta.num_computed_tokens), ids_of(delta.clear_rows),
-                        ids_of(delta.append_rows), std::move(splits), std::move(ids),
-                        std::move(replace), rows_of(delta.swap_out, 2, empty.pairs),
-                        rows_of(delta.copy, 2, empty.pairs), ids_of(delta.zero),
-                        rows_of(delta.swap_in, 2, empty.pairs));
+  return py::make_tuple(
+      plan.step_id, copy_int32(plan.rows), copy_array(plan.status),
+      copy_int32(plan.num_computed_tokens), ids_of(plan.clear_rows), ids_of(plan.append_rows),
+      std::move(splits), std::move(ids), std::move(replace), rows_of(plan.swap_out, 2, empty.pairs),
+      rows_of(plan.copy, 2, empty.pairs), ids_of(plan.zero), rows_of(plan.swap_in, 2, empty.pairs));
 }
 
 py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,
@@ -325,7 +325,7 @@ py::tuple drained_events(Manager& self) {
   for (py::ssize_t i = 0; i < n; ++i) {
     const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
     kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
-    mediums.mutable_data()[i] = static_cast<uint8_t>(event.medium);
+    mediums.mutable_data()[i] = static_cast<uint8_t>(event.tier);
     groups.mutable_data()[i] = event.group;
     std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, sizeof(Hash));
     std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, sizeof(Hash));
@@ -445,7 +445,7 @@ void bind_manager(py::module_& m) {
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
-      // of ints, or the number of tokens that nobody needs to know (no caching).
+      // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",
            [](Manager& self, int32_t row, const py::object& token_ids,
               int64_t num_lookahead) -> py::object {

@@ -1,5 +1,5 @@
 // The block pool against a plain model: lists and maps, no cleverness.
-#include "core/block_pool.h"
+#include "core/pool/block_pool.h"
 
 #include <algorithm>
 #include <deque>
@@ -11,20 +11,16 @@
 
 #include "core/eviction/registry.h"
 #include "tests/check.h"
+#include "tests/core_fixtures.h"
 
 using kvcache::BlockId;
 using kvcache::BlockPool;
 using kvcache::Content;
 using kvcache::EventLog;
 using kvcache::Hash;
+using kvcache::test::hash_of;
 
 namespace {
-
-Hash hash_of(uint32_t i) {
-  Hash hash{};
-  std::memcpy(hash.bytes, &i, sizeof(i));
-  return hash;
-}
 
 void publish(BlockPool* pool, const BlockId* ids, const Hash* hashes, int64_t n,
              uint8_t group = 0) {
@@ -33,9 +29,9 @@ void publish(BlockPool* pool, const BlockId* ids, const Hash* hashes, int64_t n,
 }
 
 void evict_derived(BlockPool* pool, BlockId id, bool is_uniform) {
-  kvcache::Tainted tainted;
-  pool->taint(&id, 1, &tainted);
-  pool->evict_derived(tainted, is_uniform);
+  kvcache::InvalidChains invalid;
+  pool->add_chains(&id, 1, &invalid);
+  pool->evict_derived(invalid, is_uniform);
 }
 
 struct Model {
@@ -238,7 +234,7 @@ TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
 TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   BlockPool pool(4);
   EventLog events;
-  pool.tell(&events, kvcache::Medium::kDevice);
+  pool.emit_to(&events, kvcache::Tier::kDevice);
   BlockId ids[3];
   CHECK(pool.allocate(3, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2)};
@@ -314,19 +310,19 @@ TEST(parts_of_blocks_are_found_until_the_block_is_taken) {
   BlockId ids[2];
   CHECK(pool.allocate(2, ids));
   const Hash hash = hash_of(5);
-  for (BlockId id : ids) pool.publish_part(id, hash, hash, 1);
-  CHECK_EQ(pool.find_part(hash, 1), ids[0]);
-  CHECK_EQ(pool.find_part(hash, 0), 0);
+  for (BlockId id : ids) pool.publish_partial(id, hash, hash, 1);
+  CHECK_EQ(pool.find_partial(hash, 1), ids[0]);
+  CHECK_EQ(pool.find_partial(hash, 0), 0);
   CHECK_EQ(pool.find(hash, 1), 0);
   CHECK_EQ(pool.num_cached(), 2);
   pool.release(ids, 2);
   pool.check_invariants();
   BlockId taken;
   CHECK(pool.allocate(1, &taken));
-  CHECK_EQ(pool.find_part(hash, 1), ids[1]);
-  CHECK_THROWS(pool.publish_part(ids[1], hash, hash, 1), "which is free");
+  CHECK_EQ(pool.find_partial(hash, 1), ids[1]);
+  CHECK_THROWS(pool.publish_partial(ids[1], hash, hash, 1), "which is free");
   pool.clear();
-  CHECK_EQ(pool.find_part(hash, 1), 0);
+  CHECK_EQ(pool.find_partial(hash, 1), 0);
   pool.check_invariants();
 }
 
@@ -424,13 +420,13 @@ TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   CHECK(pool.allocate(3, ids));
   const Hash hashes[] = {hash_of(1), hash_of(2)};
   publish(&pool, ids, hashes, 2, 3);
-  pool.publish_part(ids[2], hash_of(8), hash_of(1), 3);
+  pool.publish_partial(ids[2], hash_of(8), hash_of(1), 3);
   CHECK(told({"allocate 3 1", "publish 1 3", "publish 2 3", "part 3 3"}));
 
   const int64_t prefix_tokens[] = {16, 32, 40};
   const kvcache::Retention retention{1, 2, 3, 4};
   const kvcache::ReleaseFeatures features{5, 6, 7, 8, 9, 10, 11, 16, &retention, 1};
-  pool.tell_release(ids, prefix_tokens, 3, features);
+  pool.notify_release(ids, prefix_tokens, 3, features);
   pool.access(ids, 2, 7.0);
   pool.set_now(99);
   pool.release(ids, 3);  // block 1 has a child, block 3 is no chain's
@@ -495,7 +491,7 @@ TEST(derived_blocks_are_evicted_whatever_the_policy) {
   evict_derived(&pool, ids[1], /*is_uniform=*/true);
   pool.check_invariants();
   CHECK_EQ(pool.num_cached(), 1);
-  pool.publish_part(ids[4], hash_of(9), chain[0], 0);
+  pool.publish_partial(ids[4], hash_of(9), chain[0], 0);
   pool.release(&ids[4], 1);
   const Hash other = hash_of(5);
   BlockId more;

@@ -1,7 +1,7 @@
 // The manager under random calls of both faces, over mixed groups: tables that follow the deltas,
 // and the invariants. tests/test_allocator_random.py compares every answer with a model; this one
 // runs under the sanitizers.
-#include "core/manager.h"
+#include "core/manager/manager.h"
 
 #include <algorithm>
 #include <limits>
@@ -19,7 +19,7 @@
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
-#include "core/sha256.h"
+#include "core/hashing/sha256.h"
 #include "tests/check.h"
 
 using kvcache::AttentionKind;
@@ -31,7 +31,7 @@ using kvcache::ManagerOptions;
 using kvcache::NewRow;
 using kvcache::Slots;
 using kvcache::Status;
-using kvcache::StepDelta;
+using kvcache::StepPlan;
 using kvcache::StepRequest;
 using kvcache::TokenChain;
 using kvcache::TokenIds;
@@ -60,7 +60,7 @@ ManagerOptions make_options(int64_t block_size, int64_t num_blocks, int64_t max_
   return options;
 }
 
-StepDelta step_new(Manager* manager, const std::vector<NewRow>& rows, int64_t lookahead = 0) {
+StepPlan step_new(Manager* manager, const std::vector<NewRow>& rows, int64_t lookahead = 0) {
   StepRequest request;
   request.new_rows = rows;
   request.num_lookahead = lookahead;
@@ -334,18 +334,18 @@ class Driver {
     request.lookahead = ahead.data();
     std::vector<int64_t> sizes;
     for (int32_t id : asked) sizes.push_back(rows_[id].request.tokens->size());
-    StepDelta delta;
+    StepPlan plan;
     try {
-      delta = manager_.step(request);
+      plan = manager_.step(request);
     } catch (...) {
       for (size_t i = 0; i < asked.size(); ++i) {
         CHECK_EQ(rows_[asked[i]].request.tokens->size(), sizes[i]);
       }
       throw;
     }
-    apply(delta);
+    apply(plan);
     for (size_t k = 0; k < requests.size(); ++k) {
-      const int32_t id = delta.rows[asked.size() + leaving.size() + k];
+      const int32_t id = plan.rows[asked.size() + leaving.size() + k];
       if (id >= 0) rows_[id] = {requests[k], true};
     }
   }
@@ -365,11 +365,11 @@ class Driver {
     CHECK_EQ(manager_.pool().num_free(), num_free);
     if (status != Status::kServed) return;
     raise_ = false;
-    const StepDelta& delta = manager_.step(alone);
-    CHECK_EQ(delta.status[0], static_cast<uint8_t>(Status::kServed));
-    apply(delta);
+    const StepPlan& plan = manager_.step(alone);
+    CHECK_EQ(plan.status[0], static_cast<uint8_t>(Status::kServed));
+    apply(plan);
     waiting_.pop_back();
-    rows_[delta.rows[0]] = {request, true};
+    rows_[plan.rows[0]] = {request, true};
   }
 
   // Calls that are refused, whatever the state.
@@ -417,13 +417,13 @@ class Driver {
     }
   }
 
-  void apply(const StepDelta& delta) {
+  void apply(const StepPlan& plan) {
     const size_t num_groups = options_.groups.size();
-    for (int32_t id : delta.clear_rows) tables_[id].assign(num_groups, {});
+    for (int32_t id : plan.clear_rows) tables_[id].assign(num_groups, {});
     for (size_t g = 0; g < num_groups; ++g) {
-      const StepDelta::Group& group = delta.groups[g];
-      for (size_t k = 0; k < delta.append_rows.size(); ++k) {
-        std::vector<BlockId>& table = tables_[delta.append_rows[k]][g];
+      const StepPlan::Group& group = plan.groups[g];
+      for (size_t k = 0; k < plan.append_rows.size(); ++k) {
+        std::vector<BlockId>& table = tables_[plan.append_rows[k]][g];
         table.insert(table.end(), group.append_ids.begin() + group.append_splits[k],
                      group.append_ids.begin() + group.append_splits[k + 1]);
       }
@@ -447,7 +447,7 @@ class Driver {
   void check() {
     CHECK_EQ(manager_.num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
-      // The next delta tells the others, or a later one.
+      // The next plan tells the others, or a later one.
       if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
         CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));
@@ -583,7 +583,7 @@ class Recorder : public kvcache::EvictionPolicy {
   std::vector<BlockId> candidates_;
 };
 
-StepDelta serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token) {
+StepPlan serve(Manager* manager, int32_t row, int32_t num_tokens, int32_t token) {
   StepRequest request;
   request.rows = &row;
   request.num_tokens = &num_tokens;

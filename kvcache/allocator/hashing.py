@@ -31,7 +31,7 @@ def hash_blocks(
 
     `token_ids`: integers 0 to 2**31 - 1 (an int32 array is the fast form). `parent`: the 32-byte
     hash of the block before, instead of the seed's. `extra_keys`: per full block None or a sequence
-    of tuples of str, int, bytes or None, in the order that `csrc/core/extra_keys.h` gives. Wrong
+    of tuples of str, int, bytes or None, in the order that `csrc/core/hashing/extra_keys.h` gives. Wrong
     lengths and values raise ValueError, wrong types TypeError. Long prompts are hashed without the
     interpreter's lock.
 

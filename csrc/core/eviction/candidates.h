@@ -22,8 +22,8 @@ class Candidates {
   const CacheTree& tree() const { return tree_; }
   bool has(BlockId id) const { return is_in_[id] != 0; }
 
-  // `is_idle`: cached, held by nobody and not pinned. It is a candidate if it is a leaf, too.
-  void settle(BlockId id, bool is_idle) {
+  // `is_idle`: cached, not held and not pinned. It is a candidate if it is a leaf, too.
+  void set_idle(BlockId id, bool is_idle) {
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;
     is_in_[id] = is_in;

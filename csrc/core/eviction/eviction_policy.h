@@ -1,4 +1,4 @@
-// Which cached block goes next: what a policy is told, and what it is asked.
+// The interface of eviction policies: which cached block goes next.
 //
 // The pool keeps what holds for every policy: a block that is held, pinned, or has a cached child
 // is no candidate; uncached blocks go first. A policy ranks candidates, and nothing else.
@@ -18,7 +18,7 @@ struct Retention {
   int64_t ttl_ms;    // from the release; negative: for ever
 };
 
-// What is known of the request segment whose blocks are given back.
+// Facts about the request segment whose blocks are released.
 struct ReleaseFeatures {
   int32_t turn = 0;               // of the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
@@ -33,13 +33,13 @@ struct ReleaseFeatures {
   bool is_swapped_out = false;  // the request goes on later, from copies on the host
 };
 
-// Not told about a block that is not of the pool. What it was told of a block holds until the block
-// is forgotten or handed out anew.
+// Is only notified of blocks of its pool. What it learns of a block holds until the block is
+// forgotten or handed out anew.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
 
-  // Cached, held by nobody, not pinned, without a cached child: a candidate from now on. Comes
+  // Cached, not held, not pinned, without a cached child: a candidate from now on. Comes
   // again when a child or a pin has gone, so a candidate's rank may not depend on when this is
   // called.
   virtual void insert(BlockId id) = 0;
@@ -47,18 +47,18 @@ class EvictionPolicy {
   // Which candidate goes next; the null block when there is none. Does not remove it.
   virtual BlockId victim() = 0;
 
-  // What a policy may learn from, each before the `insert` or after the `remove` that it causes.
+  // Notifications to learn from, each before the `insert` or after the `remove` that it causes.
   virtual void on_allocate(const BlockId*, int64_t) {}  // handed out anew
   // Cached from now on; `hash` is null while only a part of the block is, and may follow.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
   virtual void on_hit(const BlockId*, int64_t) {}  // cached ones that a request took
-  // A request gives these blocks back; prefix_tokens[i]: tokens of the prefix that ends with block
+  // A request releases these blocks; prefix_tokens[i]: tokens of the prefix that ends with block
   // i. Behind a fence they become idle later. Of blocks that leave a request which goes on (out of
-  // a window, for a copy, or withdrawn) only `on_give_back` is told.
+  // a window, for a copy, or invalid) only `on_released` is called.
   virtual void on_release(const BlockId*, const int64_t* /*prefix_tokens*/, int64_t,
                           const ReleaseFeatures&) {}
-  virtual void on_give_back(const BlockId*, int64_t) {}  // whatever the reason
-  virtual void on_idle(BlockId) {}  // cached, and just now nobody's: told in the order of release
+  virtual void on_released(const BlockId*, int64_t) {}  // whatever the reason
+  virtual void on_idle(BlockId) {}  // cached, and just now no longer held: in the order of release
   virtual void on_access(const BlockId*, int64_t, double /*now*/) {}
   // Not cached any more; `evicted`: because its space was needed.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}

@@ -1,7 +1,7 @@
 // By last access, then longest prefix, then order of release.
 //
 // A block's access time is the `now` of its last `on_access`, however often it is released after.
-// A block that no access ever named has that of its last release: the caller's clock as it was told
+// A block that no access ever named has that of its last release: the caller's clock as it was set
 // (the largest `now` so far, 0 before the first), and among those the release's logical time. So
 // without any access the least recent release goes first, and of one release the longest prefix.
 #pragma once
@@ -37,12 +37,12 @@ class LastAccess : public EvictionPolicy {
       states_[ids[i]].num_prefix_tokens = prefix_tokens[i];
       refresh(ids[i]);
     }
-    on_give_back(ids, n);
+    on_released(ids, n);
   }
-  void on_give_back(const BlockId* ids, int64_t n) override {
+  void on_released(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
       State& state = states_[ids[i]];
-      state.told_time = clock_;
+      state.announced_time = clock_;
       state.told_tick = logical_time_;
       state.is_told = true;
     }
@@ -52,7 +52,7 @@ class LastAccess : public EvictionPolicy {
     state.idle = ++num_idle_;
     // A fence may have kept it since.
     if (!state.is_accessed) {
-      state.time = state.is_told ? state.told_time : clock_;
+      state.time = state.is_told ? state.announced_time : clock_;
       state.tick = state.is_told ? state.told_tick : logical_time_;
     }
     state.is_told = false;
@@ -78,14 +78,14 @@ class LastAccess : public EvictionPolicy {
   }
 
  private:
-  // Of blocks with one time, those that were accessed then go first: releases came after it.
+  // Among blocks with one time, those that were accessed then go first: releases came after it.
   static constexpr int64_t kAccessed = INT64_MIN;
   struct State {
     double time;
     int64_t tick;  // logical time of the release, or kAccessed
     int64_t num_prefix_tokens;
-    int64_t idle;      // when it was released, among all blocks
-    double told_time;  // the same, of a release that was told and has not come yet
+    int64_t idle;           // when it was released, among all blocks
+    double announced_time;  // the same, of a release that was announced and has not come yet
     int64_t told_tick;
     bool is_told;
     bool is_accessed;

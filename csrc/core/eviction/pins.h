@@ -1,4 +1,4 @@
-// Which blocks somebody asked to keep. A pin is a wish, not a reference: pinned blocks go when
+// Blocks that callers asked to keep. A pin is a wish, not a reference: pinned blocks go when
 // nothing else is left.
 #pragma once
 

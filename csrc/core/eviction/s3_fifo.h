@@ -6,7 +6,8 @@
 // While the small queue has its share of the pool's blocks, its oldest candidate goes; one that was
 // hit twice or more moves to the main queue instead. Else the oldest candidate of the main queue
 // goes; one that was hit goes round once more, for one hit less. Where the chosen queue has no
-// candidate, the other is taken. Held and parked blocks keep their place.
+// candidate, the other is taken. Blocks that are held, or have
+// cached children, keep their place.
 #pragma once
 
 #include <algorithm>

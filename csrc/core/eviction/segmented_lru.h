@@ -1,9 +1,9 @@
 // Segmented LRU (Karedla, Love, Wherry 1994): what was hit once outlives what never was.
 //
 // A cached block is on probation until it is hit, then protected. The protected ones, whether held,
-// parked or candidates, are at most a share of the pool's blocks: beyond that the least recently
-// hit or released of them goes back on probation, as its most recent. Probation goes first, and
-// within a segment the least recently released.
+// with cached children or candidates, are at most a share of the pool's blocks: beyond that the
+// least recently hit or released of them goes back on probation, as its most recent. Probation goes
+// first, and within a segment the least recently released.
 #pragma once
 
 #include <utility>

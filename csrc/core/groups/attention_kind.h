@@ -1,4 +1,4 @@
-// What the cache must know about a kind of attention: which earlier tokens it still reads.
+// A kind of attention, for the cache: which earlier tokens it still reads.
 //
 // From that one function follow both what may be dropped while a request runs, and which blocks
 // must be found for a prefix to be a hit: those that the tokens behind it read.
@@ -10,11 +10,11 @@ namespace kvcache {
 
 class AttentionKind {
  public:
-  // What a page of the group holds.
+  // The content of a page of the group.
   enum class Pages {
     kTokens,   // KV of block_size tokens: one page per block of tokens that are still read
     kState,    // the state after the last token of its block: one page, and one per boundary stored
-    kEncoder,  // KV of encoder tokens: taken at admission, given back at the end, never shared
+    kEncoder,  // KV of encoder tokens: taken at admission, released at the end, never shared
   };
 
   virtual ~AttentionKind() = default;

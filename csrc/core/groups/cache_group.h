@@ -1,0 +1,52 @@
+// One cache group of a manager: its attention kind and its sizes.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/groups/attention_kind.h"
+#include "core/hash.h"
+
+namespace kvcache {
+
+inline constexpr size_t kMaxGroups = 32;  // the number that an op takes in one launch
+
+// Cannot overflow for sizes within kMaxSize.
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct CacheGroup {
+  std::shared_ptr<const AttentionKind> kind;
+  AttentionKind::Pages pages;
+  bool keeps_all;
+  bool has_partial;      // hits inside a block, which are copied
+  uint8_t id;            // place among the groups, and group of its blocks in the pool
+  int64_t block_size;    // tokens, over all context-parallel ranks
+  int64_t num_hashes;    // per block
+  int64_t max_blocks;    // of one request
+  int64_t num_prealloc;  // blocks
+
+  bool holds_tokens() const { return pages == AttentionKind::Pages::kTokens; }
+  bool holds_state() const { return pages == AttentionKind::Pages::kState; }
+  bool is_cacheable() const { return pages != AttentionKind::Pages::kEncoder; }
+
+  // A kind that came from a user may answer anything.
+  int64_t first_needed_token(int64_t num_computed) const {
+    return keeps_all ? 0
+                     : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
+  }
+  // Blocks below it hold nothing that is still read.
+  int64_t first_needed_block(int64_t num_computed) const {
+    return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
+  }
+};
+
+// Whether all blocks are of one size, that of a hash block.
+inline bool are_uniform(const std::vector<CacheGroup>& groups) {
+  return std::all_of(groups.begin(), groups.end(),
+                     [](const CacheGroup& group) { return group.num_hashes == 1; });
+}
+
+}  // namespace kvcache

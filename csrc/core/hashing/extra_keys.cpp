@@ -1,0 +1,72 @@
+#include "core/hashing/extra_keys.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/hashing/cbor.h"
+
+namespace kvcache {
+
+namespace {
+
+// ["name", ...]: the head of a key with `size` entries and its name.
+void append_key(std::string* out, uint32_t size, std::string_view name) {
+  append_head(out, kArray, size);
+  append_string(out, kText, name);
+}
+
+}  // namespace
+
+ExtraKeys::ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
+                     std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
+                     std::vector<Hash> embed_digests)
+    : items_(std::move(items)), embed_digests_(std::move(embed_digests)), by_first_(items_.size()) {
+  if (lora) {
+    append_key(&lora_, 3, "lora");
+    append_string(&lora_, kText, lora->first);
+    append_string(&lora_, kText, lora->second);
+  }
+  if (cache_salt) {
+    append_key(&cache_salt_, 2, "cache_salt");
+    append_string(&cache_salt_, kText, *cache_salt);
+  }
+  std::iota(by_first_.begin(), by_first_.end(), size_t{0});
+  std::stable_sort(by_first_.begin(), by_first_.end(),
+                   [this](size_t a, size_t b) { return items_[a].first < items_[b].first; });
+}
+
+void ExtraKeys::find_items(int64_t start, int64_t stop) {
+  while (next_ < by_first_.size() && items_[by_first_[next_]].first < stop) {
+    const size_t item = by_first_[next_++];
+    touching_.insert(std::upper_bound(touching_.begin(), touching_.end(), item), item);
+  }
+  const auto is_past = [&](size_t i) { return items_[i].first + items_[i].length <= start; };
+  touching_.erase(std::remove_if(touching_.begin(), touching_.end(), is_past), touching_.end());
+}
+
+std::string_view ExtraKeys::of_block(int64_t block, int64_t block_size) {
+  const int64_t start = block * block_size;
+  if (!items_.empty()) find_items(start, start + block_size);
+  const bool has_salt = block == 0 && !cache_salt_.empty();
+  const bool has_embeds = block < static_cast<int64_t>(embed_digests_.size());
+  const size_t num_keys = !lora_.empty() + touching_.size() + has_salt + has_embeds;
+  if (num_keys == 0) return {};
+
+  buffer_.clear();
+  append_head(&buffer_, kArray, static_cast<uint32_t>(num_keys));
+  buffer_ += lora_;
+  for (const size_t i : touching_) {
+    append_key(&buffer_, 3, "mm");
+    append_string(&buffer_, kText, items_[i].identifier);
+    append_int(&buffer_, items_[i].first - start);
+  }
+  if (has_salt) buffer_ += cache_salt_;
+  if (has_embeds) {
+    append_key(&buffer_, 2, "prompt_embeds");
+    const Hash& digest = embed_digests_[static_cast<size_t>(block)];
+    append_string(&buffer_, kBytes, {reinterpret_cast<const char*>(digest.bytes), sizeof(Hash)});
+  }
+  return buffer_;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,58 @@
+// Extra keys: the KV of a request depends on them besides its tokens. Per block, as CBOR.
+//
+// The keys of a block, in this order: ["lora", name, path] on every block; ["mm", identifier, first
+// token of the item - first token of the block] on every block that the item touches;
+// ["cache_salt", salt] on block 0; ["prompt_embeds", digest of the block's rows].
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+// An image, or whatever else stands in for a run of tokens.
+struct MmItem {
+  std::string identifier;
+  int64_t first, length;  // tokens
+  bool operator==(const MmItem& other) const {
+    return first == other.first && length == other.length && identifier == other.identifier;
+  }
+};
+
+class ExtraKeys {
+ public:
+  ExtraKeys() = default;
+  // Keys of a block name items in the order of `items`, which may overlap. Tokens they cover need
+  // not be known yet: a block's keys do not depend on when they are asked for.
+  ExtraKeys(const std::optional<std::pair<std::string, std::string>>& lora,
+            std::vector<MmItem> items, const std::optional<std::string>& cache_salt,
+            std::vector<Hash> embed_digests);  // of block i's rows
+
+  bool operator==(const ExtraKeys& other) const {
+    return lora_ == other.lora_ && cache_salt_ == other.cache_salt_ && items_ == other.items_ &&
+           embed_digests_ == other.embed_digests_;
+  }
+
+  // CBOR of the block's keys, empty for none; valid until the next call. Ask for blocks in
+  // ascending order (one may be asked again): items are walked once.
+  std::string_view of_block(int64_t block, int64_t block_size);
+
+ private:
+  void find_items(int64_t start, int64_t stop);  // those that touch tokens start to stop - 1
+
+  std::string lora_, cache_salt_;  // their CBOR, empty for none
+  std::vector<MmItem> items_;
+  std::vector<Hash> embed_digests_;
+  std::vector<size_t> by_first_;  // items by first token
+  size_t next_ = 0;               // of by_first_: the first that no block has reached yet
+  std::vector<size_t> touching_;  // items that the block last asked for touches, ascending
+  std::string buffer_;
+};
+
+}  // namespace kvcache

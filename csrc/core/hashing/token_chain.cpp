@@ -1,0 +1,93 @@
+#include "core/hashing/token_chain.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "core/limits.h"
+
+namespace kvcache {
+
+void TokenIds::append(const int32_t* tokens, int64_t n) {
+  if (num_hashing_ > 0) {
+    throw std::runtime_error(
+        "token_ids came while blocks of the same request are being hashed: "
+        "append them when that call has returned");
+  }
+  if (tokens == nullptr) {
+    ids_.resize(ids_.size() + static_cast<size_t>(n));
+    return;
+  }
+  const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
+  if (negative != tokens + n) {
+    throw std::invalid_argument("token_ids[" + std::to_string(negative - tokens) + "] is " +
+                                std::to_string(*negative) + ": expected 0 to 2147483647");
+  }
+  ids_.insert(ids_.end(), tokens, tokens + n);
+}
+
+TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
+                       ExtraKeys extra_keys, bool read_cache, bool write_cache,
+                       int64_t num_encoder_tokens)
+    : tokens_(std::move(tokens)),
+      block_size_(checked_size("block_size", block_size, 1)),
+      parent_(parent),
+      extra_keys_(std::move(extra_keys)),
+      read_cache_(read_cache),
+      write_cache_(write_cache),
+      num_encoder_tokens_(checked_size("num_encoder_tokens", num_encoder_tokens, 0)) {}
+
+bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const {
+  return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
+         num_encoder_tokens_ == other.num_encoder_tokens_ && parent_ == other.parent_ &&
+         extra_keys_ == other.extra_keys_ &&
+         std::equal(tokens(), tokens() + num_tokens, other.tokens());
+}
+
+void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
+  const auto n = std::min(static_cast<size_t>(num_tokens / block_size_), other.hashes_.size());
+  if (is_hashing_ || hashes_.size() >= n) return;
+  hashes_.assign(other.hashes_.begin(), other.hashes_.begin() + static_cast<int64_t>(n));
+}
+
+void TokenChain::take_back(int64_t n) {
+  tokens_->take_back(n);
+  const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
+  if (hashes_.size() > num_full) hashes_.resize(num_full);
+}
+
+const std::vector<Hash>& TokenChain::hashes() {
+  if (is_hashing_) {
+    throw std::runtime_error(
+        "the blocks of this request are being hashed by a call that has not returned: "
+        "a request serves one call at a time");
+  }
+  if (!has_unhashed_blocks()) return hashes_;
+
+  struct Hashing {
+    explicit Hashing(TokenChain* c) : chain(c) {
+      chain->is_hashing_ = true;
+      ++chain->tokens_->num_hashing_;
+    }
+    ~Hashing() {
+      chain->is_hashing_ = false;
+      --chain->tokens_->num_hashing_;
+    }
+    TokenChain* chain;
+  } const hashing(this);
+
+  static thread_local BlockHasher hasher;
+  const int32_t* tokens = tokens_->ids().data();
+  const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
+  hashes_.reserve(num_full);
+  while (hashes_.size() < num_full) {
+    const auto i = static_cast<int64_t>(hashes_.size());
+    const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
+    hashes_.push_back(hasher.hash(parent, tokens + i * block_size_, block_size_,
+                                  extra_keys_.of_block(i, block_size_)));
+  }
+  return hashes_;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,82 @@
+// The tokens of one request, and the hashes of its full blocks. Both belong to the request, so that
+// hashes computed once survive preemption.
+//
+// One thread at a time. A digest that comes from Python may call back, or let other threads run,
+// while a block is hashed: what must not happen then is refused by name.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/hashing/block_hash.h"
+#include "core/hashing/extra_keys.h"
+
+namespace kvcache {
+
+// Known token ids, each 0 or more; shared by the chains of a request.
+class TokenIds {
+ public:
+  // Null stands for zeros. Throws std::invalid_argument on a negative id and std::runtime_error
+  // while a chain hashes these tokens, with nothing appended.
+  void append(const int32_t* tokens, int64_t n);
+  // Forgets the last n: only those that the caller has just appended.
+  void take_back(int64_t n) { ids_.resize(ids_.size() - static_cast<size_t>(n)); }
+
+  int64_t size() const { return static_cast<int64_t>(ids_.size()); }
+  const std::vector<int32_t>& ids() const { return ids_; }
+
+ private:
+  friend class TokenChain;
+  std::vector<int32_t> ids_;
+  int num_hashing_ = 0;  // chains that are hashing now
+};
+
+// A request's block hashes for one block size and one first parent.
+class TokenChain {
+ public:
+  // `read_cache`, `write_cache`: whether the request may take hits, and leave some behind.
+  // `num_encoder_tokens`: what it needs of groups that hold an encoder's KV.
+  TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
+             ExtraKeys extra_keys, bool read_cache, bool write_cache,
+             int64_t num_encoder_tokens = 0);
+
+  int64_t block_size() const { return block_size_; }
+  bool read_cache() const { return read_cache_; }
+  bool write_cache() const { return write_cache_; }
+  int64_t num_encoder_tokens() const { return num_encoder_tokens_; }
+  int64_t num_tokens() const { return tokens_->size(); }
+  const int32_t* tokens() const { return tokens_->ids().data(); }
+  const Hash& parent() const { return parent_; }  // of the first block
+  bool has_unhashed_blocks() const {
+    return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
+  }
+
+  // Hashes of the full blocks; those not hashed yet are hashed now. Throws std::runtime_error while
+  // an earlier call is at it, and what the digest throws; the blocks before keep their hashes then.
+  const std::vector<Hash>& hashes();
+
+  // Hashes computed so far: calls nothing.
+  const std::vector<Hash>& known_hashes() const { return hashes_; }
+
+  void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
+  // Whether both stand for the same KV as far as their first num_tokens tokens go.
+  bool begins_like(const TokenChain& other, int64_t num_tokens) const;
+  // Takes over the hashes of another chain's blocks within num_tokens tokens, which begin like it.
+  void adopt_hashes(const TokenChain& other, int64_t num_tokens);
+
+  // Forgets the last n tokens, which only the caller has seen, and the hashes of their blocks.
+  void take_back(int64_t n);
+
+ private:
+  std::shared_ptr<TokenIds> tokens_;
+  int64_t block_size_;
+  Hash parent_;
+  ExtraKeys extra_keys_;
+  bool read_cache_, write_cache_;
+  int64_t num_encoder_tokens_;
+  bool is_hashing_ = false;
+  std::vector<Hash> hashes_;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,41 @@
+// One thread, one call at a time.
+//
+// A digest or an attention kind that comes from Python may call the manager again, or let another
+// thread run, while a call is under way: both are refused by name.
+// Invariant: at most one Scope is alive, and it belongs to the owner's thread.
+#pragma once
+
+#include <thread>
+
+namespace kvcache {
+
+class CallGuard {
+ public:
+  // A call that may change something, from its checks to its end.
+  class Scope {
+   public:
+    explicit Scope(CallGuard* guard) : guard_(guard) {
+      guard->check_caller();
+      guard->in_call_ = true;
+    }
+    ~Scope() { guard_->in_call_ = false; }
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    CallGuard* guard_;
+  };
+
+  // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
+  // thread, and while a Scope is alive.
+  void check_caller();
+
+  // The same without making an owner.
+  void check_reader() const;
+
+ private:
+  std::thread::id owner_;  // of no thread until the first call
+  bool in_call_ = false;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,163 @@
+#include "core/manager/demand.h"
+
+#include <algorithm>
+
+namespace kvcache {
+
+namespace {
+
+int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) {
+  return ceil_div(chain.num_encoder_tokens(), group.block_size);
+}
+
+// Blocks in which tokens start to stop - 1 are written, and that others hold.
+int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                   int64_t start, int64_t stop) {
+  const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
+  int64_t n = 0;
+  for (int64_t b = start / group.block_size; b < last; ++b) n += holders.is_shared(held[b]);
+  return n;
+}
+
+// What a demand rests on.
+struct Basis {
+  const std::vector<CacheGroup>* groups;
+  const BlockPool* pool;
+  const BlockHolders& holders;
+  int64_t watermark_blocks;
+  bool frees_at_once;
+};
+
+// Inlined, as every row of a step asks it: most of it is known to be false where it is called.
+[[gnu::always_inline]] inline Demand demand_of(const Basis& on, const RowBlocks* held,
+                                               const Span& span, const Supply& supply,
+                                               bool may_skip, bool may_share) {
+  Demand demand;
+  const int64_t start = span.start, last = span.stop, stop = span.stop + span.lookahead;
+  int64_t num_new = 0, num_free = supply.num_free;
+  for (const CacheGroup& group : *on.groups) {
+    const RowBlocks& each = held[group.id];
+    const int64_t size = each.size(), num_slots = size * group.block_size;
+    GroupDemand needs{0, each.num_dropped, 0, 0};
+    if (group.holds_state()) {
+      needs.num_new = last > num_slots;
+      if (may_share && needs.num_new == 0) {
+        needs.num_shared = num_shared(on.holders, group, each, last - 1, last);
+      }
+    } else if (group.holds_tokens()) {
+      if (stop > num_slots) {
+        const int64_t most = std::min(ceil_div(stop, group.block_size), group.max_blocks);
+        needs.num_new = std::max<int64_t>(most - size, 0);
+      }
+      if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
+      if (may_skip && size == each.num_dropped) {
+        needs.num_skipped =
+            std::clamp<int64_t>(group.first_needed_block(last) - size, 0, needs.num_new);
+        needs.num_new -= needs.num_skipped;
+      }
+      needs.drop_to = std::max(each.num_dropped, std::min(group.first_needed_block(start), size));
+      // Blocks that leave a window make room for what comes, unless a step may still read them.
+      for (int64_t b = each.num_dropped; b < needs.drop_to && on.frees_at_once; ++b) {
+        num_free += on.pool->ref_count(each[b]) == 1;
+      }
+    }
+    num_new += needs.num_new + needs.num_shared;
+    demand[group] = needs;
+  }
+  const bool fits = num_free - num_new >= supply.num_kept_free;
+  const int64_t kept = std::max(supply.num_kept_free, on.watermark_blocks);
+  demand.status = fits ? Status::kServed : Status::kWait;
+  demand.num_spare = fits ? std::max<int64_t>(num_free - num_new - kept, 0) : 0;
+  return demand;
+}
+
+}  // namespace
+
+DemandRules::DemandRules(const std::vector<CacheGroup>* groups, const BlockPool* pool,
+                         const DeferredFrees* frees, const StepNumbers* steps, BlockHolders holders,
+                         const ManagerOptions& options)
+    : groups_(groups),
+      pool_(pool),
+      frees_(frees),
+      steps_(steps),
+      holders_(holders),
+      watermark_blocks_(options.watermark_blocks),
+      computes_whole_prompt_(options.computes_whole_prompt) {}
+
+Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& supply, bool is_new,
+                       bool may_share) const {
+  return demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held, span,
+                   supply, computes_whole_prompt_ && is_new, may_share);
+}
+
+Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share) const {
+  Demand demand = demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held,
+                            span, {pool_->num_free(), 0}, /*may_skip=*/false, may_share);
+  if (demand.status == Status::kServed) return demand;
+  int64_t num_blocks = 0;
+  for (const CacheGroup& group : *groups_) {
+    num_blocks += held[group.id].size() - demand[group].drop_to + demand[group].num_new;
+  }
+  demand.status = never_or_wait(num_blocks);
+  return demand;
+}
+
+Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const Span& span,
+                           int64_t num_reserved) const {
+  int64_t num_free = pool_->num_free(), num_blocks = 0;
+  for (const CacheGroup& group : *groups_) {
+    const RowBlocks& each = held[group.id];
+    // Hits that are free stop being so when this request takes them: they cannot also be its new
+    // ones. Those on the host take a free one.
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      num_free -= each[b] == kNullBlock || pool_->ref_count(each[b]) == 0;
+    }
+    num_free -= each.source != kNullBlock && pool_->ref_count(each.source) == 0;
+    num_blocks += each.num_alive();
+  }
+  Demand demand = of(held, span, {num_free, watermark_blocks_ + num_reserved}, /*is_new=*/true,
+                     /*may_share=*/false);
+  for (const CacheGroup& group : *groups_) {
+    GroupDemand& needs = demand[group];
+    if (!group.is_cacheable()) {
+      needs.num_new = num_encoder_blocks(group, chain);
+      if (demand.status == Status::kServed && needs.num_new > demand.num_spare) {
+        demand.status = Status::kWait;
+      }
+      demand.num_spare -= needs.num_new;
+    }
+    num_blocks += needs.num_new;
+  }
+  const int64_t most = pool_->num_total() - watermark_blocks_;
+  if (std::max(num_blocks, num_blocks_ever(chain)) > most) demand.status = Status::kNever;
+  return demand;
+}
+
+bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
+  for (const CacheGroup& group : *groups_) {
+    if (!group.is_cacheable()) continue;
+    const RowBlocks& each = held[group.id];
+    const int64_t stop = each.size() * group.block_size;
+    if (num_shared(holders_, group, each, group.holds_state() ? stop - 1 : start, stop) > 0)
+      return true;
+  }
+  return false;
+}
+
+// Blocks that a request holds when its last known token runs alone.
+int64_t DemandRules::num_blocks_ever(const TokenChain& chain) const {
+  int64_t num_blocks = 0;
+  for (const CacheGroup& group : *groups_) {
+    if (!group.is_cacheable()) {
+      num_blocks += num_encoder_blocks(group, chain);
+      continue;
+    }
+    const int64_t all = ceil_div(chain.num_tokens(), group.block_size);
+    num_blocks += group.holds_state()
+                      ? std::min<int64_t>(all, 2)  // and the page that it is copied from
+                      : all - group.first_needed_block(chain.num_tokens() - 1);
+  }
+  return num_blocks;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,173 @@
+#include "core/manager/host_tier.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace kvcache {
+
+HostTier::HostTier(std::unique_ptr<BlockPool> pages, BlockPool* device,
+                   const std::vector<CacheGroup>* groups, HostWrite mode, int64_t num_hits_to_write)
+    : pages_(std::move(pages)),
+      device_(device),
+      groups_(groups),
+      mode_(mode),
+      num_hits_to_write_(num_hits_to_write),
+      is_queued_(device->num_blocks()),
+      num_hits_(mode == HostWrite::kSelective ? device->num_blocks() : 0),
+      num_onboards_(device->num_blocks()) {}
+
+Copied HostTier::content_of(BlockId id) const {
+  return device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
+}
+
+// Whether the plan writes this cached block to the host.
+bool HostTier::offload(BlockId id, PlanBuilder* plan) {
+  const Copied content = content_of(id);
+  BlockId page = pages_->find(content.hash, content.group);
+  if (page != kNullBlock) {
+    pages_->retain(&page, 1);  // it stays as long as one that is written now
+    offloads_.push_back({page, content, /*is_row=*/false, /*is_there=*/true});
+    return false;
+  }
+  const auto offloading = offloading_.find(content.hash);
+  if (offloading != offloading_.end() && (offloading->second >> content.group & 1) != 0) {
+    return false;
+  }
+  if (!pages_->allocate(1, &page)) {
+    ++counts_.unwritten_blocks;
+    return false;
+  }
+  plan->swap_out(id, page);
+  add_offload(page, content, /*is_row=*/false);
+  ++counts_.written_blocks;
+  return true;
+}
+
+void HostTier::add_offload(BlockId page, const Copied& content, bool is_row) {
+  offloads_.push_back({page, content, is_row, /*is_there=*/false});
+  offloading_[content.hash] |= uint32_t{1} << content.group;
+}
+
+void HostTier::add_row_page(BlockId page, BlockId block) {
+  add_offload(page, content_of(block), /*is_row=*/true);
+}
+
+void HostTier::on_published(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n && !num_hits_.empty(); ++i) num_hits_[ids[i]] = 0;
+  for (int64_t i = 0; i < n && mode_ == HostWrite::kThrough; ++i) queue(ids[i]);
+}
+
+void HostTier::count_hits(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t& count = num_hits_[ids[i]];
+    if (count < num_hits_to_write_) ++count;
+    if (count == num_hits_to_write_) queue(ids[i]);
+  }
+}
+
+// Whatever the mode writes earlier, what is to be on the host and is not (any more) goes there now.
+void HostTier::on_eviction(BlockId id, PlanBuilder* plan) {
+  if (!plan->is_step()) return;  // no plan would carry it
+  if (!num_hits_.empty() && num_hits_[id] < num_hits_to_write_) return;
+  offload(id, plan);
+}
+
+void HostTier::queue(BlockId id) {
+  if (is_queued_[id] != 0) return;
+  is_queued_[id] = 1;
+  queue_.push_back(id);
+}
+
+void HostTier::offload_queued(PlanBuilder* plan, bool holds_blocks) {
+  for (auto next = queue_.rbegin(); next != queue_.rend(); ++next) {
+    const BlockId id = *next;  // tails first: they are the older ones on the host
+    is_queued_[id] = 0;
+    if (device_->hash_of(id) == nullptr || !offload(id, plan) || !holds_blocks) continue;
+    device_->retain(&id, 1);
+    plan->hold(id);
+  }
+  queue_.clear();
+}
+
+void HostTier::forget_queued() {
+  for (BlockId id : queue_) is_queued_[id] = 0;
+  queue_.clear();
+}
+
+std::vector<BlockId> HostTier::publish_offloaded() {
+  std::vector<BlockId> written;
+  for (const Offload& each : offloads_) {
+    if (!each.is_there) {
+      pages_->publish_copy(each.page, each.content);
+      written.push_back(each.page);
+    }
+    if (!each.is_row) pages_->release(&each.page, 1);
+  }
+  offloads_.clear();
+  offloading_.clear();
+  return written;
+}
+
+void HostTier::onboard(PlanBuilder* plan, Onboard onboard) {
+  plan->swap_in(onboard.page, onboard.block);
+  device_->retain(&onboard.block, 1);
+  ++num_onboards_[onboard.block];
+  onboards_.push_back(std::move(onboard));
+}
+
+std::vector<HostTier::Onboard> HostTier::take_arrived(int64_t num_completed) {
+  std::vector<Onboard> over;
+  while (!onboards_.empty() && onboards_.front().step_id < num_completed) {
+    over.push_back(std::move(onboards_.front()));
+    onboards_.pop_front();
+  }
+  return over;
+}
+
+std::vector<HostTier::Onboard> HostTier::take_aborted(int64_t last_issued) {
+  std::vector<Onboard> over;
+  while (!onboards_.empty() && onboards_.back().step_id > last_issued) {
+    over.push_back(std::move(onboards_.back()));
+    onboards_.pop_back();
+  }
+  std::reverse(over.begin(), over.end());
+  return over;
+}
+
+bool HostTier::may_publish(const Onboard& onboard) const {
+  if (onboard.chain == nullptr) return false;
+  const int64_t last = (onboard.column + 1) * (*groups_)[onboard.group].num_hashes - 1;
+  const Hash& hash = onboard.chain->known_hashes()[static_cast<size_t>(last)];
+  return pages_->holds(onboard.page, hash, onboard.group) &&
+         device_->hash_of(onboard.block) == nullptr;
+}
+
+void HostTier::finish(const std::vector<Onboard>& over) {
+  std::vector<BlockId> blocks, pages;
+  for (auto each = over.rbegin(); each != over.rend(); ++each) {
+    --num_onboards_[each->block];
+    blocks.push_back(each->block);
+    pages.push_back(each->page);
+  }
+  device_->release(blocks.data(), static_cast<int64_t>(blocks.size()));
+  pages_->release(pages.data(), static_cast<int64_t>(pages.size()));
+}
+
+void HostTier::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const {
+  PerBlock<int32_t> counted(device_->num_blocks());
+  for (const Onboard& each : onboards_) {
+    ++(*device)[each.block];
+    ++(*host)[each.page];
+    ++counted[each.block];
+  }
+  for (BlockId id = 1; id < device_->num_blocks(); ++id) {
+    if (counted[id] == num_onboards_[id]) continue;
+    throw std::logic_error("what onboards hold is not what was counted");
+  }
+  if (!offloads_.empty() || !offloading_.empty()) {
+    throw std::logic_error("a step has left offloads unpublished");
+  }
+}
+
+}  // namespace kvcache

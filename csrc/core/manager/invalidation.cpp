@@ -1,0 +1,261 @@
+#include "core/manager/invalidation.h"
+
+#include <algorithm>
+
+namespace kvcache {
+
+void Invalidation::add_failed(const std::vector<BlockId>& blocks,
+                              const std::vector<BlockId>& pages) {
+  for (BlockId id : blocks) {
+    blocks_.emplace(id, 0);
+    add_hashes(*context_.pool, id);
+  }
+  for (BlockId page : pages) {
+    pages_.insert(page);
+    add_hashes(context_.host->pages(), page);
+  }
+  std::vector<BlockId> failed = blocks;
+  if (context_.host != nullptr) {
+    for (const HostTier::Onboard& onboard : context_.host->onboards()) {
+      // What was to be onboarded is not there, or should not have been: never onboarded again.
+      const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
+      if (!is_named && pages_.count(onboard.page) == 0) continue;
+      pages_.insert(onboard.page);
+      add_hashes(context_.host->pages(), onboard.page);
+      if (!blocks_.emplace(onboard.block, 0).second) continue;
+      add_hashes(*context_.pool, onboard.block);
+      failed.push_back(onboard.block);
+    }
+  }
+  limit_by_drops(failed);
+}
+
+void Invalidation::limit_row(int32_t row, int64_t num_tokens) {
+  const auto [limit, is_first] = limits_.emplace(row, num_tokens);
+  limit->second = std::min(limit->second, num_tokens);
+}
+
+void Invalidation::spread() {
+  while (spread_once()) {
+  }
+}
+
+// Lowers the limits of rows that use invalid content, and adds what they have computed behind them.
+// Whether anything changed.
+bool Invalidation::spread_once() {
+  bool changed = false;
+  const RowTable& rows = *context_.rows;
+  for (int32_t row = 0; row < rows.size(); ++row) {
+    if (!rows.is_in_use(row)) continue;
+    const auto known = limits_.find(row);
+    const int64_t before = known == limits_.end() ? kUnbounded : known->second;
+    int64_t limit = std::min(before, limit_by_blocks(row));
+    if (by_hash_) limit = std::min(limit, limit_by_hashes(row));
+    if (limit >= rows[row].num_computed) continue;
+    limit = own_limit(row, confirmed_limit(row, limit));
+    if (limit < before) {
+      limits_[row] = limit;
+      changed = true;
+    }
+    changed |= add_computed(row, limit);
+  }
+  return changed;
+}
+
+std::vector<BlockId> Invalidation::blocks() const {
+  std::vector<BlockId> all;
+  for (const auto& [id, num_valid] : blocks_) all.push_back(id);
+  std::sort(all.begin(), all.end());
+  return all;
+}
+
+InvalidChains Invalidation::chains() const {
+  InvalidChains chains;
+  chains.roots = roots_;
+  const std::vector<BlockId> ids = blocks();
+  context_.pool->add_chains(ids.data(), static_cast<int64_t>(ids.size()), &chains);
+  if (context_.host == nullptr) return chains;
+  std::vector<BlockId> pages(pages_.begin(), pages_.end());
+  for (const auto& [hash, what] : hashes_) {
+    for (const CacheGroup& group : *context_.groups) {
+      const BlockId page = page_of(hash, group.id);
+      if (page != kNullBlock) pages.push_back(page);
+    }
+  }
+  context_.host->pages().add_chains(pages.data(), static_cast<int64_t>(pages.size()), &chains);
+  return chains;
+}
+
+int64_t Invalidation::limit_by_blocks(int32_t row) const {
+  int64_t limit = kUnbounded;
+  const bool on_host = (*context_.rows)[row].on_host;
+  for (const CacheGroup& group : *context_.groups) {
+    const RowBlocks& each = context_.rows->blocks(row)[group.id];
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      if (on_host) {
+        if (pages_.count(each[b]) != 0) return 0;  // it starts anew in any case
+        continue;
+      }
+      const auto found = blocks_.find(each[b]);
+      if (found == blocks_.end()) continue;
+      limit =
+          std::min(limit, group.is_cacheable() ? std::max(found->second, b * group.block_size) : 0);
+    }
+  }
+  return limit;
+}
+
+int64_t Invalidation::limit_by_hashes(int32_t row) const {
+  int64_t limit = kUnbounded;
+  const std::vector<Hash>& hashes = (*context_.rows)[row].chain->known_hashes();
+  for (size_t i = 0; i < hashes.size() && !hashes_.empty(); ++i) {
+    const auto found = hashes_.find(hashes[i]);
+    if (found == hashes_.end()) continue;
+    const InvalidHash& what = found->second;
+    // Where its last hash block begins.
+    const int64_t last = static_cast<int64_t>(i) * context_.hash_block_size;
+    const int64_t of_block = last / what.block_size * what.block_size;
+    limit = std::min(limit, std::max(of_block, what.num_valid));
+  }
+  return limit;
+}
+
+// Blocks that left a window, and pages that states left, are known for as long as their steps may
+// be in flight.
+void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
+  const std::unordered_set<BlockId> failed(ids.begin(), ids.end());
+  for (const StepJournal::Step& step : context_.journal->in_flight()) {
+    for (const StepJournal::Dropped& each : step.dropped) {
+      if (failed.count(each.id) == 0) continue;
+      if (context_.rows->is_still(each.row, each.admission)) {
+        limit_row(each.row, each.first_token);
+      } else {
+        add_left(*each.chain, each.first_token);
+      }
+    }
+  }
+}
+
+// A row that has left may have computed its tokens from `first_token` on.
+void Invalidation::add_left(const TokenChain& chain, int64_t first_token) {
+  const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
+  for (const CacheGroup& group : *context_.groups) {
+    if (!group.is_cacheable()) continue;
+    for (int64_t b = first_token / group.block_size; b * group.num_hashes < num_hashed; ++b) {
+      add_dropped(chain, group, b, std::max(first_token, b * group.block_size));
+    }
+  }
+}
+
+// Tokens at the end of a row's last step may be drafts whose rejection is not known yet. Where
+// not all of the step was prompt, only what must have been accepted stays valid.
+int64_t Invalidation::confirmed_limit(int32_t row, int64_t limit) const {
+  const Row& r = (*context_.rows)[row];
+  const int64_t num_known = r.chain->num_tokens();
+  if (limit <= r.start || num_known > r.num_computed) return limit;
+  return std::max(r.start, std::min(limit, num_known - 1));
+}
+
+// A row may go on inside a block only where no other row can hold that block: one of its own.
+int64_t Invalidation::own_limit(int32_t row, int64_t limit) const {
+  for (int64_t before = -1; limit != before;) {
+    before = limit;
+    for (const CacheGroup& group : *context_.groups) {
+      if (!group.holds_tokens() ||
+          limit / group.block_size >= context_.rows->blocks(row)[group.id].num_hits) {
+        continue;
+      }
+      limit -= limit % group.block_size;
+    }
+  }
+  return limit;
+}
+
+// Adds the blocks that the row has computed from token `limit` on. Whether any is new.
+bool Invalidation::add_computed(int32_t row, int64_t limit) {
+  bool changed = false;
+  const Row& r = (*context_.rows)[row];
+  for (const CacheGroup& group : *context_.groups) {
+    if (!group.is_cacheable()) continue;
+    const RowBlocks& each = context_.rows->blocks(row)[group.id];
+    const int64_t size = context_.rows->num_written(row, group);
+    for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
+      const int64_t num_valid = std::max(limit, b * group.block_size);
+      const BlockId id = r.on_host ? kNullBlock : each[b];
+      if (id != kNullBlock) {
+        changed |= add_invalid_block(id, num_valid);
+        if (by_hash_) changed |= add_found(row, group, b, id, num_valid);
+      } else if (by_hash_) {
+        changed |= add_dropped(*r.chain, group, b, num_valid);
+      }
+    }
+  }
+  return changed;
+}
+
+bool Invalidation::add_invalid_block(BlockId id, int64_t num_valid) {
+  const auto [known, is_new] = blocks_.emplace(id, num_valid);
+  if (!is_new && known->second <= num_valid) return false;
+  known->second = num_valid;
+  return true;
+}
+
+// The hashes under which others may have found what the row computed into this block.
+bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
+                             int64_t num_valid) {
+  const std::vector<Hash>& hashes = (*context_.rows)[row].chain->known_hashes();
+  std::vector<Hash> found = context_.pool->partial_hashes_of(id);
+  if (context_.pool->hash_of(id) != nullptr) found.push_back(*context_.pool->hash_of(id));
+  const int64_t last =
+      std::min((block + 1) * group.num_hashes, static_cast<int64_t>(hashes.size()));
+  bool changed = false;
+  for (int64_t i = num_valid / context_.hash_block_size; i < last && !found.empty(); ++i) {
+    const Hash& hash = hashes[static_cast<size_t>(i)];
+    if (std::find(found.begin(), found.end(), hash) == found.end()) continue;
+    changed |= add_hash(hash, {num_valid, group.block_size});
+  }
+  return changed;
+}
+
+// The same of a block without an id, because its row has dropped it or has left: as long as it is
+// found. Of partial blocks that is not known.
+bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
+                               int64_t num_valid) {
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  const int64_t end = (block + 1) * group.num_hashes;
+  bool changed = false;
+  // Others may have used it while it was found, and be found themselves.
+  if (!hashes.empty()) roots_.insert(hashes[0].tag());
+  for (int64_t i = num_valid / context_.hash_block_size;
+       i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
+    const Hash& hash = hashes[static_cast<size_t>(i)];
+    const bool is_whole = i + 1 == end;
+    const BlockId id = is_whole ? context_.pool->find(hash, group.id) : kNullBlock;
+    if (id != kNullBlock) changed |= add_invalid_block(id, num_valid);
+    const bool on_host = id == kNullBlock && is_whole && page_of(hash, group.id) != kNullBlock;
+    if (id == kNullBlock && !on_host && !group.has_partial) continue;
+    changed |= add_hash(hash, {num_valid, group.block_size});
+  }
+  return changed;
+}
+
+BlockId Invalidation::page_of(const Hash& hash, uint8_t group) const {
+  return context_.host == nullptr ? kNullBlock : context_.host->pages().find(hash, group);
+}
+
+void Invalidation::add_hashes(const BlockPool& pool, BlockId id) {
+  const int64_t block_size = (*context_.groups)[pool.group_of(id)].block_size;
+  if (pool.hash_of(id) != nullptr) add_hash(*pool.hash_of(id), {0, block_size});
+  for (const Hash& hash : pool.partial_hashes_of(id)) add_hash(hash, {0, block_size});
+}
+
+bool Invalidation::add_hash(const Hash& hash, const InvalidHash& what) {
+  const auto [known, is_new] = hashes_.emplace(hash, what);
+  const InvalidHash before = known->second;
+  known->second.num_valid = std::min(before.num_valid, what.num_valid);
+  known->second.block_size = std::max(before.block_size, what.block_size);
+  return is_new || known->second.num_valid < before.num_valid ||
+         known->second.block_size > before.block_size;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,260 @@
+// The request-level manager: rows of requests over a block pool, a whole batch per call.
+//
+// Two tiers of one page size: the device's pool and, where there is one, the host's. Pages move
+// between them by pairs of the plan: rows that are swapped out and back, and cached blocks that
+// live on on the host when the device has evicted them.
+//
+// A row is a request's stable place in the tables. `step` decides for every asked row which blocks
+// it gets in every cache group; what changed in the tables leaves as one StepPlan. `allocate` and
+// `append` decide for one request of a caller that keeps its own tables. A row belongs to the
+// driver that admitted it; the other calls serve both.
+//
+// A manager belongs to the thread that first uses it. Every call that changes something first
+// checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
+// and nothing may then have been changed, or change under the call's feet.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/eviction/registry.h"
+#include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
+#include "core/limits.h"
+#include "core/manager/block_holders.h"
+#include "core/manager/cache_stats.h"
+#include "core/manager/call_guard.h"
+#include "core/manager/clock.h"
+#include "core/manager/deferred_frees.h"
+#include "core/manager/demand.h"
+#include "core/manager/host_tier.h"
+#include "core/manager/invalidation.h"
+#include "core/manager/options.h"
+#include "core/manager/plan_builder.h"
+#include "core/manager/prefix_finder.h"
+#include "core/manager/publisher.h"
+#include "core/manager/request_checks.h"
+#include "core/manager/row_growth.h"
+#include "core/manager/row_release.h"
+#include "core/manager/row_swap.h"
+#include "core/manager/row_table.h"
+#include "core/manager/session_pins.h"
+#include "core/manager/step_journal.h"
+#include "core/manager/step_plan.h"
+#include "core/manager/step_request.h"
+#include "core/manager/token_intake.h"
+#include "core/pool/block_pool.h"
+#include "core/pool/event_log.h"
+
+namespace kvcache {
+
+class Manager {
+ public:
+  explicit Manager(const ManagerOptions& options);
+
+  const ManagerOptions& options() const { return options_; }
+  int64_t hash_block_size() const { return hash_block_size_; }
+  const std::vector<CacheGroup>& groups() const { return groups_; }
+  const BlockPool& pool() const { return pool_; }
+  BlockPool& pool() { return pool_; }
+  // The host's pool; null where there is none.
+  const BlockPool* host() const { return host_ ? &host_->pages() : nullptr; }
+  BlockPool* host() { return host_ ? &host_->pages() : nullptr; }
+  const CacheStats& stats() const { return stats_; }
+  const TierCount& tiers() const;
+  void clear_stats();
+  EventLog::Drained drain_events();
+
+  // As CallGuard says. All calls up to `check_invariants` check it.
+  void check_caller() { guard_.check_caller(); }
+  void check_reader() const { guard_.check_reader(); }
+
+  // The clock of residency times and of eviction policies: milliseconds since any moment, for all
+  // calls from now on. Throws where it would go back. Without it, each call that may publish,
+  // release or evict asks the system's steady clock, since when the manager was made.
+  void set_now(int64_t ms);
+
+  const std::vector<Hash>& hashes(TokenChain& chain);
+
+  // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
+  // None where the request opted out of reading. Changes nothing; valid until the next call.
+  const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
+
+  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
+  // now.
+  Status would_fit(TokenChain& chain, int64_t num_tokens);
+
+  // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
+  // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
+  // The plan is valid until the next call.
+  const StepPlan& step(const StepRequest& request);
+
+  // A row with these blocks per group, which the caller looked up, and slots for num_tokens tokens
+  // more. `new_blocks` are without the computed ones.
+  Slots allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
+                 const std::vector<std::vector<BlockId>>& computed, int64_t num_lookahead_tokens);
+
+  // Slots for num_tokens tokens more in a row that `allocate` gave.
+  Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+
+  // The same for n tokens that have become known: the chain takes them, unless they do not fit.
+  // `token_ids` null: it does not matter which. n may be 0, for lookahead slots alone.
+  Slots append_known(int32_t row, const int32_t* token_ids, int64_t n,
+                     int64_t num_lookahead_tokens);
+
+  // Takes back the last num_tokens tokens of a row: drafts that were rejected. Their slots are the
+  // row's next ones.
+  void reject(int32_t row, int64_t num_tokens);
+
+  // A row for `child`, which begins with all tokens that the row has computed, and shares its
+  // blocks. Whoever writes to a shared block first gets its own: the plan copies and replaces.
+  Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
+
+  // For rows that `allocate` gave, all of them or, where they do not fit, none: (device page, host
+  // page) each, and back. A block that several of them hold moves once. To be carried out in the
+  // order of the calls.
+  std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
+  std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
+  bool is_on_host(int32_t row) const { return rows_.at(row).on_host; }
+  bool by_step(int32_t row) const { return rows_.at(row).by_step; }
+  int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
+
+  // The first num_tokens tokens of a row that `allocate` gave have their KV now.
+  void mark_computed(int32_t row, int64_t num_tokens);
+
+  // The row's blocks were used; what that means is the eviction policy's.
+  void access(int32_t row, double now);
+
+  // Publishes what has filled since the row was last served, then releases the row's blocks, tail
+  // first, and the row; the next step's plan clears it, if a step admitted it.
+  // `features`: what the caller says of the conversation, for the eviction policy.
+  void free(int32_t row, const ReleaseFeatures& features = {});
+
+  // The report of a worker. Completed: this step and all before it are done, what was released
+  // until then can be used again. If not, the plan of this step and of every later one will not be
+  // carried out, or came to nothing: what they computed leaves the cache, and the rows go back to
+  // where they were. The `failed` blocks are invalidated. The next plan sends the rows' tables
+  // anew. All of it or, where something is refused, nothing. `failed_on_host`: pages of the host
+  // that were not written.
+  Recompute report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
+                   const std::vector<BlockId>& failed_on_host);
+  Recompute abort(int64_t step_id) { return report(step_id, /*completed=*/false, {}, {}); }
+
+  // These blocks do not hold what they should: they and all that was computed from them leave the
+  // cache, and the rows that used them go back to what is left.
+  Recompute invalidate(const BlockId* ids, int64_t n);
+
+  // Pins, for a session, what the device's cache has of the request's full blocks; see
+  // BlockPool::pin. What the session had pinned before is not any more. The number of blocks.
+  int64_t pin(const std::string& session, TokenChain& chain);
+  // How many of its blocks have been evicted all the same; of a session that pins nothing, none.
+  int64_t unpin(const std::string& session);
+
+  // Forgets what these blocks hold, held or free; see BlockPool::evict.
+  void evict(const BlockId* ids, int64_t n);
+
+  // Leading blocks of the row's group that as many rows hold as are running.
+  int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
+
+  bool reset_prefix_cache();
+
+  // The weights changed: no hash of before is found again, and rows of before publish nothing more.
+  void start_epoch();
+
+  int64_t num_rows() const { return rows_.num_in_use(); }
+  int64_t num_steps() const { return steps().num_steps; }
+  int64_t num_fenced() const { return frees_.num_waiting(); }
+  int64_t num_loading() const { return host_ ? host_->num_onboards() : 0; }  // blocks
+  const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
+  int64_t num_computed_tokens(int32_t row) const { return rows_.at(row).num_computed; }
+  // Whether the next plan sends the row's whole table.
+  bool must_resend(int32_t row) const {
+    rows_.at(row);
+    return plan_.must_resend(row);
+  }
+
+  // The pool's invariants, and that references are exactly what rows and fences hold.
+  void check_invariants() const;
+
+ private:
+  // A call that may change something, or asks what only its thread may ask.
+  struct Call {
+    explicit Call(Manager* manager) : scope(&manager->guard_) {
+      if (manager->clock_.read()) manager->notify_clock();
+    }
+    CallGuard::Scope scope;
+  };
+
+  Slots append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+
+  const StepNumbers& steps() const { return journal_.numbers(); }
+
+  // Serving (manager_serving.cpp).
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
+  void take_in(const StepRequest& request);
+  void offload_queued();
+  void serve_rows(const StepRequest& request);
+  void serve_new(const StepRequest& request);
+  Status extend_row(ServedRow* served);
+  Demand bring_back(ServedRow* served);
+  Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
+                       int64_t num_reserved);
+  Status admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
+               int64_t num_reserved, bool by_step);
+  int64_t first_host_token(const PrefixHit& hit) const;
+  void answer(const ServedRow& served, Status status);
+  void publish_step();
+  void release_held();
+  void resend_tables();
+
+  // Rows that leave the device and come back (manager_swapping.cpp).
+  bool leave(int32_t row);
+  std::vector<bool> swap_out_rows(const StepRequest& request);
+  void answer_swapped(const StepRequest& request, const std::vector<bool>& have_left);
+  void publish_offloaded();
+  void publish_arrived();
+
+  // Reports (manager_reports.cpp).
+  void complete_to(int64_t step_id);
+  Recompute abort_from(int64_t step_id);
+  void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
+  Recompute invalidate_blocks(const std::vector<BlockId>& ids, const std::vector<BlockId>& pages);
+  InvalidationContext invalidation_context() const;
+  Recompute recompute(const Invalidation::Limits& limits);
+  void restart(int32_t row);
+  void resend(int32_t row);
+
+  void clear_cache();
+  void notify_clock();
+  BlockHolders holders() const;
+  RowContext row_context();
+
+  ManagerOptions options_;
+  int64_t hash_block_size_;
+  std::vector<CacheGroup> groups_;
+  BlockPool pool_;
+  std::unique_ptr<HostTier> host_;  // null where there is none
+  RowTable rows_;
+  PrefixFinder finder_;
+  EventLog events_;
+  PlanBuilder plan_;
+  StepJournal journal_;
+  DeferredFrees frees_;
+  DemandRules rules_;
+  CacheStats stats_;
+  Publisher publisher_;
+  RowGrowth growth_;
+  RowSwap swap_;
+  Clock clock_;
+  RowRelease release_;
+  RequestChecks checks_;
+  TokenIntake intake_;
+  SessionPins pins_;
+  CallGuard guard_;
+  std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
+};
+
+}  // namespace kvcache

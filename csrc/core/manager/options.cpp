@@ -1,0 +1,78 @@
+#include "core/manager/options.h"
+
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "core/eviction/registry.h"
+#include "core/limits.h"
+
+namespace kvcache {
+
+ManagerOptions checked(const ManagerOptions& options) {
+  if (options.groups.empty() || options.groups.size() > kMaxGroups) {
+    throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
+                                " entries: expected 1 to " + std::to_string(kMaxGroups));
+  }
+  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
+  checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
+  checked_size("max_model_len", options.max_model_len, 1);
+  checked_size("hash_block_size", options.hash_block_size, 0);
+  checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
+  checked_size("max_num_reqs", options.max_num_reqs, 0);
+  checked_size("watermark_blocks", options.watermark_blocks, 0);
+  checked_size("stats_window", options.stats_window, 1);
+  if (options.num_host_blocks != 0) {
+    checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
+  }
+  if (options.host_write == HostWrite::kSelective) {
+    checked_size("the number of hits after which blocks are written", options.num_hits_to_write, 1);
+  }
+  return options;
+}
+
+int64_t hash_block_size_of(const ManagerOptions& options) {
+  int64_t largest = 0;
+  for (const GroupOptions& group : options.groups) {
+    largest = std::gcd(largest, group.block_size);
+  }
+  if (options.hash_block_size == 0) return largest;
+  if (largest % options.hash_block_size == 0) return options.hash_block_size;
+  throw std::invalid_argument("hash_block_size is " + std::to_string(options.hash_block_size) +
+                              ": expected a divisor of every group's block size, so of " +
+                              std::to_string(largest));
+}
+
+std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_block_size) {
+  std::vector<CacheGroup> groups;
+  for (const GroupOptions& each : options.groups) {
+    CacheGroup group{};
+    group.kind = each.kind;
+    group.pages = each.kind->pages();
+    group.keeps_all = each.kind->keeps_all();
+    group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
+                        group.pages == AttentionKind::Pages::kTokens;
+    group.id = static_cast<uint8_t>(groups.size());
+    group.block_size = each.block_size;
+    group.num_hashes = each.block_size / hash_block_size;
+    group.max_blocks = ceil_div(options.max_model_len, each.block_size);
+    group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
+    groups.push_back(std::move(group));
+  }
+  return groups;
+}
+
+std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
+  std::vector<int64_t> sizes;
+  for (const CacheGroup& group : groups) {
+    sizes.push_back(group.is_cacheable() ? group.block_size : 0);
+  }
+  return sizes;
+}
+
+std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks) {
+  if (eviction.make) return eviction.make(num_blocks);
+  return make_eviction_policy(eviction.policy, eviction.options, num_blocks);
+}
+
+}  // namespace kvcache

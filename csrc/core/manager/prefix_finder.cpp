@@ -1,0 +1,170 @@
+#include "core/manager/prefix_finder.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/limits.h"
+
+namespace kvcache {
+
+PrefixFinder::PrefixFinder(const BlockPool* pool, const BlockPool* host,
+                           const std::vector<CacheGroup>* groups, int64_t hash_block_size,
+                           bool drop_last)
+    : pool_(pool),
+      host_(host),
+      groups_(groups),
+      hash_block_size_(hash_block_size),
+      drop_last_(drop_last) {
+  for (const CacheGroup& group : *groups) {
+    if (!group.is_cacheable()) continue;
+    const char* name = "the least common multiple of the groups' block sizes";
+    unit_ = checked_size(
+        name, std::lcm(unit_, group.has_partial ? hash_block_size : group.block_size), 1);
+    whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
+  }
+  hit_.blocks.resize(groups->size());
+  hit_.on_host.resize(groups->size());
+  hit_.sources.resize(groups->size());
+}
+
+const Hash& PrefixFinder::hash_at(int64_t num_tokens) const {
+  return (*hashes_)[static_cast<size_t>(num_tokens / hash_block_size_ - 1)];
+}
+
+BlockId PrefixFinder::device_block(const CacheGroup& group, int64_t block) const {
+  return pool_->find(hash_at((block + 1) * group.block_size), group.id);
+}
+
+BlockId PrefixFinder::host_page(const CacheGroup& group, int64_t block) const {
+  if (!with_host_) return kNullBlock;
+  return host_->find(hash_at((block + 1) * group.block_size), group.id);
+}
+
+// How many of the first num_blocks blocks of a group are found before one is not.
+int64_t PrefixFinder::find_leading(const CacheGroup& group, int64_t num_blocks) {
+  std::vector<BlockId>& found = hit_.blocks[group.id];
+  // A cold prompt is known by its first block: nothing is made ready for the others.
+  const bool any = num_blocks > 0 && is_found(group, 0);
+  found.resize(any ? static_cast<size_t>(num_blocks) : 0);
+  int64_t n = 0;
+  const auto search = [&](const BlockPool& pool) {
+    if (n == num_blocks) return int64_t{0};
+    return pool.lookup(&hash_at((n + 1) * group.block_size), num_blocks - n, group.id,
+                       /*prefix=*/true, found.data() + n, group.num_hashes);
+  };
+  while (any) {
+    n += search(*pool_);
+    if (!with_host_) break;
+    const int64_t first = n;
+    n += search(*host_);
+    if (n == first) break;
+    for (int64_t i = first; i < n; ++i) {
+      // The device may have a later block, and lack those before it.
+      const BlockId id = device_block(group, i);
+      if (id == kNullBlock) hit_.on_host[group.id].push_back({i, found[i]});
+      found[i] = id;
+    }
+  }
+  return n;
+}
+
+BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_tokens) const {
+  return pool_->find_partial(hash_at(num_tokens), group.id);
+}
+
+const PrefixHit& PrefixFinder::find(const std::vector<Hash>& hashes, int64_t max_tokens,
+                                    bool with_partial, bool with_host) {
+  hashes_ = &hashes;
+  with_host_ = with_host && host_ != nullptr;
+  hit_.num_host_blocks = 0;
+  step_ = with_partial ? unit_ : whole_unit_;
+  num_leading_.assign(groups_->size(), -1);
+  for (std::vector<BlockId>& blocks : hit_.blocks) blocks.clear();
+  for (auto& on_host : hit_.on_host) on_host.clear();
+  std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
+
+  hit_.num_tokens =
+      accepted_by_all(std::min(max_tokens, static_cast<int64_t>(hashes.size()) * hash_block_size_));
+  if (drop_last_ && hit_.num_tokens > 0) hit_.num_tokens = accepted_by_all(hit_.num_tokens - step_);
+  for (const CacheGroup& group : *groups_) collect(group);
+  return hit_;
+}
+
+// A fixed point: what one group takes less, all take less.
+int64_t PrefixFinder::accepted_by_all(int64_t num_tokens) {
+  num_tokens -= num_tokens % step_;
+  for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
+    before = num_tokens;
+    // Groups that need the whole prefix first: a cold prompt is then known by one miss.
+    for (bool whole : {true, false}) {
+      for (const CacheGroup& group : *groups_) {
+        if (group.keeps_all == whole && num_tokens > 0) num_tokens = accepted(group, num_tokens);
+      }
+    }
+  }
+  return num_tokens;
+}
+
+int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
+  if (!group.is_cacheable()) return num_tokens;
+  return group.keeps_all ? accepted_by_prefix(group, num_tokens)
+                         : accepted_by_window(group, num_tokens);
+}
+
+int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {
+  const int64_t bs = group.block_size;
+  int64_t& num_leading = num_leading_[group.id];
+  if (num_leading < 0) num_leading = find_leading(group, num_tokens / bs);
+  // Beyond the whole blocks at most a part of the next one.
+  num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_);
+  num_tokens -= num_tokens % step_;
+  while (num_tokens % bs != 0 && partial_block_of(group, num_tokens) == kNullBlock)
+    num_tokens -= step_;
+  return num_tokens;
+}
+
+int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_tokens) {
+  const int64_t bs = group.block_size;
+  while (num_tokens > 0) {
+    const int64_t first_token = group.first_needed_token(num_tokens);
+    if (num_tokens % bs != 0 && first_token < num_tokens &&
+        partial_block_of(group, num_tokens) == kNullBlock) {
+      num_tokens -= step_;
+      continue;
+    }
+    // Backwards: the last block that is missing says at once where the hit must end instead.
+    int64_t block = num_tokens / bs - 1;
+    while (block >= first_token / bs && is_found(group, block)) --block;
+    if (block < first_token / bs) break;
+    num_tokens = (block + 1) * bs - hash_block_size_;  // at most a part of it
+    num_tokens -= num_tokens % step_;
+  }
+  return num_tokens;
+}
+
+void PrefixFinder::collect(const CacheGroup& group) {
+  std::vector<BlockId>& blocks = hit_.blocks[group.id];
+  std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
+  const int64_t n = hit_.num_tokens;
+  if (n == 0 || !group.is_cacheable()) {
+    blocks.clear();
+    on_host.clear();
+    return;
+  }
+  blocks.resize(static_cast<size_t>(n / group.block_size));
+  while (!on_host.empty() && on_host.back().column >= n / group.block_size) on_host.pop_back();
+  if (!group.keeps_all) {
+    std::fill(blocks.begin(), blocks.end(), kNullBlock);
+    for (int64_t b = group.first_needed_block(n); b < n / group.block_size; ++b) {
+      const BlockId id = device_block(group, b);
+      blocks[static_cast<size_t>(b)] = id;
+      if (id == kNullBlock) on_host.push_back({b, host_page(group, b)});
+    }
+  }
+  hit_.num_host_blocks += static_cast<int64_t>(on_host.size());
+  if (n % group.block_size != 0 && group.first_needed_token(n) < n) {
+    hit_.sources[group.id] = partial_block_of(group, n);
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,80 @@
+// The longest prefix that all cache groups of a manager can take from the cache, be it the device's
+// or the host's.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+struct PrefixHit {
+  struct HostBlock {  // of a hit, that is on the host
+    int64_t column;   // block of the sequence
+    BlockId page;
+  };
+  int64_t num_tokens = 0;
+  // Per group: whole blocks; null where they are not read any more, or are on the host.
+  std::vector<std::vector<BlockId>> blocks;
+  std::vector<std::vector<HostBlock>> on_host;  // per group, by column
+  int64_t num_host_blocks = 0;
+  // Per group: the block whose first num_tokens % block_size tokens are to be copied, or null.
+  std::vector<BlockId> sources;
+
+  bool copies_partial() const {
+    for (BlockId source : sources) {
+      if (source != kNullBlock) return true;
+    }
+    return false;
+  }
+};
+
+class PrefixFinder {
+ public:
+  // `drop_last`: the last hit of `unit()` tokens is given up, so that a drafter sees its hidden
+  // states (EAGLE). `host`: null where there is none.
+  PrefixFinder(const BlockPool* pool, const BlockPool* host, const std::vector<CacheGroup>* groups,
+               int64_t hash_block_size, bool drop_last);
+
+  // Hits end at multiples of it, with and without those that end inside blocks.
+  int64_t unit() const { return unit_; }
+  int64_t whole_unit() const { return whole_unit_; }
+
+  // The hit of at most `max_tokens` tokens with these hashes, valid until the next call. Changes no
+  // pool.
+  // Partial blocks are found on the device only.
+  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_partial,
+                        bool with_host);
+
+ private:
+  int64_t accepted_by_all(int64_t num_tokens);
+  int64_t accepted(const CacheGroup& group, int64_t num_tokens);
+  int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
+  int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
+  const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
+  BlockId device_block(const CacheGroup& group, int64_t block) const;
+  BlockId host_page(const CacheGroup& group, int64_t block) const;
+  bool is_found(const CacheGroup& group, int64_t block) const {
+    return device_block(group, block) != kNullBlock || host_page(group, block) != kNullBlock;
+  }
+  int64_t find_leading(const CacheGroup& group, int64_t num_blocks);
+  BlockId partial_block_of(const CacheGroup& group, int64_t num_tokens) const;
+  void collect(const CacheGroup& group);
+
+  const BlockPool* pool_;
+  const BlockPool* host_;
+  const std::vector<CacheGroup>* groups_;
+  int64_t hash_block_size_;
+  int64_t unit_ = 1, whole_unit_ = 1;
+  bool drop_last_;
+  // The search at hand:
+  const std::vector<Hash>* hashes_ = nullptr;
+  int64_t step_ = 1;  // unit() or whole_unit()
+  bool with_host_ = false;
+  std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
+  PrefixHit hit_;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,137 @@
+#include "core/manager/publisher.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace kvcache {
+
+Publisher::Publisher(const Context& context, const ManagerOptions& options)
+    : c_(context),
+      is_enabled_(options.enable_caching),
+      waits_for_marks_(options.publishes_when_marked),
+      records_events_(options.record_events) {}
+
+int64_t Publisher::num_with_kv(int32_t row) const {
+  const int64_t num_computed = (*c_.rows)[row].num_computed;
+  return waits_for_marks_ ? std::min(c_.rows->info(row).num_marked, num_computed) : num_computed;
+}
+
+int64_t Publisher::next_publish(int32_t row) const {
+  const Row& r = (*c_.rows)[row];
+  if (r.is_stale || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
+  int64_t next = kUnbounded;
+  const RowBlocks* blocks = c_.rows->blocks(row);
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = blocks[group.id];
+    if (!group.is_cacheable()) continue;
+    next = std::min(next, group.has_partial ? (each.num_partial + 1) * c_.hash_block_size
+                                            : (each.num_published + 1) * group.block_size);
+  }
+  return next;
+}
+
+void Publisher::publish_filled(int32_t row) {
+  Row& r = (*c_.rows)[row];
+  const int64_t num_hashed = std::min(num_with_kv(row) / c_.hash_block_size,
+                                      static_cast<int64_t>(r.chain->known_hashes().size()));
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.has_partial) publish_partial(row, group, num_hashed);
+    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
+    if (group.holds_state()) publish_state(row, group, r.num_computed);
+  }
+  r.next_publish = next_publish(row);
+}
+
+void Publisher::publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed) {
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const int64_t num_full = num_hashed / group.num_hashes;
+  const int64_t first = std::max(each.num_published, each.num_dropped);
+  if (num_full > first) publish_run(row, group, first, num_full - first);
+  each.num_published = std::max(each.num_published, num_full);
+}
+
+void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed) {
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const std::vector<Hash>& hashes = (*c_.rows)[row].chain->known_hashes();
+  for (; each.num_partial < num_hashed; ++each.num_partial) {
+    const int64_t block = each.num_partial / group.num_hashes;
+    const bool is_whole = (each.num_partial + 1) % group.num_hashes == 0;
+    if (is_whole || block < each.num_dropped) continue;
+    c_.pool->publish_partial(each[block], hashes[static_cast<size_t>(each.num_partial)], hashes[0],
+                             group.id);
+    note(row, group, block, each[block]);
+  }
+}
+
+// A state stays only where a step ended at a block boundary.
+void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens) {
+  const Row& r = (*c_.rows)[row];
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  if (r.next_publish == kUnbounded) return;
+  const int64_t num_passed = num_tokens / group.block_size;
+  if (num_tokens % group.block_size != 0) {
+    each.num_published = std::max(each.num_published, num_passed);
+    return;
+  }
+  const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
+  if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
+  publish_run(row, group, num_passed - 1, 1);
+  each.num_published = num_passed;
+}
+
+void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
+  const BlockId* ids = c_.rows->blocks(row)[group.id].blocks.data() + first_block;
+  publish_ids(*(*c_.rows)[row].chain, group, first_block, ids, n);
+  for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
+}
+
+void Publisher::publish_onboarded(const HostTier::Onboard& onboard) {
+  publish_ids(*onboard.chain, (*c_.groups)[onboard.group], onboard.column, &onboard.block, 1);
+}
+
+// As blocks `first_block` on of the chain's tokens.
+void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
+                            const BlockId* ids, int64_t n) {
+  const Hash* hashes = chain.known_hashes().data();
+  const int64_t first_hash = first_block * group.num_hashes;
+  Content content{};
+  content.hashes = hashes + first_hash + group.num_hashes - 1;
+  content.parent = first_hash == 0 ? &chain.parent() : hashes + first_hash - 1;
+  content.stride = group.num_hashes;
+  content.root = hashes;
+  content.is_chain = group.keeps_all;
+  if (records_events_) {
+    content.tokens = chain.tokens() + first_block * group.block_size;
+    content.tokens_per_block = group.block_size;
+  }
+  c_.pool->publish(ids, content, n, group.id);
+  c_.stats->add_stored(group.id, n);
+  if (c_.host != nullptr) c_.host->on_published(ids, n);
+}
+
+// So that an abort knows what steps made findable, also when a row leaves.
+void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
+  c_.journal->note_published(row, (*c_.rows)[row], block * group.block_size, group.id, id,
+                             c_.pool->generation(id));
+}
+
+void Publisher::check_invariants() const {
+  for (int32_t row = 0; row < c_.rows->size(); ++row) {
+    if (!c_.rows->is_in_use(row)) continue;
+    const Row& r = (*c_.rows)[row];
+    const auto fail = [&](const char* what) {
+      throw std::logic_error("row " + std::to_string(row) + " " + what);
+    };
+    if (r.is_stale && r.next_publish != kUnbounded) fail("would publish KV of an earlier epoch");
+    if (r.next_publish > next_publish(row)) fail("waits too long to publish");
+    for (const CacheGroup& group : *c_.groups) {
+      const RowBlocks& each = c_.rows->blocks(row)[group.id];
+      if (each.num_published * group.block_size > r.num_computed) {
+        fail("has published blocks that are not full");
+      }
+    }
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,67 @@
+// Filled blocks become findable: under the hashes of the tokens that they hold, and in events.
+//
+// Invariant: nothing is published that may not be computed: neither lookahead slots nor tokens that
+// are not known, nor what a row holds from an earlier epoch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
+#include "core/manager/cache_stats.h"
+#include "core/manager/host_tier.h"
+#include "core/manager/options.h"
+#include "core/manager/row_table.h"
+#include "core/manager/step_journal.h"
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+class Publisher {
+ public:
+  // Everything that publishing touches; `host` is null where there is none.
+  struct Context {
+    const std::vector<CacheGroup>* groups;
+    int64_t hash_block_size;
+    RowTable* rows;
+    BlockPool* pool;
+    HostTier* host;
+    StepJournal* journal;
+    CacheStats* stats;
+  };
+  Publisher(const Context& context, const ManagerOptions& options);
+
+  // Whether blocks of the row may have filled since it was published last.
+  bool may_publish(int32_t row) const {
+    return (*c_.rows)[row].num_computed >= (*c_.rows)[row].next_publish;
+  }
+  // Publishes what has filled since. What it publishes must have been hashed.
+  void publish(int32_t row) {
+    if (may_publish(row)) publish_filled(row);  // few rows of a step
+  }
+  // The state after num_tokens tokens, which the row's last page holds, if that is a boundary.
+  void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
+  // A block that was read from the host, for a hit.
+  void publish_onboarded(const HostTier::Onboard& onboard);
+  // To be called when the row's blocks, or what is published of them, have changed otherwise.
+  void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
+
+  void check_invariants() const;
+
+ private:
+  int64_t next_publish(int32_t row) const;
+  int64_t num_with_kv(int32_t row) const;
+  void publish_filled(int32_t row);
+  void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
+  void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
+  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n);
+  void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
+                   const BlockId* ids, int64_t n);
+  void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
+
+  Context c_;
+  bool is_enabled_, waits_for_marks_, records_events_;
+};
+
+}  // namespace kvcache

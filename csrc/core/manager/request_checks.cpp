@@ -1,0 +1,258 @@
+#include "core/manager/request_checks.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "core/limits.h"
+
+namespace kvcache {
+
+RequestChecks::RequestChecks(const Context& context) : c_(context) {
+  for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
+}
+
+void RequestChecks::check_group(int64_t group) const {
+  if (group >= 0 && group < static_cast<int64_t>(c_.groups->size())) return;
+  throw std::invalid_argument("group is " + std::to_string(group) + ": expected 0 to " +
+                              std::to_string(c_.groups->size() - 1));
+}
+
+void RequestChecks::fail_length(int64_t num_total, const char* what) const {
+  throw std::invalid_argument(std::string(what) + " would have " + std::to_string(num_total) +
+                              " tokens: expected at most max_model_len, which is " +
+                              std::to_string(c_.options->max_model_len));
+}
+
+void RequestChecks::fail_driver(int32_t row, bool by_step) {
+  throw std::invalid_argument("row " + std::to_string(row) + " was admitted by " +
+                              (by_step ? "allocate_slots: expected append_slots to serve it"
+                                       : "step: expected its row among the rows of step"));
+}
+
+void RequestChecks::check_has_no_state(const char* call) const {
+  if (!has_state_) return;
+  throw std::invalid_argument(std::string(call) +
+                              " cannot say which state is to be copied where: expected step to "
+                              "drive a manager with a recurrent group");
+}
+
+void RequestChecks::check_new(const TokenChain& chain) const {
+  checked_size("the number of tokens of a new request", chain.num_tokens(), 1);
+  check_length(chain.num_tokens(), "a new request");
+  if (chain.block_size() == c_.hash_block_size) return;
+  throw std::invalid_argument(
+      "a request hashed for block_size " + std::to_string(chain.block_size()) +
+      " came to a manager with block_size " + std::to_string(c_.hash_block_size));
+}
+
+void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
+  if (num_rejected == 0) return;
+  const Row& r = (*c_.rows)[row];
+  const std::string what =
+      "num_rejected_tokens of row " + std::to_string(row) + " is " + std::to_string(num_rejected);
+  if (has_state_) {
+    throw std::invalid_argument(what + ": expected 0, a recurrent state takes no token back");
+  }
+  checked_size("num_rejected_tokens", num_rejected, 0);
+  int64_t kept = r.start;
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (!group.is_cacheable()) continue;
+    kept = std::max(kept, each.num_published * group.block_size);
+    if (group.has_partial) kept = std::max(kept, each.num_partial * c_.hash_block_size);
+  }
+  if (r.num_computed - num_rejected >= kept) return;
+  throw std::invalid_argument(what + ": expected at most " +
+                              std::to_string(std::max<int64_t>(r.num_computed - kept, 0)) +
+                              ", of the tokens of its last step those that are not cached");
+}
+
+int64_t RequestChecks::check_computed(const TokenChain& chain,
+                                      const std::vector<std::vector<BlockId>>& computed) const {
+  if (computed.size() != c_.groups->size()) {
+    throw std::invalid_argument("computed_blocks has " + std::to_string(computed.size()) +
+                                " groups: expected " + std::to_string(c_.groups->size()));
+  }
+  int64_t num_tokens = -1;
+  size_t most_blocks = 0;
+  for (const CacheGroup& group : *c_.groups) {
+    const auto n = static_cast<int64_t>(computed[group.id].size());
+    most_blocks = std::max(most_blocks, computed[group.id].size());
+    const int64_t covered = n * group.block_size;
+    if (!group.is_cacheable() ? n == 0 : num_tokens < 0 || covered == num_tokens) {
+      if (group.is_cacheable()) num_tokens = covered;
+      continue;
+    }
+    throw std::invalid_argument("computed_blocks[" + std::to_string(group.id) + "] covers " +
+                                std::to_string(covered) + " tokens: expected " +
+                                std::to_string(std::max<int64_t>(num_tokens, 0)) +
+                                ", as many as other groups");
+  }
+  if (num_tokens <= 0) return 0;
+  const std::string what = "computed_blocks has " + std::to_string(most_blocks) + " blocks";
+  if (!c_.options->enable_caching) {
+    throw std::invalid_argument(what + ", but caching is off (enable_caching=False)");
+  }
+  if (!chain.read_cache()) {
+    throw std::invalid_argument(what + ", but the request has read_cache=False: expected none");
+  }
+  if (num_tokens > chain.num_tokens() - 1) {
+    const int64_t most = (chain.num_tokens() - 1) / (*c_.groups)[0].block_size;
+    throw std::invalid_argument(what + ": expected at most " + std::to_string(most) +
+                                ", since the last token must run");
+  }
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  for (const CacheGroup& group : *c_.groups) {
+    const std::vector<BlockId>& ids = computed[group.id];
+    const int64_t first = group.first_needed_block(num_tokens);
+    for (int64_t b = 0; b < static_cast<int64_t>(ids.size()); ++b) {
+      const int64_t last_hash = (b + 1) * group.num_hashes - 1;
+      const BlockId id = ids[static_cast<size_t>(b)];
+      if (b < first ? id == kNullBlock
+                    : last_hash < static_cast<int64_t>(hashes.size()) &&
+                          c_.pool->holds(id, hashes[static_cast<size_t>(last_hash)], group.id)) {
+        continue;
+      }
+      throw std::invalid_argument("computed_blocks[" + std::to_string(b) + "] is block " +
+                                  std::to_string(id) +
+                                  ", which does not (or no longer) hold block " +
+                                  std::to_string(b) + " of the request: look up again");
+    }
+  }
+  return num_tokens;
+}
+
+void RequestChecks::check_step_rows(const StepRequest& request) const {
+  c_.rows->begin_call();
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    const int32_t row = request.rows[i];
+    check_driver(row, /*by_step=*/true);
+    Row& r = (*c_.rows)[row];
+    if (request.num_tokens[i] < 1) checked_size("num_tokens", request.num_tokens[i], 1);
+    const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
+    if (num_rejected != 0) check_rejected(row, num_rejected);
+    check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
+    if (!c_.rows->name(row)) {
+      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+    }
+  }
+  if (request.num_swap_out_rows > 0) check_has_host("swap_out names rows");
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    check_driver(row, /*by_step=*/true);
+    check_on_device(row);
+    if (!c_.rows->name(row)) {
+      throw std::invalid_argument("swap_out names row " + std::to_string(row) +
+                                  ", which rows or swap_out names too: expected it once");
+    }
+  }
+}
+
+void RequestChecks::check_token_ids(const StepRequest& request) const {
+  int64_t num_named = 0;
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    if (request.num_token_ids == nullptr) {
+      num_named += request.num_ids > 0;
+      continue;
+    }
+    checked_size("num_token_ids", request.num_token_ids[i], 0);
+    num_named += request.num_token_ids[i];
+  }
+  if (num_named != request.num_ids) {
+    throw std::invalid_argument(
+        "token_ids has " + std::to_string(request.num_ids) + " entries: expected " +
+        std::to_string(num_named) + ", " +
+        (request.num_token_ids == nullptr ? "one per row" : "the sum of num_token_ids"));
+  }
+  for (int64_t i = 0; i < request.num_rows && request.num_ids > 0; ++i) {
+    // The last one may be sampled and never run.
+    const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
+    if (n > 0) check_length((*c_.rows)[request.rows[i]].chain->num_tokens() + n - 1, "a request");
+  }
+  for (int64_t i = 0; i < request.num_ids; ++i) {
+    if (request.token_ids[i] < 0) {
+      throw std::invalid_argument("token_ids[" + std::to_string(i) + "] is " +
+                                  std::to_string(request.token_ids[i]) +
+                                  ": expected 0 to 2147483647");
+    }
+  }
+}
+
+void RequestChecks::check_step(const StepRequest& request) const {
+  checked_size("num_reserved_blocks", request.num_reserved_blocks, 0);
+  checked_size("num_lookahead_tokens", request.num_lookahead, 0);
+  const auto num_asked = request.num_rows + static_cast<int64_t>(request.new_rows.size());
+  if (request.lookahead != nullptr) {
+    for (int64_t i = 0; i < num_asked; ++i) {
+      checked_size("num_lookahead_tokens", request.lookahead[i], 0);
+    }
+  }
+  check_step_rows(request);
+  check_token_ids(request);
+  for (const NewRow& row : request.new_rows) {
+    checked_size("new_num_tokens", row.num_tokens, 1);
+    checked_size("max_host_blocks", row.max_host_blocks, 0);
+    check_new(*row.chain);
+  }
+}
+
+void RequestChecks::check_append(int32_t row, int64_t num_tokens, int64_t least,
+                                 int64_t num_lookahead_tokens) const {
+  check_driver(row, /*by_step=*/false);
+  check_on_device(row);
+  checked_size("num_tokens", num_tokens, least);
+  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
+  check_length((*c_.rows)[row].num_computed + num_tokens, "a row");
+}
+
+void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
+  const Row& parent = c_.rows->at(row);
+  check_on_device(row);
+  check_new(child);
+  const int64_t num_known = parent.chain->num_tokens();
+  if (num_known < parent.num_computed) {
+    throw std::invalid_argument(
+        "row " + std::to_string(row) + " has " + std::to_string(parent.num_computed) +
+        " computed tokens, of which " + std::to_string(num_known) +
+        " are known: expected the others to be appended or rejected before it is forked");
+  }
+  if (child.begins_like(*parent.chain, parent.num_computed)) return;
+  throw std::invalid_argument("the child has other tokens, or other extra keys, than row " +
+                              std::to_string(row) + ": expected the same for the " +
+                              std::to_string(parent.num_computed) + " computed tokens");
+}
+
+void RequestChecks::check_has_host(const char* what) const {
+  if (c_.has_host) return;
+  throw std::invalid_argument(std::string(what) +
+                              ", but there is no host tier: expected num_host_blocks of 2 or more");
+}
+
+void RequestChecks::check_on_device(int32_t row) const {
+  if (!c_.rows->at(row).on_host) return;
+  throw std::invalid_argument("row " + std::to_string(row) +
+                              " is swapped out: expected one on the device");
+}
+
+void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) const {
+  c_.rows->begin_call();
+  for (int32_t row : rows) {
+    check_driver(row, /*by_step=*/false);
+    if ((*c_.rows)[row].on_host != on_host) {
+      throw std::invalid_argument("row " + std::to_string(row) +
+                                  (on_host ? " is on the device: expected one that is swapped out"
+                                           : " is swapped out: expected one on the device"));
+    }
+    if (!c_.rows->name(row)) {
+      throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+    }
+  }
+}
+
+void RequestChecks::check_ids(const BlockPool& pool, const std::vector<BlockId>& ids,
+                              const char* name) {
+  for (BlockId id : ids) pool.check_id(id, name);
+}
+
+}  // namespace kvcache

@@ -1,0 +1,65 @@
+// Requests that cannot be meant are refused by name before anything changes.
+//
+// Invariant: changes nothing but which rows the call has named.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
+#include "core/manager/options.h"
+#include "core/manager/row_table.h"
+#include "core/manager/step_request.h"
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+// All throw std::invalid_argument that names the argument, what came and what was expected.
+class RequestChecks {
+ public:
+  struct Context {
+    const ManagerOptions* options;
+    const std::vector<CacheGroup>* groups;
+    int64_t hash_block_size;
+    RowTable* rows;
+    const BlockPool* pool;
+    bool has_host;
+  };
+  explicit RequestChecks(const Context& context);
+
+  void check_group(int64_t group) const;
+  void check_length(int64_t num_total, const char* what) const {
+    if (num_total > c_.options->max_model_len) fail_length(num_total, what);
+  }
+  // Which driver admitted the row: `step`, or a caller that keeps its own tables.
+  void check_driver(int32_t row, bool by_step) const {
+    if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
+  }
+  void check_has_no_state(const char* call) const;
+  void check_has_host(const char* what) const;
+  void check_on_device(int32_t row) const;
+  static void check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name);
+
+  void check_new(const TokenChain& chain) const;
+  void check_rejected(int32_t row, int64_t num_rejected) const;
+  void check_append(int32_t row, int64_t num_tokens, int64_t least,
+                    int64_t num_lookahead_tokens) const;
+  void check_fork(int32_t row, const TokenChain& child) const;
+  void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
+  // The number of tokens of these blocks, which a caller has looked up.
+  int64_t check_computed(const TokenChain& chain,
+                         const std::vector<std::vector<BlockId>>& computed) const;
+  void check_step(const StepRequest& request) const;
+
+ private:
+  [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
+  [[noreturn]] static void fail_driver(int32_t row, bool by_step);
+  void check_step_rows(const StepRequest& request) const;
+  void check_token_ids(const StepRequest& request) const;
+
+  Context c_;
+  bool has_state_ = false;  // a group of pages that hold states
+};
+
+}  // namespace kvcache

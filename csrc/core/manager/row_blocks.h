@@ -1,0 +1,38 @@
+// The blocks that one row holds of one group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+// Invariant: a block is null exactly where it lies below num_dropped.
+struct RowBlocks {
+  // By block of the sequence (kEncoder: of the encoder); null: dropped.
+  std::vector<BlockId> blocks;
+  int64_t num_dropped = 0;    // leading blocks that are null
+  int64_t num_published = 0;  // leading blocks that are in the index, or never will be
+  int64_t num_partial = 0;    // has_partial: leading hash blocks that are
+  int64_t num_hits = 0;       // leading blocks that the row has not computed
+  // While the row is being served: the block that is to be copied into its next one, or the page of
+  // the host that is to be loaded into it.
+  BlockId source = kNullBlock, host_source = kNullBlock;
+
+  int64_t size() const { return static_cast<int64_t>(blocks.size()); }
+  int64_t num_alive() const { return size() - num_dropped; }  // blocks that are not null
+  BlockId& operator[](int64_t block) { return blocks[static_cast<size_t>(block)]; }
+  BlockId operator[](int64_t block) const { return blocks[static_cast<size_t>(block)]; }
+  void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
+
+  // Nothing held; the memory stays for the next.
+  void clear() {
+    blocks.clear();
+    num_dropped = num_published = num_partial = num_hits = 0;
+    source = host_source = kNullBlock;
+  }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,26 @@
+// The parts that move rows' blocks, and note it.
+#pragma once
+
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/manager/deferred_frees.h"
+#include "core/manager/host_tier.h"
+#include "core/manager/plan_builder.h"
+#include "core/manager/row_table.h"
+#include "core/manager/step_journal.h"
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+struct RowContext {
+  const std::vector<CacheGroup>* groups;
+  BlockPool* pool;
+  HostTier* host;  // null where there is none
+  RowTable* rows;
+  PlanBuilder* plan;
+  StepJournal* journal;
+  DeferredFrees* frees;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,222 @@
+#include "core/manager/row_growth.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kvcache {
+
+void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit) {
+  const std::vector<BlockId>& blocks = hit.blocks[group.id];
+  held->blocks.assign(blocks.begin(), blocks.end());
+  held->num_published = held->size();
+  // Where a window begins inside the hit's last block, the block lacks what lies before: of its
+  // partial hashes only those behind the hit are valid for who reads them.
+  const bool is_whole =
+      group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
+  held->num_partial = is_whole ? held->num_published * group.num_hashes
+                               : hit.num_tokens / (group.block_size / group.num_hashes);
+  held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
+  held->num_hits = held->num_published;
+  held->source = hit.sources[group.id];
+  held->host_source = kNullBlock;
+  if (group.holds_state() && !hit.on_host[group.id].empty()) {
+    // The state is loaded into the page that goes on from it.
+    held->host_source = hit.on_host[group.id].back().page;
+    held->num_dropped = held->num_published;
+  }
+}
+
+void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
+  for (const CacheGroup& group : *c_.groups) {
+    if (!group.is_cacheable()) continue;
+    const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+    const BlockId source = hit.sources[group.id];
+    if (source != kNullBlock) {
+      c_.pool->retain(&source, 1);  // until it was copied
+      c_.pool->hit(&source, 1);
+      c_.plan->hold(source);
+    }
+    if (hit.num_host_blocks > 0) {
+      take_hit_on_host(served->row, group, hit);
+    } else {
+      c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
+      note_hits(each.blocks.data() + each.num_dropped, each.num_alive());
+    }
+  }
+  // All that is taken is held: what is onboarded evicts nothing of it.
+  if (hit.num_host_blocks > 0) onboard_hit(served, hit);
+}
+
+void RowGrowth::take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit) {
+  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  std::vector<BlockId> ids, pages;
+  for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+    if (each[b] != kNullBlock) ids.push_back(each[b]);
+  }
+  for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
+    if (on_host.column >= each.num_dropped) pages.push_back(on_host.page);
+  }
+  if (each.host_source != kNullBlock) pages.push_back(each.host_source);
+  c_.pool->retain(ids.data(), static_cast<int64_t>(ids.size()));
+  note_hits(ids.data(), static_cast<int64_t>(ids.size()));
+  c_.host->pages().retain(pages.data(), static_cast<int64_t>(pages.size()));
+  c_.host->pages().hit(pages.data(), static_cast<int64_t>(pages.size()));
+}
+
+void RowGrowth::note_hits(const BlockId* ids, int64_t n) {
+  if (n == 0) return;
+  c_.pool->hit(ids, n);
+  if (c_.host != nullptr) c_.host->on_hit(ids, n);
+}
+
+// Blocks for the part of a hit that is on the host.
+void RowGrowth::onboard_hit(ServedRow* served, const PrefixHit& hit) {
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+    for (const PrefixHit::HostBlock& on_host : hit.on_host[group.id]) {
+      if (on_host.column < each.num_dropped) continue;
+      BlockId& id = each[on_host.column];
+      c_.pool->allocate(1, &id);
+      onboard(served, group, on_host.column, on_host.page, id, /*is_hit=*/true);
+      ++c_.host->mutable_counts()->loaded_blocks;
+    }
+  }
+}
+
+// Takes over one reference of the page.
+void RowGrowth::onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
+                        BlockId block, bool is_hit) {
+  const std::shared_ptr<TokenChain>& chain = (*c_.rows)[served->row].chain;
+  c_.host->onboard(c_.plan, {c_.journal->numbers().num_steps, page, block, column, group.id,
+                             is_hit ? chain : nullptr});
+  served->depends_from(column * group.block_size);
+}
+
+void RowGrowth::serve(ServedRow* served, const Demand& demand) {
+  RowBlocks* held = c_.rows->blocks(served->row);
+  std::array<int64_t, kMaxGroups> num_new;
+  int64_t num_taken = 0, num_spare = demand.num_spare;
+  for (const CacheGroup& group : *c_.groups) {
+    const GroupDemand needs = demand[group];
+    RowBlocks& each = held[group.id];
+    served->num_before[group.id] = each.size();
+    if (needs.num_skipped > 0) {
+      each.resize(each.size() + needs.num_skipped);
+      each.num_dropped = each.size();
+    }
+    const int64_t size = each.size();
+    if (needs.drop_to > each.num_dropped) drop(served->row, group, needs.drop_to);
+    int64_t more = 0;
+    if (needs.num_new > 0 && group.holds_tokens()) {
+      more = std::min({group.num_prealloc, num_spare, group.max_blocks - size - needs.num_new});
+      num_spare -= more;
+    }
+    num_new[group.id] = needs.num_new + more;
+    num_taken += needs.num_new + more + needs.num_shared;
+  }
+  if (num_taken == 0) return;
+  taken_.resize(static_cast<size_t>(num_taken));
+  c_.pool->allocate(num_taken, taken_.data());
+  const BlockId* next = taken_.data();
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = held[group.id];
+    if (demand[group].num_shared > 0) {
+      next = copy_on_write(served, group, demand[group].num_shared, next);
+    }
+    if (num_new[group.id] == 0) continue;
+    if (group.holds_state()) {
+      move_state(served, group, *next);
+    } else {
+      each.blocks.insert(each.blocks.end(), next, next + num_new[group.id]);
+    }
+    next += num_new[group.id];
+    if (each.source != kNullBlock) copy_source(served, group);
+  }
+}
+
+// A hit that ends inside a block: what it holds is copied into the row's own.
+void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group) {
+  RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+  const int64_t column = served->num_before[group.id];
+  c_.plan->copy(each.source, each[column]);
+  note_dropped(served->row, group, column, each.source);  // had, and not kept
+  served->depends_from(column * group.block_size);
+  each.source = kNullBlock;
+}
+
+// The row's own blocks in place of those that it writes and others hold. What they hold of it is
+// copied; where that is nothing, they are only replaced. Returns the first of `own` not used.
+const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& group,
+                                        int64_t num_shared, const BlockId* own) {
+  const int32_t row = served->row;
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const Span& span = served->span;
+  const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
+  for (int64_t b = first; num_shared > 0; ++b) {
+    BlockId& id = each[b];
+    if (!holders_.is_shared(id)) continue;
+    --num_shared;
+    const BlockId shared = std::exchange(id, *own++);
+    each.num_hits = std::min(each.num_hits, b);
+    c_.plan->replace(row, group.id, b, id);
+    if (group.holds_state() || b * group.block_size < span.start) {
+      note_dropped(row, group, b, shared);  // had, and not kept
+      served->depends_from(b * group.block_size);
+      c_.plan->copy(shared, id);
+      if (c_.plan->is_step()) {
+        c_.plan->hold(shared);  // until it is copied
+        continue;
+      }
+    }
+    c_.frees->release_or_defer(&shared, 1);
+  }
+  return own;
+}
+
+void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  std::vector<BlockId> dropped;
+  for (int64_t b = each.num_dropped; b < drop_to; ++b) {
+    dropped.push_back(each[b]);
+    note_dropped(row, group, b, each[b]);
+    each[b] = kNullBlock;
+    c_.plan->replace(row, group.id, b, kNullBlock);
+  }
+  each.num_dropped = drop_to;
+  c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
+}
+
+void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId page) {
+  RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+  const int64_t column = (served->span.stop - 1) / group.block_size;
+  if (each.host_source != kNullBlock) {
+    onboard(served, group, column, each.host_source, page, /*is_hit=*/false);
+    each.host_source = kNullBlock;
+    each.num_dropped = column;
+  } else if (served->span.start > 0) {
+    c_.plan->copy(each.blocks.back(), page);
+    state_moves_.push_back({served->row, group.id, each.size() - 1, served->span.start});
+  } else {
+    c_.plan->zero(page);
+    each.num_dropped = column;
+  }
+  each.resize(column);
+  each.blocks.push_back(page);
+}
+
+void RowGrowth::release_left_states() {
+  for (const StateMove& move : state_moves_) {
+    const CacheGroup& group = (*c_.groups)[move.group];
+    RowBlocks& each = c_.rows->blocks(move.row)[move.group];
+    BlockId& id = each[move.block];
+    note_dropped(move.row, group, move.block, id);
+    c_.frees->release_or_defer(&id, 1, c_.journal->numbers().num_steps);
+    id = kNullBlock;
+    each.num_dropped = each.size() - 1;
+    // The whole table of a row that is new is sent, this entry included.
+    c_.plan->replace(move.row, move.group, move.block, kNullBlock);
+  }
+  state_moves_.clear();
+}
+
+}  // namespace kvcache

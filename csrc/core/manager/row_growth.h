@@ -1,0 +1,79 @@
+// Gives rows their blocks: hits from the cache, new ones, their own in place of shared ones.
+//
+// Carries out what a Demand found to be possible, into the row's blocks, the plan and the journal.
+// Invariant: a row's blocks, and nothing else, are what it was given and has not released; between
+// steps no state is on the move.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/manager/block_holders.h"
+#include "core/manager/demand.h"
+#include "core/manager/prefix_finder.h"
+#include "core/manager/row_context.h"
+
+namespace kvcache {
+
+// A row that is being served.
+struct ServedRow {
+  int32_t row;
+  Span span;
+  int64_t safe_start;                          // tokens before it do not depend on this step
+  std::array<int64_t, kMaxGroups> num_before;  // blocks per group that the worker knows
+
+  void depends_from(int64_t token) {
+    if (token < safe_start) safe_start = token;
+  }
+};
+
+class RowGrowth {
+ public:
+  struct StateMove {  // a recurrent state leaves a page, when all rows are served
+    int32_t row;
+    uint8_t group;
+    int64_t block;       // of the sequence
+    int64_t num_tokens;  // that the state is of
+  };
+
+  RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
+
+  // The blocks with which a request begins that takes this hit; changes nothing but `held`.
+  static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit);
+
+  // The row, which begins with the hit's blocks, takes a reference of each.
+  void take_hit(ServedRow* served, const PrefixHit& hit);
+
+  // Drops what the row does not read any more, and gives it what it demands.
+  void serve(ServedRow* served, const Demand& demand);
+
+  // States whose pages are left behind by the step that is being made.
+  const std::vector<StateMove>& state_moves() const { return state_moves_; }
+  void release_left_states();
+
+  // `column`: block of the sequence.
+  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) {
+    c_.journal->note_dropped(row, (*c_.rows)[row], column * group.block_size, id);
+  }
+
+ private:
+  void note_hits(const BlockId* ids, int64_t n);
+  void take_hit_on_host(int32_t row, const CacheGroup& group, const PrefixHit& hit);
+  void onboard_hit(ServedRow* served, const PrefixHit& hit);
+  void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
+               BlockId block, bool is_hit);
+  void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
+  const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
+                               const BlockId* own);
+  void move_state(ServedRow* served, const CacheGroup& group, BlockId page);
+  void copy_source(ServedRow* served, const CacheGroup& group);
+
+  RowContext c_;
+  BlockHolders holders_;
+  std::vector<StateMove> state_moves_;
+  std::vector<BlockId> taken_;  // memory for the blocks of one row
+};
+
+}  // namespace kvcache

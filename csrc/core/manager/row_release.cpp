@@ -1,0 +1,114 @@
+#include "core/manager/row_release.h"
+
+#include <algorithm>
+
+namespace kvcache {
+
+void RowRelease::note_left(int32_t row) const {
+  if (!c_.journal->notes((*c_.rows)[row])) return;
+  if (c_.host != nullptr) note_onboards(row);
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (!group.is_cacheable()) continue;
+    const int64_t size = c_.rows->num_written(row, group);
+    // What was published is found, unless something of this happened.
+    const bool may_be_lost = has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
+    const int64_t first =
+        may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
+    for (int64_t b = first; b < size; ++b) {
+      const BlockId id = each[b];
+      if (c_.pool->hash_of(id) == nullptr) note_dropped(row, group, b, id);
+    }
+  }
+}
+
+void RowRelease::note_onboards(int32_t row) const {
+  for (const HostTier::Onboard& onboard : c_.host->onboards()) {
+    const RowBlocks& each = c_.rows->blocks(row)[onboard.group];
+    if (onboard.column < each.size() && each[onboard.column] == onboard.block) {
+      note_dropped(row, (*c_.groups)[onboard.group], onboard.column, onboard.block);
+    }
+  }
+}
+
+void RowRelease::release_row(int32_t row, bool with_encoder) {
+  const std::vector<BlockId> ids = c_.rows->tail_first(row, with_encoder);
+  const auto n = static_cast<int64_t>(ids.size());
+  if ((*c_.rows)[row].on_host) {
+    c_.host->pages().release(ids.data(), n);
+  } else {
+    c_.frees->release_or_defer(ids.data(), n);
+  }
+  for (const CacheGroup& group : *c_.groups) {
+    if (with_encoder || group.is_cacheable()) c_.rows->blocks(row)[group.id].clear();
+  }
+}
+
+void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
+  if (!c_.pool->has_policy()) return;
+  const AdmissionInfo& info = c_.rows->info(row);
+  features.num_prefix_tokens = info.num_hit;
+  features.num_output_tokens =
+      std::max<int64_t>((*c_.rows)[row].chain->num_tokens() - info.num_prompt, 0);
+  features.logical_time = ++num_releases_;
+  features.wall_ms = c_.clock->now_ms();
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (!group.is_cacheable()) continue;
+    features.num_new_blocks +=
+        std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
+  }
+  std::vector<BlockId> ids;
+  std::vector<int64_t> ends;
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (!group.is_cacheable()) continue;
+    ids.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
+    ends.clear();
+    for (auto end = each.size(); end > each.num_dropped; --end) {
+      ends.push_back(end * group.block_size);
+    }
+    features.tokens_per_block = group.block_size;
+    c_.pool->notify_release(ids.data(), ends.data(), static_cast<int64_t>(ends.size()), features);
+  }
+}
+
+bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
+  const RowBlocks* held = c_.rows->blocks(row);
+  if (num_tokens == 0) return false;  // the cache may still have something
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.holds_state()) return false;  // it was updated in place
+    if (!group.holds_tokens()) continue;
+    const bool needs_any =
+        num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;
+    if (needs_any && held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+void RowRelease::truncate(int32_t row, int64_t num_tokens) {
+  for (const CacheGroup& group : *c_.groups) {
+    if (!group.is_cacheable()) continue;
+    RowBlocks& each = c_.rows->blocks(row)[group.id];
+    const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
+    if (each.blocks.size() > kept) {
+      std::vector<BlockId> dropped(each.blocks.rbegin(),
+                                   each.blocks.rend() - static_cast<int64_t>(kept));
+      // The tail of a table may already be gone.
+      dropped.erase(std::remove(dropped.begin(), dropped.end(), kNullBlock), dropped.end());
+      c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
+      each.blocks.resize(kept);
+    }
+    each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
+    each.num_published = std::min(each.num_published, num_tokens / group.block_size);
+    each.num_partial = std::min(each.num_partial, num_tokens / c_.hash_block_size);
+    each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
+  }
+  Row& r = (*c_.rows)[row];
+  r.num_computed = r.start = num_tokens;
+  r.may_share = r.has_forked;
+}
+
+}  // namespace kvcache

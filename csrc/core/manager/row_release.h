@@ -1,0 +1,63 @@
+// Rows that release their blocks: all when they leave, or those behind what is valid of them.
+//
+// Invariant: what is released is known to the journal, as far as nothing finds it otherwise, and to
+// the eviction policy before it is.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/eviction/eviction_policy.h"
+#include "core/groups/cache_group.h"
+#include "core/manager/clock.h"
+#include "core/manager/deferred_frees.h"
+#include "core/manager/host_tier.h"
+#include "core/manager/row_table.h"
+#include "core/manager/step_journal.h"
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+class RowRelease {
+ public:
+  struct Context {
+    const std::vector<CacheGroup>* groups;
+    int64_t hash_block_size;
+    BlockPool* pool;
+    HostTier* host;  // null where there is none
+    RowTable* rows;
+    StepJournal* journal;
+    DeferredFrees* frees;
+    const Clock* clock;
+  };
+  explicit RowRelease(const Context& context) : c_(context) {}
+
+  // For the journal: what a row that leaves has computed and nothing finds, and what it onboards.
+  void note_left(int32_t row) const;
+  // Hashes were forgotten of blocks that rows hold: not all that was published is found.
+  void note_forgotten() { has_forgotten_ = true; }
+
+  // For the eviction policy, before the row's blocks are released.
+  void notify_release(int32_t row, ReleaseFeatures features);
+
+  // All blocks of the row, tail first; `with_encoder`: those of an encoder, too.
+  void release_row(int32_t row, bool with_encoder);
+
+  // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that
+  // it goes into.
+  bool can_resume(int32_t row, int64_t num_tokens) const;
+  // Takes the row, which can resume there, back to so many computed tokens.
+  void truncate(int32_t row, int64_t num_tokens);
+
+ private:
+  void note_onboards(int32_t row) const;
+  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
+    c_.journal->note_dropped(row, (*c_.rows)[row], column * group.block_size, id);
+  }
+
+  Context c_;
+  int64_t num_releases_ = 0;
+  bool has_forgotten_ = false;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,165 @@
+#include "core/manager/row_swap.h"
+
+#include <algorithm>
+#include <unordered_set>
+#include <utility>
+
+namespace kvcache {
+
+int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
+  std::unordered_set<BlockId> unique;
+  for (int32_t row : rows) {
+    const std::vector<BlockId> blocks = c_.rows->written_blocks(row);
+    unique.insert(blocks.begin(), blocks.end());
+  }
+  return static_cast<int64_t>(unique.size());
+}
+
+std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
+  const BlockPool& pages = c_.host->pages();
+  Departure departure{{}, 0};
+  std::unordered_set<BlockId> to_hold;
+  int64_t num_free = pages.num_free();
+  for (BlockId id : c_.rows->written_blocks(row)) {
+    if (moved_.count(id) != 0) continue;
+    const Hash* hash = c_.pool->hash_of(id);
+    const BlockId page = hash == nullptr ? kNullBlock : pages.find(*hash, c_.pool->group_of(id));
+    if (page == kNullBlock) {
+      ++departure.num_new;
+    } else {
+      departure.known.insert(departure.known.end(), {id, page});
+      // Two blocks may hold the same.
+      num_free -= pages.ref_count(page) == 0 && to_hold.insert(page).second;
+    }
+  }
+  if (departure.num_new > num_free) return std::nullopt;
+  return departure;
+}
+
+void RowSwap::move_out(int32_t row, const Departure& departure) {
+  BlockPool& host = c_.host->pages();
+  std::unordered_set<BlockId> taken;  // whose reference is the row's already
+  for (size_t i = 0; i < departure.known.size(); i += 2) {
+    const BlockId id = departure.known[i], page = departure.known[i + 1];
+    host.retain(&page, 1);  // nothing new may take its place
+    moved_.emplace(id, page);
+    taken.insert(id);
+  }
+  std::vector<BlockId> pages(static_cast<size_t>(departure.num_new));
+  host.allocate(departure.num_new, pages.data());
+  const BlockId* next = pages.data();
+  const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_encoder=*/true);
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = c_.rows->blocks(row)[group.id];
+    each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      const BlockId id = each[b];
+      // Had, and not kept.
+      c_.journal->note_dropped(row, (*c_.rows)[row], b * group.block_size, id);
+      const auto [to, is_first] = moved_.emplace(id, kNullBlock);
+      if (is_first) {
+        to->second = *next++;
+        c_.plan->swap_out(id, to->second);
+        if (caches_rows_ && c_.pool->hash_of(id) != nullptr) c_.host->add_row_page(to->second, id);
+      } else if (taken.count(id) == 0) {
+        host.retain(&to->second, 1);
+      }
+      each[b] = to->second;
+    }
+  }
+  c_.host->mutable_counts()->swapped_out_blocks += departure.num_new;
+  // The plan that is being made reads them.
+  c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
+                             c_.journal->numbers().num_steps);
+  (*c_.rows)[row].on_host = true;
+}
+
+RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
+  const RowBlocks* held = c_.rows->blocks(row);
+  Return back;
+  // Blocks on the host that leave a window free nothing on the device.
+  std::vector<RowBlocks> on_device(c_.groups->size());
+  int64_t num_onboards = 0, num_blocks = 0;
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = held[group.id];
+    int64_t first = each.num_dropped;
+    if (group.holds_tokens()) {
+      first = std::max(first, std::min(group.first_needed_block(span.start), each.size()));
+    }
+    back.first[group.id] = on_device[group.id].num_dropped = first;
+    on_device[group.id].resize(each.size());
+    // A state that moves on is onboarded into its new page.
+    const bool moves =
+        group.holds_state() && span.start > 0 && span.stop > each.size() * group.block_size;
+    for (int64_t b = first; b < each.size() && !moves; ++b) {
+      num_onboards += !shares_onboard(group, b, span.start, each[b]);
+      ++num_blocks;
+    }
+  }
+  // Where nothing else is held, there is nothing to leave free for.
+  const bool is_alone = c_.pool->num_free() == c_.pool->num_total();
+  const Supply supply{c_.pool->num_free() - num_onboards, is_alone ? 0 : rules.watermark_blocks()};
+  back.demand = rules.of(on_device.data(), span, supply, /*is_new=*/true, /*may_share=*/false);
+  if (back.demand.status == Status::kServed) return back;
+  for (const CacheGroup& group : *c_.groups) num_blocks += back.demand[group].num_new;
+  back.demand.status = rules.never_or_wait(num_blocks);
+  return back;
+}
+
+// Whether another row has just brought back the same page, and this one does not write it at once.
+bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t start,
+                             BlockId page) const {
+  if (moved_.count(page) == 0 || group.holds_state()) return false;
+  return !group.is_cacheable() || (column + 1) * group.block_size <= start;
+}
+
+void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
+  move_in(row, start, &back);
+  c_.journal->note_swapped(row, (*c_.rows)[row]);
+}
+
+void RowSwap::move_in(int32_t row) { move_in(row, /*start=*/0, nullptr); }
+
+void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
+  Row& r = (*c_.rows)[row];
+  std::vector<BlockId> left;
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = c_.rows->blocks(row)[group.id];
+    const bool moves = back != nullptr && group.holds_state() && back->demand[group].num_new > 0;
+    for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
+      left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
+    }
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) {
+      BlockId& id = each[b];
+      const BlockId page = id;
+      if (moves) {  // alone: a state is one page
+        each.host_source = page;
+        id = kNullBlock;
+        each.num_dropped = b + 1;
+        continue;
+      }
+      const auto known = moved_.find(page);
+      if (known != moved_.end() && (back == nullptr || shares_onboard(group, b, start, page))) {
+        id = known->second;
+        c_.pool->retain(&id, 1);
+        left.push_back(page);
+        continue;
+      }
+      c_.pool->allocate(1, &id);
+      moved_.emplace(page, id);
+      ++c_.host->mutable_counts()->swapped_in_blocks;
+      if (back != nullptr) {
+        c_.host->onboard(c_.plan, {c_.journal->numbers().num_steps, page, id, b, group.id, {}});
+      } else {
+        c_.plan->swap_in(page, id);
+        left.push_back(page);
+      }
+    }
+  }
+  std::reverse(left.begin(), left.end());
+  c_.host->pages().release(left.data(), static_cast<int64_t>(left.size()));
+  r.on_host = false;
+  r.may_share = r.has_forked;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,100 @@
+#include "core/manager/row_table.h"
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <string>
+
+namespace kvcache {
+
+void RowTable::fail_not_in_use(int32_t row) {
+  throw std::invalid_argument("row " + std::to_string(row) + " is not in use");
+}
+
+int32_t RowTable::take() {
+  ++num_in_use_;
+  int32_t row = size();
+  if (free_.empty()) {
+    rows_.emplace_back();
+    info_.emplace_back();
+    blocks_.resize(blocks_.size() + num_groups_);
+  } else {
+    row = free_.top();
+    free_.pop();
+  }
+  rows_[row].admission = ++num_admissions_;
+  return row;
+}
+
+void RowTable::give_up(int32_t row) {
+  rows_[row] = Row{};
+  free_.push(row);
+  --num_in_use_;
+}
+
+int64_t RowTable::num_written(int32_t row, const CacheGroup& group) const {
+  const int64_t size = blocks(row)[group.id].size();
+  if (!group.is_cacheable()) return size;
+  return std::min(size, ceil_div(rows_[row].num_computed, group.block_size));
+}
+
+std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
+  std::vector<BlockId> out;
+  for (const CacheGroup& group : *groups_) {
+    const RowBlocks& each = blocks(row)[group.id];
+    const auto first = each.blocks.begin() + each.num_dropped;
+    const int64_t size = rows_[row].on_host ? each.size() : num_written(row, group);
+    out.insert(out.end(), first, std::max(first, each.blocks.begin() + size));
+  }
+  return out;
+}
+
+std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_encoder) const {
+  const RowBlocks* held = blocks(row);
+  std::array<int64_t, kMaxGroups> left;
+  std::vector<BlockId> out;
+  size_t num_blocks = 0;
+  for (const CacheGroup& group : *groups_) num_blocks += held[group.id].blocks.size();
+  out.reserve(num_blocks);
+  for (const CacheGroup& group : *groups_) {
+    left[group.id] = held[group.id].size();
+    if (group.is_cacheable()) continue;
+    for (int64_t b = left[group.id]; with_encoder && b-- > 0;) out.push_back(held[group.id][b]);
+    left[group.id] = 0;
+  }
+  for (;;) {
+    const CacheGroup* last = nullptr;
+    for (const CacheGroup& group : *groups_) {
+      if (left[group.id] <= held[group.id].num_dropped) continue;
+      if (last == nullptr ||
+          (left[group.id] - 1) * group.block_size > (left[last->id] - 1) * last->block_size) {
+        last = &group;
+      }
+    }
+    if (last == nullptr) return out;
+    out.push_back(held[last->id][--left[last->id]]);
+  }
+}
+
+void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* host) const {
+  int64_t num_in_use = 0;
+  for (int32_t row = 0; row < size(); ++row) {
+    num_in_use += is_in_use(row);
+    for (const CacheGroup& group : *groups_) {
+      const RowBlocks& each = blocks(row)[group.id];
+      for (int64_t b = 0; b < each.size(); ++b) {
+        if ((each[b] == kNullBlock) != (b < each.num_dropped)) {
+          throw std::logic_error("row " + std::to_string(row) + " has a hole, or num_dropped lies");
+        }
+        if (each[b] != kNullBlock) ++(*(rows_[row].on_host ? host : device))[each[b]];
+      }
+    }
+  }
+  if (num_in_use != num_in_use_)
+    throw std::logic_error("num_in_use is not the number of rows in use");
+  if (num_in_use + static_cast<int64_t>(free_.size()) != size()) {
+    throw std::logic_error("a row is neither in use nor free");
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,86 @@
+#include "core/manager/session_pins.h"
+
+#include <algorithm>
+#include <iterator>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+namespace kvcache {
+
+int64_t SessionPins::pin(const std::string& session, const std::vector<Hash>& hashes,
+                         const std::vector<CacheGroup>& groups) {
+  std::vector<Pinned> pinned = found(hashes, groups);
+  for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
+  forget_dead_sessions();
+  std::vector<Pinned>& of_session = pins_[session];
+  unpin_all(of_session);
+  of_session = std::move(pinned);
+  return static_cast<int64_t>(of_session.size());
+}
+
+int64_t SessionPins::unpin(const std::string& session) {
+  const auto found = pins_.find(session);
+  if (found == pins_.end()) return 0;
+  const auto is_dead = [&](const Pinned& each) { return !is_alive(each); };
+  const auto num_broken = std::count_if(found->second.begin(), found->second.end(), is_dead);
+  unpin_all(found->second);
+  pins_.erase(found);
+  return num_broken;
+}
+
+std::vector<SessionPins::Pinned> SessionPins::found(const std::vector<Hash>& hashes,
+                                                    const std::vector<CacheGroup>& groups) const {
+  std::vector<Pinned> pinned;
+  for (const CacheGroup& group : groups) {
+    if (!group.is_cacheable()) continue;
+    for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < hashes.size();
+         i += static_cast<size_t>(group.num_hashes)) {
+      const BlockId id = pool_->find(hashes[i], group.id);
+      if (id != kNullBlock) {
+        pinned.push_back({id, group.id, pool_->generation(id), hashes[i]});
+      } else if (group.keeps_all) {
+        break;  // nothing finds what comes behind
+      }
+    }
+  }
+  return pinned;
+}
+
+bool SessionPins::is_alive(const Pinned& pinned) const {
+  return pool_->holds(pinned.id, pinned.hash, pinned.group) &&
+         pool_->generation(pinned.id) == pinned.generation && pool_->is_pinned(pinned.id);
+}
+
+void SessionPins::unpin_all(const std::vector<Pinned>& pinned) {
+  for (const Pinned& each : pinned) {
+    if (is_alive(each)) pool_->unpin(&each.id, 1);
+  }
+}
+
+// Sessions that are never ended must not grow without bound. Amortised: looks when they have
+// doubled.
+void SessionPins::forget_dead_sessions() {
+  if (pins_.size() < num_sessions_to_look_through_) return;
+  for (auto it = pins_.begin(); it != pins_.end();) {
+    const std::vector<Pinned>& pinned = it->second;
+    const bool any = std::any_of(pinned.begin(), pinned.end(),
+                                 [&](const Pinned& each) { return is_alive(each); });
+    it = any ? std::next(it) : pins_.erase(it);
+  }
+  num_sessions_to_look_through_ = std::max<size_t>(2 * pins_.size(), 64);
+}
+
+void SessionPins::check_invariants() const {
+  std::set<BlockId> alive;
+  for (const auto& [session, pinned] : pins_) {
+    for (const Pinned& each : pinned) {
+      if (is_alive(each)) alive.insert(each.id);
+    }
+  }
+  if (static_cast<int64_t>(alive.size()) > pool_->num_pinned()) {
+    throw std::logic_error("sessions hold pins that the pool does not know");
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,128 @@
+#include "core/manager/step_journal.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace kvcache {
+
+void StepJournal::begin() {
+  // The memory of a step that is too old to be aborted is used again. By number, not by count:
+  // aborts leave gaps.
+  Step step;
+  while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
+    step = std::move(in_flight_.front());
+    in_flight_.pop_front();
+  }
+  step.id = numbers_.num_steps;
+  step.rows.clear();
+  step.swapped.clear();
+  step.written.clear();
+  step.clear_rows.clear();
+  step.published.clear();
+  step.dropped.clear();
+  in_flight_.push_back(std::move(step));
+}
+
+void StepJournal::issue(const std::vector<int32_t>& clear_rows) {
+  in_flight_.back().clear_rows = clear_rows;
+  numbers_.issue();
+}
+
+void StepJournal::note_swapped(int32_t row, const Row& r) {
+  in_flight_.back().swapped.push_back({row, r.admission});
+}
+
+void StepJournal::note_written(const std::vector<BlockId>& pages) {
+  if (in_flight_.empty()) return;
+  std::vector<BlockId>& written = in_flight_.back().written;
+  written.insert(written.end(), pages.begin(), pages.end());
+}
+
+void StepJournal::note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group,
+                                 BlockId id, uint8_t generation) {
+  if (!notes(r)) return;
+  in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
+}
+
+void StepJournal::note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id) {
+  if (!notes(r)) return;
+  in_flight_.back().dropped.push_back({row, id, r.admission, first_token, r.chain});
+}
+
+void StepJournal::inherit(int32_t row, const Row& r, int32_t child, const Row& c) {
+  for (Step& step : in_flight_) {
+    const auto copy = [&](auto& entries) {
+      for (size_t i = 0, n = entries.size(); i < n; ++i) {
+        if (entries[i].row != row || entries[i].admission != r.admission) continue;
+        auto entry = entries[i];
+        entry.row = child;
+        entry.admission = c.admission;
+        entries.push_back(std::move(entry));
+      }
+    };
+    copy(step.rows);
+    copy(step.swapped);
+    copy(step.dropped);
+  }
+}
+
+void StepJournal::check_step_id(int64_t step_id) const {
+  if (step_id >= 0 && step_id < numbers_.num_steps) return;
+  throw std::invalid_argument("step_id is " + std::to_string(step_id) +
+                              (numbers_.num_steps == 0
+                                   ? std::string(": there was no step yet")
+                                   : ": expected 0 to " + std::to_string(numbers_.num_steps - 1) +
+                                         ", the steps there were"));
+}
+
+void StepJournal::check_may_abort(int64_t step_id) const {
+  const char* why = step_id < numbers_.num_completed                   ? "it was reported done"
+                    : step_id < numbers_.num_steps - kMaxStepsInFlight ? "it is too long ago"
+                                                                       : nullptr;
+  if (why == nullptr) return;
+  throw std::invalid_argument("step_id is " + std::to_string(step_id) +
+                              ": expected a step that may be in flight, but " + why);
+}
+
+void StepJournal::complete_to(int64_t step_id) {
+  numbers_.complete(step_id);
+  while (!in_flight_.empty() && in_flight_.front().id < numbers_.num_completed) {
+    in_flight_.pop_front();
+  }
+}
+
+std::vector<StepJournal::Step> StepJournal::abort_from(int64_t step_id) {
+  std::vector<Step> aborted;
+  const auto is_it = [&](const Step& step) { return step.id == step_id; };
+  if (std::none_of(in_flight_.begin(), in_flight_.end(), is_it)) return aborted;
+  while (!in_flight_.empty() && in_flight_.back().id >= step_id) {
+    aborted.push_back(std::move(in_flight_.back()));
+    in_flight_.pop_back();
+  }
+  numbers_.abort_from(step_id);
+  if (in_flight_.empty()) return aborted;
+  Step& before = in_flight_.back();
+  for (const Step& step : aborted) {
+    before.published.insert(before.published.end(), step.published.begin(), step.published.end());
+    before.dropped.insert(before.dropped.end(), step.dropped.begin(), step.dropped.end());
+  }
+  return aborted;
+}
+
+void StepJournal::check_invariants() const {
+  numbers_.check_invariants();
+  int64_t before = numbers_.num_completed - 1;
+  for (const Step& step : in_flight_) {
+    if (step.id <= before || step.id >= numbers_.num_steps) {
+      throw std::logic_error("the journal has a step that is done, or steps out of order");
+    }
+    before = step.id;
+  }
+  if (static_cast<int64_t>(in_flight_.size()) > kMaxStepsInFlight) {
+    throw std::logic_error("the journal has more steps than may be in flight");
+  }
+}
+
+}  // namespace kvcache

@@ -1,0 +1,26 @@
+// Which steps there were: made, issued, done.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <stdexcept>
+
+namespace kvcache {
+
+// Invariant: last_issued < num_steps, num_completed <= num_steps.
+struct StepNumbers {
+  int64_t num_steps = 0;      // of the next step, or of the one that is being made
+  int64_t last_issued = -1;   // the last step that was not aborted
+  int64_t num_completed = 0;  // steps below it are done
+
+  void issue() { last_issued = num_steps++; }
+  void complete(int64_t step_id) { num_completed = std::max(num_completed, step_id + 1); }
+  void abort_from(int64_t step_id) { last_issued = std::min(last_issued, step_id - 1); }
+
+  void check_invariants() const {
+    if (last_issued < num_steps && num_completed <= num_steps) return;
+    throw std::logic_error("a step was issued or completed that was not made");
+  }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,42 @@
+// The request to a step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/hashing/token_chain.h"
+#include "core/limits.h"
+
+namespace kvcache {
+
+// A request that asks a step for a row.
+struct NewRow {
+  std::shared_ptr<TokenChain> chain;
+  int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
+  int64_t max_host_blocks =
+      kMaxSize;  // a hit that takes more from the host is not taken from there
+};
+
+// The request to a step. Arrays of running rows have num_rows entries.
+struct StepRequest {
+  const int32_t* rows = nullptr;
+  const int32_t* num_tokens = nullptr;
+  int64_t num_rows = 0;
+  const int32_t* token_ids = nullptr;      // that became known, row after row
+  int64_t num_ids = 0;                     // of all rows
+  const int32_t* num_token_ids = nullptr;  // per row; null with ids: one each
+  const int32_t* num_rejected = nullptr;   // tokens of the row's last step to take back first
+  const int32_t* lookahead = nullptr;      // per served, then per new row; null: num_lookahead
+  int64_t num_lookahead = 0;               // tokens
+  const int32_t* swap_out_rows = nullptr;  // that leave for the host, before others are served
+  int64_t num_swap_out_rows = 0;
+  std::vector<NewRow> new_rows;
+  int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
+
+  int64_t lookahead_of(int64_t i) const {
+    return lookahead == nullptr ? num_lookahead : lookahead[i];
+  }
+};
+
+}  // namespace kvcache

@@ -1,0 +1,66 @@
+#include "core/manager/token_intake.h"
+
+namespace kvcache {
+
+bool TokenIntake::must_hash(const TokenChain& chain, bool reads) const {
+  return is_enabled_ && (reads || chain.write_cache()) && chain.has_unhashed_blocks();
+}
+
+void TokenIntake::hash_ahead(TokenChain& chain, bool reads) const {
+  if (must_hash(chain, reads)) chain.hashes();
+}
+
+// Tokens that came since the row was last served may have filled blocks.
+void TokenIntake::hash_filled(int32_t row) const {
+  if (publisher_->may_publish(row)) hash_ahead(*(*rows_)[row].chain, /*reads=*/false);
+}
+
+void TokenIntake::hash_ahead(const StepRequest& request) const {
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    const Row& row = (*rows_)[request.rows[i]];
+    // Most rows of a step fill no block: their chains stay untouched.
+    if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
+      hash_ahead(*row.chain, /*reads=*/false);
+    }
+  }
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) hash_filled(request.swap_out_rows[i]);
+  for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.chain->read_cache());
+}
+
+void TokenIntake::append_ids(const StepRequest& request) const {
+  if (request.num_ids == 0) return;
+  const int32_t* ids = request.token_ids;
+  int64_t i = 0;
+  try {
+    for (; i < request.num_rows; ++i) {
+      const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
+      if (n > 0) (*rows_)[request.rows[i]].chain->append(ids, n);
+      ids += n;
+    }
+  } catch (...) {
+    take_back_ids(request, i);
+    throw;
+  }
+}
+
+void TokenIntake::take_back_ids(const StepRequest& request, int64_t num_rows) const {
+  for (int64_t i = 0; i < num_rows; ++i) take_back_ids_of(request, i);
+}
+
+void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const {
+  if (request.num_ids == 0) return;
+  const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
+  if (n > 0) (*rows_)[request.rows[i]].chain->take_back(n);
+}
+
+// Blocks that a row has dropped are known by their hashes alone; restarted rows look theirs up.
+void TokenIntake::hash_rows() const {
+  for (int32_t row = 0; row < rows_->size(); ++row) {
+    if (rows_->is_in_use(row)) hash_ahead(*(*rows_)[row].chain, /*reads=*/true);
+  }
+  for (const StepJournal::Step& step : journal_->in_flight()) {
+    for (const StepJournal::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
+  }
+}
+
+}  // namespace kvcache

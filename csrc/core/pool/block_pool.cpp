@@ -1,0 +1,431 @@
+#include "core/pool/block_pool.h"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "core/limits.h"
+
+namespace kvcache {
+
+namespace {
+
+// How far ahead a batch loop touches the cache line that it will need: enough to hide a miss to
+// memory behind the work on the blocks before it.
+constexpr int64_t kPrefetchBlocks = 8;
+
+// Stands for all blocks under a hash, in place of one of them.
+constexpr BlockId kUntouched = -1;
+constexpr BlockId kTouched = kNullBlock;
+
+uint64_t key_of(uint8_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
+
+std::string named(const char* what, BlockId id) {
+  return std::string(what) + " holds block " + std::to_string(id);
+}
+
+}  // namespace
+
+void FreeList::push(Link* links, BlockId id) {
+  links[id] = {tail_, kNullBlock};
+  (tail_ == kNullBlock ? head_ : links[tail_].next) = id;
+  tail_ = id;
+}
+
+void FreeList::remove(Link* links, BlockId id) {
+  const Link link = links[id];
+  (link.prev == kNullBlock ? head_ : links[link.prev].next) = link.next;
+  (link.next == kNullBlock ? tail_ : links[link.next].prev) = link.prev;
+}
+
+void FreeList::take_over(Link* links, FreeList* other) {
+  if (other->head_ == kNullBlock) return;
+  (tail_ == kNullBlock ? head_ : links[tail_].next) = other->head_;
+  links[other->head_].prev = tail_;
+  tail_ = other->tail_;
+  *other = FreeList();
+}
+
+BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy)
+    : num_blocks_(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)")),
+      blocks_(static_cast<size_t>(num_blocks)),
+      links_(static_cast<size_t>(num_blocks)),
+      lineage_(static_cast<size_t>(num_blocks)),
+      index_(blocks_.data(), num_blocks),
+      num_free_(num_blocks - 1),
+      is_plain_(policy == nullptr) {
+  if (policy) candidates_ = std::make_unique<Candidates>(std::move(policy), num_blocks);
+}
+
+size_t BlockPool::num_bytes() const {
+  return sizeof(*this) + blocks_.num_bytes() + links_.num_bytes() + lineage_.num_bytes() +
+         index_.num_bytes() + (residency_ ? residency_->num_bytes() : 0) +
+         (candidates_ ? candidates_->num_bytes() : 0) + (pins_ ? pins_->num_bytes() : 0);
+}
+
+const Block& BlockPool::at(BlockId id, const char* what) const {
+  if (id <= kNullBlock || id >= num_blocks_) {
+    throw std::invalid_argument(named(what, id) + ": expected 1 to " +
+                                std::to_string(num_blocks_ - 1));
+  }
+  return blocks_[id];
+}
+
+void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root) {
+  Block& block = blocks_[id];
+  block.older = block.younger = kNullBlock;
+  block.group = group;
+  block.epoch = epoch_;
+  lineage_[id] = {parent, root};
+  ++num_cached_;
+  if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
+  if (residency_) residency_->published(id);
+}
+
+void BlockPool::forget(BlockId id, bool evicted) {
+  if (!is_plain_) forget_place(id, evicted);
+  Block& block = blocks_[id];
+  if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
+    events_->removed(block.hash, block.group, tier_);
+  }
+  if (!partial_.empty()) partial_.forget(id);
+  block.epoch = 0;
+  --num_cached_;
+}
+
+void BlockPool::take_evicted(int64_t n, BlockId* out) {
+  if (!is_plain_) return take_chosen(n, out);
+  // The list is walked first: then the blocks, and the index entries that their hashes lead to, are
+  // known far enough ahead to be loaded before they are needed.
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = cached_free_.head();
+    cached_free_.remove(links_.data(), out[i]);
+    __builtin_prefetch(&blocks_[out[i]], 1);
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kPrefetchBlocks < n) {
+      const Block& ahead = blocks_[out[i + kPrefetchBlocks]];
+      index_.prefetch_bucket(ahead.hash, ahead.group);
+    }
+    if (residency_) residency_->evicted(out[i]);
+    notify_eviction(out[i]);
+    ++evicted_by_group_[blocks_[out[i]].group];
+    forget(out[i]);
+  }
+  num_evicted_ += n;
+}
+
+void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num_free_); }
+
+bool BlockPool::allocate(int64_t n, BlockId* out) {
+  if (n < 0) throw std::invalid_argument("n is " + std::to_string(n) + ": expected 0 or more");
+  if (n > num_free_) return false;
+  int64_t done = std::min<int64_t>(n, num_blocks_ - next_fresh_);
+  std::iota(out, out + done, next_fresh_);
+  next_fresh_ += static_cast<BlockId>(done);
+  for (; done < n && uncached_free_.head() != kNullBlock; ++done) {
+    out[done] = uncached_free_.head();
+    uncached_free_.remove(links_.data(), out[done]);
+  }
+  take_evicted(n - done, out + done);
+  for (int64_t i = 0; i < n; ++i) {
+    Block& block = blocks_[out[i]];
+    block.ref_count = 1;
+    ++block.generation;
+  }
+  num_free_ -= n;
+  if (candidates_) candidates_->policy().on_allocate(out, n);
+  note_use();
+  return true;
+}
+
+void BlockPool::retain(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const Block& block = at(ids[i], "ids");
+    if (block.ref_count == 0 && !is_cached(block)) {
+      throw std::invalid_argument(
+          named("ids", ids[i]) + ", which is free and not cached: expected a held or cached block");
+    }
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kPrefetchBlocks < n) __builtin_prefetch(&blocks_[ids[i + kPrefetchBlocks]], 1);
+    Block& block = blocks_[ids[i]];
+    if (block.ref_count++ == 0) {
+      --num_free_;
+      if (is_plain_) {
+        cached_free_.remove(links_.data(), ids[i]);
+      } else {
+        unlist(ids[i]);
+        update_candidate(ids[i]);
+      }
+    }
+  }
+  note_use();
+}
+
+void BlockPool::release(const BlockId* ids, int64_t n) {
+  const BlockId last = cached_free_.tail();
+  for (int64_t i = 0; i < n; ++i) {
+    const BlockId ahead = i + kPrefetchBlocks < n ? ids[i + kPrefetchBlocks] : kNullBlock;
+    if (ahead > kNullBlock && ahead < num_blocks_) __builtin_prefetch(&blocks_[ahead], 1);
+    const BlockId id = ids[i];
+    if (id > kNullBlock && id < num_blocks_ && blocks_[id].ref_count > 0) {
+      if (--blocks_[id].ref_count == 0) {
+        list_of(blocks_[id]).push(links_.data(), id);
+        ++num_free_;
+        if (residency_) residency_->released(id);
+      }
+      continue;
+    }
+    // Backwards, each push is the tail that is removed: the lists come back exactly as they were.
+    for (int64_t j = i; j-- > 0;) {
+      if (blocks_[ids[j]].ref_count++ > 0) continue;
+      list_of(blocks_[ids[j]]).remove(links_.data(), ids[j]);
+      --num_free_;
+    }
+    at(id, "ids");  // throws where the id is not of this pool
+    throw std::invalid_argument(named("ids", id) +
+                                " more often than it is held: it was released already");
+  }
+  if (candidates_) notify_idle(last);
+}
+
+void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
+  // Marked in a link that unindexed blocks do not use, so that an id that repeats is noticed.
+  constexpr BlockId kMarked = -1;
+  int64_t i = 0;
+  const auto fail = [&](const std::string& what) {
+    while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
+    throw std::invalid_argument(what);
+  };
+  for (; i < n; ++i) {
+    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) {
+      fail(named("ids", ids[i]) + ": expected 1 to " + std::to_string(num_blocks_ - 1));
+    }
+    Block& block = blocks_[ids[i]];
+    if (block.ref_count == 0) {
+      fail(named("ids", ids[i]) + ", which is free: expected a held one");
+    }
+    if (is_indexed(block) || block.younger == kMarked) {
+      fail(named("ids", ids[i]) + ", which is already published");
+    }
+    if (is_cached(block) && block.group != group) {
+      fail(named("ids", ids[i]) + ", which is published for another group");
+    }
+    block.younger = kMarked;
+  }
+}
+
+void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
+  for (int64_t i = 0; i < std::min(n, kPrefetchBlocks); ++i) {
+    index_.prefetch_bucket(content.hash(i), group);
+  }
+  check_publish(ids, n, group);
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + kPrefetchBlocks < n) {
+      index_.prefetch_bucket(content.hash(i + kPrefetchBlocks), group);
+    }
+    Block& block = blocks_[ids[i]];
+    const Hash& parent = content.parent_of(i);
+    const Hash& hash = content.hash(i);
+    if (!is_cached(block)) {
+      set_cached(ids[i], group, parent.tag(), content.root ? content.root->tag() : hash.tag());
+    }
+    lineage_[ids[i]].parent = parent.tag();  // partial hashes were published without
+    block.hash = hash;
+    if (candidates_) notify_published(ids[i], content.is_chain);
+    if (index_.insert(ids[i]) && events_ != nullptr) {
+      const int32_t* tokens =
+          content.tokens == nullptr ? nullptr : content.tokens + i * content.tokens_per_block;
+      events_->stored(block.hash, parent, group, tokens, content.tokens_per_block);
+    }
+  }
+}
+
+Copied BlockPool::copied(BlockId id, bool is_chain) const {
+  const Block& block = blocks_[id];
+  return {block.hash, block.group, lineage_[id].parent, lineage_[id].root, is_chain};
+}
+
+void BlockPool::publish_copy(BlockId id, const Copied& copied) {
+  check_publish(&id, 1, copied.group);
+  set_cached(id, copied.group, copied.parent, copied.root);
+  blocks_[id].hash = copied.hash;
+  if (candidates_) notify_published(id, copied.is_chain);
+  if (index_.insert(id) && events_ != nullptr) {
+    events_->stored_on_host(copied.hash, copied.group);
+  }
+}
+
+void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {
+  const Block& block = at(id, "id");
+  if (block.ref_count == 0) {
+    throw std::invalid_argument(named("id", id) + ", which is free: expected a held one");
+  }
+  if (is_cached(block) && block.group != group) {
+    throw std::invalid_argument(named("id", id) + ", which is published for another group");
+  }
+  if (!is_cached(block)) {
+    set_cached(id, group, /*parent=*/0, root.tag());
+    if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
+  }
+  partial_.add(id, hash, group);
+}
+
+int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
+                          int64_t stride) const {
+  int64_t num_leading = -1;
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + 2 * kPrefetchBlocks < n) {
+      index_.prefetch_bucket(hashes[(i + 2 * kPrefetchBlocks) * stride], group);
+    }
+    if (i + kPrefetchBlocks < n) {
+      index_.prefetch_block(hashes[(i + kPrefetchBlocks) * stride], group);
+    }
+    const BlockId id = index_.find(hashes[i * stride], group);
+    out[i] = id == kNullBlock ? -1 : id;
+    if (id != kNullBlock || num_leading >= 0) continue;
+    num_leading = i;
+    if (prefix) {
+      std::fill(out + i, out + n, -1);
+      break;
+    }
+  }
+  return num_leading < 0 ? n : num_leading;
+}
+
+void BlockPool::evict(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+  for (int64_t i = 0; i < n; ++i) {
+    Block& block = blocks_[ids[i]];
+    if (!is_cached(block)) continue;
+    if (block.ref_count == 0) {
+      unlist(ids[i]);
+      uncached_free_.push(links_.data(), ids[i]);
+    }
+    forget(ids[i]);
+  }
+}
+
+void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!is_cached(at(ids[i], "ids"))) continue;
+    invalid->hashes.insert(blocks_[ids[i]].hash.tag());
+    invalid->roots.insert(lineage_[ids[i]].root);
+  }
+}
+
+void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
+  // Once per incident: one walk over the blocks that were ever used.
+  if (invalid.roots.empty()) return;
+  std::vector<BlockId> found;
+  std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
+  for (BlockId id = 1; id < next_fresh_; ++id) {
+    const Block& block = blocks_[id];
+    if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;
+    found.push_back(id);
+    by_hash.emplace(key_of(block.group, block.hash.tag()), id);
+  }
+  if (is_uniform) {
+    const auto touched = [&](BlockId id) { return !is_untouched(id, invalid.hashes, &by_hash); };
+    found.erase(std::stable_partition(found.begin(), found.end(), touched), found.end());
+  }
+  evict(found.data(), static_cast<int64_t>(found.size()));
+}
+
+// Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
+bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
+                             std::unordered_map<uint64_t, BlockId>* by_hash) const {
+  std::vector<uint64_t> path;
+  BlockId verdict = kTouched;
+  for (BlockId up = id;;) {
+    const Block& block = blocks_[up];
+    if (invalid.count(block.hash.tag()) != 0) break;
+    path.push_back(key_of(block.group, block.hash.tag()));
+    if (block.hash.tag() == lineage_[up].root) {
+      verdict = kUntouched;
+      break;
+    }
+    const auto parent = by_hash->find(key_of(block.group, lineage_[up].parent));
+    if (parent == by_hash->end()) break;
+    if (parent->second <= kNullBlock) {
+      verdict = parent->second;
+      break;
+    }
+    up = parent->second;
+  }
+  for (uint64_t key : path) (*by_hash)[key] = verdict;
+  return verdict == kUntouched;
+}
+
+bool BlockPool::reset() {
+  if (num_free_ != num_total()) return false;
+  clear();
+  return true;
+}
+
+void BlockPool::clear() {
+  if (num_cached_ > 0) index_.clear();
+  partial_.clear();
+  if (!is_plain_) clear_places();
+  uncached_free_.take_over(links_.data(), &cached_free_);
+  num_cached_ = 0;
+  if (++epoch_ == 0) {  // a block that slept through all epochs must not wake up cached
+    for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
+    epoch_ = 1;
+  }
+  if (events_ != nullptr) events_->cleared(tier_);
+}
+
+void BlockPool::track_residency() {
+  if (!residency_) residency_ = std::make_unique<Residency>(num_blocks_);
+}
+
+void BlockPool::check_invariants() const {
+  const auto require = [](bool ok, const char* what, int64_t id) {
+    if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
+  };
+  std::vector<char> listed(static_cast<size_t>(num_blocks_), 0);
+  int64_t num_listed = 0;
+  for (const FreeList* list : {&uncached_free_, &cached_free_, &passed_}) {
+    BlockId before = kNullBlock;
+    for (BlockId id = list->head(); id != kNullBlock; before = id, id = links_[id].next) {
+      require(!listed[id], "a block is in a free list twice", id);
+      listed[id] = 1;
+      ++num_listed;
+      require(links_[id].prev == before, "a free list is not linked backwards", id);
+      require(blocks_[id].ref_count == 0, "a block in a free list is held", id);
+      require(is_cached(blocks_[id]) == (list != &uncached_free_), "a block is in the wrong list",
+              id);
+      require((pins_ && pins_->is_passed(id)) == (list == &passed_),
+              "a block is passed over wrongly", id);
+      require(id < next_fresh_, "a fresh block is in a free list", id);
+    }
+  }
+  require(num_free_ == num_listed + (num_blocks_ - next_fresh_), "num_free is wrong", 0);
+  require(blocks_[kNullBlock].ref_count == 0 && !is_cached(blocks_[kNullBlock]), "null block used",
+          0);
+  int64_t num_cached = 0;
+  for (BlockId id = 1; id < num_blocks_; ++id) {
+    const Block& block = blocks_[id];
+    require(block.ref_count >= 0, "a negative reference count", id);
+    require(id < next_fresh_ || (block.ref_count == 0 && !is_cached(block)), "a fresh block in use",
+            id);
+    require(id >= next_fresh_ || listed[id] == (block.ref_count == 0), "neither held nor free", id);
+    if (!is_cached(block)) continue;
+    ++num_cached;
+    require(is_indexed(block) || partial_.has(id), "a cached block is under no hash", id);
+    if (!is_indexed(block)) continue;
+    // Reached from the index: the oldest of its ring is what a lookup finds.
+    const BlockId oldest = index_.find(block.hash, block.group);
+    require(oldest != kNullBlock, "a cached block is not in the index", id);
+    BlockId other = oldest;
+    while (other != id && blocks_[other].younger != oldest) other = blocks_[other].younger;
+    require(other == id, "a cached block is not in the ring of its hash", id);
+  }
+  require(num_cached == num_cached_, "num_cached is wrong", 0);
+  check_places();
+}
+
+}  // namespace kvcache

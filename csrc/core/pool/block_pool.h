@@ -1,0 +1,341 @@
+// The block pool: which block is free, held, cached, and under which hash.
+//
+// Arrays in, arrays out: every method serves a whole batch, and either serves it whole or throws /
+// says no with nothing changed. Knows block ids and 32-byte hashes; no requests, no tokens, no
+// bytes of KV. Plain C++17: no torch, no CUDA, no Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "core/eviction/candidates.h"
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/pins.h"
+#include "core/hash.h"
+#include "core/pool/event_log.h"
+#include "core/pool/partial_index.h"
+#include "core/pool/residency.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+// One block, besides its place in a free list.
+struct alignas(16) Block {
+  Hash hash;               // valid while indexed
+  BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
+  int32_t ref_count;       // > 0: held
+  uint8_t group;           // cache group that its content belongs to
+  uint8_t generation;      // how often it was handed out, modulo 256
+  uint16_t epoch;          // the pool's: cached; any other: not
+};
+static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
+
+// Neighbours in a free list. Apart from Block and small, because eviction walks a list from its
+// head, where the next id is known only once the link was read: these stay in the processor's
+// caches.
+struct Link {
+  BlockId prev, next;
+};
+
+// First in, first out: push at the tail, remove anywhere, O(1). Released blocks enter at the tail,
+// so the head is the least recently released one.
+class FreeList {
+ public:
+  BlockId head() const { return head_; }
+  BlockId tail() const { return tail_; }
+  void push(Link* links, BlockId id);
+  void remove(Link* links, BlockId id);
+  void take_over(Link* links,
+                 FreeList* other);  // all of `other`, in its order, behind what is here
+
+ private:
+  BlockId head_ = kNullBlock;
+  BlockId tail_ = kNullBlock;
+};
+
+// (hash, group) -> blocks published under it, oldest first. A table of buckets, one cache line
+// each, searched without a branch per entry; entries hold 32 bits of the key, so that a search
+// touches a block only where it is almost surely the one. An entry is the oldest of a ring of
+// duplicates: insertion and removal stay O(1) however many there are.
+class HashIndex {
+ public:
+  HashIndex(Block* blocks, int64_t num_blocks);
+  BlockId find(const Hash& hash, uint8_t group) const;
+  // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
+  bool insert(BlockId id);
+  bool erase(BlockId id);  // whether it was the last under its hash
+  void clear() { buckets_.zero(); }
+  // Starts loading what `find` of the same key will read: first the bucket, then, once that has
+  // arrived, the block it names.
+  void prefetch_bucket(const Hash& hash, uint8_t group) const;
+  void prefetch_block(const Hash& hash, uint8_t group) const;
+  size_t num_bytes() const { return buckets_.num_bytes(); }
+
+ private:
+  static constexpr int kSlots = 7;
+  struct alignas(64) Bucket {
+    uint32_t tags[kSlots];   // 0: the slot is empty
+    uint32_t num_displaced;  // entries whose home is here or before, and that lie further on
+    BlockId ids[kSlots];
+  };
+  struct Place {
+    int64_t bucket;
+    int slot;  // -1: not found
+  };
+  static uint32_t tag_of(const Hash& hash, uint8_t group);
+  static unsigned slots_with(const Bucket& bucket, uint32_t tag);  // bit i: slot i has this tag
+  int64_t home_of(uint32_t tag) const {
+    return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
+  }
+  int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
+  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const;
+  void add(uint32_t tag, BlockId id);
+
+  Block* blocks_;
+  int64_t num_buckets_;
+  ZeroedArray<Bucket> buckets_;
+};
+
+// The content of a cached block, for another pool.
+struct Copied {
+  Hash hash;
+  uint8_t group;
+  uint32_t parent, root;  // tags
+  bool is_chain;          // nothing finds it without its parent
+};
+
+// The content of some blocks of one request: hashes and, where events are recorded, tokens. Hash i
+// is hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
+struct Content {
+  const Hash* hashes;
+  const Hash* parent;
+  int64_t stride = 1;
+  const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
+  const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
+  int64_t tokens_per_block = 0;
+  bool is_chain = true;  // whether a block is of no use without its parent
+
+  const Hash& hash(int64_t i) const { return hashes[i * stride]; }
+  const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
+};
+
+// Invalid content by the tags of its hashes, and the roots of its chains.
+struct InvalidChains {
+  std::unordered_set<uint32_t> hashes, roots;
+};
+
+class BlockPool {
+ public:
+  // `num_blocks` counts the null block. Memory is zero pages until a block is first used. Without a
+  // policy the least recently released goes first.
+  explicit BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy = nullptr);
+
+  int64_t num_blocks() const { return num_blocks_; }
+  int64_t num_total() const { return num_blocks_ - 1; }  // the null block never counts
+  int64_t num_free() const { return num_free_; }
+  int64_t num_cached() const { return num_cached_; }
+  int64_t num_evicted() const { return num_evicted_; }  // cached blocks taken for other content
+  int64_t peak_used() const { return peak_used_; }
+  size_t num_bytes() const;
+
+  bool is_cached(BlockId id) const { return is_cached(at(id, "id")); }
+  int32_t ref_count(BlockId id) const { return at(id, "id").ref_count; }
+  // Whether a lookup of this hash may answer this block. Any id may be asked.
+  bool holds(BlockId id, const Hash& hash, uint8_t group) const {
+    return id > kNullBlock && id < num_blocks_ && is_indexed(blocks_[id]) &&
+           blocks_[id].group == group && blocks_[id].hash == hash;
+  }
+
+  // The hash that the block is published under; null where it is not. Any id of the pool may be
+  // asked.
+  const Hash* hash_of(BlockId id) const {
+    return is_indexed(blocks_[id]) ? &blocks_[id].hash : nullptr;
+  }
+  // Throws std::invalid_argument that names `what` where the id is none of the pool.
+  void check_id(BlockId id, const char* what) const { (void)at(id, what); }
+  // Another number whenever the block is handed out anew (of 256, so for a while).
+  uint8_t generation(BlockId id) const { return blocks_[id].generation; }
+  // The group of a cached block's content, and the hashes of what it holds partially.
+  uint8_t group_of(BlockId id) const { return blocks_[id].group; }
+  std::vector<Hash> partial_hashes_of(BlockId id) const { return partial_.of(id); }
+  // Cached blocks of a group that were taken for other content.
+  int64_t num_evicted_of(uint8_t group) const {
+    return group < evicted_by_group_.size() ? evicted_by_group_[group] : 0;
+  }
+
+  // n blocks with one reference each into `out`; false, and nothing changed, when fewer are free.
+  // Uncached blocks first, least recently released first; then cached ones (evicted: they lose
+  // their hash), as the policy says; where it has no candidate, parents of held blocks, least
+  // recently released first; then pinned ones, least recently released first.
+  bool allocate(int64_t n, BlockId* out);
+
+  // One more reference each; the block must be held, or free and cached (a hit). An id may repeat.
+  void retain(const BlockId* ids, int64_t n);
+
+  // One reference less each, in the order given (which is the order of eviction). Content and hash
+  // stay until the block is taken. Throws on a block that is not held, with nothing changed.
+  void release(const BlockId* ids, int64_t n);
+
+  // Makes held blocks that are not yet, findable under their hashes for `group`. Two blocks may
+  // share a hash.
+  void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
+
+  // The same for one block that holds what a cached block of another pool does. Whether it is the
+  // first under its hash.
+  void publish_copy(BlockId id, const Copied& copied);
+  Copied copied(BlockId id, bool is_chain) const;  // of a block that is found under a hash
+
+  // Makes what a held block holds so far findable by `find_partial`, under one hash more.
+  void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
+
+  // out[i]: the oldest block published under hashes[i * stride], or -1. With `prefix`, everything
+  // from the first miss on is -1 and is not looked at. Returns the number of leading hits.
+  int64_t lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
+                 int64_t stride = 1) const;
+
+  // The oldest block published under this hash, and the oldest with such a part; or the null block.
+  BlockId find(const Hash& hash, uint8_t group) const { return index_.find(hash, group); }
+  BlockId find_partial(const Hash& hash, uint8_t group) const { return partial_.find(hash, group); }
+
+  // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
+  // left as they are.
+  void evict(const BlockId* ids, int64_t n);
+
+  // Adds the chains of these blocks, where they are cached.
+  void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;
+
+  // Evicts what is invalid and all that may have been computed from it: every block of a chain with
+  // such a root, but for those whose ancestors are all cached, in the same group, and none of them
+  // is invalid. That exception holds where a chain's blocks are all of one size (`is_uniform`).
+  void evict_derived(const InvalidChains& invalid, bool is_uniform);
+
+  // Forgets every hash; false, and nothing changed, while any block is held.
+  bool reset();
+  // The same while blocks are held: they stay so, and are not cached any more. O(1).
+  void clear();
+
+  // One pin more, or less, for each of these cached blocks; an id may repeat. Pinned blocks are
+  // evicted only when no other cached block is free. A pin ends with its block's hash. Throws on a
+  // block that is not cached, or not pinned as often, with nothing changed.
+  void pin(const BlockId* ids, int64_t n);
+  void unpin(const BlockId* ids, int64_t n);
+  bool is_pinned(BlockId id) const { return has_pin(at(id, "id")); }
+  int64_t num_pinned() const { return pins_ ? pins_->num_pinned() : 0; }
+  int64_t num_pins_broken() const { return pins_ ? pins_->num_broken() : 0; }  // pinned, evicted
+
+  // Notifies the policy (eviction_policy.h); without one nothing happens.
+  bool has_policy() const { return candidates_ != nullptr; }
+  void hit(const BlockId* ids, int64_t n) {
+    if (has_policy()) notify_hit(ids, n);
+  }
+  void notify_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                      const ReleaseFeatures& features) {
+    if (has_policy()) notify_policy_release(ids, prefix_tokens, n, features);
+  }
+  void notify_released(const BlockId* ids, int64_t n) {
+    if (has_policy()) candidates_->policy().on_released(ids, n);
+  }
+  void access(const BlockId* ids, int64_t n, double now) {
+    if (has_policy()) notify_access(ids, n, now);
+  }
+  void set_now(int64_t ms) {
+    if (has_policy()) candidates_->policy().set_now(ms);
+  }
+
+  // The log that stored, removed and cleared hashes go to, and the tier that they are said of.
+  void emit_to(EventLog* events, Tier tier) {
+    events_ = events;
+    tier_ = tier;
+  }
+
+  // Called for each block that is about to be taken for other content, while it is still found
+  // under a hash, and alone under it.
+  void on_eviction(std::function<void(BlockId)> call) { evicting_ = std::move(call); }
+
+  // How long cached blocks stay, once they are tracked.
+  void track_residency();
+  Residency* residency() { return residency_.get(); }
+
+  // Walks the whole pool and throws std::logic_error where an invariant does not hold.
+  // O(num_blocks).
+  void check_invariants() const;
+
+ private:
+  const Block& at(BlockId id, const char* what) const;
+  Block& at(BlockId id, const char* what) {
+    return const_cast<Block&>(std::as_const(*this).at(id, what));
+  }
+  bool is_cached(const Block& block) const { return block.epoch == epoch_; }
+  bool is_indexed(const Block& block) const {
+    return is_cached(block) && block.older != kNullBlock;
+  }
+  void notify_eviction(BlockId id) {
+    // Alone in the ring of its hash: nothing is found under it once the block is gone.
+    if (evicting_ && is_indexed(blocks_[id]) && blocks_[id].younger == id) evicting_(id);
+  }
+  void take_evicted(int64_t n, BlockId* out);
+  void check_publish(const BlockId* ids, int64_t n, uint8_t group);
+  void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
+  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
+                    std::unordered_map<uint64_t, BlockId>* by_hash) const;
+  void forget(BlockId id, bool evicted = false);  // drops all its hashes
+  FreeList& list_of(const Block& block) {
+    if (!is_cached(block)) return uncached_free_;
+    return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;
+  }
+  void note_use();
+
+  // block_pool_eviction.cpp: what a pool does that has a policy, or ever had a pin.
+  BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
+  bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
+  void check_ids(const BlockId* ids, int64_t n) const;
+  void notify_hit(const BlockId* ids, int64_t n);
+  void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                             const ReleaseFeatures& features);
+  void notify_access(const BlockId* ids, int64_t n, double now);
+  void notify_published(BlockId id, bool is_chain);
+  void notify_idle(BlockId last);
+  void take_chosen(int64_t n, BlockId* out);
+  BlockId least_recently_released();
+  void unlist(BlockId id);
+  void update_candidate(BlockId id);
+  void forget_place(BlockId id, bool evicted);
+  void clear_places();
+  void check_places() const;
+
+  int64_t num_blocks_;
+  ZeroedArray<Block> blocks_;
+  ZeroedArray<Link> links_;
+  struct Lineage {  // tags of hashes of the block's chain
+    uint32_t parent, root;
+  };
+  ZeroedArray<Lineage> lineage_;  // of cached blocks
+  HashIndex index_;
+  FreeList uncached_free_, cached_free_;
+  FreeList passed_;  // pinned blocks that eviction met: released before all of `cached_free_`
+  BlockId next_fresh_ = 1;  // blocks from here on were never used; they are free and in no list
+  int64_t num_free_;
+  int64_t num_cached_ = 0;
+  int64_t num_evicted_ = 0;
+  std::vector<int64_t> evicted_by_group_;
+  int64_t peak_used_ = 0;
+  uint16_t epoch_ = 1;
+  PartialIndex partial_;
+  EventLog* events_ = nullptr;
+  Tier tier_ = Tier::kDevice;
+  std::function<void(BlockId)> evicting_;
+  std::unique_ptr<Residency> residency_;
+  bool is_plain_;  // no policy, and no block was ever pinned
+  std::unique_ptr<Candidates> candidates_;
+  std::vector<BlockId> changed_;  // scratch
+  std::unique_ptr<Pins> pins_;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,199 @@
+// A pool beyond least-recently-released: its policy, its pins.
+//
+// `passed_`, then `cached_free_`: all free cached blocks in the order of their release, candidates
+// or not. Eviction moves pinned ones that it meets at the head of `cached_free_` to `passed_`; when
+// a pin there ends, all of `passed_` goes back to the front.
+#include <cmath>
+#include <stdexcept>
+#include <string>
+
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+namespace {
+
+[[noreturn]] void fail(BlockId id, const char* what) {
+  throw std::invalid_argument("ids holds block " + std::to_string(id) + ", which is " + what);
+}
+
+}  // namespace
+
+void BlockPool::update_candidate(BlockId id) {
+  if (!candidates_) return;
+  const Block& block = blocks_[id];
+  candidates_->set_idle(id, is_cached(block) && block.ref_count == 0 && !has_pin(block));
+}
+
+void BlockPool::unlist(BlockId id) {
+  list_of(blocks_[id]).remove(links_.data(), id);
+  if (pins_) pins_->set_passed(id, false);
+}
+
+// One at a time: eviction of a child may make its parent the next to go.
+void BlockPool::take_chosen(int64_t n, BlockId* out) {
+  for (int64_t i = 0; i < n; ++i) {
+    BlockId id = candidates_ ? candidates_->policy().victim() : kNullBlock;
+    if (id == kNullBlock) id = least_recently_released();
+    notify_eviction(id);
+    unlist(id);
+    if (residency_) residency_->evicted(id);
+    ++evicted_by_group_[blocks_[id].group];
+    forget(id, /*evicted=*/true);
+    out[i] = id;
+  }
+  num_evicted_ += n;
+}
+
+// The least recently released of the free cached blocks, pinned ones last.
+BlockId BlockPool::least_recently_released() {
+  BlockId id = cached_free_.head();
+  for (; id != kNullBlock && has_pin(blocks_[id]); id = cached_free_.head()) {
+    cached_free_.remove(links_.data(), id);
+    passed_.push(links_.data(), id);
+    pins_->set_passed(id, true);
+  }
+  return id != kNullBlock ? id : passed_.head();
+}
+
+void BlockPool::forget_place(BlockId id, bool evicted) {
+  const Block& block = blocks_[id];
+  if (pins_) pins_->forget(id, evicted);
+  if (!candidates_) return;
+  candidates_->set_idle(id, false);
+  candidates_->policy().on_forget(id, hash_of(id), block.group, evicted);
+  changed_.clear();
+  candidates_->tree().remove(id, &changed_);
+  for (BlockId other : changed_) update_candidate(other);
+}
+
+void BlockPool::clear_places() {
+  if (candidates_) candidates_->clear();
+  if (pins_) pins_->clear();
+  uncached_free_.take_over(links_.data(), &passed_);
+}
+
+void BlockPool::pin(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!is_cached(at(ids[i], "ids"))) fail(ids[i], "not cached: expected a cached block");
+  }
+  if (n > 0 && !pins_) {
+    pins_ = std::make_unique<Pins>(num_blocks_);
+    is_plain_ = false;
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    pins_->add(ids[i]);
+    update_candidate(ids[i]);
+  }
+}
+
+void BlockPool::unpin(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+  for (int64_t i = 0; i < n; ++i) {
+    if (has_pin(blocks_[ids[i]])) {
+      pins_->take(ids[i]);
+      continue;
+    }
+    for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);
+    fail(ids[i], "not pinned that often: expected a pinned block");
+  }
+  bool is_back = false;
+  for (int64_t i = 0; i < n; ++i) {
+    if (has_pin(blocks_[ids[i]])) continue;
+    is_back |= pins_->is_passed(ids[i]);
+    update_candidate(ids[i]);
+  }
+  if (!is_back) return;
+  for (BlockId id = passed_.head(); id != kNullBlock; id = links_[id].next) {
+    pins_->set_passed(id, false);
+  }
+  passed_.take_over(links_.data(), &cached_free_);
+  std::swap(passed_, cached_free_);
+}
+
+void BlockPool::check_ids(const BlockId* ids, int64_t n) const {
+  for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+}
+
+void BlockPool::notify_hit(const BlockId* ids, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!is_cached(at(ids[i], "ids"))) fail(ids[i], "not cached: expected a cached block");
+  }
+  candidates_->policy().on_hit(ids, n);
+}
+
+void BlockPool::notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
+                                      const ReleaseFeatures& features) {
+  check_ids(ids, n);
+  if (features.tokens_per_block < 1) {
+    throw std::invalid_argument("tokens_per_block is " + std::to_string(features.tokens_per_block) +
+                                ": expected 1 or more");
+  }
+  for (int64_t i = 0; i < n; ++i) {
+    if (prefix_tokens[i] > 0) continue;
+    throw std::invalid_argument("prefix_tokens[" + std::to_string(i) + "] is " +
+                                std::to_string(prefix_tokens[i]) + ": expected 1 or more");
+  }
+  for (int64_t i = 0; i < features.num_retention; ++i) {
+    const Retention& each = features.retention[i];
+    const std::string name = "retention[" + std::to_string(i) + "]";
+    if (each.first < 0 || each.stop < each.first) {
+      throw std::invalid_argument(name + " is of tokens " + std::to_string(each.first) + " to " +
+                                  std::to_string(each.stop) + ": expected 0 <= first <= stop");
+    }
+    if (each.priority < 0 || each.priority > 100) {
+      throw std::invalid_argument(name + " has priority " + std::to_string(each.priority) +
+                                  ": expected 0 to 100");
+    }
+  }
+  candidates_->policy().on_release(ids, prefix_tokens, n, features);
+}
+
+void BlockPool::notify_access(const BlockId* ids, int64_t n, double now) {
+  check_ids(ids, n);
+  if (!std::isfinite(now)) {
+    throw std::invalid_argument("now is " + std::to_string(now) + ": expected a finite number");
+  }
+  candidates_->policy().on_access(ids, n, now);
+}
+
+void BlockPool::notify_published(BlockId id, bool is_chain) {
+  const Block& block = blocks_[id];
+  const uint32_t* parent = is_chain ? &lineage_[id].parent : nullptr;
+  changed_.clear();
+  candidates_->tree().add(id, block.hash.tag(), parent, block.group, &changed_);
+  for (BlockId other : changed_) update_candidate(other);
+  candidates_->policy().on_publish(id, &block.hash, block.group);
+}
+
+// Notifies the policy of the blocks behind `last`, which a release has just listed.
+void BlockPool::notify_idle(BlockId last) {
+  BlockId id = last == kNullBlock ? cached_free_.head() : links_[last].next;
+  for (; id != kNullBlock; id = links_[id].next) {
+    candidates_->policy().on_idle(id);
+    update_candidate(id);
+  }
+}
+
+void BlockPool::check_places() const {
+  const auto require = [](bool ok, const char* what, int64_t id) {
+    if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
+  };
+  require(is_plain_ == (!candidates_ && !pins_), "a pool takes itself for a plain one", 0);
+  int64_t num_pinned = 0, num_indexed = 0;
+  for (BlockId id = 1; id < num_blocks_; ++id) {
+    const Block& block = blocks_[id];
+    num_pinned += has_pin(block);
+    num_indexed += is_indexed(block);
+    require(!has_pin(block) || is_cached(block), "a block that is not cached is pinned", id);
+    require(!pins_ || !pins_->is_passed(id) || has_pin(block), "passed over, but not pinned", id);
+    if (!candidates_) continue;
+    const bool may_go = is_cached(block) && block.ref_count == 0 && !has_pin(block) &&
+                        candidates_->tree().is_leaf(id);
+    require(candidates_->has(id) == may_go, "the policy has the wrong candidates", id);
+  }
+  require(num_pinned == this->num_pinned(), "num_pinned is wrong", 0);
+  if (candidates_) candidates_->tree().check_invariants(num_blocks_, num_indexed);
+}
+
+}  // namespace kvcache

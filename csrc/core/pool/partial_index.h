@@ -1,0 +1,59 @@
+// Partially filled blocks: hashes of prefixes that end inside a block.
+//
+// Only managers whose hash blocks are finer than their allocation blocks have any: there, a hit
+// inside a block is copied. Blocks under one hash form a list, oldest first; so do a block's
+// entries: all is O(1) per entry, however many blocks share a prefix.
+#pragma once
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+class PartialIndex {
+ public:
+  // The oldest block that holds what this hash stands for, or the null block.
+  BlockId find(const Hash& hash, uint8_t group) const {
+    if (by_hash_.empty()) return kNullBlock;
+    const auto found = by_hash_.find({hash, group});
+    return found == by_hash_.end() ? kNullBlock : parts_[found->second.first].block;
+  }
+  void add(BlockId id, const Hash& hash, uint8_t group);
+  void forget(BlockId id);  // all its entries
+  void clear();
+  bool empty() const { return of_block_.empty(); }
+  bool has(BlockId id) const { return of_block_.count(id) != 0; }
+  std::vector<Hash> of(BlockId id) const;
+
+ private:
+  static constexpr int32_t kNone = -1;
+  struct Key {
+    Hash hash;
+    uint8_t group;
+    bool operator==(const Key& other) const { return group == other.group && hash == other.hash; }
+  };
+  struct KeyHash {
+    size_t operator()(const Key& key) const {
+      return (HashOf()(key.hash) ^ key.group) * 0x9E3779B97F4A7C15ull;
+    }
+  };
+  struct Part {
+    Key key;
+    BlockId block;
+    int32_t older, younger;  // under the same hash
+    int32_t next_of_block;   // the part before it, or the next unused entry
+  };
+  struct Ends {
+    int32_t first, last;  // oldest, youngest
+  };
+
+  std::vector<Part> parts_;
+  int32_t unused_ = kNone;
+  std::unordered_map<Key, Ends, KeyHash> by_hash_;
+  std::unordered_map<BlockId, int32_t> of_block_;  // its youngest part
+};
+
+}  // namespace kvcache

@@ -1,0 +1,92 @@
+#include "core/manager/deferred_frees.h"
+
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+
+namespace {
+
+struct Fixture {
+  BlockPool pool{9};
+  StepNumbers steps;
+  DeferredFrees frees{&pool, &steps, /*is_enabled=*/true};
+  std::vector<BlockId> ids = take(&pool, 4);
+
+  ~Fixture() {
+    steps.check_invariants();
+    PerBlock<int32_t> references(9);
+    frees.check_invariants(&references);
+    for (BlockId id = 1; id < 9; ++id) CHECK_EQ(references[id], frees.num_waiting_of(id));
+  }
+};
+
+TEST(nothing_waits_where_fences_are_off) {
+  BlockPool pool(9);
+  StepNumbers steps;
+  steps.issue();
+  DeferredFrees frees(&pool, &steps, /*is_enabled=*/false);
+  const std::vector<BlockId> ids = take(&pool, 2);
+  frees.release_or_defer(ids.data(), 2);
+  CHECK_EQ(pool.num_free(), 8);
+  CHECK_EQ(frees.num_waiting_of(ids[0]), 0);
+}
+
+TEST(what_no_step_reads_is_free_at_once) {
+  Fixture f;
+  f.frees.release_or_defer(f.ids.data(), 1);  // no step was issued
+  CHECK_EQ(f.pool.num_free(), 5);
+  f.steps.issue();
+  f.steps.complete(0);
+  f.frees.release_or_defer(f.ids.data() + 1, 1);
+  CHECK_EQ(f.pool.num_free(), 6);
+}
+
+TEST(blocks_wait_for_the_report_on_their_step) {
+  Fixture f;
+  f.steps.issue();
+  f.frees.release_or_defer(f.ids.data(), 2);
+  f.frees.release_or_defer(f.ids.data() + 2, 1, /*step_id=*/1);  // of the step that is being made
+  CHECK_EQ(f.pool.num_free(), 4);
+  CHECK_EQ(f.frees.num_waiting(), 3);
+  CHECK_EQ(f.frees.num_waiting_of(f.ids[0]), 1);
+  f.steps.issue();
+  f.steps.complete(0);
+  f.frees.release_completed();
+  CHECK_EQ(f.pool.num_free(), 6);
+  CHECK_EQ(f.frees.num_waiting(), 1);
+  f.steps.complete(1);
+  f.frees.release_completed();
+  CHECK_EQ(f.frees.num_waiting(), 0);
+}
+
+TEST(the_order_of_release_is_that_of_the_steps) {
+  Fixture f;
+  publish_chain(&f.pool, f.ids, hashes_from(1, 4));
+  f.steps.issue();
+  f.frees.release_or_defer(f.ids.data(), 1, 1);
+  f.frees.release_or_defer(f.ids.data() + 1, 1, 0);
+  f.steps.issue();
+  f.steps.complete(1);
+  f.frees.release_completed();
+  take(&f.pool, 4);  // those that are not cached
+  CHECK_EQ(take(&f.pool, 1)[0], f.ids[1]);
+}
+
+TEST(what_waits_for_an_aborted_step_waits_for_the_one_before) {
+  Fixture f;
+  f.steps.issue();
+  f.steps.issue();
+  f.frees.release_or_defer(f.ids.data(), 1);
+  f.steps.abort_from(1);
+  f.frees.forget_aborted();
+  f.steps.complete(0);
+  f.frees.release_completed();
+  CHECK_EQ(f.frees.num_waiting(), 0);
+  CHECK_EQ(f.pool.num_free(), 5);
+}
+
+}  // namespace
+
+TEST_MAIN()

@@ -1,0 +1,155 @@
+#include "core/manager/demand.h"
+
+#include "core/groups/cross_attention.h"
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+
+namespace {
+
+struct Fixture {
+  std::vector<CacheGroup> groups;
+  BlockPool pool{11};
+  StepNumbers steps;
+  DeferredFrees frees;
+  PlanBuilder plan{1, 11};
+  BlockHolders holders{&pool, &frees, nullptr, &plan};
+  DemandRules rules;
+  RowBlocks held;
+
+  explicit Fixture(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {})
+      : groups(std::move(of)),
+        frees(&pool, &steps, options.fence_frees),
+        rules(&groups, &pool, &frees, &steps, holders, options) {}
+
+  Demand running(const Span& span, bool may_share = false) {
+    return rules.of_running(&held, span, may_share);
+  }
+  Demand fresh(const Span& span, int64_t num_tokens, int64_t num_encoder_tokens = 0,
+               int64_t num_reserved = 0) {
+    auto tokens = std::make_shared<TokenIds>();
+    tokens->append(nullptr, num_tokens);
+    const TokenChain chain(tokens, 4, Hash{}, ExtraKeys(), true, true, num_encoder_tokens);
+    return rules.of_new(&held, chain, span, num_reserved);
+  }
+};
+
+CacheGroup window(int64_t tokens) { return group_of(std::make_shared<SlidingWindow>(tokens), 4); }
+
+TEST(blocks_for_the_tokens_and_the_lookahead_that_are_not_there_yet) {
+  Fixture f;
+  f.held.blocks = take(&f.pool, 2);
+  CHECK_EQ(f.running({5, 8, 0}).groups[0].num_new, 0);
+  CHECK_EQ(f.running({5, 9, 0}).groups[0].num_new, 1);
+  CHECK_EQ(f.running({5, 9, 4}).groups[0].num_new, 2);
+  f.groups[0].max_blocks = 3;
+  CHECK_EQ(f.running({5, 9, 40}).groups[0].num_new, 1);
+}
+
+TEST(a_row_that_does_not_fit_waits_or_never_fits) {
+  Fixture f;
+  f.held.blocks = take(&f.pool, 2);
+  take(&f.pool, 6);
+  CHECK(f.running({8, 16, 0}).status == Status::kServed);
+  CHECK(f.running({8, 17, 0}).status == Status::kWait);
+  CHECK(f.running({8, 40, 0}).status == Status::kWait);
+  CHECK(f.running({8, 41, 0}).status == Status::kNever);
+}
+
+TEST(what_is_spare_is_behind_the_watermark) {
+  ManagerOptions options{};
+  options.watermark_blocks = 3;
+  Fixture f(full_groups(4), options);
+  CHECK_EQ(f.running({0, 8, 0}).num_spare, 5);
+  const Demand all = f.running({0, 36, 0});  // a running row may go below it
+  CHECK(all.status == Status::kServed);
+  CHECK_EQ(all.num_spare, 0);
+  CHECK(f.fresh({0, 28, 0}, 28).status == Status::kServed);
+  CHECK(f.fresh({0, 28, 0}, 28, 0, /*num_reserved=*/1).status == Status::kWait);
+  CHECK(f.fresh({0, 32, 0}, 32).status == Status::kNever);
+}
+
+TEST(blocks_that_leave_a_window_make_room_at_once_unless_a_step_may_read_them) {
+  for (bool fences : {false, true}) {
+    ManagerOptions options{};
+    options.fence_frees = fences;
+    Fixture f({window(4)}, options);
+    f.held.blocks = take(&f.pool, 4);
+    take(&f.pool, 6);
+    f.steps.issue();
+    const Demand demand = f.running({16, 20, 0});
+    CHECK_EQ(demand.groups[0].drop_to, 3);
+    CHECK(demand.status == (fences ? Status::kWait : Status::kServed));
+  }
+}
+
+TEST(free_hits_are_not_free_for_new_blocks) {
+  Fixture f;
+  const Ids ids = take(&f.pool, 4);
+  publish_chain(&f.pool, ids, hashes_from(1, 4));
+  release(&f.pool, ids);
+  f.held.blocks = ids;
+  CHECK(f.fresh({16, 40, 0}, 40).status == Status::kServed);
+  take(&f.pool, 1);
+  CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
+  f.held.blocks[3] = kNullBlock;  // on the host: takes a block
+  CHECK(f.fresh({16, 36, 0}, 36).status == Status::kServed);
+  CHECK(f.fresh({16, 40, 0}, 40).status == Status::kWait);
+}
+
+TEST(an_encoder_takes_its_blocks_at_once) {
+  Fixture f({group_of(std::make_shared<CrossAttention>(), 4)});
+  CHECK_EQ(f.fresh({0, 3, 0}, 3, /*num_encoder_tokens=*/9).groups[0].num_new, 3);
+  take(&f.pool, 8);
+  CHECK(f.fresh({0, 3, 0}, 3, 9).status == Status::kWait);
+  CHECK(f.fresh({0, 3, 0}, 3, 41).status == Status::kNever);
+}
+
+TEST(a_state_needs_a_page_where_it_enters_a_block) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
+  CHECK_EQ(f.running({0, 3, 0}).groups[0].num_new, 1);
+  f.held.blocks = take(&f.pool, 1);
+  CHECK_EQ(f.running({3, 4, 9}).groups[0].num_new, 0);
+  CHECK_EQ(f.running({4, 20, 0}).groups[0].num_new, 1);
+}
+
+TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {
+  Fixture f;
+  f.held.blocks = take(&f.pool, 3);
+  f.pool.retain(f.held.blocks.data(), 3);
+  CHECK_EQ(f.running({5, 11, 0}).groups[0].num_shared, 0);  // known to share nothing
+  CHECK_EQ(f.running({5, 11, 0}, /*may_share=*/true).groups[0].num_shared, 2);
+  CHECK(f.rules.shares_from(&f.held, 11));
+  f.plan.hold(f.held.blocks[2]);  // the other row has left it in this step
+  CHECK(!f.rules.shares_from(&f.held, 11));
+  CHECK_EQ(f.holders.num_rows(f.held.blocks[1]), 2);
+}
+
+TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
+  ManagerOptions options{};
+  options.computes_whole_prompt = true;
+  Fixture f({window(4)}, options);
+  const Demand demand = f.fresh({0, 20, 0}, 20);
+  CHECK_EQ(demand.groups[0].num_skipped, 4);
+  CHECK_EQ(demand.groups[0].num_new, 1);
+  CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // not of a running row
+}
+
+TEST(asking_changes_nothing) {
+  Fixture f;
+  f.held.blocks = take(&f.pool, 2);
+  const RowBlocks before = f.held;
+  f.running({8, 12, 0});
+  f.fresh({8, 12, 0}, 12);
+  CHECK(f.held.blocks == before.blocks);
+  CHECK_EQ(f.pool.num_free(), 8);
+}
+
+}  // namespace
+
+TEST_MAIN()

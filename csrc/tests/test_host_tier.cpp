@@ -1,0 +1,174 @@
+#include "core/manager/host_tier.h"
+
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+
+namespace {
+
+struct Fixture {
+  BlockPool device{9};
+  std::vector<CacheGroup> groups = full_groups(4);
+  HostTier host;
+  PlanBuilder plan{1, 9};
+  std::vector<Hash> hashes = hashes_from(1, 3);
+  Ids ids = take(&device, 3);
+
+  explicit Fixture(HostWrite mode, int64_t num_host_blocks = 5)
+      : host(std::make_unique<BlockPool>(num_host_blocks), &device, &groups, mode, /*hits=*/2) {
+    device.on_eviction([this](BlockId id) { host.on_eviction(id, &plan); });
+    plan.begin(0);
+    publish();
+  }
+  void publish() {
+    publish_chain(&device, ids, hashes);
+    host.on_published(ids.data(), 3);
+  }
+  void check() const {
+    PerBlock<int32_t> references(9), pages(host.pages().num_blocks());
+    host.check_invariants(&references, &pages);
+    for (BlockId page = 1; page < host.pages().num_blocks(); ++page) {
+      CHECK_EQ(host.pages().ref_count(page), pages[page]);
+    }
+  }
+};
+
+TEST(back_offloads_what_is_evicted_by_the_plan_that_evicts_it) {
+  Fixture f(HostWrite::kBack);
+  release(&f.device, {f.ids[2], f.ids[1], f.ids[0]});
+  f.host.offload_queued(&f.plan, false);
+  take(&f.device, 6);
+  CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
+  CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);  // not by the plan that writes it
+  CHECK(f.host.publish_offloaded() == Ids({1}));
+  CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 1);
+  CHECK_EQ(f.host.counts().written_blocks, 1);
+  f.check();
+}
+
+TEST(outside_of_a_step_nothing_is_offloaded) {
+  Fixture f(HostWrite::kBack);
+  f.plan.end();
+  release(&f.device, f.ids);
+  take(&f.device, 8);
+  CHECK(f.host.publish_offloaded().empty());
+  f.check();
+}
+
+TEST(through_offloads_what_was_published_by_the_next_plan) {
+  Fixture f(HostWrite::kThrough);
+  f.host.offload_queued(&f.plan, /*holds_blocks=*/true);
+  CHECK_EQ(f.device.ref_count(f.ids[0]), 2);
+  CHECK(f.plan.take_held() == Ids({f.ids[2], f.ids[1], f.ids[0]}));  // tails first
+  CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1, f.ids[1], 2, f.ids[0], 3}));
+  f.host.publish_offloaded();
+  f.plan.begin(1);
+  f.host.on_published(f.ids.data(), 3);
+  f.host.offload_queued(&f.plan, false);  // there already: used once more
+  CHECK(f.plan.end().swap_out.empty());
+  CHECK(f.host.publish_offloaded().empty());
+  f.check();
+}
+
+TEST(what_was_forgotten_since_is_not_offloaded) {
+  Fixture f(HostWrite::kThrough);
+  f.device.evict(f.ids.data(), 1);
+  f.host.offload_queued(&f.plan, false);
+  CHECK_EQ(f.plan.end().swap_out.size(), 4);
+  f.host.publish_offloaded();
+  Fixture g(HostWrite::kThrough);
+  g.host.forget_queued();
+  g.host.offload_queued(&g.plan, false);
+  CHECK(g.plan.end().swap_out.empty());
+}
+
+TEST(selective_offloads_what_was_hit_often_enough) {
+  Fixture f(HostWrite::kSelective);
+  f.host.on_hit(f.ids.data(), 2);
+  f.host.on_hit(f.ids.data() + 1, 1);
+  f.host.offload_queued(&f.plan, false);
+  CHECK(f.plan.end().swap_out == Ids({f.ids[1], 1}));
+  f.host.publish_offloaded();
+  f.plan.begin(1);
+  release(&f.device, f.ids);
+  take(&f.device, 8);  // evicts all three: only one was hit twice, and it is there
+  CHECK(f.plan.end().swap_out.empty());
+  f.host.publish_offloaded();
+  f.check();
+}
+
+TEST(two_blocks_under_one_hash_are_offloaded_once) {
+  Fixture f(HostWrite::kThrough);
+  const Ids twins = take(&f.device, 3);
+  publish_chain(&f.device, twins, f.hashes);
+  f.host.on_published(twins.data(), 3);
+  f.host.offload_queued(&f.plan, false);
+  CHECK_EQ(f.plan.end().swap_out.size(), 6);
+  f.host.publish_offloaded();
+  f.check();
+}
+
+TEST(what_finds_no_page_is_counted) {
+  Fixture f(HostWrite::kThrough, /*num_host_blocks=*/3);
+  f.host.offload_queued(&f.plan, false);
+  CHECK_EQ(f.host.counts().written_blocks, 2);
+  CHECK_EQ(f.host.counts().unwritten_blocks, 1);
+  CHECK_EQ(f.host.publish_offloaded().size(), 2);
+}
+
+TEST(an_onboarded_page_and_its_block_are_held_until_it_has_arrived) {
+  Fixture f(HostWrite::kBack);
+  BlockId page, block = take(&f.device, 1)[0];
+  f.host.pages().allocate(1, &page);
+  f.host.onboard(&f.plan, {/*step_id=*/0, page, block, /*column=*/0, /*group=*/0, nullptr});
+  CHECK(f.plan.end().swap_in == Ids({page, block}));
+  CHECK_EQ(f.device.ref_count(block), 2);
+  CHECK_EQ(f.host.num_onboards_into(block), 1);
+  f.check();
+  CHECK(f.host.take_arrived(0).empty());
+  f.host.finish(f.host.take_arrived(1));
+  CHECK_EQ(f.device.ref_count(block), 1);
+  CHECK_EQ(f.host.pages().num_free(), 4);
+  f.check();
+}
+
+TEST(onboards_of_aborted_steps_come_to_nothing) {
+  Fixture f(HostWrite::kBack);
+  const Ids blocks = take(&f.device, 2);
+  Ids pages(2);
+  f.host.pages().allocate(2, pages.data());
+  f.host.onboard(&f.plan, {3, pages[0], blocks[0], 0, 0, nullptr});
+  f.host.onboard(&f.plan, {4, pages[1], blocks[1], 1, 0, nullptr});
+  const auto over = f.host.take_aborted(/*last_issued=*/3);
+  CHECK_EQ(over.size(), 1);
+  CHECK_EQ(over[0].block, blocks[1]);
+  f.host.finish(over);
+  CHECK_EQ(f.host.onboards().size(), 1);
+  f.check();
+}
+
+TEST(a_hit_is_published_unless_its_page_was_forgotten) {
+  Fixture f(HostWrite::kBack);
+  auto tokens = std::make_shared<TokenIds>();
+  const std::vector<int32_t> ids(4, 7);
+  tokens->append(ids.data(), 4);
+  auto chain = std::make_shared<TokenChain>(tokens, 4, Hash{}, ExtraKeys(), true, true);
+  const BlockId block = take(&f.device, 1)[0];
+  BlockId page;
+  f.host.pages().allocate(1, &page);
+  publish_chain(&f.host.pages(), {page}, {chain->hashes()[0]});
+  const HostTier::Onboard hit{0, page, block, 0, 0, chain};
+  CHECK(f.host.may_publish(hit));
+  HostTier::Onboard of_row = hit;
+  of_row.chain = nullptr;
+  CHECK(!f.host.may_publish(of_row));
+  f.host.pages().evict(&page, 1);
+  CHECK(!f.host.may_publish(hit));
+}
+
+}  // namespace
+
+TEST_MAIN()

@@ -1,0 +1,157 @@
+#include "core/manager/publisher.h"
+
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+
+namespace {
+
+struct Fixture {
+  std::vector<CacheGroup> groups;
+  BlockPool pool{30};
+  RowTable rows{&groups, 0};
+  StepJournal journal;
+  CacheStats stats;
+  Publisher publisher;
+  std::shared_ptr<TokenIds> tokens = std::make_shared<TokenIds>();
+
+  explicit Fixture(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {},
+                   int64_t hash_block_size = 4)
+      : groups(std::move(of)),
+        stats(std::vector<int64_t>(groups.size(), 4), 10),
+        publisher({&groups, hash_block_size, &rows, &pool, nullptr, &journal, &stats}, options) {
+    rows.take();
+    rows[0].chain =
+        std::make_shared<TokenChain>(tokens, hash_block_size, hash_of(0), ExtraKeys(), true, true);
+    rows[0].by_step = true;
+    publisher.refresh(0);
+  }
+  // The row has slots for num_computed tokens, of which num_known are known.
+  void compute(int64_t num_computed, int64_t num_known) {
+    const int64_t more = num_known - tokens->size();
+    tokens->append(std::vector<int32_t>(static_cast<size_t>(more), 7).data(), more);
+    rows[0].num_computed = num_computed;
+    for (const CacheGroup& group : groups) {
+      std::vector<BlockId>& blocks = rows.blocks(0)[group.id].blocks;
+      const auto size = static_cast<size_t>(ceil_div(num_computed, group.block_size));
+      while (blocks.size() < size) blocks.push_back(take(&pool, 1)[0]);
+    }
+    rows[0].chain->hashes();
+  }
+  void publish() {
+    publisher.publish(0);
+    publisher.check_invariants();
+  }
+  BlockId block(int64_t b, uint8_t group = 0) { return rows.blocks(0)[group][b]; }
+};
+
+TEST(full_blocks_of_known_tokens_are_found) {
+  Fixture f;
+  f.compute(/*num_computed=*/11, /*num_known=*/9);
+  f.publish();
+  const auto& hashes = f.rows[0].chain->known_hashes();
+  CHECK_EQ(hashes.size(), 2);
+  CHECK_EQ(f.pool.find(hashes[1], 0), f.block(1));
+  CHECK_EQ(f.pool.num_cached(), 2);
+  CHECK_EQ(f.stats.groups()[0].stored_blocks, 2);
+  CHECK_EQ(f.rows[0].next_publish, 12);
+  CHECK(!f.publisher.may_publish(0));
+}
+
+TEST(slots_of_unknown_tokens_are_never_found) {
+  Fixture f;
+  f.compute(8, 3);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 0);
+  f.compute(8, 8);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 2);
+}
+
+TEST(a_row_of_an_earlier_epoch_publishes_nothing) {
+  Fixture f;
+  f.rows[0].is_stale = true;
+  f.publisher.refresh(0);
+  f.compute(8, 8);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 0);
+  f.rows[0].next_publish = 4;
+  CHECK_THROWS(f.publisher.check_invariants(), "KV of an earlier epoch");
+}
+
+TEST(without_caching_nothing_is_published) {
+  ManagerOptions options{};
+  options.enable_caching = false;
+  Fixture f(full_groups(4), options);
+  f.compute(8, 8);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 0);
+}
+
+TEST(blocks_wait_until_their_tokens_are_marked) {
+  ManagerOptions options{};
+  options.publishes_when_marked = true;
+  Fixture f(full_groups(4), options);
+  f.compute(8, 8);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 0);
+  f.rows.info(0).num_marked = 7;
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 1);
+}
+
+TEST(what_has_left_a_window_is_not_published) {
+  Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
+  f.compute(12, 12);
+  RowBlocks& blocks = f.rows.blocks(0)[0];
+  f.pool.release(&blocks[0], 1);
+  blocks[0] = kNullBlock;
+  blocks.num_dropped = 1;
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 2);
+  CHECK_EQ(blocks.num_published, 3);
+}
+
+TEST(partial_blocks_are_found_by_their_hash_blocks) {
+  CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, 2);
+  group.has_partial = true;
+  Fixture f({group}, {}, /*hash_block_size=*/2);
+  f.compute(6, 6);
+  f.publish();
+  const auto& hashes = f.rows[0].chain->known_hashes();
+  CHECK_EQ(f.pool.find_partial(hashes[0], 0), f.block(0));
+  CHECK_EQ(f.pool.find(hashes[1], 0), f.block(0));
+  CHECK_EQ(f.pool.find_partial(hashes[2], 0), f.block(1));
+  CHECK_EQ(f.rows[0].next_publish, 8);
+}
+
+TEST(a_state_is_found_where_a_step_ended_at_a_boundary) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
+  f.compute(7, 7);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 0);  // the state after 4 tokens was written over
+  f.compute(8, 8);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 1);
+  CHECK_EQ(f.pool.find(f.rows[0].chain->known_hashes()[1], 0), f.block(1));
+}
+
+TEST(the_journal_knows_what_was_published) {
+  Fixture f;
+  f.journal.begin();
+  f.compute(8, 8);
+  f.publish();
+  const auto& published = f.journal.last().published;
+  CHECK_EQ(published.size(), 2);
+  CHECK(published[1].id == f.block(1) && published[1].first_token == 4);
+  CHECK_EQ(published[1].generation, f.pool.generation(f.block(1)));
+}
+
+}  // namespace
+
+TEST_MAIN()

@@ -1,0 +1,105 @@
+#include "core/manager/request_checks.h"
+
+#include "core/groups/recurrent_state.h"
+#include "tests/serving_fixture.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+
+namespace {
+
+ManagerOptions options() {
+  ManagerOptions options{};
+  options.max_model_len = 20;
+  return options;
+}
+
+struct Fixture : Serving {
+  ManagerOptions set = options();
+  RequestChecks checks{{&set, &groups, 4, &rows, &pool, /*has_host=*/false}};
+  using Serving::Serving;
+
+  std::shared_ptr<TokenChain> chain(int64_t num_tokens, int64_t block_size = 4) {
+    auto tokens = std::make_shared<TokenIds>();
+    tokens->append(nullptr, num_tokens);
+    return std::make_shared<TokenChain>(tokens, block_size, Hash{}, ExtraKeys(), true, true);
+  }
+};
+
+TEST(requests_that_cannot_be_meant_are_refused_by_name) {
+  Fixture f;
+  f.checks.check_new(*f.chain(20));
+  CHECK_THROWS(f.checks.check_new(*f.chain(21)), "a new request would have 21 tokens: expected at");
+  CHECK_THROWS(f.checks.check_new(*f.chain(0)), "the number of tokens of a new request is 0");
+  CHECK_THROWS(f.checks.check_new(*f.chain(8, 8)), "came to a manager with block_size 4");
+  CHECK_THROWS(f.checks.check_group(1), "group is 1: expected 0 to 0");
+  CHECK_THROWS(f.checks.check_has_host("swap_out was called"), "but there is no host tier");
+}
+
+TEST(a_step_names_each_row_once_and_what_it_admitted) {
+  Fixture f;
+  f.add_row(3), f.add_row(3);
+  f.rows[1].by_step = false;
+  const int32_t twice[] = {0, 0}, counts[] = {1, 1};
+  StepRequest request;
+  request.rows = twice;
+  request.num_tokens = counts;
+  request.num_rows = 2;
+  CHECK_THROWS(f.checks.check_step(request), "rows names row 0 twice");
+  request.num_rows = 1;
+  f.checks.check_step(request);
+  const int32_t other = 1, absent = 9;
+  request.rows = &other;
+  CHECK_THROWS(f.checks.check_step(request), "row 1 was admitted by allocate_slots");
+  request.rows = &absent;
+  CHECK_THROWS(f.checks.check_step(request), "row 9 is not in use");
+  CHECK_THROWS(f.checks.check_driver(0, /*by_step=*/false), "row 0 was admitted by step");
+}
+
+TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {
+  Fixture f;
+  const int32_t row = f.add_row(20);
+  f.serve(row, 0, 11);
+  f.rows[row].start = 5;
+  f.checks.check_rejected(row, 6);
+  f.rows.blocks(row)[0].num_published = 2;
+  f.checks.check_rejected(row, 3);
+  CHECK_THROWS(f.checks.check_rejected(row, 4), "expected at most 3, of the tokens of its last");
+  f.end();
+}
+
+TEST(a_state_takes_no_token_back) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
+  const int32_t row = f.add_row(20);
+  CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state takes no token back");
+  CHECK_THROWS(f.checks.check_has_no_state("allocate_slots"), "with a recurrent group");
+}
+
+TEST(computed_blocks_must_hold_what_the_request_says) {
+  Fixture f;
+  const auto chain = f.chain(9);
+  const std::vector<BlockId> ids = take(&f.pool, 2);
+  publish_chain(&f.pool, ids, chain->hashes());
+  CHECK_EQ(f.checks.check_computed(*chain, {ids}), 8);
+  CHECK_EQ(f.checks.check_computed(*chain, {{}}), 0);
+  CHECK_THROWS(f.checks.check_computed(*chain, {{ids[1]}}), "does not (or no longer) hold block 0");
+  CHECK_THROWS(f.checks.check_computed(*chain, {}), "computed_blocks has 0 groups: expected 1");
+  CHECK_THROWS(f.checks.check_computed(*f.chain(8), {ids}), "since the last token must run");
+  f.set.enable_caching = false;
+  CHECK_THROWS(f.checks.check_computed(*chain, {ids}), "caching is off");
+  release(&f.pool, ids);
+}
+
+TEST(a_child_begins_like_the_row_that_it_is_forked_from) {
+  Fixture f;
+  const int32_t row = f.add_row(6);
+  f.rows[row].num_computed = 6;
+  f.checks.check_fork(row, *f.chain(6));
+  CHECK_THROWS(f.checks.check_fork(row, *f.chain(5)), "the child has other tokens");
+  f.rows[row].num_computed = 7;
+  CHECK_THROWS(f.checks.check_fork(row, *f.chain(7)), "expected the others to be appended or rej");
+}
+
+}  // namespace
+
+TEST_MAIN()

@@ -1,0 +1,157 @@
+#include "core/manager/row_growth.h"
+
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
+#include "tests/serving_fixture.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+
+namespace {
+
+PrefixHit hit_of(int64_t num_tokens, const Ids& blocks) {
+  PrefixHit hit;
+  hit.num_tokens = num_tokens;
+  hit.blocks = {blocks};
+  hit.on_host.resize(1);
+  hit.sources = {kNullBlock};
+  return hit;
+}
+
+TEST(a_row_grows_by_the_blocks_that_it_lacks) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 6);
+  const Ids first = s.ids(row);
+  CHECK_EQ(first.size(), 2);
+  const ServedRow served = s.serve(row, 6, 13);
+  CHECK_EQ(s.ids(row).size(), 4);
+  CHECK_EQ(served.num_before[0], 2);
+  CHECK_EQ(served.safe_start, 6);
+  CHECK(Ids(s.ids(row).begin(), s.ids(row).begin() + 2) == first);
+  s.end();
+}
+
+TEST(preallocation_takes_more_of_what_is_spare) {
+  Serving s;
+  s.groups[0].num_prealloc = 3;
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 4);
+  CHECK_EQ(s.ids(row).size(), 4);
+  s.serve(row, 4, 16);
+  CHECK_EQ(s.ids(row).size(), 4);
+  s.groups[0].max_blocks = 6;
+  s.serve(row, 16, 17);
+  CHECK_EQ(s.ids(row).size(), 6);
+  s.end();
+}
+
+TEST(blocks_that_leave_a_window_are_released_and_replaced_by_null) {
+  Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 12);
+  const Ids before = s.ids(row);
+  s.end();
+  s.begin();
+  s.serve(row, 12, 13);
+  CHECK(s.ids(row)[0] == kNullBlock && s.ids(row)[1] == kNullBlock && s.ids(row)[2] == before[2]);
+  CHECK_EQ(s.pool.ref_count(before[0]), 0);
+  CHECK(s.end().groups[0].replace == Ids({row, 0, kNullBlock, row, 1, kNullBlock}));
+  CHECK_EQ(s.journal.last().dropped.size(), 2);
+}
+
+TEST(a_written_block_that_another_row_holds_is_copied) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 6);
+  const int32_t other = s.add_twin(row);
+  const BlockId shared = s.ids(row)[1];
+  const ServedRow served = s.serve(row, 6, 12);
+  const BlockId own = s.ids(row)[1];
+  CHECK(own != shared);
+  CHECK_EQ(served.safe_start, 4);  // the copy is of this step
+  CHECK_EQ(s.plan.num_held(shared), 1);
+  const StepPlan& plan = s.end();
+  CHECK(plan.copy == Ids({shared, own}));
+  CHECK(plan.groups[0].replace == Ids({row, 1, own}));
+  CHECK(s.ids(other)[1] == shared);
+}
+
+TEST(a_shared_block_without_content_is_replaced_and_not_copied) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 6);
+  const int32_t other = s.add_twin(row);
+  s.serve(row, 4, 6);  // its last two tokens were rejected
+  CHECK(s.end().copy.empty());
+  CHECK(s.ids(row)[1] != s.ids(other)[1]);
+}
+
+TEST(a_state_moves_to_the_page_of_its_block) {
+  Serving s({group_of(std::make_shared<RecurrentState>(), 4)});
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 4);
+  const BlockId first = s.ids(row)[0];
+  CHECK(s.end().zero == Ids({first}));
+  s.begin();
+  s.serve(row, 4, 11);
+  CHECK(s.ids(row)[0] == first);  // until it is published
+  CHECK_EQ(s.growth.state_moves().size(), 1);
+  CHECK_EQ(s.growth.state_moves()[0].num_tokens, 4);
+  s.growth.release_left_states();
+  const BlockId second = s.ids(row)[2];
+  CHECK(s.ids(row) == Ids({kNullBlock, kNullBlock, second}));
+  CHECK(s.growth.state_moves().empty());
+  CHECK(s.end().copy == Ids({first, second}));
+}
+
+TEST(a_hit_is_held_and_its_partial_block_is_copied) {
+  Serving s;
+  const Ids cached = take(&s.pool, 3);
+  publish_chain(&s.pool, cached, hashes_from(1, 3));
+  release(&s.pool, cached);
+  const int32_t row = s.add_row(20);
+  PrefixHit hit = hit_of(10, {cached[0], cached[1]});
+  hit.sources = {cached[2]};
+  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit);
+  ServedRow served;
+  served.row = row;
+  served.span = {10, 14, 0};
+  served.safe_start = 10;
+  s.growth.take_hit(&served, hit);
+  CHECK_EQ(s.pool.ref_count(cached[2]), 1);  // until it is copied
+  s.growth.serve(&served, s.rules.of_running(s.rows.blocks(row), served.span, false));
+  CHECK_EQ(served.safe_start, 8);
+  CHECK(s.end().copy == Ids({cached[2], s.ids(row)[2]}));
+  CHECK_EQ(s.pool.ref_count(cached[2]), 0);
+  CHECK_EQ(s.rows.blocks(row)[0].num_hits, 2);
+}
+
+TEST(what_of_a_hit_is_on_the_host_is_onboarded) {
+  Serving s;
+  const Ids cached = take(&s.pool, 1);
+  publish_chain(&s.pool, cached, hashes_from(1, 1));
+  release(&s.pool, cached);
+  BlockId page;
+  s.host.pages().allocate(1, &page);
+  publish_chain(&s.host.pages(), {page}, {hash_of(2)});
+  s.host.pages().release(&page, 1);
+  const int32_t row = s.add_row(20);
+  PrefixHit hit = hit_of(8, {cached[0], kNullBlock});
+  hit.on_host[0] = {{1, page}};
+  hit.num_host_blocks = 1;
+  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit);
+  ServedRow served;
+  served.row = row;
+  served.safe_start = 8;
+  s.growth.take_hit(&served, hit);
+  CHECK_EQ(served.safe_start, 4);
+  CHECK(s.end().swap_in == Ids({page, s.ids(row)[1]}));
+  CHECK_EQ(s.host.onboards().size(), 1);
+  CHECK_EQ(s.host.counts().loaded_blocks, 1);
+}
+
+}  // namespace
+
+TEST_MAIN()
