@@ -6,6 +6,7 @@ Only the standard library: it runs under any Python, before the package is built
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.util
@@ -109,24 +110,30 @@ def _environment() -> Path:
     if python.exists() and _has_torch(python):
         return python
     print(f"gpu-less: installing {TORCH} into {folder}, once (gigabytes)", flush=True)
-    commands = [
-        [sys.executable, "-m", "venv", str(folder)],
-        [str(python), "-m", "pip", "install", "--quiet", "--upgrade", "pip", *PACKAGES],
-        [str(python), "-m", "pip", "install", "--quiet", "--extra-index-url", TORCH_INDEX, TORCH],
-    ]
-    for command in commands:
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            raise Unavailable(f"cannot install {TORCH}: {shlex.join(command)}: {last}")
+    pip = [str(python), "-m", "pip", "install", "--quiet"]
+    _call([sys.executable, "-m", "venv", str(folder)])
+    _call([*pip, "--upgrade", "pip", *PACKAGES])
+    # The usual index has a CUDA build for most machines; the other one is asked only where it has not.
+    with contextlib.suppress(Unavailable):
+        _call([*pip, TORCH])
+    if not _has_torch(python):
+        _call([*pip, "--force-reinstall", "--extra-index-url", TORCH_INDEX, TORCH])
     if not _has_torch(python):
         raise Unavailable(f"{TORCH} in {folder} is not a CUDA build of CUDA 13")
     return python
 
 
+def _call(command: list[str]) -> None:
+    """Runs a step of the installation; raises Unavailable, with the last line it printed."""
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise Unavailable(f"cannot install {TORCH}: {shlex.join(command)}: {last}")
+
+
 def _has_torch(python: Path) -> bool:
     """Whether torch is there with the runtime's major version of CUDA; does not import it."""
-    program = "import importlib.metadata as m; print(m.version('nvidia-cuda-runtime'))"
+    program = "import importlib.metadata as m; m.version('torch'); print(m.version('nvidia-cuda-runtime'))"
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
     return done.returncode == 0 and done.stdout.startswith("13.")
 
