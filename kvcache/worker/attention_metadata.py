@@ -231,15 +231,14 @@ class AttentionMetadataBuilder:
             # The op takes one bound for columns and lengths, so what an earlier batch left behind
             # the columns of max_seq_len is zeroed apart. Before a replay, that may be anywhere; whole
             # tensors are set to zero without a kernel, which a capture may be unable to load.
-            if captured:
-                views.zero_ids([0] * len(self.groups))
+            columns = [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._layouts]
+            if captured and columns != [x.num_columns for x in self._layouts]:
+                views.zero_ids([0] * len(columns))
             self._launch(requests, shown, views)
             if captured:
                 np.maximum(self._replayed[:num_reqs], shown, out=self._replayed[:num_reqs])
             elif stale > shown:
-                views.zero_ids(
-                    [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._layouts]
-                )
+                views.zero_ids(columns)
         else:
             # All blocks of every row, those for draft tokens behind its length, too.
             shown = max(longest, self._tables.longest_row(self.groups, on_rows[0]))
