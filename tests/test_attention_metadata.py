@@ -12,10 +12,10 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 INT32 = torch.int32
 
 
-def make_tables(device="cpu", **options):
+def make_tables(device="cpu", pin_memory=False, **options):
     """Full attention and a window of 9, blocks of 8 tokens, up to 64 tokens; rows 0 to 2 filled."""
     tables = MultiGroupBlockTable(
-        4, 64, 16, False, device, [8, 16], [8, 8], **{"windows": [None, 9], **options}
+        4, 64, 16, pin_memory, device, [8, 16], [8, 8], **{"windows": [None, 9], **options}
     )
     for row, (full, windowed) in enumerate([([1, 2, 3], [4, 5]), ([6], [7]), (range(9, 17), [8])]):
         tables.add_row((full, windowed), row)
@@ -162,6 +162,7 @@ BAD = [
     (ValueError, "num_padded_tokens is 2: expected at least 3", {"num_padded_tokens": 2}),
     (ValueError, "num_padded_reqs is 0: expected at least 1", {"num_padded_reqs": 0}),
     (TypeError, "num_padded_reqs is 1.5: expected an integer", {"num_padded_reqs": 1.5}),
+    (ValueError, r"max_seq_len is 10{12}: expected fewer than 2\^31", {"max_seq_len": 10**12}),
     (
         ValueError,
         "there are 5 requests with padding: expected at most max_num_reqs, which is 4",
@@ -209,6 +210,70 @@ def test_a_wrong_builder_is_named():
         AttentionMetadataBuilder(tables, 0)
     with pytest.raises(ValueError, match=r"expected fewer than 2\^31 table entries, there are 16"):
         AttentionMetadataBuilder(tables, 2**30)
+    for groups in (0, "0", ["a"], [0.0]):
+        with pytest.raises(TypeError, match=r"groups is .*: expected one or more of 0 to 1"):
+            AttentionMetadataBuilder(tables, groups=groups)
+    with pytest.raises(TypeError, match="tables is a NoneType: expected a MultiGroupBlockTable or"):
+        AttentionMetadataBuilder(None)
+
+
+@given(batch=BatchOfTokens.strategy(world_sizes=(2, 3), windows=(1, 3, 8), decode=True))
+def test_a_window_over_context_parallel_ranks_is_refused(batch):
+    for rank in range(batch.world_size):
+        with pytest.raises(ValueError, match=r"group 0 has a window of .* context-parallel ranks"):
+            AttentionMetadataBuilder(batch.make_tables(rank))
+
+
+def test_a_window_of_a_replicated_group_is_served():
+    cp = ContextParallel(dcp_world_size=2, dcp_rank=1)
+    tables = MultiGroupBlockTable(
+        2, 64, 64, False, "cpu", [8, 8],
+        windows=[9, 9], context_parallel=cp, replicated=[True, False],
+    )  # fmt: skip
+    tables.add_row(([1, 2, 3], [4, 5]), 0)
+    batch = AttentionMetadataBuilder(tables, groups=[0]).build([0], [1], [24])
+    assert batch[0].block_table[0, :4].tolist() == [0, 2, 3, 0]
+    with pytest.raises(ValueError, match="group 1 has a window of 9 and its tokens on 2"):
+        AttentionMetadataBuilder(tables, groups=[0, 1])
+
+
+def columns_written(builder, monkeypatch):
+    """The bound of each launch of a builder on the CPU, as they come."""
+    bounds, launch = [], builder._tables.attention_metadata
+
+    def record(fields, requests, max_num_tokens, *rest, **options):
+        bounds.append(max_num_tokens)
+        launch(fields, requests, max_num_tokens, *rest, **options)
+
+    monkeypatch.setattr(builder._tables, "attention_metadata", record)
+    return bounds
+
+
+def test_a_long_row_slows_one_later_build_only(monkeypatch):
+    tables = BlockTable(4, 4, 64, 16, False, "cpu", 4)
+    tables.add_row(range(1, 65), 0)
+    tables.add_row([70], 1)
+    builder = AttentionMetadataBuilder(tables)
+    bounds = columns_written(builder, monkeypatch)
+    builder.build([0, 1], [1, 1], [256, 3])
+    for _ in range(2):  # the long row is still there, and not of the batch
+        assert builder.build([1], [1], [3])[0].block_table.tolist() == [[70] + [0] * 63]
+    assert bounds == [256, 256, 4]
+    # The second place of the batch was not overwritten before.
+    tables.add_row([71], 0)
+    rows = builder.build([1, 0], [1, 1], [3, 3])[0].block_table.tolist()
+    assert rows == [[70] + [0] * 63, [71] + [0] * 63]
+    builder.build([0, 1], [1, 1], [3, 3])
+    assert bounds[3:] == [256, 4]
+
+
+def test_a_group_that_is_not_served_does_not_count(monkeypatch):
+    tables = make_tables()
+    tables.append_row(([], range(20, 22)), 0)
+    builder = AttentionMetadataBuilder(tables, groups=[0])
+    bounds = columns_written(builder, monkeypatch)
+    builder.build([0], [1], [24])
+    assert bounds == [24]
 
 
 def test_a_device_without_our_kernels_gets_copies(monkeypatch):
@@ -334,3 +399,109 @@ def test_a_captured_build_serves_later_batches():
         want = contents(eager.build(rows, query_lens, seq_lens, max_seq_len=64))
         for name, value in contents(batch).items():
             assert value[: len(want[name])] == want[name], name
+
+
+def on_gpu(*lists):
+    return [torch.tensor(values, dtype=INT32, device="cuda") for values in lists]
+
+
+def captured_build(builder, *inputs, **options):
+    """(graph, batch) of a build in a graph, after one outside."""
+    builder.build(*inputs, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = builder.build(*inputs, **options)
+    return graph, batch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"max_seq_len": 8}])
+def test_a_replay_after_a_longer_eager_build_shows_nothing_of_it(options):
+    tables = make_tables("cuda")
+    builder = AttentionMetadataBuilder(tables)
+    graph, batch = captured_build(builder, *on_gpu([1, -1], [1, 0], [8, 0]), **options)
+    builder.build([2, 0], [1, 1], [16, 24])
+    graph.replay()
+    assert batch[0].block_table.tolist() == [[6] + [0] * 7, [0] * 8]
+    assert batch[0].paged_kv_indices.tolist() == [6] + [0] * 15
+    # An eager build overwrites what the replay left.
+    tables.add_row((range(30, 38), [9]), 1)
+    tables.commit_updates()
+    graph.replay()
+    assert builder.build([0], [1], [24])[0].block_table.tolist() == [[1, 2, 3] + [0] * 5]
+
+
+@pytest.mark.gpu
+def test_max_seq_len_bounds_the_lengths_whatever_came_before():
+    tables = make_tables("cuda")
+    builder = AttentionMetadataBuilder(tables)
+    builder.build([2, 0], [1, 1], [16, 24])
+    for _ in range(2):
+        batch = builder.build(*on_gpu([2, 1], [1, 1], [16, 8]), max_seq_len=8)
+        assert batch[0].max_seqlen_k == 8 and batch[0].seqused_k.tolist() == [0, 8]
+        assert batch[0].block_table.tolist() == [[0] * 8, [6] + [0] * 7]
+        assert batch[0].paged_kv_indptr.tolist() == [0, 0, 1]
+        assert batch[0].paged_kv_indices.tolist()[:2] == [6, 0]
+
+
+@pytest.mark.gpu
+def test_lengths_from_the_host_are_refused_inside_a_capture():
+    tables = make_tables("cuda")
+    builder = AttentionMetadataBuilder(tables)
+    lengths = on_gpu([0], [1], [24])
+    for _ in range(3):  # both staging buffers have been used
+        want = contents(builder.build([0], [1], [24]))
+    builder.build(*lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match=r"capture.*: give int32 tensors on the device"):
+            builder.build([0], [1], [16])
+        builder.build(*lengths)  # the capture goes on
+    for _ in range(3):
+        assert contents(builder.build([0], [1], [24])) == want
+    graph.replay()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_tables_change_inside_a_capture_and_are_committed_after_it():
+    tables = make_tables("cuda", pin_memory=True)
+    counts = torch.zeros(4, device="cuda")
+    tables.commit_block_table(4)  # an upload that may still be under way
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        counts.add_(1)
+        tables.add_row(([40], [41]), 1)
+        for commit in (tables.commit_updates, lambda: tables.commit_block_table(2)):
+            with pytest.raises(RuntimeError, match="a CUDA graph is being captured: uploads"):
+                commit()
+    graph.replay()
+    assert counts.tolist() == [1] * 4 and tables[0].block_table.gpu[1, 0] == 6
+    tables.commit_updates()
+    assert tables[0].block_table.gpu[1, 0] == 40
+
+
+@pytest.mark.gpu
+def test_changes_that_are_not_committed_are_named():
+    tables = make_tables("cuda")
+    builder, other = (AttentionMetadataBuilder(tables, groups=[g]) for g in (0, 1))
+    before = contents(builder.build([0], [1], [24]))
+    tables[0].append_row([33], 0)
+    with pytest.raises(RuntimeError, match=r"groups \[0\] have changes .*: call commit_updates"):
+        builder.build([0], [1], [25])
+    other.build([0], [1], [24])
+    tables.commit_updates()
+    assert builder.build([0], [1], [25])[0].paged_kv_indices.tolist() == [1, 2, 3, 33]
+    tables.add_row(([1, 2, 3], [4, 5]), 0)
+    tables.commit_block_table(1)
+    assert contents(builder.build([0], [1], [24])) == before
+
+
+@pytest.mark.gpu
+def test_a_length_without_dimensions_on_the_device_is_named():
+    builder = AttentionMetadataBuilder(make_tables("cuda"))
+    scalar = torch.tensor(1, dtype=INT32, device="cuda")
+    with pytest.raises(ValueError, match=r"query_lens has shape \[\]: expected \[num_requests\]"):
+        builder.build(scalar, scalar, scalar)

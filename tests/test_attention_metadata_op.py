@@ -423,6 +423,36 @@ def test_an_unchecked_wrong_request_becomes_a_padded_one(backend, message, monke
 
 
 @each_backend
+def test_more_pages_than_an_int32_counts_are_refused(backend):
+    """Without the list itself, whose size is bounded: 2^11 requests of 2^20 pages share one row."""
+    n, columns = 2**11, 2**20
+    call = put(
+        {
+            "tables": torch.zeros(columns, dtype=INT32),
+            "groups": torch.tensor([[0, columns, 1, 1, 0, 1, 0, 0]]),
+            "num_rows": 1,
+            "rows": torch.zeros(n, dtype=INT32),
+            "query_lens": torch.ones(n, dtype=INT32),
+            "seq_lens": torch.full((n,), columns - 1, dtype=INT32),
+            "num_blocks_per_row": torch.tensor([[columns]], dtype=INT32),
+            "max_num_tokens": columns,
+            **{name: outputs(1, n, 0, 1)[name] for name in OUTPUTS},
+            "block_tables": None,
+            "paged_kv_indices": None,
+        },
+        backend.device,
+    )
+    with pytest.raises(
+        RuntimeError, match=r"may have 2147483648 pages in groups\[0\], expected fewer than 2\^31"
+    ):
+        backend.ops.attention_metadata(**call)
+    assert_untouched(call)
+    call["max_num_tokens"] -= 1
+    backend.ops.attention_metadata(**call)
+    assert call["paged_kv_indptr"][0, -1] == n * (columns - 1)
+
+
+@each_backend
 def test_an_output_that_overlaps_an_input_or_another_output_is_refused(backend):
     call = arguments(backend)
     call["seq_lens"] = call["block_tables"][:2]

@@ -219,6 +219,13 @@ inline AttentionMetadata checked_attention_metadata(
     num_columns += group.num_columns;
     m.num_written[g] = static_cast<int32_t>(group.num_columns_for(max_num_tokens));
     m.by_written[g] = fast_divisor(m.num_written[g] > 0 ? m.num_written[g] : 1);
+    const int64_t most_pages = int64_t{m.num_out} * m.num_written[g];
+    if (paged_kv_indptr && most_pages > INT32_MAX) {
+      fail("max_num_tokens is " + std::to_string(max_num_tokens) + ": " +
+           std::to_string(m.num_out) + " requests may have " + std::to_string(most_pages) +
+           " pages in groups[" + std::to_string(g) +
+           "], expected fewer than 2^31, as paged_kv_indptr is int32");
+    }
   }
   if (block_tables) {
     m.out_capacity = check_arena(*block_tables, "block_tables", tables, m, num_columns);

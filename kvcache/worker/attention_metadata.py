@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,7 +63,10 @@ class AttentionMetadataBuilder:
 
     Room for `max_num_reqs` requests with padding (default: as many as the tables serve). `groups`: the
     groups to serve (default: those with a slot mapping, so none of recurrent state). `flash_attn`,
-    `flashinfer`: which backend's tensors to build. ValueError for groups that are not there.
+    `flashinfer`: which backend's tensors to build; with neither, `query_start_loc` and `seqused_k`
+    alone. TypeError or ValueError for groups that are not there, and for a group that has a window
+    while its tokens are spread over context-parallel ranks: a kernel counts its window in the tokens
+    of one rank, of which a window over all ranks' tokens covers sometimes more and sometimes fewer.
 
     A group whose sequences have other lengths (cross-attention) needs a builder of its own. Not for
     chunked local attention, whose chunks a backend takes as requests of their own.
@@ -93,6 +96,10 @@ class AttentionMetadataBuilder:
         flash_attn: bool = True,
         flashinfer: bool = True,
     ) -> None:
+        if not isinstance(tables, MultiGroupBlockTable | BlockTable):
+            raise TypeError(
+                f"tables is a {type(tables).__name__}: expected a MultiGroupBlockTable or a BlockTable"
+            )
         one = isinstance(tables, BlockTable)
         self._tables = tables._tables
         layouts = self._tables.layouts
@@ -102,13 +109,15 @@ class AttentionMetadataBuilder:
         )
         if groups is None:
             groups = [tables._group] if one else [g for g, x in enumerate(layouts) if x.has_slots]
-        self.groups = list(groups)
-        known = all(0 <= g < len(layouts) for g in self.groups)
-        if not known or not self.groups or len(set(self.groups)) < len(self.groups):
-            raise ValueError(
-                f"groups is {self.groups}: expected one or more of 0 to {len(layouts) - 1}, each once"
-            )
+        self.groups = _checked_groups(groups, len(layouts))
         self._layouts = [layouts[g] for g in self.groups]
+        for g, layout in zip(self.groups, self._layouts):
+            if layout.window and layout.world_size > 1:
+                raise ValueError(
+                    f"group {g} has a window of {layout.window} and its tokens on "
+                    f"{layout.world_size} context-parallel ranks: expected no window, or a "
+                    "replicated group"
+                )
         num_columns = sum(layout.num_columns for layout in self._layouts)
         if self.max_num_reqs * num_columns >= 2**31:
             raise ValueError(
@@ -137,7 +146,10 @@ class AttentionMetadataBuilder:
             for _ in range(2 if self.device.type == "cuda" else 0)
         ]
         self._views: dict[int, _Views] = {}
-        self._filled_tokens = 0  # tokens whose columns some build so far has written
+        # Tokens whose columns may hold ids, for each place in the batch; and those that the replay of
+        # a captured build may bring back at any time.
+        self._filled = np.zeros(n, np.int64)
+        self._replayed = np.zeros(n, np.int64)
 
     def build(
         self,
@@ -158,13 +170,18 @@ class AttentionMetadataBuilder:
         graph was captured with; the padded requests have no tokens, and the padded tokens belong to
         no request. max_query_len, max_seq_len: bounds to report (default: the longest).
 
+        Lengths from the host describe the tables of the host: RuntimeError where these have changes
+        that `commit_updates` has not brought to a GPU, and while a CUDA graph is captured.
+
         A row of a block table shows all blocks that the request's row holds, so draft steps that
         follow may lengthen `seqused_k` by themselves; the page lists end with the length.
 
         Lists, numpy arrays and CPU tensors travel to the device in one copy. int32 tensors on the
         device are used where they are: nothing is copied, allocated or waited for, so that the call
         can be captured in a CUDA graph. Bounds not given are then the most that the tables allow, and
-        block tables show the columns of max_seq_len tokens.
+        block tables show the columns of max_seq_len tokens; a request longer than that is refused.
+        Query lengths on the device are not compared with num_padded_tokens or max_query_len: that
+        they stay within these is up to the caller. There are no copies on the host (`*_cpu`).
 
         ValueError or RuntimeError on lengths, rows or sizes out of range; nothing is then changed.
         Values on a GPU: with KVCACHE_CHECKED=1, else such a request becomes a padded one.
@@ -178,6 +195,10 @@ class AttentionMetadataBuilder:
             raise ValueError(f"{' and '.join(names)} is on the cpu: expected all on one device")
         on_device = any(elsewhere) and self.device.type == "cuda"
         if on_device:
+            if query_lens.dim() != 1:
+                raise ValueError(
+                    f"query_lens has shape {list(query_lens.shape)}: expected [num_requests]"
+                )
             n = len(query_lens)
             rows = self._tables.identity(n, on_host=False) if rows is None else rows
             requests = (rows, query_lens, seq_lens)
@@ -203,15 +224,27 @@ class AttentionMetadataBuilder:
         max_seq_len = _at_least(max_seq_len, longest, most_seq, "max_seq_len")
 
         views = self._views_of(num_reqs)
-        # All blocks of every row, those for draft tokens behind its length, too. Never fewer columns
-        # than before: what an earlier batch left there must not stay.
-        shown = max_seq_len if on_device else max(max_seq_len, self._tables.longest_row())
-        filled = max(self._filled_tokens, min(shown, 2**31 - 1))
+        stale = int(self._filled[:num_reqs].max(initial=0))
         if on_device:
-            self._launch(requests, filled, views)
+            shown = max_seq_len
+            captured = torch.cuda.is_current_stream_capturing()
+            # The op takes one bound for columns and lengths, so what an earlier batch left behind
+            # the columns of max_seq_len is zeroed apart. Before a replay, that may be anywhere; whole
+            # tensors are set to zero without a kernel, which a capture may be unable to load.
+            columns = [min(x.num_columns, -(-shown // x.tokens_per_column)) for x in self._layouts]
+            if captured and columns != [x.num_columns for x in self._layouts]:
+                views.zero_ids([0] * len(columns))
+            self._launch(requests, shown, views)
+            if captured:
+                np.maximum(self._replayed[:num_reqs], shown, out=self._replayed[:num_reqs])
+            elif stale > shown:
+                views.zero_ids(columns)
         else:
-            self._from_host(requests, filled, views)
-        self._filled_tokens = filled
+            # All blocks of every row, those for draft tokens behind its length, too.
+            shown = max(longest, self._tables.longest_row(self.groups, on_rows[0]))
+            # What an earlier batch left behind these is overwritten with nulls, once.
+            self._from_host(requests, min(max(shown, stale), 2**31 - 1), views)
+        self._filled[:num_reqs] = np.maximum(self._replayed[:num_reqs], shown)
         return AttentionMetadata(
             num_reqs,
             num_tokens,
@@ -247,6 +280,12 @@ class AttentionMetadataBuilder:
     def _from_host(self, requests: tuple, max_num_tokens: int, views: _Views) -> None:
         """Builds on the CPU what the host needs, or all where the device cannot; else launches."""
         on_cuda = self.device.type == "cuda"
+        if on_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "the lengths are on the host while a CUDA graph is captured: "
+                "give int32 tensors on the device"
+            )
+        self._tables.require_committed(self.groups)
         # On a GPU, too: this checks all values, before the device is asked for anything.
         small = views.host_lengths if on_cuda else views.host
         self._tables.attention_metadata(self._fields, requests, max_num_tokens, small, on_host=True)
@@ -329,6 +368,13 @@ class _Views:
             self._indptr_np = indptr.numpy()
             self._indices = [self.device[4][at : at + n * c] for at, c in zip(offsets, columns)]
 
+    def zero_ids(self, columns: list[int]) -> None:
+        """What lies behind so many columns per group becomes null on the device, in stream order."""
+        for ids, c in zip(self._tables or [], columns):
+            ids[:, c:].zero_()
+        for ids, c in zip(self._indices or [], columns):
+            ids[len(self._seqused[0]) * c :].zero_()
+
     def group(
         self, i: int, layout: TableLayout, max_seq_len: int, on_device: bool
     ) -> GroupMetadata:
@@ -352,6 +398,19 @@ class _Views:
         )
 
 
+def _checked_groups(groups: Sequence[int], num_groups: int) -> list[int]:
+    expected = f"expected one or more of 0 to {num_groups - 1}, each once"
+    if isinstance(groups, str) or not isinstance(groups, Iterable):
+        raise TypeError(f"groups is {groups!r}: {expected}")
+    groups = list(groups)
+    if not all(isinstance(g, int | np.integer) for g in groups):
+        raise TypeError(f"groups is {groups}: {expected}")
+    known = all(0 <= g < num_groups for g in groups)
+    if not known or not groups or len(set(groups)) < len(groups):
+        raise ValueError(f"groups is {groups}: {expected}")
+    return groups
+
+
 def _at_least(value: int | None, least: int, default: int, name: str) -> int:
     if value is None:
         return default
@@ -359,4 +418,6 @@ def _at_least(value: int | None, least: int, default: int, name: str) -> int:
         raise TypeError(f"{name} is {value!r}: expected an integer")
     if value < least:
         raise ValueError(f"{name} is {value}: expected at least {least}, as the batch has")
+    if value >= 2**31:
+        raise ValueError(f"{name} is {value}: expected fewer than 2^31")
     return int(value)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 
 import numpy as np
 import torch
+
+from kvcache.worker.timeline import PolledEvent
 
 
 class HostDeviceBuffer:
@@ -23,19 +26,30 @@ class HostDeviceBuffer:
         self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=pin_memory and not on_cpu)
         self.np: np.ndarray = self.cpu.numpy()
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
-        self._uploaded = torch.cuda.Event() if device.type == "cuda" else None
+        self._uploaded = PolledEvent() if device.type == "cuda" else None
         self._pending = False
 
     def before_write(self) -> None:
         """Returns once no upload reads the host side any more."""
         if self._pending:
-            self._uploaded.synchronize()
+            # Waiting for the event would invalidate the graph captures of all threads; polling does
+            # not. An upload is over within microseconds.
+            while not self._uploaded.query():
+                time.sleep(0)
             self._pending = False
 
     def upload(self, start: int, stop: int) -> None:
-        """Copies entries (rows) start to stop - 1 to the device, in the order of the current stream."""
+        """Copies entries (rows) start to stop - 1 to the device, in the order of the current stream.
+
+        RuntimeError while a CUDA graph is captured on it: a replay would read what the host side
+        holds by then, and there would be no upload to wait for.
+        """
         if self.gpu is self.cpu or start >= stop:
             return
+        if self._uploaded is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured: uploads from the host come before or after"
+            )
         if self._pending:  # the last upload may have been on another stream
             torch.cuda.current_stream(self.gpu.device).wait_event(self._uploaded)
         self.gpu[start:stop].copy_(self.cpu[start:stop], non_blocking=True)

@@ -108,6 +108,7 @@ class TableSet:
         ]
         self._batch_tokens = 0  # the most that any gather so far has filled
         self._stale = False  # a device without kernels of ours lacks changes
+        self._uncommitted = np.zeros(num_groups, bool)  # groups of which a GPU lacks changes
 
     def _make_slots(self, groups: list[int], dtype: torch.dtype, pin_memory: bool) -> None:
         """Slot mappings of the groups that have one, and what the op takes for each choice of them."""
@@ -142,31 +143,31 @@ class TableSet:
             plan.replace,
             num_blocks,
         )
-        self._stale = True
+        self._changed(ALL_GROUPS)
 
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
         """Adds allocation blocks to a row of one group, which is emptied first where asked."""
         self._arena.before_write()
         self._native.append_row(group, row, block_ids, reset)
-        self._stale = True
+        self._changed(group)
 
     def move_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
         """Each row src[i] moves to tgt[i], one after the other, and leaves an empty row."""
         self._arena.before_write()
         self._native.move_rows(src, tgt, group)
-        self._stale = True
+        self._changed(group)
 
     def swap_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
         """Exchanges each pair of rows, one after the other."""
         self._arena.before_write()
         self._native.swap_rows(src, tgt, group)
-        self._stale = True
+        self._changed(group)
 
     def clear_rows(self, rows: Ids, group: int = ALL_GROUPS) -> None:
         """Empties rows: their ids become the null block."""
         self._arena.before_write()
         self._native.clear_rows(rows, group)
-        self._stale = True
+        self._changed(group)
 
     def clear(self, group: int = ALL_GROUPS) -> None:
         """Zeroes ids and counts, on the host and on the device."""
@@ -177,12 +178,19 @@ class TableSet:
             self._batch_arena.zero_()
             self._native.mark_clean()
             self._stale = False
+            self._uncommitted[:] = False
             return
         self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
         self.tables[group].np[:] = 0  # also what was written there by hand
         self.tables[group].gpu.zero_()
         self._counts.gpu[group].zero_()
         self._stale = True
+        self._uncommitted[group] = False
+
+    def _changed(self, group: int) -> None:
+        """Rows of a group, or of all, have changed on the host."""
+        self._stale = True
+        self._uncommitted[slice(None) if group == ALL_GROUPS else group] = True
 
     # Uploads ---------------------------------------------------------------------------------------
 
@@ -205,11 +213,24 @@ class TableSet:
         else:
             self._arena.upload(0, len(self._arena.cpu))
         self._native.mark_clean()
+        self._uncommitted[:] = False
 
     def commit_rows(self, group: int, num_rows: int) -> None:
         """Uploads the first rows of one group whole, and the counts."""
         self.tables[group].upload(_count(num_rows, "num_reqs", self.num_rows))
         self._counts.upload(len(self.layouts))
+        self._uncommitted[group] = False  # the caller knows which rows it needs
+
+    def require_committed(self, groups: list[int]) -> None:
+        """RuntimeError where a GPU lacks changes of these groups' rows."""
+        if not self._on_cuda:  # elsewhere the host's tables are the ones read
+            return
+        lacking = [g for g in groups if self._uncommitted[g]]
+        if lacking:
+            raise RuntimeError(
+                f"the tables of groups {lacking} have changes that the device lacks: "
+                "call commit_updates first"
+            )
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
         """Uploads slot mappings whole, -1 behind `num_tokens`."""
@@ -314,11 +335,19 @@ class TableSet:
             *outputs,
         )
 
-    def longest_row(self) -> int:
-        """Tokens that the blocks of the longest row of any group hold, from the host's counts."""
-        columns = self.counts.max(axis=1, initial=0).tolist()
-        longest = (n * each.tokens_per_column for n, each in zip(columns, self.layouts))
-        return max(longest, default=0)
+    def longest_row(self, groups: list[int] | None = None, rows: np.ndarray | None = None) -> int:
+        """Tokens that the blocks of the longest of these rows hold in any of these groups, from the
+        host's counts. None: of all. Rows that are not there count as empty."""
+        if groups is None:
+            groups = range(len(self.layouts))
+        if rows is not None:
+            rows = rows[(rows >= 0) & (rows < self.num_rows)]
+        longest = 0
+        for g in groups:
+            counts = self.counts[g] if rows is None else self.counts[g][rows]
+            columns = int(counts.max(initial=0))
+            longest = max(longest, columns * self.layouts[g].tokens_per_column)
+        return longest
 
     def fields(self, groups: list[int]) -> torch.Tensor:
         """The ops' argument `groups` for these groups."""
