@@ -32,6 +32,8 @@ POOL_BYTES = 2 << 30  # that pages lie scattered over: more than address caches 
 _COUNTS = (32, 256, 2048)  # fragments per swap, that a calibration tells apart
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # neighbouring pages
+_PATTERNS = ("scattered", "runs")
+_STAGING_BYTES = 64 << 20  # per direction, as by default
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,36 @@ def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterat
     """From host memory to host memory, with as many threads as torch has, scattered pages."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
     for fragment in fragments:
-        source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
-        host = source.on_host(source.num_blocks)
-        # Memory that was never written is one page of zeros, which the caches hold.
-        source.memory.random_(0, 256)
-        host.memory.fill_(1)
-        route = Route(source, host)
-        copy, memcpy = median_times(lambda r=route, p=pairs: r.copy(p), whole)
-        moved = len(pairs) * source.page_bytes
-        yield Rate(HOST, fragment, "scattered", "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
+        yield _host_rate(fragment, num_bytes, whole)
+
+
+def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
+    """One fragment size; its pages are gone when this returns, before the next are made."""
+    source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
+    host = source.on_host(source.num_blocks)
+    # Memory that was never written is one page of zeros, which the caches hold.
+    source.memory.random_(0, 256)
+    host.memory.fill_(1)
+    route = Route(source, host)
+    copy, memcpy = median_times(lambda: route.copy(pairs), whole)
+    moved = len(pairs) * source.page_bytes
+    return Rate(HOST, fragment, "scattered", "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
+
+
+def host_rates_bytes(num_bytes: int) -> int:
+    """Host memory that `host_rates` has at a time: both sides' pages, and both of the contiguous copy."""
+    pool, _ = _largest_pool(num_bytes, 0, ("scattered",))
+    return 2 * pool + 2 * num_bytes
+
+
+def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
+    """Memory that `device_rates` has at a time, of the device and of the host.
+
+    The contiguous copy's memory counts on both sides: torch's allocators keep it. So does staging of
+    both directions on the device.
+    """
+    pool, page = _largest_pool(num_bytes, pool_bytes, _PATTERNS)
+    return pool + num_bytes + 2 * max(_STAGING_BYTES, 2 * page), pool + num_bytes
 
 
 def device_rates(
@@ -90,7 +113,7 @@ def device_rates(
     methods: tuple[str | None, ...] = (None,),
     calibration: Calibration | None = None,
     directions: tuple[str, ...] = (OUT, IN, BOTH),
-    patterns: tuple[str, ...] = ("scattered", "runs"),
+    patterns: tuple[str, ...] = _PATTERNS,
     rounds: int = 7,
     pool_bytes: int = POOL_BYTES,
     counts: tuple[int, ...] = (),
@@ -101,35 +124,41 @@ def device_rates(
     many fragments instead, as far as `num_bytes` allow.
     """
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
+
+    def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
+        """One pool's measurements; it is gone after the last of them, before the next pool is made."""
+        pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
+        host = pages.on_host(pages.num_blocks)
+        pages.memory.random_(0, 256)
+        per_page = len(pages.sizes)
+        numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
+        for method in methods:
+            engine = SwapEngine(
+                pages, host, method=method, calibration=calibration, staging_bytes=_STAGING_BYTES
+            )
+            for direction in directions:
+                for number in sorted(numbers or {len(pairs)}):
+                    some = pairs[:number]
+                    seconds = _swap_seconds(engine, some, direction, rounds)
+                    # Both: one half each way.
+                    rate = number * pages.page_bytes / seconds / 1e9
+                    used = method or engine.method_for(IN if direction == BOTH else direction, some)
+                    blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
+                    yield Rate(
+                        direction,
+                        fragment,
+                        pattern,
+                        used,
+                        rate,
+                        limits[direction],
+                        blocks,
+                        number * per_page,
+                    )
+            del engine  # its staging memory too, before the next engine's
+
     for pattern in patterns:
         for fragment in fragments:
-            pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
-            host = pages.on_host(pages.num_blocks)
-            pages.memory.random_(0, 256)
-            per_page = len(pages.sizes)
-            numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
-            for method in methods:
-                engine = SwapEngine(pages, host, method=method, calibration=calibration)
-                for direction in directions:
-                    for number in sorted(numbers or {len(pairs)}):
-                        some = pairs[:number]
-                        seconds = _swap_seconds(engine, some, direction, rounds)
-                        # Both: one half each way.
-                        rate = number * pages.page_bytes / seconds / 1e9
-                        used = method or engine.method_for(
-                            IN if direction == BOTH else direction, some
-                        )
-                        blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
-                        yield Rate(
-                            direction,
-                            fragment,
-                            pattern,
-                            used,
-                            rate,
-                            limits[direction],
-                            blocks,
-                            number * per_page,
-                        )
+            yield from of_one_pool(fragment, pattern)
 
 
 def calibrate(
@@ -193,20 +222,36 @@ def _pages(
     They come from all over a pool of `pool_bytes`, or of no more than what moves.
     """
     chance = np.random.default_rng(0)
-    pool_bytes = max(pool_bytes, num_bytes)
-    if pattern == "runs":  # a page is one piece, and 16 neighbours lie together on both sides
-        num_runs = max(num_bytes // (fragment * _RUN), 2)
-        in_pool = max(pool_bytes // (fragment * _RUN), num_runs)
-        pages = Pages.allocate(_RUN * in_pool + 1, [[fragment]], device=device)
-        groups = np.arange(1, pages.num_blocks).reshape(-1, _RUN)
-        pairs = [chance.permutation(groups)[:num_runs].ravel() for _ in range(2)]
-    else:  # K and V of up to 16 layers, apart
-        layers = int(np.clip(num_bytes // (32 * fragment), 1, 16))
-        num_pages = max(num_bytes // (2 * layers * fragment), 2)
-        in_pool = max(pool_bytes // (2 * layers * fragment), num_pages)
-        pages = Pages.allocate(in_pool + 1, [[fragment, fragment]] * layers, device=device)
-        pairs = [chance.permutation(np.arange(1, in_pool + 1))[:num_pages] for _ in range(2)]
+    sizes, unit, in_pool, num_moved = _shape(fragment, num_bytes, pattern, pool_bytes)
+    pages = Pages.allocate(unit * in_pool + 1, sizes, device=device)
+    groups = np.arange(1, pages.num_blocks).reshape(-1, unit)
+    pairs = [chance.permutation(groups)[:num_moved].ravel() for _ in range(2)]
     return pages, np.stack(pairs, axis=1).astype(np.int32)
+
+
+def _shape(
+    fragment: int, num_bytes: int, pattern: str, pool_bytes: int
+) -> tuple[list[list[int]], int, int, int]:
+    """A page's sizes, pages that lie together, how many such groups a pool has, how many of them move."""
+    if pattern == "runs":  # a page is one piece, and 16 neighbours lie together on both sides
+        sizes, unit = [[fragment]], _RUN
+    else:  # K and V of up to 16 layers, apart
+        sizes, unit = [[fragment] * 2] * int(np.clip(num_bytes // (32 * fragment), 1, 16)), 1
+    group_bytes = unit * sum(map(sum, sizes))
+    num_moved = max(num_bytes // group_bytes, 2)
+    return sizes, unit, max(pool_bytes // group_bytes, num_moved), num_moved
+
+
+def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
+    """Bytes of the largest pool of `FRAGMENTS` on one side, and of the largest page."""
+    pool = page = 0
+    for pattern in patterns:
+        for fragment in FRAGMENTS:
+            sizes, unit, in_pool, _ = _shape(fragment, num_bytes, pattern, pool_bytes)
+            page_bytes = sum(map(sum, sizes))
+            pool = max(pool, (unit * in_pool + 1) * page_bytes)
+            page = max(page, page_bytes)
+    return pool, page
 
 
 def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> float:

@@ -26,6 +26,7 @@ class SimulatedTimeline:
         self.compute = self.new_stream()
         self.fails: set[int] = set()  # numbers of launches on other streams that raise
         self.launches = 0
+        self.capturing = False  # whether the compute stream is captured
 
     def new_stream(self) -> deque:
         self._streams.append(deque())
@@ -34,6 +35,9 @@ class SimulatedTimeline:
 
     def current(self) -> deque:
         return self.compute
+
+    def is_capturing(self) -> bool:
+        return self.capturing
 
     def launch(self, stream, work) -> None:
         if stream is not self.compute:

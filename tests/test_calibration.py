@@ -1,6 +1,7 @@
 """Which method moves which fragments: steps, files, and what `kvcache bench` prints."""
 
 import json
+import weakref
 
 import numpy as np
 import pytest
@@ -189,7 +190,7 @@ def test_bench_prints_a_table_or_json(capsys):
         (["bench", "--device", "tpu"], 2, "--device is 'tpu': expected cpu, cuda or cuda:N"),
         (["bench", "--device", "cuda:99999999999"], 2, "--device is 'cuda:99999999999': expected"),
         (["bench", "--device", "cuda:\u0663"], 2, "--device is 'cuda:\u0663': expected cpu, cuda"),
-        (["bench", "--mib", "65536"], 2, "--mib is 65536: expected less, this needs 256.0 GiB"),
+        (["bench", "--mib", "65536"], 2, "--mib is 65536: expected less, this needs 256.2 GiB"),
         (["bench", "--device", "cpu", "--calibrate"], 1, "there is no CUDA device: nothing to cal"),
     ],
 )
@@ -206,6 +207,57 @@ def test_pages_of_a_swap_come_from_all_over_the_pool():
         for side in pairs.T:
             assert len(set(side)) == len(side)
             assert np.ptp(side) > 0.7 * pages.num_blocks and side.min() >= 1
+
+
+class Memory:
+    """Live bytes of pages, by where they were made; and the most there were."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now, self.most = {"pool": 0, "host": 0, "staging": 0}, {}
+        for kind, name in (("pool", "allocate"), ("host", "on_host"), ("staging", "staging")):
+            made = getattr(Pages, name)
+            counted = lambda *args, made=made, kind=kind, **options: self._count(  # noqa: E731
+                kind, made(*args, **options)
+            )
+            monkeypatch.setattr(Pages, name, staticmethod(counted) if kind == "pool" else counted)
+
+    def _count(self, kind, pages):
+        num_bytes = pages.memory.numel()
+        self._add(kind, num_bytes)
+        weakref.finalize(pages, self._add, kind, -num_bytes)
+        return pages
+
+    def _add(self, kind, num_bytes):
+        self.now[kind] += num_bytes
+        self.most[kind] = max(self.most.get(kind, 0), self.now[kind])
+
+
+def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
+    """Pages and engines of one measurement are gone before those of the next are made."""
+    monkeypatch.setattr(
+        bench, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
+    )
+    monkeypatch.setattr(bench, "_swap_seconds", lambda *args: 1.0)
+    monkeypatch.setattr(bench, "median_times", lambda *functions: [0.5 for f in functions])
+    monkeypatch.setattr(bench, "_memcpy", lambda *args: lambda: None)
+    monkeypatch.setattr(bench, "FRAGMENTS", tuple(16 * KIB << n for n in range(4)))
+    monkeypatch.setattr(bench, "_STAGING_BYTES", 3 << 20)
+    num_bytes, pool_bytes = 1 << 20, 5 << 20
+    memory = Memory(monkeypatch)
+    assert len(list(bench.host_rates(num_bytes, bench.FRAGMENTS))) == 4
+    needed = bench.host_rates_bytes(num_bytes) - 2 * num_bytes  # beside the contiguous copy
+    assert memory.most["pool"] + memory.most["host"] == needed
+    memory.most.clear()
+    methods = ("kernel", "staging", "staging")
+    for _ in bench.device_rates(
+        torch.device("cpu"), num_bytes, bench.FRAGMENTS, methods, pool_bytes=pool_bytes
+    ):
+        pass
+    on_device, on_host = bench.device_rates_bytes(num_bytes, pool_bytes)
+    assert memory.most["host"] == on_host - num_bytes
+    assert memory.most["pool"] == memory.most["host"]
+    assert 0 < memory.most["staging"] <= on_device - num_bytes - memory.most["pool"]
+    assert memory.now == dict.fromkeys(memory.now, 0)
 
 
 def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):

@@ -1,5 +1,9 @@
 """The copy engine on a device: in captures, without batches, and with a copy that is refused."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ import torch
 from kvcache import Pages, ops
 from kvcache.worker import pinning
 from kvcache.worker.route import Route
+from tests.shared import REPO
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +64,38 @@ def test_without_batches_the_same_bytes_arrive(monkeypatch, how):
         Route(pages, host).copy(PAIRS, engine=engine)
     stream.synchronize()
     assert arrived(pages, host)
+
+
+COPIES_IN_A_STREAM = """
+import sys
+import numpy as np, torch
+from kvcache import Pages, SwapEngine
+pages = Pages.allocate(65, [[4096, 4096]] * 2, device="cuda")
+pages.memory.random_(0, 256)
+swap = SwapEngine(
+    pages, pages.on_host(65), method="copy_engine", batch_copies=sys.argv[1] != "batch_copies=False"
+)
+swap.swap_out(np.array([[1, 5], [9, 2], [20, 30]])).wait(timeout_s=60)
+for r in range(4):
+    assert torch.equal(swap.host.fragment(r)[[5, 2, 30]], pages.fragment(r)[[1, 9, 20]].cpu())
+print("arrived")
+"""
+
+
+@pytest.mark.parametrize("how", ["batch_copies=False", "by the environment", "batched"])
+def test_no_batch_is_asked_for_where_they_are_switched_off(how):
+    """Without a GPU, the runtime fails every batch; on a GPU, all three arrive."""
+    environment = {**os.environ, "KVCACHE_GPULESS_BATCHES": "crash"}
+    if how == "by the environment":
+        environment["KVCACHE_BATCH_COPIES"] = "0"
+    done = subprocess.run(
+        [sys.executable, "-c", COPIES_IN_A_STREAM, how],
+        cwd=REPO, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+    if how == "batched" and "KVCACHE_GPULESS_RUNTIME" in os.environ:
+        assert done.returncode == 1 and "a batch of 12 copies failed: unknown error" in done.stderr
+    else:
+        assert done.returncode == 0 and done.stdout == "arrived\n", done.stderr
 
 
 def test_the_copy_that_a_batch_refuses_is_named(monkeypatch):

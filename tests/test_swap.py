@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockTable, KVStorage, Pages, StepPlan, SwapEngine, Worker
+from kvcache import BlockTable, KVStorage, Pages, StepPlan, SwapEngine, Worker, ops
 from kvcache.plan import NO_REPLACE
 from kvcache.worker import SwapError
 from kvcache.worker.calibration import Calibration
@@ -380,6 +380,103 @@ def test_a_page_loaded_from_one_that_was_never_filled_is_reported_too():
     assert (third.wait(5).failed_host_pages, fourth.wait(5).failed_pages) == ([], [])
 
 
+def test_a_filler_that_failed_late_is_known_without_asking_about_it():
+    """Its error shows when it is polled; the swap-in is asked about alone."""
+    worker, timeline = simulated_worker(method="kernel")
+    swap = worker.engine
+    out = swap.swap_out(pairs((3, 1), (4, 2)))
+    back = swap.swap_in(pairs((2, 6), (5, 7)))
+    timeline.advance()
+
+    class Broken:
+        def query(self):
+            raise RuntimeError("CUDA error: planted")
+
+    out.done = Broken()
+    assert back.poll() and back.error is None
+    assert swap.lost_pages(back).tolist() == [6]
+    assert out.error is not None
+
+
+def test_a_filler_that_failed_at_the_launch_is_known_without_asking_about_it():
+    worker, timeline = simulated_worker(method="kernel")
+    timeline.fails = {1}
+    worker.engine.swap_out(pairs((3, 1), (4, 2)))
+    back = worker.engine.swap_in(pairs((2, 6), (5, 7)))
+    timeline.advance()
+    back.wait(timeout_s=5)
+    assert worker.engine.lost_pages(back).tolist() == [6]
+
+
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_calls_while_the_stream_is_captured_are_refused_and_launch_nothing(method):
+    worker, timeline = simulated_worker(method=method)
+    swap = worker.engine
+    swap.before_write(np.array([3]))
+    job = swap.swap_in(pairs((1, 3)))
+    queued, launches = [len(stream) for stream in timeline._streams], timeline.launches
+    timeline.capturing = True
+    for name, call in {
+        "swap_out": lambda: swap.swap_out(pairs((3, 1))),
+        "swap_in": lambda: swap.swap_in(pairs((1, 4))),
+        "before_read": lambda: swap.before_read(job),
+        "before_write": lambda: swap.before_write(np.array([3])),
+        "settle": swap.settle,
+        "Worker.start": lambda: worker.start(plan(swap_out=pairs((3, 1)))),
+    }.items():
+        with pytest.raises(
+            RuntimeError, match=f"{name} was called while the current stream is cap"
+        ):
+            call()
+    assert [len(stream) for stream in timeline._streams] == queued
+    assert timeline.launches == launches and swap._num_jobs == 1
+    timeline.capturing = False
+    swap.before_read(job)
+    after = [swap.swap_out(pairs((3, 1))), swap.swap_in(pairs((2, 4)))]
+    timeline.advance()
+    swap.wait(timeout_s=0)
+    assert job.poll() and all(each.poll() and each.error is None for each in after)
+    timeline.capturing = True  # with no job under way there is nothing to wait for
+    swap.before_write(np.array([3]))
+    swap.settle()
+
+
+def test_two_threads_may_look_at_once_whether_jobs_are_over():
+    worker, timeline = simulated_worker(method="kernel")
+    lane = worker.engine._lanes["out"]
+    job = worker.engine.swap_out(pairs((3, 1)))
+    timeline.advance()
+    poll = job.poll
+
+    def poll_while_another_thread_forgets():
+        lane.in_flight.pop(job.number, None)
+        return poll()
+
+    job.poll = poll_while_another_thread_forgets
+    lane.forget()
+    assert worker.engine.is_idle
+
+
+@pytest.mark.parametrize("batch_copies", [True, False])
+def test_without_batches_the_copy_engine_is_asked_for_single_copies(monkeypatch, batch_copies):
+    asked = []
+    copy_blocks = ops.copy_blocks
+
+    def spy(source, destination, regions, pages, *args):
+        asked.append(args[2])
+        copy_blocks(source, destination, regions, pages, *args)
+
+    monkeypatch.setattr(ops, "copy_blocks", spy)
+    swap = engine(method="copy_engine", batch_copies=batch_copies)
+    swap.device.memory.random_(0, 256)
+    before = swap.device.layer(1).clone()
+    del asked[:]
+    swap.swap_out(pairs((2, 3), (4, 1)))
+    swap.swap_in(pairs((3, 5)))
+    assert asked == [ops.COPY_ENGINE if batch_copies else ops.COPY_ENGINE_SINGLY] * 2
+    assert torch.equal(swap.device.layer(1)[5], before[2])
+
+
 def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
     def no_memory(self, num_bytes):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB")
@@ -428,6 +525,14 @@ def engine(**options):
         ("swap_in", pairs((1, 2), (3, 2)), "swap_in writes to page 2 twice: expected one write"),
         ("swap_in", np.array([1, 2]), r"swap_in has shape \[2\]: expected \[n, 2\]"),
         ("swap_out", np.array([[1.5, 2]]), "swap_out has dtype float64: expected integers"),
+        (
+            "swap_out",
+            np.array([[1, 1], [2**63, 2]], np.uint64),
+            r"swap_out\[1\] has 9223372036854775808: expected int64",
+        ),
+        ("before_write", [3, -6], r"before_write\[1\] is page -6: expected 0 to 5"),
+        ("before_write", [100], r"before_write\[0\] is page 100: expected 0 to 5"),
+        ("before_write", [1.5], "before_write has dtype float64: expected integers"),
     ],
 )
 def test_wrong_pages_are_named_and_nothing_moves(call, given, message):
@@ -437,6 +542,15 @@ def test_wrong_pages_are_named_and_nothing_moves(call, given, message):
     with pytest.raises((ValueError, TypeError), match=message):
         getattr(e, call)(given)
     assert (e.device.memory == 3).all() and (e.host.memory == 4).all()
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_is_not_there_is_named(layer):
+    e = engine(layers_per_event=1)
+    job = e.swap_in(pairs((1, 3)))
+    e.before_read(job, 1)
+    with pytest.raises(ValueError, match=f"layer is {layer}: expected 0 to 1"):
+        e.before_read(job, layer)
 
 
 def test_wrong_options_are_named():

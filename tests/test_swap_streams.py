@@ -93,6 +93,44 @@ def test_polling_does_not_break_a_capture(method, elsewhere):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
+def test_a_swap_in_a_capture_is_refused_and_breaks_neither_the_capture_nor_the_engine(method):
+    swap = engine(method=method)
+    swap.device.memory.random_(0, 256)
+    finished = swap.swap_in(np.array([[6, 9]]))
+    finished.wait(timeout_s=60)
+    under_way = swap.swap_in(np.array([[1, 10]]))
+    other = Pages.over(
+        [torch.arange(9, dtype=torch.uint8).repeat_interleave(64).view(9, 64).cuda()]
+    )
+    within, graph = Route(other, other), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        within.copy(np.array([[1, 2]]))
+        for call in (
+            lambda: swap.swap_out(np.array([[3, 4]])),
+            lambda: swap.swap_in(np.array([[3, 4]])),
+            lambda: swap.before_read(finished),
+            lambda: swap.before_read(under_way),
+            lambda: swap.before_write(np.array([9, 10])),
+            swap.settle,
+        ):
+            with pytest.raises(
+                RuntimeError, match="while the current stream is captured in a CUDA"
+            ):
+                call()
+        within.copy(np.array([[3, 4]]))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert other.fragment(0)[:, 0].cpu().tolist() == [0, 1, 1, 3, 3, 5, 6, 7, 8]
+    for page in (3, 7, 8):
+        swap.swap_out(np.array([[page, page + 1]])).wait(timeout_s=60)
+        for r in range(len(swap.device.sizes)):
+            expected = swap.device.fragment(r)[page].cpu()
+            assert torch.equal(swap.host.fragment(r)[page + 1], expected)
+    swap.wait(timeout_s=60)
+
+
+@pytest.mark.gpu
 def test_swap_streams_are_the_engines_own_and_of_high_priority():
     swap = engine(method="staging")
     own = [lane.stream for lane in swap._lanes.values()]

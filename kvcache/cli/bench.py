@@ -54,6 +54,7 @@ def run_bench(args: argparse.Namespace) -> int:
         raise MissingError("bench needs torch: pip install torch")
     import torch
 
+    from kvcache.bench import host_rates_bytes
     from kvcache.worker.calibration import calibration_of
     from kvcache.worker.pinning import check_host_memory
 
@@ -69,7 +70,8 @@ def run_bench(args: argparse.Namespace) -> int:
     try:
         if not args.calibrate:
             calibration_of(device)  # a broken one is told before anything is measured
-        check_host_memory(4 * num_bytes)  # two copies of what moves, and two of their peer
+        # After a calibration, torch keeps the pinned memory of its contiguous copy.
+        check_host_memory(host_rates_bytes(num_bytes) + (num_bytes if args.calibrate else 0))
         if device.type == "cuda":
             _check_pool(args, device)
         return _measure(args, device, num_bytes)
@@ -80,15 +82,16 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
-    """ValueError where the pool does not fit beside the contiguous copy, on either side."""
+    """ValueError where the pool does not fit, on either side, beside what else is measured with it."""
     import torch
 
+    from kvcache.bench import device_rates_bytes
     from kvcache.worker.pinning import check_host_memory
 
-    needed = (max(args.pool_mib, args.mib) + args.mib) << 20
+    needed, on_host = device_rates_bytes(args.mib << 20, args.pool_mib << 20)
     free, _ = torch.cuda.mem_get_info(device)
     try:
-        check_host_memory(needed)
+        check_host_memory(on_host)
         if needed > free:
             raise MemoryError(
                 f"this needs {needed / 2**30:,.1f} GiB, {device} has {free / 2**30:,.1f} GiB free"

@@ -126,7 +126,8 @@ class Worker:
     def apply(self, plan: StepPlan) -> StepReport:
         """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
 
-        A plan that does not fit raises, and changes nothing.
+        A plan that does not fit raises, and changes nothing; so does, with RuntimeError, a plan with
+        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph.
         """
         return self.start(plan).wait()
 
@@ -141,6 +142,10 @@ class Worker:
         moves = checked_page_moves(
             plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
         )
+        if self.engine is not None:
+            swaps = len(moves.swap_out) or len(moves.swap_in)
+            if swaps or not self.engine.is_idle:
+                self.engine.check_not_captured("Worker.start")
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
         self.tables.apply(plan, self.pages.num_blocks)
         transfer = StepTransfer(plan.step_id, self.engine, self._earlier())
@@ -166,7 +171,9 @@ class Worker:
         # Whatever the step writes, here or by computing, lies in pages that it takes.
         replaced = [np.asarray(each).reshape(-1, 3)[:, 2] for each in plan.replace]
         taken = [*plan.append_ids, *replaced, moves.copy[:, 1], moves.zero]
-        self.engine.before_write(np.concatenate(taken))
+        self.engine.before_write(
+            np.concatenate(taken).astype(np.int64)
+        )  # of lists too, also of none
 
     def _copy(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
         if len(moves.copy):

@@ -77,6 +77,10 @@ def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarra
         raise ValueError(f"{name} has shape {list(array.shape)}: expected [{wanted}]")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    if array.dtype == np.uint64:
+        wrong = np.argwhere(array > np.iinfo(np.int64).max)
+        if len(wrong):
+            raise ValueError(f"{name}[{wrong[0][0]}] has {array[tuple(wrong[0])]}: expected int64")
     return array.astype(np.int64)
 
 

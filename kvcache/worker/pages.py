@@ -107,6 +107,9 @@ class Pages:
         strides; what of a block is not contiguous becomes several regions. The tensors must lie on one
         device, with one number of blocks and memory that no two of their elements share; else a
         ValueError.
+
+        Host memory must not have been pinned in several pieces, since copies across their borders
+        fail: this does not know of pieces. `on_host` pins large memory so; use its pages themselves.
         """
         flat = [
             (number, tensor)

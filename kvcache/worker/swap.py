@@ -46,10 +46,13 @@ class SwapEngine:
     `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive (not with
     `method` "staging", which brings whole pages).
 
-    On the CPU everything has happened when a call returns. Swaps are not captured in CUDA graphs, but
-    jobs may be polled while any thread captures one. The engine's streams are its own, of high
-    priority; they are given back, after they have done all, when the engine is let go of. ValueError
-    where the two sides do not fit, or the kernel is asked for and the host's pages are not pinned.
+    On the CPU everything has happened when a call returns. Swaps are not captured in CUDA graphs:
+    `swap_out`, `swap_in`, `before_read`, `before_write` and `settle` raise RuntimeError on a stream that
+    is being captured, and launch nothing. Jobs may be polled while any thread captures a graph. One
+    thread at a time may call an engine's methods; `poll` of a job may be called by any. The engine's
+    streams are its own, of high priority; they are given back, after they have done all, when the engine
+    is let go of. ValueError where the two sides do not fit, or the kernel is asked for and the host's
+    pages are not pinned.
 
     >>> device = Pages.allocate(9, [[512, 512]] * 4)
     >>> engine = SwapEngine(device, device.on_host(100))
@@ -105,7 +108,6 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, lane, staging_bytes))
         self._num_jobs = 0
-        self._failed: set[int] = set()  # numbers of swap-outs that did not fill their pages
 
     @property
     def is_idle(self) -> bool:
@@ -113,7 +115,8 @@ class SwapEngine:
         return not any(lane.in_flight for lane in self._lanes.values())
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
-        """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages.
+        """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages;
+        RuntimeError, and nothing moves, while the calling stream is captured.
 
         A failure of the device does not raise here: the job tells it.
         """
@@ -124,16 +127,28 @@ class SwapEngine:
         return self._start(IN, pairs)
 
     def before_write(self, pages: np.ndarray) -> None:
-        """The calling stream waits until no job reads or writes these device pages any more."""
+        """The calling stream waits until no job reads or writes these device pages (int[n]) any more.
+
+        ValueError for wrong pages. RuntimeError while the calling stream is captured, unless no job is
+        under way.
+        """
+        pages = integers(pages, "before_write", ())
+        check_range("before_write", "is page", pages, 0, self.device.num_blocks)
         if self.is_idle:
             return
-        pages = np.asarray(pages, np.int64)
+        self.check_not_captured("before_write")
         stream = self._timeline.current()
         self._after(stream, self._lanes[OUT].last_reading(pages), "released")
         self._after(stream, self._lanes[IN].last_writing(pages), "done")
 
     def before_read(self, job: SwapJob, layer: int | None = None) -> None:
-        """The calling stream waits until a swapped-in layer (None: all of them) has arrived."""
+        """The calling stream waits until a swapped-in layer (None: all of them) has arrived.
+
+        ValueError for a layer that is not there; RuntimeError while the calling stream is captured.
+        """
+        if layer is not None and not 0 <= layer < self.device.num_layers:
+            raise ValueError(f"layer is {layer}: expected 0 to {self.device.num_layers - 1}")
+        self.check_not_captured("before_read")
         event = job.done
         if layer is not None and job.error is None:
             event = next((event for end, event in job.layers if layer < end), job.done)
@@ -141,14 +156,30 @@ class SwapEngine:
             self._timeline.wait(self._timeline.current(), event)
 
     def settle(self) -> None:
-        """The calling stream waits for all swap-ins so far."""
+        """The calling stream waits for all swap-ins so far. RuntimeError while it is captured, unless no
+        swap-in is under way."""
         lane = self._lanes[IN]
-        self._after(self._timeline.current(), lane.in_flight.get(lane.last), "done")
+        job = lane.in_flight.get(lane.last)
+        if job is None:
+            return
+        self.check_not_captured("settle")
+        self._after(self._timeline.current(), job, "done")
+
+    def check_not_captured(self, name: str) -> None:
+        """RuntimeError, naming the call, while the calling stream is captured in a CUDA graph.
+
+        An event of a capture cannot be waited for outside of it, nor one from outside within it.
+        """
+        if self._timeline.is_capturing():
+            raise RuntimeError(
+                f"{name} was called while the current stream is captured in a CUDA graph: expected "
+                "swaps, and waits for them, outside graphs"
+            )
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when no job is under way. SwapError where one failed since the last time; TimeoutError
         where they take longer in all."""
-        jobs = [job for lane in self._lanes.values() for job in lane.in_flight.values()]
+        jobs = [job for lane in self._lanes.values() for job in list(lane.in_flight.values())]
         until(lambda: all(job.poll() for job in jobs), timeout_s, f"one of {len(jobs)} swaps")
         for lane in self._lanes.values():
             lane.forget()
@@ -221,8 +252,9 @@ class SwapEngine:
         check_range(name, "reads page", pairs[:, 0], 1, lane.source.num_blocks)
         check_range(name, "writes to page", pairs[:, 1], 1, lane.destination.num_blocks)
         check_once(f"{name} writes to page", pairs[:, 1])
+        self.check_not_captured(name)
         self._num_jobs += 1
-        job = SwapJob(f"{_NAMES[direction]} {self._num_jobs}", pairs)
+        job = lane.new_job(f"{_NAMES[direction]} {self._num_jobs}", pairs)
         if direction == IN:
             job.fillers = other.writers(pairs[:, 0])
         timeline, method = self._timeline, self.method_for(direction, pairs)
@@ -253,12 +285,12 @@ class SwapEngine:
         """Destination pages that do not hold what they should, of a job that is over: all of one that
         failed; of a swap-in also those whose host page a failed swap-out was to fill."""
         if job.error is not None:
-            if job.fillers is None:
-                self._failed.add(job.number)
             return job.pairs[:, 1]
         if job.fillers is None:
             return job.pairs[:0, 1]
-        return job.pairs[np.isin(job.fillers, list(self._failed)), 1]
+        out = self._lanes[OUT]
+        out.forget()  # a swap-out that failed late may not have been polled since
+        return job.pairs[np.isin(job.fillers, list(out.failed)), 1]
 
     def _after(self, stream: object, job: SwapJob | None, what: str) -> None:
         event = None if job is None else getattr(job, what)

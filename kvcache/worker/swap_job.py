@@ -19,12 +19,16 @@ class SwapError(RuntimeError):
 
 
 class SwapJob:
-    """Pages on their way in one direction. `pairs`: int64[n, 2], source page and destination page."""
+    """Pages on their way in one direction. `pairs`: int64[n, 2], source page and destination page.
 
-    def __init__(self, name: str, pairs: np.ndarray) -> None:
+    number: in its direction. failed: where the number is noted when the job fails.
+    """
+
+    def __init__(self, name: str, pairs: np.ndarray, number: int, failed: set[int]) -> None:
         self.name = name
         self.pairs = pairs
-        self.number = 0  # in its direction
+        self.number = number
+        self._failed = failed
         self.fillers: np.ndarray | None = (
             None  # of a swap-in: the swap-outs that filled its sources
         )
@@ -52,6 +56,7 @@ class SwapJob:
             return
         self.error = SwapError(f"{self.name} of {len(self.pairs)} pages failed: {error}")
         self.error.__cause__ = error
+        self._failed.add(self.number)
 
 
 class Lane:
@@ -69,13 +74,17 @@ class Lane:
         self.begin = self.end = stream  # where its last job begins and ends
         self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
         self.last = 0
+        self.failed: set[int] = set()  # numbers of jobs that did not fill their pages
         self._reads = np.zeros(source.num_blocks, np.int64)
         self._writes = np.zeros(destination.num_blocks, np.int64)
 
+    def new_job(self, name: str, pairs: np.ndarray) -> SwapJob:
+        """The job that `add` is given next."""
+        return SwapJob(name, pairs, self.last + 1, self.failed)
+
     def add(self, job: SwapJob) -> None:
         self.forget()
-        self.last += 1
-        job.number = self.last
+        self.last = job.number
         self.in_flight[self.last] = job
         self._reads[job.pairs[:, 0]] = self.last
         self._writes[job.pairs[:, 1]] = self.last
@@ -85,7 +94,7 @@ class Lane:
         for number, job in list(self.in_flight.items()):
             if not job.poll():
                 break
-            del self.in_flight[number]
+            self.in_flight.pop(number, None)  # another thread may have looked at the same time
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
         """Of the jobs that may be under way; behind it, no earlier one is either."""

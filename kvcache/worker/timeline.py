@@ -37,6 +37,11 @@ class CudaTimeline:
         """The caller's stream, on which the engine computes."""
         return torch.cuda.current_stream(self._device)
 
+    def is_capturing(self) -> bool:
+        """Whether the caller's stream is being captured in a CUDA graph."""
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
         """What `work` launches comes behind all that the stream already holds."""
         with torch.cuda.stream(stream):
@@ -86,6 +91,10 @@ class CpuTimeline:
 
     def current(self) -> None:
         """No stream is needed."""
+
+    def is_capturing(self) -> bool:
+        """The CPU captures nothing."""
+        return False
 
     def launch(self, stream: None, work: Callable[[], None]) -> None:
         """Does the work."""

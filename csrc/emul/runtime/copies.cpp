@@ -101,6 +101,7 @@ cudaError_t copy_batch(void* const* to, const void* const* from, const size_t* b
     if (!in_order || first_of_attributes[i] >= count || !known) return cudaErrorInvalidValue;
   }
   if (settings().batches_fail) return cudaErrorInvalidValue;
+  if (settings().batches_crash) return cudaErrorUnknown;
   for (size_t i = 0; i < count; ++i) {
     if (has_bad_operand(to[i], from[i], bytes[i])) return cudaErrorInvalidValue;
   }

@@ -21,12 +21,14 @@ uint64_t number(const char* name, uint64_t otherwise) {
   std::abort();
 }
 
-// True where the variable holds `word`; aborts on any other word, so that a typo is noticed.
-bool holds(const char* name, const char* word) {
+// True where the variable holds `word`, false where it holds `other`; aborts on any other word, so
+// that a typo is noticed.
+bool holds(const char* name, const char* word, const char* other = "") {
   const std::string value = text(name);
   if (value.empty() || value == word) return !value.empty();
-  std::fprintf(stderr, "gpu-less: %s is \"%s\": expected \"%s\" or nothing\n", name, value.c_str(),
-               word);
+  if (value == other) return false;
+  std::fprintf(stderr, "gpu-less: %s is \"%s\": expected \"%s\"%s%s or nothing\n", name,
+               value.c_str(), word, *other == 0 ? "" : ", ", other);
   std::abort();
 }
 
@@ -37,7 +39,8 @@ Settings read() {
   s.device_bytes = number("KVCACHE_GPULESS_DEVICE_BYTES", uint64_t{16} << 30);
   s.locked_bytes = number("KVCACHE_GPULESS_LOCKED_BYTES", UINT64_MAX);
   s.other_pointers = holds("KVCACHE_GPULESS_DEVICE_POINTERS", "different");
-  s.batches_fail = holds("KVCACHE_GPULESS_BATCHES", "fail");
+  s.batches_fail = holds("KVCACHE_GPULESS_BATCHES", "fail", "crash");
+  s.batches_crash = holds("KVCACHE_GPULESS_BATCHES", "crash", "fail");
   s.no_loading_in_captures = holds("KVCACHE_GPULESS_LOADING", "lazy");
   s.kernels = text("KVCACHE_GPULESS_KERNELS");
   return s;

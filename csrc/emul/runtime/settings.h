@@ -14,6 +14,7 @@ struct Settings {
   size_t locked_bytes = 0;      // KVCACHE_GPULESS_LOCKED_BYTES: limit of registered host memory
   bool other_pointers = false;  // KVCACHE_GPULESS_DEVICE_POINTERS=different
   bool batches_fail = false;    // KVCACHE_GPULESS_BATCHES=fail
+  bool batches_crash = false;   // KVCACHE_GPULESS_BATCHES=crash
   bool no_loading_in_captures = false;  // KVCACHE_GPULESS_LOADING=lazy: as drivers before 12.3
   std::string kernels;                  // KVCACHE_GPULESS_KERNELS: the library of emulated kernels
 };
