@@ -12,7 +12,17 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import counters, kernel_tests, machine, process, rehearsal, table, workspace
+from benchmarks.gpu import build as build_stage
+from benchmarks.gpu import (
+    counters,
+    kernel_tests,
+    machine,
+    process,
+    rehearsal,
+    say,
+    table,
+    workspace,
+)
 from benchmarks.gpu.report import Outcome, Report, StageLog
 from benchmarks.gpu.run import Run
 from benchmarks.gpu.stages import STAGES, Stage
@@ -286,6 +296,83 @@ def test_carried_libraries_must_be_of_these_sources(tmp_path):
     (tmp_path / workspace.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="built from the sources 0000000000000000"):
         workspace.carried(tmp_path)
+
+
+def test_the_manifest_says_what_the_libraries_were_built_with(tmp_path):
+    workspace.write_manifest(tmp_path, environment={**os.environ, "KVCACHE_CUDA_ARCHS": "90"})
+    facts = json.loads((tmp_path / workspace.MANIFEST).read_text())
+    assert facts["torch"] == torch.__version__ and {"archs", "cuda"} <= set(facts)
+    has_nvcc = machine.find_tool("nvcc") is not None
+    assert facts["archs"] == (["90"] if has_nvcc else [])
+    assert f"torch {torch.__version__}" in workspace.built_with(tmp_path)
+
+
+@pytest.fixture
+def carrying(tmp_path, monkeypatch):
+    """Carried libraries, a package without any, and a build stage whose builds write empty files."""
+    given, package = tmp_path / "given", tmp_path / "kvcache"
+    given.mkdir()
+    package.mkdir()
+    workspace.write_manifest(given)
+    for name in (build_stage.CORE, *workspace.OPS):
+        (given / name).write_text("carried")
+    built = []
+
+    def fake(with_cuda, arch):
+        built.append((with_cuda, arch))
+        for name in (build_stage.CORE, *workspace.OPS):
+            if not (package / name).exists():
+                (package / name).write_text("built")
+
+    monkeypatch.setattr(build_stage, "build", fake)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    return given, package, built
+
+
+def test_carried_libraries_that_do_not_load_are_built_again(carrying, monkeypatch, capsys):
+    given, package, built = carrying
+    problems = ["undefined symbol: no_such_function", None]
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: problems.pop(0))
+    assert build_stage.provide(package, given, "90") == 1
+    assert built == [(True, "90")]
+    assert {path.read_text() for path in package.glob("*.so")} == {"built"}
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert "no_such_function" in next(row["failed"] for row in rows if "failed" in row)
+    assert any("libraries" in row for row in rows)  # so that the other stages run
+
+
+def test_carried_libraries_that_load_are_used_and_nothing_is_built(carrying, monkeypatch):
+    given, package, built = carrying
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: None)
+    assert build_stage.provide(package, given, "90") == 0 and built == []
+    assert {path.read_text() for path in package.glob("*.so")} == {"carried"}
+
+
+def test_built_libraries_that_do_not_load_fail_the_build(carrying, monkeypatch, capsys):
+    _, package, built = carrying
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: "no kernel image")
+    assert build_stage.provide(package, None, "90") == 1 and built == [(True, "90")]
+    assert '"libraries"' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("why", "warm_up", "problem"),
+    [
+        ("None", "lambda: None", None),
+        ("'libkvcache_cuda is not usable: the driver is too old'", "lambda: None", "not usable"),
+        ("None", "lambda: exec('raise RuntimeError(\"no code for sm_90\")')", "no code for sm_90"),
+    ],
+)
+def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why, warm_up, problem):
+    package = tmp_path / "kvcache"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "ops.py").write_text(f"warm_up = {warm_up}\n")
+    native = f"why_no_cuda = lambda: {why}\ndescribe = lambda: {{'libkvcache_cuda': 'here'}}\n"
+    (package / "_native.py").write_text(native)
+    monkeypatch.chdir(tmp_path)
+    found = build_stage.loading_problem()
+    assert (found is None) if problem is None else problem in found
 
 
 def test_a_workspace_takes_no_built_library_along(tmp_path):
