@@ -493,10 +493,66 @@ def test_counts_of_pytest_output():
     assert kernel_tests.counts(["Fatal Python error: Segmentation fault"])["passed"] == 0
 
 
+def pytest_file(folder, *tests):
+    lines = ["import pytest"]
+    for number, body in enumerate(tests):
+        lines += ["@pytest.mark.gpu", f"def test_{number}():", f"    {body}"]
+    (folder / "test_x.py").write_text("\n".join(lines))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    return folder / "test_x.py"
+
+
+SKIP = "pytest.skip('no device')"
+
+
+@pytest.mark.parametrize(
+    ("tests", "status", "num_failed"),
+    [((SKIP, "pass"), "ok", 0), ((SKIP, SKIP), "all skipped", 1), ((), "ok", 0)],
+)
+def test_a_file_that_skips_all_its_tests_is_a_fault(
+    tmp_path, monkeypatch, capsys, tests, status, num_failed
+):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    found = kernel_tests.tested(pytest_file(tmp_path, *tests), 60)
+    assert found["status"] == status and say._num_failed == num_failed
+
+
+def test_a_run_in_which_no_test_passed_is_a_fault(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])
+    assert kernel_tests.main() == 1
+    assert '{"failed": "no test passed"}' in capsys.readouterr().out
+
+
+def test_rows_of_threads_are_whole_lines_where_output_is_not_buffered():
+    program = """
+        import threading
+        from benchmarks.gpu import say
+        def tell(number):
+            for i in range(300):
+                say.row(thread=number, i=i)
+                say.log("  a line of log")
+        threads = [threading.Thread(target=tell, args=(n,)) for n in range(8)]
+        for each in threads: each.start()
+        for each in threads: each.join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(rows) == 8 * 300 and lines.count("  a line of log") == 8 * 300
+
+
 def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
+    assert "test_gpu_less.py" not in names  # skipped as a whole on a GPU
 
 
 def test_the_table_of_ncu_is_read():
