@@ -1,5 +1,6 @@
 """`make gpu` without a GPU: stages that fail, hang, die or print garbage; machines that lack things."""
 
+import dataclasses
 import json
 import os
 import re
@@ -20,6 +21,8 @@ from benchmarks.gpu import (
     process,
     rehearsal,
     say,
+    sizes,
+    swaps,
     table,
     workspace,
 )
@@ -476,6 +479,66 @@ def test_bars_stand_beside_what_was_measured():
     assert rows[-1]["beside"] == pytest.approx(4250)
     lines = list(table.bar_lines(rows))
     assert sum("MISSED" in line for line in lines) == 2 and "76%" in lines[1]
+
+
+def test_a_swap_measured_again_takes_the_place_of_the_first_in_the_bars():
+    rows = [rate("in", 4 << 10, 20.0), rate("out", 4 << 10, 45.0), rate("in", 4 << 10, 40.0)]
+    found = table.bar_rows({"stages": {"swaps": {"rows": rows}}})
+    assert [(row["name"].split(",")[0], row["gb_per_s"]) for row in found] == [
+        ("swap in", 40.0), ("swap out", 45.0),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def fake_bench(monkeypatch):
+    """`kvcache bench` in which each call leaves its name and takes no time."""
+    bench, calls = swaps.bench, []
+
+    def device_rates(device, num_bytes, calibration=None, patterns=(), **_):
+        for pattern in patterns:
+            calls.append((pattern, calibration.machine))
+            yield bench.Rate("in", 4 << 10, pattern, "kernel", 40.0, 50.0, 8, 100)
+
+    def calibrate(device, num_bytes, progress, pool_bytes):
+        calls.append("calibrate")
+        progress(bench.Rate("in", 4 << 10, "scattered", "kernel", 40.0, 50.0, 8, 100))
+        return dataclasses.replace(swaps.DEFAULT, machine="measured")
+
+    monkeypatch.setattr(bench, "device_rates", device_rates)
+    monkeypatch.setattr(bench, "calibrate", calibrate)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sizes, "pool_bytes", lambda wanted: 1 << 20)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.delenv("KVCACHE_CALIBRATION_TO", raising=False)
+    return calls
+
+
+def test_scattered_swaps_come_before_the_calibration_and_again_after_it(fake_bench, capsys):
+    assert swaps.main() == 0
+    built_in = swaps.DEFAULT.machine
+    assert fake_bench == [
+        ("scattered", built_in), "calibrate", ("scattered", "measured"), ("runs", "measured"),
+    ]  # fmt: skip
+
+
+def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
+    fake_bench, monkeypatch, capsys
+):
+    left = iter([60.0, 0.5, 60.0, 60.0])
+    monkeypatch.setattr(say, "seconds_left", lambda: next(left))
+    assert swaps.main() == 1
+    assert [name for name in fake_bench if name != "calibrate"] == [
+        (pattern, swaps.DEFAULT.machine) for pattern in ("scattered", "runs")
+    ]
+    assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
+
+
+def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(sizes.pinning(), "_CONTAINER_LIMIT", limit)
+    assert sizes.available_host_bytes() > 1 << 20
+    limit.write_text("1048576\n")
+    assert sizes.available_host_bytes() == 1 << 20
 
 
 def test_the_table_names_every_stage_and_how_it_ended(runner):
