@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 
+from benchmarks import gpu_kernels
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import build as build_stage
 from benchmarks.gpu import (
@@ -412,6 +413,9 @@ def test_list_names_every_stage_in_its_order(capsys):
 
 def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
     assert [each.name for each in command.chosen(["bus"])] == ["build", "bus"]
+    assert command.chosen(["facts"]) == []  # which ran before, and need no build
+    assert [each.name for each in command.chosen(["build"])] == ["build"]
+    assert command.chosen(None) == list(STAGES[1:])
     with pytest.raises(SystemExit):
         command.parse(["--only", "everything"])
     assert "invalid choice" in capsys.readouterr().err
@@ -539,6 +543,29 @@ def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
     assert sizes.available_host_bytes() > 1 << 20
     limit.write_text("1048576\n")
     assert sizes.available_host_bytes() == 1 << 20
+
+
+def test_kernels_are_measured_where_the_copy_beside_them_fails(monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    def one_case(limit):
+        yield (
+            "one",
+            lambda: iter([{"kernel": "one", "case": "", **gpu_kernels.rate(2000, 1.0, limit)}]),
+        )
+
+    monkeypatch.setattr(gpu_kernels, "copy_gb_per_s", fails)
+    monkeypatch.setattr(gpu_kernels, "empty_kernel_us", fails)
+    monkeypatch.setattr(gpu_kernels, "cases", one_case)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    assert gpu_kernels.main() == 1
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert [row["failed"] for row in rows if "failed" in row] == [
+        "copy on the device: RuntimeError: out of memory",
+        "empty kernel: RuntimeError: out of memory",
+    ]
+    assert {"kernel": "one", "case": "", "us": 1.0, "gb_per_s": 2.0} in rows
 
 
 def test_the_table_names_every_stage_and_how_it_ended(runner):

@@ -1,4 +1,4 @@
-"""Stage: swaps beside their limit, before and after `kvcache bench --calibrate`; each figure told at once."""
+"""Stage: swaps beside their limit, before and after `kvcache bench --calibrate`; each told at once."""
 
 from __future__ import annotations
 
