@@ -69,8 +69,8 @@ cudaError_t refuse_implicit_dependency(const Stream& stream) {
 cudaError_t begin_capture(Stream& stream, cudaStreamCaptureMode mode) {
   if (stream.is_null()) return cudaErrorStreamCaptureUnsupported;
   if (stream.capture != nullptr) return cudaErrorIllegalState;
-  auto* const capture =
-      new Capture{next_id++, mode, std::this_thread::get_id(), &stream, {}, false, false, new Graph};
+  auto* const capture = new Capture{
+      next_id++, mode, std::this_thread::get_id(), &stream, {}, false, false, new Graph};
   join_capture(stream, *capture, {});
   return cudaSuccess;
 }
