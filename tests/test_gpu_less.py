@@ -113,13 +113,64 @@ def test_an_operator_in_a_capture_runs_with_the_graph():
         assert x.tolist() == [times] * 3 and y.tolist() == [2 * times] * 3
 
 
+WAITING = {
+    "a value": lambda x: x.sum().item(),
+    "nonzero": lambda x: x.nonzero(),
+    "where": lambda x: torch.where(x > 1),
+    "mask": lambda x: x[x > 1],
+    "mask of rows": lambda x: x[x[:, 0] > 1, 2],
+    "masked_select": lambda x: torch.masked_select(x, x > 1),
+    "assignment by mask": lambda x: x.index_put_((x > 1,), x[0, 1]),
+    "unique": lambda x: torch.unique(x),
+    "unique_consecutive": lambda x: torch.unique_consecutive(x),
+    "repeat_interleave": lambda x: torch.repeat_interleave(x.flatten().long()),
+    "bincount": lambda x: torch.bincount(x.flatten().long()),
+    "equal": lambda x: torch.equal(x, x + 1),
+}
+NOT_WAITING = {
+    "fill by mask": lambda x, ids: x.__setitem__(x > 1, 9.0),
+    "index": lambda x, ids: x[ids],
+    "where of three": lambda x, ids: torch.where(x > 1, x, 0.0),
+    "repeat_interleave": lambda x, ids: torch.repeat_interleave(ids, output_size=0),
+}
+
+
 @pytest.mark.gpu
 @on_it
-def test_a_value_cannot_be_read_in_a_capture():
-    x = torch.zeros((), device="cuda")
-    refused = pytest.raises(RuntimeError, match="waits for a value that a capture does not compute")
-    with refused, torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x.item()
+@pytest.mark.parametrize("name", WAITING)
+def test_an_operator_that_waits_for_the_device_breaks_a_capture(name):
+    x = torch.arange(12.0, device="cuda").reshape(3, 4)
+    broken = pytest.raises(RuntimeError, match="failed due to a previous error during capture")
+    refused = pytest.raises(RuntimeError, match="not permitted when stream is capturing")
+    with broken, torch.cuda.graph(torch.cuda.CUDAGraph()), refused:
+        WAITING[name](x)
+
+
+@pytest.fixture
+def no_waiting():
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@on_it
+@pytest.mark.parametrize("name", WAITING)
+def test_an_operator_that_waits_for_the_device_is_an_error_where_waiting_is(no_waiting, name):
+    x = torch.arange(12.0, device="cuda").reshape(3, 4)
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        WAITING[name](x)
+
+
+@pytest.mark.gpu
+@on_it
+@pytest.mark.parametrize("name", NOT_WAITING)
+def test_operators_with_known_shapes_are_captured_and_never_wait(no_waiting, name):
+    x = torch.arange(12.0, device="cuda").reshape(3, 4)
+    ids = torch.zeros(2, dtype=torch.int64, device="cuda")
+    NOT_WAITING[name](x, ids)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        NOT_WAITING[name](x, ids)
 
 
 def _run(program: str) -> subprocess.CompletedProcess:

@@ -1,5 +1,7 @@
 """`make gpu` without a GPU: stages that fail, hang, die or print garbage; machines that lack things."""
 
+import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -11,8 +13,21 @@ import time
 import pytest
 import torch
 
+from benchmarks import gpu_kernels
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import counters, kernel_tests, machine, process, rehearsal, table, workspace
+from benchmarks.gpu import build as build_stage
+from benchmarks.gpu import (
+    counters,
+    kernel_tests,
+    machine,
+    process,
+    rehearsal,
+    say,
+    sizes,
+    swaps,
+    table,
+    workspace,
+)
 from benchmarks.gpu.report import Outcome, Report, StageLog
 from benchmarks.gpu.run import Run
 from benchmarks.gpu.stages import STAGES, Stage
@@ -288,6 +303,84 @@ def test_carried_libraries_must_be_of_these_sources(tmp_path):
         workspace.carried(tmp_path)
 
 
+def test_the_manifest_says_what_the_libraries_were_built_with(tmp_path):
+    workspace.write_manifest(tmp_path, environment={**os.environ, "KVCACHE_CUDA_ARCHS": "90"})
+    facts = json.loads((tmp_path / workspace.MANIFEST).read_text())
+    version = importlib.metadata.version("torch")
+    assert facts["torch"] == version and {"archs", "cuda"} <= set(facts)
+    has_nvcc = machine.find_tool("nvcc") is not None
+    assert facts["archs"] == (["90"] if has_nvcc else [])
+    assert f"torch {version}" in workspace.built_with(tmp_path)
+
+
+@pytest.fixture
+def carrying(tmp_path, monkeypatch):
+    """Carried libraries, a package without any, and a build stage whose builds write empty files."""
+    given, package = tmp_path / "given", tmp_path / "kvcache"
+    given.mkdir()
+    package.mkdir()
+    workspace.write_manifest(given)
+    for name in (build_stage.CORE, *workspace.OPS):
+        (given / name).write_text("carried")
+    built = []
+
+    def fake(with_cuda, arch):
+        built.append((with_cuda, arch))
+        for name in (build_stage.CORE, *workspace.OPS):
+            if not (package / name).exists():
+                (package / name).write_text("built")
+
+    monkeypatch.setattr(build_stage, "build", fake)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    return given, package, built
+
+
+def test_carried_libraries_that_do_not_load_are_built_again(carrying, monkeypatch, capsys):
+    given, package, built = carrying
+    problems = ["undefined symbol: no_such_function", None]
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: problems.pop(0))
+    assert build_stage.provide(package, given, "90") == 1
+    assert built == [(True, "90")]
+    assert {path.read_text() for path in package.glob("*.so")} == {"built"}
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert "no_such_function" in next(row["failed"] for row in rows if "failed" in row)
+    assert any("libraries" in row for row in rows)  # so that the other stages run
+
+
+def test_carried_libraries_that_load_are_used_and_nothing_is_built(carrying, monkeypatch):
+    given, package, built = carrying
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: None)
+    assert build_stage.provide(package, given, "90") == 0 and built == []
+    assert {path.read_text() for path in package.glob("*.so")} == {"carried"}
+
+
+def test_built_libraries_that_do_not_load_fail_the_build(carrying, monkeypatch, capsys):
+    _, package, built = carrying
+    monkeypatch.setattr(build_stage, "loading_problem", lambda: "no kernel image")
+    assert build_stage.provide(package, None, "90") == 1 and built == [(True, "90")]
+    assert '"libraries"' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("why", "warm_up", "problem"),
+    [
+        ("None", "lambda: None", None),
+        ("'libkvcache_cuda is not usable: the driver is too old'", "lambda: None", "not usable"),
+        ("None", "lambda: exec('raise RuntimeError(\"no code for sm_90\")')", "no code for sm_90"),
+    ],
+)
+def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why, warm_up, problem):
+    package = tmp_path / "kvcache"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "ops.py").write_text(f"warm_up = {warm_up}\n")
+    native = f"why_no_cuda = lambda: {why}\ndescribe = lambda: {{'libkvcache_cuda': 'here'}}\n"
+    (package / "_native.py").write_text(native)
+    monkeypatch.chdir(tmp_path)
+    found = build_stage.loading_problem()
+    assert (found is None) if problem is None else problem in found
+
+
 def test_a_workspace_takes_no_built_library_along(tmp_path):
     workspace.make(tmp_path)
     assert (tmp_path / "kvcache" / "ops.py").exists() and (tmp_path / "csrc" / "ops").is_dir()
@@ -322,6 +415,9 @@ def test_list_names_every_stage_in_its_order(capsys):
 
 def test_only_takes_the_build_along_and_refuses_unknown_stages(capsys):
     assert [each.name for each in command.chosen(["bus"])] == ["build", "bus"]
+    assert command.chosen(["facts"]) == []  # which ran before, and need no build
+    assert [each.name for each in command.chosen(["build"])] == ["build"]
+    assert command.chosen(None) == list(STAGES[1:])
     with pytest.raises(SystemExit):
         command.parse(["--only", "everything"])
     assert "invalid choice" in capsys.readouterr().err
@@ -391,6 +487,89 @@ def test_bars_stand_beside_what_was_measured():
     assert sum("MISSED" in line for line in lines) == 2 and "76%" in lines[1]
 
 
+def test_a_swap_measured_again_takes_the_place_of_the_first_in_the_bars():
+    rows = [rate("in", 4 << 10, 20.0), rate("out", 4 << 10, 45.0), rate("in", 4 << 10, 40.0)]
+    found = table.bar_rows({"stages": {"swaps": {"rows": rows}}})
+    assert [(row["name"].split(",")[0], row["gb_per_s"]) for row in found] == [
+        ("swap in", 40.0), ("swap out", 45.0),
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def fake_bench(monkeypatch):
+    """`kvcache bench` in which each call leaves its name and takes no time."""
+    bench, calls = swaps.bench, []
+
+    def device_rates(device, num_bytes, calibration=None, patterns=(), **_):
+        for pattern in patterns:
+            calls.append((pattern, calibration.machine))
+            yield bench.Rate("in", 4 << 10, pattern, "kernel", 40.0, 50.0, 8, 100)
+
+    def calibrate(device, num_bytes, progress, pool_bytes):
+        calls.append("calibrate")
+        progress(bench.Rate("in", 4 << 10, "scattered", "kernel", 40.0, 50.0, 8, 100))
+        return dataclasses.replace(swaps.DEFAULT, machine="measured")
+
+    monkeypatch.setattr(bench, "device_rates", device_rates)
+    monkeypatch.setattr(bench, "calibrate", calibrate)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sizes, "pool_bytes", lambda wanted: 1 << 20)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.delenv("KVCACHE_CALIBRATION_TO", raising=False)
+    return calls
+
+
+def test_scattered_swaps_come_before_the_calibration_and_again_after_it(fake_bench, capsys):
+    assert swaps.main() == 0
+    built_in = swaps.DEFAULT.machine
+    assert fake_bench == [
+        ("scattered", built_in), "calibrate", ("scattered", "measured"), ("runs", "measured"),
+    ]  # fmt: skip
+
+
+def test_a_calibration_ends_where_no_time_is_left_and_swaps_are_told(
+    fake_bench, monkeypatch, capsys
+):
+    left = iter([60.0, 0.5, 60.0, 60.0])
+    monkeypatch.setattr(say, "seconds_left", lambda: next(left))
+    assert swaps.main() == 1
+    assert [name for name in fake_bench if name != "calibrate"] == [
+        (pattern, swaps.DEFAULT.machine) for pattern in ("scattered", "runs")
+    ]
+    assert "calibration: TimeoutError: no time left" in capsys.readouterr().out
+
+
+def test_memory_is_no_more_than_a_container_may_have(monkeypatch, tmp_path):
+    limit = tmp_path / "memory.max"
+    monkeypatch.setattr(sizes.pinning(), "_CONTAINER_LIMIT", limit)
+    assert sizes.available_host_bytes() > 1 << 20
+    limit.write_text("1048576\n")
+    assert sizes.available_host_bytes() == 1 << 20
+
+
+def test_kernels_are_measured_where_the_copy_beside_them_fails(monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("out of memory")
+
+    def one_case(limit):
+        yield (
+            "one",
+            lambda: iter([{"kernel": "one", "case": "", **gpu_kernels.rate(2000, 1.0, limit)}]),
+        )
+
+    monkeypatch.setattr(gpu_kernels, "copy_gb_per_s", fails)
+    monkeypatch.setattr(gpu_kernels, "empty_kernel_us", fails)
+    monkeypatch.setattr(gpu_kernels, "cases", one_case)
+    monkeypatch.setattr(say, "_num_failed", 0)
+    assert gpu_kernels.main() == 1
+    rows = [json.loads(x) for x in capsys.readouterr().out.splitlines() if x.startswith("{")]
+    assert [row["failed"] for row in rows if "failed" in row] == [
+        "copy on the device: RuntimeError: out of memory",
+        "empty kernel: RuntimeError: out of memory",
+    ]
+    assert {"kernel": "one", "case": "", "us": 1.0, "gb_per_s": 2.0} in rows
+
+
 def test_the_table_names_every_stage_and_how_it_ended(runner):
     runner.all(stage("one", GOOD), stage("bad", "raise SystemExit(3)"))
     lines = list(table.stage_lines(runner.report.contents))
@@ -406,10 +585,66 @@ def test_counts_of_pytest_output():
     assert kernel_tests.counts(["Fatal Python error: Segmentation fault"])["passed"] == 0
 
 
+def pytest_file(folder, *tests):
+    lines = ["import pytest"]
+    for number, body in enumerate(tests):
+        lines += ["@pytest.mark.gpu", f"def test_{number}():", f"    {body}"]
+    (folder / "test_x.py").write_text("\n".join(lines))
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu: needs one\n")
+    return folder / "test_x.py"
+
+
+SKIP = "pytest.skip('no device')"
+
+
+@pytest.mark.parametrize(
+    ("tests", "status", "num_failed"),
+    [((SKIP, "pass"), "ok", 0), ((SKIP, SKIP), "all skipped", 1), ((), "ok", 0)],
+)
+def test_a_file_that_skips_all_its_tests_is_a_fault(
+    tmp_path, monkeypatch, capsys, tests, status, num_failed
+):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    found = kernel_tests.tested(pytest_file(tmp_path, *tests), 60)
+    assert found["status"] == status and say._num_failed == num_failed
+
+
+def test_a_run_in_which_no_test_passed_is_a_fault(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(say, "_num_failed", 0)
+    monkeypatch.setattr(kernel_tests, "gpu_test_files", lambda folder: [pytest_file(tmp_path)])
+    assert kernel_tests.main() == 1
+    assert '{"failed": "no test passed"}' in capsys.readouterr().out
+
+
+def test_rows_of_threads_are_whole_lines_where_output_is_not_buffered():
+    program = """
+        import threading
+        from benchmarks.gpu import say
+        def tell(number):
+            for i in range(300):
+                say.row(thread=number, i=i)
+                say.log("  a line of log")
+        threads = [threading.Thread(target=tell, args=(n,)) for n in range(8)]
+        for each in threads: each.start()
+        for each in threads: each.join()
+    """
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+    )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    rows = [json.loads(line) for line in lines if line.startswith("{")]
+    assert len(rows) == 8 * 300 and lines.count("  a line of log") == 8 * 300
+
+
 def test_files_with_gpu_tests_are_found():
     names = [path.name for path in kernel_tests.gpu_test_files(REPO / "tests")]
     assert {"test_token_io_op.py", *kernel_tests._REHEARSED} <= set(names)
     assert "test_hashing.py" not in names
+    assert "test_gpu_less.py" not in names  # skipped as a whole on a GPU
 
 
 def test_the_table_of_ncu_is_read():

@@ -75,7 +75,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     names = [stage.name for stage in STAGES]
     parser.add_argument(
-        "--only", nargs="+", choices=names, metavar="STAGE", help="these stages, and the build"
+        "--only",
+        nargs="+",
+        choices=names,
+        metavar="STAGE",
+        help="these stages, and the build where one needs it",
     )
     parser.add_argument("--list", action="store_true", help="the stages, their limits, and no more")
     parser.add_argument(
@@ -137,8 +141,12 @@ def measure(
 
 
 def chosen(only: Sequence[str] | None) -> list[Stage]:
-    """The stages asked for, and the build, which each needs. The facts are there already."""
-    return [stage for stage in STAGES[1:] if not only or stage.name in {*only, "build"}]
+    """The stages asked for, and the build where one needs it. The facts are there already."""
+    if not only:
+        return list(STAGES[1:])
+    needs_build = any(stage.needs_build for stage in STAGES if stage.name in only)
+    names = {*only, "build"} if needs_build else {*only}
+    return [stage for stage in STAGES[1:] if stage.name in names]
 
 
 def environment(args: argparse.Namespace, folder: Path, report: Report) -> dict[str, str]:

@@ -10,12 +10,17 @@ import sysconfig
 import time
 from pathlib import Path
 
-from benchmarks.gpu import say, workspace
+from benchmarks.gpu import process, say, workspace
 
 CORE = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
-_DESCRIBE = """
+# A library without code for this device loads; only its kernels do not, so they are loaded too.
+_LOAD = """
 import json, kvcache.ops
 from kvcache import _native
+why = _native.why_no_cuda()
+if why:
+    raise SystemExit(" ".join(why.split()))
+kvcache.ops.warm_up()
 print(json.dumps(_native.describe()))
 """
 
@@ -23,30 +28,63 @@ print(json.dumps(_native.describe()))
 def main() -> int:
     import torch
 
-    package = Path.cwd() / "kvcache"
     given = os.environ.get("KVCACHE_LIBRARIES")
-    here = set()
-    if given:
-        with say.attempt("carried libraries"):
-            for library in workspace.carried(Path(given)):
-                shutil.copy2(library, package)
-                here.add(library.name)
-            say.learned(f"carried: {', '.join(sorted(here))}")
     arch = "{}{}".format(*torch.cuda.get_device_capability())
-    if not here >= {CORE, *workspace.OPS}:
-        start = time.monotonic()
-        build(with_cuda="libkvcache_cuda.so" not in here, arch=arch)
-        seconds = time.monotonic() - start
-        say.row(built_for=arch, seconds=seconds, carried=sorted(here))
-        say.learned(f"built for sm_{arch} in {seconds:.1f} s")
-    loaded = subprocess.run([sys.executable, "-c", _DESCRIBE], capture_output=True, text=True)
-    print(loaded.stdout + loaded.stderr)
-    if loaded.returncode != 0 or "not loadable" in loaded.stdout or "not built" in loaded.stdout:
-        why = (loaded.stdout + loaded.stderr).strip().splitlines()
-        print(f"the libraries do not load: {why[-1] if why else loaded.returncode}")
-        return 1  # even where a failure before was made good by the build
+    return provide(Path.cwd() / "kvcache", Path(given) if given else None, arch)
+
+
+def provide(package: Path, given: Path | None, arch: str) -> int:
+    """Libraries that load, in `package`: those in the folder `given`, else built here. The exit code."""
+    here = copied(given, package) if given else set()
+    problem = None
+    if here:
+        if not here >= {CORE, *workspace.OPS}:  # the core of another Python, most often
+            timed_build("libkvcache_cuda.so" not in here, arch, here)
+        problem = loading_problem()
+        if problem:
+            say.failed(f"the carried libraries do not load, so they are built here: {problem}")
+            for library in package.glob("*.so"):
+                library.unlink()
+            here = set()
+    if not here:
+        timed_build(True, arch, here)
+        problem = loading_problem()
+    if problem:
+        print(f"the libraries do not load: {problem}")
+        return 1
     say.row(libraries=sorted(path.name for path in package.glob("*.so")))
-    return say.exit_code()
+    return say.exit_code()  # 1 also where a failure before was made good by the build
+
+
+def copied(given: Path, package: Path) -> set[str]:
+    """Copies carried libraries into the package; their names. None, and a fault told, where they are
+    not of these sources."""
+    here = set()
+    with say.attempt("carried libraries"):
+        for library in workspace.carried(given):
+            shutil.copy2(library, package)
+            here.add(library.name)
+        say.learned(f"carried: {', '.join(sorted(here))}; {workspace.built_with(given)}")
+    return here
+
+
+def loading_problem() -> str | None:
+    """Why the libraries or their kernels do not load, in a process of its own; None where they do."""
+    loaded = subprocess.run([sys.executable, "-c", _LOAD], capture_output=True, text=True)
+    print(loaded.stdout + loaded.stderr)
+    if loaded.returncode == 0:
+        return None
+    why = (loaded.stdout + loaded.stderr).strip().splitlines()
+    return why[-1] if why else process.Ended(loaded.returncode, False, 0).status
+
+
+def timed_build(with_cuda: bool, arch: str, here: set[str]) -> None:
+    """Builds what is not carried, and tells how long that took."""
+    start = time.monotonic()
+    build(with_cuda, arch)
+    seconds = time.monotonic() - start
+    say.row(built_for=arch, seconds=seconds, carried=sorted(here))
+    say.learned(f"built for sm_{arch} in {seconds:.1f} s")
 
 
 def build(with_cuda: bool, arch: str) -> None:

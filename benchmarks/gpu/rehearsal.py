@@ -29,7 +29,7 @@ def again_inside(args: argparse.Namespace, results: Path) -> int:
     libraries = args.libraries
     if libraries is None:
         libraries = build.TREE / "kvcache"
-        workspace.write_manifest(libraries, build.TREE)
+        workspace.write_manifest(libraries, build.TREE, built.python, built.environment())
     command = [str(built.python), "-m", "benchmarks.gpu", "--rehearse", "--results", str(results)]
     command += ["--libraries", str(libraries.resolve())]
     command += ["--only", *args.only] if args.only else []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -16,28 +17,41 @@ from contextlib import contextmanager
 
 _started = time.monotonic()
 _num_failed = 0
+_lock = threading.Lock()
+
+
+def log(text: str) -> None:
+    """Lines of log, in one piece: `print` writes the end of a line by itself where output is not
+    buffered, and another thread's row could come in between."""
+    with _lock:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def _tell(fields: dict[str, object]) -> None:
+    log(json.dumps(fields))
 
 
 def row(**fields: object) -> None:
     """One measurement or answer, with names of its own."""
-    print(json.dumps(fields), flush=True)
+    _tell(fields)
 
 
 def learned(text: str) -> None:
     """A line for the reader of the run."""
-    print(json.dumps({"learned": text}), flush=True)
+    _tell({"learned": text})
 
 
 def skipped(reason: str) -> None:
     """The stage, or a part of it, was not done, and why."""
-    print(json.dumps({"skipped": reason}), flush=True)
+    _tell({"skipped": reason})
 
 
 def failed(text: str) -> None:
     """A fault; the stage goes on, and `exit_code` tells it at the end."""
     global _num_failed
     _num_failed += 1
-    print(json.dumps({"failed": text}), flush=True)
+    _tell({"failed": text})
 
 
 @contextmanager

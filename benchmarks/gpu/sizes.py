@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
+import sys
+from types import ModuleType
 
-from benchmarks.gpu import say
+from benchmarks.gpu import machine, say
 
 REHEARSAL = os.environ.get("KVCACHE_REHEARSAL") == "1"
 FACTOR = 1024
@@ -35,7 +39,21 @@ def pool_bytes(wanted: int, least: int = 1 << 20) -> int:
 
 
 def available_host_bytes() -> int:
-    """What the system could give without swapping."""
+    """What the system could give without swapping, and no more than a container may have."""
+    return min(_system_bytes(), pinning().host_memory_bytes() or sys.maxsize)
+
+
+@functools.cache
+def pinning() -> ModuleType:
+    """kvcache/worker/pinning.py alone: the package needs its libraries, which may not be built yet."""
+    path = machine.REPO / "kvcache" / "worker" / "pinning.py"
+    spec = importlib.util.spec_from_file_location("_pinning", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _system_bytes() -> int:
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":") for line in lines)

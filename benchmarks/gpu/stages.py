@@ -30,7 +30,8 @@ def module(name: str, *arguments: str) -> tuple[str, ...]:
 
 
 # The limits leave room for a first, cold import of torch. All else depends on the build, so it may take
-# long; where everything takes its full time, the last stage is cut short.
+# long. Together they are longer than a run may take, since most stages end far before theirs; where they
+# do not, the last stages are cut short or not run.
 STAGES = (
     Stage(
         "facts", 40, module("benchmarks.gpu.facts"), "setup",

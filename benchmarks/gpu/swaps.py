@@ -1,4 +1,4 @@
-"""Stage: `kvcache bench --calibrate`, each figure told as it is measured; swaps beside their limit."""
+"""Stage: swaps beside their limit, before and after `kvcache bench --calibrate`; each told at once."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.gpu import say, sizes
 from kvcache import bench
-from kvcache.worker.calibration import Calibration
+from kvcache.worker.calibration import DEFAULT, Calibration
 
 _BYTES = 256 << 20  # moved per measurement
+_LEAST_S = 1.0  # nothing begins with less time
 _TOLD = (4 << 10, 16 << 10, 1 << 20)  # fragments of which the reader hears at once
 
 
@@ -21,32 +22,54 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     num_bytes = sizes.scaled(_BYTES, 256 << 10)
     pool_bytes = sizes.pool_bytes(bench.POOL_BYTES)
+    # First the figures that have bars, with the built-in calibration: they are there whatever follows.
+    with say.attempt("swaps"):
+        tell_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
     found: list[Calibration] = []
     with say.attempt("calibration"):
         found.append(bench.calibrate(device, num_bytes, tell_trial, pool_bytes))
         tell(found[0])
-    with say.attempt("swaps"):
-        # Without a calibration of this machine, swaps go as they would before the first one.
-        rates = bench.device_rates(
-            device,
-            num_bytes,
-            calibration=(found or [None])[0],
-            rounds=sizes.repeats(7),
-            pool_bytes=pool_bytes,
-        )
-        for rate in rates:
-            say.row(kind="swap", **asdict(rate), share=rate.share)
-            if rate.pattern == "scattered" and rate.fragment in _TOLD:
-                say.learned(
-                    f"swap {rate.direction}, {rate.fragment >> 10:,} KiB by {rate.method}: "
-                    f"{rate.gb_per_s:.1f} of {rate.contiguous_gb_per_s:.1f} GB/s, {rate.share:.0%}"
-                )
+    with say.attempt("swaps as calibrated"):
+        patterns = ("scattered", "runs") if found else ("runs",)
+        tell_swaps(device, num_bytes, (found or [DEFAULT])[0], patterns, pool_bytes)
     return say.exit_code()
 
 
+def tell_swaps(
+    device: torch.device,
+    num_bytes: int,
+    calibration: Calibration,
+    patterns: tuple[str, ...],
+    pool_bytes: int,
+) -> None:
+    """Swaps by the methods that the calibration chooses, each told at once, while there is time."""
+    is_built_in = calibration is DEFAULT
+    rates = bench.device_rates(
+        device,
+        num_bytes,
+        calibration=calibration,
+        patterns=patterns,
+        rounds=sizes.repeats(7),
+        pool_bytes=pool_bytes,
+    )
+    for rate in rates:
+        say.row(kind="swap", **asdict(rate), share=rate.share, calibrated=not is_built_in)
+        if rate.pattern == "scattered" and rate.fragment in _TOLD:
+            say.learned(
+                f"swap {rate.direction}, {rate.fragment >> 10:,} KiB by {rate.method}"
+                f"{'' if is_built_in else ', calibrated'}: "
+                f"{rate.gb_per_s:.1f} of {rate.contiguous_gb_per_s:.1f} GB/s, {rate.share:.0%}"
+            )
+        if say.seconds_left() < _LEAST_S:
+            say.skipped(f"swaps after {rate.pattern}, {rate.fragment >> 10:,} KiB: no time left")
+            return
+
+
 def tell_trial(rate: bench.Rate) -> None:
-    """One trial of the calibration."""
+    """One trial of the calibration, which ends where there is no time left."""
     say.row(kind="trial", **asdict(rate), share=rate.share)
+    if say.seconds_left() < _LEAST_S:
+        raise TimeoutError("no time left")
 
 
 def tell(found: Calibration) -> None:

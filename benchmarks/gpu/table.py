@@ -28,14 +28,16 @@ def mark(status: str) -> str:
 
 def bar_rows(contents: dict) -> list[dict]:
     """What was measured that has a bar: name, GB/s, what it is beside, ratio, bar, whether reached."""
-    found = []
+    swaps: dict[tuple, dict] = {}  # the last of each: calibrated, where the stage came so far
     for rate in rows_of(contents, "swaps"):
         # Neighbouring pages are merged, so that only scattered ones have the size they are called by.
         if rate.get("kind") != "swap" or rate.get("pattern") != "scattered":
             continue
         bar = bar_of_swap(rate["fragment"])
         name = f"swap {rate['direction']}, {rate['fragment'] >> 10:,} KiB, {rate['method']}"
-        found.append(_bar_row(name, rate["gb_per_s"], rate["contiguous_gb_per_s"], bar))
+        case = (rate["direction"], rate["fragment"])
+        swaps[case] = _bar_row(name, rate["gb_per_s"], rate["contiguous_gb_per_s"], bar)
+    found = list(swaps.values())
     for row in rows_of(contents, "kernels"):
         if row.get("kernel") == "permute_blocks_" and row.get("of_copy"):
             limit = row["gb_per_s"] / row["of_copy"]

@@ -30,7 +30,7 @@ def graph_us(calls: Sequence[Callable[[], None]], rounds: int = 20) -> float:
     """Median microseconds of one of the calls, all captured in a graph, one after the other.
 
     In a graph the gaps between launches shrink to the device's. Calls over different memory keep what
-    one of them left in the L2 from helping the next round: see `rotated`.
+    one of them left in the L2 from helping the next round: see `num_rotated`.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

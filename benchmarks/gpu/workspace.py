@@ -10,12 +10,26 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.gpu import machine
 
 MANIFEST = "kvcache-libraries.json"
 OPS = ("libkvcache_cpu.so", "libkvcache_cuda.so")
+# Run by the Python of the build; the package is not imported.
+_BUILT_WITH = """
+import importlib.metadata, importlib.util, json, subprocess
+spec = importlib.util.spec_from_file_location("_build", "kvcache/_build.py")
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+home, cuda = build.cuda_home(), None
+if home:
+    nvcc = [str(home / "bin" / "nvcc"), "--version"]
+    cuda = subprocess.check_output(nvcc, text=True).splitlines()[-1]
+facts = {"archs": build.cuda_archs() if home else [], "cuda": cuda}
+print(json.dumps({**facts, "torch": importlib.metadata.version("torch")}))
+"""
 _PARTS = ("kvcache", "csrc", "benchmarks", "tests", "examples", "setup.py", "pyproject.toml")
 _PARTS += ("README.md", "LICENSE", "MANIFEST.in")
 
@@ -52,9 +66,31 @@ def carried(folder: Path, repo: Path = machine.REPO) -> list[Path]:
     return sorted(folder.glob("*.so"))
 
 
-def write_manifest(folder: Path, repo: Path = machine.REPO) -> None:
-    """Says in the folder which sources its libraries were built from."""
+def built_with(folder: Path) -> str:
+    """What the manifest says that the libraries were built with, for the reader."""
+    facts = json.loads((folder / MANIFEST).read_text())
+    return ", ".join(f"{name} {facts.get(name)}" for name in ("archs", "cuda", "torch"))
+
+
+def write_manifest(
+    folder: Path,
+    repo: Path = machine.REPO,
+    python: Path | str = sys.executable,
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Says in the folder which sources its libraries were built from, and with what.
+
+    `python`, `environment`: those of the build, which know torch, the toolkit and the architectures.
+    """
     facts = {"commit": machine.commit(repo), "sources": machine.sources_digest(repo)}
+    asked = subprocess.run(
+        [str(python), "-c", _BUILT_WITH],
+        cwd=repo,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    facts |= json.loads(asked.stdout) if asked.returncode == 0 else {}
     (folder / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
 
 

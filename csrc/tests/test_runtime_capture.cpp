@@ -143,6 +143,26 @@ TEST(a_capturing_stream_and_its_events_cannot_be_waited_for) {
   });
 }
 
+TEST(an_event_of_an_ended_capture_cannot_be_waited_for_and_no_later_work_is_lost) {
+  in_child([] {
+    cudaStream_t a = capturing(kRelaxed), b = new_stream();
+    cudaEvent_t event = recorded(a);
+    CHECK_EQ(end(a), cudaSuccess);
+    CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaErrorCapturedEvent);
+    note(b, "b");
+    CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);
+    CHECK_EQ(ran, "b");
+
+    CHECK_EQ(cudaStreamBeginCapture(b, kRelaxed), cudaSuccess);
+    CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaErrorCapturedEvent);
+    CHECK_EQ(end(b), cudaErrorStreamCaptureInvalidated);
+
+    CHECK_EQ(cudaEventRecord(event, a), cudaSuccess);  // recorded again, it is as any other
+    CHECK_EQ(cudaStreamWaitEvent(b, event, 0), cudaSuccess);
+    CHECK_EQ(cudaStreamSynchronize(b), cudaSuccess);
+  });
+}
+
 TEST(work_outside_cannot_be_waited_for_in_a_capture) {
   in_child([] {
     cudaEvent_t outside = recorded(new_stream()), never = nullptr;

@@ -83,6 +83,30 @@ TEST(the_direction_of_a_copy_is_checked) {
   });
 }
 
+TEST(overlapping_copies_and_fills_of_pageable_memory_are_errors) {
+  in_child([] {
+    char* device = nullptr;
+    void* pinned = nullptr;
+    CHECK_EQ(cudaMalloc(reinterpret_cast<void**>(&device), 64), cudaSuccess);
+    CHECK_EQ(cudaMallocHost(&pinned, 64), cudaSuccess);
+    cudaStream_t stream = nullptr;
+    CHECK_EQ(cudaStreamCreate(&stream), cudaSuccess);
+    const auto copy = [&](size_t to, size_t from) {
+      return cudaMemcpyAsync(device + to, device + from, 16, cudaMemcpyDefault, stream);
+    };
+    CHECK_EQ(copy(8, 0), cudaErrorInvalidValue);
+    CHECK_EQ(copy(0, 15), cudaErrorInvalidValue);
+    CHECK_EQ(copy(16, 0), cudaSuccess);
+    // Columns of one matrix.
+    CHECK_EQ(cudaMemcpy2DAsync(device + 8, 16, device, 16, 8, 4, cudaMemcpyDefault, stream),
+             cudaSuccess);
+    char pageable[16];
+    CHECK_EQ(cudaMemset(pageable, 1, 16), cudaErrorInvalidValue);
+    CHECK_EQ(cudaMemset(pinned, 1, 16), cudaSuccess);
+    CHECK_EQ(cudaMemset(device, 1, 16), cudaSuccess);
+  });
+}
+
 TEST(registered_ranges_share_no_page) {
   in_child([] {
     Pages p(4);

@@ -163,15 +163,21 @@ class _Logged:
             self._next = time.monotonic() + _SECONDS_BETWEEN_LOGS
 
 
-def check_host_memory(num_bytes: int) -> None:
-    """MemoryError where the host, or the container, has less."""
+def host_memory_bytes() -> int | None:
+    """What the host has, or its container may have; None where the system does not say."""
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with contextlib.suppress(OSError, ValueError):  # "max": no limit; no file: no container
         limits.append(int(_CONTAINER_LIMIT.read_text()))
-    if limits and num_bytes > min(limits):
+    return min(limits, default=None)
+
+
+def check_host_memory(num_bytes: int) -> None:
+    """MemoryError where the host, or the container, has less."""
+    limit = host_memory_bytes()
+    if limit is not None and num_bytes > limit:
         raise MemoryError(
             f"this needs {num_bytes / 2**30:,.1f} GiB: "
-            f"expected at most the {min(limits) / 2**30:,.1f} GiB that the host has"
+            f"expected at most the {limit / 2**30:,.1f} GiB that the host has"
         )

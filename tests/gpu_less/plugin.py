@@ -3,7 +3,8 @@
 kvcache's kernels, copies and events go through the runtime; torch's kernels cannot, since there is no
 device to run their code. An operator reads its inputs when it is called, after the work that its
 stream holds, and writes its results when the stream gets there: later than the call, as on a device.
-In a capture, an operator becomes a node of the graph, which calls back when it runs.
+In a capture, an operator becomes a node of the graph, which calls back when it runs. An operator that
+makes the host wait for a value or a shape is refused in a capture, and as torch's sync debug mode says.
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ class CudaOnCpu(TorchDispatchMode):
         if not _is_ours(func, args, kwargs) or _is_one_copy(func, args, kwargs):
             return func(*args, **kwargs)
         stream = torch.cuda.current_stream().cuda_stream
-        if _runtime.kvcache_gpuless_is_capturing(stream):
+        capturing = _runtime.kvcache_gpuless_is_capturing(stream)
+        if (capturing or torch.cuda.get_sync_debug_mode()) and _waits_for_values(
+            func, args, kwargs
+        ):
+            torch.cuda.current_stream().synchronize()  # CUDA's and torch's own refusals
+        if capturing:
             return _capture(func, args, kwargs, stream)
         _runtime.kvcache_gpuless_drain(stream)
         return _run_on_cpu(func, args, kwargs, stream)
@@ -112,6 +118,21 @@ def _is_one_copy(func, args, kwargs) -> bool:
         same = kwargs.get("dtype") in (None, source.dtype)
         return plain and same and source.is_contiguous()
     return False
+
+
+def _waits_for_values(func, args, kwargs) -> bool:
+    """Whether the host waits for the device in it, since a value or a shape depends on data there."""
+    name = func._schema.name.removeprefix("aten::")
+    if name == "repeat_interleave":
+        return kwargs.get("output_size") is None
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        masks = [x for x in args[1] if x is not None and x.dtype in (torch.bool, torch.uint8)]
+        if not masks or name == "index":
+            return bool(masks)
+        fill = args[2].numel() == 1 and args[2].device.type == "cpu"  # torch makes it a masked_fill
+        return not (fill and sum(x is not None for x in args[1]) == 1)
+    tags = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+    return name == "_unique" or any(tag in func.tags for tag in tags)
 
 
 def _run_on_cpu(func, args, kwargs, stream):
@@ -152,8 +173,6 @@ def _run_on_cpu(func, args, kwargs, stream):
 
 def _capture(func, args, kwargs, stream):
     """The operator as a node of the graph under way; its results have the shapes of now."""
-    if func is torch.ops.aten._local_scalar_dense.default:
-        raise RuntimeError(f"gpu-less: {func} waits for a value that a capture does not compute")
     # The alias of each tensor's memory: what the graph reads and writes, whoever owns it then.
     memory: dict[int, torch.Tensor] = {}
 

@@ -200,6 +200,11 @@ KV_GPULESS_API cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaE
     const Event* event = event_of(handle);
     Stream* stream = stream_of(stream_handle);
     if (event == nullptr || stream == nullptr) return cudaErrorInvalidResourceHandle;
+    // A graph has what it marked: there is no work of this process that could be waited for.
+    if (event->capture != nullptr && event->capture->ended) {
+      if (stream->capture != nullptr) stream->capture->invalid = true;
+      return cudaErrorCapturedEvent;
+    }
     if (stream->capture != nullptr) return wait_in_capture(*stream, *event);
     if (event->capture != nullptr) {
       if (stream->is_null()) return cudaErrorStreamCaptureImplicit;

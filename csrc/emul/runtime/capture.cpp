@@ -69,8 +69,8 @@ cudaError_t refuse_implicit_dependency(const Stream& stream) {
 cudaError_t begin_capture(Stream& stream, cudaStreamCaptureMode mode) {
   if (stream.is_null()) return cudaErrorStreamCaptureUnsupported;
   if (stream.capture != nullptr) return cudaErrorIllegalState;
-  auto* const capture =
-      new Capture{next_id++, mode, std::this_thread::get_id(), &stream, {}, false, new Graph};
+  auto* const capture = new Capture{
+      next_id++, mode, std::this_thread::get_id(), &stream, {}, false, false, new Graph};
   join_capture(stream, *capture, {});
   return cudaSuccess;
 }
@@ -92,6 +92,7 @@ cudaError_t end_capture(Stream& stream, Graph** graph) {
     s->capture = nullptr;
     s->capture_leaves.clear();
   }
+  capture->ended = true;
   // The capture's object stays: events recorded in it still point to it.
   if (capture->invalid) return cudaErrorStreamCaptureInvalidated;
   if (!joined) {

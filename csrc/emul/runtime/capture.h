@@ -31,6 +31,7 @@ struct Capture {
   Stream* origin;
   std::set<Stream*> streams;  // the origin among them
   bool invalid = false;
+  bool ended = false;
   Graph* graph;  // the caller's from the end on
 };
 

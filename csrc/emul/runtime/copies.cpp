@@ -1,6 +1,7 @@
 #include "emul/runtime/copies.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 
@@ -54,8 +55,18 @@ Work from_staging(const CopyShape& c) {
   return [c, staged] { move_rows(c, reachable(c.to), c.to_pitch, staged->data(), c.row_bytes); };
 }
 
+// Undefined on a device, which copies in no order. Rows may lie between one another's rows.
+bool overlaps(const CopyShape& c) {
+  if (c.num_rows != 1) return false;
+  const auto to = reinterpret_cast<uintptr_t>(c.to), from = reinterpret_cast<uintptr_t>(c.from);
+  if (to >= from + c.row_bytes || from >= to + c.row_bytes) return false;
+  say("copy of %zu bytes from %p to %p: they overlap", c.row_bytes, c.from, c.to);
+  return true;
+}
+
 bool has_bad_operand(void* to, const void* from, size_t bytes) {
-  return bytes == 0 || !is_operand(to, bytes) || !is_operand(from, bytes);
+  return bytes == 0 || !is_operand(to, bytes) || !is_operand(from, bytes) ||
+         overlaps({to, from, bytes});
 }
 
 }  // namespace
@@ -71,7 +82,7 @@ cudaError_t copy(const CopyShape& c, cudaMemcpyKind kind, Stream& stream) {
         c.row_bytes * c.num_rows, c.from, c.to);
     return cudaErrorInvalidValue;
   }
-  if (!fits_kind(c, kind)) return cudaErrorInvalidValue;
+  if (!fits_kind(c, kind) || overlaps(c)) return cudaErrorInvalidValue;
   if (stream.capture != nullptr) return submit_or_capture(stream, direct(c));
   const bool staged = is_pageable(c.from);
   if (const cudaError_t e = submit_or_capture(stream, staged ? from_staging(c) : direct(c)))
@@ -83,6 +94,10 @@ cudaError_t copy(const CopyShape& c, cudaMemcpyKind kind, Stream& stream) {
 cudaError_t fill(void* to, int value, size_t bytes, Stream& stream) {
   if (bytes == 0) return cudaSuccess;
   if (!is_operand(to, bytes)) return cudaErrorInvalidValue;
+  if (is_pageable(to)) {
+    say("fill of %zu bytes at %p: it is pageable host memory", bytes, to);
+    return cudaErrorInvalidValue;
+  }
   return submit_or_capture(stream, [=] { std::memset(reachable(to), value, bytes); });
 }
 
