@@ -29,7 +29,8 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
 
     CUDA loads a kernel when it is first launched, which drivers before 12.3 refuse while a graph is
     captured, and which delays a first step with any. Call it once per device before the first capture;
-    `SwapEngine` does. RuntimeError where there is no CUDA library, or it has no code for the device.
+    `SwapEngine` does. RuntimeError where there is no CUDA library, or it has no code for the device;
+    ValueError for a device that is not there.
 
     >>> if torch.cuda.is_available():
     ...     warm_up()
@@ -40,6 +41,11 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
     problem = _native.why_no_cuda()
     if problem:
         raise RuntimeError(f"there is nothing to load: {problem}")
+    count = torch.cuda.device_count()
+    if device.index is not None and device.index >= count:
+        raise ValueError(
+            f"device is {device}: expected one of the {count} that there are, from cuda:0"
+        )
     index = torch.cuda.current_device() if device.index is None else device.index
     try:
         _ops._load_kernels(index)

@@ -114,3 +114,16 @@ def test_the_copy_that_a_batch_refuses_is_named(monkeypatch):
         Route(pages, host).copy(pairs[[0, 3]], engine=ops.COPY_ENGINE)  # nothing is left of it
     stream.synchronize()
     assert arrived(pages, host, pairs[[0, 3]])
+
+
+@pytest.mark.parametrize("into_host", [True, False])
+def test_a_kernel_refuses_tensors_of_which_one_is_not_pinned(into_host):
+    pages = Pages.allocate(9, [[512]] * 2, device="cuda")
+    pageable = torch.zeros(9, 512, dtype=torch.uint8)
+    pinned = pageable.pin_memory()
+    host = Pages.over([pinned, pageable])
+    route = Route(pages, host) if into_host else Route(host, pages)
+    with pytest.raises(RuntimeError, match=r"'s regions\[1\] is host memory that is not pinned"):
+        route.copy(np.array([[1, 2]]))
+    route.copy(np.array([[1, 2]]), engine=ops.COPY_ENGINE)
+    torch.cuda.synchronize()

@@ -75,3 +75,29 @@ def test_a_toolkit_that_says_nothing_is_named(toolkit):
     folder = toolkit([])
     with pytest.raises(RuntimeError, match=r"nvcc --list-gpu-arch failed"):
         _build.toolkit_archs(folder)
+
+
+ASYNC_COPY = """
+#include "ops/async_copy.h"
+__global__ void kernel(const uint4* from, uint4* to) {
+  __shared__ uint4 moved[32];
+  kvcache::async_copy(moved + threadIdx.x, from + threadIdx.x);
+  kvcache::async_copy_commit();
+  kvcache::async_copy_wait<0>();
+  to[threadIdx.x] = moved[threadIdx.x];
+}
+"""
+
+
+@pytest.mark.parametrize(("arch", "is_asynchronous"), [("75", False), ("80", True)])
+def test_asynchronous_copies_compile_for_what_has_none(tmp_path, arch, is_asynchronous):
+    home = _build.cuda_home()
+    if home is None or arch not in _build.toolkit_archs(home):
+        pytest.skip(f"no nvcc that compiles for sm_{arch}")
+    source, ptx = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
+    source.write_text(ASYNC_COPY)
+    nvcc = [str(home / "bin" / "nvcc"), "-std=c++17", f"-I{REPO / 'csrc'}"]
+    for out, kind in ((ptx, "-ptx"), (tmp_path / "kernel.cubin", "-cubin")):
+        command = [*nvcc, f"-arch=sm_{arch}", kind, "-o", str(out), str(source)]
+        subprocess.run(command, check=True)
+    assert ("cp.async" in ptx.read_text()) == is_asynchronous

@@ -76,3 +76,18 @@ def test_what_cannot_be_addressed_at_once_is_named(ops):
     with pytest.raises(RuntimeError, match=r"src has regions\[1\] in other pinned memory than"):
         copy(ops, host, device, ids([3, 0]), table=two)
     assert not device.any()
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_region_that_is_not_pinned_is_named(ops, side):
+    """Its memory's first byte is pinned, and known by the host's own address."""
+    host, _, device = sides()
+    half = len(host) // 2
+    ops.map_host(host.data_ptr() + half, half, 0)  # the device has no address for it
+    two = torch.tensor([[0, 8, 0, 8, 8], [half, 8, half, 8, 8]])
+    source, destination = (host, device) if side == "src" else (device, host)
+    with pytest.raises(
+        RuntimeError, match=rf"{side}'s regions\[1\] is host memory that is not pin"
+    ):
+        copy(ops, source, destination, ids([3, 0]), table=two)
+    assert not device.any() and (host == 1).all()

@@ -3,9 +3,12 @@
 import contextlib
 import ctypes
 import errno
+import gc
 import mmap
+import os
 import re
 import resource
+import threading
 
 import numpy as np
 import pytest
@@ -32,7 +35,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
 
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(pinning, "_register", register)
-    monkeypatch.setattr(pinning, "_unpin", lambda addresses, _: released.extend(addresses))
+    monkeypatch.setattr(pinning, "_unpin", lambda addresses, *_: released.extend(addresses))
     with pytest.warns(
         RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
     ):
@@ -144,24 +147,70 @@ def test_memory_that_the_system_does_not_map_is_a_memory_error(monkeypatch):
     ],
 )
 def test_a_registration_that_fails_says_what_to_do(monkeypatch, limit, advice):
-    class Cudart:
-        @staticmethod
-        def cudaHostRegister(address, num_bytes, flags):
-            return 2
-
-        @staticmethod
-        def cudaGetErrorString(error):
-            return "out of memory"
-
-    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(resource, "getrlimit", lambda what: (limit, limit))
+    registering_gives(monkeypatch, 2)
     with pytest.warns(RuntimeWarning, match="could not be pinned") as warned:
-        host = Pages.allocate(2, [[64]]).on_host(4, pin_memory=True)
+        _, per_chunk, keep = pinning.allocate_host(4, 64, torch.device("cuda", 0))
     text = str(warned[0].message)
     assert "cudaHostRegister of 256 bytes: out of memory (2). " in text
     assert re.search(advice, text) and "pin_memory=False" in text
-    assert not host.is_pinned
+    assert (per_chunk, keep) == (0, None)
+
+
+def test_an_error_that_is_not_for_want_of_memory_has_no_advice_about_it(monkeypatch):
+    registering_gives(monkeypatch, 1)
+    with pytest.warns(RuntimeWarning, match="could not be pinned") as warned:
+        pinning.allocate_host(4, 64, torch.device("cuda", 0))
+    assert str(warned[0].message).endswith("of 256 bytes: invalid argument (1)")
+
+
+def test_memory_that_is_not_unpinned_is_told(monkeypatch, caplog):
+    registering_gives(monkeypatch, 0)
+    memory, _, keep = pinning.allocate_host(4, 64, torch.device("cuda", 0))
+    monkeypatch.setattr(torch.ops.kvcache, "_host_unregister", lambda *_: 1, raising=False)
+    del keep
+    gc.collect()
+    (line,) = caplog.messages
+    assert line == f"cudaHostUnregister of {memory.data_ptr():#x}: invalid argument (1)"
+
+
+def registering_gives(monkeypatch, error):
+    """In the place of CUDA: what it answers to every registration."""
+
+    class Cudart:
+        cudaError = int
+
+        @staticmethod
+        def cudaGetErrorString(error):
+            return {1: "invalid argument", 2: "out of memory"}[error]
+
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(pinning._native, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.ops.kvcache, "_host_register", lambda *_: error, raising=False)
+
+
+def is_mapped_in_a_fork(memory):
+    """Whether a forked child has a page of the memory in its address space."""
+    address = memory.data_ptr() + memory.numel() // 2
+    child = os.fork()
+    if child == 0:
+        with open("/proc/self/maps") as lines:
+            spans = [line.split()[0].split("-") for line in lines]
+        os._exit(any(int(a, 16) <= address < int(b, 16) for a, b in spans))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+@pytest.mark.parametrize("can_be_pinned", [True, False])
+def test_a_fork_copies_no_pinned_memory(monkeypatch, can_be_pinned):
+    registering_gives(monkeypatch, 0 if can_be_pinned else 1)
+    monkeypatch.setattr(torch.ops.kvcache, "_host_unregister", lambda *_: 0, raising=False)
+    told = contextlib.nullcontext() if can_be_pinned else pytest.warns(RuntimeWarning)
+    with told:
+        memory, _, keep = pinning.allocate_host(64, 1 << 20, torch.device("cuda", 0))
+    assert is_mapped_in_a_fork(memory) == (not can_be_pinned)
+    memory.fill_(7)  # the parent has it
+    assert int(memory[-1]) == 7
+    del keep
 
 
 # --- on a GPU -------------------------------------------------------------------------------------
@@ -199,3 +248,28 @@ def test_host_pages_are_pinned_in_pieces_and_let_go(monkeypatch):
         for region in range(len(pages.sizes)):  # K and V of a layer lie apart
             got = host.fragment(region)[last - 1 : last + 2]
             assert torch.equal(got, pages.fragment(region)[1:4].cpu()), f"region {region}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["pinning", "unpinning"])
+def test_pinning_does_not_break_a_capture_of_another_thread(what):
+    pages = Pages.allocate(9, [[512, 512]] * 2, device="cuda")
+    held = [pages.on_host(64)] if what == "unpinning" else []
+
+    def pin_or_unpin():
+        if what == "pinning":
+            held.append(pages.on_host(64))
+        else:
+            held.clear()
+            gc.collect()
+
+    x, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        x.add_(1)
+        thread = threading.Thread(target=pin_or_unpin)
+        thread.start()
+        thread.join()
+    graph.replay()
+    assert x.tolist() == [1] * 8
+    assert all(host.is_pinned for host in held) and len(held) == (what == "pinning")

@@ -55,6 +55,13 @@ def test_warming_up_needs_a_device():
             ops.warm_up()
 
 
+def test_warming_up_a_device_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(ops._native, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"device is cuda:7: expected one of the 1 that there are"):
+        ops.warm_up("cuda:7")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 @pytest.mark.parametrize("elsewhere", [True, False])
@@ -192,3 +199,22 @@ def test_warming_up_loads_every_kernel_once_and_again_costs_nothing():
     ops.warm_up()
     ops.warm_up("cuda:0")
     assert torch.ops.kvcache._load_kernels(0) == num_kernels
+
+
+@pytest.mark.gpu
+def test_the_checked_mode_says_that_it_cannot_be_captured(monkeypatch):
+    pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
+    pairs = torch.tensor([[1, 2]], device="cuda", dtype=torch.int32)
+    within, graph = Route(pages, pages), torch.cuda.CUDAGraph()
+    ops.warm_up()
+    torch.cuda.synchronize()
+    monkeypatch.setenv("KVCACHE_CHECKED", "1")
+    with torch.cuda.graph(graph):
+        with pytest.raises(RuntimeError, match=r"synchronises, and this stream is being captured"):
+            within.copy(pairs)
+        monkeypatch.delenv("KVCACHE_CHECKED")
+        within.copy(pairs)  # the capture is still valid
+    pages.memory[1] = 7
+    graph.replay()
+    torch.cuda.synchronize()
+    assert pages.memory[2].unique().tolist() == [7]

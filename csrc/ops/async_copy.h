@@ -1,11 +1,14 @@
 // Copies from global to shared memory that pass no register: a thread has as many on their way as
-// it begins, and no registers to hold them. The hardware has them from sm_80 on.
+// it begins, and no registers to hold them. The hardware has them from sm_80 on; before, a copy is
+// a load and a store at once, and there is nothing to wait for.
 #pragma once
 
 #include <cstdint>
 
 #ifndef __CUDACC__
 #include "emul/cuda_emul.h"
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+#define KV_HAS_CP_ASYNC
 #endif
 
 namespace kvcache {
@@ -17,7 +20,7 @@ constexpr bool has_async_copy = sizeof(Vector) == 4 || sizeof(Vector) == 8 || si
 template <class Vector>
 __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global) {
   static_assert(has_async_copy<Vector>, "asynchronous copies have 4, 8 or 16 bytes");
-#ifdef __CUDACC__
+#ifdef KV_HAS_CP_ASYNC
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   if constexpr (sizeof(Vector) == 16) {  // past the L1, which only this size can
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
@@ -26,6 +29,8 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
                  "n"(sizeof(Vector))
                  : "memory");
   }
+#elif defined(__CUDACC__)
+  *shared = *global;
 #else
   emul::begin_async_copy(shared, global, sizeof(Vector));
 #endif
@@ -33,9 +38,9 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
 
 // Makes one group of the copies that this thread began since its last group.
 __device__ __forceinline__ void async_copy_commit() {
-#ifdef __CUDACC__
+#ifdef KV_HAS_CP_ASYNC
   asm volatile("cp.async.commit_group;" ::: "memory");
-#else
+#elif !defined(__CUDACC__)
   emul::commit_async_copies();
 #endif
 }
@@ -44,9 +49,9 @@ __device__ __forceinline__ void async_copy_commit() {
 // barrier that follows.
 template <int kGroups>
 __device__ __forceinline__ void async_copy_wait() {
-#ifdef __CUDACC__
+#ifdef KV_HAS_CP_ASYNC
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
-#else
+#elif !defined(__CUDACC__)
   emul::wait_async_copies(kGroups);
 #endif
 }

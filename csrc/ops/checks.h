@@ -7,12 +7,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "ops/switches.h"
 
 namespace kvcache {
 
@@ -20,12 +21,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 [[noreturn]] inline void fail(const std::string& text) { throw std::runtime_error(text); }
-
-// Whether an environment variable is set, and to something other than 0.
-inline bool switched_on(const char* name) {
-  const char* value = std::getenv(name);
-  return value != nullptr && value[0] != '\0' && value[0] != '0';
-}
 
 inline std::string shape_of(const Tensor& t) {
   std::string text = "[";

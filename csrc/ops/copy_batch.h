@@ -5,13 +5,15 @@
 // test puts a scripted one in its place).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <vector>
+
+#include "ops/switches.h"
 
 namespace kvcache {
 
@@ -20,9 +22,12 @@ namespace kvcache {
 constexpr size_t kMaxDescriptors = 4096;
 
 // KVCACHE_BATCH_COPIES=0 switches batched copies off, for drivers that hang or fail in them.
-inline bool batches_switched_on() {
-  const char* value = std::getenv("KVCACHE_BATCH_COPIES");
-  return value == nullptr || value[0] != '0';
+inline bool batches_switched_on() { return switched_on("KVCACHE_BATCH_COPIES", true); }
+
+// Whether a batch was refused because the driver has none: later calls do not try again.
+inline std::atomic<bool>& driver_has_no_batches() {
+  static std::atomic<bool> has_none{false};
+  return has_none;
 }
 
 class CopyBatch {
@@ -54,6 +59,7 @@ class CopyBatch {
  private:
   bool batches_possible() const {
 #if CUDART_VERSION >= 12080
+    if (driver_has_no_batches()) return false;
     if (stream_ == nullptr) return false;  // batches are refused on the legacy default stream
     // A batch would end the capture of a graph with an error; single copies become its nodes.
     cudaStreamCaptureStatus capture{};
@@ -99,14 +105,16 @@ class CopyBatch {
         &attributes, &from_first, 1, &failed, stream_);
 #endif
     if (error == cudaSuccess) return true;
+    (void)cudaGetLastError();  // a later launch must not find it
+    const bool has_none =
+        error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
+    if (has_none) driver_has_no_batches() = true;
     // These may concern the batch alone; with InvalidValue single copies name the one
     // that is wrong. Copying again what a batch has copied does no harm.
-    if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver &&
-        error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
+    if (!has_none && error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
       throw std::runtime_error("a batch of " + std::to_string(sizes_.size()) +
                                " copies failed: " + cudaGetErrorString(error));
     }
-    (void)cudaGetLastError();
     batched_ = false;
 #endif
     return false;

@@ -79,20 +79,46 @@ __global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) 
   if (i < n && bad(i)) atomicMin(first, static_cast<unsigned long long>(i));
 }
 
+// One number on the device, for as long as this lives.
+class DeviceNumber {
+ public:
+  DeviceNumber() { KV_CUDA_CHECK(cudaMalloc(&memory_, sizeof(unsigned long long))); }
+  ~DeviceNumber() { (void)cudaFree(memory_); }
+  DeviceNumber(const DeviceNumber&) = delete;
+  DeviceNumber& operator=(const DeviceNumber&) = delete;
+  unsigned long long* get() const { return static_cast<unsigned long long*>(memory_); }
+
+ private:
+  void* memory_ = nullptr;
+};
+
+// The checked mode waits for the device, which a capture does not allow.
+inline void check_not_capturing([[maybe_unused]] cudaStream_t stream) {
+#ifdef __CUDACC__
+  cudaStreamCaptureStatus capture{};
+  KV_CUDA_CHECK(cudaStreamIsCapturing(stream, &capture));
+  if (capture != cudaStreamCaptureStatusNone) {
+    fail(
+        "the checked mode (KVCACHE_CHECKED) synchronises, and this stream is being captured: "
+        "expected a call outside of captures, or the mode switched off");
+  }
+#endif
+}
+
 // The smallest i < n with bad(i), or -1. Synchronises: for the checked mode only.
 template <class Bad>
 int64_t first_bad_on_device(const Bad& bad, int64_t n, cudaStream_t stream) {
   if (n == 0) return -1;
   constexpr unsigned kThreads = 256;
-  void* first = nullptr;
+  check_not_capturing(stream);
+  const DeviceNumber first;
   unsigned long long found = 0;
-  KV_CUDA_CHECK(cudaMalloc(&first, sizeof(found)));
-  KV_CUDA_CHECK(cudaMemsetAsync(first, 0xFF, sizeof(found), stream));
+  KV_CUDA_CHECK(cudaMemsetAsync(first.get(), 0xFF, sizeof(found), stream));
   KV_LAUNCH(first_bad_kernel<Bad>, dim3(unsigned((n + kThreads - 1) / kThreads)), dim3(kThreads), 0,
-            stream, bad, n, static_cast<unsigned long long*>(first));
-  KV_CUDA_CHECK(cudaMemcpyAsync(&found, first, sizeof(found), cudaMemcpyDeviceToHost, stream));
+            stream, bad, n, first.get());
+  KV_CUDA_CHECK(
+      cudaMemcpyAsync(&found, first.get(), sizeof(found), cudaMemcpyDeviceToHost, stream));
   KV_CUDA_CHECK(cudaStreamSynchronize(stream));
-  KV_CUDA_CHECK(cudaFree(first));
   return found == ~0ull ? -1 : static_cast<int64_t>(found);
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,26 +13,30 @@
 
 namespace kvcache {
 
-// What to add to a host address for the device's. An error that names the argument for memory that
-// is not pinned: a kernel cannot reach it.
-inline int64_t shift_to_device(const char* host, const char* name) {
+// What to add to a host address for the device's; nothing for memory that is not pinned.
+inline std::optional<int64_t> shift_to_device(const char* host) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, host);
   if (error != cudaSuccess || attributes.type != cudaMemoryTypeHost ||
       attributes.devicePointer == nullptr) {
     (void)cudaGetLastError();
-    fail(std::string(name) +
-         " is host memory that is not pinned: expected pinned memory for engine 0 "
-         "(kernel), or engine 1 (copy engine)");
+    return std::nullopt;
   }
   return static_cast<const char*>(attributes.devicePointer) - host;
+}
+
+// A kernel cannot reach memory that is not pinned.
+[[noreturn]] inline void fail_pageable(const std::string& name) {
+  fail(name +
+       " is host memory that is not pinned: expected pinned memory for engine 0 (kernel), or "
+       "engine 1 (copy engine)");
 }
 
 // Calls copy(part) with parts of `c` whose host side, source or destination, has the device's
 // addresses.
 template <class Copy>
 void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
-  const char* name = is_source ? "src" : "dst";
+  const std::string name = is_source ? "src" : "dst";
   const char* base = is_source ? c.source : c.destination;
   const auto shifted = [&](int64_t shift) {
     BlockCopy part = c;
@@ -42,21 +47,28 @@ void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
     }
     return part;
   };
-  const int64_t shift = shift_to_device(base, name);
-  if (shift == 0) return copy(c);
+  const std::optional<int64_t> of_base = shift_to_device(base);
+  if (!of_base) fail_pageable(name);
+  const int64_t shift = *of_base;
   const auto offset = [&](const CopyRegion& r, int64_t page) {
     return is_source ? r.source + page * r.source_stride
                      : r.destination + page * r.destination_stride;
   };
-  if (c.pages_per_run == 0) {
-    for (int64_t i = 0; i < c.num_regions; ++i) {
-      if (shift_to_device(base + offset(c.regions[i], 0), name) == shift) continue;
-      fail(std::string(name) + " has regions[" + std::to_string(i) +
-           "] in other pinned memory than its first byte: expected one piece on this device, which "
-           "has addresses of its own for each, or engine 1 (copy engine)");
-    }
-    return copy(shifted(shift));
+  // Each region may be memory of its own (`Pages.over`), and one that is not pinned is found here:
+  // a kernel that reads it would end the process's work on the device.
+  bool is_one_piece = true;
+  for (int64_t i = 0; i < c.num_regions; ++i) {
+    const std::optional<int64_t> of_region = shift_to_device(base + offset(c.regions[i], 0));
+    if (of_region == shift) continue;
+    const std::string region = "regions[" + std::to_string(i) + "]";
+    if (!of_region) fail_pageable(name + "'s " + region);
+    is_one_piece = false;
+    if (c.pages_per_run > 0) continue;
+    fail(name + " has " + region +
+         " in other pinned memory than its first byte: expected one piece on this device, which "
+         "has addresses of its own for each, or engine 1 (copy engine)");
   }
+  if (c.pages_per_run == 0 || (shift == 0 && is_one_piece)) return copy(shifted(shift));
   if (!c.pairs_on_cpu) {
     fail(
         "pairs is on a device: expected cpu, as this device has addresses of its own for each "
@@ -70,7 +82,9 @@ void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
   }
   for (const auto& [piece, pairs] : pairs_of_piece) {
     const char* first = base + offset(c.regions[0], piece * c.pages_per_run);
-    BlockCopy part = shifted(shift_to_device(first, name));
+    const std::optional<int64_t> of_piece = shift_to_device(first);
+    if (!of_piece) fail_pageable(name);
+    BlockCopy part = shifted(*of_piece);
     part.pairs = pairs.data();
     part.num_pairs = static_cast<int64_t>(pairs.size() / 2);
     copy(part);

@@ -1,5 +1,5 @@
-// What torch does not offer of streams, events and loading: polling that disturbs no capture,
-// streams of one's own, and loading of all kernels ahead of a capture.
+// What torch does not offer of streams, events, pinning and loading: polling and pinning that
+// disturb no capture, streams of one's own, and loading of all kernels ahead of a capture.
 //
 // Ops without tensors, so they belong to no device's dispatch key, and only the CUDA library has
 // them. Handles of events and streams are their addresses.
@@ -31,6 +31,26 @@ class OutsideCapture {
 torch::stable::accelerator::DeviceGuard guard_for(int64_t device) {
   return torch::stable::accelerator::DeviceGuard(
       static_cast<torch::stable::accelerator::DeviceIndex>(device));
+}
+
+// Pins host memory for all devices, so that kernels reach it; the CUDA error, 0 for none.
+int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
+  const auto guard = guard_for(device);
+  const OutsideCapture outside;
+  const cudaError_t error =
+      cudaHostRegister(reinterpret_cast<void*>(address), static_cast<size_t>(num_bytes),
+                       cudaHostRegisterPortable | cudaHostRegisterMapped);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
+}
+
+// Undoes host_register; the CUDA error, 0 for none.
+int64_t host_unregister(int64_t device, int64_t address) {
+  const auto guard = guard_for(device);
+  const OutsideCapture outside;
+  const cudaError_t error = cudaHostUnregister(reinterpret_cast<void*>(address));
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  return error;
 }
 
 // Whether all that an event stands for is done.
@@ -97,6 +117,8 @@ int64_t driver_version() {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvcache, m) {
+  m.def("_host_register(int device, int address, int num_bytes) -> int");
+  m.def("_host_unregister(int device, int address) -> int");
   m.def("_event_query(int event) -> bool");
   m.def("_stream_create(int device) -> int");
   m.def("_stream_synchronize(int device, int stream) -> ()");
@@ -107,6 +129,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kvcache, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvcache, CompositeExplicitAutograd, m) {
+  m.impl("_host_register", TORCH_BOX(&host_register));
+  m.impl("_host_unregister", TORCH_BOX(&host_unregister));
   m.impl("_event_query", TORCH_BOX(&event_query));
   m.impl("_stream_create", TORCH_BOX(&stream_create));
   m.impl("_stream_synchronize", TORCH_BOX(&stream_synchronize));

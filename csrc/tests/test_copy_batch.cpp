@@ -49,14 +49,38 @@ TEST(one_call_carries_all_beside_the_computing) {
 
 TEST(batches_can_be_switched_off) {
   script = {};
-  Memory memory, other;
+  Memory memory;
   carry(memory, kStream, /*batched=*/false);
-  setenv("KVCACHE_BATCH_COPIES", "0", 1);
-  carry(other);
-  unsetenv("KVCACHE_BATCH_COPIES");
-  CHECK(memory.has_arrived() && other.has_arrived());
+  CHECK(memory.has_arrived());
   CHECK_EQ(script.num_batches, 0);
-  CHECK_EQ(script.num_singles, 2 * kCopies);
+  CHECK_EQ(script.num_singles, kCopies);
+}
+
+TEST(the_environment_switches_batches_off_and_on) {
+  const auto num_batches = [](const char* value) {
+    script = {};
+    Memory memory;
+    setenv("KVCACHE_BATCH_COPIES", value, 1);
+    carry(memory);
+    unsetenv("KVCACHE_BATCH_COPIES");
+    CHECK(memory.has_arrived());
+    return script.num_batches;
+  };
+  for (const char* off : {"0", "false", "False", "OFF", "no"}) CHECK_EQ(num_batches(off), 0);
+  for (const char* on : {"", "1", "true", "on", "yes"}) CHECK_EQ(num_batches(on), 1);
+}
+
+TEST(a_switch_that_is_unset_or_empty_is_as_the_caller_says) {
+  unsetenv("KVCACHE_A_SWITCH");
+  CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
+  CHECK(kvcache::switched_on("KVCACHE_A_SWITCH", true));
+  setenv("KVCACHE_A_SWITCH", "", 1);
+  CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
+  setenv("KVCACHE_A_SWITCH", "no", 1);
+  CHECK(!kvcache::switched_on("KVCACHE_A_SWITCH"));
+  setenv("KVCACHE_A_SWITCH", "1", 1);
+  CHECK(kvcache::switched_on("KVCACHE_A_SWITCH"));
+  unsetenv("KVCACHE_A_SWITCH");
 }
 
 TEST(no_batch_on_the_default_stream_in_a_capture_or_where_addresses_differ) {
@@ -83,6 +107,23 @@ TEST(what_a_batch_refuses_goes_one_by_one) {
     CHECK_EQ(script.num_batches, 1);
     CHECK_EQ(script.num_singles, kCopies);
     CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});  // a later launch must not find it
+    kvcache::driver_has_no_batches() = false;
+  }
+}
+
+TEST(a_driver_without_batches_is_not_asked_again) {
+  for (cudaError_t error : {cudaErrorInvalidValue, cudaErrorNotSupported,
+                            cudaErrorCallRequiresNewerDriver, cudaErrorStreamCaptureUnsupported}) {
+    script = {};
+    script.batch_answer = error;
+    Memory first, second;
+    carry(first);
+    carry(second);
+    CHECK(first.has_arrived() && second.has_arrived());
+    const bool for_good =
+        error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
+    CHECK_EQ(script.num_batches, for_good ? 1 : 2);
+    kvcache::driver_has_no_batches() = false;
   }
 }
 
@@ -109,6 +150,7 @@ TEST(an_error_of_the_device_is_no_reason_to_try_again) {
   Memory memory;
   CHECK_EQ(refused(memory), std::string("a batch of 5 copies failed: another error"));
   CHECK_EQ(script.num_singles, 0);
+  CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});
 }
 
 TEST(a_call_carries_so_many_at_most) {

@@ -16,11 +16,14 @@ from pathlib import Path
 
 import torch
 
+from kvcache import _native
+
 _log = logging.getLogger("kvcache")
 _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
 _SECONDS_BETWEEN_LOGS = 5.0
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: of the host, or of what may be locked
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -39,14 +42,17 @@ def allocate_host(
     """
     total = num_blocks * block_bytes
     check_host_memory(total)
-    memory = _mapped(total)
+    memory, mapping = _mapped(total)
     if pin_for is None or total == 0:
         return memory, 0, None
     steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
     per_chunk = steps * _PAGES_PER_STEP
+    # A fork would copy all pinned pages at once, as they must not move.
+    _advise(mapping, "MADV_DONTFORK")
     try:
         keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(), pin_for)
     except _PinningError as error:
+        _advise(mapping, "MADV_DOFORK")
         warnings.warn(
             f"{total / 2**30:.1f} GiB of host memory could not be pinned, swaps will be slower: {error}",
             RuntimeWarning,
@@ -56,14 +62,16 @@ def allocate_host(
     return memory, per_chunk, keep
 
 
-def _mapped(num_bytes: int) -> torch.Tensor:
-    """uint8[num_bytes] at the start of a huge page; the tensor's storage begins there as well.
+def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """uint8[num_bytes] at the start of a huge page, and its mapping (None: there are no bytes).
 
-    torch and the ops ask about a storage's first byte whether memory is pinned, so nothing may lie
+    The tensor's storage begins at the huge page as well.
+
+    Torch and the ops ask about a storage's first byte whether memory is pinned, so nothing may lie
     before the first pinned byte. The memory is mapped, not touched, and the tensor keeps the mapping.
     """
     if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), None
     try:
         mapping = mmap.mmap(
             -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -72,14 +80,20 @@ def _mapped(num_bytes: int) -> torch.Tensor:
         raise MemoryError(
             f"this needs {num_bytes / 2**30:,.1f} GiB: the system maps no more ({error.strerror})"
         ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            mapping.madvise(mmap.MADV_HUGEPAGE)
+    _advise(mapping, "MADV_HUGEPAGE")
     # The default device may be another one, and frombuffer must not follow it.
     with torch.device("cpu"):
         start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
         offset = -start % _HUGE_PAGE_BYTES
-        return torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
+        memory = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
+    return memory, mapping
+
+
+def _advise(mapping: mmap.mmap, name: str) -> None:
+    """madvise by name, where the system knows it."""
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(getattr(mmap, name))
 
 
 class _Pinned:
@@ -96,7 +110,7 @@ class _Pinned:
         chunks = [(start + at, min(chunk_bytes, total - at)) for at in range(0, total, chunk_bytes)]
         pinned: list[int] = []
         # The memory must outlive the registration, so the finaliser holds it.
-        self._finalizer = weakref.finalize(self, _unpin, pinned, memory)
+        self._finalizer = weakref.finalize(self, _unpin, pinned, device, memory)
 
         def pin_one(chunk: tuple[int, int]) -> int:
             _register(*chunk, device)
@@ -120,18 +134,24 @@ class _PinningError(Exception):
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
-    flags = 1 | 2  # portable (for all contexts), mapped (kernels reach it)
+    # The op, unlike torch's cudart, disturbs no capture of another thread.
+    problem = _native.why_no_cuda()
+    if problem is None and device.type != "cuda":
+        problem = f"device is {device}: expected a CUDA device"
+    if problem:
+        raise _PinningError(problem)
     try:
-        cudart = torch.cuda.cudart()
-        with torch.cuda.device(device):
-            error = cudart.cudaHostRegister(address, num_bytes, flags)
-    except (RuntimeError, AssertionError, ValueError) as why:  # torch without CUDA asserts
+        error = torch.ops.kvcache._host_register(device.index, address, num_bytes)
+    except RuntimeError as why:  # there is no device
         raise _PinningError(str(why)) from why
-    if int(error) != 0:
-        raise _PinningError(
-            f"cudaHostRegister of {num_bytes} bytes: {cudart.cudaGetErrorString(error)} "
-            f"({int(error)}). {_advice()}"
-        )
+    if error != 0:
+        advice = f". {_advice()}" if error == _OUT_OF_MEMORY else ""
+        raise _PinningError(f"cudaHostRegister of {num_bytes} bytes: {_error_text(error)}{advice}")
+
+
+def _error_text(error: int) -> str:
+    cudart = torch.cuda.cudart()
+    return f"{cudart.cudaGetErrorString(cudart.cudaError(error))} ({error})"
 
 
 def _advice() -> str:
@@ -146,9 +166,11 @@ def _advice() -> str:
     )
 
 
-def _unpin(addresses: list[int], _: torch.Tensor) -> None:
+def _unpin(addresses: list[int], device: torch.device, _: torch.Tensor) -> None:
     for address in addresses:
-        torch.cuda.cudart().cudaHostUnregister(address)
+        error = torch.ops.kvcache._host_unregister(device.index, address)
+        if error != 0:
+            _log.warning("cudaHostUnregister of %#x: %s", address, _error_text(error))
 
 
 class _Logged:

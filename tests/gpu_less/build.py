@@ -133,7 +133,10 @@ def _call(command: list[str]) -> None:
 
 def _has_torch(python: Path) -> bool:
     """Whether torch is there with the runtime's major version of CUDA; does not import it."""
-    program = "import importlib.metadata as m; m.version('torch'); print(m.version('nvidia-cuda-runtime'))"
+    program = (
+        "from importlib.metadata import version; version('torch'); "
+        "print(version('nvidia-cuda-runtime'))"
+    )
     done = subprocess.run([str(python), "-c", program], capture_output=True, text=True)
     return done.returncode == 0 and done.stdout.startswith("13.")
 
