@@ -589,10 +589,22 @@ def test_an_interrupt_ends_quietly(tmp_path):
     with open(fifo, "w") as trace:  # returns once the reader is there
         trace.write(json.dumps(LINE) + "\n")
         trace.flush()
-        time.sleep(0.1)
+        wait_until_asleep(process.pid)  # it has read the line, and waits for more
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "")
+
+
+def wait_until_asleep(pid: int, timeout_s: float = 60.0) -> None:
+    """Returns when a process has slept without using the processor for half a second."""
+    deadline, last, quiet = time.monotonic() + timeout_s, None, 0
+    while quiet < 10:
+        assert time.monotonic() < deadline, f"process {pid} does not come to rest"
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        times = fields[10:12]  # in user and in system mode
+        quiet = quiet + 1 if state == "S" and times == last else 0
+        last = times
+        time.sleep(0.05)
 
 
 def test_python_m_works_and_returns_the_code():
