@@ -30,7 +30,7 @@ $(VENV)/.deps: pyproject.toml
 	$(BIN)/python -m pip install --quiet $(PIP_TORCH_ARGS) "torch==$(TORCH)"
 	touch $@
 
-$(VENV)/.built: $(VENV)/.deps setup.py kvcache/_build.py $(NATIVE)
+$(VENV)/.built: $(VENV)/.deps setup.py kvcache/native/build.py $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,dev]"
 	touch $@
 

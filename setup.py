@@ -16,7 +16,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
-_spec = importlib.util.spec_from_file_location("_build", HERE / "kvcache" / "_build.py")
+_spec = importlib.util.spec_from_file_location("_build", HERE / "kvcache" / "native" / "build.py")
 build = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(build)
 

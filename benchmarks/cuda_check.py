@@ -24,8 +24,8 @@ from pathlib import Path
 
 from benchmarks import sass
 from benchmarks.sass_expectations import failures
-from kvcache import _build
-from tests.gpu_less import build
+from kvcache.native import build
+from tests.gpu_less.build import environment_folder
 
 NO_NVCC = 3
 ARCH = "sm_90"
@@ -36,12 +36,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, metavar="FILE", help="where the table is written")
     json_file = parser.parse_args(arguments).json
-    home = _build.cuda_home()
+    home = build.cuda_home()
     if home is None:
         print("cuda-check: no nvcc found, nothing compiled", file=sys.stderr)
         return NO_NVCC
-    root = _build.source_root()
-    sources = _build.cuda_sources(root)
+    root = build.source_root()
+    sources = build.cuda_sources(root)
     with tempfile.TemporaryDirectory() as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor() as pool:
@@ -59,12 +59,12 @@ def compile_one(
 ) -> subprocess.CompletedProcess[str]:
     command = [
         str(home / "bin" / "nvcc"),
-        *_build.NVCC_FLAGS,
-        *_build.gencode_flags(),
+        *build.NVCC_FLAGS,
+        *build.gencode_flags(),
         "-Werror=all-warnings",
-        f"-D{_build.TORCH_TARGET}",
+        f"-D{build.TORCH_TARGET}",
         "-isystem",
-        str(_build.torch_dir() / "include"),
+        str(build.torch_dir() / "include"),
         f"-I{root}",
         "-c",
         str(source),
@@ -77,7 +77,7 @@ def compile_one(
 def check_machine_code(home: Path, objects: list[Path], json_file: Path | None) -> int:
     tool = find_cuobjdump(home)
     missing = None
-    if f"code={ARCH}" not in " ".join(_build.gencode_flags()):
+    if f"code={ARCH}" not in " ".join(build.gencode_flags()):
         missing = f"the architectures are without {ARCH}"
     elif tool is None:
         missing = "no cuobjdump found"
@@ -107,9 +107,7 @@ def find_cuobjdump(home: Path) -> str | None:
     if triton is not None and triton.origin is not None:
         places.append(Path(triton.origin).parent / TRITON_CUOBJDUMP)
     # A CUDA build of torch brings triton: that of `make gpu-less`, where it has run.
-    places += build.environment_folder().glob(
-        f"lib/python*/site-packages/triton/{TRITON_CUOBJDUMP}"
-    )
+    places += environment_folder().glob(f"lib/python*/site-packages/triton/{TRITON_CUOBJDUMP}")
     return next((str(place) for place in places if place and Path(place).is_file()), None)
 
 

@@ -18,7 +18,7 @@ from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
 from kvcache import AttentionMetadataBuilder, MultiGroupBlockTable, Pages, ops
-from kvcache.worker.route import Route
+from kvcache.worker.swap.page_copy import Route
 
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
 _LAUNCHES = 20  # in one graph, of calls that are not rotated

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcache.bench import (
+from kvcache.worker.swap.bandwidth import (
     median_times as median_times,
 )
 

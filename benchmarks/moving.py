@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Result, median_times
-from kvcache.bench import host_rates
-from kvcache.worker.pages import Pages
-from kvcache.worker.route import Route
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.bandwidth import host_rates
+from kvcache.worker.swap.page_copy import Route
 
 NUM_BYTES = 256 << 20
 

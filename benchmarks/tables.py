@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.measure import Result, median_times, seconds_per_call
 from kvcache import MultiGroupBlockTable, StepPlan, ops
-from kvcache.plan import NO_REPLACE
+from kvcache.step import NO_REPLACE
 
 GROUPS, BUFFER = 4, 8192
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.measure import Result, median_times
 from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.plan import TransferPlan, plan_transfer
+from kvcache.transfer.plan.transfer_plan import TransferPlan, plan_transfer
 
 BLOCKS, PEER_GROUPS = 10_000, 4
 BAR = 5  # ms

@@ -21,14 +21,14 @@ _HOME = {
     "Request": "kvcache.allocator",
     "eviction_names": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
-    "CachePlan": "kvcache.planning",
+    "CachePlan": "kvcache.memory_plan",
     "ContextParallel": "kvcache.specs",
     "GroupSpec": "kvcache.specs",
     "LayerSpec": "kvcache.specs",
-    "plan_cache": "kvcache.planning",
-    "Status": "kvcache.plan",
-    "StepPlan": "kvcache.plan",
-    "StepReport": "kvcache.plan",
+    "plan_cache": "kvcache.memory_plan",
+    "Status": "kvcache.step",
+    "StepPlan": "kvcache.step",
+    "StepReport": "kvcache.step",
     "AttentionMetadata": "kvcache.worker",
     "AttentionMetadataBuilder": "kvcache.worker",
     "BlockTable": "kvcache.worker",
@@ -38,7 +38,7 @@ _HOME = {
     "SwapEngine": "kvcache.worker",
     "Worker": "kvcache.worker",
 }
-_MODULES = ("ops", "worker", "transfer", "allocator", "replay", "plan", "events")
+_MODULES = ("ops", "worker", "transfer", "allocator", "replay", "layouts", "step", "events")
 
 __all__ = [*_HOME, *_MODULES]  # noqa: PLE0604
 

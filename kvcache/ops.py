@@ -15,9 +15,9 @@ from functools import partial
 
 import torch
 
-from kvcache import _native
+from kvcache.native import load
 
-_native.load_ops()
+load.load_ops()
 _ops = torch.ops.kvcache
 
 # Engines of `copy_blocks` between a device and the host; the last one without batches.
@@ -38,7 +38,7 @@ def warm_up(device: torch.device | str | int | None = None) -> None:
     device = torch.device("cuda" if device is None else device)
     if device.type != "cuda":
         raise ValueError(f"device is {device}: expected a CUDA device")
-    problem = _native.why_no_cuda()
+    problem = load.why_no_cuda()
     if problem:
         raise RuntimeError(f"there is nothing to load: {problem}")
     count = torch.cuda.device_count()

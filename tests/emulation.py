@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from kvcache import _build
+from kvcache.native import build
 from tests.shared import REPO
 
 ASAN = os.environ.get("KVCACHE_TEST_ASAN") == "1"
@@ -29,7 +29,7 @@ def emulated_ops():
 
 def build_library(asan: bool) -> Path:
     root = REPO / "csrc"
-    sources = [*_build.cuda_sources(root), root / "emul" / "library.cpp"]
+    sources = [*build.cuda_sources(root), root / "emul" / "library.cpp"]
     flags = ["-O1", "-g1"] if asan else ["-O2"]
     flags += [
         "-std=c++17",
@@ -37,7 +37,7 @@ def build_library(asan: bool) -> Path:
         "-fvisibility=hidden",
         "-Wno-unknown-pragmas",
     ]
-    flags += [f"-D{_build.TORCH_TARGET}", f"-isystem{_build.torch_dir() / 'include'}", f"-I{root}"]
+    flags += [f"-D{build.TORCH_TARGET}", f"-isystem{build.torch_dir() / 'include'}", f"-I{root}"]
     # Misaligned accesses end a launch with an exception: csrc/emul/alignment.h.
     flags += ["-fsanitize=alignment", "-fno-sanitize-recover=all"]
     flags += [*SANITIZE, "-fno-omit-frame-pointer"] if asan else []
@@ -52,9 +52,9 @@ def build_library(asan: bool) -> Path:
             with ThreadPoolExecutor() as pool:
                 list(pool.map(functools.partial(_compile, flags), *zip(*objects.items())))
             library.parent.mkdir(exist_ok=True)
-            link = [_build.cxx(), "-shared", *map(str, objects.values())]
+            link = [build.cxx(), "-shared", *map(str, objects.values())]
             link += [*(SANITIZE if asan else []), "-o", str(library.with_suffix(".new"))]
-            link += [f"-L{_build.torch_dir() / 'lib'}", "-ltorch_cpu"]
+            link += [f"-L{build.torch_dir() / 'lib'}", "-ltorch_cpu"]
             subprocess.run(link, check=True)
             library.with_suffix(".new").rename(library)
     return library
@@ -64,7 +64,7 @@ def _compile(flags: list[str], source: Path, obj: Path) -> None:
     if obj.exists():
         return
     new = obj.with_suffix(".new")
-    command = [_build.cxx(), *flags, "-x", "c++", "-c", str(source), "-o", str(new)]
+    command = [build.cxx(), *flags, "-x", "c++", "-c", str(source), "-o", str(new)]
     subprocess.run(command, check=True)
     new.rename(obj)
 

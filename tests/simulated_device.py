@@ -17,7 +17,7 @@ class Event:
 
 
 class SimulatedTimeline:
-    """`kvcache.worker.timeline` for tests. Work is carried out by `advance`, in a random legal order."""
+    """`worker.swap.streams` for tests. Work is carried out by `advance`, in a random legal order."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import AttentionMetadataBuilder, BlockTable, ContextParallel, MultiGroupBlockTable
-from kvcache.worker import attention_metadata
+from kvcache.worker.tables import attention_metadata
 from tests.paged_attention import BatchOfTokens, flash_attention, flash_infer
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -279,7 +279,7 @@ def test_a_group_that_is_not_served_does_not_count(monkeypatch):
 def test_a_device_without_our_kernels_gets_copies(monkeypatch):
     """The meta device stands for one that torch can copy to; CPU memory of its own for its memory."""
     monkeypatch.setattr(
-        "kvcache.worker.buffer.device_zeros",
+        "kvcache.worker.tables.buffer.device_zeros",
         lambda shape, dtype, device: torch.zeros(shape, dtype=dtype),
     )
     want = AttentionMetadataBuilder(make_tables()).build([2, 0], [5, 1], [16, 24])

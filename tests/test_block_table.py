@@ -528,7 +528,7 @@ class OtherDevice:
     """Stands for a device that torch can copy to and nothing else: memory of its own, recorded."""
 
     def __init__(self, monkeypatch):
-        import kvcache.worker.buffer as buffer
+        import kvcache.worker.tables.buffer as buffer
 
         def zeros(shape, dtype, device):
             assert device.type == "meta"

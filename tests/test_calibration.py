@@ -9,7 +9,7 @@ import torch
 
 from kvcache import Pages, SwapEngine, bench
 from kvcache.cli import main
-from kvcache.worker.calibration import (
+from kvcache.worker.swap.calibration import (
     DEFAULT,
     Calibration,
     calibration_of,

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcache import doctor
-from kvcache.cli import main
+from kvcache.cli import doctor, main
 
 from .shared import REPO, shared_file
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvcache import Pages, ops
-from kvcache.worker import pinning
-from kvcache.worker.route import Route
+from kvcache.worker.pages.pages import pinning
+from kvcache.worker.swap.page_copy import Route
 from tests.shared import REPO
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvcache import _build
+from kvcache.native import build
 from tests.shared import REPO
 
 CUDA_12_6 = ("50", "52", "60", "70", "75", "80", "86", "87", "89", "90")
@@ -23,58 +23,58 @@ def toolkit(tmp_path, monkeypatch):
         nvcc.chmod(0o755)
         monkeypatch.setenv("CUDA_HOME", str(tmp_path))
         monkeypatch.delenv("KVCACHE_CUDA_ARCHS", raising=False)
-        _build.toolkit_archs.cache_clear()
+        build.toolkit_archs.cache_clear()
         return tmp_path
 
     yield make
-    _build.toolkit_archs.cache_clear()
+    build.toolkit_archs.cache_clear()
 
 
 def test_an_older_toolkit_compiles_for_what_it_has(toolkit):
     toolkit(CUDA_12_6)
-    assert _build.gencode_flags() == [
+    assert build.gencode_flags() == [
         "-gencode=arch=compute_80,code=sm_80",
         "-gencode=arch=compute_90,code=sm_90",
         "-gencode=arch=compute_90,code=compute_90",
     ]
     toolkit(["75", "80", "90", "100", "120"])
-    assert _build.cuda_archs() == ["80", "90", "100"]
+    assert build.cuda_archs() == ["80", "90", "100"]
 
 
 def test_cmake_asks_the_same_place(toolkit):
     toolkit(CUDA_12_6)
-    script = str(REPO / "kvcache" / "_build.py")
+    script = str(REPO / "kvcache" / "native" / "build.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "80-real;90"
-    assert "kvcache/_build.py" in (REPO / "CMakeLists.txt").read_text()
+    assert "kvcache/native/build.py" in (REPO / "CMakeLists.txt").read_text()
 
 
 def test_devices_that_are_present_are_compiled_for(toolkit):
     toolkit(CUDA_12_6)
-    assert _build.cuda_archs(["89", "90"]) == ["89", "90"]
-    assert _build.cuda_archs(["103"]) == ["90"]  # by its PTX
+    assert build.cuda_archs(["89", "90"]) == ["89", "90"]
+    assert build.cuda_archs(["103"]) == ["90"]  # by its PTX
     with pytest.raises(
         RuntimeError, match=r"compiles for 50, .* 90: expected one of 37; set CUDA_H"
     ):
-        _build.cuda_archs(["37"])
+        build.cuda_archs(["37"])
 
 
 def test_an_architecture_that_is_asked_for_must_be_there(toolkit, monkeypatch):
     folder = toolkit(CUDA_12_6)
     monkeypatch.setenv("KVCACHE_CUDA_ARCHS", "90a,80;")
-    assert _build.cuda_archs(["89"]) == ["90a", "80"]
+    assert build.cuda_archs(["89"]) == ["90a", "80"]
     monkeypatch.setenv("KVCACHE_CUDA_ARCHS", "80;100")
     with pytest.raises(
         RuntimeError, match=r"KVCACHE_CUDA_ARCHS has 100: expected .* toolkit in"
     ) as e:
-        _build.gencode_flags()
+        build.gencode_flags()
     assert str(folder) in str(e.value) and "or a newer toolkit" in str(e.value)
 
 
 def test_a_toolkit_that_says_nothing_is_named(toolkit):
     folder = toolkit([])
     with pytest.raises(RuntimeError, match=r"nvcc --list-gpu-arch failed"):
-        _build.toolkit_archs(folder)
+        build.toolkit_archs(folder)
 
 
 ASYNC_COPY = """
@@ -91,8 +91,8 @@ __global__ void kernel(const uint4* from, uint4* to) {
 
 @pytest.mark.parametrize(("arch", "is_asynchronous"), [("75", False), ("80", True)])
 def test_asynchronous_copies_compile_for_what_has_none(tmp_path, arch, is_asynchronous):
-    home = _build.cuda_home()
-    if home is None or arch not in _build.toolkit_archs(home):
+    home = build.cuda_home()
+    if home is None or arch not in build.toolkit_archs(home):
         pytest.skip(f"no nvcc that compiles for sm_{arch}")
     source, ptx = tmp_path / "kernel.cu", tmp_path / "kernel.ptx"
     source.write_text(ASYNC_COPY)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcache import BlockPool
-from kvcache._native import core
+from kvcache.native.load import core
 from tests.eviction_models import MODELS, Pool
 
 NUM_NODES = 20  # prefixes: a tree in which node k stands behind node (k - 1) // 2

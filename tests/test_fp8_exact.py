@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from kvcache import _build
+from kvcache.native import build
 from tests.shared import REPO
 
 EXHAUSTIVE = os.environ.get("KVCACHE_EXHAUSTIVE") == "1"
@@ -20,11 +20,11 @@ def run(tmp_path, program, *arguments, include=()):
     flags = ["-O2", "-std=c++17", "-ffp-contract=off", "-w"]
     if "fma" in _flags_of_the_processor():
         flags.append("-mfma")
-    folders = [_build.torch_dir() / "include", *include]
+    folders = [build.torch_dir() / "include", *include]
     flags += [f"-isystem{folder}" for folder in folders] + [f"-I{REPO / 'csrc'}"]
     binary = tmp_path / program
     source = SOURCES / f"{program}.cpp"
-    subprocess.run([*_build.cxx_command(), *flags, str(source), "-o", str(binary)], check=True)
+    subprocess.run([*build.cxx_command(), *flags, str(source), "-o", str(binary)], check=True)
     done = subprocess.run([binary, *map(str, arguments)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert done.stdout.endswith(", 0 differ\n")
@@ -46,7 +46,7 @@ def test_a_quotient_without_division_becomes_the_fp8_of_the_true_quotient(tmp_pa
 
 
 def test_fp8_conversions_are_those_of_nvidias_header(tmp_path):
-    home = _build.cuda_home()
+    home = build.cuda_home()
     include = home / "include" if home else None
     if include is None or not (include / "cuda_fp8.h").is_file():
         pytest.skip("no CUDA toolkit with cuda_fp8.h found")

@@ -375,7 +375,9 @@ def test_libraries_that_cannot_be_used_are_a_problem(tmp_path, monkeypatch, why,
     (package / "__init__.py").touch()
     (package / "ops.py").write_text(f"warm_up = {warm_up}\n")
     native = f"why_no_cuda = lambda: {why}\ndescribe = lambda: {{'libkvcache_cuda': 'here'}}\n"
-    (package / "_native.py").write_text(native)
+    (package / "native").mkdir()
+    (package / "native" / "__init__.py").touch()
+    (package / "native" / "load.py").write_text(native)
     monkeypatch.chdir(tmp_path)
     found = build_stage.loading_problem()
     assert (found is None) if problem is None else problem in found

@@ -59,7 +59,7 @@ def test_known_answers_without_libcrypto():
     shared_file("vectors/block_hash_sha256_cbor.json")
     program = """
 import hashlib
-from kvcache._native import core
+from kvcache.native.load import core
 from tests.test_hashing import test_known_answers
 import kvcache.allocator
 count = 0

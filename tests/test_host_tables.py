@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import kvcache.ops  # noqa: F401
-from kvcache._native import core
+from kvcache.native.load import core
 
 ROWS, NUM_BLOCKS = 5, 40
 

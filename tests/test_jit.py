@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.jit_and_replay import jit_check
-from kvcache import _build, _jit
+from kvcache.native import build, jit
 from tests.shared import REPO
 
 # Stands before the compiler as ccache does; what is optimised here nobody uses, so this saves time.
@@ -167,9 +167,9 @@ def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
 def refused(monkeypatch, tmp_path) -> str:
     """The message of a build of the core that cannot be, which nothing announced."""
     monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
-    monkeypatch.setattr(_jit, "_say_building", lambda *_: pytest.fail("announced a build"))
-    with pytest.raises(_jit.BuildError) as error:
-        _jit.build_core()
+    monkeypatch.setattr(jit, "_say_building", lambda *_: pytest.fail("announced a build"))
+    with pytest.raises(jit.BuildError) as error:
+        jit.build_core()
     return str(error.value)
 
 
@@ -185,11 +185,11 @@ def test_pybind11_is_taken_from_torch_where_it_has_none_of_its_own(monkeypatch):
     find = importlib.util.find_spec
     only_torch = lambda name, *_: None if name == "pybind11" else find(name)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", only_torch)
-    assert (_build.pybind11_include() / "pybind11" / "pybind11.h").is_file()
+    assert (build.pybind11_include() / "pybind11" / "pybind11.h").is_file()
 
 
 def test_missing_headers_of_python_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(_build.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
+    monkeypatch.setattr(build.sysconfig, "get_path", lambda name: str(tmp_path / "none"))
     says = refused(monkeypatch, tmp_path)
     assert f"there is no {tmp_path / 'none' / 'Python.h'}" in says
     assert "apt-get install python3-dev" in says
@@ -202,8 +202,8 @@ def test_a_user_without_a_home_folder_is_told_which_variable_to_set(monkeypatch)
     monkeypatch.setattr(pwd, "getpwuid", nobody)
     for variable in ("HOME", "KVCACHE_JIT_DIR"):
         monkeypatch.delenv(variable, raising=False)
-    with pytest.raises(_jit.BuildError, match=r"no home folder .* set KVCACHE_JIT_DIR"):
-        _jit.build_core()
+    with pytest.raises(jit.BuildError, match=r"no home folder .* set KVCACHE_JIT_DIR"):
+        jit.build_core()
 
 
 @pytest.fixture
@@ -238,16 +238,16 @@ def test_cxx_may_hold_a_launcher_and_arguments(
         return shutil.which(absolute(word))
 
     monkeypatch.setenv("CXX", absolute(asked))
-    assert _build.cxx_command()[0] == found(command[0])
-    assert _build.cxx_command()[1:] == command[1:]
-    assert found(_build.cxx()) == found(program)
-    assert _build.cxx_arguments() == arguments
+    assert build.cxx_command()[0] == found(command[0])
+    assert build.cxx_command()[1:] == command[1:]
+    assert found(build.cxx()) == found(program)
+    assert build.cxx_arguments() == arguments
 
 
 def test_a_cxx_that_is_not_there_is_named(monkeypatch, tools):
     monkeypatch.setenv("CXX", "icpc -fast")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler \(icpc -fast is not on the PATH\)"):
-        _build.cxx_command()
+        build.cxx_command()
 
 
 def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_to_nvcc(
@@ -260,9 +260,9 @@ def test_the_cuda_library_is_linked_from_the_toolkit_and_not_from_beside_a_link_
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", "/usr/local")
     monkeypatch.setattr(cpp_extension, "load", lambda **_: homes.append(cpp_extension.CUDA_HOME))
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
-    monkeypatch.setattr(_build, "cuda_home", lambda: tmp_path / "toolkit")
-    monkeypatch.setattr(_build, "gencode_flags", lambda present: [])
-    monkeypatch.setattr(_jit, "_require_cuda", lambda: None)
-    monkeypatch.setattr(_jit, "_require_ninja", lambda: None)
-    _jit.build_ops("libkvcache_cuda")
+    monkeypatch.setattr(build, "cuda_home", lambda: tmp_path / "toolkit")
+    monkeypatch.setattr(build, "gencode_flags", lambda present: [])
+    monkeypatch.setattr(jit, "_require_cuda", lambda: None)
+    monkeypatch.setattr(jit, "_require_ninja", lambda: None)
+    jit.build_ops("libkvcache_cuda")
     assert homes == [str(tmp_path / "toolkit")]

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvcache import _build
+from kvcache.native import build
 from tests.emulation import ASAN, build_library
 from tests.shared import REPO
 
@@ -22,7 +22,7 @@ def run_with_asan(*command):
     # libstdc++ too: loaded after ASan it would leave ASan's hook of `throw` without a target.
     runtime = " ".join(
         subprocess.run(
-            [_build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
+            [build.cxx(), f"-print-file-name={name}"], capture_output=True, text=True, check=True
         ).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
     )

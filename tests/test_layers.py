@@ -10,50 +10,47 @@ import pytest
 from tests.shared import REPO
 
 PACKAGE = REPO / "kvcache"
-GROUND = {f"kvcache.{name}" for name in ("_native", "_build", "_jit", "plan", "specs", "events")}
+GROUND = {f"kvcache.{name}" for name in ("native", "step", "specs", "layouts", "events")}
 
 
 # Room -> the rooms it may import, besides itself and the ground all stand on.
 MAY_IMPORT = {
     "kvcache": set(),
-    "kvcache.plan": set(),
+    "kvcache.step": set(),
     "kvcache.specs": set(),
     "kvcache.events": set(),
-    "kvcache.planning": set(),
-    "kvcache._build": set(),
-    "kvcache._jit": set(),
-    "kvcache._native": set(),
+    "kvcache.memory_plan": set(),
+    "kvcache.layouts": set(),
+    "kvcache.native": set(),
     "kvcache.ops": set(),
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.ops"},
-    "kvcache.bench": {"kvcache.worker"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
-    "kvcache.doctor": {"kvcache"},
-    "kvcache.cli": {"kvcache.replay", "kvcache.doctor", "kvcache.bench", "kvcache.worker"},
+    "kvcache.cli": {"kvcache", "kvcache.replay", "kvcache.worker"},
     "kvcache.__main__": {"kvcache.cli"},
 }
 TORCH_FREE = {
     "kvcache",
-    "kvcache.plan",
+    "kvcache.step",
     "kvcache.specs",
     "kvcache.events",
-    "kvcache.planning",
+    "kvcache.memory_plan",
     "kvcache.allocator",
-    "kvcache._build",
+    "kvcache.native",
+    "kvcache.layouts",
     "kvcache.cli",
 }
 # In a room that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
     "kvcache.transfer",
-    "kvcache.transfer.aggregate",
-    "kvcache.transfer.cache_events",
+    "kvcache.transfer.connector.aggregate",
+    "kvcache.transfer.connector.cache_events",
     "kvcache.transfer.description",
-    "kvcache.transfer.fragments",
-    "kvcache.transfer.layouts",
-    "kvcache.transfer.patterns",
-    "kvcache.transfer.plan",
-    "kvcache.transfer.requests",
+    "kvcache.transfer.plan.fragments",
+    "kvcache.transfer.plan.patterns",
+    "kvcache.transfer.plan.transfer_plan",
+    "kvcache.transfer.connector.requests",
     "kvcache.transfer.sharding",
     "kvcache.transfer.topology",
 }

@@ -6,8 +6,8 @@ import sys
 import numpy as np
 import pytest
 
-from kvcache.transfer import layouts
-from kvcache.transfer.layouts import (
+from kvcache import layouts
+from kvcache.layouts import (
     AttentionBackend,
     backend,
     backend_names,

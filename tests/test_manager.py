@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvcache import KVCacheManager, Request, Status, hash_blocks
-from kvcache._native import core
+from kvcache.native.load import core
 
 
 def make(num_blocks=11, block_size=4, **options):

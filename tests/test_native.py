@@ -19,15 +19,16 @@ import torch
 torch.version.cuda = torch.version.cuda or "13.0"
 {setup}
 import kvcache
-from kvcache import _native, ops
+from kvcache import ops
+from kvcache.native import load
 from kvcache.cli import main
 
 assert main(["replay", "--verify", "--json", "--requests", "20"]) == 0
 for _ in range(2):
-    how = _native.describe()
+    how = load.describe()
     assert how["libkvcache_cpu"].startswith("ahead of time") or "JIT" in how["libkvcache_cpu"]
     print("reason:", how["libkvcache_cuda"])
-    _native.load_ops()
+    load.load_ops()
 
 on_cuda = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("kvcache::")]
@@ -64,12 +65,12 @@ def package(tmp_path):
     ("setup", "reason"),
     [
         pytest.param(
-            "from kvcache import _build; _build.cuda_home = lambda: None",
+            "from kvcache.native import build; build.cuda_home = lambda: None",
             "not built: no nvcc found (in CUDA_HOME, in /usr/local/cuda, on the PATH)",
             id="no nvcc",
         ),
         pytest.param(
-            "from kvcache import _build; _build.cuda_home = lambda: '/usr/local/cuda'; "
+            "from kvcache.native import build; build.cuda_home = lambda: '/usr/local/cuda'; "
             "torch.cuda.is_available = lambda: False",
             "not built: torch finds no CUDA device to build for",
             id="no device",
@@ -105,12 +106,12 @@ def test_without_its_cuda_library_a_cuda_torch_has_cpu_ops_and_a_reason(package,
 def test_a_cpu_library_that_fails_fails_again(package):
     pytest.importorskip("torch")
     program = (
-        "import pathlib, kvcache; from kvcache import _native\n"
+        "import pathlib, kvcache; from kvcache.native import load\n"
         "(pathlib.Path(kvcache.__file__).parent / 'libkvcache_cpu.so').write_text('no library')\n"
         "for _ in range(2):\n"
-        "    try: _native.load_ops()\n"
+        "    try: load.load_ops()\n"
         "    except OSError as error: print('failed')\n"
-        "assert 'libkvcache_cpu' not in _native.describe()\n"
+        "assert 'libkvcache_cpu' not in load.describe()\n"
     )
     (package / "kvcache" / "libkvcache_cpu.so").unlink(missing_ok=True)
     variables = {**os.environ, "PYTHONPATH": str(package)}
@@ -157,13 +158,13 @@ def would_build(checkout) -> bool:
     [
         (None, False),
         ("kvcache/cli/__init__.py", False),
-        ("kvcache/worker/storage.py", False),
+        ("kvcache/worker/pages/storage.py", False),
         ("csrc/core/manager/manager.cpp", True),
         ("csrc/ops/token_io.h", True),
         ("csrc/ops/token_io.cu", True),
         ("csrc/python/module.cpp", True),
         ("setup.py", True),
-        ("kvcache/_build.py", True),
+        ("kvcache/native/build.py", True),
         ("pyproject.toml", True),
     ],
 )
@@ -245,9 +246,9 @@ def test_pull_requests_do_not_reach_the_runner_with_the_gpu():
     ],
 )
 def test_a_driver_older_than_the_toolkit_is_told(compiled, driver, problem):
-    from kvcache import _native
+    from kvcache.native import load
 
-    told = _native._driver_problem(compiled, driver)
+    told = load._driver_problem(compiled, driver)
     if problem is None:
         assert told is None
         return
@@ -257,8 +258,8 @@ def test_a_driver_older_than_the_toolkit_is_told(compiled, driver, problem):
 
 OLD_DRIVER = """
 import torch
-from kvcache import _native
-_native._driver_problem = lambda compiled, driver: "not usable: compiled with CUDA 99.0"
+from kvcache.native import load
+load._driver_problem = lambda compiled, driver: "not usable: compiled with CUDA 99.0"
 from kvcache import Pages, SwapEngine, ops
 from kvcache.cli import main
 for use in (ops.warm_up, lambda: Pages.allocate(2, [[64]], device="cuda")):
@@ -287,11 +288,11 @@ def test_the_first_use_and_the_doctor_tell_of_an_old_driver():
 
 
 def test_a_library_of_another_cuda_says_how_to_build_it_again():
-    from kvcache import _native
+    from kvcache.native import load
 
     for error in (
         "libkvcache_cuda.so: undefined symbol: cudaMemcpyBatchAsync, version libcudart.so.12",
         "libcudart.so.13: cannot open shared object file: No such file or directory",
     ):
-        assert "build it again with a toolkit of CUDA" in _native._advice(error)
-    assert _native._advice("of another kind") == ""
+        assert "build it again with a toolkit of CUDA" in load._advice(error)
+    assert load._advice("of another kind") == ""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import KVStorage, Pages
-from kvcache.worker.route import Route, pairs_tensor
+from kvcache.worker.swap.page_copy import Route, pairs_tensor
 
 FORMS = {
     "apart": {},

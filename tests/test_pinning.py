@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvcache import Pages, SwapEngine
-from kvcache.worker import pinning
+from kvcache.worker.pages.pages import pinning
 
 
 def test_a_host_tier_larger_than_memory_is_refused():
@@ -185,7 +185,7 @@ def registering_gives(monkeypatch, error):
             return {1: "invalid argument", 2: "out of memory"}[error]
 
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(pinning._native, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(pinning.load, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.ops.kvcache, "_host_register", lambda *_: error, raising=False)
 
 

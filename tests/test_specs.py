@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.planning import MAX_GROUPS, plan_cache
+from kvcache.memory_plan import MAX_GROUPS, plan_cache
 from kvcache.specs import ContextParallel, GroupSpec, LayerSpec
 
 KIB = 2**10

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvcache import BlockTable, KVStorage, Pages, StepPlan, SwapEngine, Worker, ops
-from kvcache.plan import NO_REPLACE
+from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
-from kvcache.worker.calibration import Calibration
-from kvcache.worker.swap_staging import Staging
-from kvcache.worker.timeline import CpuTimeline
+from kvcache.worker.swap.calibration import Calibration
+from kvcache.worker.swap.staging import Staging
+from kvcache.worker.swap.streams import CpuTimeline
 from tests.simulated_device import SimulatedTimeline
 
 LAYERS = 3

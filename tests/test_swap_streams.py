@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvcache import Pages, SwapEngine, ops
-from kvcache.worker.route import Route
+from kvcache.worker.swap.page_copy import Route
 from tests.shared import REPO
 from tests.simulated_device import SimulatedTimeline
 
@@ -56,7 +56,7 @@ def test_warming_up_needs_a_device():
 
 
 def test_warming_up_a_device_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(ops._native, "why_no_cuda", lambda: None)
+    monkeypatch.setattr(ops.load, "why_no_cuda", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ValueError, match=r"device is cuda:7: expected one of the 1 that there are"):
         ops.warm_up("cuda:7")
@@ -166,7 +166,7 @@ def test_an_engine_may_be_let_go_of_while_swaps_are_under_way():
 FIRST_LAUNCH_IN_A_CAPTURE = """
 import numpy as np, torch
 from kvcache import Pages, ops
-from kvcache.worker.route import Route
+from kvcache.worker.swap.page_copy import Route
 pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
 torch.cuda.synchronize()
 ops.warm_up()

@@ -5,7 +5,7 @@ import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport, eviction_names
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
-from kvcache.plan import Status
+from kvcache.step import Status
 
 FULL = GroupSpec("full_attention", 4)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.transfer.plan import ReceivePermutation, plan_transfer
+from kvcache.transfer.plan.transfer_plan import ReceivePermutation, plan_transfer
 from tests.transfer_plan_checker import DIFFERENT, Memory, Wrong, cache, check, of
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 

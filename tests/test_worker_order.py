@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from kvcache.plan import NO_REPLACE
+from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapEngine, Worker
-from kvcache.worker.swap_job import Lane
+from kvcache.worker.swap.job import Lane
 from tests.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
 
 NUM_PAGES, NUM_HOST_PAGES = 12, 9

@@ -8,7 +8,7 @@ row; elements are four bytes, so a wrong byte is a wrong number.
 import numpy as np
 
 from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.plan import plan_transfer
+from kvcache.transfer.plan.transfer_plan import plan_transfer
 
 ELEMENT = 4  # bytes: descriptions are of float32
 GROUPS, SPARE = 2, 2  # pages that nobody may touch, the null block among them

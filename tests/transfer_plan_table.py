@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.plan import plan_transfer
+from kvcache.transfer.plan.transfer_plan import plan_transfer
 from tests.transfer_plan_checker import Wrong, carry_out
 
 SIZES = (1, 2, 4, 8)

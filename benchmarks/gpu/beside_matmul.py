@@ -16,10 +16,9 @@ import torch
 
 from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import stream_seconds
-from kvcache.worker import calibration
-from kvcache.worker.calibration import METHODS, Calibration
-from kvcache.worker.pages import Pages
-from kvcache.worker.swap import SwapEngine
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.calibration import METHODS, Calibration
+from kvcache.worker.swap.engine import SwapEngine, calibration
 
 _WIDTH = 8192  # of the square matrices
 _NUM_PRODUCTS = 60  # some 80 ms at 800 TFLOP/s

@@ -16,12 +16,12 @@ CORE = f"_core{sysconfig.get_config_var('EXT_SUFFIX')}"
 # A library without code for this device loads; only its kernels do not, so they are loaded too.
 _LOAD = """
 import json, kvcache.ops
-from kvcache import _native
-why = _native.why_no_cuda()
+from kvcache.native import load
+why = load.why_no_cuda()
 if why:
     raise SystemExit(" ".join(why.split()))
 kvcache.ops.warm_up()
-print(json.dumps(_native.describe()))
+print(json.dumps(load.describe()))
 """
 
 

@@ -22,9 +22,9 @@ import torch
 from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import stream_seconds
 from kvcache import ops
-from kvcache.worker.pages import Pages
-from kvcache.worker.pinning import allocate_host
-from kvcache.worker.route import Route
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.pages.pinning import allocate_host
+from kvcache.worker.swap.page_copy import Route
 
 _THREAD_BLOCKS = (1, 2, 4, 8, 16, 32)
 _FRAGMENTS = (4 << 10, 16 << 10, 64 << 10)

@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu import say, sizes
 from kvcache import ops
-from kvcache.worker.pages import Pages
-from kvcache.worker.route import Route
-from kvcache.worker.swap import SwapEngine
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.engine import SwapEngine
+from kvcache.worker.swap.page_copy import Route
 
 
 def main() -> int:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.gpu import say
 from benchmarks.gpu.op_cases import CASES, Case
-from kvcache.worker.pages import Pages
+from kvcache.worker.pages.pages import Pages
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ def jit_check(devices: tuple[str, ...], names: tuple[str, ...]) -> str:
     """A program that uses an op on these devices, and that these libraries were built at first use."""
     return f"""
 import torch, kvcache
-from kvcache import _native
+from kvcache.native import load
 answers = []
 for device in {devices!r}:
     table = kvcache.BlockTable(16, 4, 8, 64, False, device, 16)
@@ -31,7 +31,7 @@ for device in {devices!r}:
     table.compute_slot_mapping(rows, torch.tensor([0, 63, 5], device=device))
     answers.append(table.slot_mapping.gpu[:5].tolist())
 assert all(answer == [16, 143, -1, -1, -1] for answer in answers), answers
-how = _native.describe()
+how = load.describe()
 assert all(how[name].startswith("JIT") for name in {names!r}), how
 """
 

@@ -35,7 +35,7 @@ def commit(repo: Path = REPO, environment: Mapping[str, str] = os.environ) -> st
 def sources_digest(repo: Path = REPO) -> str:
     """A digest of everything that native libraries are built from; it needs no git."""
     digest = hashlib.sha256()
-    files = [repo / "setup.py", repo / "kvcache" / "_build.py"]
+    files = [repo / "setup.py", repo / "kvcache" / "native" / "build.py"]
     for folder in ("core", "worker", "python", "ops"):
         files += (repo / "csrc" / folder).rglob("*")
     for path in sorted(path for path in files if path.suffix in {".py", ".h", ".cpp", ".cu"}):

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.worker.pages import Pages
-from kvcache.worker.route import Route
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.page_copy import Route
 
 Case = Callable[[str, int], list[torch.Tensor]]
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16

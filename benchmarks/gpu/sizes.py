@@ -45,8 +45,8 @@ def available_host_bytes() -> int:
 
 @functools.cache
 def pinning() -> ModuleType:
-    """kvcache/worker/pinning.py alone: the package needs its libraries, which may not be built yet."""
-    path = machine.REPO / "kvcache" / "worker" / "pinning.py"
+    """The file pinning.py alone: the package needs its libraries, which may not be built yet."""
+    path = machine.REPO / "kvcache" / "worker" / "pages" / "pinning.py"
     spec = importlib.util.spec_from_file_location("_pinning", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

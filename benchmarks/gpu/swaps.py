@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import say, sizes
-from kvcache import bench
-from kvcache.worker.calibration import DEFAULT, Calibration
+from kvcache.worker.swap import bandwidth as bench
+from kvcache.worker.swap.calibration import DEFAULT, Calibration
 
 _BYTES = 256 << 20  # moved per measurement
 _LEAST_S = 1.0  # nothing begins with less time

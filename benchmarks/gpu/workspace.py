@@ -20,7 +20,7 @@ OPS = ("libkvcache_cpu.so", "libkvcache_cuda.so")
 # Run by the Python of the build; the package is not imported.
 _BUILT_WITH = """
 import importlib.metadata, importlib.util, json, subprocess
-spec = importlib.util.spec_from_file_location("_build", "kvcache/_build.py")
+spec = importlib.util.spec_from_file_location("_build", "kvcache/native/build.py")
 build = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(build)
 home, cuda = build.cuda_home(), None

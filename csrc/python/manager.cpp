@@ -163,7 +163,7 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
   return out;
 }
 
-// What empty sections of all plans share: int32[0], [0, 2] and [0, 3], of kvcache/plan.py.
+// What empty sections of all plans share: int32[0], [0, 2] and [0, 3], of kvcache/step.py.
 struct EmptySections {
   py::object ids, pairs, replace;
 };

@@ -1,12 +1,12 @@
 """The control plane: which blocks. Works without torch."""
 
-from kvcache._native import core
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
 from kvcache.allocator.request import Request
-from kvcache.allocator.sequence_demand import AllocStatus
-from kvcache.allocator.sequences import BlockSpaceManager
+from kvcache.allocator.sequences.block_space_manager import BlockSpaceManager
+from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.stats import PrefixCacheStats
+from kvcache.native.load import core
 
 BlockPool = core.BlockPool
 eviction_names = core.eviction_names

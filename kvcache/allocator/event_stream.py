@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
-from kvcache.plan import NO_IDS
+from kvcache.step import NO_IDS
 
 _STORED, _REMOVED, _CLEARED = 0, 1, 2
 _MEDIUMS = ("gpu", "cpu")

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvcache._native import core
+from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
 

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache._native import core
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
@@ -24,8 +23,9 @@ from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request, checked_count
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
 from kvcache.events import CacheEvent
-from kvcache.plan import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
+from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcache._native import core
 from kvcache.allocator.request import checked_count
+from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
 HOST_WRITES = {

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache._native import core
+from kvcache.native.load import core
 
 
 def _count(name: str, doc: str) -> property:

@@ -8,8 +8,8 @@ from operator import attrgetter, index
 
 import numpy as np
 
-from kvcache._native import core
 from kvcache.allocator.hashing import token_sequence
+from kvcache.native.load import core
 
 _MAX = 2**31 - 1
 

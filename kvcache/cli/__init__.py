@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 from kvcache.cli.bench import add_bench_options, run_bench
 from kvcache.cli.errors import MissingError, OutputError, UsageError, shown
-from kvcache.cli.options import add_replay_options
 from kvcache.cli.output import say, show, writing
+from kvcache.cli.parsing import add_replay_options
 from kvcache.cli.replay import run_demo, run_replay
 
 _INTERRUPTED = 130
@@ -97,7 +97,7 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
 
 
 def _doctor(_: argparse.Namespace) -> int:
-    from kvcache import doctor
+    from kvcache.cli import doctor
 
     rows = doctor.diagnosis()
     if importlib.util.find_spec("rich") is None:

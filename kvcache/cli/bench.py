@@ -9,13 +9,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import MissingError, OutputError, UsageError
-from kvcache.cli.options import device_name, number
 from kvcache.cli.output import say, show, writing
+from kvcache.cli.parsing import device_name, number
 
 if TYPE_CHECKING:
     import torch
 
-    from kvcache.bench import Rate
+    from kvcache.worker.swap.bandwidth import Rate
 
 
 def add_bench_options(sub: argparse.ArgumentParser) -> None:
@@ -54,9 +54,9 @@ def run_bench(args: argparse.Namespace) -> int:
         raise MissingError("bench needs torch: pip install torch")
     import torch
 
-    from kvcache.bench import host_rates_bytes
-    from kvcache.worker.calibration import calibration_of
-    from kvcache.worker.pinning import check_host_memory
+    from kvcache.worker.pages.pinning import check_host_memory
+    from kvcache.worker.swap.bandwidth import host_rates_bytes
+    from kvcache.worker.swap.calibration import calibration_of
 
     has_cuda = torch.cuda.is_available()
     device = torch.device(args.device or ("cuda" if has_cuda else "cpu"))
@@ -85,8 +85,8 @@ def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
     """ValueError where the pool does not fit, on either side, beside what else is measured with it."""
     import torch
 
-    from kvcache.bench import device_rates_bytes
-    from kvcache.worker.pinning import check_host_memory
+    from kvcache.worker.pages.pinning import check_host_memory
+    from kvcache.worker.swap.bandwidth import device_rates_bytes
 
     needed, on_host = device_rates_bytes(args.mib << 20, args.pool_mib << 20)
     free, _ = torch.cuda.mem_get_info(device)
@@ -103,8 +103,8 @@ def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
 def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> int:
     import torch
 
-    from kvcache import bench
-    from kvcache.worker.calibration import calibration_of, path_for
+    from kvcache.worker.swap import bandwidth as bench
+    from kvcache.worker.swap.calibration import calibration_of, path_for
 
     report: dict[str, object] = {"device": str(device)}
     if args.calibrate:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from kvcache.cli import options
+from kvcache.cli import parsing as options
 from kvcache.cli.errors import MissingError, UsageError, shown
 from kvcache.cli.output import progress, say, show, writing
 

@@ -8,9 +8,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager
-from kvcache.plan import StepPlan
 from kvcache.replay.report import Mismatch
 from kvcache.replay.running import Running, Span
+from kvcache.step import StepPlan
 
 if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcache._native import core
 from kvcache.allocator import eviction_names
 from kvcache.allocator.options import HOST_WRITES
+from kvcache.native.load import core
 from kvcache.replay.written import parted, shown
 
 _MOST = 2**31 - 1  # hits

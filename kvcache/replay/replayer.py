@@ -8,7 +8,6 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager, Request
-from kvcache.plan import Status, StepPlan, StepReport
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import given_groups, state_tokens
 from kvcache.replay.report import ReplayReport
@@ -16,6 +15,7 @@ from kvcache.replay.running import Running
 from kvcache.replay.workload import WorkloadRequest
 from kvcache.replay.written import joined
 from kvcache.specs import GroupSpec
+from kvcache.step import Status, StepPlan, StepReport
 
 if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache._native import core
+from kvcache.native.load import core
 from kvcache.replay.content import kv_of_content
 from kvcache.replay.report import Mismatch
 from kvcache.replay.running import Span

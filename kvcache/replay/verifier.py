@@ -14,16 +14,16 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kvcache._native import core
 from kvcache.allocator.groups import make_kind
-from kvcache.plan import StepPlan
+from kvcache.native.load import core
 from kvcache.replay.content import feature_factors
 from kvcache.replay.groups import given_groups
 from kvcache.replay.running import Span
 from kvcache.replay.verified_group import Found, StateGroup, TokenGroup, VerifiedGroup
 from kvcache.specs import GroupSpec
+from kvcache.step import StepPlan
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Worker
-from kvcache.worker.pages import Pages
+from kvcache.worker.pages.pages import Pages
 
 _ELEMENT_BYTES = 4  # int32
 

@@ -1,6 +1,6 @@
 """What one engine tells another about its KV cache: who holds what, and where in a page it lies.
 
-A page is one fragment in each of several regions (`kvcache.worker.pages`). Which regions these are, and
+A page is one fragment in each of several regions (`Pages`). Which regions these are, and
 which byte of them is which element, follows from a dozen numbers: no torch, no addresses. Regions here
 are as few as the packing allows; `region_addresses` finds them in a storage's `Pages`.
 """

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from kvcache.transfer.description import CacheDescription
-from kvcache.transfer.plan import ReceivePermutation
+from kvcache.transfer.plan.transfer_plan import ReceivePermutation
 from kvcache.transfer.receive import permute_received_blocks
-from kvcache.worker.pages import Pages
-from kvcache.worker.storage import KVStorage
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.pages.storage import KVStorage
 
 
 def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:

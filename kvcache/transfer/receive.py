@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.worker.regions import check_apart, regions_of
+from kvcache.worker.pages.regions import check_apart, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]

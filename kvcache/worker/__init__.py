@@ -1,18 +1,18 @@
 """The data plane: tables, storage and the moving of bytes. Needs torch."""
 
-from kvcache.worker.apply import StepTransfer, Worker
-from kvcache.worker.attention_metadata import (
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.pages.storage import KVStorage
+from kvcache.worker.swap.engine import SwapEngine
+from kvcache.worker.swap.job import SwapError, SwapJob
+from kvcache.worker.tables.attention_metadata import (
     AttentionMetadata,
     AttentionMetadataBuilder,
     GroupMetadata,
 )
-from kvcache.worker.block_table import BlockTable
-from kvcache.worker.buffer import HostDeviceBuffer
-from kvcache.worker.multi_group import MultiGroupBlockTable
-from kvcache.worker.pages import Pages
-from kvcache.worker.storage import KVStorage
-from kvcache.worker.swap import SwapEngine
-from kvcache.worker.swap_job import SwapError, SwapJob
+from kvcache.worker.tables.block_table import BlockTable
+from kvcache.worker.tables.buffer import HostDeviceBuffer
+from kvcache.worker.tables.multi_group import MultiGroupBlockTable
+from kvcache.worker.worker import StepTransfer, Worker
 
 __all__ = [
     "AttentionMetadata",

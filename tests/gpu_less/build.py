@@ -91,8 +91,10 @@ def build() -> Built:
 
 
 def _build_rules():
-    """kvcache/_build.py, without importing the package."""
-    spec = importlib.util.spec_from_file_location("_build", REPO / "kvcache" / "_build.py")
+    """kvcache/native/build.py, without importing the package."""
+    spec = importlib.util.spec_from_file_location(
+        "_build", REPO / "kvcache" / "native" / "build.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -255,7 +257,7 @@ def _package(python: Path) -> None:
     """The native libraries of the package within TREE, for this Python and sm_90."""
     stamp = BUILD / "package"
     native = _sources("core", "worker", "python", "ops")
-    key = _key([*native, REPO / "setup.py", REPO / "kvcache" / "_build.py"], str(python))
+    key = _key([*native, REPO / "setup.py", REPO / "kvcache" / "native" / "build.py"], str(python))
     if stamp.exists() and stamp.read_text() == key:
         return
     print("gpu-less: building the package for CUDA, sm_90", flush=True)

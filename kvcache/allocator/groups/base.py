@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvcache._native import core
+from kvcache.native.load import core
 
 _KINDS: dict[str, Callable[..., core.AttentionKind]] = {}
 

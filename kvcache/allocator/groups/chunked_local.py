@@ -1,7 +1,7 @@
 """A token reads those before it in its own chunk of the sequence."""
 
-from kvcache._native import core
 from kvcache.allocator.groups.base import register
+from kvcache.native.load import core
 
 
 @register("chunked_local")

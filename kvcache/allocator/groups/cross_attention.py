@@ -5,7 +5,7 @@ the decoder depends on the encoder's input, so that requests with encoder tokens
 nor leave any.
 """
 
-from kvcache._native import core
 from kvcache.allocator.groups.base import register
+from kvcache.native.load import core
 
 register("cross_attention")(core.CrossAttention)

@@ -6,7 +6,7 @@ cached, and can be hit, if a step ended exactly at its block's boundary: a sched
 ends its prefill chunks there.
 """
 
-from kvcache._native import core
 from kvcache.allocator.groups.base import register
+from kvcache.native.load import core
 
 register("recurrent")(core.RecurrentState)

@@ -1,7 +1,7 @@
 """A token reads itself and the `window - 1` tokens before it."""
 
-from kvcache._native import core
 from kvcache.allocator.groups.base import register
+from kvcache.native.load import core
 
 
 @register("sliding_window")

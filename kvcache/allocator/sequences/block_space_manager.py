@@ -1,0 +1,301 @@
+"""The sequence-group manager: fork, swap, windows. A thin face over the manager of `manager.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import index
+
+from kvcache.allocator.groups import make_kind
+from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator.manager import watermark_blocks
+from kvcache.allocator.options import eviction_of
+from kvcache.allocator.request import checked_count
+from kvcache.allocator.sequences.allocated import AllocatedSequence
+from kvcache.allocator.sequences.caching import SequenceCaching
+from kvcache.allocator.sequences.checks import (
+    check_one_prompt,
+    check_tier,
+    checked_encoder_length,
+    checked_flag,
+    checked_window,
+    fail_shorter,
+    fail_to_fit,
+    fail_unknown,
+)
+from kvcache.allocator.sequences.demand import (
+    AllocStatus,
+    num_blocks,
+    num_skipped_blocks,
+    status_of,
+)
+from kvcache.allocator.sequences.protocol import (
+    RUNNING,
+    WAITING,
+    SequenceGroupLike,
+    SequenceLike,
+    some_with,
+    with_status,
+)
+from kvcache.allocator.sequences.swaps import SequenceSwaps
+from kvcache.allocator.sequences.tables import Pairs, as_pairs
+from kvcache.allocator.sequences.tokens import Tokens, TokenSource, fail_ids
+from kvcache.native.load import core
+from kvcache.step import NO_IDS, NO_PAIRS
+
+
+class BlockSpaceManager(SequenceSwaps, SequenceCaching):
+    """Blocks for sequences that share a prompt, fork, and move to the host and back as a group.
+
+    A device pool of `num_gpu_blocks` and a host pool of `num_cpu_blocks`, the null block 0 of each
+    counted; ids of the two never mix. With 0 or 1 host blocks there is no host pool: nothing can be
+    swapped. `watermark`: share of the device's blocks, 0 to 1, that admissions and swaps in leave
+    free. `sliding_window`: tokens; at most `sliding_window // block_size + 2` blocks are held,
+    earlier entries of a table are the null block. A prompt is computed at once, from its own K and V,
+    so that what lies before the window of its end is never held: no chunked prefill with a window.
+    But behind a cached prefix all of it is held, until the first append. `enable_caching`: full blocks
+    that were marked as computed are hits for later sequences. Further options:
+
+    - `eviction`, `eviction_options`: with caching, which cached block of the device goes first when
+      its space is needed, one of `eviction_names()`. "last_access": the one accessed least recently,
+      of several the one with the longest prefix.
+    - `enable_events`: `drain_events` tells what is cached.
+    - `hash_seed` gives the parent of first blocks. `max_model_len`: tokens of a sequence.
+
+    Sequences and groups are any objects as `sequences/protocol.py` says. A group's sequences are told
+    apart by their status, which the caller sets: `can_allocate` and `allocate` are of the WAITING
+    ones, `can_append_slots` and swaps out of the RUNNING ones, swaps in of the SWAPPED ones. Token
+    ids are read only with caching, and of known sequences only the tail. An encoder-decoder group
+    also has a cross-attention table, known by its `request_id`; it neither takes hits nor leaves any.
+
+    The pairs (source, destination) that calls answer are to be copied in the order of the calls.
+    Every error is a ValueError or TypeError and changes nothing. A manager belongs to the thread that
+    first uses it.
+
+    >>> class Prompt:
+    ...     seq_id, status = 0, "WAITING"
+    ...     def __init__(self, token_ids): self.token_ids = token_ids
+    ...     def get_len(self): return len(self.token_ids)
+    ...     def get_token_ids(self): return self.token_ids
+    >>> class Group:
+    ...     request_id = "r1"
+    ...     def __init__(self, *seqs): self.seqs = seqs
+    ...     def get_seqs(self): return self.seqs
+    ...     def is_encoder_decoder(self): return False
+    >>> seq = Prompt([*range(40)])
+    >>> manager = BlockSpaceManager(16, num_gpu_blocks=9, num_cpu_blocks=9)
+    >>> manager.can_allocate(Group(seq))
+    <AllocStatus.OK: 1>
+    >>> manager.allocate(Group(seq))
+    >>> manager.get_block_table(seq)
+    [1, 2, 3]
+    >>> best = Prompt([*range(40), 7])
+    >>> best.seq_id, best.status = 1, "RUNNING"
+    >>> manager.fork(seq, best)
+    >>> manager.append_slots(best, 0)
+    [(3, 4)]
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        num_gpu_blocks: int,
+        num_cpu_blocks: int,
+        watermark: float = 0.01,
+        sliding_window: int | None = None,
+        enable_caching: bool = False,
+        *,
+        eviction: str = "last_access",
+        eviction_options: Mapping[str, float] | None = None,
+        enable_events: bool = False,
+        hash_seed: str = DEFAULT_SEED,
+        max_model_len: int = 2**31 - 1,
+    ) -> None:
+        window = checked_window(sliding_window)
+        caching = checked_flag(enable_caching, "enable_caching")
+        policy = eviction_of(eviction, eviction_options, "eviction")
+        num_host_blocks = checked_count(num_cpu_blocks, "num_cpu_blocks")
+        kind = (
+            make_kind("full_attention", {})
+            if window is None
+            else make_kind("sliding_window", {"window": window})
+        )
+        native = core.Manager(
+            groups=[(kind, block_size)],
+            num_gpu_blocks=num_gpu_blocks,
+            max_model_len=max_model_len,
+            hash_block_size=None,
+            enable_caching=caching,
+            num_preallocate_tokens=0,
+            max_num_reqs=None,
+            watermark_blocks=0,  # `can_allocate` keeps it, not `allocate`
+            use_eagle=False,
+            fence_frees=False,
+            enable_events=checked_flag(enable_events, "enable_events"),
+            track_residency=False,
+            stats_window=1000,
+            eviction=policy if caching else core.Eviction(),
+            num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
+            by_sequences=True,
+        )
+        super().__init__(
+            native,
+            TokenSource(index(block_size), hash_seed),
+            block_size=index(block_size),
+            sliding_window=window,
+            enable_caching=caching,
+            watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
+        )
+        self.max_model_len = index(max_model_len)
+        self._append = native.append_sequence
+
+    # Admission -------------------------------------------------------------------------------------
+
+    def can_allocate(
+        self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
+    ) -> AllocStatus:
+        """Whether the group's prompt fits, not counting on any hit, and leaves the watermark."""
+        lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
+        required = self._num_required(seq_group, some_with(seq_group, WAITING)[0], lookahead)
+        most = self._pool.num_total - self.watermark_blocks
+        return status_of(required, most, self._pool.num_free, self.watermark_blocks)
+
+    def allocate(self, seq_group: SequenceGroupLike) -> None:
+        """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
+        seqs = some_with(seq_group, WAITING)
+        # What a decoder computes depends on the encoder's input: others cannot use it.
+        has_encoder = seq_group.is_encoder_decoder()
+        reads_ids = self.enable_caching and not has_encoder
+        self._check_new(seq_group, seqs, reads_ids)
+        if has_encoder:
+            first = self._allocate_with_encoder(seq_group, seqs[0])
+        elif reads_ids:
+            first = self._allocate_behind_hit(seqs[0])
+        else:
+            first = self._allocate_plain(seqs[0])
+        if first is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit"
+            fail_to_fit(what, self._pool.num_free, "can_allocate")
+        self._admit(seqs[0], first)
+        for seq in seqs[1:]:
+            self._fork(first, seq, self._tokens.copy_of(first.tokens))
+
+    def _allocate_plain(self, seq: SequenceLike) -> AllocatedSequence | None:
+        return self._row_for(self._tokens.unread(seq.get_len()), [NO_IDS], 0)
+
+    def _allocate_behind_hit(self, seq: SequenceLike) -> AllocatedSequence | None:
+        tokens = self._tokens.read(seq)
+        hits, num_cached = self._native.lookup(tokens.chain)
+        known = self._row_for(tokens, hits, num_cached)
+        if known is None and num_cached:
+            # With a window, more is held behind a hit than without.
+            return self._row_for(tokens, [NO_IDS], 0)
+        return known
+
+    def _allocate_with_encoder(
+        self, seq_group: SequenceGroupLike, seq: SequenceLike
+    ) -> AllocatedSequence | None:
+        num_encoder_tokens = checked_encoder_length(seq_group, self.max_model_len)
+        if self._num_required(seq_group, seq, 0) > self._pool.num_free:
+            return None
+        known = self._allocate_plain(seq)
+        if known is not None:
+            self._cross.allocate(seq_group.request_id, num_encoder_tokens)
+        return known
+
+    def _row_for(self, tokens: Tokens, hits: list, num_cached: int) -> AllocatedSequence | None:
+        """A row of these tokens behind a hit; None where it does not fit."""
+        num_tokens = len(tokens.ids)
+        answer = self._native.allocate(tokens.chain, num_tokens - num_cached, hits, 0)
+        if answer is None:
+            return None
+        num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
+        return AllocatedSequence(
+            answer[0], tokens, num_cached, bool(num_skipped and not num_cached)
+        )
+
+    # Growth ----------------------------------------------------------------------------------------
+
+    def can_append_slots(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> bool:
+        """Whether each RUNNING sequence gets slots for its new tokens and the lookahead.
+
+        In the worst case: every block that is touched needs a new one.
+        """
+        lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
+        running = with_status(seq_group, RUNNING)
+        return self._num_touched(running, lookahead) <= self._pool.num_free
+
+    def append_slots(self, seq: SequenceLike, num_lookahead_slots: int) -> Pairs:
+        """Slots for the tokens that are new since the last call, and `num_lookahead_slots` more.
+
+        Answers the copies (source, destination) of shared blocks that are written. Lookahead slots
+        are given again to the next tokens. [] without new tokens and lookahead. ValueError where
+        they do not fit.
+        """
+        known = self._allocated.get(seq.seq_id)
+        if known is None:
+            fail_unknown(seq)
+        num_tokens = seq.get_len()
+        num_new = num_tokens - known.num_tokens
+        if num_new <= 0 and (num_new or not num_lookahead_slots):
+            if num_new:
+                fail_shorter(seq, known.num_tokens)
+            checked_count(num_lookahead_slots, "num_lookahead_slots")
+            check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
+            return []
+        new = num_new
+        if known.reads_ids:
+            new = seq.get_token_ids()[known.num_tokens :]
+            if len(new) != num_new:
+                fail_ids(seq, known.num_tokens + len(new))
+        try:
+            copies = self._append(known.row, new, num_lookahead_slots)
+        except (TypeError, ValueError):
+            checked_count(num_lookahead_slots, "num_lookahead_slots")
+            check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
+            raise
+        if copies is None:
+            what = f"seq {seq.seq_id!r} does not get {num_new} slots and {num_lookahead_slots} more"
+            fail_to_fit(what, self._pool.num_free, "can_append_slots")
+        known.num_tokens = num_tokens
+        return [] if copies is NO_PAIRS else as_pairs(copies)
+
+    def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
+        """Gives the child all blocks of the parent; who writes to a shared one first, copies it.
+
+        The child begins with all tokens of the parent that have slots, and may have more. Checked
+        are its length and, with caching, `extra_hash()` and the last `block_size` of those tokens;
+        that all before them are the parent's too, is taken on trust.
+        """
+        parent = self._known(parent_seq)
+        if child_seq.seq_id in self._allocated:
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has blocks already: expected a new seq_id"
+            )
+        check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
+        tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
+        self._fork(parent, child_seq, tokens)
+
+    def _fork(self, parent: AllocatedSequence, child_seq: SequenceLike, tokens: Tokens) -> None:
+        row = self._native.fork(parent.row, tokens.chain)
+        self._admit(child_seq, parent.forked(row, tokens))
+
+    # Demand and checks -----------------------------------------------------------------------------
+
+    def _num_required(
+        self, seq_group: SequenceGroupLike, seq: SequenceLike, num_lookahead_slots: int
+    ) -> int:
+        num_slots = seq.get_len() + num_lookahead_slots
+        required = num_blocks(num_slots, self.block_size, self.sliding_window)
+        if seq_group.is_encoder_decoder():
+            required += num_blocks(seq_group.get_encoder_seq().get_len(), self.block_size)
+        return required
+
+    def _check_new(
+        self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
+    ) -> None:
+        self._cross.check_new(seq_group.request_id)
+        for seq in seqs:
+            if seq.seq_id in self._allocated:
+                raise ValueError(f"seq {seq.seq_id!r} has blocks already: expected a new seq_id")
+        if len(seqs) > 1:
+            check_one_prompt(seq_group, seqs, reads_ids)

@@ -1,0 +1,61 @@
+"""Cross-attention tables: the blocks of encoders, by the group they belong to."""
+
+from __future__ import annotations
+
+from kvcache.allocator.sequences.checks import check_tier
+from kvcache.allocator.sequences.tokens import TokenSource
+from kvcache.native.load import core
+from kvcache.step import NO_IDS
+
+
+class CrossTables:
+    """Each is a row of the native manager. Its tokens are never read: nobody hits them."""
+
+    def __init__(self, native: core.Manager, tokens: TokenSource) -> None:
+        self._native = native
+        self._tokens = tokens
+        self._rows: dict[object, int] = {}  # by request_id
+
+    def rows(self) -> list[int]:
+        """All of them."""
+        return [*self._rows.values()]
+
+    def row_on(self, request_id: object, on_host: bool) -> int | None:
+        """The row of a group that has one on this tier."""
+        row = self._rows.get(request_id)
+        return row if row is not None and self._native.is_on_host(row) == on_host else None
+
+    def blocks(self, request_id: object) -> list[int]:
+        """Those of a table on the device."""
+        row = self._rows.get(request_id)
+        if row is None:
+            raise ValueError(
+                f"group {request_id!r} has no cross-attention table: expected one that was "
+                "allocated as an encoder-decoder group"
+            )
+        check_tier(self._native, row, "the encoder of group", request_id, on_host=False)
+        return self._native.blocks(row, 0).tolist()
+
+    def check_new(self, request_id: object) -> None:
+        """That the group has none."""
+        if request_id in self._rows:
+            raise ValueError(
+                f"seq_group {request_id!r} has a cross-attention table already: expected "
+                "free_cross first"
+            )
+
+    def allocate(self, request_id: object, num_tokens: int) -> None:
+        """A table for so many tokens, which are known to fit."""
+        # What a window leaves behind is not held of a prompt; of what comes later it is, and all of
+        # an encoder's tokens are read.
+        row, _ = self._native.allocate(self._tokens.unread(1).chain, 1, [NO_IDS], num_tokens - 1)
+        if num_tokens > 1:
+            self._native.append_sequence(row, num_tokens - 1, 0)
+        self._rows[request_id] = row
+
+    def free(self, request_id: object) -> None:
+        """No-op where there is none."""
+        row = self._rows.get(request_id)
+        if row is not None:
+            self._native.free(row)
+            del self._rows[request_id]

@@ -1,0 +1,57 @@
+"""Swaps: sequences of a group that move to the host and back."""
+
+from __future__ import annotations
+
+from kvcache.allocator.request import checked_count
+from kvcache.allocator.sequences.checks import fail_to_fit
+from kvcache.allocator.sequences.demand import AllocStatus, status_of
+from kvcache.allocator.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike, some_with
+from kvcache.allocator.sequences.tables import Pairs, SequenceTables, as_pairs
+
+
+class SequenceSwaps(SequenceTables):
+    """Tables that move between the tiers; blocks that several of a group hold move once."""
+
+    def can_swap_out(self, seq_group: SequenceGroupLike) -> bool:
+        """Whether the blocks of the group's RUNNING sequences fit on the host."""
+        if self._host is None:
+            return False
+        rows = self._rows(seq_group, some_with(seq_group, RUNNING), on_host=False)
+        return self._native.num_unique_blocks(rows) <= self._host.num_free
+
+    def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
+        """Moves the RUNNING sequences and the encoder to the host: (device block, host block).
+
+        Blocks that several hold move once; lookahead slots are given back.
+        """
+        self._check_has_host()
+        rows = self._rows(seq_group, some_with(seq_group, RUNNING), on_host=False)
+        pairs = self._native.swap_out(rows)
+        if pairs is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit on the host"
+            fail_to_fit(what, self._host.num_free, "can_swap_out")
+        return as_pairs(pairs)
+
+    def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
+        """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device."""
+        lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
+        if self._host is None:
+            return AllocStatus.NEVER
+        seqs = some_with(seq_group, SWAPPED)
+        rows = self._rows(seq_group, seqs, on_host=True)
+        required = self._native.num_unique_blocks(rows) + self._num_touched(seqs, lookahead)
+        return status_of(required, self._pool.num_total, self._pool.num_free, self.watermark_blocks)
+
+    def swap_in(self, seq_group: SequenceGroupLike) -> Pairs:
+        """Moves the SWAPPED sequences and the encoder back: (host block, device block)."""
+        self._check_has_host()
+        rows = self._rows(seq_group, some_with(seq_group, SWAPPED), on_host=True)
+        pairs = self._native.swap_in(rows)
+        if pairs is None:
+            what = f"seq_group {seq_group.request_id!r} does not fit on the device"
+            fail_to_fit(what, self._pool.num_free, "can_swap_in")
+        return as_pairs(pairs)
+
+    def _check_has_host(self) -> None:
+        if self._host is None:
+            raise ValueError("there is no host pool: expected num_cpu_blocks of 2 or more")

@@ -1,0 +1,115 @@
+"""What the native manager is told of a sequence's tokens: their ids, or only how many."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import numpy as np
+
+from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.allocator.hashing import token_sequence
+from kvcache.allocator.request import checked_count
+from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
+from kvcache.native.load import core
+
+
+class Tokens:
+    """Known tokens, and the hashes of their blocks; what is appended natively is known here too."""
+
+    __slots__ = ("are_read", "chain", "extra", "ids")
+
+    def __init__(
+        self, ids: core.TokenIds, are_read: bool, extra: str | None, chain: core.TokenChain
+    ) -> None:
+        self.ids = ids
+        self.are_read = are_read  # whether `ids` are the real ones
+        self.extra = extra
+        self.chain = chain
+
+
+class TokenSource:
+    """Makes them; keeps those of sequences that were asked for, so that each is hashed once."""
+
+    def __init__(self, block_size: int, hash_seed: str) -> None:
+        self._block_size = block_size
+        self._parent = first_parent(hash_seed, "hash_seed")
+        self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
+        self._zeros = np.zeros(4096, np.int32)
+
+    def read(self, seq: SequenceLike) -> Tokens:
+        """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
+        extra, num_tokens = extra_hash(seq), seq.get_len()
+        owner, kept = self._kept.get(seq.seq_id, (None, None))
+        if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
+            if len(kept.ids) < num_tokens:
+                kept.ids.append(_tokens_from(seq, len(kept.ids), num_tokens))
+            return kept
+        return self._make(core.TokenIds(_tokens_from(seq, 0, num_tokens)), True, extra)
+
+    def unread(self, num_tokens: int) -> Tokens:
+        """So many tokens, whichever they are; they neither take hits nor leave any."""
+        count = checked_count(num_tokens, "get_len()")
+        if count > len(self._zeros):
+            self._zeros = np.zeros(2 * count, np.int32)
+        return self._make(core.TokenIds(self._zeros[:count]), False, None)
+
+    def copy_of(self, tokens: Tokens) -> Tokens:
+        """The same tokens, which then go on by themselves."""
+        if not tokens.are_read:
+            return self.unread(len(tokens.ids))
+        return self._make(core.TokenIds(tokens.ids.copy()), True, tokens.extra)
+
+    def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
+        """A copy for a child that begins with them; of read ones the last block's worth is compared."""
+        length = child_seq.get_len()
+        if length < num_tokens:
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
+                f"{num_tokens}, and any more"
+            )
+        if not tokens.are_read:
+            return self.unread(num_tokens)
+        extra, child_ids = extra_hash(child_seq), child_seq.get_token_ids()
+        if extra != tokens.extra:
+            raise ValueError(
+                f"extra_hash() of child_seq {child_seq.seq_id!r} is {extra!r}: expected that of its "
+                f"parent, {tokens.extra!r}"
+            )
+        if len(child_ids) != length:
+            fail_ids(child_seq, len(child_ids))
+        first, ids = max(num_tokens - self._block_size, 0), tokens.ids.copy()
+        if [*child_ids[first:num_tokens]] != ids[first:].tolist():
+            raise ValueError(
+                f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
+                f"{num_tokens - 1}: expected the parent's {num_tokens} tokens, and any more"
+            )
+        return self._make(core.TokenIds(ids), True, extra)
+
+    def keep(self, seq: SequenceLike, tokens: Tokens) -> None:
+        """Until the sequence is forgotten."""
+        self._kept[seq.seq_id] = (seq, tokens)
+
+    def forget(self, seq: SequenceLike) -> None:
+        """No-op where nothing is kept."""
+        if self._kept:
+            self._kept.pop(seq.seq_id, None)
+
+    def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
+        salt = () if extra is None else (None, (), extra)
+        chain = core.TokenChain(ids, self._block_size, self._parent, are_read, are_read, *salt)
+        return Tokens(ids, are_read, extra, chain)
+
+
+def fail_ids(seq: SequenceLike, num_ids: int) -> NoReturn:
+    """For a sequence whose number of token ids is not its length."""
+    raise ValueError(
+        f"get_token_ids() of seq {seq.seq_id!r} has {num_ids} tokens: expected {seq.get_len()}, as "
+        "get_len() says"
+    )
+
+
+def _tokens_from(seq: SequenceLike, first: int, num_tokens: int) -> np.ndarray | list | tuple:
+    ids = token_sequence(seq.get_token_ids()[first:] if first else seq.get_token_ids())
+    if len(ids) != num_tokens - first:
+        fail_ids(seq, first + len(ids))
+    return ids

@@ -1,0 +1,165 @@
+"""What `kvcache doctor` looks at: versions, native libraries and how they came, tools to build with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def table(rows: list[tuple[str, str, bool]]) -> Table:
+    """The rows of `diagnosis` as rich shows them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(title="kvcache doctor")
+    shown.add_column("what", style="cyan", no_wrap=True)
+    shown.add_column("found", overflow="fold")
+    for name, found, ok in rows:
+        shown.add_row(name, Text(found, style="" if ok else "red"))
+    return shown
+
+
+def diagnosis() -> list[tuple[str, str, bool]]:
+    """(what, what was found, whether the library works with that)."""
+    import kvcache
+
+    rows = [
+        ("kvcache", kvcache.__version__, True),
+        ("python", f"{sys.version.split()[0]}, {sys.executable}", True),
+        _asked("numpy", _numpy, needed=True),
+        _asked("torch", _torch, needed=True),
+        _asked("_core", lambda: _library("_core"), needed=True),
+        _asked("libcrypto", _libcrypto),
+        _asked("CPU ops", lambda: _library("libkvcache_cpu"), needed=True),
+        _cuda_row(),
+        _asked("CUDA driver", _cuda_driver),
+        _asked("locked memory", _locked_memory),
+    ]
+    tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
+    extras = (("rich", _rich), ("matplotlib", _matplotlib))
+    return [*rows, *(_asked(name, ask) for name, ask in (*tools, *extras))]
+
+
+def _asked(name: str, ask: Callable[[], str], needed: bool = False) -> tuple[str, str, bool]:
+    try:
+        return name, ask(), True
+    except Exception as error:  # whatever is broken: that is what a doctor is asked for
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return name, f"missing: {lines[0]}", not needed
+
+
+def _cuda_row() -> tuple[str, str, bool]:
+    """CUDA ops that are missing matter where there is a device to run them on."""
+    name, found, ok = _asked("CUDA ops", _cuda_ops)
+    if found.startswith("not ") and not found.startswith("not needed"):
+        import torch
+
+        ok = not torch.cuda.is_available()
+    return name, found, ok
+
+
+def _numpy() -> str:
+    import numpy
+
+    return numpy.__version__
+
+
+def _torch() -> str:
+    import torch
+
+    if not torch.version.cuda:
+        return f"{torch.__version__}, without CUDA"
+    devices = f"{torch.cuda.device_count()} devices" if torch.cuda.is_available() else "no device"
+    return f"{torch.__version__}, CUDA {torch.version.cuda}, {devices}"
+
+
+def _library(name: str) -> str:
+    from kvcache.native import load
+
+    if name != "_core":
+        load.load_ops()
+    return load.describe()[name]
+
+
+def _cuda_ops() -> str:
+    import torch
+
+    if not torch.version.cuda:
+        return "not needed: torch is without CUDA"
+    return _library("libkvcache_cuda")
+
+
+def _cuda_driver() -> str:
+    import torch
+
+    from kvcache.native import load
+
+    if not torch.version.cuda:
+        return "not needed: torch is without CUDA"
+    _library("libkvcache_cpu")
+    return load.cuda_versions() or "unknown: there is no CUDA library to ask it"
+
+
+def _locked_memory() -> str:
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if limit == resource.RLIM_INFINITY:
+        return "not limited"
+    return (
+        f"{limit / 2**20:,.1f} MiB at most (`ulimit -l`): host pages beyond may not be pinned; "
+        "`ulimit -l unlimited`, `docker run --ulimit memlock=-1`"
+    )
+
+
+def _libcrypto() -> str:
+    from kvcache.native.load import core
+
+    return core.libcrypto_name() or "none: hashlib instead, slower"
+
+
+def _compiler() -> str:
+    from kvcache.native import build
+
+    return " ".join(build.cxx_command())
+
+
+def _ninja() -> str:
+    from shutil import which
+
+    beside = Path(sys.executable).with_name("ninja")  # of a virtual environment not activated
+    found = which("ninja") or (str(beside) if beside.exists() else None)
+    if found is None:
+        raise LookupError("pip install ninja; only builds at run time want it")
+    return found
+
+
+def _nvcc() -> str:
+    from kvcache.native import build
+
+    home = build.cuda_home()
+    if home is None:
+        raise LookupError("only CUDA builds want it")
+    return f"{home / 'bin' / 'nvcc'}, compiles for {', '.join(build.cuda_archs())}"
+
+
+def _rich() -> str:
+    return _version("rich")
+
+
+def _matplotlib() -> str:
+    return _version("matplotlib")
+
+
+def _version(distribution: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        raise LookupError("pip install 'kvcache[cli]'") from None

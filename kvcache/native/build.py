@@ -1,0 +1,197 @@
+"""The native sources and the flags they are built with: one place for `setup.py`, CMake and the JIT.
+
+Imports nothing of the package and nothing beyond the standard library, because `setup.py` loads this
+file by its path before the package exists. CMakeLists.txt takes the same files by the same rule: what
+lies in a folder belongs to that folder's library.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+# LibTorch's stable ABI as of 2.10: one build loads in 2.10 and every later release.
+TORCH_TARGET = "TORCH_TARGET_VERSION=0x020a000000000000"
+
+CXX_FLAGS = ["-O3", "-DNDEBUG", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-g0"]
+NVCC_FLAGS = ["-O3", "-std=c++17", "-DUSE_CUDA", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+CUDA_ARCHS = ("80", "90", "100")  # by default, as far as the toolkit has them
+
+INSTALL_HINT = "pip install --no-build-isolation -e ."
+
+
+def source_root() -> Path | None:
+    """The folder `csrc`: inside an installed package, beside it in a checkout; None without it."""
+    package = Path(__file__).resolve().parents[1]
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if (folder / "ops" / "library.cpp").is_file():
+            return folder
+    return None
+
+
+def core_sources(root: Path) -> list[Path]:
+    folders = ("core", "worker", "python")
+    return [path for folder in folders for path in sorted((root / folder).rglob("*.cpp"))]
+
+
+def cpu_sources(root: Path) -> list[Path]:
+    return sorted((root / "ops").glob("*.cpp"))
+
+
+def cuda_sources(root: Path) -> list[Path]:
+    return sorted((root / "ops").glob("*.cu"))
+
+
+def torch_dir() -> Path:
+    """Where torch is installed, found without importing it (an import costs seconds)."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError(f"torch is not installed: install torch>=2.10, then `{INSTALL_HINT}`")
+    return Path(spec.origin).parent
+
+
+def pybind11_include() -> Path:
+    """pybind11's headers: the package's own, or the copy that torch carries."""
+    for package in ("pybind11", "torch"):
+        spec = importlib.util.find_spec(package)
+        if spec is not None and spec.origin is not None:
+            include = Path(spec.origin).parent / "include"
+            if (include / "pybind11" / "pybind11.h").is_file():
+                return include
+    raise RuntimeError("pybind11 is missing, whose headers it needs: `pip install pybind11`")
+
+
+def python_include() -> Path:
+    """Python's own headers, which distributions keep in a package apart."""
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        raise RuntimeError(
+            f"Python's headers are missing, there is no {include / 'Python.h'}: install them "
+            "(Debian and Ubuntu: apt-get install python3-dev)"
+        )
+    return include
+
+
+def cxx_command() -> list[str]:
+    """The C++ compiler and its arguments: $CXX ("ccache g++", "g++ -m64"), else g++, else clang++."""
+    asked = os.environ.get("CXX", "").strip()
+    # As one word first: a path may hold spaces.
+    for words in [[asked], shlex.split(asked)] if asked else [["g++"], ["clang++"]]:
+        found = shutil.which(words[0])
+        if found:
+            return [found, *words[1:]]
+    raise RuntimeError(
+        f"no C++ compiler ({asked or 'g++ or clang++'} is not on the PATH): "
+        "install one (Debian and Ubuntu: apt-get install g++)"
+    )
+
+
+def cxx() -> str:
+    """The compiler's program alone: g++ of "ccache g++ -m64"."""
+    return cxx_command()[_place_of_program()]
+
+
+def cxx_arguments() -> list[str]:
+    """What follows the program: -m64 of "ccache g++ -m64"."""
+    return cxx_command()[_place_of_program() + 1 :]
+
+
+def _place_of_program() -> int:
+    return max(i for i, word in enumerate(cxx_command()) if shutil.which(word))
+
+
+def object_name(source: Path) -> str:
+    """Unlike for files of one name in two folders."""
+    return f"{source.parent.name}_{source.stem}.o"
+
+
+def wants_cuda() -> bool:
+    """Whether the CUDA library is built: with a CUDA build of torch, or as KVCACHE_CUDA=0/1 says."""
+    asked = os.environ.get("KVCACHE_CUDA")
+    if asked in ("0", "1"):
+        return asked == "1"
+    return (torch_dir() / "lib" / "libtorch_cuda.so").exists() and cuda_home() is not None
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit with an nvcc ($CUDA_HOME, /usr/local/cuda, the PATH's), or None."""
+    on_path = shutil.which("nvcc")
+    for folder in (
+        os.environ.get("CUDA_HOME"),
+        "/usr/local/cuda",
+        str(Path(on_path).resolve().parent.parent) if on_path else None,
+    ):
+        if folder and (Path(folder) / "bin" / "nvcc").exists():
+            return Path(folder)
+    return None
+
+
+@functools.cache
+def toolkit_archs(home: Path) -> tuple[str, ...]:
+    """What a toolkit compiles for ("75", "80", ...), as its nvcc says."""
+    nvcc = str(home / "bin" / "nvcc")
+    done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
+    found = [line.strip().removeprefix("compute_") for line in done.stdout.splitlines()]
+    if done.returncode != 0 or not found:
+        raise RuntimeError(f"{nvcc} --list-gpu-arch failed: {done.stderr.strip()}")
+    return tuple(found)
+
+
+def cuda_archs(present: Sequence[str] = ()) -> list[str]:
+    """The architectures to compile for: $KVCACHE_CUDA_ARCHS ("80;90;100"), else those of the devices that
+    are `present`, else CUDA_ARCHS.
+
+    RuntimeError where $KVCACHE_CUDA_ARCHS asks for one that the toolkit lacks; of the others those that
+    it has, or its newest one that runs there too.
+    """
+    home = cuda_home()
+    if home is None:
+        raise RuntimeError("no nvcc was found: set CUDA_HOME")
+    known = toolkit_archs(home)
+    asked = re.split("[;, ]+", os.environ.get("KVCACHE_CUDA_ARCHS", "").strip(";, "))
+    if asked != [""]:
+        for arch in asked:
+            if arch.rstrip("af") not in known:
+                raise RuntimeError(
+                    f"KVCACHE_CUDA_ARCHS has {arch}: expected architectures that the toolkit in {home} "
+                    f"has ({', '.join(known)}), or a newer toolkit (CUDA_HOME)"
+                )
+        return asked
+    wanted = present or CUDA_ARCHS
+    archs = [arch for arch in wanted if arch in known]
+    # A newer device runs the PTX of an older architecture.
+    older = [arch for arch in known if any(int(arch) < int(w) for w in wanted)]
+    archs = archs or sorted(older, key=int)[-1:]
+    if not archs:
+        raise RuntimeError(
+            f"the toolkit in {home} compiles for {', '.join(known)}: expected one of "
+            f"{', '.join(wanted)}; set CUDA_HOME to another toolkit, or KVCACHE_CUDA_ARCHS"
+        )
+    return archs
+
+
+def gencode_flags(present: Sequence[str] = ()) -> list[str]:
+    """Machine code for each of `cuda_archs`, and PTX of the last for newer devices."""
+    archs = cuda_archs(present)
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    return [*flags, f"-gencode=arch=compute_{archs[-1]},code=compute_{archs[-1]}"]
+
+
+def link_flags() -> list[str]:
+    if sys.platform == "darwin":
+        return ["-undefined", "dynamic_lookup"]
+    return ["-ldl"]
+
+
+if __name__ == "__main__":  # CMake asks
+    archs = cuda_archs()
+    print(";".join([*(f"{arch}-real" for arch in archs[:-1]), archs[-1]]))

@@ -1,0 +1,223 @@
+"""Builds the native libraries at first use, where no built ones are found.
+
+Into `$KVCACHE_JIT_DIR`, else `~/.cache/kvcache`, under a key of everything that matters (sources,
+flags, versions): what was built once is loaded at once, by every process. A lock that the kernel
+drops with its process keeps two from building at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+
+from kvcache.native import build
+
+
+class BuildError(ImportError):
+    """A native library is missing and could not be built; says what is missing and what to run."""
+
+
+def build_core() -> ModuleType:
+    """Compiles and imports kvcache._core: a C++ compiler and pybind11's headers, no torch."""
+    root = _sources()
+    sources = build.core_sources(root)
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+
+    def compile_into(folder: Path) -> None:
+        compiler = build.cxx_command()
+        flags = [
+            *build.CXX_FLAGS,
+            f"-I{root}",
+            f"-isystem{build.pybind11_include()}",
+            f"-isystem{build.python_include()}",
+        ]
+        objects = [str(folder / build.object_name(source)) for source in sources]
+        _say_building("_core", folder)
+        commands = [
+            [*compiler, *flags, "-c", str(source), "-o", obj]
+            for source, obj in zip(sources, objects)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(_compile_core, commands))
+        out = str(folder / f"_core{suffix}")
+        _compile_core([*compiler, "-shared", *objects, "-o", out, *build.link_flags()])
+
+    library = _cached("_core", f"_core{suffix}", root, [], compile_into)
+    spec = importlib.util.spec_from_file_location("kvcache._core", library)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    sys.modules["kvcache._core"] = module
+    return module
+
+
+def _compile_core(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BuildError(f"building kvcache._core failed: {' '.join(command)}\n{done.stderr}")
+
+
+def build_ops(name: str) -> Path:
+    """Builds and registers `libkvcache_cpu` or `libkvcache_cuda` by torch.utils.cpp_extension."""
+    import torch
+
+    root = _sources()
+    cuda = name == "libkvcache_cuda"
+    sources = build.cuda_sources(root) if cuda else build.cpu_sources(root)
+    facts = [torch.__version__, str(torch.version.cuda)]
+    present: list[str] = []
+    if cuda:
+        _require_cuda()
+        capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+        present = [f"{major}{minor}" for major, minor in sorted(set(capabilities))]
+        facts += [*present, os.environ.get("KVCACHE_CUDA_ARCHS", "")]
+
+    def compile_into(folder: Path) -> None:
+        from torch.utils import cpp_extension
+
+        if cuda:
+            _require_nvcc()
+            # torch takes the folder above an nvcc on the PATH for the toolkit, also where that nvcc is a
+            # link (/usr/local/bin) and the libraries are elsewhere.
+            cpp_extension.CUDA_HOME = str(build.cuda_home())
+        _require_ninja()
+        arguments = build.cxx_arguments()
+        cuda_flags = ["-O3", "-DUSE_CUDA", f"-D{build.TORCH_TARGET}"] if cuda else []
+        cuda_flags += build.gencode_flags(present) if cuda else []  # torch's own only without any
+        with _cxx_for_torch():
+            _say_building(name, folder)
+            cpp_extension.load(
+                name=name,
+                sources=[str(source) for source in sources],
+                extra_cflags=[*arguments, *build.CXX_FLAGS, f"-D{build.TORCH_TARGET}"],
+                extra_cuda_cflags=cuda_flags,
+                extra_ldflags=arguments,
+                extra_include_paths=[str(root)],
+                build_directory=str(folder),
+                with_cuda=cuda,
+                is_python_module=False,
+            )
+
+    library = _cached(name, f"{name}.so", root, facts, compile_into)
+    torch.ops.load_library(str(library))  # of the same file twice is one registration
+    return library
+
+
+def _require_cuda() -> None:
+    """A device to build for; the nvcc is asked for only where the folder holds nothing built."""
+    import torch
+
+    if not torch.cuda.is_available():
+        _require_nvcc()
+        raise BuildError(
+            "torch finds no CUDA device to build for: it is built at first use where there is one, "
+            f"or for any by `KVCACHE_CUDA=1 {build.INSTALL_HINT}`"
+        )
+
+
+def _require_nvcc() -> None:
+    if build.cuda_home() is None:
+        raise BuildError(
+            "no nvcc found (in CUDA_HOME, in /usr/local/cuda, on the PATH): install a CUDA toolkit; "
+            f"then it is built at first use, or by `{build.INSTALL_HINT}`"
+        )
+
+
+@contextlib.contextmanager
+def _cxx_for_torch() -> Iterator[None]:
+    """Lets torch use our compiler; it takes $CXX for one program, and c++ without it."""
+    asked = os.environ.get("CXX")
+    os.environ["CXX"] = build.cxx()
+    try:
+        yield
+    finally:
+        if asked is None:
+            del os.environ["CXX"]
+        else:
+            os.environ["CXX"] = asked
+
+
+def _sources() -> Path:
+    root = build.source_root()
+    if root is None:
+        raise BuildError(
+            "kvcache has neither built libraries nor its sources: reinstall it, "
+            f"from a checkout by `{build.INSTALL_HINT}`"
+        )
+    return root
+
+
+def _require_ninja() -> None:
+    # pip puts ninja beside the interpreter, which need not be on the PATH of who calls it directly.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), beside])
+    if shutil.which("ninja") is None:
+        raise BuildError(
+            "ninja is missing, which torch.utils.cpp_extension builds with: `pip install ninja`, "
+            f"or build ahead of time by `{build.INSTALL_HINT}`"
+        )
+
+
+def _cached(
+    name: str, file: str, root: Path, facts: list[str], compile_into: Callable[[Path], None]
+) -> Path:
+    """The path of `file`, built into a folder of its own where it is not there yet."""
+    folder = _base_folder() / f"{name}-{_key(root, facts)}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Beside the folder: within it, torch's own builder keeps a file of that name.
+        lock = folder.with_suffix(".lock").open("w")
+    except OSError as error:
+        raise BuildError(f"cannot write {folder} ({error}): set KVCACHE_JIT_DIR") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            # Torch waits for ever on what a killed build of its own left behind; we hold the lock.
+            (folder / "lock").unlink(missing_ok=True)
+            try:
+                compile_into(folder)
+            except BuildError:
+                raise
+            except RuntimeError as error:  # what `native.build` misses, or torch says
+                raise BuildError(f"building {name} failed: {error}") from error
+            (folder / "complete").touch()
+    return folder / file
+
+
+def _base_folder() -> Path:
+    asked = os.environ.get("KVCACHE_JIT_DIR")
+    if asked:
+        return Path(asked)
+    try:
+        return Path.home() / ".cache" / "kvcache"
+    except RuntimeError as error:
+        raise BuildError(
+            "there is no home folder to build in (HOME is not set): set KVCACHE_JIT_DIR to a folder"
+        ) from error
+
+
+def _say_building(name: str, folder: Path) -> None:
+    print(f"kvcache: no built {name} found, building it in {folder} ...", file=sys.stderr)
+
+
+def _key(root: Path, facts: list[str]) -> str:
+    digest = hashlib.sha256()
+    parts = [*facts, sys.version, platform.machine(), os.environ.get("CXX", "")]
+    parts += [*build.CXX_FLAGS, *build.NVCC_FLAGS, str(root)]
+    digest.update("\0".join(parts).encode())
+    for path in sorted(p for p in root.rglob("*") if p.suffix in {".h", ".cpp", ".cu"}):
+        if "tests" not in path.parts:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

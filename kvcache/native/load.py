@@ -1,0 +1,169 @@
+"""Finds the native libraries: built ahead of time, or built now (`jit`) where they are not.
+
+`core` is the control plane's module and never needs torch; `load_ops()` registers
+`torch.ops.kvcache`. KVCACHE_JIT=1 passes over what was built ahead of time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_CPU, _CUDA = "libkvcache_cpu", "libkvcache_cuda"
+_found: dict[str, str] = {}
+_missing: dict[str, str] = {}
+_stubs: list[object] = []  # registrations, which end with these objects
+
+
+def _forced_jit() -> bool:
+    return os.environ.get("KVCACHE_JIT") == "1"
+
+
+def _load_core() -> ModuleType:
+    # In this package and nowhere else: an editable install would also find another checkout's.
+    spec = PathFinder.find_spec("kvcache._core", [str(_PACKAGE)])
+    if spec is not None and not _forced_jit():
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        sys.modules["kvcache._core"] = module
+        _found["_core"] = f"ahead of time, {module.__file__}"
+        return module
+    from kvcache.native import jit
+
+    module = jit.build_core()
+    _found["_core"] = f"JIT, {module.__file__}"
+    return module
+
+
+def load_ops() -> None:
+    """Registers `torch.ops.kvcache`, once; the CUDA library only with a CUDA build of torch.
+
+    A CUDA library that is missing takes nothing from the CPU: a call with CUDA tensors then raises a
+    RuntimeError that says why it is missing.
+    """
+    import torch
+
+    if _CPU not in _found:
+        # A second definition of the namespace kills the process: another copy may have been here.
+        others = hasattr(torch.ops.kvcache, "slot_mapping")
+        _found[_CPU] = "registered by another copy of kvcache" if others else _load(_CPU)
+    if torch.version.cuda and _CUDA not in _found and _CUDA not in _missing:
+        if not _ops_without_cuda():
+            _found[_CUDA] = "registered by another copy of kvcache"
+            return
+        try:
+            _found[_CUDA] = _load(_CUDA)
+        except (ImportError, OSError, RuntimeError) as error:  # not built; built for another CUDA
+            what = "not built" if isinstance(error, ImportError) else "not loadable"
+            _missing[_CUDA] = f"{what}: {error}{_advice(str(error))}"
+            _refuse_cuda(_ops_without_cuda())
+            return
+        problem = _driver_problem(
+            torch.ops.kvcache._compiled_version(), torch.ops.kvcache._driver_version()
+        )
+        if problem:
+            _missing[_CUDA] = problem
+            _refuse_cuda(_ops_with_tensors())
+
+
+def _load(name: str) -> str:
+    """Loads one library of ops; says where from."""
+    import torch
+
+    library = _PACKAGE / f"{name}.so"
+    if library.exists() and not _forced_jit():
+        torch.ops.load_library(str(library))
+        return f"ahead of time, {library}"
+    from kvcache.native import jit
+
+    return f"JIT, {jit.build_ops(name)}"
+
+
+def _advice(error: str) -> str:
+    """What to do about a library that does not load."""
+    import torch
+
+    if "undefined symbol: cu" in error or "libcudart" in error:
+        return (
+            f" (compiled with another CUDA than torch {torch.__version__} brings: build it again with "
+            f"a toolkit of CUDA {torch.version.cuda}, `pip install --no-build-isolation -e .`)"
+        )
+    return ""
+
+
+def _driver_problem(compiled: int, driver: int) -> str | None:
+    """What is wrong with a driver too old for the toolkit; versions as CUDA numbers them (13000)."""
+    # Any driver of the same major version runs what is compiled; 0: there is no driver.
+    if driver == 0 or driver // 1000 >= compiled // 1000:
+        return None
+    return (
+        f"not usable: compiled with CUDA {_dotted(compiled)}, but the driver knows CUDA "
+        f"{_dotted(driver)} at most: update the driver, or build with a toolkit of CUDA "
+        f"{driver // 1000} (CUDA_HOME)"
+    )
+
+
+def _dotted(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _ops_with_tensors() -> list[str]:
+    """Those that a device's dispatch key leads to; the others begin with "_"."""
+    import torch
+
+    names = torch._C._dispatch_get_all_op_names()
+    return [n for n in names if n.startswith("kvcache::") and not n.startswith("kvcache::_")]
+
+
+def _ops_without_cuda() -> list[str]:
+    import torch
+
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [name for name in _ops_with_tensors() if not has_kernel(name, "CUDA")]
+
+
+def _refuse_cuda(names: list[str]) -> None:
+    """Gives ops in the place of a CUDA kernel one that says why there is none."""
+    import torch
+
+    library = torch.library.Library("kvcache", "IMPL", "CUDA")
+    _stubs.append(library)
+    for name in names:
+
+        def refuse(*args: object, name: str = name) -> None:
+            raise RuntimeError(f"{name} got CUDA tensors, but {why_no_cuda()}")
+
+        library.impl(name, refuse, allow_override=True)
+
+
+def why_no_cuda() -> str | None:
+    """Why the CUDA ops are missing or cannot be used; None where they can."""
+    import torch
+
+    if _CUDA in _missing:
+        return f"{_CUDA} is {_missing[_CUDA]}"
+    return None if _CUDA in _found else f"torch {torch.__version__} is built without CUDA"
+
+
+def cuda_versions() -> str | None:
+    """CUDA versions of the driver and of the library; None without a CUDA library."""
+    import torch
+
+    if not hasattr(torch.ops.kvcache, "_driver_version"):
+        return None
+    compiled, driver = torch.ops.kvcache._compiled_version(), torch.ops.kvcache._driver_version()
+    known = f"knows CUDA {_dotted(driver)}" if driver else "is missing"
+    return f"{known}; the CUDA ops are compiled with {_dotted(compiled)}"
+
+
+def describe() -> dict[str, str]:
+    """Where each native library of this process came from, or why it is missing."""
+    return {**_found, **{name: reason.splitlines()[0] for name, reason in _missing.items()}}
+
+
+core = _load_core()

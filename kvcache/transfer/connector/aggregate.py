@@ -1,0 +1,265 @@
+"""What the workers of an engine report of transfers, one report each per step, made one report."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvcache.specs import integer
+from kvcache.transfer.connector.cache_events import KVCacheEvents
+
+_EVENTS_METHODS = ("add_events", "get_all_events", "increment_workers", "get_number_of_workers")
+
+
+@dataclass
+class KVConnectorOutput:
+    """What one worker's connector reports of a step, or all of them together.
+
+    An engine may pass any object with these attributes; those it lacks count as empty.
+
+    `finished_sending`, `finished_recving`: ids of requests. `kv_connector_stats`: an object with
+    `aggregate(other)`, which returns the sum (or None, when it has changed itself), and perhaps
+    `is_empty()`. `kv_cache_events`: `KVCacheEvents`, a list of events, or an object with `add_events`,
+    `get_all_events`, `increment_workers` and `get_number_of_workers`. `invalid_block_ids`: blocks that
+    could not be loaded. `expected_finished_count`: how many reports make a request finished, for
+    requests first reported from now on; 0: as before.
+    """
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: object | None = None
+    kv_cache_events: object | None = None
+    invalid_block_ids: set[int] | None = None
+    expected_finished_count: int = 0
+
+
+class KVOutputAggregator:
+    """Merges the workers' reports, step by step.
+
+    `expected_finished_count`: how many reports make a request finished, sending or receiving counted
+    apart; ValueError below 1.
+
+    >>> from types import SimpleNamespace as Output
+    >>> def outputs(*finished):
+    ...     reports = [KVConnectorOutput(finished_sending=f) for f in finished]
+    ...     return [Output(kv_connector_output=report) for report in reports]
+    >>> aggregator = KVOutputAggregator(expected_finished_count=2)
+    >>> aggregator.aggregate(outputs({"a", "b"}, {"a"})).kv_connector_output.finished_sending
+    {'a'}
+    >>> aggregator.remaining_sending
+    {'b': 1}
+    >>> aggregator.aggregate(outputs(None, {"b"})).kv_connector_output.finished_sending
+    {'b'}
+    """
+
+    def __init__(self, expected_finished_count: int) -> None:
+        self._expected = integer(expected_finished_count, "expected_finished_count", 1)
+        self._remaining_sending: dict[str, int] = {}
+        self._remaining_recving: dict[str, int] = {}
+        self._held: _Merged | None = None  # what no output has carried yet
+
+    @classmethod
+    def from_connector(cls, connector: object, world_size: int) -> KVOutputAggregator:
+        """Expects `connector.get_finished_count()` reports; where that is 0 or None, `world_size`."""
+        return cls(connector.get_finished_count() or world_size)
+
+    @property
+    def expected_finished_count(self) -> int:
+        """Reports that make a request finished which none has reported yet."""
+        return self._expected
+
+    @property
+    def remaining_sending(self) -> dict[str, int]:
+        """Requests that some workers have finished sending -> reports that are still to come."""
+        return dict(self._remaining_sending)
+
+    @property
+    def remaining_recving(self) -> dict[str, int]:
+        """Requests that some workers have finished receiving -> reports that are still to come."""
+        return dict(self._remaining_recving)
+
+    def aggregate(self, outputs: Sequence[object], output_rank: int = 0) -> object | None:
+        """The output of `output_rank`, its `kv_connector_output` now that of all workers.
+
+        outputs: one per worker, each with an attribute `kv_connector_output`, a report as
+        `KVConnectorOutput` or None. A request is in `finished_sending` (`finished_recving`) of the call
+        in which the last report of it came. An id counts once per report; what is counted over calls are
+        reports, not who they are from: the same worker naming it again in a later call counts again.
+        Reports count in the order of workers, and a worker's `expected_finished_count` from its own
+        report on, for requests that are new. Statistics are added up by type: `kv_connector_stats` is
+        their sum, or `{type: sum}` where they are of several types. Events keep which worker they came
+        from. Whose `kv_cache_events` is None is not counted among their workers; who reports an empty
+        list is: nothing is common to all then. Invalid block ids are united. Empty sets, statistics and
+        events are None. The workers' own reports are not changed, but for the output that is returned.
+
+        An empty output of `output_rank`, None or false, gives None: what all workers reported comes out
+        with the next one that is not. So does a step in which no worker has an output.
+
+        ValueError, with nothing changed, where another worker's output is missing (None), `output_rank`
+        is no worker, or a report holds what it should not: events of unlike types, statistics that do not
+        add up, a negative count, a string, mapping or number where a set of ids belongs.
+        """
+        reports = _reports(outputs, output_rank)
+        expected = self._expected
+        merged = _Merged() if self._held is None else copy.deepcopy(self._held)
+        sending: dict[str, int] = {}
+        recving: dict[str, int] = {}
+        for worker, report in reports:
+            expected = _expected_count(report, worker) or expected
+            ids = _ids(report, "finished_sending", worker)
+            merged.sending |= _count(ids, expected, self._remaining_sending, sending)
+            ids = _ids(report, "finished_recving", worker)
+            merged.recving |= _count(ids, expected, self._remaining_recving, recving)
+            merged.invalid_block_ids |= _ids(report, "invalid_block_ids", worker)
+            merged.add_stats(getattr(report, "kv_connector_stats", None), worker)
+            merged.add_events(getattr(report, "kv_cache_events", None), worker)
+        output = outputs[output_rank] or None
+        if output is not None:
+            output.kv_connector_output = merged.report(expected)
+        # Nothing below fails.
+        self._expected = expected
+        self._held = merged if output is None else None
+        _settle(self._remaining_sending, sending)
+        _settle(self._remaining_recving, recving)
+        return output
+
+
+@dataclass
+class _Merged:
+    """What reports say together."""
+
+    sending: set[str] = field(default_factory=set)
+    recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+    stats: dict[type, object] = field(default_factory=dict)
+    events: dict[int, object] = field(default_factory=dict)  # by worker: new ones join held ones
+
+    def add_stats(self, stats: object | None, worker: int) -> None:
+        if stats is None:
+            return
+        if not callable(getattr(stats, "aggregate", None)):
+            raise ValueError(
+                f"kv_connector_stats of worker {worker} is {stats!r}: expected an object with aggregate"
+            )
+        if _is_empty(stats):
+            return
+        kind = type(stats)
+        stats = copy.deepcopy(stats)  # a sum may take over parts of what is added to it
+        if kind not in self.stats:
+            self.stats[kind] = stats
+            return
+        total = self.stats[kind].aggregate(stats)
+        if total is not None:
+            self.stats[kind] = total
+
+    def add_events(self, events: object | None, worker: int) -> None:
+        if events is None:
+            return
+        if isinstance(events, list | tuple):
+            events = KVCacheEvents(events)
+        for method in _EVENTS_METHODS:
+            if not callable(getattr(events, method, None)):
+                raise ValueError(
+                    f"kv_cache_events of worker {worker} is {events!r}: expected an object with {method}"
+                )
+        for other, known in self.events.items():
+            if type(known) is not type(events):
+                raise ValueError(
+                    f"kv_cache_events of worker {worker} is a {type(events).__name__}, of worker {other} "
+                    f"a {type(known).__name__}: expected the same type"
+                )
+        if worker in self.events:
+            self.events[worker].add_events(events.get_all_events())
+        else:
+            self.events[worker] = copy.deepcopy(events)
+
+    def report(self, expected: int) -> KVConnectorOutput:
+        stats = next(iter(self.stats.values())) if len(self.stats) == 1 else self.stats
+        return KVConnectorOutput(
+            finished_sending=self.sending or None,
+            finished_recving=self.recving or None,
+            kv_connector_stats=stats or None,
+            kv_cache_events=self._all_events(),
+            invalid_block_ids=self.invalid_block_ids or None,
+            expected_finished_count=expected,
+        )
+
+    def _all_events(self) -> object | None:
+        combined = None
+        for _, events in sorted(self.events.items()):
+            if combined is None:
+                combined = events
+            elif isinstance(combined, KVCacheEvents):
+                combined.merge(events)
+            else:
+                combined.add_events(events.get_all_events())
+                combined.increment_workers(events.get_number_of_workers())
+        return combined if combined is not None and combined.get_all_events() else None
+
+
+def _reports(outputs: Sequence[object], output_rank: int) -> list[tuple[int, object]]:
+    """(worker, report) of those that report anything."""
+    if not outputs:
+        raise ValueError("outputs is empty: expected one per worker")
+    integer(output_rank, "output_rank", 0, len(outputs) - 1)
+    if all(output is None for output in outputs):
+        return []
+    reports = []
+    for worker, output in enumerate(outputs):
+        if output is None and worker != output_rank:
+            raise ValueError(f"the output of worker {worker} is missing: expected one per worker")
+        if output and not hasattr(output, "kv_connector_output"):
+            raise ValueError(
+                f"the output of worker {worker} is {output!r}: expected one with kv_connector_output"
+            )
+        report = getattr(output, "kv_connector_output", None)
+        if report is not None:
+            reports.append((worker, report))
+    return reports
+
+
+def _expected_count(report: object, worker: int) -> int:
+    count = getattr(report, "expected_finished_count", None)
+    return integer(count or 0, f"expected_finished_count of worker {worker}", 0)
+
+
+def _ids(report: object, name: str, worker: int) -> set:
+    """The ids of one report: each once, however often the worker names it there."""
+    ids = getattr(report, name, None)
+    if ids is None:
+        return set()
+    try:
+        if isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
+            raise TypeError("this is no set of ids, though one can iterate over it")
+        return set(ids)
+    except TypeError as error:
+        raise ValueError(
+            f"{name} of worker {worker} is {ids!r}: expected a set of ids, each of which hashes"
+        ) from error
+
+
+def _count(
+    req_ids: set[str], expected: int, remaining: dict[str, int], changed: dict[str, int]
+) -> set[str]:
+    """Counts one report of each request, into `changed`; those of which it was the last one."""
+    finished = set()
+    for req_id in req_ids:
+        left = (changed.get(req_id, remaining.get(req_id)) or expected) - 1
+        changed[req_id] = left
+        if left == 0:
+            finished.add(req_id)
+    return finished
+
+
+def _settle(remaining: dict[str, int], changed: dict[str, int]) -> None:
+    for req_id, left in changed.items():
+        if left:
+            remaining[req_id] = left
+        else:
+            remaining.pop(req_id, None)
+
+
+def _is_empty(stats: object) -> bool:
+    is_empty = getattr(stats, "is_empty", None)
+    return bool(is_empty()) if callable(is_empty) else False

@@ -1,0 +1,295 @@
+"""Which bytes of which remote rank's pages fill those of a local rank: exact ranges, or a refusal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.specs import integer
+from kvcache.transfer.description import CacheDescription
+from kvcache.transfer.plan.fragments import (
+    GroupFragments,
+    Pattern,
+    TransferRuns,
+    check_each_once,
+    expand_pattern,
+    joined,
+    page_ids,
+    remote_page_ids,
+)
+from kvcache.transfer.plan.patterns import find_patterns
+
+_MOST_ROWS = 1 << 22  # heads of tokens in a group; every one is looked at once
+# What both engines must agree on, the most telling first.
+_SAME = ("is_mla", "num_layers", "total_num_kv_heads", "head_size", "v_head_size", "dtype")
+
+
+class ReceivePermutation(NamedTuple):
+    """What `permute_received_blocks` takes besides caches and pages; `permute_pages` calls it.
+
+    For K of all layers and for V of all layers: together, where their head sizes are the same.
+    """
+
+    remote_block_size: int  # tokens
+    remote_layout: str
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan:
+    """How one local rank gets a group of pages from a remote engine; made by `plan_transfer`.
+
+    A *group* is the fewest pages of both sides that hold the same tokens: `tokens_per_group` of a
+    request, counted from its beginning, in `local_pages_per_group` pages of this rank and
+    `remote_pages_per_group` of each remote rank. `patterns` are the fragments of one group, factored;
+    `fragments` lists them. `permutation`: what is to be done to the pages once they have arrived, None
+    if nothing; the pages are then given to it as `[groups, local_pages_per_group]`.
+    """
+
+    local: CacheDescription
+    remote: CacheDescription
+    local_rank: int
+    patterns: tuple[Pattern, ...]
+    permutation: ReceivePermutation | None
+    tokens_per_group: int
+    local_pages_per_group: int
+    remote_pages_per_group: int
+    # For groups of which only some pages are there: each row to its place.
+    exact_patterns: tuple[Pattern, ...]
+    is_partial: bool = False  # made by `for_tokens`
+
+    @cached_property
+    def remote_ranks(self) -> tuple[int, ...]:
+        """The remote ranks that are read, ascending."""
+        return tuple(sorted({pattern.remote_rank for pattern in self.patterns}))
+
+    @property
+    def num_fragments(self) -> int:
+        """Fragments of a group, over all remote ranks."""
+        return sum(pattern.num_fragments for pattern in self.patterns)
+
+    @property
+    def bytes_per_group(self) -> dict[int, int]:
+        """Bytes of a group by the remote rank that they come from."""
+        count = Counter()
+        for pattern in self.patterns:
+            count[pattern.remote_rank] += pattern.num_bytes
+        return dict(sorted(count.items()))
+
+    @property
+    def is_whole_pages(self) -> bool:
+        """Whether each fragment is all that a page has in a region on both sides.
+
+        Then runs of neighbouring pages are one fragment, however long.
+        """
+        return all(pattern.is_whole_pages for pattern in self.patterns)
+
+    @cached_property
+    def fragments(self) -> GroupFragments:
+        """One row per fragment of a group."""
+        return joined(GroupFragments, [expand_pattern(pattern) for pattern in self.patterns])
+
+    def apply(
+        self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
+    ) -> TransferRuns:
+        """The runs of bytes for given pages; those of pages that follow each other are merged.
+
+        local_pages: int[groups, local_pages_per_group]; remote_pages: by remote rank
+        int[groups, remote_pages_per_group], or one array where all ranks use the same numbers. Pages
+        that a partial plan leaves out may have any number. Costs by the page, not by the fragment;
+        `expand` lists fragments, for a transport that takes nothing else.
+
+        TypeError or ValueError for other shapes, a rank of `remote_ranks` that is missing, pages below 1
+        (0 is the null block: tokens that slid out of a window are nobody's to fetch), and a local page
+        that is named twice.
+
+        >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
+        ...     block_size=4)
+        >>> plan = plan_transfer(cache, cache, 0)
+        >>> runs = plan.apply(np.array([[7], [8], [3]]), np.array([[1], [2], [9]]))
+        >>> part = runs.parts[0]  # pages 3, and 7 and 8 together, in each of four regions
+        >>> part.local_offset.tolist(), part.remote_offset.tolist(), part.length.tolist()
+        ([384, 896], [1152, 128], [128, 256])
+        >>> part.places[:, [0, 2]].tolist()
+        [[0, 0], [1, 1], [2, 2], [3, 3]]
+        """
+        local_used, remote_used = self._used
+        local_ids = page_ids(local_pages, local_used, "local_pages")
+        check_each_once(local_ids[:, local_used], "local_pages")
+        remote_ids = remote_page_ids(remote_pages, remote_used, len(local_ids))
+        if any(pattern.joins for pattern in self.patterns):
+            first = local_ids[:, 0]
+            if (first[1:] < first[:-1]).any():  # neighbours meet only if they follow each other
+                order = np.argsort(first)
+                local_ids = local_ids[order]
+                remote_ids = {rank: ids[order] for rank, ids in remote_ids.items()}
+        return TransferRuns(
+            tuple(p.apply(local_ids, remote_ids[p.remote_rank]) for p in self.patterns)
+        )
+
+    def for_tokens(self, num_tokens: int, *, first_token: int = 0) -> TransferPlan:
+        """The plan for a group of which only some tokens are wanted: a request's last one, or first.
+
+        The group's first `num_tokens` tokens exist; those before `first_token`, a multiple of the
+        local `tokens_per_page`, are here already (a prefix hit). Fragments stay whole; those of pages
+        that hold no wanted token, on either side, are left out: such pages may be given any number.
+        `tokens_per_group` and the pages per group become those that exist. ValueError for tokens that
+        a group does not have.
+
+        >>> small = CacheDescription(engine_id="a", num_layers=1, total_num_kv_heads=1, head_size=8,
+        ...     block_size=4)
+        >>> plan = plan_transfer(replace(small, block_size=16), small, 0).for_tokens(9)
+        >>> plan.local_pages_per_group, plan.remote_pages_per_group, plan.fragments.remote_page.tolist()
+        (1, 3, [0, 1, 2, 0, 1, 2])
+        """
+        if self.is_partial:
+            raise ValueError("the plan is of some tokens already: expected that of whole groups")
+        integer(num_tokens, "num_tokens", 1, self.tokens_per_group)
+        integer(first_token, "first_token", 0, num_tokens - 1)
+        if first_token % self.local.tokens_per_page:
+            raise ValueError(
+                f"first_token is {first_token}: expected a multiple of the "
+                f"{self.local.tokens_per_page} tokens of a local page"
+            )
+        wanted = (first_token, num_tokens)
+        mine = _pages_with(self.local, self.local_rank, wanted, self.local_pages_per_group)
+        # The permutation needs all local pages that a remote one fills.
+        permutes = self.permutation is not None and bool(mine.all())
+
+        def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
+            found = []
+            for pattern in patterns:
+                theirs = _pages_with(
+                    self.remote, pattern.remote_rank, wanted, self.remote_pages_per_group
+                )
+                has_tokens = mine[pattern.runs[:, 2]] & theirs[pattern.runs[:, 0]]
+                if has_tokens.any():
+                    found.append(replace(pattern, runs=pattern.runs[has_tokens]))
+            return tuple(found)
+
+        exact = kept(self.exact_patterns)
+        return replace(
+            self,
+            patterns=kept(self.patterns) if permutes else exact,
+            permutation=self.permutation if permutes else None,
+            tokens_per_group=num_tokens,
+            local_pages_per_group=-(-num_tokens // self.local.tokens_per_page),
+            remote_pages_per_group=-(-num_tokens // self.remote.tokens_per_page),
+            exact_patterns=exact,
+            is_partial=True,
+        )
+
+    @cached_property
+    def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Which pages of a group are written, and by remote rank which are read: bool[pages]."""
+        local = np.zeros(self.local_pages_per_group, bool)
+        remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
+        for pattern in self.patterns:
+            local[pattern.runs[:, 2]] = True
+            remote[pattern.remote_rank][pattern.runs[:, 0]] = True
+        return local, remote
+
+
+def plan_transfer(
+    local: CacheDescription,
+    remote: CacheDescription,
+    local_rank: int,
+    *,
+    allow_permutation: bool = True,
+) -> TransferPlan:
+    """What a local rank fetches from a remote engine so that its pages hold the same tokens.
+
+    Parallel sizes, block size, layout and packing may differ. Each head is read from one remote rank
+    where several hold it; local ranks take turns over them. `allow_permutation`: where it makes fewer
+    fragments, pages arrive in the remote's order of rows, to be put right by
+    `permute_received_blocks`; else every fragment goes to its place.
+
+    ValueError where the two cannot hold the same: MLA or not, other layers, heads, head sizes or
+    dtype; for block sizes that only meet after millions of tokens; or for a rank that is not there. Of
+    the same descriptions always the same plan; the time does not depend on the number of blocks.
+
+    >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
+    ...     block_size=64, tp_size=2, layout="HND")
+    >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
+    >>> plan = plan_transfer(decode, prefill, local_rank=1)
+    >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages of 2 ranks, 4 regions
+    (ReceivePermutation(remote_block_size=16, remote_layout='HND'), (2, 3), 32)
+    >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
+    64
+    """
+    for name, description in (("local", local), ("remote", remote)):
+        if not isinstance(description, CacheDescription):
+            raise TypeError(
+                f"{name} is a {type(description).__name__}: expected a CacheDescription"
+            )
+    integer(local_rank, "local_rank", 0, local.world_size - 1)
+    for name in _SAME:
+        mine, theirs = getattr(local, name), getattr(remote, name)
+        if mine != theirs:
+            raise ValueError(
+                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
+                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+            )
+    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
+    if tokens_per_group * local.heads_per_rank > _MOST_ROWS:
+        raise ValueError(
+            f"local block_size is {local.block_size} (engine {local.engine_id!r}, "
+            f"{local.tokens_per_page} tokens over its ranks), remote block_size is "
+            f"{remote.block_size} (engine {remote.engine_id!r}, {remote.tokens_per_page}): expected "
+            f"sizes that meet sooner than after {tokens_per_group} tokens"
+        )
+    exact = find_patterns(local, remote, local_rank, received=False)
+    patterns, permutation = exact, None
+    if allow_permutation and _permutable(local, remote):
+        received = find_patterns(local, remote, local_rank, received=True)
+        if _num_fragments(received) < _num_fragments(exact):
+            patterns = received
+            permutation = ReceivePermutation(remote.block_size, remote.layout)
+    return TransferPlan(
+        local,
+        remote,
+        local_rank,
+        patterns,
+        permutation,
+        tokens_per_group,
+        tokens_per_group // local.tokens_per_page,
+        tokens_per_group // remote.tokens_per_page,
+        exact,
+    )
+
+
+def _permutable(local: CacheDescription, remote: CacheDescription) -> bool:
+    """Whether remote pages could arrive whole: the same tokens on a rank, one size dividing the other."""
+    same_tokens = local.cp_world_size == remote.cp_world_size and (
+        local.cp_interleave == remote.cp_interleave or local.cp_world_size == 1
+    )
+    large = max(local.block_size, remote.block_size)
+    divides = large % local.block_size == 0 and large % remote.block_size == 0
+    differs = local.block_size != remote.block_size or local.layout != remote.layout
+    return same_tokens and divides and differs and local.heads_per_rank > 1
+
+
+def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
+    return sum(pattern.num_fragments for pattern in patterns)
+
+
+def _pages_with(
+    cache: CacheDescription, rank: int, tokens: tuple[int, int], num_pages: int
+) -> np.ndarray:
+    """bool[num_pages]: which of a rank's pages of a group hold any of the tokens [first, last)."""
+    first, last = (_tokens_on_rank(cache, rank, token) for token in tokens)
+    begin = np.arange(num_pages) * cache.block_size
+    return (begin < last) & (begin + cache.block_size > first) & (first < last)
+
+
+def _tokens_on_rank(cache: CacheDescription, rank: int, num_tokens: int) -> int:
+    """How many of a request's first tokens a rank holds."""
+    chunk = cache.cp_interleave
+    whole, rest = divmod(num_tokens, chunk * cache.cp_world_size)
+    before = cache.coordinates(rank).cp_rank * chunk
+    return whole * chunk + min(max(rest - before, 0), chunk)

@@ -1,0 +1,90 @@
+"""Checks of a plan's page moves: before a byte moves, all pages are there and each is written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.step import StepPlan
+
+
+@dataclass(frozen=True)
+class PageMoves:
+    """A plan's sections that move pages, checked: int64[n, 2] and int64[n]."""
+
+    swap_out: np.ndarray
+    copy: np.ndarray
+    zero: np.ndarray
+    swap_in: np.ndarray
+
+
+def checked_page_moves(plan: StepPlan, num_blocks: int, num_host_blocks: int) -> PageMoves:
+    """ValueError or TypeError unless the plan's pages are there, and each is written at most once.
+
+    Within a section the order does not matter, and what is written is read by no section but swap_out:
+    copies, clearing and swap-ins do not depend on each other. A page of the host is not both written and
+    read: no plan needs it, and it would have to wait for itself.
+    """
+    moves = PageMoves(
+        integers(plan.swap_out, "swap_out", (2,)),
+        integers(plan.copy, "copy", (2,)),
+        integers(plan.zero, "zero", ()),
+        integers(plan.swap_in, "swap_in", (2,)),
+    )
+    out, copy, zero, back = moves.swap_out, moves.copy, moves.zero, moves.swap_in
+    if not (len(out) or len(copy) or len(zero) or len(back)):
+        return moves
+    check_range("swap_out", "reads page", out[:, 0], 1, num_blocks)
+    check_range("swap_out", "writes to host page", out[:, 1], 1, num_host_blocks)
+    check_range("copy", "reads page", copy[:, 0], 0, num_blocks)
+    check_range("copy", "writes to page", copy[:, 1], 1, num_blocks)
+    check_range("zero", "writes to page", zero, 1, num_blocks)
+    check_range("swap_in", "reads host page", back[:, 0], 1, num_host_blocks)
+    check_range("swap_in", "writes to page", back[:, 1], 1, num_blocks)
+    written = np.concatenate([copy[:, 1], zero, back[:, 1]])
+    check_once("copy, zero and swap_in write to page", written)
+    check_once("swap_out writes to host page", out[:, 1])
+    _check_apart("swap_out writes to host page", out[:, 1], "swap_in", back[:, 0])
+    for name, ids in (("copy", copy[:, 1]), ("zero", zero), ("swap_in", back[:, 1])):
+        _check_apart(f"{name} writes to page", ids, "copy", copy[:, 0])
+    return moves
+
+
+def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:
+    """ValueError unless all ids are of [least, size)."""
+    wrong = np.flatnonzero((ids < least) | (ids >= size))
+    if len(wrong):
+        raise ValueError(
+            f"{name}[{wrong[0]}] {what} {ids[wrong[0]]}: expected {least} to {size - 1}"
+        )
+
+
+def check_once(what: str, ids: np.ndarray) -> None:
+    """ValueError unless all ids differ."""
+    found, counts = np.unique(ids, return_counts=True)
+    if len(found) and counts.max() > 1:
+        raise ValueError(f"{what} {found[counts.argmax()]} twice: expected one write per page")
+
+
+def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """int64[n, *shape]; nothing is cut off. ValueError or TypeError for anything else."""
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim <= 1 + len(shape):  # also [], of whatever was to be pairs
+        return np.zeros((0, *shape), np.int64)
+    if array.shape[1:] != shape or array.ndim != 1 + len(shape):
+        wanted = ", ".join(["n", *map(str, shape)])
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected [{wanted}]")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    if array.dtype == np.uint64:
+        wrong = np.argwhere(array > np.iinfo(np.int64).max)
+        if len(wrong):
+            raise ValueError(f"{name}[{wrong[0][0]}] has {array[tuple(wrong[0])]}: expected int64")
+    return array.astype(np.int64)
+
+
+def _check_apart(what: str, ids: np.ndarray, other: str, others: np.ndarray) -> None:
+    both = np.intersect1d(ids, others)
+    if len(both):
+        raise ValueError(f"{what} {both[0]}, and {other} reads it: expected one of the two")

@@ -1,0 +1,283 @@
+"""Where the bytes of a pool's pages lie, and how pages move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from kvcache.worker.pages.pinning import allocate_host
+from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+_ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
+
+
+class Pages:
+    """Pages of a pool, over all layers: one page is a fragment in each of several regions.
+
+    A region is a stretch of memory with one fragment per page, at equal distances: K of a layer where
+    K and V lie apart, K and V of a layer where they lie together, a page's bytes of all layers where
+    those are packed together. `copy_blocks` moves pages by their numbers between any two `Pages` whose
+    regions have the same bytes, wherever these lie.
+
+    memory: a tensor that the regions' offsets count from. offsets, strides, sizes: int64[r], in bytes:
+    from memory's first byte to the region's page 0, from page to page, of a fragment. layers:
+    int32[r], ascending: whose region it is. owners: per region the tensor it lies in (default: memory).
+    keep: what must live as long as this.
+
+    >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
+    >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
+    (4, 4096, 8)
+    >>> host = pages.on_host(num_blocks=100)
+    >>> host.copy_from(pages, np.array([[1, 7], [2, 8]]))
+    """
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        num_blocks: int,
+        offsets: np.ndarray,
+        strides: np.ndarray,
+        sizes: np.ndarray,
+        layers: np.ndarray,
+        *,
+        owners: Sequence[torch.Tensor] = (),
+        keep: object = None,
+        pages_per_chunk: int = 0,
+        formats: object = None,
+    ) -> None:
+        self.memory = memory
+        self.num_blocks = num_blocks
+        self.offsets = np.asarray(offsets, np.int64)
+        self.strides = np.asarray(strides, np.int64)
+        self.sizes = np.asarray(sizes, np.int64)
+        self.layers = np.asarray(layers, np.int32)
+        self.pages_per_chunk = pages_per_chunk  # that were pinned in one piece; 0: all
+        self.formats = formats  # what lies in a page, where that is known; compared by `Route`
+        self.base = memory.data_ptr()
+        self._owners = list(owners) or [memory] * len(self.sizes)
+        self._keep = keep
+
+    @classmethod
+    def allocate(
+        cls,
+        num_blocks: int,
+        sizes: Sequence[Sequence[int]],
+        *,
+        device: torch.device | str = "cpu",
+        blocks_first: bool = False,
+        block_major: bool = False,
+    ) -> Pages:
+        """New memory for pages; not initialised, except page 0, the null block, which is zero.
+
+        sizes: per layer the bytes of each of its parts (K, V, scales). A layer's parts lie apart, each
+        with all its blocks; with `blocks_first` together, block by block; with `block_major` a page's
+        bytes of all layers lie together, so that a page is one fragment.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
+        parts = np.array([size for layer in sizes for size in layer], np.int64)
+        if (parts < 0).any():
+            raise ValueError(f"sizes has {parts.min()}: expected 0 bytes or more")
+        layers = np.repeat(np.arange(len(sizes)), [len(layer) for layer in sizes])
+        if block_major:
+            strides = np.full(len(parts), parts.sum())
+            offsets = np.cumsum(parts) - parts
+            total = int(parts.sum()) * num_blocks
+        else:
+            of_layer = np.array([sum(layer) for layer in sizes], np.int64)
+            room = -(-of_layer * num_blocks // _ALIGNMENT) * _ALIGNMENT
+            before = (np.cumsum(parts) - parts) - (np.cumsum(of_layer) - of_layer)[layers]
+            starts = (np.cumsum(room) - room)[layers]
+            strides = of_layer[layers] if blocks_first else parts
+            offsets = starts + (before if blocks_first else before * num_blocks)
+            total = int(room.sum())
+        memory = torch.empty(total, dtype=torch.uint8, device=device)
+        pages = cls(memory, num_blocks, offsets, strides, parts, layers)
+        pages.zero(np.zeros(1, np.int32))
+        return pages
+
+    @classmethod
+    def over(cls, layers: Sequence[Tensors], block_dim: int | Sequence[int] = 0) -> Pages:
+        """An engine's own tensors, as they are: per layer one, or several (K and V, states).
+
+        `block_dim`: the dimension that counts blocks, of all tensors or per layer. Any dtypes and
+        strides; what of a block is not contiguous becomes several regions. The tensors must lie on one
+        device, with one number of blocks and memory that no two of their elements share; else a
+        ValueError.
+
+        Host memory must not have been pinned in several pieces, since copies across their borders
+        fail: this does not know of pieces. `on_host` pins large memory so; use its pages themselves.
+        """
+        flat = [
+            (number, tensor)
+            for number, layer in enumerate(layers)
+            for tensor in ([layer] if isinstance(layer, torch.Tensor) else layer)
+        ]
+        if not flat:
+            raise ValueError("there are no tensors: expected one or more per layer")
+        dims = [block_dim] * len(layers) if isinstance(block_dim, int) else list(block_dim)
+        if len(dims) != len(layers):
+            raise ValueError(
+                f"block_dim has {len(dims)} entries: expected {len(layers)}, one per layer"
+            )
+        first, dim = flat[0][1], dims[0]
+        found: list[tuple[Region, int, torch.Tensor]] = []
+        for number, tensor in flat:
+            if not -tensor.ndim <= dims[number] < tensor.ndim:
+                raise ValueError(
+                    f"layer {number} has shape {list(tensor.shape)}: "
+                    f"expected a dimension {dims[number]}, which counts blocks"
+                )
+            if tensor.device != first.device or tensor.shape[dims[number]] != first.shape[dim]:
+                raise ValueError(
+                    f"layer {number} has {tensor.shape[dims[number]]} blocks on {tensor.device}, "
+                    f"layer 0 {first.shape[dim]} on {first.device}: expected the same"
+                )
+            regions = regions_of(tensor, dims[number], f"layer {number}")
+            found += [(region, number, tensor) for region in regions]
+        if not found:
+            raise ValueError(f"layer 0 has shape {list(first.shape)}: expected elements in a block")
+        regions = np.array([region for region, _, _ in found], np.int64)
+        check_apart(regions, [number for _, number, _ in found], first.shape[dim])
+        return cls(
+            first.detach(),
+            first.shape[dim],
+            regions[:, 0] - first.data_ptr(),
+            regions[:, 1],
+            regions[:, 2],
+            [number for _, number, _ in found],
+            owners=[tensor for _, _, tensor in found],
+            formats=("raw", *(format_of(tensor, dims[number]) for number, tensor in flat)),
+        )
+
+    def on_host(
+        self,
+        num_blocks: int,
+        *,
+        pin_memory: bool | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Pages:
+        """New pages in host memory that these can be swapped to and from.
+
+        Page-major: all bytes of a page lie together. Pinned, in parallel pieces, unless
+        `pin_memory` says no (the usual for pages of the CPU); where pinning fails, a warning says so
+        and the memory stays pageable. `progress(done, total)` is told bytes; without it, what takes
+        long is logged. MemoryError where the host has less memory.
+        """
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
+        pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        stride = self._packed_bytes
+        memory, per_chunk, keep = allocate_host(
+            num_blocks, stride, self.device if pin else None, progress
+        )
+        host = self._packed(memory, num_blocks, stride, keep=keep, pages_per_chunk=per_chunk)
+        host.zero(np.zeros(1, np.int32))
+        return host
+
+    def staging(self, num_bytes: int) -> Pages:
+        """Pages on the same device, page-major as those of the host, in `num_bytes` or two pages."""
+        stride = self._packed_bytes
+        num_blocks = max(num_bytes // max(stride, 1), 2)
+        memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=self.device)
+        return self._packed(memory, num_blocks, stride)
+
+    @property
+    def _packed_bytes(self) -> int:
+        """From page to page where they are packed: whole cache lines, so that no two share one."""
+        return -(-self.page_bytes // 64) * 64
+
+    def _packed(
+        self, memory: torch.Tensor, num_blocks: int, stride: int, **options: object
+    ) -> Pages:
+        """The same regions, all of a page together, pages `stride` bytes apart."""
+        offsets = np.cumsum(self.sizes) - self.sizes
+        strides = np.full(len(self.sizes), stride)
+        return Pages(
+            memory,
+            num_blocks,
+            offsets,
+            strides,
+            self.sizes,
+            self.layers,
+            formats=self.formats,
+            **options,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where all regions lie."""
+        return self.memory.device
+
+    @property
+    def num_layers(self) -> int:
+        """Layers, counted from 0."""
+        return int(self.layers[-1]) + 1 if len(self.layers) else 0
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, over all layers."""
+        return int(self.sizes.sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.page_bytes * self.num_blocks
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether a device can reach it by itself: host memory, all of which is pinned."""
+        tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
+        return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
+
+    def fragment(self, region: int) -> torch.Tensor:
+        """uint8[num_blocks, bytes]: one region's fragments, a view."""
+        shape = (self.num_blocks, int(self.sizes[region]))
+        return self._view(region, shape)
+
+    def layer(self, number: int) -> torch.Tensor:
+        """uint8[num_blocks, bytes]: a layer's bytes of each page, a view.
+
+        ValueError for a layer whose bytes of a page do not lie together.
+        """
+        regions = np.flatnonzero(self.layers == number)
+        if len(regions) == 0:
+            raise ValueError(f"layer is {number}: expected 0 to {self.num_layers - 1}")
+        ends = self.offsets[regions] + self.sizes[regions]
+        storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
+        if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
+            raise ValueError(
+                f"the bytes that layer {number} has of a page lie in {len(regions)} places: "
+                "expected them together (blocks_first)"
+            )
+        return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
+
+    def _view(self, region: int, shape: tuple[int, int]) -> torch.Tensor:
+        """uint8 of the memory that the region lies in; never beyond it (torch would enlarge it)."""
+        storage = self._owners[region].untyped_storage()
+        start = self.base + int(self.offsets[region]) - storage.data_ptr()
+        strides = (int(self.strides[region]), 1)
+        end = start + (shape[0] - 1) * strides[0] + shape[1]
+        if start < 0 or end > storage.nbytes():
+            raise ValueError(f"region {region} does not lie in the tensor that owns it")
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(
+            storage, start, shape, strides
+        )
+
+    def copy_from(self, source: Pages, pairs: np.ndarray | torch.Tensor, **options: int) -> None:
+        """Copies whole pages here; see `ops.copy_blocks`, also for what else can be said.
+
+        pairs: int32[n, 2], page of `source` and page here. ValueError where the two do not fit.
+        """
+        from kvcache.worker.swap.page_copy import Route  # which is made of Pages
+
+        Route(source, self).copy(pairs, **options)
+
+    def zero(self, ids: np.ndarray) -> None:
+        """Clears whole pages; ids: int32[n]."""
+        from kvcache.worker.swap.page_copy import Route
+
+        Route(self, self).zero(ids)

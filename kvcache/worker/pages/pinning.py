@@ -1,0 +1,205 @@
+"""Host memory that a device can reach: mapped on page boundaries, pinned in parallel pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import resource
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from kvcache.native import load
+
+_log = logging.getLogger("kvcache")
+_CHUNK_BYTES = 256 << 20
+_HUGE_PAGE_BYTES = 2 << 20
+_PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
+_SECONDS_BETWEEN_LOGS = 5.0
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: of the host, or of what may be locked
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+
+def allocate_host(
+    num_blocks: int,
+    block_bytes: int,
+    pin_for: torch.device | None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[torch.Tensor, int, object]:
+    """uint8[num_blocks * block_bytes] in host memory, blocks per pinned piece (0: one), what to keep.
+
+    Pinning is slow (the system touches and locks every page), and one call does it on one thread:
+    pieces are pinned by several. `block_bytes` is a multiple of 64. MemoryError where the host has
+    less memory; a warning, and pageable memory, where it cannot be pinned. `pin_for`: the device that
+    is to reach it; None: nothing is pinned.
+    """
+    total = num_blocks * block_bytes
+    check_host_memory(total)
+    memory, mapping = _mapped(total)
+    if pin_for is None or total == 0:
+        return memory, 0, None
+    steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
+    per_chunk = steps * _PAGES_PER_STEP
+    # A fork would copy all pinned pages at once, as they must not move.
+    _advise(mapping, "MADV_DONTFORK")
+    try:
+        keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(), pin_for)
+    except _PinningError as error:
+        _advise(mapping, "MADV_DOFORK")
+        warnings.warn(
+            f"{total / 2**30:.1f} GiB of host memory could not be pinned, swaps will be slower: {error}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return memory, 0, None
+    return memory, per_chunk, keep
+
+
+def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
+    """uint8[num_bytes] at the start of a huge page, and its mapping (None: there are no bytes).
+
+    The tensor's storage begins at the huge page as well.
+
+    Torch and the ops ask about a storage's first byte whether memory is pinned, so nothing may lie
+    before the first pinned byte. The memory is mapped, not touched, and the tensor keeps the mapping.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu"), None
+    try:
+        mapping = mmap.mmap(
+            -1, num_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+    except OSError as error:
+        raise MemoryError(
+            f"this needs {num_bytes / 2**30:,.1f} GiB: the system maps no more ({error.strerror})"
+        ) from error
+    _advise(mapping, "MADV_HUGEPAGE")
+    # The default device may be another one, and frombuffer must not follow it.
+    with torch.device("cpu"):
+        start = torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
+        offset = -start % _HUGE_PAGE_BYTES
+        memory = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=offset)
+    return memory, mapping
+
+
+def _advise(mapping: mmap.mmap, name: str) -> None:
+    """madvise by name, where the system knows it."""
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(getattr(mmap, name))
+
+
+class _Pinned:
+    """Pins memory piece by piece on several threads; unpins it when this is let go of."""
+
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        chunk_bytes: int,
+        progress: Callable[[int, int], None],
+        device: torch.device,
+    ) -> None:
+        start, total = memory.data_ptr(), memory.numel()
+        chunks = [(start + at, min(chunk_bytes, total - at)) for at in range(0, total, chunk_bytes)]
+        pinned: list[int] = []
+        # The memory must outlive the registration, so the finaliser holds it.
+        self._finalizer = weakref.finalize(self, _unpin, pinned, device, memory)
+
+        def pin_one(chunk: tuple[int, int]) -> int:
+            _register(*chunk, device)
+            pinned.append(chunk[0])
+            return chunk[1]
+
+        done = 0
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            try:
+                for size in pool.map(pin_one, chunks):
+                    done += size
+                    progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                self._finalizer()
+                raise
+
+
+class _PinningError(Exception):
+    """The system, or the device, does not pin this memory."""
+
+
+def _register(address: int, num_bytes: int, device: torch.device) -> None:
+    # The op, unlike torch's cudart, disturbs no capture of another thread.
+    problem = load.why_no_cuda()
+    if problem is None and device.type != "cuda":
+        problem = f"device is {device}: expected a CUDA device"
+    if problem:
+        raise _PinningError(problem)
+    try:
+        error = torch.ops.kvcache._host_register(device.index, address, num_bytes)
+    except RuntimeError as why:  # there is no device
+        raise _PinningError(str(why)) from why
+    if error != 0:
+        advice = f". {_advice()}" if error == _OUT_OF_MEMORY else ""
+        raise _PinningError(f"cudaHostRegister of {num_bytes} bytes: {_error_text(error)}{advice}")
+
+
+def _error_text(error: int) -> str:
+    cudart = torch.cuda.cudart()
+    return f"{cudart.cudaGetErrorString(cudart.cudaError(error))} ({error})"
+
+
+def _advice() -> str:
+    """What to do about memory that the system does not lock."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    fewer = "or ask for fewer host pages (pin_memory=False keeps them pageable)"
+    if limit == resource.RLIM_INFINITY:
+        return f"Locked memory is not limited here: free memory of the host, {fewer}"
+    return (
+        f"The limit of locked memory is {limit / 2**20:,.1f} MiB (`ulimit -l`): raise it "
+        f"(`ulimit -l unlimited`, `docker run --ulimit memlock=-1`, LimitMEMLOCK=infinity), {fewer}"
+    )
+
+
+def _unpin(addresses: list[int], device: torch.device, _: torch.Tensor) -> None:
+    for address in addresses:
+        error = torch.ops.kvcache._host_unregister(device.index, address)
+        if error != 0:
+            _log.warning("cudaHostUnregister of %#x: %s", address, _error_text(error))
+
+
+class _Logged:
+    """Progress to the log, every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + _SECONDS_BETWEEN_LOGS
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next:
+            _log.info("pinned %.1f of %.1f GiB of host memory", done / 2**30, total / 2**30)
+            self._next = time.monotonic() + _SECONDS_BETWEEN_LOGS
+
+
+def host_memory_bytes() -> int | None:
+    """What the host has, or its container may have; None where the system does not say."""
+    limits = []
+    if "SC_PHYS_PAGES" in os.sysconf_names:
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with contextlib.suppress(OSError, ValueError):  # "max": no limit; no file: no container
+        limits.append(int(_CONTAINER_LIMIT.read_text()))
+    return min(limits, default=None)
+
+
+def check_host_memory(num_bytes: int) -> None:
+    """MemoryError where the host, or the container, has less."""
+    limit = host_memory_bytes()
+    if limit is not None and num_bytes > limit:
+        raise MemoryError(
+            f"this needs {num_bytes / 2**30:,.1f} GiB: "
+            f"expected at most the {limit / 2**30:,.1f} GiB that the host has"
+        )

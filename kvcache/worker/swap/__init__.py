@@ -1,0 +1,1 @@
+"""Page copies between device and host beside the computing, and how fast they are."""

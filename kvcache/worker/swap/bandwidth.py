@@ -1,0 +1,337 @@
+"""How fast pages move on a machine, beside one contiguous copy of the same bytes in the same run."""
+
+from __future__ import annotations
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.calibration import (
+    DEFAULT,
+    DIRECTIONS,
+    IN,
+    KERNEL,
+    METHODS,
+    OUT,
+    Calibration,
+    steps_of,
+)
+from kvcache.worker.swap.engine import SwapEngine
+from kvcache.worker.swap.page_copy import Route
+
+FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
+BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
+POOL_BYTES = 2 << 30  # that pages lie scattered over: more than address caches of a device hold
+_COUNTS = (32, 256, 2048)  # fragments per swap, that a calibration tells apart
+_THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
+_RUN = 16  # neighbouring pages
+_PATTERNS = ("scattered", "runs")
+_STAGING_BYTES = 64 << 20  # per direction, as by default
+
+
+@dataclass(frozen=True)
+class Rate:
+    """One measurement. `direction`: out, in, both or host; `fragment`: bytes of a piece, before runs of
+    neighbouring pages are merged; `pattern`: pages "scattered", or in "runs" of 16; `num_fragments`: of
+    a swap, before runs are merged."""
+
+    direction: str
+    fragment: int
+    pattern: str
+    method: str
+    gb_per_s: float
+    contiguous_gb_per_s: float
+    num_thread_blocks: int | None = None  # where a kernel reads or writes the host's memory
+    num_fragments: int | None = None
+
+    @property
+    def share(self) -> float:
+        """Of the contiguous copy."""
+        return self.gb_per_s / self.contiguous_gb_per_s
+
+
+def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
+    """Median seconds per call of each function, measured in turns so that noise meets all alike."""
+    times: list[list[float]] = [[] for _ in functions]
+    for function in functions:
+        function()  # warm caches, allocator and branch predictor
+    for _ in range(rounds):
+        for function, taken in zip(functions, times, strict=True):
+            start = time.perf_counter()
+            function()
+            taken.append(time.perf_counter() - start)
+    return [statistics.median(taken) for taken in times]
+
+
+def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
+    """From host memory to host memory, with as many threads as torch has, scattered pages."""
+    whole = _memcpy(num_bytes, torch.get_num_threads())
+    for fragment in fragments:
+        yield _host_rate(fragment, num_bytes, whole)
+
+
+def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
+    """One fragment size; its pages are gone when this returns, before the next are made."""
+    source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
+    host = source.on_host(source.num_blocks)
+    # Memory that was never written is one page of zeros, which the caches hold.
+    source.memory.random_(0, 256)
+    host.memory.fill_(1)
+    route = Route(source, host)
+    copy, memcpy = median_times(lambda: route.copy(pairs), whole)
+    moved = len(pairs) * source.page_bytes
+    return Rate(HOST, fragment, "scattered", "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
+
+
+def host_rates_bytes(num_bytes: int) -> int:
+    """Host memory that `host_rates` has at a time: both sides' pages, and both of the contiguous copy."""
+    pool, _ = _largest_pool(num_bytes, 0, ("scattered",))
+    return 2 * pool + 2 * num_bytes
+
+
+def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
+    """Memory that `device_rates` has at a time, of the device and of the host.
+
+    The contiguous copy's memory counts on both sides: torch's allocators keep it. So does staging of
+    both directions on the device.
+    """
+    pool, page = _largest_pool(num_bytes, pool_bytes, _PATTERNS)
+    return pool + num_bytes + 2 * max(_STAGING_BYTES, 2 * page), pool + num_bytes
+
+
+def device_rates(
+    device: torch.device,
+    num_bytes: int,
+    fragments: tuple[int, ...] = FRAGMENTS,
+    methods: tuple[str | None, ...] = (None,),
+    calibration: Calibration | None = None,
+    directions: tuple[str, ...] = (OUT, IN, BOTH),
+    patterns: tuple[str, ...] = _PATTERNS,
+    rounds: int = 7,
+    pool_bytes: int = POOL_BYTES,
+    counts: tuple[int, ...] = (),
+) -> Iterator[Rate]:
+    """Between a device and pinned host memory; method None: as the calibration says.
+
+    `num_bytes` move per swap, in pages from all over `pool_bytes` on either side. `counts`: swaps of so
+    many fragments instead, as far as `num_bytes` allow.
+    """
+    limits = _contiguous_gb_per_s(device, num_bytes, directions)
+
+    def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
+        """One pool's measurements; it is gone after the last of them, before the next pool is made."""
+        pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
+        host = pages.on_host(pages.num_blocks)
+        pages.memory.random_(0, 256)
+        per_page = len(pages.sizes)
+        numbers = {min(max(count // per_page, 1), len(pairs)) for count in counts}
+        for method in methods:
+            engine = SwapEngine(
+                pages, host, method=method, calibration=calibration, staging_bytes=_STAGING_BYTES
+            )
+            for direction in directions:
+                for number in sorted(numbers or {len(pairs)}):
+                    some = pairs[:number]
+                    seconds = _swap_seconds(engine, some, direction, rounds)
+                    # Both: one half each way.
+                    rate = number * pages.page_bytes / seconds / 1e9
+                    used = method or engine.method_for(IN if direction == BOTH else direction, some)
+                    blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
+                    yield Rate(
+                        direction,
+                        fragment,
+                        pattern,
+                        used,
+                        rate,
+                        limits[direction],
+                        blocks,
+                        number * per_page,
+                    )
+            del engine  # its staging memory too, before the next engine's
+
+    for pattern in patterns:
+        for fragment in fragments:
+            yield from of_one_pool(fragment, pattern)
+
+
+def calibrate(
+    device: torch.device,
+    num_bytes: int,
+    progress: Callable[[Rate], None] = lambda rate: None,
+    pool_bytes: int = POOL_BYTES,
+) -> Calibration:
+    """Measures which method is the fastest for how many fragments of which size, and how few thread
+    blocks do."""
+    one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5, "pool_bytes": pool_bytes}
+    by_blocks = {}
+    for blocks in _THREAD_BLOCKS:
+        trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
+        (rate,) = device_rates(device, num_bytes, (16 * 1024,), (KERNEL,), trial, **one)
+        progress(rate)
+        by_blocks[blocks] = rate.gb_per_s
+    enough = 0.97 * max(by_blocks.values())
+    blocks = min(n for n, rate in by_blocks.items() if rate >= enough)
+    trial = Calibration("trial", DEFAULT.out, DEFAULT.in_, blocks)
+    best: dict[tuple[str, int, int], Rate] = {}
+    for rate in device_rates(
+        device,
+        num_bytes,
+        FRAGMENTS,
+        METHODS,
+        trial,
+        DIRECTIONS,
+        ("scattered",),
+        5,
+        pool_bytes,
+        _COUNTS,
+    ):
+        progress(rate)
+        case = (rate.direction, rate.fragment, rate.num_fragments)
+        # Another method must be clearly faster: noise should not make steps.
+        if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
+            best[case] = rate
+
+    def method(direction: str, size: int, count: int) -> str:
+        """Of the measurement with the number of fragments next to `count`."""
+        numbers = [n for way, fragment, n in best if (way, fragment) == (direction, size)]
+        return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
+
+    tables = {
+        direction: steps_of(
+            (count, steps_of((size, method(direction, size, count)) for size in FRAGMENTS))
+            for count in _COUNTS
+        )
+        for direction in DIRECTIONS
+    }
+    name = torch.cuda.get_device_name(device)
+    return Calibration(name, tables[OUT], tables[IN], blocks)
+
+
+def _pages(
+    fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
+) -> tuple[Pages, np.ndarray]:
+    """Pages whose pieces have so many bytes, and pairs that move `num_bytes` of them.
+
+    They come from all over a pool of `pool_bytes`, or of no more than what moves.
+    """
+    chance = np.random.default_rng(0)
+    sizes, unit, in_pool, num_moved = _shape(fragment, num_bytes, pattern, pool_bytes)
+    pages = Pages.allocate(unit * in_pool + 1, sizes, device=device)
+    groups = np.arange(1, pages.num_blocks).reshape(-1, unit)
+    pairs = [chance.permutation(groups)[:num_moved].ravel() for _ in range(2)]
+    return pages, np.stack(pairs, axis=1).astype(np.int32)
+
+
+def _shape(
+    fragment: int, num_bytes: int, pattern: str, pool_bytes: int
+) -> tuple[list[list[int]], int, int, int]:
+    """A page's sizes, pages that lie together, how many such groups a pool has, how many of them move."""
+    if pattern == "runs":  # a page is one piece, and 16 neighbours lie together on both sides
+        sizes, unit = [[fragment]], _RUN
+    else:  # K and V of up to 16 layers, apart
+        sizes, unit = [[fragment] * 2] * int(np.clip(num_bytes // (32 * fragment), 1, 16)), 1
+    group_bytes = unit * sum(map(sum, sizes))
+    num_moved = max(num_bytes // group_bytes, 2)
+    return sizes, unit, max(pool_bytes // group_bytes, num_moved), num_moved
+
+
+def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
+    """Bytes of the largest pool of `FRAGMENTS` on one side, and of the largest page."""
+    pool = page = 0
+    for pattern in patterns:
+        for fragment in FRAGMENTS:
+            sizes, unit, in_pool, _ = _shape(fragment, num_bytes, pattern, pool_bytes)
+            page_bytes = sum(map(sum, sizes))
+            pool = max(pool, (unit * in_pool + 1) * page_bytes)
+            page = max(page, page_bytes)
+    return pool, page
+
+
+def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds: int) -> float:
+    half = len(pairs) // 2
+
+    def swap() -> None:
+        if direction == BOTH:
+            jobs = [engine.swap_out(pairs[:half]), engine.swap_in(pairs[half:, ::-1])]
+        elif direction == OUT:
+            jobs = [engine.swap_out(pairs)]
+        else:
+            jobs = [engine.swap_in(pairs[:, ::-1])]
+        for job in jobs:
+            engine.before_read(job)
+
+    seconds = _device_seconds(engine.device.device, swap, rounds)
+    engine.wait()
+    return seconds
+
+
+def _device_seconds(device: torch.device, launch: Callable[[], None], rounds: int) -> float:
+    """Median seconds of what `launch` launches and the current stream waits for, by the device's clock:
+    how often the host looks whether it is over does not count."""
+    stream = torch.cuda.current_stream(device)
+    taken = []
+    for _ in range(1 + rounds):
+        torch.cuda.synchronize(device)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(stream)
+        launch()
+        end.record(stream)
+        end.synchronize()
+        taken.append(start.elapsed_time(end) / 1e3)
+    return statistics.median(taken[1:])  # the first warms caches and allocator
+
+
+def _contiguous_gb_per_s(
+    device: torch.device, num_bytes: int, directions: tuple[str, ...]
+) -> dict[str, float]:
+    """One copy of all bytes, pinned; both: two copies of half of them on two streams."""
+    host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    current = torch.cuda.current_stream(device)
+    streams = [torch.cuda.Stream(device) for _ in range(2)]
+    half = num_bytes // 2
+
+    def copy(direction: str) -> None:
+        for stream in streams:
+            stream.wait_stream(current)
+        with torch.cuda.stream(streams[0]):
+            if direction == OUT:
+                host.copy_(on_device, non_blocking=True)
+            elif direction == IN:
+                on_device.copy_(host, non_blocking=True)
+            else:
+                host[:half].copy_(on_device[:half], non_blocking=True)
+        if direction == BOTH:
+            with torch.cuda.stream(streams[1]):
+                on_device[half:].copy_(host[half:], non_blocking=True)
+        for stream in streams:
+            current.wait_stream(stream)
+
+    return {
+        direction: num_bytes / _device_seconds(device, lambda d=direction: copy(d), 7) / 1e9
+        for direction in directions
+    }
+
+
+def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
+    """One contiguous copy by the C library, shared out to threads."""
+    source, target = (torch.ones(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
+    cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
+    pool = ThreadPoolExecutor(num_threads)
+
+    def copy_part(part: int) -> None:
+        begin, end = cuts[part], cuts[part + 1]
+        # ctypes lets go of the interpreter's lock.
+        ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
+
+    def copy() -> None:
+        list(pool.map(copy_part, range(num_threads)))
+
+    return copy

@@ -1,0 +1,122 @@
+"""Jobs of a swap engine, and the two directions that they are done in."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.staging import Staging
+
+_SECONDS_BETWEEN_LOOKS = 50e-6
+
+
+class SwapError(RuntimeError):
+    """A swap that failed: names the job; its pages do not hold what they should."""
+
+
+class SwapJob:
+    """Pages on their way in one direction. `pairs`: int64[n, 2], source page and destination page.
+
+    number: in its direction. failed: where the number is noted when the job fails.
+    """
+
+    def __init__(self, name: str, pairs: np.ndarray, number: int, failed: set[int]) -> None:
+        self.name = name
+        self.pairs = pairs
+        self.number = number
+        self._failed = failed
+        self.fillers: np.ndarray | None = (
+            None  # of a swap-in: the swap-outs that filled its sources
+        )
+        self.error: SwapError | None = None
+        self.released = self.done = None  # events: the sources may be written; all has arrived
+        self.layers: list[tuple[int, object]] = []  # (first layer behind these, event)
+
+    def poll(self) -> bool:
+        """Whether it is over: all has arrived, or it has failed (`error`)."""
+        try:
+            return self.done is None or self.done.query()
+        except RuntimeError as error:
+            self.fail(error)
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when all has arrived. SwapError where it failed, TimeoutError where it takes longer."""
+        until(self.poll, timeout_s, self.name)
+        if self.error is not None:
+            raise self.error
+
+    def fail(self, error: Exception) -> None:
+        """Notes what went wrong first."""
+        if self.error is not None:
+            return
+        self.error = SwapError(f"{self.name} of {len(self.pairs)} pages failed: {error}")
+        self.error.__cause__ = error
+        self._failed.add(self.number)
+
+
+class Lane:
+    """One direction: its stream, its jobs in order, and the last of them that touches each page.
+
+    Jobs end in the order of their numbers, and release their sources in that order.
+    """
+
+    def __init__(
+        self, source: Pages, destination: Pages, stream: object, *, by_layer: bool = False
+    ) -> None:
+        self.source, self.destination, self.stream = source, destination, stream
+        self.route = Route(source, destination, by_layer=by_layer)
+        self.staging: Staging | None = None
+        self.begin = self.end = stream  # where its last job begins and ends
+        self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
+        self.last = 0
+        self.failed: set[int] = set()  # numbers of jobs that did not fill their pages
+        self._reads = np.zeros(source.num_blocks, np.int64)
+        self._writes = np.zeros(destination.num_blocks, np.int64)
+
+    def new_job(self, name: str, pairs: np.ndarray) -> SwapJob:
+        """The job that `add` is given next."""
+        return SwapJob(name, pairs, self.last + 1, self.failed)
+
+    def add(self, job: SwapJob) -> None:
+        self.forget()
+        self.last = job.number
+        self.in_flight[self.last] = job
+        self._reads[job.pairs[:, 0]] = self.last
+        self._writes[job.pairs[:, 1]] = self.last
+
+    def forget(self) -> None:
+        """Jobs that are over, oldest first: behind one under way, none is."""
+        for number, job in list(self.in_flight.items()):
+            if not job.poll():
+                break
+            self.in_flight.pop(number, None)  # another thread may have looked at the same time
+
+    def last_reading(self, pages: np.ndarray) -> SwapJob | None:
+        """Of the jobs that may be under way; behind it, no earlier one is either."""
+        return self._last(self._reads, pages)
+
+    def last_writing(self, pages: np.ndarray) -> SwapJob | None:
+        return self._last(self._writes, pages)
+
+    def writers(self, pages: np.ndarray) -> np.ndarray:
+        """Numbers of the last jobs that wrote to these pages; 0: none has."""
+        return self._writes[pages]
+
+    def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
+        if not self.in_flight or len(pages) == 0:
+            return None
+        return self.in_flight.get(int(jobs[pages].max()))
+
+
+def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
+    """Looks until it is over. TimeoutError, naming it, after `timeout_s`."""
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while not is_over():
+        if deadline is not None and time.monotonic() >= deadline:
+            raise TimeoutError(f"{name} is not over after {timeout_s} s")
+        time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -1,0 +1,163 @@
+"""Ways from pages to pages."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcache import ops
+from kvcache.worker.pages.pages import Pages
+
+
+class Route:
+    """The way from one pool's pages to another's (or within one): what `ops.copy_blocks` takes.
+
+    Regions that lie side by side on both sides are one; with `by_layer`, only those of one layer, so
+    that single layers can be copied.
+    """
+
+    def __init__(self, source: Pages, destination: Pages, *, by_layer: bool = False) -> None:
+        if len(source.sizes) != len(destination.sizes):
+            raise ValueError(
+                f"the source's pages have {len(source.sizes)} fragments over {source.num_layers} "
+                f"layers, the destination's {len(destination.sizes)} over "
+                f"{destination.num_layers}: expected the same"
+            )
+        wrong = np.flatnonzero(
+            (source.sizes != destination.sizes) | (source.layers != destination.layers)
+        )
+        if len(wrong):
+            at = wrong[0]
+            raise ValueError(
+                f"fragment {at} has {source.sizes[at]} bytes of layer {source.layers[at]} in the "
+                f"source, {destination.sizes[at]} of layer {destination.layers[at]} in the "
+                "destination: expected the same"
+            )
+        _check_formats(source, destination)
+        self.source, self.destination = source, destination
+        self._within = source is destination or _share_memory(source, destination)
+        table, self._layers = _merged(source, destination, by_layer)
+        self.regions = torch.from_numpy(table)
+        # Whether neighbouring pages lie side by side on both sides.
+        self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
+        on_host = source if source.device.type == "cpu" else destination
+        self._pages_per_run = on_host.pages_per_chunk
+        self._by_layer = by_layer
+
+    def copy(
+        self,
+        pairs: np.ndarray | torch.Tensor,
+        *,
+        engine: int = ops.KERNEL,
+        num_thread_blocks: int = 0,
+        layers: slice | None = None,
+    ) -> None:
+        """Copies pages, of all layers or (`by_layer`) of those; see `ops.copy_blocks`."""
+        regions = self.regions
+        if layers is not None and not self._by_layer:
+            raise ValueError("layers is given: expected it only of a route made with by_layer")
+        if layers is not None:
+            first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
+            regions = regions[first:last]
+        source, destination = self.source, self.destination
+        ops.copy_blocks(
+            None if self._within else source.memory,
+            destination.memory,
+            regions,
+            pairs_tensor(pairs),
+            source.num_blocks,
+            destination.num_blocks,
+            engine,
+            self._pages_per_run,
+            num_thread_blocks,
+        )
+
+    def zero(self, ids: np.ndarray) -> None:
+        """Clears whole pages of the destination; ids: int32[n]."""
+        self.copy(np.stack([np.full(len(ids), -1, np.int32), np.asarray(ids)], axis=1))
+
+
+def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
+    """int32[n, 2]; tensors as they are. ValueError or TypeError for anything but integers."""
+    if isinstance(pairs, torch.Tensor):
+        return pairs
+    array = np.asarray(pairs)
+    if array.ndim != 2 or array.shape[1] != 2:
+        if array.size:
+            raise ValueError(f"pairs has shape {list(array.shape)}: expected [n, 2]")
+        array = array.reshape(0, 2)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"pairs has dtype {array.dtype}: expected integers")
+    limits = np.iinfo(np.int32)
+    if array.dtype != np.int32 and array.size:
+        wrong = np.argwhere((array < limits.min) | (array > limits.max))
+        if len(wrong):
+            i, j = wrong[0]
+            raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
+    array = np.ascontiguousarray(array, np.int32)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarray, np.ndarray]:
+    """int64[r, 5] as the op takes it, neighbours merged; and the layer in which each begins."""
+    table = np.stack(
+        [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
+    )
+    joined = (
+        (table[:-1, 0] + table[:-1, 4] == table[1:, 0])
+        & (table[:-1, 2] + table[:-1, 4] == table[1:, 2])
+        & (table[:-1, 1] == table[1:, 1])
+        & (table[:-1, 3] == table[1:, 3])
+    )
+    if by_layer:
+        joined &= source.layers[:-1] == source.layers[1:]
+    starts = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
+    merged = table[starts]
+    if len(starts):
+        merged[:, 4] = np.add.reduceat(table[:, 4], starts)
+    return merged, source.layers[starts]
+
+
+def _check_formats(source: Pages, destination: Pages) -> None:
+    """ValueError where both say what lies in a page, in the same terms, and it differs."""
+    mine, other = source.formats, destination.formats
+    if mine is None or other is None or mine[0] != other[0]:
+        return
+    for i, (one, two) in enumerate(zip(mine[1:], other[1:])):
+        if one != two:
+            raise ValueError(
+                f"tensor {i} has blocks of (dtype, shape, dimensions from the innermost) {one} in "
+                f"the source, {two} in the destination: expected the same"
+            )
+
+
+def _share_memory(source: Pages, destination: Pages) -> bool:
+    """Whether the two are one memory. ValueError where they share it otherwise than page by page."""
+    if source.device != destination.device:
+        return False
+    spans = [_span(pages) for pages in (source, destination)]
+    if spans[0][0] >= spans[1][1] or spans[1][0] >= spans[0][1]:
+        return False
+    same = (source.offsets + source.base == destination.offsets + destination.base).all()
+    if same and (source.strides == destination.strides).all():
+        return True
+    if len(source.sizes) and _meet(source, destination):
+        raise ValueError("source and destination share memory: expected the same pages, or others")
+    return False
+
+
+def _span(pages: Pages) -> tuple[int, int]:
+    """First byte of all regions, and the one behind the last."""
+    if len(pages.sizes) == 0 or pages.page_bytes == 0:
+        return pages.base, pages.base
+    ends = pages.offsets + (pages.num_blocks - 1) * pages.strides + pages.sizes
+    return pages.base + int(pages.offsets.min()), pages.base + int(ends.max())
+
+
+def _meet(source: Pages, destination: Pages) -> bool:
+    """Whether any region's span meets one of the other side."""
+    starts = source.base + source.offsets
+    ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
+    others = destination.base + destination.offsets
+    other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
+    return bool(((starts[:, None] < other_ends) & (others < ends[:, None])).any())

@@ -1,0 +1,69 @@
+"""Staging memory on the device: pages are put together in one half while the other crosses the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.streams import CpuTimeline, CudaTimeline
+
+
+class Staging:
+    """Two halves of staging memory between `source` and `destination`, and a stream on either side.
+
+    Parts of a job take the halves in turn. On stream `first` a part is copied into its half, on `last`
+    out of it. A half is filled once it was emptied, and emptied once it was filled; events say so. The
+    memory belongs to the stream that is current when this is made: it may be given back when both
+    streams have done all.
+    """
+
+    def __init__(
+        self,
+        source: Pages,
+        destination: Pages,
+        memory: Pages,
+        first: object,
+        last: object,
+        timeline: CudaTimeline | CpuTimeline,
+    ) -> None:
+        self.first, self.last = first, last
+        self._into, self._out_of = Route(source, memory), Route(memory, destination)
+        self._memory = memory
+        self._pages_per_half = memory.num_blocks // 2
+        self._timeline = timeline
+        self._emptied: list[object] = [None, None]  # per half the last event
+        self._half = 0
+        timeline.wait(first, timeline.record(timeline.current()))
+
+    def carry(self, pairs: np.ndarray, copy: Callable[[object, Route, np.ndarray], None]) -> object:
+        """Launches copies of all pages, by `copy(stream, route, pairs)`.
+
+        The event after which no copy reads the sources any more.
+        """
+        read = None
+        for at in range(0, len(pairs), self._pages_per_half):
+            part = pairs[at : at + self._pages_per_half]
+            slots = self._half * self._pages_per_half + np.arange(len(part))
+            self._wait_until_emptied(self._half)
+            copy(self.first, self._into, np.stack([part[:, 0], slots], 1))
+            read = self._timeline.record(self.first)
+            self._wait_until_filled(read)
+            copy(self.last, self._out_of, np.stack([slots, part[:, 1]], 1))
+            self._emptied[self._half] = self._timeline.record(self.last)
+            self._half = 1 - self._half
+        return read
+
+    def join(self) -> None:
+        """After a failure: `last`, and whoever fills a half next, come behind all that was launched."""
+        self._wait_until_filled(self._timeline.record(self.first))
+        self._emptied = [self._timeline.record(self.last)] * 2
+
+    def _wait_until_emptied(self, half: int) -> None:
+        if self._emptied[half] is not None:
+            self._timeline.wait(self.first, self._emptied[half])
+
+    def _wait_until_filled(self, event: object) -> None:
+        self._timeline.wait(self.last, event)

@@ -1,0 +1,1 @@
+"""Block tables on the host and the device, slot mapping, and metadata for attention kernels."""

@@ -1,0 +1,217 @@
+"""The block tables of a model with several cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvcache.specs import ContextParallel
+from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
+from kvcache.worker.tables.block_table import BlockTable, given
+from kvcache.worker.tables.table_layout import kernel_size_of, layout_of, positive
+from kvcache.worker.tables.table_set import Ids, make_table_set
+
+
+class MultiGroupBlockTable:
+    """One block table per cache group, in one memory: each call serves all groups at once.
+
+    `[g]` is group g's `BlockTable`. Widths are `max(ceil(max_model_len / (block_size * world size)),
+    1 + num_speculative_tokens)` allocation blocks, or `max_num_blocks[g]`. Per group: `kernel_sizes`
+    (a list of candidates; one list serves all groups), `slot_mapping=False` (recurrent state has no
+    slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
+    query sees, None for all). Everything else as for `BlockTable`.
+
+    >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], [16, 16])
+    >>> tables.add_row(([5, 6], [2]), 0)
+    >>> tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 17]))
+    >>> tables[0].slot_mapping.np[:2], tables[1].slot_mapping.np[:2]
+    (array([81, 97]), array([65, 81]))
+    """
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        pin_memory: bool,
+        device: torch.device | str,
+        block_sizes: Sequence[int],
+        kernel_block_sizes: Sequence[int] | None = None,
+        num_speculative_tokens: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        *,
+        kernel_sizes: Sequence[Sequence[int] | None] | None = None,
+        context_parallel: ContextParallel | None = None,
+        max_num_blocks: Sequence[int] | None = None,
+        slot_mapping: Sequence[bool] | None = None,
+        replicated: Sequence[bool] | None = None,
+        windows: Sequence[int | None] | None = None,
+        slot_mapping_dtype: torch.dtype = torch.int64,
+        pcp_padding: bool = False,
+    ) -> None:
+        num_groups = len(block_sizes)
+        if num_groups == 0:
+            raise ValueError("block_sizes is empty: expected one size per group")
+        if kernel_sizes is not None and len(kernel_sizes) == 1:
+            kernel_sizes = list(kernel_sizes) * num_groups
+
+        def per_group(values: Sequence | None, name: str, default: object) -> Sequence:
+            if values is None:
+                return [default] * num_groups
+            if len(values) != num_groups:
+                raise ValueError(
+                    f"{name} has {len(values)} entries, block_sizes has {num_groups}: "
+                    "expected as many"
+                )
+            return values
+
+        single = per_group(kernel_block_sizes, "kernel_block_sizes", None)
+        candidates = per_group(kernel_sizes, "kernel_sizes", None)
+        widths = per_group(max_num_blocks, "max_num_blocks", None)
+        with_slots = per_group(slot_mapping, "slot_mapping", True)
+        whole = per_group(replicated, "replicated", False)
+        seen = per_group(windows, "windows", None)
+        positive(max_model_len, "max_model_len")
+        cp = context_parallel or ContextParallel()
+        layouts = []
+        for g, block_size in enumerate(block_sizes):
+            spread = ContextParallel() if whole[g] else cp
+            tokens = positive(block_size, f"block_sizes[{g}]") * spread.world_size
+            derived = max(-(-max_model_len // tokens), 1 + num_speculative_tokens)
+            width = derived if widths[g] is None else widths[g]
+            layouts.append(
+                layout_of(
+                    block_size,
+                    kernel_size_of(block_size, single[g], candidates[g]),
+                    positive(width, f"max_num_blocks[{g}]"),
+                    spread,
+                    cp_kv_cache_interleave_size,
+                    seen[g],
+                    with_slots[g],
+                )
+            )
+        self._tables = make_table_set(
+            layouts,
+            cp,
+            max_num_reqs,
+            max_num_batched_tokens,
+            num_speculative_tokens,
+            pin_memory,
+            device,
+            slot_mapping_dtype,
+            pcp_padding,
+        )
+        self.block_tables = [
+            BlockTable._of(self._tables, g, max_num_reqs) for g in range(num_groups)
+        ]
+
+    def __getitem__(self, group: int) -> BlockTable:
+        return self.block_tables[group]
+
+    def __len__(self) -> int:
+        return len(self.block_tables)
+
+    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
+        """The table part of a step's plan, for all rows and groups in one native call.
+
+        ValueError, with nothing changed, on a row, column or width that is not there, or an id outside
+        [0, num_blocks) (where that is given).
+        """
+        self._tables.apply(plan, num_blocks)
+
+    def append_row(self, block_ids: Sequence[Ids], row: int) -> None:
+        """Adds block_ids[g] to a row of each group g; an overflow in one changes none."""
+        self._tables.apply(self._row_plan(block_ids, row, clear=False))
+
+    def add_row(self, block_ids: Sequence[Ids], row: int) -> None:
+        """Sets a row of each group g to block_ids[g]; an overflow in one changes none."""
+        self._tables.apply(self._row_plan(block_ids, row, clear=True))
+
+    def clear_row(self, row: int) -> None:
+        """Empties a row in all groups."""
+        self._tables.clear_rows([row])
+
+    def clear_rows(self, rows: Ids) -> None:
+        """Empties rows in all groups, in one call."""
+        self._tables.clear_rows(rows)
+
+    def move_row(self, src: int, tgt: int) -> None:
+        """Row `tgt` takes over what `src` holds in all groups, and `src` is cleared."""
+        self._tables.move_rows([src], [tgt])
+
+    def move_rows(self, src: Ids, tgt: Ids) -> None:
+        """`move_row` for pairs of rows, one after the other, in one call."""
+        self._tables.move_rows(src, tgt)
+
+    def swap_row(self, src: int, tgt: int) -> None:
+        """Exchanges two rows in all groups."""
+        self._tables.swap_rows([src], [tgt])
+
+    def swap_rows(self, src: Ids, tgt: Ids) -> None:
+        """`swap_row` for pairs of rows, one after the other, in one call."""
+        self._tables.swap_rows(src, tgt)
+
+    def commit_updates(self) -> None:
+        """Brings the device up to date: what changed, in one copy and one launch for all groups."""
+        self._tables.commit_updates()
+
+    def commit_block_table(self, num_reqs: int) -> None:
+        """Uploads the first `num_reqs` rows of every group whole."""
+        for group in range(len(self)):
+            self._tables.commit_rows(group, num_reqs)
+
+    def compute_slot_mapping(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> None:
+        """Slots of all groups that have them, in one call (on a GPU one launch); see `BlockTable`."""
+        given(positions, "positions")
+        self._tables.compute_slots(req_indices, positions, query_start_loc)
+
+    def commit_slot_mapping(self, num_tokens: int) -> None:
+        """Uploads the slot mappings of all groups, in one copy."""
+        self._tables.commit_slots(num_tokens)
+
+    def gather(
+        self,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Rows in batch order, on the device: per group int32[n, width], by one launch for all.
+
+        idx_mapping: int32[n] on the device, the row of each request of the batch, -1 for a padded one,
+        whose row is all null. num_computed_tokens: int32[n], tokens before each request's first query:
+        entries that have left a group's window become the null block (kernels that read masked tiles
+        would meet other requests' NaN there). max_num_tokens: how long rows can be; by default as long
+        as they are now, but give `max_model_len` where a CUDA graph is captured. The result is at one
+        address, and is overwritten by the next call.
+        """
+        return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)
+
+    def clear(self) -> None:
+        """Zeroes all ids and counts, on the host and on the device."""
+        self._tables.clear()
+
+    def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
+        if len(block_ids) != len(self):
+            raise ValueError(
+                f"block_ids has {len(block_ids)} groups: expected {len(self)}, one per table"
+            )
+        rows = [row]
+        return StepPlan(
+            step_id=-1,
+            rows=rows,
+            status=NO_IDS,
+            num_computed_tokens=NO_IDS,
+            clear_rows=rows if clear else NO_IDS,
+            append_rows=rows,
+            append_splits=[[0, len(ids)] for ids in block_ids],
+            append_ids=list(block_ids),
+            replace=[NO_REPLACE] * len(self),
+        )

@@ -1,0 +1,438 @@
+"""The tables of all cache groups in one memory: changed, uploaded and read by one call for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from kvcache import ops
+from kvcache.native.load import core
+from kvcache.specs import MAX_GROUPS, ContextParallel
+from kvcache.step import StepPlan
+from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
+from kvcache.worker.tables.table_layout import TableLayout, positive
+
+Ids = Sequence[int] | np.ndarray
+ALL_GROUPS = -1
+
+
+class TableSet:
+    """Tables, counts and slot mappings of all groups; `BlockTable` shows one of them.
+
+    Rows are changed on the host, natively, for any number of rows and groups per call. On a CUDA
+    device `commit_updates` brings the device's tables up to date: what changed since the last time
+    travels in one copy and is put in place by one launch. `commit_rows` uploads whole rows instead.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[TableLayout],
+        num_rows: int,
+        num_slots: int,
+        pin_memory: bool,
+        device: torch.device,
+        slot_dtype: torch.dtype,
+    ) -> None:
+        self.layouts = list(layouts)
+        self.num_rows = num_rows
+        self.num_slots = num_slots
+        self.device = device
+        self.pin_memory = pin_memory
+        num_groups = len(self.layouts)
+        sizes = [num_rows * layout.num_columns for layout in layouts]
+        offsets = [sum(sizes[:g]) for g in range(num_groups)]
+        num_ids = sum(sizes)
+        _check_sizes(self.layouts, num_ids + num_groups * num_rows)
+
+        # All tables, then the counts: kernel blocks per row of each group.
+        shape = (num_ids + num_groups * num_rows,)
+        self._arena = HostDeviceBuffer(shape, torch.int32, device, pin_memory)
+        self._counts = BufferView(self._arena, num_ids, (num_groups, num_rows))
+        self.counts: np.ndarray = self._counts.np
+        self.tables = [
+            BufferView(self._arena, at, (num_rows, each.num_columns))
+            for at, each in zip(offsets, layouts)
+        ]
+        self._on_cuda = device.type == "cuda"
+        slots_fit = 2**31 if slot_dtype == torch.int32 else 2**63
+        self._native = core.HostTables(
+            self._arena.np,
+            num_rows,
+            [
+                (
+                    at,
+                    each.num_columns,
+                    each.ratio,
+                    min(2**31 // each.ratio, slots_fit // each.block_size),
+                )
+                for at, each in zip(offsets, layouts)
+            ],
+            track=self._on_cuda,
+        )
+        fields = [
+            (
+                at,
+                each.num_columns,
+                each.kernel_block_size,
+                each.world_size,
+                each.rank,
+                each.interleave,
+                each.window,
+                g,
+            )
+            for g, (at, each) in enumerate(zip(offsets, layouts))
+        ]
+        self._fields = torch.tensor(fields, dtype=torch.int64)
+        self._identity = torch.arange(num_rows, dtype=torch.int32)
+        self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
+        self._make_slots(
+            [g for g, each in enumerate(layouts) if each.has_slots], slot_dtype, pin_memory
+        )
+        # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
+        # buffers, in turns: packing the next step does not wait for the last one's launch.
+        capacity = max(shape[0] // 4, 1024)
+        self._updates = [
+            HostDeviceBuffer((capacity,), torch.int32, device, pin_memory)
+            for _ in range(2 if self._on_cuda else 0)
+        ]
+        # Rows in batch order, at one address for captured graphs. Zero, that is null, and lazily
+        # committed on a CPU.
+        self._batch_arena = torch.zeros(
+            num_ids, dtype=torch.int32, device=device if self._on_cuda else "cpu"
+        )
+        self._batch = [
+            self._batch_arena[at : at + size].view(num_rows, each.num_columns)
+            for at, size, each in zip(offsets, sizes, layouts)
+        ]
+        self._batch_tokens = 0  # the most that any gather so far has filled
+        self._stale = False  # a device without kernels of ours lacks changes
+        self._uncommitted = np.zeros(num_groups, bool)  # groups of which a GPU lacks changes
+
+    def _make_slots(self, groups: list[int], dtype: torch.dtype, pin_memory: bool) -> None:
+        """Slot mappings of the groups that have one, and what the op takes for each choice of them."""
+        n = self.num_slots
+        self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
+        self._slots.cpu.fill_(-1)
+        self._slots.gpu.fill_(-1)
+        every = BufferView(self._slots, 0, (len(groups), n))
+        self._slot_views = {}
+        self._slot_calls = {ALL_GROUPS: (self.fields(groups), every)}
+        for i, g in enumerate(groups):
+            view = BufferView(self._slots, i * n, (1, n))
+            self._slot_calls[g] = (self._fields[g : g + 1].clone(), view)
+            self._slot_views[g] = BufferView(self._slots, i * n, (n,))
+
+    def slot_mapping(self, group: int) -> BufferView:
+        """[num_slots] of a group; ValueError for a group without slot mapping."""
+        self._slot_call(group)  # raises for a group without
+        return self._slot_views[group]
+
+    # Rows ------------------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
+        """The table part of a plan, for all groups; an unknown row, an overflow, a column that a row
+        has not or an id outside [0, num_blocks) is a ValueError, and nothing is changed."""
+        self._arena.before_write()
+        self._native.apply(
+            plan.clear_rows,
+            plan.append_rows,
+            plan.append_splits,
+            plan.append_ids,
+            plan.replace,
+            num_blocks,
+        )
+        self._changed(ALL_GROUPS)
+
+    def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
+        """Adds allocation blocks to a row of one group, which is emptied first where asked."""
+        self._arena.before_write()
+        self._native.append_row(group, row, block_ids, reset)
+        self._changed(group)
+
+    def move_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
+        """Each row src[i] moves to tgt[i], one after the other, and leaves an empty row."""
+        self._arena.before_write()
+        self._native.move_rows(src, tgt, group)
+        self._changed(group)
+
+    def swap_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
+        """Exchanges each pair of rows, one after the other."""
+        self._arena.before_write()
+        self._native.swap_rows(src, tgt, group)
+        self._changed(group)
+
+    def clear_rows(self, rows: Ids, group: int = ALL_GROUPS) -> None:
+        """Empties rows: their ids become the null block."""
+        self._arena.before_write()
+        self._native.clear_rows(rows, group)
+        self._changed(group)
+
+    def clear(self, group: int = ALL_GROUPS) -> None:
+        """Zeroes ids and counts, on the host and on the device."""
+        self._arena.before_write()
+        if group == ALL_GROUPS:
+            self._native.clear()
+            self._arena.gpu.zero_()
+            self._batch_arena.zero_()
+            self._native.mark_clean()
+            self._stale = False
+            self._uncommitted[:] = False
+            return
+        self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
+        self.tables[group].np[:] = 0  # also what was written there by hand
+        self.tables[group].gpu.zero_()
+        self._counts.gpu[group].zero_()
+        self._stale = True
+        self._uncommitted[group] = False
+
+    def _changed(self, group: int) -> None:
+        """Rows of a group, or of all, have changed on the host."""
+        self._stale = True
+        self._uncommitted[slice(None) if group == ALL_GROUPS else group] = True
+
+    # Uploads ---------------------------------------------------------------------------------------
+
+    def commit_updates(self) -> None:
+        """Brings the device's tables up to date with every change made here since the last time."""
+        if not self._on_cuda:
+            if self._stale:
+                self._arena.upload(0, len(self._arena.cpu))
+            self._stale = False
+            return
+        self._updates.reverse()
+        updates = self._updates[0]
+        updates.before_write()
+        used = self._native.pack(updates.np)
+        if 0 <= used <= len(updates.np):
+            if updates.np[0] > 0:
+                updates.upload(0, used)
+                ops.update_block_tables(self._arena.gpu, updates.gpu)
+                updates.note_use()
+        else:
+            self._arena.upload(0, len(self._arena.cpu))
+        self._native.mark_clean()
+        self._uncommitted[:] = False
+
+    def commit_rows(self, group: int, num_rows: int) -> None:
+        """Uploads the first rows of one group whole, and the counts."""
+        self.tables[group].upload(_count(num_rows, "num_reqs", self.num_rows))
+        self._counts.upload(len(self.layouts))
+        self._uncommitted[group] = False  # the caller knows which rows it needs
+
+    def require_committed(self, groups: list[int]) -> None:
+        """RuntimeError where a GPU lacks changes of these groups' rows."""
+        if not self._on_cuda:  # elsewhere the host's tables are the ones read
+            return
+        lacking = [g for g in groups if self._uncommitted[g]]
+        if lacking:
+            raise RuntimeError(
+                f"the tables of groups {lacking} have changes that the device lacks: "
+                "call commit_updates first"
+            )
+
+    def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
+        """Uploads slot mappings whole, -1 behind `num_tokens`."""
+        _count(num_tokens, "num_tokens", self.num_slots)
+        view = self._slot_call(group)[1]
+        self._slots.before_write()
+        view.np[:, num_tokens:] = -1
+        view.upload(len(view.cpu))
+
+    # Slots and batch order -------------------------------------------------------------------------
+
+    def compute_slots(
+        self,
+        rows: np.ndarray | torch.Tensor | None,
+        positions: np.ndarray | torch.Tensor,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+        group: int = ALL_GROUPS,
+    ) -> None:
+        """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
+        given = (rows, positions, query_start_loc)
+        on_device = any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given)
+        if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
+            given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
+            rows, positions, query_start_loc = given
+            self.compute_slots(rows, positions, query_start_loc, group)
+            self.commit_slots(len(positions), group)
+            return
+        if rows is None:
+            if query_start_loc is None:
+                raise ValueError("neither req_indices nor query_start_loc is given: expected one")
+            num_requests = len(query_start_loc) - 1
+            if not 0 <= num_requests <= self.num_rows:
+                raise ValueError(
+                    f"query_start_loc has {num_requests + 1} entries: "
+                    f"expected 1 to {self.num_rows + 1}"
+                )
+            rows = self.identity(num_requests, on_host=not on_device)
+        fields, slots = self._slot_call(group)
+        if not on_device:
+            self._slots.before_write()
+        ops.slot_mapping(
+            self._arena.gpu if on_device else self._arena.cpu,
+            fields,
+            self.num_rows,
+            _tensor(rows, torch.int32, "req_indices"),
+            None
+            if query_start_loc is None
+            else _tensor(query_start_loc, torch.int32, "query_start_loc"),
+            _tensor(positions, torch.int64, "positions"),
+            self._counts.gpu if on_device else self._counts.cpu,
+            slots.gpu if on_device else slots.cpu,
+        )
+
+    def gather(
+        self,
+        idx_mapping: torch.Tensor,
+        num_computed_tokens: torch.Tensor | None = None,
+        max_num_tokens: int | None = None,
+    ) -> list[torch.Tensor]:
+        """Rows in batch order, all groups by one launch; see `MultiGroupBlockTable`."""
+        if max_num_tokens is None:
+            max_num_tokens = self.longest_row()
+        elif max_num_tokens < 0:
+            raise ValueError(f"max_num_tokens is {max_num_tokens}: expected 0 or more")
+        # Never fewer columns than before: what an earlier batch left there must not stay.
+        most = min(max(self._batch_tokens, max_num_tokens), 2**31 - 1)
+        on_cpu = not self._on_cuda
+        ops.gather_block_tables(
+            self._arena.cpu if on_cpu else self._arena.gpu,
+            self._fields,
+            self.num_rows,
+            idx_mapping.cpu() if on_cpu else idx_mapping,
+            num_computed_tokens.cpu()
+            if on_cpu and num_computed_tokens is not None
+            else num_computed_tokens,
+            most,
+            self._batch_arena,
+        )
+        self._batch_tokens = most
+        rows = [table[: len(idx_mapping)] for table in self._batch]
+        return rows if self._on_cuda else [table.to(self.device) for table in rows]
+
+    def attention_metadata(
+        self,
+        fields: torch.Tensor,
+        requests: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        max_num_tokens: int,
+        outputs: tuple[torch.Tensor | None, ...],
+        on_host: bool,
+    ) -> None:
+        """Metadata of a batch, from the tables on either side; see `ops.attention_metadata`.
+
+        fields: `fields()` of the groups. requests: rows, query lengths, sequence lengths.
+        """
+        ops.attention_metadata(
+            self._arena.cpu if on_host else self._arena.gpu,
+            fields,
+            self.num_rows,
+            *requests,
+            self._counts.cpu if on_host else self._counts.gpu,
+            max_num_tokens,
+            *outputs,
+        )
+
+    def longest_row(self, groups: list[int] | None = None, rows: np.ndarray | None = None) -> int:
+        """Tokens that the blocks of the longest of these rows hold in any of these groups, from the
+        host's counts. None: of all. Rows that are not there count as empty."""
+        if groups is None:
+            groups = range(len(self.layouts))
+        if rows is not None:
+            rows = rows[(rows >= 0) & (rows < self.num_rows)]
+        longest = 0
+        for g in groups:
+            counts = self.counts[g] if rows is None else self.counts[g][rows]
+            columns = int(counts.max(initial=0))
+            longest = max(longest, columns * self.layouts[g].tokens_per_column)
+        return longest
+
+    def fields(self, groups: list[int]) -> torch.Tensor:
+        """The ops' argument `groups` for these groups."""
+        return self._fields[groups].contiguous()
+
+    def identity(self, n: int, on_host: bool) -> torch.Tensor:
+        """int32[n]: row i for request i."""
+        if n > self.num_rows:
+            raise ValueError(
+                f"there are {n} requests without rows: expected at most {self.num_rows}"
+            )
+        return (self._identity if on_host else self._device_identity)[:n]
+
+    def _slot_call(self, group: int) -> tuple[torch.Tensor, BufferView]:
+        if group not in self._slot_calls:
+            raise ValueError(f"group {group} has no slot mapping")
+        return self._slot_calls[group]
+
+
+def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
+    """What the ops would refuse later, before anything is allocated."""
+    if len(layouts) > MAX_GROUPS:
+        raise ValueError(f"there are {len(layouts)} groups: expected at most {MAX_GROUPS}")
+    if num_entries >= 2**31:
+        raise ValueError(f"the tables would have {num_entries} entries: expected fewer than 2^31")
+    for g, layout in enumerate(layouts):
+        if layout.tokens_per_column >= 2**31:
+            raise ValueError(
+                f"group {g} has {layout.tokens_per_column} tokens per block over all ranks: "
+                "expected fewer than 2^31"
+            )
+
+
+def _count(count: int, name: str, most: int) -> int:
+    if not 0 <= count <= most:
+        raise ValueError(f"{name} is {count}: expected 0 to {most}")
+    return count
+
+
+def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Tensors as they are; integer arrays and lists as a CPU tensor of the dtype the op takes."""
+    return values if isinstance(values, torch.Tensor) else host_tensor(values, dtype, name)
+
+
+def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Integers of any kind as a CPU tensor of the dtype the op takes: int32 or int64."""
+    if isinstance(values, torch.Tensor):
+        values = values.cpu().numpy()
+    array = np.asarray(values)
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    wanted = np.int32 if dtype == torch.int32 else np.int64
+    if array.dtype != wanted and array.size and array.dtype.itemsize >= np.dtype(wanted).itemsize:
+        limits = np.iinfo(wanted)
+        wrong = np.flatnonzero((array < limits.min) | (array > limits.max))
+        if wrong.size:
+            raise ValueError(f"{name}[{wrong[0]}] is {array[wrong[0]]}: expected {wanted.__name__}")
+    array = np.ascontiguousarray(array, wanted)
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def make_table_set(
+    layouts: list[TableLayout],
+    cp: ContextParallel,
+    max_num_reqs: int,
+    max_num_batched_tokens: int,
+    num_speculative_tokens: int,
+    pin_memory: bool,
+    device: torch.device | str,
+    slot_mapping_dtype: torch.dtype,
+    pcp_padding: bool,
+) -> TableSet:
+    positive(max_num_reqs, "max_num_reqs")
+    positive(max_num_batched_tokens, "max_num_batched_tokens")
+    if num_speculative_tokens < 0:
+        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}: expected 0 or more")
+    if slot_mapping_dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
+    rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
+    padding = 2 * cp.pcp_world_size * max_num_reqs if pcp_padding else 0
+    return TableSet(
+        layouts,
+        rows,
+        max_num_batched_tokens + padding,
+        pin_memory,
+        torch.device(device),
+        slot_mapping_dtype,
+    )

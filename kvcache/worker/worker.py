@@ -1,0 +1,206 @@
+"""The worker's side of a step: applies a `StepPlan` to tables and storage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvcache.step import PLAN_VERSION, StepPlan, StepReport
+from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
+from kvcache.worker.pages.pages import Pages
+from kvcache.worker.pages.storage import KVStorage
+from kvcache.worker.swap.engine import SwapEngine
+from kvcache.worker.swap.job import SwapError, SwapJob, until
+from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.streams import timeline_of
+from kvcache.worker.tables.block_table import BlockTable
+from kvcache.worker.tables.multi_group import MultiGroupBlockTable
+
+
+class StepTransfer:
+    """A step whose plan has been started: its swaps may still be under way."""
+
+    def __init__(
+        self, step_id: int, engine: SwapEngine | None, earlier: StepTransfer | None
+    ) -> None:
+        self.step_id = step_id
+        self.errors: list[SwapError] = []  # known when the report is
+        self._engine = engine
+        self._earlier = earlier
+        self._report: StepReport | None = None
+        self._out: SwapJob | None = None
+        self._in: SwapJob | None = None
+
+    def poll(self) -> StepReport | None:
+        """The report, once all bytes of this step and of all before it have moved; None before.
+
+        Pages that do not hold what they should stand in it. (A manager takes the report of a step for
+        all before it, so they come in order.)
+        """
+        if self._report is not None:
+            return self._report
+        if self._earlier is not None and self._earlier.poll() is None:
+            return None
+        jobs = self._jobs()
+        if not all(job.poll() for job in jobs):
+            return None
+        self._earlier = None
+        self.errors = [job.error for job in jobs if job.error is not None]
+        self._report = StepReport(
+            self.step_id,
+            completed=True,
+            failed_host_pages=self._lost(self._out),
+            failed_pages=self._lost(self._in),
+        )
+        return self._report
+
+    def wait(self, timeout_s: float | None = None) -> StepReport:
+        """The report, when it is there. TimeoutError where that takes longer."""
+        names = ", ".join(job.name for job in self._jobs()) or "a step before"
+        until(lambda: self.poll() is not None, timeout_s, names)
+        return self._report
+
+    def wait_layer(self, layer: int) -> None:
+        """The calling stream waits until this layer of what the plan swapped in has arrived.
+
+        For workers with `layers_per_event`, before each layer of the step; of others, `start` has made
+        the stream wait for all layers.
+        """
+        if self._in is not None:
+            self._engine.before_read(self._in, layer)
+
+    def _jobs(self) -> list[SwapJob]:
+        return [job for job in (self._out, self._in) if job is not None]
+
+    def _lost(self, job: SwapJob | None) -> list[int]:
+        return [] if job is None else self._engine.lost_pages(job).tolist()
+
+
+class Worker:
+    """Storage and block tables of one device; brings them to what a plan says.
+
+    `tables`: a `MultiGroupBlockTable`, its groups in the manager's order, or one group's `BlockTable`.
+    `storage`: one that serves all groups, or one per group, all over the same pages
+    (`KVStorage.over`). Block sizes of storage and table must agree, except where a group has no slots
+    (recurrent state). `host`: the pages of the manager's host tier, if it has one (`Pages.on_host`);
+    `swap_options`: what `SwapEngine` takes.
+
+    >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
+    >>> host = storage.pages.on_host(num_blocks=33)
+    >>> worker = Worker(storage, BlockTable(16, 4, 8, 64, False, "cpu", 16), host)
+    """
+
+    # Of application. What is swapped out is read before anything is written.
+    ORDER = ("swap_out", "copy", "zero", "swap_in", "tables")
+
+    def __init__(
+        self,
+        storage: KVStorage | Sequence[KVStorage],
+        tables: BlockTable | MultiGroupBlockTable,
+        host: Pages | None = None,
+        **swap_options: object,
+    ) -> None:
+        groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
+        shared = isinstance(storage, KVStorage)
+        self.storages = [storage] * len(groups) if shared else list(storage)
+        if len(self.storages) != len(groups):
+            raise ValueError(
+                f"storage has {len(self.storages)} entries: expected {len(groups)}, one per group"
+            )
+        self.pages = self.storages[0].pages
+        for g, (each, table) in enumerate(zip(self.storages, groups)):
+            _check_fits(g, each, table)
+            if each.pages is not self.pages:
+                raise ValueError(
+                    f"storage of group {g} is not over the pages of the other groups: "
+                    "expected KVStorage.over of the same ones"
+                )
+        self.tables = tables
+        self.host = host
+        self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
+        self._within = Route(self.pages, self.pages)
+        self._timeline = swap_options.get("timeline") or timeline_of(self.pages.device)
+        self._last: StepTransfer | None = None
+
+    def apply(self, plan: StepPlan) -> StepReport:
+        """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
+
+        A plan that does not fit raises, and changes nothing; so does, with RuntimeError, a plan with
+        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph.
+        """
+        return self.start(plan).wait()
+
+    def start(self, plan: StepPlan) -> StepTransfer:
+        """As `apply`, but does not wait: whatever is launched next on the calling stream finds pages
+        and tables as the plan says, while swaps may go on beside it."""
+        if plan.version != PLAN_VERSION:
+            raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
+        for name in ("swap_out", "swap_in"):
+            if len(getattr(plan, name)) and self.engine is None:
+                raise ValueError(f"plan has {name}: expected a worker that was given host pages")
+        moves = checked_page_moves(
+            plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
+        )
+        if self.engine is not None:
+            swaps = len(moves.swap_out) or len(moves.swap_in)
+            if swaps or not self.engine.is_idle:
+                self.engine.check_not_captured("Worker.start")
+        # On the host only, and checked as a whole: what it refuses has moved no byte yet.
+        self.tables.apply(plan, self.pages.num_blocks)
+        transfer = StepTransfer(plan.step_id, self.engine, self._earlier())
+        if self.engine is not None:
+            self.engine.settle()
+        for section in self.ORDER:
+            getattr(self, f"_{section}")(plan, moves, transfer)
+        self._last = transfer
+        return transfer
+
+    def _earlier(self) -> StepTransfer | None:
+        """The step before, unless it is over."""
+        last = self._last
+        return None if last is None or last.poll() is not None else last
+
+    def _swap_out(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if self.engine is None:
+            return
+        if len(moves.swap_out):
+            transfer._out = self.engine.swap_out(moves.swap_out)
+        if self.engine.is_idle:
+            return
+        # Whatever the step writes, here or by computing, lies in pages that it takes.
+        replaced = [np.asarray(each).reshape(-1, 3)[:, 2] for each in plan.replace]
+        taken = [*plan.append_ids, *replaced, moves.copy[:, 1], moves.zero]
+        self.engine.before_write(
+            np.concatenate(taken).astype(np.int64)
+        )  # of lists too, also of none
+
+    def _copy(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if len(moves.copy):
+            self._launch(lambda: self._within.copy(moves.copy))
+
+    def _zero(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if len(moves.zero):
+            self._launch(lambda: self._within.zero(moves.zero))
+
+    def _swap_in(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        if len(moves.swap_in) == 0:
+            return
+        transfer._in = self.engine.swap_in(moves.swap_in)
+        if not self.engine.layers_per_event:
+            self.engine.before_read(transfer._in)
+
+    def _tables(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+        self.tables.commit_updates()
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        """On the calling stream."""
+        self._timeline.launch(self._timeline.current(), work)
+
+
+def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:
+    if table.layout.has_slots and table.block_size != storage.block_size:
+        raise ValueError(
+            f"storage has block_size {storage.block_size}, group {group} {table.block_size}: "
+            "expected the same"
+        )
