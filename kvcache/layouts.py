@@ -11,7 +11,8 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvcache.specs import LAYOUTS, integer
+from kvcache.checks import integer
+from kvcache.specs import LAYOUTS
 
 ROLES = ("kv", "block", "token", "head", "element")
 _NEEDED = {"block", "token", "element"}

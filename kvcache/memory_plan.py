@@ -7,15 +7,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.specs import (
-    MAX_GROUPS,
-    MAX_INT32,
-    MAX_INT64,
-    ContextParallel,
-    GroupSpec,
-    LayerSpec,
-    integer,
-)
+from kvcache.checks import MAX_INT32, MAX_INT64, integer
+from kvcache.specs import MAX_GROUPS, ContextParallel, GroupSpec, LayerSpec
 
 _SLACK = 1.1  # bytes that fewer groups may cost
 

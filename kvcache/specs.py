@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral
+
+from kvcache.checks import MAX_INT64, check_name, integer
 
 MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
-MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
-MAX_INT64 = 2**63 - 1
 
 LAYOUTS = ("NHD", "HND")  # order in memory of tokens (N), heads (H), elements (D) in a block
 
@@ -109,12 +108,12 @@ class GroupSpec:
     layers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_name(self.kind, "kind")
+        check_name(self.kind, "kind")
         _settle_integer(self, "block_size", 1)
         if isinstance(self.layers, str):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
         for name in self.layers:
-            _check_name(name, "a name in layers")
+            check_name(name, "a name in layers")
         object.__setattr__(self, "options", _Options(self.options))
         object.__setattr__(self, "layers", tuple(self.layers))
 
@@ -152,8 +151,8 @@ class LayerSpec:
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
 
     def __post_init__(self) -> None:
-        _check_name(self.name, "name")
-        _check_name(self.kind, "kind")
+        check_name(self.name, "name")
+        check_name(self.kind, "kind")
         _settle_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
         self._check_reach()
@@ -196,20 +195,5 @@ class LayerSpec:
         return self.state_bytes or self.bytes_per_token * block_size
 
 
-def integer(value: int, name: str, least: int, most: int = MAX_INT32) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if not least <= value <= most:
-        raise ValueError(f"{name} is {value}: expected {least} to {most}")
-    return int(value)  # numpy's would overflow
-
-
 def _settle_integer(spec: object, name: str, least: int) -> None:
     object.__setattr__(spec, name, integer(getattr(spec, name), name, least))
-
-
-def _check_name(value: str, name: str) -> None:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}: expected a string")
-    if not value:
-        raise ValueError(f"{name} is {value!r}: expected a name that is not empty")

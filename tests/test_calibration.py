@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import Pages, SwapEngine, bench
+from kvcache import Pages, SwapEngine
 from kvcache.cli import main
+from kvcache.worker.swap import bandwidth
 from kvcache.worker.swap.calibration import (
     DEFAULT,
     Calibration,
@@ -145,7 +146,7 @@ def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
     monkeypatch.setattr(
         bench, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
     )
-    original = bench.Route.copy
+    original = bandwidth.Route.copy
 
     def copy(self, pairs):
         if self.source is not self.destination:
@@ -153,8 +154,8 @@ def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
             moved.append(len(pairs) * self.source.page_bytes)
         original(self, pairs)
 
-    monkeypatch.setattr(bench.Route, "copy", copy)
-    (rate,) = bench.host_rates(8 << 20, (64 * KIB,))
+    monkeypatch.setattr(bandwidth.Route, "copy", copy)
+    (rate,) = bandwidth.host_rates(8 << 20, (64 * KIB,))
     assert (rate.direction, rate.fragment, rate.pattern) == ("host", 64 * KIB, "scattered")
     assert moved == [8 << 20]
     assert rate.gb_per_s == pytest.approx(moved[0] / 0.5 / 1e9)
@@ -177,7 +178,7 @@ def test_a_calibration_that_is_asked_for_must_be_there_and_of_this_machine(tmp_p
 def test_bench_prints_a_table_or_json(capsys):
     assert main(["bench", "--mib", "8", "--device", "cpu", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [rate["fragment"] for rate in report["rates"]] == list(bench.FRAGMENTS)
+    assert [rate["fragment"] for rate in report["rates"]] == list(bandwidth.FRAGMENTS)
     assert all(rate["share"] > 0 for rate in report["rates"])
     assert main(["bench", "--mib", "8", "--device", "cpu"]) == 0
     assert "4,096 KiB" in capsys.readouterr().out
@@ -201,7 +202,7 @@ def test_bench_names_what_is_wrong(capsys, argv, code, message):
 
 def test_pages_of_a_swap_come_from_all_over_the_pool():
     for pattern in ("scattered", "runs"):
-        pages, pairs = bench._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
+        pages, pairs = bandwidth._pages(4 * KIB, 1 << 20, pattern, "cpu", 16 << 20)
         assert pages.num_bytes >= 16 << 20
         assert abs(len(pairs) * pages.page_bytes - (1 << 20)) <= 16 * 4 * KIB * 2
         for side in pairs.T:
@@ -244,16 +245,16 @@ def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
     monkeypatch.setattr(bench, "_STAGING_BYTES", 3 << 20)
     num_bytes, pool_bytes = 1 << 20, 5 << 20
     memory = Memory(monkeypatch)
-    assert len(list(bench.host_rates(num_bytes, bench.FRAGMENTS))) == 4
-    needed = bench.host_rates_bytes(num_bytes) - 2 * num_bytes  # beside the contiguous copy
+    assert len(list(bandwidth.host_rates(num_bytes, bandwidth.FRAGMENTS))) == 4
+    needed = bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes  # beside the contiguous copy
     assert memory.most["pool"] + memory.most["host"] == needed
     memory.most.clear()
     methods = ("kernel", "staging", "staging")
-    for _ in bench.device_rates(
-        torch.device("cpu"), num_bytes, bench.FRAGMENTS, methods, pool_bytes=pool_bytes
+    for _ in bandwidth.device_rates(
+        torch.device("cpu"), num_bytes, bandwidth.FRAGMENTS, methods, pool_bytes=pool_bytes
     ):
         pass
-    on_device, on_host = bench.device_rates_bytes(num_bytes, pool_bytes)
+    on_device, on_host = bandwidth.device_rates_bytes(num_bytes, pool_bytes)
     assert memory.most["host"] == on_host - num_bytes
     assert memory.most["pool"] == memory.most["host"]
     assert 0 < memory.most["staging"] <= on_device - num_bytes - memory.most["pool"]
@@ -272,14 +273,14 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
                     for count in sorted({min(n, num_bytes // fragment) for n in counts}):
                         few = count < 256 or fragment >= 64 * KIB
                         fast = method == ("copy_engine" if few else "kernel")
-                        yield bench.Rate(
+                        yield bandwidth.Rate(
                             direction, fragment, "scattered", method, 50.0 if fast else 5.0, 55.0,
                             None, count,
                         )  # fmt: skip
 
     monkeypatch.setattr(bench, "device_rates", rates)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    found = bench.calibrate(torch.device("cuda"), 256 << 20)
+    found = bandwidth.calibrate(torch.device("cuda"), 256 << 20)
     assert found.num_thread_blocks == 1
     for direction in ("out", "in"):
         assert found.method(direction, 4 * KIB, 32) == "copy_engine"

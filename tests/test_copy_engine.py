@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvcache import Pages, ops
-from kvcache.worker.pages.pages import pinning
+from kvcache.worker.pages import pinning
 from kvcache.worker.swap.page_copy import Route
 from tests.shared import REPO
 

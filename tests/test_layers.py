@@ -10,12 +10,13 @@ import pytest
 from tests.shared import REPO
 
 PACKAGE = REPO / "kvcache"
-GROUND = {f"kvcache.{name}" for name in ("native", "step", "specs", "layouts", "events")}
+GROUND = {f"kvcache.{name}" for name in ("native", "checks", "step", "specs", "layouts", "events")}
 
 
 # Room -> the rooms it may import, besides itself and the ground all stand on.
 MAY_IMPORT = {
     "kvcache": set(),
+    "kvcache.checks": set(),
     "kvcache.step": set(),
     "kvcache.specs": set(),
     "kvcache.events": set(),
@@ -32,6 +33,7 @@ MAY_IMPORT = {
 }
 TORCH_FREE = {
     "kvcache",
+    "kvcache.checks",
     "kvcache.step",
     "kvcache.specs",
     "kvcache.events",

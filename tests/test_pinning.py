@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from kvcache import Pages, SwapEngine
-from kvcache.worker.pages.pages import pinning
+from kvcache.worker.pages import pinning
 
 
 def test_a_host_tier_larger_than_memory_is_refused():

@@ -20,8 +20,9 @@ from kvcache.allocator.options import (
     host_write_of,
 )
 from kvcache.allocator.pool_view import PoolView
-from kvcache.allocator.request import Request, checked_count
+from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
+from kvcache.checks import integer
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec
@@ -214,7 +215,7 @@ class KVCacheManager:
             num_host_blocks=num_host_blocks,
             host_eviction=eviction_of(host_eviction, host_eviction_options, "host_eviction"),
             host_write=host_write_of(host_write),
-            num_hits_to_write=checked_count(num_hits_to_write, "num_hits_to_write", least=1),
+            num_hits_to_write=integer(num_hits_to_write, "num_hits_to_write", least=1),
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
@@ -505,8 +506,8 @@ class KVCacheManager:
         if turn != 0 or request_class != -1 or retention != ():
             self._native.free(
                 row,
-                checked_count(turn, "turn"),
-                checked_count(request_class, "request_class", least=-1),
+                integer(turn, "turn"),
+                integer(request_class, "request_class", least=-1),
                 checked_retention(retention),
             )
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcache.allocator.request import checked_count
+from kvcache.checks import integer
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
@@ -38,7 +38,7 @@ def host_write_of(host_write: str) -> core.HostWrite:
 
 def checked_page_bytes(value: int) -> int:
     """Bytes of a page; 0 for not known."""
-    return checked_count(value, "page_bytes", most=_MOST_BYTES)
+    return integer(value, "page_bytes", most=_MOST_BYTES)
 
 
 def checked_session(session: str) -> str:
@@ -71,9 +71,9 @@ def _checked_range(name: str, value: object) -> tuple[int, int, int, int]:
         raise TypeError(
             f"{name} is {value!r}: expected (first token, stop, priority, seconds or None)"
         )
-    first = checked_count(value[0], f"{name}: first token")
-    stop = checked_count(value[1], f"{name}: stop", least=first)
-    priority = checked_count(value[2], f"{name}: priority", most=100)
+    first = integer(value[0], f"{name}: first token")
+    stop = integer(value[1], f"{name}: stop", least=first)
+    priority = integer(value[2], f"{name}: priority", most=100)
     if value[3] is None:
         return first, stop, priority, -1
     return first, stop, priority, int(checked_seconds(value[3], f"{name}: seconds") * 1000)

@@ -9,9 +9,8 @@ from operator import attrgetter, index
 import numpy as np
 
 from kvcache.allocator.hashing import token_sequence
+from kvcache.checks import MAX_INT32, integer
 from kvcache.native.load import core
-
-_MAX = 2**31 - 1
 
 
 def _read_only(name: str, doc: str) -> property:
@@ -81,7 +80,7 @@ class Request:
         self._mm_items = tuple(_checked_item(i, item) for i, item in enumerate(mm_items))
         self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
-        self._num_encoder_tokens = checked_count(num_encoder_tokens, "num_encoder_tokens")
+        self._num_encoder_tokens = integer(num_encoder_tokens, "num_encoder_tokens")
         self._read_cache = bool(read_cache) and not num_encoder_tokens
         self._write_cache = bool(write_cache) and not num_encoder_tokens
         self._has_extra_keys = not (
@@ -149,17 +148,6 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def checked_count(value: int, name: str, least: int = 0, most: int = _MAX) -> int:
-    """`value` as an int in bounds; TypeError or ValueError that names it."""
-    try:
-        count = index(value)
-    except TypeError:
-        raise TypeError(f"{name} is {value!r}: expected an integer") from None
-    if not least <= count <= most:
-        raise ValueError(f"{name} is {count}: expected {least} to {most}")
-    return count
-
-
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
     if not isinstance(lora, list | tuple):
         raise TypeError(f"lora is {lora!r}: expected (name, path)")
@@ -179,10 +167,10 @@ def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
         first, length = index(item[1]), index(item[2])
     except TypeError:
         raise TypeError(f"{name} is {item!r}: {expected}") from None
-    if first < 0 or length < 1 or first + length > _MAX:
+    if first < 0 or length < 1 or first + length > MAX_INT32:
         raise ValueError(
             f"{name}: {identifier!r} starts at {first} and has {length} tokens: "
-            f"expected a start of 0 or more, 1 token or more, and an end of at most {_MAX}"
+            f"expected a start of 0 or more, 1 token or more, and an end of at most {MAX_INT32}"
         )
     return identifier, first, length
 

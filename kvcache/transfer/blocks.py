@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.worker.pages.page_checks import check_once, check_range, integers
+from kvcache.checks import check_once, check_range, integers
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.regions import format_of
 from kvcache.worker.swap.page_copy import Route

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.specs import ELEMENT_BYTES, LAYOUTS, integer
+from kvcache.checks import integer
+from kvcache.specs import ELEMENT_BYTES, LAYOUTS
 from kvcache.transfer.sharding import heads_of_rank, layers_of_rank
 
 DESCRIPTION_VERSION = 1

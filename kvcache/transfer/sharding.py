@@ -7,7 +7,7 @@ holding the same one. MLA's latent is one head, held by every rank.
 
 from __future__ import annotations
 
-from kvcache.specs import integer
+from kvcache.checks import integer
 
 
 def size_ratio(local: int, remote: int, what: str) -> int:

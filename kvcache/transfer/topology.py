@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from kvcache.checks import integer
 from kvcache.layouts import AttentionBackend, backend
-from kvcache.specs import LAYOUTS, integer
+from kvcache.specs import LAYOUTS
 from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for, size_ratio
 
 _T = TypeVar("_T")

@@ -9,7 +9,6 @@ from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.manager import watermark_blocks
 from kvcache.allocator.options import eviction_of
-from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequences.allocated import AllocatedSequence
 from kvcache.allocator.sequences.caching import SequenceCaching
 from kvcache.allocator.sequences.checks import (
@@ -39,6 +38,7 @@ from kvcache.allocator.sequences.protocol import (
 from kvcache.allocator.sequences.swaps import SequenceSwaps
 from kvcache.allocator.sequences.tables import Pairs, as_pairs
 from kvcache.allocator.sequences.tokens import Tokens, TokenSource, fail_ids
+from kvcache.checks import integer
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS
 
@@ -113,7 +113,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         window = checked_window(sliding_window)
         caching = checked_flag(enable_caching, "enable_caching")
         policy = eviction_of(eviction, eviction_options, "eviction")
-        num_host_blocks = checked_count(num_cpu_blocks, "num_cpu_blocks")
+        num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
         kind = (
             make_kind("full_attention", {})
             if window is None
@@ -154,7 +154,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
     ) -> AllocStatus:
         """Whether the group's prompt fits, not counting on any hit, and leaves the watermark."""
-        lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         required = self._num_required(seq_group, some_with(seq_group, WAITING)[0], lookahead)
         most = self._pool.num_total - self.watermark_blocks
         return status_of(required, most, self._pool.num_free, self.watermark_blocks)
@@ -220,7 +220,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
         In the worst case: every block that is touched needs a new one.
         """
-        lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         running = with_status(seq_group, RUNNING)
         return self._num_touched(running, lookahead) <= self._pool.num_free
 
@@ -239,7 +239,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         if num_new <= 0 and (num_new or not num_lookahead_slots):
             if num_new:
                 fail_shorter(seq, known.num_tokens)
-            checked_count(num_lookahead_slots, "num_lookahead_slots")
+            integer(num_lookahead_slots, "num_lookahead_slots")
             check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
             return []
         new = num_new
@@ -250,7 +250,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         try:
             copies = self._append(known.row, new, num_lookahead_slots)
         except (TypeError, ValueError):
-            checked_count(num_lookahead_slots, "num_lookahead_slots")
+            integer(num_lookahead_slots, "num_lookahead_slots")
             check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
             raise
         if copies is None:

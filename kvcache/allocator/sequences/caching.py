@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from enum import Enum
 
 from kvcache.allocator.event_stream import events_of
-from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequences.checks import device_name
 from kvcache.allocator.sequences.protocol import (
     FINISHED,
@@ -17,6 +16,7 @@ from kvcache.allocator.sequences.protocol import (
 )
 from kvcache.allocator.sequences.tables import SequenceTables
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
+from kvcache.checks import integer
 from kvcache.events import CacheEvent
 
 
@@ -59,7 +59,7 @@ class SequenceCaching(SequenceTables):
         With a sliding window there is no chunked prefill: a prompt without a hit of which blocks were
         skipped, because it is longer than the window, is marked in one call, else ValueError.
         """
-        count = checked_count(token_chunk_size, "token_chunk_size")
+        count = integer(token_chunk_size, "token_chunk_size")
         if not self.enable_caching and self.sliding_window is None:
             return
         marks = []

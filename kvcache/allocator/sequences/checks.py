@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike, extra_hash
+from kvcache.checks import integer
 from kvcache.native.load import core
 
 
@@ -23,7 +23,7 @@ def checked_window(sliding_window: int | None) -> int | None:
     """2 tokens or more; None for no window."""
     if sliding_window is None:
         return None
-    window = checked_count(sliding_window, "sliding_window")
+    window = integer(sliding_window, "sliding_window")
     if window < 2:
         raise ValueError(
             f"sliding_window is {window}: expected 2 or more, a token that reads itself alone needs "
@@ -70,7 +70,7 @@ def check_tier(native: core.Manager, row: int, what: str, name: object, on_host:
 
 def checked_encoder_length(seq_group: SequenceGroupLike, max_model_len: int) -> int:
     """Tokens of the group's encoder, 1 to `max_model_len`."""
-    count = checked_count(seq_group.get_encoder_seq().get_len(), "get_encoder_seq().get_len()")
+    count = integer(seq_group.get_encoder_seq().get_len(), "get_encoder_seq().get_len()")
     if not 0 < count <= max_model_len:
         raise ValueError(
             f"the encoder of seq_group {seq_group.request_id!r} has {count} tokens: expected 1 to "

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequences.checks import fail_to_fit
 from kvcache.allocator.sequences.demand import AllocStatus, status_of
 from kvcache.allocator.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike, some_with
 from kvcache.allocator.sequences.tables import Pairs, SequenceTables, as_pairs
+from kvcache.checks import integer
 
 
 class SequenceSwaps(SequenceTables):
@@ -34,7 +34,7 @@ class SequenceSwaps(SequenceTables):
 
     def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
         """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device."""
-        lookahead = checked_count(num_lookahead_slots, "num_lookahead_slots")
+        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         if self._host is None:
             return AllocStatus.NEVER
         seqs = some_with(seq_group, SWAPPED)

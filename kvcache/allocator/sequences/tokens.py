@@ -8,8 +8,8 @@ import numpy as np
 
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.hashing import token_sequence
-from kvcache.allocator.request import checked_count
 from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
+from kvcache.checks import integer
 from kvcache.native.load import core
 
 
@@ -48,7 +48,7 @@ class TokenSource:
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
-        count = checked_count(num_tokens, "get_len()")
+        count = integer(num_tokens, "get_len()")
         if count > len(self._zeros):
             self._zeros = np.zeros(2 * count, np.int32)
         return self._make(core.TokenIds(self._zeros[:count]), False, None)

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.specs import integer
+from kvcache.checks import integer
 from kvcache.transfer.connector.cache_events import KVCacheEvents
 
 _EVENTS_METHODS = ("add_events", "get_all_events", "increment_workers", "get_number_of_workers")

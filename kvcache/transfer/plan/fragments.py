@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.specs import MAX_INT32
+from kvcache.checks import MAX_INT32
 
 
 class GroupFragments(NamedTuple):

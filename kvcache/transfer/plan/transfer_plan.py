@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.specs import integer
+from kvcache.checks import integer
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.fragments import (
     GroupFragments,

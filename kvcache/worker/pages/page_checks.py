@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvcache.checks import check_once, check_range, integers
 from kvcache.step import StepPlan
 
 
@@ -49,39 +50,6 @@ def checked_page_moves(plan: StepPlan, num_blocks: int, num_host_blocks: int) ->
     for name, ids in (("copy", copy[:, 1]), ("zero", zero), ("swap_in", back[:, 1])):
         _check_apart(f"{name} writes to page", ids, "copy", copy[:, 0])
     return moves
-
-
-def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:
-    """ValueError unless all ids are of [least, size)."""
-    wrong = np.flatnonzero((ids < least) | (ids >= size))
-    if len(wrong):
-        raise ValueError(
-            f"{name}[{wrong[0]}] {what} {ids[wrong[0]]}: expected {least} to {size - 1}"
-        )
-
-
-def check_once(what: str, ids: np.ndarray) -> None:
-    """ValueError unless all ids differ."""
-    found, counts = np.unique(ids, return_counts=True)
-    if len(found) and counts.max() > 1:
-        raise ValueError(f"{what} {found[counts.argmax()]} twice: expected one write per page")
-
-
-def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """int64[n, *shape]; nothing is cut off. ValueError or TypeError for anything else."""
-    array = np.asarray(values)
-    if array.size == 0 and array.ndim <= 1 + len(shape):  # also [], of whatever was to be pairs
-        return np.zeros((0, *shape), np.int64)
-    if array.shape[1:] != shape or array.ndim != 1 + len(shape):
-        wanted = ", ".join(["n", *map(str, shape)])
-        raise ValueError(f"{name} has shape {list(array.shape)}: expected [{wanted}]")
-    if array.size and array.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
-    if array.dtype == np.uint64:
-        wrong = np.argwhere(array > np.iinfo(np.int64).max)
-        if len(wrong):
-            raise ValueError(f"{name}[{wrong[0][0]}] has {array[tuple(wrong[0])]}: expected int64")
-    return array.astype(np.int64)
 
 
 def _check_apart(what: str, ids: np.ndarray, other: str, others: np.ndarray) -> None:

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 from kvcache import ops
-from kvcache.worker.pages.page_checks import check_once, check_range, integers
+from kvcache.checks import check_once, check_range, integers
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     COPY_ENGINE,

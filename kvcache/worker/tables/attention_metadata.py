@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from kvcache.checks import integer
 from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
-from kvcache.worker.tables.table_layout import TableLayout, positive
+from kvcache.worker.tables.table_layout import TableLayout
 from kvcache.worker.tables.table_set import host_tensor
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
@@ -104,8 +105,8 @@ class AttentionMetadataBuilder:
         self._tables = tables._tables
         layouts = self._tables.layouts
         serves = tables.max_num_reqs if one else tables[0].max_num_reqs
-        self.max_num_reqs = positive(
-            serves if max_num_reqs is None else max_num_reqs, "max_num_reqs"
+        self.max_num_reqs = integer(
+            serves if max_num_reqs is None else max_num_reqs, "max_num_reqs", least=1
         )
         if groups is None:
             groups = [tables._group] if one else [g for g, x in enumerate(layouts) if x.has_slots]

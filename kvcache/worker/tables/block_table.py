@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvcache.checks import integer
 from kvcache.specs import ContextParallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
-from kvcache.worker.tables.table_layout import kernel_size_of, layout_of, positive
+from kvcache.worker.tables.table_layout import kernel_size_of, layout_of
 from kvcache.worker.tables.table_set import Ids, TableSet, make_table_set
 
 
@@ -67,9 +68,9 @@ class BlockTable:
     ) -> None:
         cp = context_parallel or ContextParallel()
         layout = layout_of(
-            positive(block_size, "block_size"),
+            integer(block_size, "block_size", least=1),
             kernel_size_of(block_size, kernel_block_size, kernel_sizes),
-            positive(max_num_blocks_per_req, "max_num_blocks_per_req"),
+            integer(max_num_blocks_per_req, "max_num_blocks_per_req", least=1),
             ContextParallel() if replicated else cp,
             cp_kv_cache_interleave_size,
             window,
@@ -216,7 +217,7 @@ class BlockTable:
         >>> BlockTable.map_to_kernel_blocks([0, 2], 4)
         array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
         """
-        positive(blocks_per_kv_block, "blocks_per_kv_block")
+        integer(blocks_per_kv_block, "blocks_per_kv_block", least=1)
         ids = np.asarray(block_ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"block_ids has dtype {ids.dtype}: expected a list of integers")

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kvcache.checks import integer
 from kvcache.specs import ContextParallel
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
 from kvcache.worker.tables.block_table import BlockTable, given
-from kvcache.worker.tables.table_layout import kernel_size_of, layout_of, positive
+from kvcache.worker.tables.table_layout import kernel_size_of, layout_of
 from kvcache.worker.tables.table_set import Ids, make_table_set
 
 
@@ -73,19 +74,19 @@ class MultiGroupBlockTable:
         with_slots = per_group(slot_mapping, "slot_mapping", True)
         whole = per_group(replicated, "replicated", False)
         seen = per_group(windows, "windows", None)
-        positive(max_model_len, "max_model_len")
+        integer(max_model_len, "max_model_len", least=1)
         cp = context_parallel or ContextParallel()
         layouts = []
         for g, block_size in enumerate(block_sizes):
             spread = ContextParallel() if whole[g] else cp
-            tokens = positive(block_size, f"block_sizes[{g}]") * spread.world_size
+            tokens = integer(block_size, f"block_sizes[{g}]", least=1) * spread.world_size
             derived = max(-(-max_model_len // tokens), 1 + num_speculative_tokens)
             width = derived if widths[g] is None else widths[g]
             layouts.append(
                 layout_of(
                     block_size,
                     kernel_size_of(block_size, single[g], candidates[g]),
-                    positive(width, f"max_num_blocks[{g}]"),
+                    integer(width, f"max_num_blocks[{g}]", least=1),
                     spread,
                     cp_kv_cache_interleave_size,
                     seen[g],

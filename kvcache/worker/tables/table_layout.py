@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
+from kvcache.checks import integer
 from kvcache.specs import ContextParallel
 
 
@@ -37,14 +36,6 @@ class TableLayout:
     def tokens_per_column(self) -> int:
         """Tokens, over all ranks, that a table entry stands for."""
         return self.kernel_block_size * self.world_size
-
-
-def positive(value: int, name: str) -> int:
-    if not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
-    if not 1 <= value < 2**31:
-        raise ValueError(f"{name} is {value}: expected 1 to {2**31 - 1}")
-    return value
 
 
 def kernel_size_of(
@@ -85,7 +76,7 @@ def layout_of(
             f"the kernel block size {kernel_block_size}"
         )
     if window is not None:
-        positive(window, "window")
+        integer(window, "window", least=1)
     return TableLayout(
         block_size,
         kernel_block_size,

@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.checks import integer
 from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS, ContextParallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
-from kvcache.worker.tables.table_layout import TableLayout, positive
+from kvcache.worker.tables.table_layout import TableLayout
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
@@ -420,8 +421,8 @@ def make_table_set(
     slot_mapping_dtype: torch.dtype,
     pcp_padding: bool,
 ) -> TableSet:
-    positive(max_num_reqs, "max_num_reqs")
-    positive(max_num_batched_tokens, "max_num_batched_tokens")
+    integer(max_num_reqs, "max_num_reqs", least=1)
+    integer(max_num_batched_tokens, "max_num_batched_tokens", least=1)
     if num_speculative_tokens < 0:
         raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}: expected 0 or more")
     if slot_mapping_dtype not in (torch.int64, torch.int32):

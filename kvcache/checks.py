@@ -1,0 +1,64 @@
+"""Checks of arguments: each returns its argument, or names it, what came and what was expected."""
+
+from __future__ import annotations
+
+from operator import index
+
+import numpy as np
+
+MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
+MAX_INT64 = 2**63 - 1
+
+
+def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
+    """A whole number of [least, most]. TypeError or ValueError."""
+    try:
+        number = index(value)  # also of numpy's integers, which would overflow
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: expected an integer")
+    if not least <= number <= most:
+        raise ValueError(f"{name} is {number}: expected {least} to {most}")
+    return number
+
+
+def check_name(value: str, name: str) -> None:
+    """A string that is not empty. TypeError or ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}: expected a string")
+    if not value:
+        raise ValueError(f"{name} is {value!r}: expected a name that is not empty")
+
+
+def check_range(name: str, what: str, ids: np.ndarray, least: int, size: int) -> None:
+    """ValueError unless all ids are of [least, size)."""
+    wrong = np.flatnonzero((ids < least) | (ids >= size))
+    if len(wrong):
+        raise ValueError(
+            f"{name}[{wrong[0]}] {what} {ids[wrong[0]]}: expected {least} to {size - 1}"
+        )
+
+
+def check_once(what: str, ids: np.ndarray) -> None:
+    """ValueError unless all ids differ."""
+    found, counts = np.unique(ids, return_counts=True)
+    if len(found) and counts.max() > 1:
+        raise ValueError(f"{what} {found[counts.argmax()]} twice: expected one write per page")
+
+
+def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """int64[n, *shape]; nothing is cut off. ValueError or TypeError for anything else."""
+    array = np.asarray(values)
+    if array.size == 0 and array.ndim <= 1 + len(shape):  # also [], of whatever was to be pairs
+        return np.zeros((0, *shape), np.int64)
+    if array.shape[1:] != shape or array.ndim != 1 + len(shape):
+        wanted = ", ".join(["n", *map(str, shape)])
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected [{wanted}]")
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
+    if array.dtype == np.uint64:
+        wrong = np.argwhere(array > np.iinfo(np.int64).max)
+        if len(wrong):
+            raise ValueError(f"{name}[{wrong[0][0]}] has {array[tuple(wrong[0])]}: expected int64")
+    return array.astype(np.int64)
