@@ -144,7 +144,7 @@ def test_the_method_follows_the_number_of_fragments():
 def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
     moved = []
     monkeypatch.setattr(
-        bench, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
+        bandwidth, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
     )
     original = bandwidth.Route.copy
 
@@ -236,13 +236,13 @@ class Memory:
 def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
     """Pages and engines of one measurement are gone before those of the next are made."""
     monkeypatch.setattr(
-        bench, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
+        bandwidth, "_contiguous_gb_per_s", lambda *args: dict.fromkeys(("out", "in", "both"), 1.0)
     )
-    monkeypatch.setattr(bench, "_swap_seconds", lambda *args: 1.0)
-    monkeypatch.setattr(bench, "median_times", lambda *functions: [0.5 for f in functions])
-    monkeypatch.setattr(bench, "_memcpy", lambda *args: lambda: None)
-    monkeypatch.setattr(bench, "FRAGMENTS", tuple(16 * KIB << n for n in range(4)))
-    monkeypatch.setattr(bench, "_STAGING_BYTES", 3 << 20)
+    monkeypatch.setattr(bandwidth, "_swap_seconds", lambda *args: 1.0)
+    monkeypatch.setattr(bandwidth, "median_times", lambda *functions: [0.5 for f in functions])
+    monkeypatch.setattr(bandwidth, "_memcpy", lambda *args: lambda: None)
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", tuple(16 * KIB << n for n in range(4)))
+    monkeypatch.setattr(bandwidth, "_STAGING_BYTES", 3 << 20)
     num_bytes, pool_bytes = 1 << 20, 5 << 20
     memory = Memory(monkeypatch)
     assert len(list(bandwidth.host_rates(num_bytes, bandwidth.FRAGMENTS))) == 4
@@ -278,7 +278,7 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
                             None, count,
                         )  # fmt: skip
 
-    monkeypatch.setattr(bench, "device_rates", rates)
+    monkeypatch.setattr(bandwidth, "device_rates", rates)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     found = bandwidth.calibrate(torch.device("cuda"), 256 << 20)
     assert found.num_thread_blocks == 1
@@ -292,7 +292,7 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
 @pytest.mark.gpu
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
-    monkeypatch.setattr(bench, "FRAGMENTS", (16 * KIB, 1024 * KIB))
+    monkeypatch.setattr(bandwidth, "FRAGMENTS", (16 * KIB, 1024 * KIB))
     assert main(["bench", "--calibrate", "--mib", "16", "--pool-mib", "32", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     found = load(tmp_path / "here.json")

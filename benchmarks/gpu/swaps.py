@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import say, sizes
-from kvcache.worker.swap import bandwidth as bench
+from kvcache.worker.swap import bandwidth
 from kvcache.worker.swap.calibration import DEFAULT, Calibration
 
 _BYTES = 256 << 20  # moved per measurement
@@ -21,13 +21,13 @@ _TOLD = (4 << 10, 16 << 10, 1 << 20)  # fragments of which the reader hears at o
 def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     num_bytes = sizes.scaled(_BYTES, 256 << 10)
-    pool_bytes = sizes.pool_bytes(bench.POOL_BYTES)
+    pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
     # First the figures that have bars, with the built-in calibration: they are there whatever follows.
     with say.attempt("swaps"):
         tell_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
     found: list[Calibration] = []
     with say.attempt("calibration"):
-        found.append(bench.calibrate(device, num_bytes, tell_trial, pool_bytes))
+        found.append(bandwidth.calibrate(device, num_bytes, tell_trial, pool_bytes))
         tell(found[0])
     with say.attempt("swaps as calibrated"):
         patterns = ("scattered", "runs") if found else ("runs",)
@@ -44,7 +44,7 @@ def tell_swaps(
 ) -> None:
     """Swaps by the methods that the calibration chooses, each told at once, while there is time."""
     is_built_in = calibration is DEFAULT
-    rates = bench.device_rates(
+    rates = bandwidth.device_rates(
         device,
         num_bytes,
         calibration=calibration,
@@ -65,7 +65,7 @@ def tell_swaps(
             return
 
 
-def tell_trial(rate: bench.Rate) -> None:
+def tell_trial(rate: bandwidth.Rate) -> None:
     """One trial of the calibration, which ends where there is no time left."""
     say.row(kind="trial", **asdict(rate), share=rate.share)
     if say.seconds_left() < _LEAST_S:

@@ -103,12 +103,12 @@ def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
 def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> int:
     import torch
 
-    from kvcache.worker.swap import bandwidth as bench
+    from kvcache.worker.swap import bandwidth
     from kvcache.worker.swap.calibration import calibration_of, path_for
 
     report: dict[str, object] = {"device": str(device)}
     if args.calibrate:
-        found = bench.calibrate(
+        found = bandwidth.calibrate(
             device, num_bytes, lambda rate: say(_line(rate)), args.pool_mib << 20
         )
         path = path_for(found.machine)
@@ -118,11 +118,11 @@ def _measure(args: argparse.Namespace, device: torch.device, num_bytes: int) -> 
             raise OutputError(f"{path} cannot be written: {error.strerror}") from None
         report |= {"calibration": asdict(found), "stored": str(path)}
         say(f"stored in {path}")
-    rates = list(bench.host_rates(num_bytes))
+    rates = list(bandwidth.host_rates(num_bytes))
     if device.type == "cuda":
         report["machine"] = torch.cuda.get_device_name(device)
         report["calibration"] = asdict(calibration_of(device))
-        rates += bench.device_rates(device, num_bytes, pool_bytes=args.pool_mib << 20)
+        rates += bandwidth.device_rates(device, num_bytes, pool_bytes=args.pool_mib << 20)
     report["rates"] = [{**asdict(rate), "share": rate.share} for rate in rates]
     if args.json:
         with writing():
