@@ -173,7 +173,7 @@ class KVStorage:
         >>> layers += [LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096)]
         >>> plan = plan_cache(layers, 2**20, max_model_len=256)
         >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
-        [(256, 32, 2, 8), (256, 1, 1, 1024)]
+        [(256, 64, 2, 8), (256, 1, 1, 1024)]
         """
         if not isinstance(plan, CachePlan):
             raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
