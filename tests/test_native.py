@@ -186,7 +186,18 @@ def test_make_builds_again_after_clean(made):
 
 # --- what CI runs ---------------------------------------------------------------------------------
 
-STEPS = ("setup", "lint", "ctest", "sanitize", "gpu-less", "gpu-rehearsal", "dist", "demo", "test")
+STEPS = (
+    "setup",
+    "lint",
+    "ctest",
+    "sanitize",
+    "gpu-less",
+    "gpu-rehearsal",
+    "docs",
+    "dist",
+    "demo",
+    "test",
+)
 
 
 def run_ci(tmp_path, failing: str) -> tuple[int, str]:

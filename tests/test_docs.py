@@ -1,0 +1,88 @@
+"""What README and docs/ show, run; every public name is in the reference; links lead somewhere."""
+
+import importlib
+import inspect
+import re
+
+import pytest
+
+import kvcache
+from kvcache import ops, transfer
+from tests.shared import REPO
+
+DOCS = REPO / "docs"
+PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
+FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+WITH_CODE = [page for page in PAGES if FENCE.search(page.read_text())]
+
+
+def run_page(page) -> dict[str, object]:
+    """Runs the python blocks of a page in order, in one namespace, as a reader would."""
+    text, names = page.read_text(), {"__name__": page.stem}
+    for block in FENCE.finditer(text):
+        # Line numbers of an error are those of the page.
+        lines_before = text.count("\n", 0, block.start(1))
+        code = compile("\n" * lines_before + block[1], str(page), "exec")
+        exec(code, names)
+    return names
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_in_order(page):
+    run_page(page)
+
+
+def test_the_pages_that_promise_code_have_some():
+    names = {page.name for page in WITH_CODE}
+    assert {"README.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
+
+
+def test_an_error_in_a_page_names_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as caught:
+        run_page(page)
+    assert caught.traceback[-1].lineno + 1 == 10
+
+
+def referenced() -> set[str]:
+    """Last parts of the names that the reference documents."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    return {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("module", [kvcache, transfer], ids=["kvcache", "kvcache.transfer"])
+def test_every_public_name_is_in_the_reference(module):
+    modules = {name for name in module.__all__ if inspect.ismodule(getattr(module, name))}
+    assert set(module.__all__) - modules <= referenced()
+
+
+def test_every_name_of_the_reference_is_there():
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
+        try:
+            importlib.import_module(path)
+        except ModuleNotFoundError:
+            module, _, name = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), path
+
+
+def test_every_op_has_a_function_in_the_reference_of_ops():
+    schemas = (REPO / "csrc" / "ops" / "schemas.h").read_text()
+    names = re.findall(r'm\.def\(\s*"(\w+)\(', schemas)
+    assert names and all(inspect.isfunction(getattr(ops, name)) for name in names)
+    assert all(getattr(ops, name).__doc__ for name in names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (REPO / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        name = str(page.relative_to(DOCS))
+        assert f": {name}\n" in navigation, f"{name} is missing in the nav of mkdocs.yml"
