@@ -26,6 +26,7 @@ class CachePlan:
     (512, 256, 2.0)
     """
 
+    layers: tuple[LayerSpec, ...]  # all specs, in the order given
     groups: tuple[GroupSpec, ...]
     page_bytes: int
     num_pages: int  # with the null page
@@ -100,6 +101,7 @@ def plan_cache(
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
     groups, page_bytes = _split(buckets, size), size * layer_page
     return CachePlan(
+        tuple(by_name.values()),
         groups,
         page_bytes,
         min(budget_bytes // page_bytes, MAX_INT32),

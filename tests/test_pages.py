@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import KVStorage, Pages
-from kvcache.worker.swap.page_copy import Route, pairs_tensor
+from kvcache.worker.swap.page_copy import PageCopy, pairs_tensor
 
 FORMS = {
     "apart": {},
@@ -182,7 +182,7 @@ def test_scales_of_another_shape_are_named(shape):
 
 def test_a_page_of_a_packed_storage_is_one_fragment():
     fragments = {
-        form: len(Route(kv.pages, kv.pages.on_host(3)).regions)
+        form: len(PageCopy(kv.pages, kv.pages.on_host(3)).regions)
         for form in FORMS
         for kv in [storage(form, "NHD", num_layers=4)]
     }
@@ -192,7 +192,7 @@ def test_a_page_of_a_packed_storage_is_one_fragment():
         "mla": 4, "mla, block-major": 1, "mla of one part": 4,
     }  # fmt: skip
     kv = storage("block-major", "NHD", num_layers=4)
-    assert len(Route(kv.pages, kv.pages.on_host(3), by_layer=True).regions) == 4
+    assert len(PageCopy(kv.pages, kv.pages.on_host(3), by_layer=True).regions) == 4
 
 
 # --- an engine's own tensors ----------------------------------------------------------------------
@@ -477,10 +477,10 @@ def test_single_layers_are_copied_by_a_route_made_for_it():
     fill(kv)
     host = kv.pages.on_host(3)
     with pytest.raises(
-        ValueError, match="layers is given: expected it only of a route made with by"
+        ValueError, match="layers is given: expected it only of a PageCopy made with by"
     ):
-        Route(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
+        PageCopy(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
     host.memory.zero_()
-    Route(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
+    PageCopy(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
     held = [bool(host.layer(layer)[2].any()) for layer in range(3)]
     assert held == [False, True, False]

@@ -169,6 +169,7 @@ def test_a_model_of_one_kind_is_one_group():
     )
     assert (plan.layer_page_bytes, plan.page_bytes, plan.num_pages) == (64 * KIB, 2048 * KIB, 512)
     assert plan.padding_bytes == (0,)
+    assert plan.layers == tuple(attention("full_attention", 32))
     assert [plan.pages_per_request(n) for n in (1, 16, 17, 4000)] == [1, 1, 2, 250]
     assert plan.max_concurrency == 511 / 250
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -474,6 +475,7 @@ def test_every_layer_has_its_share_and_one_request_fits(case, slack):
     budget = least_budget(layers, arguments) + slack
     plan = plan_cache(layers, budget, **arguments)
     by_name = {layer.name: layer for layer in layers}
+    assert plan.layers == tuple(layers)
     assert sorted(n for group in plan.groups for n in group.layers) == sorted(by_name)
     assert len(plan.groups) <= MAX_GROUPS
     share = plan.layer_page_bytes

@@ -55,7 +55,7 @@ class Pages:
         self.sizes = np.asarray(sizes, np.int64)
         self.layers = np.asarray(layers, np.int32)
         self.pages_per_chunk = pages_per_chunk  # that were pinned in one piece; 0: all
-        self.formats = formats  # what lies in a page, where that is known; compared by `Route`
+        self.formats = formats  # what lies in a page, where that is known; compared by `PageCopy`
         self.base = memory.data_ptr()
         self._owners = list(owners) or [memory] * len(self.sizes)
         self._keep = keep
@@ -272,12 +272,12 @@ class Pages:
 
         pairs: int32[n, 2], page of `source` and page here. ValueError where the two do not fit.
         """
-        from kvcache.worker.swap.page_copy import Route  # which is made of Pages
+        from kvcache.worker.swap.page_copy import PageCopy  # which is made of Pages
 
-        Route(source, self).copy(pairs, **options)
+        PageCopy(source, self).copy(pairs, **options)
 
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
-        from kvcache.worker.swap.page_copy import Route
+        from kvcache.worker.swap.page_copy import PageCopy
 
-        Route(self, self).zero(ids)
+        PageCopy(self, self).zero(ids)
