@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "kvcache.native": set(),
     "kvcache.ops": set(),
     "kvcache.allocator": set(),
-    "kvcache.worker": {"kvcache.ops"},
+    "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.cli": {"kvcache", "kvcache.replay", "kvcache.worker"},
