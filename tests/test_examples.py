@@ -10,7 +10,7 @@ import pytest
 from tests.shared import REPO
 
 DOCUMENTED = [
-    "kvcache.allocator.groups",
+    "kvcache.kinds",
     "kvcache.allocator.hashing",
     "kvcache.allocator.manager",
     "kvcache.allocator.request",

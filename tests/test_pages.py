@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import KVStorage, Pages
+from kvcache import KVStorage, LayerSpec, Pages, plan_cache
 from kvcache.worker.swap.page_copy import PageCopy, pairs_tensor
 
 FORMS = {
@@ -484,3 +484,79 @@ def test_single_layers_are_copied_by_a_route_made_for_it():
     PageCopy(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
     held = [bool(host.layer(layer)[2].any()) for layer in range(3)]
     assert held == [False, True, False]
+
+
+# --- storages of a plan ---------------------------------------------------------------------------
+
+
+def hybrid_plan():
+    window = {"options": {"window": 32}}
+    layers = [LayerSpec(f"full.{i}", "full_attention", 16, 2, 8, dtype="float16") for i in range(3)]
+    layers += [LayerSpec("window", "sliding_window", 8, 2, 8, dtype="float16", **window)]
+    layers += [LayerSpec("mla", "full_attention", 16, 1, 24, 0, dtype="bfloat16")]
+    scaled = {"dtype": "float8_e4m3fn", "scale_bytes_per_token": 8}
+    layers += [LayerSpec("fp8", "full_attention", 16, 2, 8, 4, **scaled)]
+    layers += [LayerSpec("state", "recurrent", 1, dtype="float32", state_bytes=512)]
+    return plan_cache(layers, 2**20, max_model_len=64, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_plan_gives_a_storage_per_group_over_the_same_pages(layout):
+    plan = hybrid_plan()
+    storages = KVStorage.for_plan(plan, layout=layout)
+    assert len(storages) == len(plan.groups)
+    pages = storages[0].pages
+    assert pages.num_blocks == plan.num_pages and pages.page_bytes == plan.page_bytes
+    assert all(kv.pages is pages for kv in storages)
+    pages.memory.zero_()
+    specs = {layer.name: layer for layer in plan.layers}
+    for page, (group, kv) in enumerate(zip(plan.groups, storages), start=1):
+        spec = specs[group.layers[0]]
+        assert kv.num_layers == len(group.layers) and kv.layout == layout
+        assert kv.block_size == (1 if spec.state_bytes else group.block_size)
+        assert kv.dtype == getattr(torch, spec.dtype)
+        key = torch.randn(1, kv.num_kv_heads, kv.head_size).to(kv.dtype)
+        value = torch.randn(1, kv.num_kv_heads, kv.v_head_size).to(kv.dtype)
+        slot = torch.tensor([page * kv.block_size + kv.block_size - 1])
+        for layer in range(kv.num_layers):
+            kv.write(layer, key, value, slot)
+            found = kv.gather(layer, slot)
+            assert torch.equal(found[0].float(), key.float())
+            assert torch.equal(found[1].float(), value.float())
+            written = pages.layer(layer)[page].count_nonzero()
+            assert 0 < written <= plan.layer_page_bytes
+            assert not pages.layer(layer)[page + 1].any()
+
+
+def test_what_a_kernel_sees_of_each_kind_of_layer():
+    plan = hybrid_plan()
+    found = {g.layers[0]: kv for g, kv in zip(plan.groups, KVStorage.for_plan(plan))}
+    n, mla, state = plan.num_pages, found["mla"], found["state"]
+    assert list(found["window"].kv_caches[0].shape[1:]) == [2, found["window"].block_size, 2, 8]
+    assert list(mla.kv_caches[0].shape) == [n, mla.block_size, 24]
+    assert list(state.kv_caches[0].shape) == [n, 1, 128] and state.dtype == torch.float32
+    fp8 = found["fp8"]
+    assert [list(t.shape) for t in fp8.kv_caches[0]] == [[n, fp8.block_size, 2, d] for d in (8, 4)]
+    assert list(fp8.scale_cache(0).shape) == [n, fp8.block_size, 8]
+    before = (
+        fp8.key_cache(0).view(torch.uint8).clone(),
+        fp8.value_cache(0).view(torch.uint8).clone(),
+    )
+    fp8.scale_cache(0).fill_(7)
+    assert torch.equal(fp8.key_cache(0).view(torch.uint8), before[0])
+    assert torch.equal(fp8.value_cache(0).view(torch.uint8), before[1])
+
+
+def test_plans_that_no_storage_can_follow_are_refused():
+    with pytest.raises(TypeError, match="plan is a list: expected a CachePlan"):
+        KVStorage.for_plan([])
+    odd = [LayerSpec("s", "recurrent", 1, state_bytes=5)]
+    with pytest.raises(ValueError, match="state_bytes is 5, of layer 's': expected whole elements"):
+        KVStorage.for_plan(plan_cache(odd, 2**10, max_model_len=4))
+    layers = [
+        LayerSpec("a", "full_attention", 16, 2, 8),
+        LayerSpec("b", "full_attention", 16, 1, 16),
+    ]
+    plan = plan_cache(layers, 2**20, max_model_len=64)
+    with pytest.raises(ValueError, match="layer 'b' has num_kv_heads 1, layer 'a' of its group 2"):
+        KVStorage.for_plan(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvcache.allocator.groups import kind_names, make_kind
+from kvcache.kinds import kind_names, make_kind
 from kvcache.replay.written import parted, shown
 from kvcache.specs import MAX_GROUPS, GroupSpec
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kvcache.allocator.groups import make_kind
+from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.replay.content import feature_factors
 from kvcache.replay.groups import given_groups

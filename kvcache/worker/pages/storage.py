@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from kvcache import ops
-from kvcache.specs import LAYOUTS
+from kvcache.memory_plan import CachePlan
+from kvcache.specs import LAYOUTS, LayerSpec
 from kvcache.worker.pages.pages import Pages, Tensors
 from kvcache.worker.pages.regions import format_of
 from kvcache.worker.pages.views import both, key_and_value, stacked
@@ -99,13 +100,14 @@ class KVStorage:
         dtype: torch.dtype = torch.bfloat16,
         layout: str = "NHD",
         layers: Sequence[int] | None = None,
+        scale_bytes_per_token: int = 0,
     ) -> KVStorage:
         """One group's view of pages that all groups share; a page belongs to one group at a time.
 
-        A page has its bytes of a layer in one place; they begin with K of the block, V follows, and
-        what then remains is padding. ValueError where a block does not fit. `layers`: which of the
-        pages' layers the group's layers are (default: all). A recurrent state is one token as wide as
-        the state.
+        A page has its bytes of a layer in one place; they begin with K of the block, V follows, then
+        the scales, and what remains is padding. ValueError where a block does not fit. `layers`: which
+        of the pages' layers the group's layers are (default: all). A recurrent state is one token as
+        wide as the state.
 
         >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
         >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
@@ -120,10 +122,47 @@ class KVStorage:
             pages.num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout
         )
         self.pages = pages
+        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
         self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
         for layer in range(pages.num_layers) if layers is None else layers:
-            self._add_shared(pages.layer(layer))
+            self._add_shared(pages.layer(layer), scale_bytes_per_token)
         return self
+
+    @classmethod
+    def for_plan(
+        cls, plan: CachePlan, *, device: torch.device | str = "cpu", layout: str = "NHD"
+    ) -> list[KVStorage]:
+        """One storage per group of the plan, all over the same new `pages`.
+
+        Heads, sizes, dtype and scales are those of the group's layers; the i-th layer of a storage is
+        `plan.groups[g].layers[i]`. MLA is a layer with `v_head_size` 0 and one head. Of a layer with
+        `state_bytes` a page is one token: one head, as many elements of `dtype` as the state has, no V.
+        Scales of fp8 layers are set with `set_scales`.
+
+        ValueError for layers of one group that differ in heads, sizes or dtype, and for a state that
+        is no whole number of elements.
+
+        >>> from kvcache import LayerSpec, plan_cache
+        >>> layers = [LayerSpec("a", "full_attention", 16, num_kv_heads=2, head_size=8)]
+        >>> layers += [LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096)]
+        >>> plan = plan_cache(layers, 2**20, max_model_len=256)
+        >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
+        [(256, 32, 2, 8), (256, 1, 1, 1024)]
+        """
+        if not isinstance(plan, CachePlan):
+            raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
+        specs = {layer.name: layer for layer in plan.layers}
+        groups = [
+            (group.block_size, [specs[name] for name in group.layers]) for group in plan.groups
+        ]
+        shapes = [_shape_of_group(block_size, layers) for block_size, layers in groups]
+        layers_per_page = plan.page_bytes // plan.layer_page_bytes
+        sizes = [[plan.layer_page_bytes]] * layers_per_page
+        pages = Pages.allocate(plan.num_pages, sizes, device=device)
+        return [
+            cls.over(pages, **shape, layout=layout, layers=range(len(layers)))
+            for (_, layers), shape in zip(groups, shapes)
+        ]
 
     @classmethod
     def from_tensors(
@@ -343,11 +382,12 @@ class KVStorage:
             return cache.unflatten(1, shape).transpose(1, 2)
         return cache.unflatten(1, (self.block_size, self.num_kv_heads, head_size))
 
-    def _add_shared(self, page: torch.Tensor) -> None:
-        """K, then V, at the beginning of a layer's uint8[num_blocks, bytes]."""
+    def _add_shared(self, page: torch.Tensor, scale_bytes: int) -> None:
+        """K, then V, then scales, at the beginning of a layer's uint8[num_blocks, bytes]."""
         heads = self.block_size * self.num_kv_heads
         item = self.dtype.itemsize
         sizes = [heads * self.head_size * item, heads * self.v_head_size * item]
+        sizes.append(self.block_size * scale_bytes)
         if page.shape[1] < sum(sizes) or page.stride(0) % item:
             raise ValueError(
                 f"pages have {page.shape[1]} bytes, {page.stride(0)} apart: expected a multiple of "
@@ -367,13 +407,54 @@ class KVStorage:
             caches.append(cache)
         self._keys.append(caches[0])
         self._values.append(caches[1])
-        equal = self.v_head_size == self.head_size
-        self.kv_caches.append(both(*caches, 1) if equal else tuple(caches))
+        if self.v_head_size == self.head_size:
+            self.kv_caches.append(both(*caches, 1))
+        elif self.v_head_size == 0 and self.num_kv_heads == 1:
+            self.kv_caches.append(caches[0][:, :, 0])
+        else:
+            self.kv_caches.append(tuple(caches))
+        if scale_bytes:
+            scales = page[:, sum(sizes[:2]) : sum(sizes)]
+            self._scale_caches.append(scales.unflatten(1, (self.block_size, scale_bytes)))
 
     def _checked(self, layer: int) -> int:
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer is {layer}: expected 0 to {self.num_layers - 1}")
         return layer
+
+
+def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
+    """The arguments of `KVStorage.over` that the layers of one group agree on."""
+    first, shape = layers[0], _shape_of_layer(layers[0], block_size)
+    for layer in layers[1:]:
+        if (other := _shape_of_layer(layer, block_size)) != shape:
+            name = next(name for name in shape if shape[name] != other[name])
+            raise ValueError(
+                f"layer {layer.name!r} has {name} {other[name]}, layer {first.name!r} of its group "
+                f"{shape[name]}: expected the same"
+            )
+    return shape
+
+
+def _shape_of_layer(layer: LayerSpec, block_size: int) -> dict[str, object]:
+    dtype = getattr(torch, layer.dtype)
+    if layer.state_bytes:
+        if layer.state_bytes % dtype.itemsize:
+            raise ValueError(
+                f"state_bytes is {layer.state_bytes}, of layer {layer.name!r}: "
+                f"expected whole elements of its dtype, {layer.dtype}"
+            )
+        num_elements = layer.state_bytes // dtype.itemsize
+        sizes = {"block_size": 1, "num_kv_heads": 1, "head_size": num_elements, "v_head_size": 0}
+        return {**sizes, "dtype": dtype, "scale_bytes_per_token": 0}
+    return {
+        "block_size": block_size,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_size": layer.head_size,
+        "v_head_size": layer.head_size if layer.v_head_size is None else layer.v_head_size,
+        "dtype": dtype,
+        "scale_bytes_per_token": layer.scale_bytes_per_token,
+    }
 
 
 def _check_least(least: int, **sizes: int) -> None:
