@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 
 import pytest
@@ -86,3 +87,17 @@ def test_every_page_is_in_the_navigation():
     for page in DOCS.rglob("*.md"):
         name = str(page.relative_to(DOCS))
         assert f": {name}\n" in navigation, f"{name} is missing in the nav of mkdocs.yml"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    results = json.loads((REPO / "benchmarks" / "results" / "cpu.json").read_text())["results"]
+    by_name = {row["name"]: row for row in results}
+    readme = (REPO / "README.md").read_text()
+    for name, form, factor in (
+        ("block hash, 16 tokens, SHA-256 over canonical CBOR", "{:,.0f} ns", "{:.0f} times"),
+        ("decode step, 1,024 rows, tokens and hashes too", "{:.2f} us", "{:.1f} times"),
+        ("trace replay, 16-token blocks (874 per request)", "{:.0f} us", "{:.1f} times"),
+    ):
+        row = by_name[name]
+        (line,) = [each for each in readme.splitlines() if form.format(row["ours"]) in each]
+        assert form.format(row["peer"]) in line and factor.format(row["ratio"]) in line
