@@ -10,6 +10,7 @@ import pytest
 from tests.shared import REPO
 
 DOCUMENTED = [
+    "kvcache.assembly",
     "kvcache.kinds",
     "kvcache.allocator.hashing",
     "kvcache.allocator.manager",

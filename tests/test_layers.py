@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "kvcache.ops": set(),
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops"},
+    "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.cli": {"kvcache", "kvcache.replay", "kvcache.worker"},

@@ -14,7 +14,6 @@ from kvcache.worker.tables.buffer import BufferView
 from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
 from kvcache.worker.tables.table_set import Ids, TableSet, make_table_set
 
-
 BY_KEYWORD = "kernel_sizes, num_speculative_tokens"  # where other engines pass them by position
 
 

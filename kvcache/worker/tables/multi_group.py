@@ -15,7 +15,6 @@ from kvcache.worker.tables.block_table import BlockTable, given
 from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
 from kvcache.worker.tables.table_set import Ids, make_table_set
 
-
 # Where other engines pass them by position.
 BY_KEYWORD = "num_speculative_tokens, max_num_blocks, kernel_sizes"
 

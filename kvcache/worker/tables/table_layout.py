@@ -53,8 +53,8 @@ def kernel_size_of(
                 f"kernel_block_size is {kernel_block_size!r}: expected an integer; pass candidates by "
                 f"keyword: kernel_sizes={kernel_block_size!r}"
             )
-        integer(kernel_block_size, "kernel_block_size")
-        if kernel_block_size < 1 or block_size % kernel_block_size:
+        integer(kernel_block_size, "kernel_block_size", least=1)
+        if block_size % kernel_block_size:
             raise ValueError(
                 f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
             )
@@ -83,8 +83,8 @@ def layout_of(
     window: int | None,
     has_slots: bool,
 ) -> TableLayout:
-    integer(interleave, "cp_kv_cache_interleave_size")
-    if interleave < 1 or (cp.world_size > 1 and kernel_block_size % interleave):
+    integer(interleave, "cp_kv_cache_interleave_size", least=1)
+    if cp.world_size > 1 and kernel_block_size % interleave:
         raise ValueError(
             f"cp_kv_cache_interleave_size {interleave} does not divide "
             f"the kernel block size {kernel_block_size}"
