@@ -82,7 +82,7 @@ bench: setup
 
 # The documents as a site in build/site, warnings as errors. ruff formats its signatures.
 docs: setup $(VENV)/.docs
-	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
 # The extra alone: installing the package with it would build the libraries anew.
