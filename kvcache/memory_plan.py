@@ -77,7 +77,7 @@ def plan_cache(
     bytes than with the best (each group costs a table and a look-up). A layer's share
     of a page has the size of the largest block: smaller blocks get more tokens (a multiple of
     `LayerSpec.block_size`), and where a recurrent state is larger than every block, blocks grow
-    until one holds it, as in vLLM's hybrid models. What then remains is padding.
+    until one holds it, as in vLLM's hybrid models. The rest of a share is padding.
 
     How many pages a request holds in a group is asked of the group's attention kind. A kind of your
     own that has no formula for it is asked for `first_needed_token` of every position below

@@ -125,7 +125,7 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer caches on one rank: K and V of each token, or one state of each request.
+    """The cache of one layer on one rank: K and V of each token, or one state of each request.
 
     `kind` is a registered attention kind (`kvcache.kinds`), `options` are what it takes:
     "sliding_window" needs `window` (tokens a query sees, with itself), "chunked_local" `chunk_size`.
