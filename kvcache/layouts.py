@@ -211,6 +211,7 @@ class Placement:
     scale_offsets: np.ndarray  # [num_layers]
     token_count: int  # of a page
     head_count: int
+    scale_bytes_per_token: int
 
     @functools.cached_property
     def is_contiguous(self) -> bool:
@@ -219,6 +220,11 @@ class Placement:
         volume = self.head_bytes * (self.token_count * self.head_count)
         extent = self.head_bytes + sum(stride * (count - 1) for stride, count in counts)
         return bool((extent == volume).all())
+
+    @property
+    def has_kv_together(self) -> bool:
+        """Whether K and V of a page in a layer lie in one region."""
+        return bool((self.regions == self.regions[:, :1]).all())
 
     def runs(self, layer: int, p: int) -> np.ndarray:
         """int64[n, 3]: (region, offset, length) of the stretches of K or V of a layer, merged."""
@@ -384,7 +390,9 @@ def place_elements(
         scale_regions,
         scale_offsets,
     )
-    return Placement(*(_read_only(array) for array in arrays), block_size, num_kv_heads)
+    return Placement(
+        *(_read_only(array) for array in arrays), block_size, num_kv_heads, scale_bytes_per_token
+    )
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

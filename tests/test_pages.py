@@ -11,19 +11,25 @@ from hypothesis import strategies as st
 from kvcache import KVStorage, LayerSpec, Pages, plan_cache
 from kvcache.worker.swap.page_copy import PageCopy, pairs_tensor
 
+PACKED = {"backend": "BLOCK_MAJOR", "cross_layers": True}
+MLA = {"backend": "MLA", "num_kv_heads": 1}
 FORMS = {
     "apart": {},
-    "blocks first": {"blocks_first": True},
-    "block-major": {"block_major": True},
+    "blocks first": {"backend": "FLASHINFER"},
+    "block-major": PACKED,
     "unequal": {"v_head_size": 4},
-    "unequal, blocks first": {"v_head_size": 4, "blocks_first": True},
-    "unequal, block-major": {"v_head_size": 4, "block_major": True},
+    "unequal, blocks first": {"v_head_size": 4, "backend": "TRITON_ATTN"},
+    "unequal, block-major": {"v_head_size": 4, **PACKED},
+    "side by side": {"v_head_size": 4, "backend": "FLASH_ATTN_DIFFKV"},
+    "heads first": {"backend": "FLASH_ATTN", "cross_layers": True},
+    "kv, heads, layers": {"backend": "FLASHINFER", "cross_layers": True},
     "scales": {"scale_bytes_per_token": 4},
-    "scales, blocks first": {"scale_bytes_per_token": 4, "blocks_first": True},
-    "scales, block-major": {"scale_bytes_per_token": 4, "block_major": True},
-    "mla": {"mla": True, "v_head_size": 4, "num_kv_heads": 1},
-    "mla, block-major": {"mla": True, "v_head_size": 4, "num_kv_heads": 1, "block_major": True},
-    "mla of one part": {"mla": True, "num_kv_heads": 1},
+    "scales, blocks first": {"scale_bytes_per_token": 4, "backend": "FLASHINFER"},
+    "scales, block-major": {"scale_bytes_per_token": 4, **PACKED},
+    "scales, side by side": {"scale_bytes_per_token": 4, "backend": "FLASH_ATTN_DIFFKV"},
+    "mla": {"v_head_size": 4, **MLA},
+    "mla, block-major": {"v_head_size": 4, "cross_layers": True, **MLA},
+    "mla of one part": MLA,
 }
 EACH_FORM = [*itertools.product(FORMS, ("NHD", "HND"))]
 
@@ -189,6 +195,7 @@ def test_a_page_of_a_packed_storage_is_one_fragment():
     assert fragments == {
         "apart": 8, "blocks first": 4, "block-major": 1, "unequal": 8, "unequal, blocks first": 4,
         "unequal, block-major": 1, "scales": 12, "scales, blocks first": 4, "scales, block-major": 1,
+        "side by side": 4, "heads first": 1, "kv, heads, layers": 1, "scales, side by side": 4,
         "mla": 4, "mla, block-major": 1, "mla of one part": 4,
     }  # fmt: skip
     kv = storage("block-major", "NHD", num_layers=4)
@@ -313,8 +320,8 @@ def two(shape, *others):
             r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which may be either way round",
         ),
         (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], block_dim=1),
-            r"block_dim is 1, kv_caches\[0\] has shape .*: expected K and V in dimension 0",
+            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], backend="FLASH_ATTN"),
+            r"kv_caches\[0\] has shape .*: expected \[2, block, token, head, element\] of backend",
         ),
         (
             lambda: KVStorage.from_tensors([torch.zeros(3, 3, 4, 1, 8)]),
@@ -351,16 +358,37 @@ def two(shape, *others):
             r"kv_caches\[0\] has stride 2 in its last dimension: expected 1",
         ),
         (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], block_dim=1),
-            r"block_dim is 1, kv_caches\[0\] has shape \[3, 4, 8\]: expected None or 0",
+            lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], backend="FLASHINFER"),
+            r"kv_caches\[0\] has shape \[3, 4, 8\]: expected \[block, 2, token, head, element\] of",
         ),
         (
             lambda: KVStorage.from_tensors([torch.zeros(2, 0, 4, 2, 8)]),
             r"layer 0 has shape \[2, 0, 4, 2, 8\]: expected elements in a block",
         ),
         (lambda: Pages.allocate(3, [[-4, 8]]), "sizes has -4: expected 0 bytes or more"),
-        (lambda: storage("apart", "NHD", mla=True), "num_kv_heads is 2: expected 1 with mla"),
-        (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 or more"),
+        (
+            lambda: storage("apart", "NHD", backend="MLA"),
+            "num_kv_heads is 2: expected 1 with the memory order .* which has no heads",
+        ),
+        (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 to"),
+        (
+            lambda: storage("heads first", "HND", scale_bytes_per_token=4),
+            "scale_bytes_per_token is 4: expected 0 with the memory order .* do not lie together",
+        ),
+        (
+            lambda: storage("apart", "NHD", backend="SHARED"),
+            "backend is 'SHARED': expected one of BLOCK_MAJOR, ",
+        ),
+        (
+            lambda: KVStorage.over(Pages.allocate(3, [[512]]), 4, 1, 8, backend="FLASH_ATTN"),
+            "backend is 'FLASH_ATTN': expected one that keeps K and V of a block together",
+        ),
+        (
+            lambda: KVStorage.from_tensors(
+                [torch.zeros(3, 4, 1, 8)], backend="FLASH_ATTN_DIFFKV", v_head_size=8
+            ),
+            "v_head_size is 8: expected 0 to 7",
+        ),
         (
             lambda: storage("apart", "NHD", scale_bytes_per_token=-1),
             "scale_bytes_per_token is -1: expected 0 or more",
@@ -379,6 +407,21 @@ def two(shape, *others):
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_backend_that_is_none_is_named():
+    with pytest.raises(TypeError, match="backend is 7: expected a name or an AttentionBackend"):
+        storage("apart", "NHD", backend=7)
+
+
+@pytest.mark.parametrize("v_head_size", [None, 2])
+def test_an_engines_own_tensors_with_k_and_v_side_by_side(v_head_size):
+    caches = [torch.randn(3, 4, 2, 8) for _ in range(2)]
+    kv = KVStorage.from_tensors(caches, backend="FLASH_ATTN_DIFFKV", v_head_size=v_head_size)
+    split = 4 if v_head_size is None else 6
+    assert (kv.num_blocks, kv.head_size, kv.v_head_size) == (3, split, 8 - split)
+    assert torch.equal(kv.key_cache(1), caches[1][..., :split])
+    assert torch.equal(kv.value_cache(1), caches[1][..., split:])
 
 
 def test_pairs_that_are_none_are_named():

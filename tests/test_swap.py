@@ -582,8 +582,8 @@ def test_on_the_cpu_everything_has_happened():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("block_major", [False, True])
-def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
+@pytest.mark.parametrize("backend", [{}, {"backend": "BLOCK_MAJOR", "cross_layers": True}])
+def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
     """The same calls as on the simulated device, with real streams and pages that take a while."""
     storage = KVStorage(
         40,
@@ -593,7 +593,7 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
         num_layers=LAYERS,
         dtype=torch.float32,
         device="cuda",
-        block_major=block_major,
+        **backend,
     )
     pages = storage.pages
     host = pages.on_host(40)

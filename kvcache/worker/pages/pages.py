@@ -11,7 +11,7 @@ from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-_ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
+ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
 
 
 class Pages:
@@ -67,35 +67,32 @@ class Pages:
         sizes: Sequence[Sequence[int]],
         *,
         device: torch.device | str = "cpu",
-        blocks_first: bool = False,
         block_major: bool = False,
     ) -> Pages:
         """New memory for pages; not initialised, except page 0, the null block, which is zero.
 
-        sizes: per layer the bytes of each of its parts (K, V, scales). A layer's parts lie apart, each
-        with all its blocks; with `blocks_first` together, block by block; with `block_major` a page's
-        bytes of all layers lie together, so that a page is one fragment.
+        sizes: per layer the bytes of each of its fragments in a page, which lie apart, each with all its
+        blocks; with `block_major` a page's bytes of all layers lie together.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
-        parts = np.array([size for layer in sizes for size in layer], np.int64)
-        if (parts < 0).any():
-            raise ValueError(f"sizes has {parts.min()}: expected 0 bytes or more")
+        fragments = np.array([size for layer in sizes for size in layer], np.int64)
+        if (fragments < 0).any():
+            raise ValueError(f"sizes has {fragments.min()}: expected 0 bytes or more")
         layers = np.repeat(np.arange(len(sizes)), [len(layer) for layer in sizes])
         if block_major:
-            strides = np.full(len(parts), parts.sum())
-            offsets = np.cumsum(parts) - parts
-            total = int(parts.sum()) * num_blocks
+            strides = np.full(len(fragments), fragments.sum())
+            offsets = np.cumsum(fragments) - fragments
+            total = int(fragments.sum()) * num_blocks
         else:
             of_layer = np.array([sum(layer) for layer in sizes], np.int64)
-            room = -(-of_layer * num_blocks // _ALIGNMENT) * _ALIGNMENT
-            before = (np.cumsum(parts) - parts) - (np.cumsum(of_layer) - of_layer)[layers]
-            starts = (np.cumsum(room) - room)[layers]
-            strides = of_layer[layers] if blocks_first else parts
-            offsets = starts + (before if blocks_first else before * num_blocks)
+            room = -(-of_layer * num_blocks // ALIGNMENT) * ALIGNMENT
+            before = (np.cumsum(fragments) - fragments) - (np.cumsum(of_layer) - of_layer)[layers]
+            strides = fragments
+            offsets = (np.cumsum(room) - room)[layers] + before * num_blocks
             total = int(room.sum())
         memory = torch.empty(total, dtype=torch.uint8, device=device)
-        pages = cls(memory, num_blocks, offsets, strides, parts, layers)
+        pages = cls(memory, num_blocks, offsets, strides, fragments, layers)
         pages.zero(np.zeros(1, np.int32))
         return pages
 
@@ -250,8 +247,8 @@ class Pages:
         storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
         if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
             raise ValueError(
-                f"the bytes that layer {number} has of a page lie in {len(regions)} places: "
-                "expected them together (blocks_first)"
+                f"the bytes that layer {number} has of a page are {len(regions)} fragments: "
+                "expected them together"
             )
         return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
 
