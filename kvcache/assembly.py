@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.allocator import KVCacheManager
+from kvcache.layouts import AttentionBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import KVStorage, MultiGroupBlockTable, Pages, Worker
 from kvcache.worker.pages.pages import Tensors
@@ -87,6 +88,7 @@ def build(
     *,
     max_num_reqs: int,
     device: torch.device | str = "cpu",
+    backend: str | AttentionBackend | None = None,
     layout: str = "NHD",
     kernel_sizes: Sequence[int] | None = None,
     num_speculative_tokens: int = 0,
@@ -101,7 +103,7 @@ def build(
     context parallelism. The other arguments:
 
     - `max_num_reqs`: requests admitted at a time.
-    - `device`, `layout`: of the pages, as `KVStorage` takes them.
+    - `device`, `backend`, `layout`: of the pages, as `KVStorage.for_plan` takes them.
     - `kernel_sizes`: tokens per block that the attention kernel takes, the preferred first. Larger
       blocks of the plan are cut into such blocks, in the tables and in `kv_cache`. None: not cut.
     - `num_speculative_tokens`, `cp_kv_cache_interleave_size`: as `MultiGroupBlockTable` takes them.
@@ -143,7 +145,7 @@ def build(
         num_speculative_tokens=num_speculative_tokens,
         cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
     )
-    by_page = KVStorage.for_plan(plan, device=device, layout=layout)
+    by_page = KVStorage.for_plan(plan, device=device, backend=backend, layout=layout)
     storages = tuple(
         _in_kernel_blocks(plan, group, storage, tables[group].blocks_per_kv_block)
         for group, storage in enumerate(by_page)
@@ -176,6 +178,7 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
         storage.head_size,
         v_head_size=storage.v_head_size,
         dtype=storage.dtype,
+        backend=storage.backend,
         layout=storage.layout,
         scale_bytes_per_token=spec.scale_bytes_per_token,
     )

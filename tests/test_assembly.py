@@ -194,7 +194,11 @@ def test_kernel_blocks_of_tables_and_tensors_agree(model, layout):
 def test_parts_are_those_of_the_plan():
     plan = plan_of(MODELS["sliding + full"])
     cache = kvcache.build(
-        plan, max_num_reqs=3, swap_options={"layers_per_event": 1}, num_host_blocks=9
+        plan,
+        max_num_reqs=3,
+        swap_options={"layers_per_event": 1},
+        num_host_blocks=9,
+        backend="TRITON_ATTN",
     )
     assert cache.plan is plan and cache.manager.groups == plan.groups
     assert cache.manager.page_bytes == cache.pages.page_bytes == plan.page_bytes
