@@ -57,14 +57,14 @@ ctest: setup
 	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/cmake
-	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure -j 2
 
-# The core and its tests under AddressSanitizer and UndefinedBehaviourSanitizer.
+# The same under AddressSanitizer and UndefinedBehaviourSanitizer; CI runs this one alone.
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DKVCACHE_SANITIZE=ON -DKVCACHE_OPS=OFF
+	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j 2
 
 # Random operations on the allocator, compared with its plain model, for SECONDS; prints its seeds.
 soak: setup

@@ -14,7 +14,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 num_without_gpu = pytest.StashKey[int]()
 
 
-@pytest.hookimpl(trylast=True)  # behind -m and -k, so that only tests that were asked for are counted
+@pytest.hookimpl(
+    trylast=True
+)  # behind -m and -k, so that only tests that were asked for are counted
 def pytest_collection_modifyitems(config, items):
     """Tests marked gpu are left out where torch finds no CUDA device; the summary says how many."""
     needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
@@ -31,7 +33,9 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_sessionfinish(session):
     if hasattr(session.config, "workeroutput"):  # of pytest-xdist: every worker collects the same
-        session.config.workeroutput["num_without_gpu"] = session.config.stash.get(num_without_gpu, 0)
+        session.config.workeroutput["num_without_gpu"] = session.config.stash.get(
+            num_without_gpu, 0
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
