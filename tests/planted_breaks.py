@@ -64,7 +64,7 @@ DEFECTS = [
         POOL + "block_pool_eviction.cpp",
         "block.ref_count == 0 && !has_pin(block));",
         "block.ref_count == 0);",  # pinned blocks are candidates
-        "eviction pinning",
+        "eviction",
     ),
     Defect(
         "demand",
@@ -127,7 +127,7 @@ DEFECTS = [
         MANAGER + "session_pins.cpp",
         "pool_->generation(pinned.id) == pinned.generation &&",
         "",  # the pin of a block's earlier life
-        "pinning allocator_random",
+        "tiers allocator_contents",
     ),
     Defect(
         "worker tables",
