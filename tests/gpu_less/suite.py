@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from tests.gpu_less.build import TREE, Built
 
+NUM_SHARES = 4  # of the test files, each in its own process
 SWAP_STEPS = 12  # of each race and seed
 PYTEST = ["python", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
 
@@ -39,14 +40,13 @@ def run_suite(built: Built, num_seeds: int) -> int:
         for path in (TREE / "tests").glob(pattern)
     )
     files = sorted(str(path.relative_to(TREE)) for path in (TREE / "tests").glob("test_*.py"))
-    num_shares = 2 * (os.cpu_count() or 1)
     jobs = [
         Job(
-            f"tests marked gpu, {share + 1} of {num_shares}",
-            ["-rs", "--durations=5", *files[share::num_shares]],
+            f"tests marked gpu, {share + 1} of {NUM_SHARES}",
+            ["-rs", "--durations=5", *files[share::NUM_SHARES]],
             {"KVCACHE_GPULESS_SEED": "1"},
         )
-        for share in range(num_shares)
+        for share in range(NUM_SHARES)
     ]
     for seed in range(1, num_seeds + 1):
         environment = {
