@@ -12,7 +12,7 @@ from kvcache.checks import check_once, check_range, integers
 from kvcache.layouts import AttentionBackend, backend_of_shape, described_backend
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.regions import format_of
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
 
@@ -67,7 +67,7 @@ def copy_kv_blocks(
     host = src if direction == "h2d" else dst
     engine = ops.KERNEL if host.is_pinned else ops.COPY_ENGINE
     try:
-        Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
+        PageCopy(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
     except RuntimeError as error:
         if str(error).startswith("pairs["):  # src and dst are one memory
             raise ValueError(str(error)) from None

@@ -31,7 +31,8 @@ class Pages:
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
     (4, 4096, 8)
     >>> host = pages.on_host(num_blocks=100)
-    >>> host.copy_from(pages, np.array([[1, 7], [2, 8]]))
+    >>> host.num_blocks, host.page_bytes
+    (100, 4096)
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Pages:
         self.sizes = np.asarray(sizes, np.int64)
         self.layers = np.asarray(layers, np.int32)
         self.pages_per_chunk = pages_per_chunk  # that were pinned in one piece; 0: all
-        self.formats = formats  # what lies in a page, where that is known; compared by `Route`
+        self.formats = formats  # what lies in a page, where that is known; compared by `PageCopy`
         self.base = memory.data_ptr()
         self._owners = list(owners) or [memory] * len(self.sizes)
         self._keep = keep
@@ -264,17 +265,8 @@ class Pages:
             storage, start, shape, strides
         )
 
-    def copy_from(self, source: Pages, pairs: np.ndarray | torch.Tensor, **options: int) -> None:
-        """Copies whole pages here; see `ops.copy_blocks`, also for what else can be said.
-
-        pairs: int32[n, 2], page of `source` and page here. ValueError where the two do not fit.
-        """
-        from kvcache.worker.swap.page_copy import Route  # which is made of Pages
-
-        Route(source, self).copy(pairs, **options)
-
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
-        from kvcache.worker.swap.page_copy import Route
+        from kvcache.worker.swap.page_copy import PageCopy  # which is made of Pages
 
-        Route(self, self).zero(ids)
+        PageCopy(self, self).zero(ids)
