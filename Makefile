@@ -13,7 +13,7 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-exhaustive planted-breaks setup lint format ctest cuda-check gpu-less sanitize soak dist bench gpu gpu-rehearsal clean
+.PHONY: demo test test-exhaustive planted-breaks setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -88,6 +88,17 @@ dist: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# The documents as a site in build/site, warnings as errors. ruff formats its signatures.
+docs: setup $(VENV)/.docs
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+# The extra alone: installing the package with it would build the libraries anew.
+$(VENV)/.docs: pyproject.toml $(VENV)/.built
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
+	$(BIN)/python -m pip install --quiet -r $@.txt
+	mv $@.txt $@
 
 # Build, check and measure on a machine with an NVIDIA GPU, with that machine's own python3, in under ten
 # minutes; docs/measuring.md.

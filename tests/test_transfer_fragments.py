@@ -6,12 +6,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvcache.transfer.description import PACKINGS, Coordinates
+from kvcache.transfer.description import Coordinates
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 from kvcache.transfer.sharding import ranks_of_head
 from kvcache.transfer.topology import KVTopology
 from tests.shared import sampled
-from tests.transfer_plan_checker import DIFFERENT, cache, of
+from tests.transfer_plan_checker import DIFFERENT, PACKINGS, cache, of
 from tests.transfer_plan_table import SIZES
 
 
