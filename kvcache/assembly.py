@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcache.allocator import KVCacheManager
+from kvcache.layouts import AttentionBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import KVStorage, MultiGroupBlockTable, Pages, Worker
 from kvcache.worker.pages.pages import Tensors
@@ -24,7 +25,7 @@ class KVCache:
     plan: CachePlan
     manager: KVCacheManager
     tables: MultiGroupBlockTable  # one per group
-    storages: tuple[KVStorage, ...]  # one per group, over `pages`
+    storages: tuple[KVStorage, ...]  # one per group, in kernel blocks, over the memory of `pages`
     pages: Pages
     host_pages: Pages | None  # None without a host tier
     worker: Worker
@@ -34,9 +35,10 @@ class KVCache:
         return self._place(layer_name)[0]
 
     def kv_cache(self, layer_name: str) -> Tensors:
-        """The tensor that the layer's attention kernel takes, `KVStorage.kv_caches` says which.
+        """The tensor that the layer's attention kernel takes, as `KVStorage.kv_caches` has it.
 
-        Of a recurrent layer: its states, [num_pages, 1, elements]. ValueError for an unknown layer.
+        Its blocks are those of the layer's table (kernel blocks). Of a recurrent layer: its states,
+        [num_pages, 1, elements]. ValueError for an unknown layer.
         """
         group, index = self._place(layer_name)
         return self.storages[group].kv_caches[index]
@@ -86,6 +88,7 @@ def build(
     *,
     max_num_reqs: int,
     device: torch.device | str = "cpu",
+    backend: str | AttentionBackend | None = None,
     layout: str = "NHD",
     kernel_sizes: Sequence[int] | None = None,
     num_speculative_tokens: int = 0,
@@ -94,14 +97,19 @@ def build(
     swap_options: Mapping[str, object] | None = None,
     **options: object,
 ) -> KVCache:
-    """Everything that a plan needs: a model differs from another in its plan only.
+    """All parts of a cache for one device. Models differ in their plans only.
 
     The plan gives groups, pages, bytes per page, `max_model_len`, `max_num_batched_tokens` and
-    context parallelism. `max_num_reqs`: requests admitted at a time. `device`, `layout`: of the pages,
-    as `KVStorage` takes them. `kernel_sizes`, `num_speculative_tokens`, `cp_kv_cache_interleave_size`:
-    of the tables, as `MultiGroupBlockTable.for_groups` takes them. `num_host_blocks`: pages of a host
-    tier, its null page counted; 0: none. `swap_options`: what `SwapEngine` takes. `options`: what
-    `KVCacheManager.for_groups` takes besides (`eviction`, `host_write`, `use_eagle`, ...).
+    context parallelism. The other arguments:
+
+    - `max_num_reqs`: requests admitted at a time.
+    - `device`, `backend`, `layout`: of the pages, as `KVStorage.for_plan` takes them.
+    - `kernel_sizes`: tokens per block that the attention kernel takes, the preferred first. Larger
+      blocks of the plan are cut into such blocks, in the tables and in `kv_cache`. None: not cut.
+    - `num_speculative_tokens`, `cp_kv_cache_interleave_size`: as `MultiGroupBlockTable` takes them.
+    - `num_host_blocks`: pages of a tier in host memory, its null page counted; 0: no such tier.
+    - `swap_options`: the options of `SwapEngine`, where there is a host tier.
+    - `options`: those of `KVCacheManager.for_groups` (`eviction`, `host_write`, `use_eagle`, ...).
 
     Raises TypeError or ValueError, MemoryError where the host has less memory.
 
@@ -137,8 +145,40 @@ def build(
         num_speculative_tokens=num_speculative_tokens,
         cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
     )
-    storages = tuple(KVStorage.for_plan(plan, device=device, layout=layout))
-    pages = storages[0].pages
+    by_page = KVStorage.for_plan(plan, device=device, backend=backend, layout=layout)
+    storages = tuple(
+        _in_kernel_blocks(plan, group, storage, tables[group].blocks_per_kv_block)
+        for group, storage in enumerate(by_page)
+    )
+    pages = by_page[0].pages
     host_pages = pages.on_host(num_host_blocks) if num_host_blocks else None
-    worker = Worker(storages, tables, host_pages, **(swap_options or {}))
+    worker = Worker(by_page, tables, host_pages, **(swap_options or {}))
     return KVCache(plan, manager, tables, storages, pages, host_pages, worker)
+
+
+def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: int) -> KVStorage:
+    """The same memory as blocks of the attention kernel's size: each page is cut into `ratio` equal
+    parts, and each part holds K and V of a kernel block."""
+    if ratio == 1:
+        return storage
+    if plan.layer_page_bytes % ratio:
+        raise ValueError(
+            f"kernel_sizes cut a block of group {group} into {ratio}, and a layer has "
+            f"{plan.layer_page_bytes} bytes of a page: expected a multiple of {ratio}"
+        )
+    names = plan.groups[group].layers
+    parts = [
+        storage.pages.layer(i).view(-1, plan.layer_page_bytes // ratio) for i in range(len(names))
+    ]
+    spec = next(layer for layer in plan.layers if layer.name == names[0])
+    return KVStorage.over(
+        Pages.over(parts),
+        storage.block_size // ratio,
+        storage.num_kv_heads,
+        storage.head_size,
+        v_head_size=storage.v_head_size,
+        dtype=storage.dtype,
+        backend=storage.backend,
+        layout=storage.layout,
+        scale_bytes_per_token=spec.scale_bytes_per_token,
+    )

@@ -46,7 +46,7 @@ class Engine:
         self.cache = kvcache.build(plan, max_num_reqs=3, num_preallocate_tokens=0, **options)
         self.specs = plan.layers
         for storage in self.cache.storages:
-            if storage.dtype.itemsize == 1:
+            if storage.dtype.is_floating_point and storage.dtype.itemsize == 1:
                 storage.set_scales(*torch.ones(2, storage.num_layers, 1))
         self.num_loaded = self.num_checked = 0
 
@@ -54,7 +54,7 @@ class Engine:
         """K and V [n, heads, size] of tokens, exact in the layer's dtype; of a state, K alone."""
         storage = self.cache.storages[self.cache.group(spec.name)]
         layer = self.specs.index(spec)
-        dtype = torch.bfloat16 if storage.dtype.itemsize == 1 else storage.dtype
+        dtype = torch.bfloat16 if storage.k_scale is not None else storage.dtype
         out = []
         for part, size in enumerate((storage.head_size, storage.v_head_size)):
             shape = (len(tokens), storage.num_kv_heads, size)
@@ -158,10 +158,47 @@ def test_what_left_for_the_host_comes_back(model):
     assert engine.num_loaded > 0 and engine.cache.manager.stats.hit_rate > 0
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("model", ["recurrent + full", "MLA", "scales"])
+def test_kernel_blocks_of_tables_and_tensors_agree(model, layout):
+    scaled = {"scale_bytes_per_token": 4, "dtype": "int8"}
+    scales = [LayerSpec(f"scaled.{i}", "full_attention", 16, 2, 8, **scaled) for i in range(2)]
+    plan = plan_of({**MODELS, "scales": scales}[model])
+    if model == "MLA":
+        plan = plan_of([replace(spec, block_size=16) for spec in MODELS["MLA"]])
+    engine = Engine(plan, layout=layout, kernel_sizes=[3, 4])
+    prompt = list(range(1, 38))
+    engine.run(Request("first", prompt), prompt)
+    cache, request = engine.cache, Request("second", prompt)
+    step = cache.manager.step(new=[request])
+    cache.worker.apply(step)
+    row, num_cached = int(step.rows[0]), int(step.num_computed_tokens[0])
+    assert num_cached > 0
+    for spec in plan.layers:
+        group = cache.group(spec.name)
+        table, storage = cache.tables[group], cache.storages[group]
+        if spec.state_bytes:
+            continue
+        assert table.kernel_block_size == storage.block_size == 4 and table.blocks_per_kv_block > 1
+        blocks = cache.kv_cache(spec.name)
+        assert blocks.shape[0] == plan.num_pages * table.blocks_per_kv_block
+        key = blocks[:, 0] if model != "MLA" else blocks[:, :, None]  # as a kernel reads it
+        wanted, _ = engine.content(spec, prompt[:num_cached])
+        column, offset = np.divmod(np.arange(num_cached), 4)
+        found = key[table.block_table.cpu[row, column].long(), offset]
+        assert torch.equal(found, wanted)
+        if spec.scale_bytes_per_token:
+            assert storage.scale_cache(0).shape == (blocks.shape[0], 4, 4)
+
+
 def test_parts_are_those_of_the_plan():
     plan = plan_of(MODELS["sliding + full"])
     cache = kvcache.build(
-        plan, max_num_reqs=3, swap_options={"layers_per_event": 1}, num_host_blocks=9
+        plan,
+        max_num_reqs=3,
+        swap_options={"layers_per_event": 1},
+        num_host_blocks=9,
+        backend="TRITON_ATTN",
     )
     assert cache.plan is plan and cache.manager.groups == plan.groups
     assert cache.manager.page_bytes == cache.pages.page_bytes == plan.page_bytes
@@ -212,6 +249,12 @@ def test_wrong_calls_are_named():
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
             call()
+    odd = plan_of([LayerSpec("odd", "full_attention", 6, 1, 1, dtype="int8")])
+    with pytest.raises(ValueError, match="none of kernel_sizes"):
+        kvcache.build(odd, max_num_reqs=1, kernel_sizes=[4])
+    padded = replace(odd, layer_page_bytes=13, page_bytes=13)
+    with pytest.raises(ValueError, match="has 13 bytes of a page: expected a multiple of 3"):
+        kvcache.build(padded, max_num_reqs=1, kernel_sizes=[2])
     cache = kvcache.build(plan_of([*FULL[:1], *STATES]), max_num_reqs=1)
     with pytest.raises(ValueError, match="has no slot mapping"):
         cache.slots("state.0", 1)

@@ -101,9 +101,9 @@ def test_pages_go_to_the_host_and_come_back_as_they_were(form, layout):
     fill(kv)
     before = content(kv)
     host = kv.pages.on_host(9)
-    host.copy_from(kv.pages, np.array([[2, 8], [3, 1], [6, 4]]))
+    PageCopy(kv.pages, host).copy(np.array([[2, 8], [3, 1], [6, 4]]))
     kv.pages.memory.zero_()
-    kv.pages.copy_from(host, np.array([[8, 1], [1, 5], [4, 6]]))
+    PageCopy(host, kv.pages).copy(np.array([[8, 1], [1, 5], [4, 6]]))
     for was, now in zip(itertools.chain(*before), itertools.chain(*content(kv))):
         assert torch.equal(now[[1, 5, 6]], was[[2, 3, 6]]) and not now[[0, 2, 3, 4]].any()
 
@@ -244,9 +244,9 @@ def test_an_engines_tensors_are_taken_as_they_are(backend, layout):
     assert kv.pages.num_bytes == sum(t.numel() * t.element_size() for t in flat)
     clones = [t.clone() for t in flat]
     host = kv.pages.on_host(5)
-    host.copy_from(kv.pages, np.array([[5, 2], [1, 4]]))
+    PageCopy(kv.pages, host).copy(np.array([[5, 2], [1, 4]]))
     kv.pages.zero(np.array([1, 5]))
-    kv.pages.copy_from(host, np.array([[2, 3]]))
+    PageCopy(host, kv.pages).copy(np.array([[2, 3]]))
     for now, was in zip(flat, clones):
         dim = 1 if backend == "flash_attention" else 0
         now, was = now.movedim(dim, 0), was.movedim(dim, 0)
@@ -264,7 +264,7 @@ def test_states_of_any_dtype_are_pages_too():
     pages = Pages.over(layers)
     assert pages.page_bytes == 2 * (60 + 56) and pages.layers.tolist() == [0, 0, 1, 1]
     before = [t.clone() for layer in layers for t in layer]
-    pages.copy_from(pages, np.array([[2, 4]]))
+    PageCopy(pages, pages).copy(np.array([[2, 4]]))
     pages.zero(np.array([1]))
     for now, was in zip((t for layer in layers for t in layer), before):
         assert torch.equal(now[4], was[2]) and not now[1].any()
@@ -456,8 +456,8 @@ def test_views_of_separate_tensors_show_them_and_move_nothing(downwards):
     assert [t.data_ptr() for t in layers] == places
     before = [t.clone() for t in layers]
     host = pages.on_host(5)
-    host.copy_from(pages, np.array([[7, 2]]))
-    pages.copy_from(host, np.array([[2, 9]]))
+    PageCopy(pages, host).copy(np.array([[7, 2]]))
+    PageCopy(host, pages).copy(np.array([[2, 9]]))
     assert all(torch.equal(now[9], was[7]) for now, was in zip(layers, before))
 
 
@@ -494,11 +494,11 @@ def test_one_memory_under_two_names_is_one_memory():
     memory = torch.arange(12.0).view(6, 2)
     one, two = Pages.over([memory]), Pages.over([memory])
     with pytest.raises(RuntimeError, match="reads page 2, which pairs"):
-        two.copy_from(one, np.array([[1, 2], [2, 3]]))
-    two.copy_from(one, np.array([[1, 2]]))
+        PageCopy(one, two).copy(np.array([[1, 2], [2, 3]]))
+    PageCopy(one, two).copy(np.array([[1, 2]]))
     assert memory[2].tolist() == [2, 3]
     with pytest.raises(ValueError, match="source and destination share memory: expected the same"):
-        Pages.over([memory[:4]]).copy_from(Pages.over([memory[1:5]]), np.array([[1, 2]]))
+        PageCopy(Pages.over([memory[1:5]]), Pages.over([memory[:4]])).copy(np.array([[1, 2]]))
 
 
 @pytest.mark.parametrize(
@@ -512,7 +512,7 @@ def test_one_memory_under_two_names_is_one_memory():
 def test_pages_of_another_dtype_shape_or_order_are_refused(other):
     mine, others = Pages.over([torch.zeros(6, 4, 2, 8).half()]), Pages.over([other])
     with pytest.raises(ValueError, match=r"tensor 0 has blocks of .dtype, shape, dimensions from"):
-        others.copy_from(mine, np.array([[1, 2]]))
+        PageCopy(mine, others).copy(np.array([[1, 2]]))
 
 
 def test_single_layers_are_copied_by_a_route_made_for_it():

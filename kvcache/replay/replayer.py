@@ -168,8 +168,8 @@ class Replayer:
         status = plan.status.tolist()
         starts = plan.num_computed_tokens.tolist()
         served = []
-        for running, count, each, start in zip(computing, counts, status, starts):
-            if each == Status.SERVED:
+        for running, count, row_status, start in zip(computing, counts, status, starts):
+            if row_status == Status.SERVED:
                 running.num_computed += count
                 served.append((running, start))
         if new is not None and status[-1] == Status.SERVED:
@@ -185,9 +185,9 @@ class Replayer:
             start = perf_counter_ns()
             self.manager.report(StepReport(plan.step_id, completed=True))
             self._step_ns += perf_counter_ns() - start
-        for running, each in zip(computing, status):
-            if each != Status.SERVED:
-                self._handle_unserved(running, Status(each))
+        for running, row_status in zip(computing, status):
+            if row_status != Status.SERVED:
+                self._handle_unserved(running, Status(row_status))
         return None if new is None else Status(status[-1])
 
     def _plan(self, computing: list[Running], counts: list[int], new: Running | None) -> StepPlan:
@@ -231,7 +231,7 @@ class Replayer:
         num_tokens, sizes = running.item.num_tokens, self.manager.block_sizes
         return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
 
-    def _help(self, running: Running, status: Status) -> None:
+    def _handle_unserved(self, running: Running, status: Status) -> None:
         """A chunk did not fit: the oldest computed request finishes, or this one is rejected."""
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:

@@ -88,7 +88,10 @@ class Worker:
 
     >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
     >>> host = storage.pages.on_host(num_blocks=33)
-    >>> worker = Worker(storage, BlockTable(16, 4, 8, 64, False, "cpu", 16), host)
+    >>> table = BlockTable(
+    ...     block_size=16, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64
+    ... )
+    >>> worker = Worker(storage, table, host)
     """
 
     def __init__(

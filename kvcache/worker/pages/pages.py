@@ -31,7 +31,8 @@ class Pages:
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
     (4, 4096, 8)
     >>> host = pages.on_host(num_blocks=100)
-    >>> host.copy_from(pages, np.array([[1, 7], [2, 8]]))
+    >>> host.num_blocks, host.page_bytes
+    (100, 4096)
     """
 
     def __init__(
@@ -264,17 +265,8 @@ class Pages:
             storage, start, shape, strides
         )
 
-    def copy_from(self, source: Pages, pairs: np.ndarray | torch.Tensor, **options: int) -> None:
-        """Copies whole pages here; see `ops.copy_blocks`, also for what else can be said.
-
-        pairs: int32[n, 2], page of `source` and page here. ValueError where the two do not fit.
-        """
-        from kvcache.worker.swap.page_copy import PageCopy  # which is made of Pages
-
-        PageCopy(source, self).copy(pairs, **options)
-
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
-        from kvcache.worker.swap.page_copy import PageCopy
+        from kvcache.worker.swap.page_copy import PageCopy  # which is made of Pages
 
         PageCopy(self, self).zero(ids)

@@ -73,7 +73,7 @@ class KVStorage:
         self._describe(
             num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout, backend
         )
-        self.memory_order = self._backend.memory_order(layout, cross_layers)
+        self.memory_order = self.backend.memory_order(layout, cross_layers)
         placed = self._place(num_layers, scale_bytes_per_token)
         if placed.has_kv_together and (placed.region_bytes % dtype.itemsize).any():
             raise ValueError(
@@ -128,11 +128,11 @@ class KVStorage:
             layout,
             backend,
         )
-        self.memory_order = self._backend.memory_order(layout)
+        self.memory_order = self.backend.memory_order(layout)
         placed = self._place(1, scale_bytes_per_token)
         if not placed.has_kv_together:
             raise ValueError(
-                f"backend is {self._backend.name!r}: expected one that keeps K and V of a block together"
+                f"backend is {self.backend.name!r}: expected one that keeps K and V of a block together"
             )
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), dtype.itemsize
@@ -173,7 +173,7 @@ class KVStorage:
         >>> layers += [LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096)]
         >>> plan = plan_cache(layers, 2**20, max_model_len=256)
         >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
-        [(256, 32, 2, 8), (256, 1, 1, 1024)]
+        [(256, 64, 2, 8), (256, 1, 1, 1024)]
         """
         if not isinstance(plan, CachePlan):
             raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
@@ -245,6 +245,7 @@ class KVStorage:
         self._set_sizes(
             num_blocks, block_size, num_kv_heads, head_size, value.shape[3], key.dtype, layout
         )
+        self.backend = described
         self.memory_order = None  # the engine's: strides say it
         self.pages = Pages.over(kv_caches, dims)
         return self
@@ -268,10 +269,10 @@ class KVStorage:
     ) -> None:
         """Sizes as given, of caches that a backend describes."""
         self._start()
-        self._backend = described_backend(backend)
+        self.backend = described_backend(backend)
         _check_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
         sizes = num_blocks, block_size, num_kv_heads, head_size
-        self._set_sizes(*sizes, self._backend.v_size(head_size, v_head_size), dtype, layout)
+        self._set_sizes(*sizes, self.backend.v_size(head_size, v_head_size), dtype, layout)
 
     def _set_sizes(
         self,
@@ -448,7 +449,7 @@ class KVStorage:
             caches.append(caches[0][..., :0])
         self._keys.append(caches[0])
         self._values.append(caches[1])
-        self.kv_caches.append(as_indexed(*caches, self._backend.dims))
+        self.kv_caches.append(as_indexed(*caches, self.backend.dims))
         scale_region = int(placed.scale_regions[layer])
         scale_bytes = placed.scale_bytes_per_token
         if scale_bytes:

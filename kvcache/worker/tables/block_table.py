@@ -21,7 +21,7 @@ class BlockTable:
     """Block ids per row of one cache group, on the host with a mirror on the device, and its slots.
 
     `block_table`: int32[rows, width], kernel blocks. `slot_mapping`: int64[max_num_batched_tokens].
-    Both have `.np`, `.cpu` and `.gpu` faces, one memory where the device is the CPU, at addresses
+    Both have the sides `.np`, `.cpu` and `.gpu`, one memory where the device is the CPU, at addresses
     that never change: a CUDA graph captured once stays valid. `num_blocks_per_row`: int32[rows].
 
     Sizes are in tokens, widths in allocation blocks. `kernel_block_size`: the attention kernel's
