@@ -13,13 +13,21 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-exhaustive planted-breaks setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
 
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# The tests marked exhaustive: more seeds, sizes and combinations than `make test` has.
+test-exhaustive: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
+
+# Plants twenty defects, one at a time; each must be noticed by the tests of `make test`.
+planted-breaks: setup
+	$(BIN)/python -m tests.planted_breaks
 
 setup: $(VENV)/.built
 
@@ -49,14 +57,14 @@ ctest: setup
 	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/cmake
-	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure -j 2
 
-# The core and its tests under AddressSanitizer and UndefinedBehaviourSanitizer.
+# The same under AddressSanitizer and UndefinedBehaviourSanitizer; CI runs this one alone.
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DKVCACHE_SANITIZE=ON -DKVCACHE_OPS=OFF
+	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j 2
 
 # Random operations on the allocator, compared with its plain model, for SECONDS; prints its seeds.
 soak: setup
@@ -67,9 +75,10 @@ cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 
 # The tests marked gpu on a CUDA runtime without a GPU, docs/gpu_less.md; needs nvcc and, once, the CUDA
-# build of torch (gigabytes). Says so and succeeds where one of them cannot be had.
+# build of torch (gigabytes). Says so and succeeds where one of them cannot be had. Swaps run under SEEDS
+# orders of streams.
 gpu-less:
-	$(PYTHON) -m tests.gpu_less test
+	$(PYTHON) -m tests.gpu_less test $(SEEDS:%=--seeds %)
 
 # A source distribution, and a wheel built from nothing but it.
 dist: setup

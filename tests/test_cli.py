@@ -99,6 +99,7 @@ def test_a_figure_is_drawn(capsys, trace, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_two_thousand_requests_of_the_published_trace_verify(capsys):
     path = str(shared_file("traces/mooncake_conversation.jsonl"))
     found = run_json(capsys, path, "--limit", "2000", "--num-blocks", "10001", "--verify")

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation, plan_transfer
+from tests.shared import sampled
 from tests.transfer_plan_checker import DIFFERENT, ORDERS, Memory, Wrong, cache, check, of
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
+NUM_SHARES = 17  # of all combinations; prime to the sizes, so that each share has every size
 
-@pytest.mark.parametrize("quarter", range(4))
-def test_every_parallel_size_and_number_of_heads(quarter):
-    count = len(SIZES) ** 6 * len(HEADS) // 4  # 5,120
-    end = None if quarter == 3 else (quarter + 1) * count
-    counts, wrong = tally(parallel_product(start=quarter * count, stop=end))
+
+@pytest.mark.parametrize("share", sampled(range(NUM_SHARES)))
+def test_every_parallel_size_and_number_of_heads(share):
+    count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))  # 1,204 or 1,205
+    counts, wrong = tally(parallel_product(start=share, step=NUM_SHARES))
     assert not wrong
     assert counts["right"] + counts["right, permuted"] == counts.total() == count
 

@@ -117,10 +117,10 @@ def draw_page(rng, interleave_divides=True) -> tuple[str, str, int, int]:
     return layout, packing, block_size, interleaves[rng.integers(len(interleaves))]
 
 
-def parallel_product(draws=1, all_ranks=False, seed=0, start=0, stop=None) -> Iterator[Combination]:
-    """Every parallel size and number of heads, 20,480, or those from start to stop."""
+def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Iterator[Combination]:
+    """Every parallel size and number of heads, 20,480, or every `step`-th of them from `start` on."""
     product = enumerate(itertools.product(*[SIZES] * 6, HEADS))
-    for number, (*sizes, heads) in itertools.islice(product, start, stop):
+    for number, (*sizes, heads) in itertools.islice(product, start, None, step):
         local, remote = tuple(sizes[:3]), tuple(sizes[3:])
         for draw in range(draws):
             rng = np.random.default_rng([seed, number, draw])
