@@ -87,52 +87,6 @@ void bind_kinds(py::module_& m) {
       .def(py::init<>());
 }
 
-std::vector<GroupOptions> group_options(const py::list& groups) {
-  std::vector<GroupOptions> out;
-  for (const py::handle& each : groups) {
-    const auto pair = py::cast<py::tuple>(each);
-    out.push_back(
-        {py::cast<std::shared_ptr<AttentionKind>>(pair[0]), int_argument(pair[1], "block_size")});
-  }
-  return out;
-}
-
-int64_t optional_size(const py::object& value, const char* name) {
-  return value.is_none() ? 0 : checked_size(name, int_argument(value, name), 1);
-}
-
-std::unique_ptr<Manager> make_manager(
-    const py::list& groups, const py::object& num_gpu_blocks, const py::object& max_model_len,
-    const py::object& hash_block_size, bool enable_caching,
-    const py::object& num_preallocate_tokens, const py::object& max_num_reqs,
-    const py::object& watermark_blocks, bool use_eagle, bool fence_frees, bool enable_events,
-    bool track_residency, const py::object& stats_window, const Eviction& eviction,
-    const py::object& num_host_blocks, const Eviction& host_eviction, HostWrite host_write,
-    const py::object& num_hits_to_write, bool by_sequences) {
-  ManagerOptions options{};
-  options.groups = group_options(groups);
-  options.num_blocks = int_argument(num_gpu_blocks, "num_gpu_blocks");
-  options.max_model_len = int_argument(max_model_len, "max_model_len");
-  options.hash_block_size = optional_size(hash_block_size, "hash_block_size");
-  options.enable_caching = enable_caching;
-  options.num_preallocate_tokens = int_argument(num_preallocate_tokens, "num_preallocate_tokens");
-  options.max_num_reqs = optional_size(max_num_reqs, "max_num_reqs");
-  options.watermark_blocks = int_argument(watermark_blocks, "watermark_blocks");
-  options.drop_last_hit = use_eagle;
-  options.fence_frees = fence_frees;
-  options.record_events = enable_events;
-  options.track_residency = track_residency;
-  options.stats_window = int_argument(stats_window, "stats_window");
-  options.eviction = eviction;
-  options.num_host_blocks = int_argument(num_host_blocks, "num_host_blocks");
-  options.host_eviction = host_eviction;
-  options.host_write = host_write;
-  options.num_hits_to_write = int_argument(num_hits_to_write, "num_hits_to_write");
-  options.computes_whole_prompt = options.publishes_when_marked = by_sequences;
-  options.caches_swapped_rows = !by_sequences;
-  return std::make_unique<Manager>(options);
-}
-
 // An array argument of a step that may be None.
 class OptionalInput {
  public:
@@ -352,26 +306,8 @@ void bind_manager(py::module_& m) {
         empty_sections() = {ids, pairs, replace};
       },
       py::arg("ids"), py::arg("pairs"), py::arg("replace"));
-  py::class_<Eviction>(m, "Eviction")
-      .def(py::init<>())
-      .def(py::init([](const std::string& policy, const std::map<std::string, double>& options) {
-             make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
-             return Eviction{policy, options, /*make=*/{}};
-           }),
-           py::arg("policy"), py::arg("options"));
-  py::enum_<HostWrite>(m, "HostWrite")
-      .value("BACK", HostWrite::kBack)
-      .value("THROUGH", HostWrite::kThrough)
-      .value("SELECTIVE", HostWrite::kSelective);
   py::class_<Manager>(m, "Manager")
-      .def(py::init(&make_manager), py::kw_only(), py::arg("groups"), py::arg("num_gpu_blocks"),
-           py::arg("max_model_len"), py::arg("hash_block_size"), py::arg("enable_caching"),
-           py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"), py::arg("watermark_blocks"),
-           py::arg("use_eagle"), py::arg("fence_frees"), py::arg("enable_events"),
-           py::arg("track_residency"), py::arg("stats_window"), py::arg("eviction") = Eviction{},
-           py::arg("num_host_blocks") = 0, py::arg("host_eviction") = Eviction{},
-           py::arg("host_write") = HostWrite::kBack, py::arg("num_hits_to_write") = 0,
-           py::arg("by_sequences") = false)
+      .def(py::init<const ManagerOptions&>(), py::arg("options"))
       .def("check_caller", &Manager::check_caller)
       .def("set_now", &Manager::set_now)
       .def("hashes",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.groups import make_kind
-from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.options import (
-    checked_page_bytes,
+    CacheArguments,
+    CacheOptions,
     checked_retention,
     checked_seconds,
     checked_session,
-    eviction_of,
-    host_write_of,
 )
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
@@ -35,13 +33,6 @@ core.set_empty_sections(NO_IDS, NO_PAIRS, NO_REPLACE)
 Ids = np.ndarray | Sequence[int]
 
 
-def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
-    """Blocks that this share of all, 0 to 1, stands for."""
-    if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
-        raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
-    return int(watermark * num_gpu_blocks)
-
-
 class CachedTokens(NamedTuple):
     """What of a request is cached: tokens on the device, with the host, and what that would load."""
 
@@ -56,34 +47,9 @@ class KVCacheManager:
 
     The constructor makes a manager of one group: full attention, or a sliding window of
     `sliding_window` tokens. `for_groups` makes one of several. `num_gpu_blocks` counts the null block
-    0. `max_model_len`: tokens. `num_preallocate_tokens`: when a request needs a block,
-    `ceil(num_preallocate_tokens / block_size)` more are taken with it, never beyond `max_model_len` or
-    what is free. All sizes are at most 2**31 - 1. Further options:
-
-    - `max_num_reqs`: rows, that is requests admitted at a time; None for as many as come.
-    - `hash_block_size`: tokens per hash. Finer than a block: what is found inside a block is copied
-      into the request's own, by the plan. None: the largest that divides every block size, whole
-      blocks only.
-    - `watermark`: share of the blocks, 0 to 1, that admissions and preallocation leave free.
-    - `use_eagle`: the last hit block is computed anew, for drafters that need its hidden states.
-    - `fence_frees`: blocks that a request gives back can be used again only when `report` has said
-      that the steps planned so far are done. For workers that read a step's pages outside its
-      stream, and where loads may fail; a worker on one stream needs no fences for its own steps.
-    - `enable_events`: `drain_events` tells what is cached. `track_residency`: `stats` says how long
-      blocks stayed. `stats_window`: requests that `stats.recent` counts.
-    - `hash_seed` gives the parent of first blocks.
-    - `eviction`: which cached block goes first when its space is needed: "lru" (least recently
-      released), or one of `eviction_names()`, with `eviction_options` (a dict). Whichever it is, no
-      block goes before one that follows it in a chain, and pinned ones (`pin`) go last.
-    - `num_host_blocks`: pages of a second tier in host memory, its null block counted. There rows go
-      that are swapped out (`swap_out` of `step`), and cached blocks that leave the device, to be hit
-      and loaded from there. `host_write` says when a cached block is written: "back", when it is
-      evicted from the device; "through", by the plan after the one that filled it; "selective", after
-      `num_hits_to_write` hits (what is evicted is written in each mode that would have it there, if
-      it is not there any more). `host_eviction`, `host_eviction_options`: of this pool. Such a manager
-      needs the reports of its steps: what is loaded becomes a hit for others, and the host's page can
-      be used again, when `report` has said that the step is done.
-    - `page_bytes`: bytes of a page (`CachePlan.page_bytes`), so that plans can say how many they move.
+    0. `max_model_len`: tokens, at most 2**31 - 1. `enable_caching`, `num_preallocate_tokens` and the
+    further keyword arguments are the fields of `CacheOptions`, which says what each means; `options`
+    has them all.
 
     Two ways to drive a request, the same code below: `step`, a whole batch per call, answered by a
     `StepPlan` that a worker applies; or `get_computed_blocks`, `allocate_slots` and `append_slots`,
@@ -91,7 +57,7 @@ class KVCacheManager:
     stays with the way that admitted it, because the blocks of `allocate_slots` and `append_slots`
     stand in no plan: `append_slots` on a request that `step` admitted is a ValueError, and so is the
     row of one that `allocate_slots` admitted among the rows of `step`. Everything else serves both.
-    Blocks that leave a window become the null block in `block_ids`; of these only plans tell.
+    Blocks that leave a window become the null block in `block_ids`; only plans say which.
 
     Every error is a ValueError or TypeError that names the argument, and changes nothing.
 
@@ -114,7 +80,7 @@ class KVCacheManager:
         sliding_window: int | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
-        **options: object,
+        **options: Unpack[CacheArguments],
     ) -> None:
         group = (
             GroupSpec("full_attention", block_size)
@@ -125,9 +91,12 @@ class KVCacheManager:
             [group],
             num_gpu_blocks,
             max_model_len,
-            enable_caching=enable_caching,
-            num_preallocate_tokens=num_preallocate_tokens,
-            **options,
+            context_parallel=None,
+            options=CacheOptions.from_arguments(
+                enable_caching=enable_caching,
+                num_preallocate_tokens=num_preallocate_tokens,
+                **options,
+            ),
         )
 
     @classmethod
@@ -140,7 +109,7 @@ class KVCacheManager:
         context_parallel: ContextParallel | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
-        **options: object,
+        **options: Unpack[CacheArguments],
     ) -> KVCacheManager:
         """A manager of several cache groups over one pool; `plan_cache` gives groups and pages.
 
@@ -160,9 +129,11 @@ class KVCacheManager:
             num_gpu_blocks,
             max_model_len,
             context_parallel=context_parallel,
-            enable_caching=enable_caching,
-            num_preallocate_tokens=num_preallocate_tokens,
-            **options,
+            options=CacheOptions.from_arguments(
+                enable_caching=enable_caching,
+                num_preallocate_tokens=num_preallocate_tokens,
+                **options,
+            ),
         )
         return self
 
@@ -172,60 +143,29 @@ class KVCacheManager:
         num_gpu_blocks: int,
         max_model_len: int,
         *,
-        context_parallel: ContextParallel | None = None,
-        enable_caching: bool,
-        num_preallocate_tokens: int,
-        max_num_reqs: int | None = None,
-        hash_block_size: int | None = None,
-        watermark: float = 0.0,
-        use_eagle: bool = False,
-        fence_frees: bool = False,
-        enable_events: bool = False,
-        track_residency: bool = False,
-        stats_window: int = 1000,
-        hash_seed: str = DEFAULT_SEED,
-        eviction: str = "lru",
-        eviction_options: Mapping[str, float] | None = None,
-        num_host_blocks: int = 0,
-        host_eviction: str = "lru",
-        host_eviction_options: Mapping[str, float] | None = None,
-        host_write: str = "back",
-        num_hits_to_write: int = 2,
-        page_bytes: int = 0,
+        context_parallel: ContextParallel | None,
+        options: CacheOptions,
     ) -> None:
         cp = context_parallel or ContextParallel()
+        self.options = options
         self.groups = tuple(groups)
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
-            groups=list(zip(self._kinds, self.block_sizes)),
-            num_gpu_blocks=num_gpu_blocks,
-            max_model_len=max_model_len,
-            hash_block_size=hash_block_size,
-            enable_caching=enable_caching,
-            num_preallocate_tokens=num_preallocate_tokens,
-            max_num_reqs=max_num_reqs,
-            watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
-            use_eagle=use_eagle,
-            fence_frees=fence_frees,
-            enable_events=enable_events,
-            track_residency=track_residency,
-            stats_window=stats_window,
-            eviction=eviction_of(eviction, eviction_options, "eviction"),
-            num_host_blocks=num_host_blocks,
-            host_eviction=eviction_of(host_eviction, host_eviction_options, "host_eviction"),
-            host_write=host_write_of(host_write),
-            num_hits_to_write=integer(num_hits_to_write, "num_hits_to_write", least=1),
+            options.native_of(
+                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, max_model_len
+            )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
-        if num_host_blocks:
+        if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
-        self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
-        self.page_bytes = checked_page_bytes(page_bytes)
         self.max_model_len = int(max_model_len)
-        self.enable_caching = enable_caching
-        self._chain_key = (self._native.hash_block_size, first_parent(hash_seed, "hash_seed"))
+        self._page_bytes = options.page_bytes
+        self._chain_key = (
+            self._native.hash_block_size,
+            first_parent(options.hash_seed, "hash_seed"),
+        )
         self._rows: dict[str, int] = {}
         self._no_computed = [NO_IDS] * len(self.groups)
 
@@ -364,7 +304,7 @@ class KVCacheManager:
                 swap_out,
                 max_host_blocks,
             ),
-            page_bytes=self.page_bytes,
+            page_bytes=self._page_bytes,
         )
         if chains:
             for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
@@ -410,7 +350,7 @@ class KVCacheManager:
     def cached_tokens(self, request: Request) -> CachedTokens:
         """How much of a request each tier has in whole blocks; changes nothing."""
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
-        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self.page_bytes)
+        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
         """Tells the eviction policy that the request's blocks are used now, by the caller's clock."""

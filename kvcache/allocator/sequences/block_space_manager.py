@@ -7,15 +7,13 @@ from operator import index
 
 from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
-from kvcache.allocator.manager import watermark_blocks
-from kvcache.allocator.options import eviction_of
+from kvcache.allocator.options import CacheOptions, watermark_blocks
 from kvcache.allocator.sequences.allocated import AllocatedSequence
 from kvcache.allocator.sequences.caching import SequenceCaching
 from kvcache.allocator.sequences.checks import (
     check_one_prompt,
     check_tier,
     checked_encoder_length,
-    checked_flag,
     checked_window,
     fail_shorter,
     fail_to_fit,
@@ -38,7 +36,7 @@ from kvcache.allocator.sequences.protocol import (
 from kvcache.allocator.sequences.swaps import SequenceSwaps
 from kvcache.allocator.sequences.tables import Pairs, as_pairs
 from kvcache.allocator.sequences.tokens import Tokens, TokenSource, fail_ids
-from kvcache.checks import integer
+from kvcache.checks import flag, integer
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS
 
@@ -111,42 +109,38 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         max_model_len: int = 2**31 - 1,
     ) -> None:
         window = checked_window(sliding_window)
-        caching = checked_flag(enable_caching, "enable_caching")
-        policy = eviction_of(eviction, eviction_options, "eviction")
         num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
+        options = CacheOptions(
+            enable_caching=enable_caching,
+            num_preallocate_tokens=0,
+            enable_events=enable_events,
+            hash_seed=hash_seed,
+            eviction=eviction,
+            eviction_options=eviction_options,
+            num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
+        )
         kind = (
             make_kind("full_attention", {})
             if window is None
             else make_kind("sliding_window", {"window": window})
         )
-        native = core.Manager(
-            groups=[(kind, block_size)],
-            num_gpu_blocks=num_gpu_blocks,
-            max_model_len=max_model_len,
-            hash_block_size=None,
-            enable_caching=caching,
-            num_preallocate_tokens=0,
-            max_num_reqs=None,
-            watermark_blocks=0,  # `can_allocate` keeps it, not `allocate`
-            use_eagle=False,
-            fence_frees=False,
-            enable_events=checked_flag(enable_events, "enable_events"),
-            track_residency=False,
-            stats_window=1000,
-            eviction=policy if caching else core.Eviction(),
-            num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
-            by_sequences=True,
-        )
+        native = options.native_of([(kind, block_size)], num_gpu_blocks, max_model_len)
+        native.computes_whole_prompt = True
+        native.publishes_when_marked = True
+        native.caches_swapped_rows = False
+        if not options.enable_caching:
+            native.eviction = core.Eviction()
         super().__init__(
-            native,
+            core.Manager(native),
             TokenSource(index(block_size), hash_seed),
             block_size=index(block_size),
             sliding_window=window,
-            enable_caching=caching,
+            enable_caching=flag(enable_caching, "enable_caching"),
+            # `can_allocate` keeps it, not `allocate`.
             watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
         )
         self.max_model_len = index(max_model_len)
-        self._append = native.append_sequence
+        self._append = self._native.append_sequence
 
     # Admission -------------------------------------------------------------------------------------
 
