@@ -28,18 +28,18 @@ from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepRep
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
 
-core.set_empty_sections(NO_IDS, NO_PAIRS, NO_REPLACE)
+core.use_plan_type(StepPlan, NO_IDS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
 
 class CachedTokens(NamedTuple):
-    """What of a request is cached: tokens on the device, with the host, and what that would load."""
+    """The cached part of a request: tokens on the device, with the host, and what that would load."""
 
     on_device: int
     with_host: int
     num_host_blocks: int
-    num_host_bytes: int  # 0 where the manager was not told `page_bytes`
+    num_host_bytes: int  # 0 where the manager has no `page_bytes`
 
 
 class KVCacheManager:
@@ -210,7 +210,7 @@ class KVCacheManager:
         self._native.clear_stats()
 
     def drain_events(self) -> list[CacheEvent]:
-        """What became cached and what left the cache since the last call, in order."""
+        """Events of what entered and left the cache since the last call, in order."""
         return events_of(self._native.drain_events(), self.block_sizes)
 
     def set_now(self, seconds: float) -> None:
@@ -262,7 +262,7 @@ class KVCacheManager:
         behind it (default: all it has). Each is served or not, in the order given: a new request may
         get what a running row before it was too large for, so do not pass new ones while a row waits,
         if that is not wanted. What does not fit is answered `WAIT` (not now) or `NEVER` (not even
-        alone; row -1 if new) and left exactly as it was: its tokens and rejections are to be told
+        alone; row -1 if new) and left exactly as it was: its tokens and rejections are to be passed
         again. Blocks that fill with known tokens become hits for later plans.
 
         For the running rows: `token_ids`, those that became known since the last step, row after row,
@@ -290,22 +290,20 @@ class KVCacheManager:
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
             raise ValueError("new names a request twice")
-        plan = StepPlan(
-            *self._native.step(
-                rows,
-                num_tokens,
-                chains,
-                [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
-                token_ids,
-                num_token_ids,
-                num_rejected_tokens,
-                num_lookahead_tokens,
-                num_reserved_blocks,
-                swap_out,
-                max_host_blocks,
-            ),
-            page_bytes=self._page_bytes,
+        plan = self._native.step(
+            rows,
+            num_tokens,
+            chains,
+            [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
+            token_ids,
+            num_token_ids,
+            num_rejected_tokens,
+            num_lookahead_tokens,
+            num_reserved_blocks,
+            swap_out,
+            max_host_blocks,
         )
+        plan.page_bytes = self._page_bytes
         if chains:
             for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
                 if row >= 0:
@@ -313,7 +311,7 @@ class KVCacheManager:
         return plan
 
     def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
-        """What admitting a request with its first tokens would be answered now; changes nothing.
+        """The answer that admitting a request with its first tokens would get now; changes nothing.
 
         `num_tokens`: as of `new_num_tokens` of `step`; None for all that are known. `NEVER` is said of
         what was asked: in smaller chunks a request may fit whose window groups hold less at a time.
@@ -327,7 +325,7 @@ class KVCacheManager:
         -1: no row is free (`max_num_reqs`), nothing changed. The child has the parent's tokens as far
         as they are computed, and the same extra keys; it goes on from there. All blocks are shared.
         Who writes to a shared block first gets its own: the plan copies and replaces it. The next
-        plan tells the child's table. ValueError for other tokens, a parent whose computed tokens are
+        plan sends the child's table. ValueError for other tokens, a parent whose computed tokens are
         not all known or that is swapped out, and a child that is admitted already.
         """
         row = self.row(parent)
@@ -335,7 +333,7 @@ class KVCacheManager:
         if not self._native.by_step(row):
             raise ValueError(
                 f"request {parent.request_id!r} was admitted by allocate_slots: expected one that "
-                "step admitted, whose plans can tell what is copied"
+                "step admitted, whose plans can say what is copied"
             )
         child_row = self._native.fork(row, chain)
         if child_row >= 0:
@@ -353,7 +351,7 @@ class KVCacheManager:
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
-        """Tells the eviction policy that the request's blocks are used now, by the caller's clock."""
+        """Notifies the eviction policy that the request's blocks are used now, by the caller's clock."""
         self._native.access(self.row(request), checked_seconds(now, "now"))
 
     def pin(self, session: str, request: Request) -> int:
@@ -430,7 +428,7 @@ class KVCacheManager:
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
     ) -> None:
-        """Gives a request's blocks back, tail first; unknown or already freed is a no-op.
+        """Releases a request's blocks, tail first; unknown or already freed is a no-op.
 
         Blocks that filled with tokens appended since the last call are cached first; drafts that were
         rejected since are to be taken back before (`reject_tokens`). The blocks keep content and hash
@@ -457,7 +455,7 @@ class KVCacheManager:
     def report(self, report: StepReport) -> dict[str, int]:
         """Takes in what a worker says of a step; returns what `abort` and `invalidate` return.
 
-        A completed step, and all before it, are done: what was given back until then can be used
+        A completed step, and all before it, are done: what was released until then can be used
         again. A step that did not complete is aborted, unless it was already. Failed pages are
         invalidated. ValueError, with nothing changed, for a step that never was or a page that is
         none, and for a step that did not complete but was reported done before.
@@ -479,7 +477,7 @@ class KVCacheManager:
         """Withdraws a step and all later ones: their plans are not carried out, or came to nothing.
 
         What they computed leaves the cache. Returns per affected request (its id) the token from which
-        it goes on; requests stay admitted, and the next plan tells their tables anew. Tokens that
+        it goes on; requests stay admitted, and the next plan sends their tables anew. Tokens that
         became known stay known. A step that was aborted before is none any more: nothing happens.
         ValueError for a step that was reported done, or is not one of the last 64.
         """
@@ -493,7 +491,7 @@ class KVCacheManager:
         Returns per affected request (its id) the token from which it must recompute: as far as its
         own blocks are right, or the cache has them. Affected is who has such a block, who had one in
         a step that may be in flight, and whose tokens run through the content of one. Drafts of its
-        last step are lost: none is to be rejected any more. The next plan tells its table anew.
+        last step are lost: none is to be rejected any more. The next plan sends its table anew.
 
         Ids name what is in the blocks now. Who learns of a failure after further steps were planned
         needs `fence_frees`: without it, the block may by then be another request's.
