@@ -1,4 +1,4 @@
-"""The options of a manager, and what `free` is told for eviction, checked."""
+"""The options of a manager, and what `free` takes for eviction, checked."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def _host_write(host_write: str) -> core.HostWrite:
 
 
 def checked_session(session: str) -> str:
-    """The name under which somebody pins."""
+    """The name of a session that pins."""
     if not isinstance(session, str):
         raise TypeError(f"session is {session!r}: expected a string")
     return session

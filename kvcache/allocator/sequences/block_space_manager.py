@@ -1,4 +1,4 @@
-"""The sequence-group manager: fork, swap, windows. A thin face over the manager of `manager.py`."""
+"""The sequence-group manager: fork, swap, windows, on the native manager of `manager.py`."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     - `eviction`, `eviction_options`: with caching, which cached block of the device goes first when
       its space is needed, one of `eviction_names()`. "last_access": the one accessed least recently,
       of several the one with the longest prefix.
-    - `enable_events`: `drain_events` tells what is cached.
+    - `enable_events`: `drain_events` returns what entered and left the cache.
     - `hash_seed` gives the parent of first blocks. `max_model_len`: tokens of a sequence.
 
-    Sequences and groups are any objects as `sequences/protocol.py` says. A group's sequences are told
-    apart by their status, which the caller sets: `can_allocate` and `allocate` are of the WAITING
+    Sequences and groups are any objects as `sequences/protocol.py` says. A group's sequences differ
+    by their status, which the caller sets: `can_allocate` and `allocate` are of the WAITING
     ones, `can_append_slots` and swaps out of the RUNNING ones, swaps in of the SWAPPED ones. Token
     ids are read only with caching, and of known sequences only the tail. An encoder-decoder group
     also has a cross-attention table, known by its `request_id`; it neither takes hits nor leaves any.
@@ -156,7 +156,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
         seqs = some_with(seq_group, WAITING)
-        # What a decoder computes depends on the encoder's input: others cannot use it.
+        # The KV of a decoder depends on the encoder's input: others cannot use it.
         has_encoder = seq_group.is_encoder_decoder()
         reads_ids = self.enable_caching and not has_encoder
         self._check_new(seq_group, seqs, reads_ids)

@@ -1,4 +1,4 @@
-"""What `BlockSpaceManager` refuses of its arguments before anything changes."""
+"""Checks of the arguments of `BlockSpaceManager`, before anything changes."""
 
 from __future__ import annotations
 
