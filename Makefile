@@ -13,13 +13,21 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test setup lint format ctest cuda-check gpu-less sanitize soak dist bench gpu gpu-rehearsal clean
+.PHONY: demo test test-exhaustive planted-breaks setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
 
 test: setup
 	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# The tests marked exhaustive: more seeds, sizes and combinations than `make test` has.
+test-exhaustive: setup
+	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
+
+# Plants twenty defects, one at a time; each must be noticed by the tests of `make test`.
+planted-breaks: setup
+	$(BIN)/python -m tests.planted_breaks
 
 setup: $(VENV)/.built
 
@@ -49,14 +57,14 @@ ctest: setup
 	$(BIN)/cmake -S . -B build/cmake -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python
 	$(BIN)/cmake --build build/cmake
-	$(BIN)/ctest --test-dir build/cmake --output-on-failure
+	$(BIN)/ctest --test-dir build/cmake --output-on-failure -j 2
 
-# The core and its tests under AddressSanitizer and UndefinedBehaviourSanitizer.
+# The same under AddressSanitizer and UndefinedBehaviourSanitizer; CI runs this one alone.
 sanitize: setup
 	$(BIN)/cmake -S . -B build/sanitize -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DKVCACHE_SANITIZE=ON -DKVCACHE_OPS=OFF
+	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
-	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
+	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j 2
 
 # Random operations on the allocator, compared with its plain model, for SECONDS; prints its seeds.
 soak: setup
@@ -67,9 +75,10 @@ cuda-check: setup
 	$(BIN)/python -m benchmarks.cuda_check
 
 # The tests marked gpu on a CUDA runtime without a GPU, docs/gpu_less.md; needs nvcc and, once, the CUDA
-# build of torch (gigabytes). Says so and succeeds where one of them cannot be had.
+# build of torch (gigabytes). Says so and succeeds where one of them cannot be had. Swaps run under SEEDS
+# orders of streams.
 gpu-less:
-	$(PYTHON) -m tests.gpu_less test
+	$(PYTHON) -m tests.gpu_less test $(SEEDS:%=--seeds %)
 
 # A source distribution, and a wheel built from nothing but it.
 dist: setup
@@ -79,6 +88,17 @@ dist: setup
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# The documents as a site in build/site, warnings as errors. ruff formats its signatures.
+docs: setup $(VENV)/.docs
+	PATH="$(abspath $(BIN)):$$PATH" NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "build/site/index.html"
+
+# The extra alone: installing the package with it would build the libraries anew.
+$(VENV)/.docs: pyproject.toml $(VENV)/.built
+	$(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $@.txt
+	$(BIN)/python -m pip install --quiet -r $@.txt
+	mv $@.txt $@
 
 # Build, check and measure on a machine with an NVIDIA GPU, with that machine's own python3, in under ten
 # minutes; docs/measuring.md.

@@ -69,7 +69,7 @@ How to choose:
   once outlive what never was. With their usual options they cost hits here at 10,000 to 50,000 blocks:
   replay your own trace before you choose one:
 
-      kvcache replay trace.jsonl --num-blocks 10001 --eviction segmented_lru:protected_share=0.2
+        kvcache replay trace.jsonl --num-blocks 10001 --eviction segmented_lru:protected_share=0.2
 """
 
 DEVICE = """\

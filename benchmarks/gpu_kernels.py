@@ -18,7 +18,7 @@ from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import graph_us, num_rotated, stream_seconds
 from benchmarks.receive import plain
 from kvcache import AttentionMetadataBuilder, MultiGroupBlockTable, Pages, ops
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
 _LAUNCHES = 20  # in one graph, of calls that are not rotated
@@ -157,8 +157,8 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
     # As many as are 2 GiB, read and written.
     count = min(num_blocks // 4, max(sizes.scaled(1 << 30) // pages.page_bytes, 1))
     ids = torch.randperm(num_blocks, device="cuda", dtype=torch.int32)[: 2 * count]
-    route, pairs = Route(pages, pages), ids.view(-1, 2).contiguous()
-    us = graph_us([lambda: route.copy(pairs)] * 4, 10)
+    page_copy, pairs = PageCopy(pages, pages), ids.view(-1, 2).contiguous()
+    us = graph_us([lambda: page_copy.copy(pairs)] * 4, 10)
     fact = {"kernel": "copy_blocks", "case": f"fragments of {fragment >> 10} KiB"}
     fact |= {"pairs": count, "pool": pages.num_bytes}
     yield {**fact, **rate(2 * count * pages.page_bytes, us, limit)}

@@ -10,7 +10,7 @@ import torch
 from benchmarks.measure import Result, median_times
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.bandwidth import host_rates
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 NUM_BYTES = 256 << 20
 
@@ -25,7 +25,7 @@ def indexing(fragment: int) -> Iterator[Result]:
     target.memory.fill_(0)
     chance = np.random.default_rng(0)
     pairs = np.stack([chance.permutation(num_blocks) for _ in range(2)], 1).astype(np.int32)
-    route = Route(source, target)
+    page_copy = PageCopy(source, target)
     read, written = torch.from_numpy(pairs).long().unbind(1)
     # As int64: index_copy_ of bytes is five times slower.
     sources = [source.layer(i).view(torch.int64) for i in range(layers)]
@@ -35,7 +35,7 @@ def indexing(fragment: int) -> Iterator[Result]:
         for ours, theirs in zip(sources, targets):
             theirs.index_copy_(0, written, ours.index_select(0, read))
 
-    seconds, peer = median_times(lambda: route.copy(pairs), by_indexing)
+    seconds, peer = median_times(lambda: page_copy.copy(pairs), by_indexing)
     rates = [num_blocks * source.page_bytes / s / 1e9 for s in (seconds, peer)]
     name = f"  beside torch indexing, pages of {2 * fragment // 1024} KiB per layer"
     yield Result(name, "GB/s", *rates, "index_select, index_copy_", rates[1], None, True)
@@ -47,8 +47,8 @@ def host_cost() -> Iterator[Result]:
     ids = np.arange(1, 1001, dtype=np.int32)
     pairs = np.stack([ids, np.random.default_rng(0).permutation(ids)], 1)
     other = Pages.allocate(1001, [[0, 0]] * 80)
-    route = Route(pages, other)
-    (seconds,) = median_times(lambda: route.copy(pairs), rounds=51)
+    page_copy = PageCopy(pages, other)
+    (seconds,) = median_times(lambda: page_copy.copy(pairs), rounds=51)
     yield Result("  checks of 1,000 page pairs, 80 layers", "us", seconds * 1e6)
 
 

@@ -8,13 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.measure import Result, median_times
+from kvcache.layouts import backend
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import TransferPlan, plan_transfer
 
 BLOCKS, PEER_GROUPS = 10_000, 4
 BAR = 5  # ms
+ORDER = backend("FLASH_ATTN").memory_order
 BASE = CacheDescription(
-    engine_id="a", num_layers=80, total_num_kv_heads=8, head_size=128, block_size=16, layout="HND"
+    engine_id="a", num_layers=80, total_num_kv_heads=8, head_size=128, block_size=16
 )
 
 
@@ -89,7 +91,7 @@ def all_results() -> Iterator[Result]:
             ((small, large), ("HND", "NHD")),
         ):
             theirs, mine = (
-                replace(BASE, total_num_kv_heads=heads, layout=layout, **sizes)
+                replace(BASE, total_num_kv_heads=heads, memory_order=ORDER(layout), **sizes)
                 for sizes, layout in zip((remote, local), layouts)
             )
             name = (

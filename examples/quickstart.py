@@ -1,37 +1,39 @@
-"""Both planes in forty lines: plan a step, apply it, write and read KV through slot mapping."""
+"""Both planes in forty lines: plan the memory, plan a step, apply it, write and read KV by layer.
+
+Another model differs in LAYERS only.
+"""
 
 import numpy as np
 import torch
 
-from kvcache import BlockTable, KVCacheManager, KVStorage, Request, Worker
+import kvcache
+from kvcache import LayerSpec, Request, plan_cache
 
-BLOCK_SIZE, NUM_BLOCKS, MAX_REQS, MAX_LEN = 16, 65, 4, 256
+SHAPE = {"num_kv_heads": 2, "head_size": 64, "dtype": "float32"}
+WINDOW = {"options": {"window": 64}}
+LAYERS = [LayerSpec(f"full.{i}", "full_attention", block_size=16, **SHAPE) for i in range(2)]
+LAYERS += [LayerSpec(f"local.{i}", "sliding_window", 16, **SHAPE, **WINDOW) for i in range(2)]
 
-# Control plane: which blocks. Never imports torch; may live in another process than the worker.
-manager = KVCacheManager(BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, max_num_reqs=MAX_REQS)
-
-# Data plane: the bytes. Block 0 is the null block in both.
-storage = KVStorage(NUM_BLOCKS, BLOCK_SIZE, num_kv_heads=2, head_size=64, dtype=torch.float32)
-table = BlockTable(BLOCK_SIZE, MAX_REQS, MAX_LEN // BLOCK_SIZE, 512, False, "cpu", BLOCK_SIZE)
-worker = Worker(storage, table)
+plan = plan_cache(LAYERS, budget_bytes=2**23, max_model_len=256)
+cache = kvcache.build(plan, max_num_reqs=4)
+manager, tables = cache.manager, cache.tables
 
 
 def run(request: Request) -> None:
     """Admits a request, computes what is not cached, reads all of it back."""
-    plan = manager.step(new=[request])
-    worker.apply(plan)
-    row, start = int(plan.rows[0]), int(plan.num_computed_tokens[0])
+    step = manager.step(new=[request])
+    cache.worker.apply(step)
+    row, start = int(step.rows[0]), int(step.num_computed_tokens[0])
     print(f"{request.request_id}: row {row}, {start} of {request.num_tokens} tokens cached")
 
     positions = np.arange(start, request.num_tokens)
-    table.compute_slot_mapping(np.full(len(positions), row), positions)
-    slots = table.slot_mapping.gpu[: len(positions)]
-    key, value = torch.randn(2, len(positions), 2, 64)  # what the model would compute
-    storage.write(0, key, value, slots)
-
-    table.compute_slot_mapping(np.full(request.num_tokens, row), np.arange(request.num_tokens))
-    keys, _ = storage.gather(0, table.slot_mapping.gpu[: request.num_tokens])
-    assert torch.equal(keys[start:], key)
+    tables.compute_slot_mapping(req_indices=np.full(len(positions), row), positions=positions)
+    tables.commit_slot_mapping(num_tokens=len(positions))
+    for layer in LAYERS:
+        key, value = torch.randn(2, len(positions), 2, 64)  # the model computes these
+        cache.write(layer.name, key, value)
+        keys, values = cache.gather(layer.name, cache.slots(layer.name, len(positions)))
+        assert torch.equal(keys, key) and torch.equal(values, value)
 
 
 system_prompt = list(range(100))

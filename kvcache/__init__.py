@@ -2,7 +2,7 @@
 
 Public names are imported when first used: the control plane (`BlockPool`, `BlockSpaceManager`,
 `KVCacheManager`, `Request`, `hash_blocks`, `StepPlan`) works where torch is not installed; the data plane
-(`BlockTable`, `KVStorage`, `Worker`, `ops`) imports it.
+(`BlockTable`, `KVStorage`, `Worker`, `ops`) imports it, and so does `build`, which makes both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _HOME = {
     "Request": "kvcache.allocator",
     "eviction_names": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
+    "KVCache": "kvcache.assembly",
+    "build": "kvcache.assembly",
     "CachePlan": "kvcache.memory_plan",
     "ContextParallel": "kvcache.specs",
     "GroupSpec": "kvcache.specs",

@@ -1,15 +1,20 @@
-"""How attention backends shape their caches and order them in memory: a registry, open for more.
+"""Cache layouts: how attention backends shape their caches, and where each element then lies in memory.
 
 A dimension is named by its role: "kv" (K, V), "block", "token" (within a block), "head", "element" (of a
-head), and "layer" where the layers of a block are packed together.
+head), and "layer" where the layers of a block are packed together. A layout is a *memory order*: these
+roles, outermost first. `place_elements` turns one into offsets and strides; storages, descriptions for
+other engines, topologies and copies of blocks all read the same order, so a new layout is one
+`AttentionBackend`, registered in a file of one's own.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from kvcache.checks import integer
 from kvcache.specs import LAYOUTS
@@ -79,7 +84,7 @@ class AttentionBackend:
     @property
     def blocks_first(self) -> bool:
         """The first dimension counts blocks, K and V of a block together; not MLA, which has no V."""
-        return self.dims[0] == "block" and not self.is_mla
+        return blocks_first(self.dims, self.is_mla)
 
     def shape(
         self,
@@ -105,23 +110,32 @@ class AttentionBackend:
             "head": integer(num_kv_heads, "num_kv_heads", 1),
             "element": integer(head_size, "head_size", 1),
         }
-        if v_head_size is not None:
-            integer(v_head_size, "v_head_size", 0)
-        if self.unequal_head_sizes:
-            alike = head_size if "head" in self.dims else 0
-            sizes["element"] += alike if v_head_size is None else v_head_size
-        elif "kv" not in self.dims:
-            if v_head_size:
-                raise ValueError(
-                    f"v_head_size is {v_head_size}: expected 0 or None for backend {self.name!r}, "
-                    "which has no V"
-                )
-        elif v_head_size not in (None, head_size):
+        v_size = self.v_size(head_size, v_head_size)
+        if "kv" not in self.dims:
+            sizes["element"] += v_size
+        elif v_size != head_size:
             raise ValueError(
                 f"head_size is {head_size}, v_head_size is {v_head_size}: "
                 f"expected equal ones for backend {self.name!r}"
             )
         return tuple(sizes[dim] for dim in self.dims)
+
+    def v_size(self, head_size: int, v_head_size: int | None = None) -> int:
+        """V's head size where `v_head_size` is given, or None: K's, or 0 for a backend without V.
+
+        ValueError for V of a backend that has none.
+        """
+        if v_head_size is not None:
+            integer(v_head_size, "v_head_size", 0)
+        has_v = "kv" in self.dims or self.unequal_head_sizes
+        if v_head_size and not has_v:
+            raise ValueError(
+                f"v_head_size is {v_head_size}: expected 0 or None for backend {self.name!r}, "
+                "which has no V"
+            )
+        if v_head_size is not None:
+            return v_head_size
+        return head_size if has_v and not self.is_mla else 0
 
     def stride_order(self, layout: str = "NHD", cross_layers: bool = False) -> tuple[int, ...]:
         """The permutation from the indexed shape to the order in memory, outermost first.
@@ -172,6 +186,221 @@ class AttentionBackend:
         return tuple(shape[i] for i in self.stride_order(layout, num_layers is not None))
 
 
+def blocks_first(dims: Sequence[str | None], is_mla: bool) -> bool:
+    """Whether dimensions of these roles begin with blocks that hold both K and V."""
+    return dims[0] == "block" and not is_mla
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where each element of a page lies, for one memory order and sizes; made by `place_elements`.
+
+    A page is one stretch of bytes in each of several regions. All arrays are int64, read-only, in
+    bytes; p counts K and, if there is any, V. Element e of a head of a token begins
+    `kv_offsets[layer, p] + token * token_strides[p] + head * head_strides[p] + e * element_bytes`
+    bytes behind where the page begins in region `regions[layer, p]`.
+    """
+
+    regions: np.ndarray  # [num_layers, p]
+    kv_offsets: np.ndarray  # [num_layers, p]
+    token_strides: np.ndarray  # [p]
+    head_strides: np.ndarray  # [p]
+    head_bytes: np.ndarray  # [p]: one head of one token
+    region_bytes: np.ndarray  # [r]: of a page
+    scale_regions: np.ndarray  # [num_layers], of the scales of a layer
+    scale_offsets: np.ndarray  # [num_layers]
+    token_count: int  # of a page
+    head_count: int
+    scale_bytes_per_token: int
+
+    @functools.cached_property
+    def is_contiguous(self) -> bool:
+        """Whether K of a page in a layer is one stretch of bytes, and V too."""
+        counts = ((self.token_strides, self.token_count), (self.head_strides, self.head_count))
+        volume = self.head_bytes * (self.token_count * self.head_count)
+        extent = self.head_bytes + sum(stride * (count - 1) for stride, count in counts)
+        return bool((extent == volume).all())
+
+    @property
+    def has_kv_together(self) -> bool:
+        """Whether K and V of a page in a layer lie in one region."""
+        return bool((self.regions == self.regions[:, :1]).all())
+
+    def runs(self, layer: int, p: int) -> np.ndarray:
+        """int64[n, 3]: (region, offset, length) of the stretches of K or V of a layer, merged."""
+        token, head = np.indices((self.token_count, self.head_count)).reshape(2, -1)
+        begins = token * self.token_strides[p] + head * self.head_strides[p]
+        table = np.empty((len(begins), 3), np.int64)
+        table[:, 0] = self.regions[layer, p]
+        table[:, 1] = np.sort(begins) + self.kv_offsets[layer, p]
+        table[:, 2] = self.head_bytes[p]
+        return merged_runs(table)
+
+    def layer_runs(self, layer: int) -> np.ndarray:
+        """int64[n, 3]: as `runs`, K and V of a layer together."""
+        both = [self.runs(layer, p) for p in range(len(self.head_bytes))]
+        table = np.concatenate(both)
+        return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
+
+
+def merged_runs(table: np.ndarray) -> np.ndarray:
+    """Runs int64[n, 3], ascending, with those that meet in a region made one."""
+    begins = np.ones(len(table), bool)
+    ends = table[:-1, 1] + table[:-1, 2]
+    begins[1:] = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != ends)
+    first = np.flatnonzero(begins)
+    merged = table[first]
+    merged[:, 2] = np.add.reduceat(table[:, 2], first)
+    return merged
+
+
+def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tuple[str, ...]:
+    """The order as a tuple. ValueError unless a page can be read by its blocks.
+
+    Block, token and element are needed; element is the last; before block come layer and kv alone.
+    Without "layer" each layer lies by itself; without "kv" V of a head follows its K; without "head"
+    there is one.
+    """
+    if isinstance(order, str) or not all(isinstance(role, str) for role in order):
+        raise TypeError(f"{name} is {order!r}: expected a sequence of roles")
+    order = tuple(order)
+    known = {"layer", *ROLES}
+    if len(set(order)) != len(order) or not _NEEDED <= set(order) <= known:
+        raise ValueError(
+            f"{name} is {order}: expected each at most once of layer, {', '.join(ROLES)}, "
+            f"with {', '.join(sorted(_NEEDED))} among them"
+        )
+    if order[-1] != "element" or not set(order[: order.index("block")]) <= {"layer", "kv"}:
+        raise ValueError(
+            f"{name} is {order}: expected element last, and no role but layer and kv before block"
+        )
+    return order
+
+
+def full_memory_order(order: Sequence[str]) -> tuple[str, ...]:
+    """All six roles: what a checked order leaves out, put where it means.
+
+    >>> full_memory_order(("block", "token", "element"))
+    ('layer', 'block', 'token', 'head', 'kv', 'element')
+    """
+    full = list(order)
+    if "layer" not in full:
+        full.insert(0, "layer")
+    if "head" not in full:
+        full.insert(len(full) - 1, "head")
+    if "kv" not in full:
+        full.insert(len(full) - 1, "kv")
+    return tuple(full)
+
+
+def layout_of(order: Sequence[str]) -> str:
+    """ "NHD" or "HND": which of tokens and heads comes first in memory.
+
+    >>> layout_of(backend("FLASHINFER").memory_order("HND"))
+    'HND'
+    """
+    full = full_memory_order(order)
+    return "NHD" if full.index("token") < full.index("head") else "HND"
+
+
+def place_elements(
+    order: Sequence[str],
+    *,
+    num_layers: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_size: int,
+    v_head_size: int,
+    element_bytes: int,
+    scale_bytes_per_token: int = 0,
+) -> Placement:
+    """Where the elements of a page lie, in as few regions as the order allows.
+
+    Roles before "block" count regions. Scales of a layer (all heads of a token together) follow K and
+    V of the layer in the page, or have a region of their own where "kv" comes before "block".
+    ValueError for an order that has no blocks of tokens, for "head" left out where there are several,
+    and for scales where a layer's K and V of a page do not lie together.
+
+    >>> sizes = dict(num_layers=2, block_size=4, num_kv_heads=2, head_size=8, v_head_size=8)
+    >>> placed = place_elements(backend("FLASHINFER").memory_order("HND"), **sizes, element_bytes=2)
+    >>> placed.kv_offsets.tolist(), placed.token_strides.tolist(), placed.head_strides.tolist()
+    ([[0, 128], [0, 128]], [16, 16], [64, 64])
+    """
+    order = check_memory_order(order)
+    if "head" not in order and num_kv_heads != 1:
+        raise ValueError(
+            f"num_kv_heads is {num_kv_heads}: expected 1 with the memory order {order}, "
+            "which has no heads"
+        )
+    full = full_memory_order(order)
+    at_block = full.index("block")
+    outer, inner = full[:at_block], full[at_block + 1 : -1]
+    sizes = [head_size, v_head_size] if v_head_size else [head_size]
+    head_bytes = np.array(sizes, np.int64) * element_bytes
+    counts = {"layer": num_layers, "token": block_size, "head": num_kv_heads}
+    strides = {role: np.zeros_like(head_bytes) for role in counts}
+    kv_starts, scale_start = np.zeros_like(head_bytes), 0
+    scale_bytes = scale_bytes_per_token * block_size
+    volume = head_bytes.copy()  # of what lies further inside, for K and for V
+    kv_inside = "kv" in inner
+    for n, role in reversed(list(enumerate(inner))):
+        if role == "kv":
+            kv_starts = np.cumsum(volume) - volume
+            volume = np.full_like(volume, volume.sum())
+        elif role == "layer" and scale_bytes:
+            if n > 0 or not kv_inside:
+                raise ValueError(
+                    f"scale_bytes_per_token is {scale_bytes_per_token}: expected 0 with the memory "
+                    f"order {order}, in which a layer's K and V of a page do not lie together"
+                )
+            scale_start, volume = int(volume[0]), volume + scale_bytes
+            strides[role], volume = volume, volume * num_layers
+        else:
+            strides[role], volume = volume, volume * counts[role]
+    scales_apart = bool(scale_bytes) and not kv_inside
+    if scale_bytes and kv_inside and "layer" in outer:
+        scale_start, volume = int(volume[0]), volume + scale_bytes
+    layer, p = np.indices((num_layers, len(sizes)))
+    per_layer = [*volume] if not kv_inside else [volume[0]]
+    num_regions_of_layer = len(per_layer)
+    if "layer" not in outer:
+        regions = p if not kv_inside else np.zeros_like(p)
+        region_bytes = per_layer
+    elif outer.index("layer") == 0 or kv_inside:
+        regions = layer * num_regions_of_layer + (p if not kv_inside else 0)
+        region_bytes = per_layer * num_layers
+    else:
+        regions = p * num_layers + layer
+        region_bytes = [size for size in per_layer for _ in range(num_layers)]
+    offsets = layer * strides["layer"] + kv_starts
+    if scales_apart:
+        scale_regions = len(region_bytes) + np.arange(num_layers)
+        region_bytes = [*region_bytes, *[scale_bytes] * num_layers]
+        scale_offsets = np.zeros(num_layers, np.int64)
+    else:
+        scale_regions = regions[:, 0].copy()
+        scale_offsets = np.arange(num_layers) * strides["layer"][0] + scale_start
+    arrays = (
+        regions,
+        offsets,
+        strides["token"],
+        strides["head"],
+        head_bytes,
+        np.array(region_bytes, np.int64),
+        scale_regions,
+        scale_offsets,
+    )
+    return Placement(
+        *(_read_only(array) for array in arrays), block_size, num_kv_heads, scale_bytes_per_token
+    )
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    array = np.asarray(array, np.int64)
+    array.setflags(write=False)
+    return array
+
+
 _BACKENDS: dict[str, AttentionBackend] = {}
 
 
@@ -205,12 +434,43 @@ def backend(name: str) -> AttentionBackend:
     return _BACKENDS[name]
 
 
+def described_backend(given: str | AttentionBackend) -> AttentionBackend:
+    """A registered name or a description, as a description. TypeError for anything else."""
+    if isinstance(given, AttentionBackend):
+        return given
+    if not isinstance(given, str):
+        raise TypeError(f"backend is {given!r}: expected a name or an AttentionBackend")
+    return backend(given)
+
+
+def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:
+    """The built-in backend that a layer's cache of this shape is of: K and V in a dimension, or MLA.
+
+    ValueError where it is of none, or of two (both first dimensions are 2).
+    """
+    shape = list(shape)
+    if len(shape) == 3:
+        return backend("MLA")
+    if len(shape) != 5 or 2 not in shape[:2]:
+        raise ValueError(
+            f"{name} has shape {shape}: expected [2, num_blocks, block_size, num_kv_heads, head_size], "
+            "[num_blocks, 2, ...], [num_blocks, block_size, head_size], or a backend that says what "
+            "its dimensions are"
+        )
+    if shape[:2] == [2, 2]:
+        raise ValueError(
+            f"{name} has shape {shape}, which may be either way round: expected a backend"
+        )
+    return backend("FLASH_ATTN" if shape[0] == 2 else "FLASHINFER")
+
+
 def backend_names() -> list[str]:
     """Names of all registered backends, sorted."""
     return sorted(_BACKENDS)
 
 
-# The orders of packed layers are those of the serving engines, so that a tensor of theirs is understood.
+# The orders of packed layers are those of the serving engines, so that a tensor of theirs is understood;
+# BLOCK_MAJOR is this library's: of a page one layer follows the other, in HND too.
 _NHD_PACKED = ("block", "layer", "kv", "token", "head", "element")
 _HND_PACKED = ("block", "head", "layer", "kv", "token", "element")
 for _described in (
@@ -245,6 +505,12 @@ for _described in (
         nhd_cross_layers=("block", "layer", "token", "element"),
         hnd_cross_layers=("block", "layer", "token", "element"),
         unequal_head_sizes=True,
+    ),
+    AttentionBackend(
+        "BLOCK_MAJOR",
+        ("block", "kv", "token", "head", "element"),
+        nhd_cross_layers=_NHD_PACKED,
+        hnd_cross_layers=("block", "layer", "kv", "head", "token", "element"),
     ),
 ):
     register_backend(_described)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.checks import MAX_INT32, MAX_INT64, integer
+from kvcache.kinds import KindProperties, make_kind
 from kvcache.specs import MAX_GROUPS, ContextParallel, GroupSpec, LayerSpec
 
 _SLACK = 1.1  # bytes that fewer groups may cost
@@ -26,6 +27,7 @@ class CachePlan:
     (512, 256, 2.0)
     """
 
+    layers: tuple[LayerSpec, ...]  # all specs, in the order given
     groups: tuple[GroupSpec, ...]
     page_bytes: int
     num_pages: int  # with the null page
@@ -38,13 +40,17 @@ class CachePlan:
     def pages_per_request(self, num_tokens: int) -> int:
         """Pages, over all groups, that one request of `num_tokens` holds at most at one time.
 
-        A request is computed in steps of up to `max_num_batched_tokens`, and what slid out of a
-        window is released before each. A recurrent group holds the running state and the one it is
-        copied from. Of an encoder at most `num_tokens` tokens are assumed.
+        A request is computed in steps of up to `max_num_batched_tokens`, and blocks that left a
+        window are released before each: the attention kind of each group says how many remain
+        (`kvcache.kinds.KindProperties.max_pages`). An encoder is assumed to have at most `num_tokens`
+        tokens.
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
         step, cp = self.max_num_batched_tokens, self.context_parallel
-        return sum(_pages_of(group, num_tokens, step, cp) for group in self.groups)
+        return sum(
+            _max_pages(group, make_kind(group.kind, group.options), num_tokens, step, cp)
+            for group in self.groups
+        )
 
     @property
     def max_concurrency(self) -> float:
@@ -71,10 +77,15 @@ def plan_cache(
     bytes than with the best (each group costs a table and a look-up). A layer's share
     of a page has the size of the largest block: smaller blocks get more tokens (a multiple of
     `LayerSpec.block_size`), and where a recurrent state is larger than every block, blocks grow
-    until one holds it, as in vLLM's hybrid models. What then remains is padding.
+    until one holds it, as in vLLM's hybrid models. The rest of a share is padding.
+
+    How many pages a request holds in a group is asked of the group's attention kind. A kind of your
+    own that has no formula for it is asked for `first_needed_token` of every position below
+    `max_model_len`.
 
     Raises ValueError if no plan fits, saying how many bytes are missing and what would fit;
-    TypeError or ValueError for wrong arguments.
+    `kvcache.kinds.KindError` if a kind answers what it must not; TypeError or ValueError for wrong
+    arguments.
 
     >>> local = {"kind": "sliding_window", "options": {"window": 1024}}
     >>> layers = [LayerSpec(f"local.{i}", block_size=16, num_kv_heads=8, head_size=128, **local)
@@ -94,12 +105,14 @@ def plan_cache(
     step = integer(step, "max_num_batched_tokens", 1)
     by_name = _by_name(layers)
     layer_page, buckets = _buckets(by_name.values())
-    demand = _Demand(buckets, layer_page, step, context_parallel or ContextParallel())
+    kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
+    demand = _Demand(buckets, kinds, layer_page, step, context_parallel or ContextParallel())
     size = demand.best_group_size(budget_bytes, max_model_len)
     if size is None:
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
     groups, page_bytes = _split(buckets, size), size * layer_page
     return CachePlan(
+        tuple(by_name.values()),
         groups,
         page_bytes,
         min(budget_bytes // page_bytes, MAX_INT32),
@@ -113,9 +126,10 @@ def plan_cache(
 
 @dataclass(frozen=True)
 class _Demand:
-    """What one request needs if buckets (groups not yet split) become groups of some size."""
+    """The pages and bytes of one request if buckets (groups not yet split) get some size."""
 
     buckets: Sequence[GroupSpec]
+    kinds: Sequence[KindProperties]  # of the buckets
     layer_page: int
     max_num_batched_tokens: int
     context_parallel: ContextParallel
@@ -136,13 +150,13 @@ class _Demand:
     def request_bytes(self, size: int, num_tokens: int) -> int:
         step, cp = self.max_num_batched_tokens, self.context_parallel
         pages = sum(
-            _ceil_div(len(bucket.layers), size) * _pages_of(bucket, num_tokens, step, cp)
-            for bucket in self.buckets
+            _ceil_div(len(bucket.layers), size) * _max_pages(bucket, kind, num_tokens, step, cp)
+            for bucket, kind in zip(self.buckets, self.kinds)
         )
         return pages * size * self.layer_page
 
     def pool_bytes(self, size: int, num_tokens: int) -> int:
-        """Of the smallest pool: a request, and the null page."""
+        """Bytes of the smallest pool: a request, and the null page."""
         return self.request_bytes(size, num_tokens) + size * self.layer_page
 
     def least_bytes(self, num_tokens: int) -> int:
@@ -168,19 +182,10 @@ class _Demand:
         )
 
 
-def _pages_of(group: GroupSpec, num_tokens: int, step: int, cp: ContextParallel) -> int:
-    """Pages that a request of `num_tokens` holds at most in a group, in steps of `step` tokens."""
-    if group.kind == "recurrent":
-        return 2
-    tokens = group.tokens_per_block(cp)
-    pages = _ceil_div(num_tokens, tokens)
-    if group.kind == "sliding_window":
-        alive = group.options["window"] - 1 + step
-    elif group.kind == "chunked_local":
-        alive = group.options["chunk_size"] + step
-    else:
-        return pages
-    return min(pages, _ceil_div(alive, tokens) + 1)  # one more: they may begin inside a block
+def _max_pages(
+    group: GroupSpec, kind: KindProperties, num_tokens: int, step: int, cp: ContextParallel
+) -> int:
+    return kind.max_pages(num_tokens, step, group.tokens_per_block(cp))
 
 
 def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:

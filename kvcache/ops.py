@@ -248,7 +248,7 @@ def copy_blocks(
 
     src, dst: the memories that regions count from; src None: both sides lie in dst. regions:
     int64[r, 5] on the CPU, in bytes: offset of page 0 and distance of pages in src, the same in dst,
-    bytes of a fragment. Usually made by `worker.route.Route`; it is trusted like pointers. For
+    bytes of a fragment. Usually made by `PageCopy`; it is trusted like pointers. For
     tensors of an engine's own, offsets may lead outside src and dst (other layers): such calls stay
     outside `torch.compile`. pairs: int32[n, 2], source and destination page, source -1 clears the
     destination; on the CPU (checked: pages out of range, one written twice, one both read and

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvcache.checks import MAX_INT64, check_name, integer
+
+if TYPE_CHECKING:
+    from kvcache.kinds import KindProperties
 
 MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 
@@ -20,9 +24,6 @@ ELEMENT_BYTES = {
     "uint8": 1,
     "int8": 1,
 }
-
-# The option that says how far a query of this kind sees, in tokens.
-_REACH = {"sliding_window": "window", "chunked_local": "chunk_size"}
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ class _Options(Mapping[str, int]):
 class GroupSpec:
     """A cache group: layers of one attention kind that share block tables.
 
-    `kind` is a name of an open registry; only generic properties are checked here. Raises TypeError
-    or ValueError.
+    `kind` and `options` are checked where the kind is used (`kvcache.kinds.make_kind`). Raises
+    TypeError or ValueError.
 
     >>> group = GroupSpec("sliding_window", block_size=16, options={"window": 1024})
     >>> group.tokens_per_block(ContextParallel(dcp_world_size=2))
@@ -109,7 +110,7 @@ class GroupSpec:
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
-        _settle_integer(self, "block_size", 1)
+        _set_integer(self, "block_size", 1)
         if isinstance(self.layers, str):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
         for name in self.layers:
@@ -124,12 +125,13 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer caches on one rank: K and V of each token, or one state of each request.
+    """The cache of one layer on one rank: K and V of each token, or one state of each request.
 
-    A layer with `state_bytes` (kind "recurrent") leaves heads and sizes 0; a state can be stored
-    after every `block_size` tokens. MLA stores one latent vector per token: one head, `v_head_size`
-    0. A packed format is `uint8` with the head size in bytes. "sliding_window" needs the option
-    `window` (tokens a query sees, with itself), "chunked_local" `chunk_size`.
+    `kind` is a registered attention kind (`kvcache.kinds`), `options` are what it takes:
+    "sliding_window" needs `window` (tokens a query sees, with itself), "chunked_local" `chunk_size`.
+    A layer whose kind keeps a state ("recurrent") has `state_bytes` and leaves heads and sizes 0; a
+    state can be stored after every `block_size` tokens. MLA stores one latent vector per token: one
+    head, `v_head_size` 0. A packed format is `uint8` with the head size in bytes.
 
     Raises TypeError or ValueError.
 
@@ -145,7 +147,7 @@ class LayerSpec:
     head_size: int = 0  # elements
     v_head_size: int | None = None  # elements; None: as head_size
     dtype: str = "bfloat16"
-    options: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
     replicated: bool = False  # held whole by every context-parallel rank
     state_bytes: int = 0  # of one request
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
@@ -153,31 +155,33 @@ class LayerSpec:
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         check_name(self.kind, "kind")
-        _settle_integer(self, "block_size", 1)
+        _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
-        self._check_reach()
+        has_state = self._make_kind().pages == "state"
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
-        self._check_sizes()
+        self._check_sizes(has_state)
 
-    def _check_reach(self) -> None:
-        option = _REACH.get(self.kind)
-        if option is None:
-            return
-        if option not in self.options:
-            raise ValueError(f"options is {self.options}: expected {option!r} for {self.kind!r}")
-        integer(self.options[option], option, 1)
+    def _make_kind(self) -> KindProperties:
+        # Imported here: sizes and layouts are of use without the native library.
+        from kvcache.kinds import make_kind
 
-    def _check_sizes(self) -> None:
-        has_state = self.kind == "recurrent" or self.state_bytes != 0
+        return make_kind(self.kind, self.options)
+
+    def _check_sizes(self, has_state: bool) -> None:
         least = 0 if has_state else 1
-        _settle_integer(self, "state_bytes", 1 - least)
-        _settle_integer(self, "num_kv_heads", least)
-        _settle_integer(self, "head_size", least)
+        _set_integer(self, "state_bytes", 1 - least)
+        _set_integer(self, "num_kv_heads", least)
+        _set_integer(self, "head_size", least)
         if self.v_head_size is not None:
-            _settle_integer(self, "v_head_size", 0)
-        _settle_integer(self, "scale_bytes_per_token", 0)
+            _set_integer(self, "v_head_size", 0)
+        _set_integer(self, "scale_bytes_per_token", 0)
         if not has_state:
+            if self.state_bytes:
+                raise ValueError(
+                    f"state_bytes is {self.state_bytes}: expected 0 for kind {self.kind!r}, "
+                    "which keeps no state"
+                )
             return
         for name in ("num_kv_heads", "head_size", "v_head_size", "scale_bytes_per_token"):
             if getattr(self, name):
@@ -195,5 +199,5 @@ class LayerSpec:
         return self.state_bytes or self.bytes_per_token * block_size
 
 
-def _settle_integer(spec: object, name: str, least: int) -> None:
+def _set_integer(spec: object, name: str, least: int) -> None:
     object.__setattr__(spec, name, integer(getattr(spec, name), name, least))

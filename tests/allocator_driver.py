@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
-from kvcache.allocator.groups import AttentionKind, register
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.kinds import AttentionKind, register
 from tests.model import ENCODER, STATE, ModelGroup, ModelManager, ModelRequest
 
 

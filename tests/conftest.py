@@ -11,14 +11,39 @@ settings.register_profile("few", derandomize=True, deadline=None, max_examples=5
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-def pytest_collection_modifyitems(items):
-    """GPU tests are skipped, and say why, where there is no GPU or no CUDA build of torch."""
-    if not any("gpu" in item.keywords for item in items):
+num_without_gpu = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(
+    trylast=True
+)  # behind -m and -k, so that only tests that were asked for are counted
+def pytest_collection_modifyitems(config, items):
+    """Tests marked gpu are left out where torch finds no CUDA device; the summary says how many."""
+    needs_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not needs_gpu:
         return
     import torch
 
     if torch.cuda.is_available():
         return
-    for item in items:
-        if "gpu" in item.keywords:
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+    items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    config.hook.pytest_deselected(items=needs_gpu)
+    config.stash[num_without_gpu] = len(needs_gpu)
+
+
+def pytest_sessionfinish(session):
+    if hasattr(session.config, "workeroutput"):  # of pytest-xdist: every worker collects the same
+        session.config.workeroutput["num_without_gpu"] = session.config.stash.get(
+            num_without_gpu, 0
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    if output := getattr(node, "workeroutput", None):  # None: the worker has crashed
+        node.config.stash[num_without_gpu] = output["num_without_gpu"]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if left_out := config.stash.get(num_without_gpu, 0):
+        terminalreporter.line(f"{left_out} tests marked gpu were not run: no CUDA device")

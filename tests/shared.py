@@ -16,3 +16,10 @@ def shared_file(name: str) -> Path:
     if not path.exists():
         pytest.skip(f"{name} is not there: no folder 'shared' with it beside the project")
     return path
+
+
+def sampled(values, num_first: int = 1) -> list:
+    """Values for `parametrize` of which all but the first `num_first` are marked exhaustive."""
+    values = list(values)
+    rest = [pytest.param(value, marks=pytest.mark.exhaustive) for value in values[num_first:]]
+    return [*values[:num_first], *rest]

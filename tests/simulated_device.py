@@ -16,7 +16,7 @@ class Event:
         return self.happened
 
 
-class SimulatedTimeline:
+class SimulatedStreams:
     """`worker.swap.streams` for tests. Work is carried out by `advance`, in a random legal order."""
 
     def __init__(self, seed: int) -> None:

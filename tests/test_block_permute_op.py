@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.backends import each_backend, each_device_backend, each_real_backend
 from tests.emulation import ASAN
+from tests.shared import sampled
 from tests.switches import ids_from
 
 DTYPES = [torch.int8, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn]
@@ -177,7 +178,7 @@ def test_blocks_of_every_size(backend, name, where):
 
 
 @each_backend
-@pytest.mark.parametrize("remote_block_size", [1, 2, 6])
+@pytest.mark.parametrize("remote_block_size", sampled([6, 1, 2]))
 def test_more_ids_and_layers_than_one_launch_takes(backend, remote_block_size):
     case = Case(torch.int8, "NHD", "plain", 70, 1900, 2, 2, 1, remote_block_size, "HND")
     check(backend, case, "host")

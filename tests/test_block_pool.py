@@ -28,6 +28,18 @@ def test_allocate_publish_release_lookup_hit():
     pool.check_invariants()
 
 
+def test_hashes_that_differ_only_at_the_end_are_two():
+    """The index keeps tags of the first bytes; the whole hash decides."""
+    pool = BlockPool(5)
+    ids = pool.allocate(2)
+    both = hashes(7, 7)
+    both[1, -1] = 1
+    pool.publish(ids[:1], both[:1])
+    assert pool.lookup(both, prefix=False).tolist() == [1, -1]
+    pool.publish(ids[1:], both[1:])
+    assert pool.lookup(both).tolist() == [1, 2]
+
+
 def test_uncached_blocks_go_before_cached_ones_and_tails_before_heads():
     pool = BlockPool(5)
     ids = pool.allocate(4)

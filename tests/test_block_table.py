@@ -146,7 +146,7 @@ def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions,
         ((4, 1, -1, 1, False, "cpu", 4), "max_num_blocks_per_req is -1"),
         ((4, 1, 1, 0, False, "cpu", 4), "max_num_batched_tokens is 0"),
         ((4, 1, 1, 1, False, "cpu", 3), "kernel_block_size 3 does not divide block_size 4"),
-        ((4, 1, 1, 1, False, "cpu", -2), "kernel_block_size -2 does not divide block_size 4"),
+        ((4, 1, 1, 1, False, "cpu", -2), "kernel_block_size is -2: expected 1 to"),
     ],
 )
 def test_wrong_sizes_are_named(arguments, message):
@@ -719,3 +719,62 @@ def test_padding_counts_prefill_ranks_only_and_replicated_groups_any_interleave(
     tables.add_row(([1], [2]), 0)
     tables.compute_slot_mapping(np.zeros(5, np.int32), np.arange(5))
     assert tables[1].slot_mapping.np[:5].tolist() == [18, 19, 20, 21, 22]
+
+
+FIRST = (16, 4, 8, 64)
+GROUPS_FIRST = (4, 64, 32, False, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: BlockTable(*FIRST, False, "cpu", [16, 8]),
+            r"kernel_block_size is \[16, 8\]: expected an integer; .* kernel_sizes=\[16, 8\]",
+        ),
+        (
+            lambda: BlockTable(*FIRST, False, "cpu", None, 1, 2),
+            "9 positional arguments, the last 2: expected at most 8; pass kernel_sizes, num_spec",
+        ),
+        (lambda: BlockTable(*FIRST, "cpu", False), "pin_memory is 'cpu': expected True or False"),
+        (
+            lambda: BlockTable(*FIRST, False, 16),
+            "device is 16: expected a torch.device or its name",
+        ),
+        (
+            lambda: BlockTable(*FIRST, False, "cpu", kernel_sizes=16),
+            "kernel_sizes is 16: expected a list of candidates; .* kernel_block_size=16",
+        ),
+        (
+            lambda: BlockTable(*FIRST, False, "cpu", 16, [1]),
+            r"cp_kv_cache_interleave_size is \[1\]: expected an integer",
+        ),
+        (
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, 16),
+            "block_sizes is 16: expected a list, one size per group",
+        ),
+        (
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], 0),
+            "kernel_block_sizes is 0: expected a list, one size per group; pass num_speculative_tokens",
+        ),
+        (
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], [[16]]),
+            r"kernel_block_size is \[16\]: expected an integer; .* kernel_sizes=\[16\]",
+        ),
+        (
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], None, [4]),
+            r"num_speculative_tokens is \[4\]: expected an integer; pass .*max_num_blocks",
+        ),
+        (
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], None, 0, 1, 2),
+            "10 positional arguments, the last 2: expected at most 9",
+        ),
+        (
+            lambda: MultiGroupBlockTable(*GROUPS_FIRST, [16], kernel_sizes=16),
+            "kernel_sizes is 16: expected a list, one entry per group",
+        ),
+    ],
+)
+def test_arguments_in_another_engines_order_say_what_to_pass(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()

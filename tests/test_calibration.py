@@ -18,7 +18,7 @@ from kvcache.worker.swap.calibration import (
     path_for,
     steps_of,
 )
-from tests.simulated_device import SimulatedTimeline
+from tests.simulated_device import SimulatedStreams
 
 KIB = 1024
 KERNEL_ALWAYS = ((0, ((0, "kernel"),)),)
@@ -104,7 +104,7 @@ def test_a_file_that_holds_none_is_named(tmp_path, text, message):
 
 def engine(sizes, block_major=False, **options):
     pages = Pages.allocate(40, sizes, block_major=block_major)
-    return SwapEngine(pages, pages.on_host(40), timeline=SimulatedTimeline(0), **options)
+    return SwapEngine(pages, pages.on_host(40), streams=SimulatedStreams(0), **options)
 
 
 # The built-in thresholds of many fragments, for any number.
@@ -146,7 +146,7 @@ def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
     monkeypatch.setattr(
         bandwidth, "median_times", lambda *functions: [(f() and 0) or 0.5 for f in functions]
     )
-    original = bandwidth.Route.copy
+    original = bandwidth.PageCopy.copy
 
     def copy(self, pairs):
         if self.source is not self.destination:
@@ -154,7 +154,7 @@ def test_rates_on_the_cpu_are_of_the_bytes_that_moved(monkeypatch):
             moved.append(len(pairs) * self.source.page_bytes)
         original(self, pairs)
 
-    monkeypatch.setattr(bandwidth.Route, "copy", copy)
+    monkeypatch.setattr(bandwidth.PageCopy, "copy", copy)
     (rate,) = bandwidth.host_rates(8 << 20, (64 * KIB,))
     assert (rate.direction, rate.fragment, rate.pattern) == ("host", 64 * KIB, "scattered")
     assert moved == [8 << 20]

@@ -99,6 +99,7 @@ def test_a_figure_is_drawn(capsys, trace, tmp_path):
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
+@pytest.mark.exhaustive
 def test_two_thousand_requests_of_the_published_trace_verify(capsys):
     path = str(shared_file("traces/mooncake_conversation.jsonl"))
     found = run_json(capsys, path, "--limit", "2000", "--num-blocks", "10001", "--verify")
@@ -178,9 +179,12 @@ def test_three_hundred_requests_of_the_published_trace_verify_with_a_window(caps
         ),
         ("", "'': its kind is '': expected one of"),
         ("full_attention,", "'': its kind is ''"),
-        ("sliding_window", "its options besides block_size are {}: expected window=N"),
-        ("chunked_local:size=3", "besides block_size are {'size': 3}: expected chunk_size=N"),
-        ("recurrent:window=3", "besides block_size are {'window': 3}: expected none"),
+        (
+            "sliding_window:block_size=8",
+            "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N",
+        ),
+        ("chunked_local:size=3", "'chunked_local' are {'size': 3}: expected chunk_size=N"),
+        ("recurrent:window=3", "options of kind 'recurrent' are {'window': 3}: expected none"),
         ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
         (
             "sliding_window:window=x",
@@ -198,6 +202,63 @@ def test_wrong_groups_are_one_line(capsys, groups, says):
     error = error_of(capsys, "replay", "--groups", groups, "--json")
     assert error.startswith("kvcache: --groups has ") and says in error
     assert len(error) < 400
+
+
+OWN_KIND = str(REPO / "examples" / "own_attention_kind.py")
+
+
+def test_a_kind_of_an_imported_file_is_replayed_and_verified(capsys):
+    found = run_json(
+        capsys, "--requests", "40", "--verify", "--concurrency", "3", "--chunk-tokens", "48",
+        "--import", OWN_KIND, "--import", OWN_KIND,
+        "--groups", "full_attention,segment_local:segment=32:lookback=2:block_size=8",
+    )  # fmt: skip
+    assert (found["mismatches"], found["verified_tokens"]) == (0, found["prompt_tokens"])
+    assert found["groups"][1]["kind"] == "segment_local"
+    assert found["groups"][1]["options"] == {"segment": 32, "lookback": 2}
+    assert found["groups"][1]["hit_blocks"] > 0
+    error = error_of(
+        capsys, "replay", "--import", OWN_KIND, "--groups", "segment_local:lookback=2", "--json"
+    )
+    assert "'segment_local' are {'lookback': 2}: expected segment=N [lookback=N]" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "expected an existing file, FILE.py"),
+        ("x = 1\n1 / 0\n", "it raised ZeroDivisionError: division by zero, line 2"),
+        ("def", "it raised SyntaxError: "),
+        ("raise SystemExit(3)", "it raised SystemExit: 3, line 1"),
+        (
+            "from kvcache.kinds import AttentionKind, register\n"
+            "register('full_attention')(AttentionKind)\n",
+            "ValueError: name is 'full_attention': expected one that is not registered yet, line 2",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_imported_is_one_line(capsys, tmp_path, text, says):
+    path = tmp_path / "kind.py"
+    if text is not None:
+        path.write_text(text)
+    error = error_of(capsys, "replay", "--import", str(path), "--json")
+    assert error.startswith("kvcache: --import is '") and says in error
+
+
+def test_a_kind_that_answers_what_it_must_not_is_one_line(capsys, tmp_path):
+    path = tmp_path / "kind.py"
+    path.write_text(
+        "from kvcache.kinds import AttentionKind, register\n"
+        "@register('test_negative')\n"
+        "class Negative(AttentionKind):\n"
+        "    def first_needed_token(self, num_computed_tokens):\n"
+        "        return -1\n"
+    )
+    arguments = ("--verify", "--import", str(path), "--groups", "test_negative", "--json")
+    error = error_of(capsys, "replay", *arguments)
+    assert error == (
+        "kvcache: --groups is 'test_negative': Negative.first_needed_token(0) is -1: expected 0 to 0\n"
+    )
 
 
 def test_block_sizes_without_a_common_multiple_are_one_line(capsys):

@@ -10,7 +10,7 @@ import torch
 
 from kvcache import Pages, ops
 from kvcache.worker.pages import pinning
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 from tests.shared import REPO
 
 pytestmark = pytest.mark.gpu
@@ -35,9 +35,9 @@ def arrived(pages, host, pairs=PAIRS):
 @pytest.mark.parametrize("engine", [ops.COPY_ENGINE, ops.COPY_ENGINE_SINGLY])
 def test_copies_of_the_copy_engine_can_be_captured(engine):
     pages, host = sides()
-    route, graph, stream = Route(pages, host), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    page_copy, graph, stream = PageCopy(pages, host), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     with torch.cuda.graph(graph, stream=stream):
-        route.copy(PAIRS, engine=engine)
+        page_copy.copy(PAIRS, engine=engine)
     pages.memory.random_(0, 256)
     torch.cuda.synchronize()
     assert not arrived(pages, host)
@@ -61,7 +61,7 @@ def test_without_batches_the_same_bytes_arrive(monkeypatch, how):
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        Route(pages, host).copy(PAIRS, engine=engine)
+        PageCopy(pages, host).copy(PAIRS, engine=engine)
     stream.synchronize()
     assert arrived(pages, host)
 
@@ -110,8 +110,8 @@ def test_the_copy_that_a_batch_refuses_is_named(monkeypatch):
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         with pytest.raises(RuntimeError, match=r"copy 1 \(32768 bytes from 0x\w+ to 0x\w+\) fail"):
-            Route(pages, host).copy(pairs, engine=ops.COPY_ENGINE)
-        Route(pages, host).copy(pairs[[0, 3]], engine=ops.COPY_ENGINE)  # nothing is left of it
+            PageCopy(pages, host).copy(pairs, engine=ops.COPY_ENGINE)
+        PageCopy(pages, host).copy(pairs[[0, 3]], engine=ops.COPY_ENGINE)  # nothing is left of it
     stream.synchronize()
     assert arrived(pages, host, pairs[[0, 3]])
 
@@ -122,8 +122,8 @@ def test_a_kernel_refuses_tensors_of_which_one_is_not_pinned(into_host):
     pageable = torch.zeros(9, 512, dtype=torch.uint8)
     pinned = pageable.pin_memory()
     host = Pages.over([pinned, pageable])
-    route = Route(pages, host) if into_host else Route(host, pages)
+    page_copy = PageCopy(pages, host) if into_host else PageCopy(host, pages)
     with pytest.raises(RuntimeError, match=r"'s regions\[1\] is host memory that is not pinned"):
-        route.copy(np.array([[1, 2]]))
-    route.copy(np.array([[1, 2]]), engine=ops.COPY_ENGINE)
+        page_copy.copy(np.array([[1, 2]]))
+    page_copy.copy(np.array([[1, 2]]), engine=ops.COPY_ENGINE)
     torch.cuda.synchronize()

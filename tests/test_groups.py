@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvcache import ContextParallel, GroupSpec, KVCacheManager, Request, Status
-from kvcache.allocator.groups import AttentionKind, kind_names, make_kind, register
+from kvcache.kinds import AttentionKind, kind_class, kind_names, make_kind, register
 
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
@@ -44,6 +44,69 @@ def hit_length(manager, tokens):
 def test_a_kind_says_what_is_still_read(kind, options, reads_from):
     native = make_kind(kind, options)
     assert {n: native.first_needed_token(n) for n in reads_from} == reads_from
+
+
+def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
+    options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
+    kinds = {n: make_kind(n, options.get(n, {})) for n in kind_names() if "test" not in n}
+    assert {name: (kind.pages, kind.window) for name, kind in kinds.items()} == {
+        "full_attention": ("tokens", None),
+        "sliding_window": ("tokens", 6),
+        "chunked_local": ("tokens", None),
+        "recurrent": ("state", None),
+        "cross_attention": ("encoder", None),
+    }
+
+
+def test_a_kind_may_have_a_second_name_and_options_with_defaults():
+    register("test_mamba")(kind_class("recurrent"))
+    assert make_kind("test_mamba", {}).pages == "state"
+
+    @register("test_lookback")
+    class Lookback(AttentionKind):
+        def __init__(self, *, segment, lookback=1):
+            super().__init__()
+            self.tokens = (segment, lookback)
+
+    assert make_kind("test_lookback", {"segment": 8}).tokens == (8, 1)
+    with pytest.raises(
+        ValueError,
+        match=r"^options of kind 'test_lookback' are {'lookback': 2}: "
+        r"expected segment=N \[lookback=N\]$",
+    ):
+        make_kind("test_lookback", {"lookback": 2})
+
+
+class OverridesNative(kind_class("sliding_window")):
+    def first_needed_token(self, num_computed_tokens):
+        return 0
+
+
+class TakesAnything(AttentionKind):
+    def __init__(self, **options):
+        super().__init__()
+
+
+class OfStates(AttentionKind):
+    pages = "state"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "error", "message"),
+    [
+        ("recurrent", AttentionKind, ValueError, "name is 'recurrent': expected one that is not"),
+        ("", AttentionKind, ValueError, "name is '': expected a name that is not empty"),
+        ("test_x", AttentionKind(), TypeError, "expected a class derived from AttentionKind"),
+        ("test_x", dict, TypeError, "expected a class derived from AttentionKind"),
+        ("test_x", OverridesNative, TypeError, "overrides first_needed_token of SlidingWindow"),
+        ("test_x", TakesAnything, TypeError, r"takes \*\*options: expected arguments with names"),
+        ("test_x", OfStates, ValueError, "pages of kind 'test_x' is 'state': expected 'tokens'"),
+    ],
+)
+def test_a_wrong_kind_is_not_registered(name, kind, error, message):
+    with pytest.raises(error, match=message):
+        register(name)(kind)
+    assert "test_x" not in kind_names()
 
 
 def test_blocks_that_leave_a_window_are_freed_and_become_null():
@@ -353,8 +416,13 @@ def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
     [
         ([], {}, ValueError, "groups has 0 entries: expected 1 to 32"),
         ([GroupSpec("ful", 4)], {}, ValueError, "kind is 'ful': expected one of "),
-        ([GroupSpec("sliding_window", 4)], {}, TypeError, "options of group kind 'sliding_window'"),
-        ([GroupSpec("full_attention", 4, {"x": 1})], {}, TypeError, "are {'x': 1}: it takes oth"),
+        (
+            [GroupSpec("sliding_window", 4)],
+            {},
+            ValueError,
+            "options of kind 'sliding_window' are {}",
+        ),
+        ([GroupSpec("full_attention", 4, {"x": 1})], {}, ValueError, "are {'x': 1}: expected none"),
         ([GroupSpec("sliding_window", 4, {"window": 0})], {}, ValueError, "window is 0: expected"),
         ([FULL], {"hash_block_size": 3}, ValueError, "hash_block_size is 3: expected a divisor"),
         ([FULL], {"hash_block_size": 0}, ValueError, "hash_block_size is 0"),

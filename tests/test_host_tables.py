@@ -1,6 +1,7 @@
 """The native host tables against lists; and what they pack against the tables themselves."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -134,3 +135,32 @@ class TablesAgainstLists(RuleBasedStateMachine):
 
 TestTablesAgainstLists = TablesAgainstLists.TestCase
 TestTablesAgainstLists.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tables: tables.swap_rows([0], [1], 0),
+        lambda tables: tables.swap_rows([1], [2], 0),
+        lambda tables: tables.move_rows([0], [1], 0),
+        lambda tables: tables.clear_rows([1], 0),
+        lambda tables: tables.append_row(0, 0, [7, 8], False),
+        lambda tables: tables.append_row(0, 1, [9], True),
+    ],
+    ids=["swap", "swap with an empty row", "move", "clear", "append", "reset"],
+)
+def test_all_of_one_change_is_packed(change):
+    """In tables so large that the random ones above would send everything."""
+    width = 200
+    arena = np.zeros(ROWS * width + ROWS, np.int32)
+    tables = core.HostTables(arena, ROWS, [(0, width, 1, 2**31)], track=True)
+    tables.append_row(0, 0, list(range(1, 11)), False)
+    tables.append_row(0, 1, list(range(20, 40)), False)
+    device = torch.from_numpy(arena.copy())
+    tables.mark_clean()
+    change(tables)
+    packed = np.zeros(300, np.int32)
+    used = tables.pack(packed)
+    assert 0 < used <= len(packed)
+    torch.ops.kvcache.update_block_tables(device, torch.from_numpy(packed[:used]))
+    assert np.array_equal(device.numpy(), arena)

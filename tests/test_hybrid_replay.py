@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import GroupSpec
+from kvcache.kinds import AttentionKind, register
 from kvcache.replay import Mismatch, Replayer, Series, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.verifier import KVVerifier
@@ -287,6 +288,26 @@ def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
     report = replayer.run(as_workload([range(30)]))
     (found,) = report.mismatched_requests
     assert (found.token, found.block_column, found.is_state) == (0, 3, True)
+
+
+@register("test_segments")
+class Segments(AttentionKind):
+    """A token reads its own segment of 8 tokens and `lookback` before it."""
+
+    def __init__(self, *, lookback):
+        super().__init__()
+        self.lookback = lookback
+
+    def first_needed_token(self, num_computed_tokens):
+        return max(num_computed_tokens // 8 - self.lookback, 0) * 8
+
+
+@pytest.mark.parametrize(("lookback", "is_right"), [(1, True), (2, False)])
+def test_blocks_that_a_kind_of_a_user_still_reads_must_be_there(lookback, is_right):
+    verified = f"test_segments:lookback={lookback}"
+    replayer = hybrid("test_segments:lookback=1", 65, chunk_tokens=8, verified=verified)
+    report = replayer.run(as_workload([range(40)]))
+    assert (report.mismatches == 0) == is_right
 
 
 def test_copies_that_the_storage_does_not_make_are_caught(monkeypatch):

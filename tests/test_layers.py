@@ -10,13 +10,17 @@ import pytest
 from tests.shared import REPO
 
 PACKAGE = REPO / "kvcache"
-GROUND = {f"kvcache.{name}" for name in ("native", "checks", "step", "specs", "layouts", "events")}
+GROUND = {
+    f"kvcache.{name}"
+    for name in ("native", "checks", "kinds", "step", "specs", "layouts", "events")
+}
 
 
 # Room -> the rooms it may import, besides itself and the ground all stand on.
 MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
+    "kvcache.kinds": set(),
     "kvcache.step": set(),
     "kvcache.specs": set(),
     "kvcache.events": set(),
@@ -25,7 +29,8 @@ MAY_IMPORT = {
     "kvcache.native": set(),
     "kvcache.ops": set(),
     "kvcache.allocator": set(),
-    "kvcache.worker": {"kvcache.ops"},
+    "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops"},
+    "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.cli": {"kvcache", "kvcache.replay", "kvcache.worker"},
@@ -34,6 +39,7 @@ MAY_IMPORT = {
 TORCH_FREE = {
     "kvcache",
     "kvcache.checks",
+    "kvcache.kinds",
     "kvcache.step",
     "kvcache.specs",
     "kvcache.events",

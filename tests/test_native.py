@@ -186,7 +186,11 @@ def test_make_builds_again_after_clean(made):
 
 # --- what CI runs ---------------------------------------------------------------------------------
 
-STEPS = ("setup", "lint", "ctest", "sanitize", "gpu-less", "gpu-rehearsal", "dist", "demo", "test")
+# By the order in which their output comes; gpu-rehearsal begins two steps earlier.
+STEPS = (
+    *("setup", "lint", "sanitize", "gpu-less", "docs", "dist", "gpu-rehearsal", "demo", "test"),
+    "test-exhaustive",
+)
 
 
 def run_ci(tmp_path, failing: str) -> tuple[int, str]:

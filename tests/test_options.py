@@ -10,7 +10,7 @@ import pytest
 
 from kvcache import CacheOptions, GroupSpec, KVCacheManager
 from kvcache.allocator import CacheArguments
-from kvcache.allocator.groups import make_kind
+from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.replay import Replayer
 

@@ -8,22 +8,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import KVStorage, Pages
-from kvcache.worker.swap.page_copy import Route, pairs_tensor
+from kvcache import KVStorage, LayerSpec, Pages, plan_cache
+from kvcache.worker.swap.page_copy import PageCopy, pairs_tensor
 
+PACKED = {"backend": "BLOCK_MAJOR", "cross_layers": True}
+MLA = {"backend": "MLA", "num_kv_heads": 1}
 FORMS = {
     "apart": {},
-    "blocks first": {"blocks_first": True},
-    "block-major": {"block_major": True},
+    "blocks first": {"backend": "FLASHINFER"},
+    "block-major": PACKED,
     "unequal": {"v_head_size": 4},
-    "unequal, blocks first": {"v_head_size": 4, "blocks_first": True},
-    "unequal, block-major": {"v_head_size": 4, "block_major": True},
+    "unequal, blocks first": {"v_head_size": 4, "backend": "TRITON_ATTN"},
+    "unequal, block-major": {"v_head_size": 4, **PACKED},
+    "side by side": {"v_head_size": 4, "backend": "FLASH_ATTN_DIFFKV"},
+    "heads first": {"backend": "FLASH_ATTN", "cross_layers": True},
+    "kv, heads, layers": {"backend": "FLASHINFER", "cross_layers": True},
     "scales": {"scale_bytes_per_token": 4},
-    "scales, blocks first": {"scale_bytes_per_token": 4, "blocks_first": True},
-    "scales, block-major": {"scale_bytes_per_token": 4, "block_major": True},
-    "mla": {"mla": True, "v_head_size": 4, "num_kv_heads": 1},
-    "mla, block-major": {"mla": True, "v_head_size": 4, "num_kv_heads": 1, "block_major": True},
-    "mla of one part": {"mla": True, "num_kv_heads": 1},
+    "scales, blocks first": {"scale_bytes_per_token": 4, "backend": "FLASHINFER"},
+    "scales, block-major": {"scale_bytes_per_token": 4, **PACKED},
+    "scales, side by side": {"scale_bytes_per_token": 4, "backend": "FLASH_ATTN_DIFFKV"},
+    "mla": {"v_head_size": 4, **MLA},
+    "mla, block-major": {"v_head_size": 4, "cross_layers": True, **MLA},
+    "mla of one part": MLA,
 }
 EACH_FORM = [*itertools.product(FORMS, ("NHD", "HND"))]
 
@@ -95,9 +101,9 @@ def test_pages_go_to_the_host_and_come_back_as_they_were(form, layout):
     fill(kv)
     before = content(kv)
     host = kv.pages.on_host(9)
-    host.copy_from(kv.pages, np.array([[2, 8], [3, 1], [6, 4]]))
+    PageCopy(kv.pages, host).copy(np.array([[2, 8], [3, 1], [6, 4]]))
     kv.pages.memory.zero_()
-    kv.pages.copy_from(host, np.array([[8, 1], [1, 5], [4, 6]]))
+    PageCopy(host, kv.pages).copy(np.array([[8, 1], [1, 5], [4, 6]]))
     for was, now in zip(itertools.chain(*before), itertools.chain(*content(kv))):
         assert torch.equal(now[[1, 5, 6]], was[[2, 3, 6]]) and not now[[0, 2, 3, 4]].any()
 
@@ -182,17 +188,18 @@ def test_scales_of_another_shape_are_named(shape):
 
 def test_a_page_of_a_packed_storage_is_one_fragment():
     fragments = {
-        form: len(Route(kv.pages, kv.pages.on_host(3)).regions)
+        form: len(PageCopy(kv.pages, kv.pages.on_host(3)).regions)
         for form in FORMS
         for kv in [storage(form, "NHD", num_layers=4)]
     }
     assert fragments == {
         "apart": 8, "blocks first": 4, "block-major": 1, "unequal": 8, "unequal, blocks first": 4,
         "unequal, block-major": 1, "scales": 12, "scales, blocks first": 4, "scales, block-major": 1,
+        "side by side": 4, "heads first": 1, "kv, heads, layers": 1, "scales, side by side": 4,
         "mla": 4, "mla, block-major": 1, "mla of one part": 4,
     }  # fmt: skip
     kv = storage("block-major", "NHD", num_layers=4)
-    assert len(Route(kv.pages, kv.pages.on_host(3), by_layer=True).regions) == 4
+    assert len(PageCopy(kv.pages, kv.pages.on_host(3), by_layer=True).regions) == 4
 
 
 # --- an engine's own tensors ----------------------------------------------------------------------
@@ -237,9 +244,9 @@ def test_an_engines_tensors_are_taken_as_they_are(backend, layout):
     assert kv.pages.num_bytes == sum(t.numel() * t.element_size() for t in flat)
     clones = [t.clone() for t in flat]
     host = kv.pages.on_host(5)
-    host.copy_from(kv.pages, np.array([[5, 2], [1, 4]]))
+    PageCopy(kv.pages, host).copy(np.array([[5, 2], [1, 4]]))
     kv.pages.zero(np.array([1, 5]))
-    kv.pages.copy_from(host, np.array([[2, 3]]))
+    PageCopy(host, kv.pages).copy(np.array([[2, 3]]))
     for now, was in zip(flat, clones):
         dim = 1 if backend == "flash_attention" else 0
         now, was = now.movedim(dim, 0), was.movedim(dim, 0)
@@ -257,7 +264,7 @@ def test_states_of_any_dtype_are_pages_too():
     pages = Pages.over(layers)
     assert pages.page_bytes == 2 * (60 + 56) and pages.layers.tolist() == [0, 0, 1, 1]
     before = [t.clone() for layer in layers for t in layer]
-    pages.copy_from(pages, np.array([[2, 4]]))
+    PageCopy(pages, pages).copy(np.array([[2, 4]]))
     pages.zero(np.array([1]))
     for now, was in zip((t for layer in layers for t in layer), before):
         assert torch.equal(now[4], was[2]) and not now[1].any()
@@ -313,8 +320,8 @@ def two(shape, *others):
             r"kv_caches\[0\] has shape \[2, 2, 4, 1, 8\], which may be either way round",
         ),
         (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], block_dim=1),
-            r"block_dim is 1, kv_caches\[0\] has shape .*: expected K and V in dimension 0",
+            lambda: KVStorage.from_tensors([torch.zeros(3, 2, 4, 1, 8)], backend="FLASH_ATTN"),
+            r"kv_caches\[0\] has shape .*: expected \[2, block, token, head, element\] of backend",
         ),
         (
             lambda: KVStorage.from_tensors([torch.zeros(3, 3, 4, 1, 8)]),
@@ -351,16 +358,37 @@ def two(shape, *others):
             r"kv_caches\[0\] has stride 2 in its last dimension: expected 1",
         ),
         (
-            lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], block_dim=1),
-            r"block_dim is 1, kv_caches\[0\] has shape \[3, 4, 8\]: expected None or 0",
+            lambda: KVStorage.from_tensors([torch.zeros(3, 4, 8)], backend="FLASHINFER"),
+            r"kv_caches\[0\] has shape \[3, 4, 8\]: expected \[block, 2, token, head, element\] of",
         ),
         (
             lambda: KVStorage.from_tensors([torch.zeros(2, 0, 4, 2, 8)]),
             r"layer 0 has shape \[2, 0, 4, 2, 8\]: expected elements in a block",
         ),
         (lambda: Pages.allocate(3, [[-4, 8]]), "sizes has -4: expected 0 bytes or more"),
-        (lambda: storage("apart", "NHD", mla=True), "num_kv_heads is 2: expected 1 with mla"),
-        (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 or more"),
+        (
+            lambda: storage("apart", "NHD", backend="MLA"),
+            "num_kv_heads is 2: expected 1 with the memory order .* which has no heads",
+        ),
+        (lambda: storage("apart", "NHD", v_head_size=-1), "v_head_size is -1: expected 0 to"),
+        (
+            lambda: storage("heads first", "HND", scale_bytes_per_token=4),
+            "scale_bytes_per_token is 4: expected 0 with the memory order .* do not lie together",
+        ),
+        (
+            lambda: storage("apart", "NHD", backend="SHARED"),
+            "backend is 'SHARED': expected one of BLOCK_MAJOR, ",
+        ),
+        (
+            lambda: KVStorage.over(Pages.allocate(3, [[512]]), 4, 1, 8, backend="FLASH_ATTN"),
+            "backend is 'FLASH_ATTN': expected one that keeps K and V of a block together",
+        ),
+        (
+            lambda: KVStorage.from_tensors(
+                [torch.zeros(3, 4, 1, 8)], backend="FLASH_ATTN_DIFFKV", v_head_size=8
+            ),
+            "v_head_size is 8: expected 0 to 7",
+        ),
         (
             lambda: storage("apart", "NHD", scale_bytes_per_token=-1),
             "scale_bytes_per_token is -1: expected 0 or more",
@@ -379,6 +407,21 @@ def two(shape, *others):
 def test_what_does_not_fit_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_backend_that_is_none_is_named():
+    with pytest.raises(TypeError, match="backend is 7: expected a name or an AttentionBackend"):
+        storage("apart", "NHD", backend=7)
+
+
+@pytest.mark.parametrize("v_head_size", [None, 2])
+def test_an_engines_own_tensors_with_k_and_v_side_by_side(v_head_size):
+    caches = [torch.randn(3, 4, 2, 8) for _ in range(2)]
+    kv = KVStorage.from_tensors(caches, backend="FLASH_ATTN_DIFFKV", v_head_size=v_head_size)
+    split = 4 if v_head_size is None else 6
+    assert (kv.num_blocks, kv.head_size, kv.v_head_size) == (3, split, 8 - split)
+    assert torch.equal(kv.key_cache(1), caches[1][..., :split])
+    assert torch.equal(kv.value_cache(1), caches[1][..., split:])
 
 
 def test_pairs_that_are_none_are_named():
@@ -413,8 +456,8 @@ def test_views_of_separate_tensors_show_them_and_move_nothing(downwards):
     assert [t.data_ptr() for t in layers] == places
     before = [t.clone() for t in layers]
     host = pages.on_host(5)
-    host.copy_from(pages, np.array([[7, 2]]))
-    pages.copy_from(host, np.array([[2, 9]]))
+    PageCopy(pages, host).copy(np.array([[7, 2]]))
+    PageCopy(host, pages).copy(np.array([[2, 9]]))
     assert all(torch.equal(now[9], was[7]) for now, was in zip(layers, before))
 
 
@@ -451,11 +494,11 @@ def test_one_memory_under_two_names_is_one_memory():
     memory = torch.arange(12.0).view(6, 2)
     one, two = Pages.over([memory]), Pages.over([memory])
     with pytest.raises(RuntimeError, match="reads page 2, which pairs"):
-        two.copy_from(one, np.array([[1, 2], [2, 3]]))
-    two.copy_from(one, np.array([[1, 2]]))
+        PageCopy(one, two).copy(np.array([[1, 2], [2, 3]]))
+    PageCopy(one, two).copy(np.array([[1, 2]]))
     assert memory[2].tolist() == [2, 3]
     with pytest.raises(ValueError, match="source and destination share memory: expected the same"):
-        Pages.over([memory[:4]]).copy_from(Pages.over([memory[1:5]]), np.array([[1, 2]]))
+        PageCopy(Pages.over([memory[1:5]]), Pages.over([memory[:4]])).copy(np.array([[1, 2]]))
 
 
 @pytest.mark.parametrize(
@@ -469,7 +512,7 @@ def test_one_memory_under_two_names_is_one_memory():
 def test_pages_of_another_dtype_shape_or_order_are_refused(other):
     mine, others = Pages.over([torch.zeros(6, 4, 2, 8).half()]), Pages.over([other])
     with pytest.raises(ValueError, match=r"tensor 0 has blocks of .dtype, shape, dimensions from"):
-        others.copy_from(mine, np.array([[1, 2]]))
+        PageCopy(mine, others).copy(np.array([[1, 2]]))
 
 
 def test_single_layers_are_copied_by_a_route_made_for_it():
@@ -477,10 +520,86 @@ def test_single_layers_are_copied_by_a_route_made_for_it():
     fill(kv)
     host = kv.pages.on_host(3)
     with pytest.raises(
-        ValueError, match="layers is given: expected it only of a route made with by"
+        ValueError, match="layers is given: expected it only of a PageCopy made with by"
     ):
-        Route(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
+        PageCopy(kv.pages, host).copy(np.array([[1, 2]]), layers=slice(1, 2))
     host.memory.zero_()
-    Route(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
+    PageCopy(kv.pages, host, by_layer=True).copy(np.array([[1, 2]]), layers=slice(1, 2))
     held = [bool(host.layer(layer)[2].any()) for layer in range(3)]
     assert held == [False, True, False]
+
+
+# --- storages of a plan ---------------------------------------------------------------------------
+
+
+def hybrid_plan():
+    window = {"options": {"window": 32}}
+    layers = [LayerSpec(f"full.{i}", "full_attention", 16, 2, 8, dtype="float16") for i in range(3)]
+    layers += [LayerSpec("window", "sliding_window", 8, 2, 8, dtype="float16", **window)]
+    layers += [LayerSpec("mla", "full_attention", 16, 1, 24, 0, dtype="bfloat16")]
+    scaled = {"dtype": "float8_e4m3fn", "scale_bytes_per_token": 8}
+    layers += [LayerSpec("fp8", "full_attention", 16, 2, 8, 4, **scaled)]
+    layers += [LayerSpec("state", "recurrent", 1, dtype="float32", state_bytes=512)]
+    return plan_cache(layers, 2**20, max_model_len=64, max_num_batched_tokens=16)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_plan_gives_a_storage_per_group_over_the_same_pages(layout):
+    plan = hybrid_plan()
+    storages = KVStorage.for_plan(plan, layout=layout)
+    assert len(storages) == len(plan.groups)
+    pages = storages[0].pages
+    assert pages.num_blocks == plan.num_pages and pages.page_bytes == plan.page_bytes
+    assert all(kv.pages is pages for kv in storages)
+    pages.memory.zero_()
+    specs = {layer.name: layer for layer in plan.layers}
+    for page, (group, kv) in enumerate(zip(plan.groups, storages), start=1):
+        spec = specs[group.layers[0]]
+        assert kv.num_layers == len(group.layers) and kv.layout == layout
+        assert kv.block_size == (1 if spec.state_bytes else group.block_size)
+        assert kv.dtype == getattr(torch, spec.dtype)
+        key = torch.randn(1, kv.num_kv_heads, kv.head_size).to(kv.dtype)
+        value = torch.randn(1, kv.num_kv_heads, kv.v_head_size).to(kv.dtype)
+        slot = torch.tensor([page * kv.block_size + kv.block_size - 1])
+        for layer in range(kv.num_layers):
+            kv.write(layer, key, value, slot)
+            found = kv.gather(layer, slot)
+            assert torch.equal(found[0].float(), key.float())
+            assert torch.equal(found[1].float(), value.float())
+            written = pages.layer(layer)[page].count_nonzero()
+            assert 0 < written <= plan.layer_page_bytes
+            assert not pages.layer(layer)[page + 1].any()
+
+
+def test_what_a_kernel_sees_of_each_kind_of_layer():
+    plan = hybrid_plan()
+    found = {g.layers[0]: kv for g, kv in zip(plan.groups, KVStorage.for_plan(plan))}
+    n, mla, state = plan.num_pages, found["mla"], found["state"]
+    assert list(found["window"].kv_caches[0].shape[1:]) == [2, found["window"].block_size, 2, 8]
+    assert list(mla.kv_caches[0].shape) == [n, mla.block_size, 24]
+    assert list(state.kv_caches[0].shape) == [n, 1, 128] and state.dtype == torch.float32
+    fp8 = found["fp8"]
+    assert [list(t.shape) for t in fp8.kv_caches[0]] == [[n, fp8.block_size, 2, d] for d in (8, 4)]
+    assert list(fp8.scale_cache(0).shape) == [n, fp8.block_size, 8]
+    before = (
+        fp8.key_cache(0).view(torch.uint8).clone(),
+        fp8.value_cache(0).view(torch.uint8).clone(),
+    )
+    fp8.scale_cache(0).fill_(7)
+    assert torch.equal(fp8.key_cache(0).view(torch.uint8), before[0])
+    assert torch.equal(fp8.value_cache(0).view(torch.uint8), before[1])
+
+
+def test_plans_that_no_storage_can_follow_are_refused():
+    with pytest.raises(TypeError, match="plan is a list: expected a CachePlan"):
+        KVStorage.for_plan([])
+    odd = [LayerSpec("s", "recurrent", 1, state_bytes=5)]
+    with pytest.raises(ValueError, match="state_bytes is 5, of layer 's': expected whole elements"):
+        KVStorage.for_plan(plan_cache(odd, 2**10, max_model_len=4))
+    layers = [
+        LayerSpec("a", "full_attention", 16, 2, 8),
+        LayerSpec("b", "full_attention", 16, 1, 16),
+    ]
+    plan = plan_cache(layers, 2**20, max_model_len=64)
+    with pytest.raises(ValueError, match="layer 'b' has num_kv_heads 1, layer 'a' of its group 2"):
+        KVStorage.for_plan(plan)

@@ -16,6 +16,7 @@ import torch
 
 from kvcache import Pages, SwapEngine
 from kvcache.worker.pages import pinning
+from kvcache.worker.swap.page_copy import PageCopy
 
 
 def test_a_host_tier_larger_than_memory_is_refused():
@@ -41,7 +42,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
     ):
         host = pages.on_host(2000, pin_memory=True)
     assert len(told) >= 3 and len(released) == len(told) - 1  # what was pinned is let go again
-    host.copy_from(pages, np.array([[1, 1999]]))
+    PageCopy(pages, host).copy(np.array([[1, 1999]]))
     assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
 
 

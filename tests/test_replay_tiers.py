@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from kvcache import GroupSpec, eviction_names
 from kvcache.replay import Mismatch, Replayer, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
+from kvcache.replay.option_text import join_options
 from kvcache.replay.policies import HOST_POLICIES, parse_eviction, parse_host_write
 from kvcache.replay.verifier import KVVerifier
-from kvcache.replay.written import joined
 from kvcache.worker import Worker
 
 from .shared import shared_file
@@ -282,7 +282,7 @@ def test_a_page_loaded_into_a_block_that_another_holds_is_caught(monkeypatch):
 
 def test_policies_are_read_as_they_are_written():
     for text in POLICIES:
-        assert joined(*parse_eviction(text)) == text
+        assert join_options(*parse_eviction(text)) == text
     assert parse_host_write("through") == {"host_write": "through"}
     assert parse_host_write("selective") == {"host_write": "selective"}
     assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvcache.kinds import AttentionKind, KindError, make_kind, register, registry
 from kvcache.memory_plan import MAX_GROUPS, plan_cache
 from kvcache.specs import ContextParallel, GroupSpec, LayerSpec
 
@@ -136,19 +137,33 @@ def test_a_layer_is_a_value():
         (
             {"kind": "sliding_window"},
             ValueError,
-            "options is {}: expected 'window' for 'sliding_window'",
+            "options of kind 'sliding_window' are {}: expected window=N",
         ),
         (
             {"kind": "chunked_local", "options": {"window": 8}},
             ValueError,
-            "options is {'window': 8}: expected 'chunk_size' for 'chunked_local'",
+            "options of kind 'chunked_local' are {'window': 8}: expected chunk_size=N",
         ),
         (
             {"kind": "sliding_window", "options": {"window": 0}},
             ValueError,
             "window is 0: expected 1 to 2147483647",
         ),
-        ({"state_bytes": 8}, ValueError, "num_kv_heads is 8: expected 0 for a state"),
+        (
+            {"options": {"window": 8}},
+            ValueError,
+            "options of kind 'full_attention' are {'window': 8}: expected none",
+        ),
+        (
+            {"state_bytes": 8},
+            ValueError,
+            "state_bytes is 8: expected 0 for kind 'full_attention', which keeps no state",
+        ),
+        (
+            {"kind": "recurrent", "state_bytes": 8},
+            ValueError,
+            "num_kv_heads is 8: expected 0 for a state",
+        ),
         ({"kind": "recurrent"}, ValueError, "state_bytes is 0: expected 1 to 2147483647"),
     ],
 )
@@ -157,6 +172,13 @@ def test_a_wrong_layer_is_refused(wrong, error, message):
     with pytest.raises(error) as caught:
         LayerSpec(**{**right, "num_kv_heads": 8, "head_size": 128, **wrong})
     assert str(caught.value) == message
+
+
+def test_a_layer_of_an_unknown_kind_is_refused():
+    with pytest.raises(
+        ValueError, match=r"^kind is 'no_such': expected one of chunked_local, cross"
+    ):
+        LayerSpec("x", "no_such", 16, 8, 128)
 
 
 # --- plans of models ------------------------------------------------------------------------------
@@ -169,6 +191,7 @@ def test_a_model_of_one_kind_is_one_group():
     )
     assert (plan.layer_page_bytes, plan.page_bytes, plan.num_pages) == (64 * KIB, 2048 * KIB, 512)
     assert plan.padding_bytes == (0,)
+    assert plan.layers == tuple(attention("full_attention", 32))
     assert [plan.pages_per_request(n) for n in (1, 16, 17, 4000)] == [1, 1, 2, 250]
     assert plan.max_concurrency == 511 / 250
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -267,9 +290,12 @@ def test_mla_stores_one_vector_per_token():
 def test_a_small_layer_fills_its_share_with_more_tokens():
     mla = attention("full_attention", 4, block_size=64, heads=1, head_size=576, v_head_size=0)
     index = {"dtype": "uint8", "scale_bytes_per_token": 4, "v_head_size": 0}
-    mla += attention("indexer", 4, block_size=64, heads=1, head_size=128, **index)
+    mla += [
+        LayerSpec(f"indexer.{i}", "full_attention", 64, num_kv_heads=1, head_size=128, **index)
+        for i in range(4)
+    ]
     plan = plan_cache(mla, GIB, max_model_len=8192)
-    assert shape(plan) == [("full_attention", 64, 4), ("indexer", 512, 4)]
+    assert shape(plan) == [("full_attention", 64, 4), ("full_attention", 512, 4)]
     assert plan.padding_bytes == (0, 4 * 64 * (576 * 2 - 8 * 132))
 
 
@@ -311,9 +337,10 @@ def test_where_padding_is_needed_block_sizes_keep_a_common_boundary():
 
 
 def test_block_sizes_without_a_common_multiple_that_fits():
-    layers = attention("full_attention", 1) + attention("other", 1, block_size=24, heads=5)
+    layers = attention("full_attention", 1)
+    layers += [LayerSpec("other", "full_attention", 24, num_kv_heads=5, head_size=128)]
     plan = plan_cache(layers, GIB, max_model_len=4096)
-    assert shape(plan) == [("full_attention", 16, 1), ("other", 24, 1)]
+    assert shape(plan) == [("full_attention", 16, 1), ("full_attention", 24, 1)]
     assert plan.padding_bytes == (0, 16 * 4096 - 24 * 2560)
 
 
@@ -348,6 +375,64 @@ def test_a_pool_has_no_more_pages_than_ids():
     assert plan_cache(layers, 2**40, max_model_len=1).num_pages == 2**31 - 1
 
 
+# --- kinds of a user ------------------------------------------------------------------------------
+
+
+@register("test_last_segments")
+class LastSegments(AttentionKind):
+    """A token reads its own segment and the one before it."""
+
+    def __init__(self, *, segment):
+        super().__init__()
+        self.segment = segment
+
+    def first_needed_token(self, num_computed_tokens):
+        return max(num_computed_tokens // self.segment - 1, 0) * self.segment
+
+
+def test_a_kind_of_a_user_is_planned_from_its_first_needed_token():
+    layers = attention("test_last_segments", 2, options={"segment": 32})
+    plan = plan_cache(layers, GIB, max_model_len=100_000, max_num_batched_tokens=64)
+    # 63 tokens before the last of a segment, and 64 of the step: 8 blocks, or 9.
+    assert [plan.pages_per_request(n) for n in (1, 16, 17, 90, 127, 128, 144, 100_000)] == [
+        1, 1, 2, 6, 8, 8, 9, 9,
+    ]  # fmt: skip
+    for n in (1, 50, 144, 1000):
+        assert plan.pages_per_request(n) >= blocks_touched(plan.groups[0], plan, n)
+
+
+def test_a_kind_of_a_user_that_keeps_all_is_planned_as_full_attention():
+    @register("test_keeps_all")
+    class KeepsAll(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            return 0
+
+    plan = plan_cache(
+        attention("test_keeps_all", 1), GIB, max_model_len=5000, max_num_batched_tokens=16
+    )
+    assert plan.pages_per_request(5000) == 313
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (lambda n: n + 1, r"Wrong.first_needed_token\(0\) is 1: expected 0 to 0$"),
+        (lambda n: -n, r"Wrong.first_needed_token\(1\) is -1: expected 0 to 1$"),
+        (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
+        (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
+        (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
+    ],
+)
+def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer, says):
+    class Wrong(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            return answer(num_computed_tokens)
+
+    monkeypatch.setitem(registry._KINDS, "test_wrong", Wrong)
+    with pytest.raises(KindError, match=says):
+        plan_cache(attention("test_wrong", 1), GIB, max_model_len=64)
+
+
 # --- plans that cannot be -------------------------------------------------------------------------
 
 
@@ -374,7 +459,7 @@ def test_a_budget_that_holds_no_token():
 
 def test_more_kinds_of_layers_than_groups():
     layers = [
-        LayerSpec(f"layers.{i}", f"kind {i}", 16, 8, 128, options={"x": i})
+        LayerSpec(f"layers.{i}", "sliding_window", 16, 8, 128, options={"window": 1 + i})
         for i in range(MAX_GROUPS + 1)
     ]
     assert len(plan_cache(layers[1:], GIB, max_model_len=64).groups) == MAX_GROUPS
@@ -390,9 +475,9 @@ def test_more_kinds_of_layers_than_groups():
         ({"layers": []}, ValueError, "layers is empty: expected at least one LayerSpec"),
         ({"layers": ["a"]}, TypeError, "a layer is 'a': expected a LayerSpec"),
         (
-            {"layers": 2 * attention("x", 1)},
+            {"layers": 2 * attention("full_attention", 1)},
             ValueError,
-            "the name of two layers is 'x.0': expected different names",
+            "the name of two layers is 'full_attention.0': expected different names",
         ),
         (
             {"budget_bytes": -1},
@@ -409,7 +494,7 @@ def test_more_kinds_of_layers_than_groups():
     ],
 )
 def test_wrong_input_is_refused(wrong, error, message):
-    right = {"layers": attention("x", 1), "budget_bytes": GIB, "max_model_len": 64}
+    right = {"layers": attention("full_attention", 1), "budget_bytes": GIB, "max_model_len": 64}
     with pytest.raises(error) as caught:
         plan_cache(**{**right, **wrong})
     assert str(caught.value) == message
@@ -452,7 +537,9 @@ def blocks_touched(group, plan, num_tokens):
     for start in range(num_tokens):
         stop = min(start + step, num_tokens)
         first = 0
-        if group.kind == "sliding_window":
+        if group.kind.startswith("test_"):
+            first = make_kind(group.kind, group.options).first_needed_token(start)
+        elif group.kind == "sliding_window":
             first = max(0, start - group.options["window"] + 1)
         elif group.kind == "chunked_local":
             first = start - start % group.options["chunk_size"]
@@ -474,6 +561,7 @@ def test_every_layer_has_its_share_and_one_request_fits(case, slack):
     budget = least_budget(layers, arguments) + slack
     plan = plan_cache(layers, budget, **arguments)
     by_name = {layer.name: layer for layer in layers}
+    assert plan.layers == tuple(layers)
     assert sorted(n for group in plan.groups for n in group.layers) == sorted(by_name)
     assert len(plan.groups) <= MAX_GROUPS
     share = plan.layer_page_bytes

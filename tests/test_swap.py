@@ -13,8 +13,8 @@ from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
 from kvcache.worker.swap.calibration import Calibration
 from kvcache.worker.swap.staging import Staging
-from kvcache.worker.swap.streams import CpuTimeline
-from tests.simulated_device import SimulatedTimeline
+from kvcache.worker.swap.streams import CpuStreams
+from tests.simulated_device import SimulatedStreams
 
 LAYERS = 3
 # One page by the kernel, several through staging.
@@ -44,10 +44,10 @@ class Race:
 
     def __init__(self, seed: int, **form) -> None:
         self.random = random.Random(seed)
-        self.timeline = SimulatedTimeline(seed)
+        self.streams = SimulatedStreams(seed)
         self.pages = Pages.allocate(12, [[8, 8]] * LAYERS)
         self.host_pages = self.pages.on_host(10)
-        self.engine = SwapEngine(self.pages, self.host_pages, timeline=self.timeline, **form)
+        self.engine = SwapEngine(self.pages, self.host_pages, streams=self.streams, **form)
         self.by_layer = form.get("layers_per_event", 0) > 0
         self.device = dict.fromkeys(range(1, 12), 0)
         self.host: dict[int, int] = {}
@@ -68,8 +68,8 @@ class Race:
         for page in chosen:
             self.number += 1
             self.device[page] = self.number
-            self.timeline.launch(
-                self.timeline.compute, lambda page=page, number=self.number: self._put(page, number)
+            self.streams.launch(
+                self.streams.compute, lambda page=page, number=self.number: self._put(page, number)
             )
 
     def compute_read(self, pages=None, layers=ALL_LAYERS):
@@ -83,7 +83,7 @@ class Race:
                 for region in np.flatnonzero(np.isin(self.pages.layers, list(layers))):
                     self.wrong += int((self.pages.fragment(region)[page] != expected).any())
 
-            self.timeline.launch(self.timeline.compute, look)
+            self.streams.launch(self.streams.compute, look)
 
     def swap_out(self):
         n = self.random.randint(1, 4)
@@ -112,9 +112,9 @@ class Race:
         for _ in range(num_calls):
             self.random.choice(calls)()
             if self.random.random() < 0.5:
-                self.timeline.advance(self.random.randint(0, 8))
+                self.streams.advance(self.random.randint(0, 8))
         self.compute_read(sorted(self.device))
-        assert self.timeline.advance() == 0, "streams wait for each other"
+        assert self.streams.advance() == 0, "streams wait for each other"
         self.engine.wait(timeout_s=0)
         return self.wrong
 
@@ -129,14 +129,14 @@ def test_whatever_the_order_of_streams_every_read_finds_what_the_calls_say(form)
 
 def without_order_against_compute(monkeypatch):
     """Swaps do not wait for what the compute stream was given before."""
-    record = SimulatedTimeline.record
+    record = SimulatedStreams.record
 
     def happened(self, stream):
         event = record(self, stream)
         event.happened |= stream is self.compute
         return event
 
-    monkeypatch.setattr(SimulatedTimeline, "record", happened)
+    monkeypatch.setattr(SimulatedStreams, "record", happened)
 
 
 def without_before_write(monkeypatch):
@@ -210,28 +210,28 @@ def test_an_order_that_is_missing_between_relayout_and_bus_shows(monkeypatch, fo
 
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_one_half_is_filled_while_the_other_crosses_the_bus(direction):
-    worker, timeline = simulated_worker(method="staging", staging_bytes=1)
+    worker, streams = simulated_worker(method="staging", staging_bytes=1)
     ran = []
-    launch = timeline.launch
+    launch = streams.launch
 
     def noted(stream, work):
-        lane = worker.engine._lanes[direction]
-        name = "bus" if stream is lane.stream else "relayout"
+        swap_stream = worker.engine._swap_streams[direction]
+        name = "bus" if stream is swap_stream.stream else "relayout"
         launch(stream, lambda: (ran.append(name), work()))
 
-    timeline.launch = noted
+    streams.launch = noted
     pages = [(1, 1), (2, 2), (3, 3), (4, 4)]
     getattr(worker.engine, f"swap_{direction}")(pairs(*pages))
-    staging = worker.engine._lanes[direction].staging
+    staging = worker.engine._swap_streams[direction].staging
     first = "relayout" if direction == "out" else "bus"
     last = "bus" if direction == "out" else "relayout"
     # `first` runs ahead of `last` by both halves and no further.
-    only_first = [s for s in timeline._streams if s is not staging.last]
-    everything, timeline._streams = timeline._streams, only_first
-    timeline.advance()
+    only_first = [s for s in streams._streams if s is not staging.last]
+    everything, streams._streams = streams._streams, only_first
+    streams.advance()
     assert ran == [first, first]
-    timeline._streams = everything
-    timeline.advance()
+    streams._streams = everything
+    streams.advance()
     assert sorted(ran) == ["bus"] * 4 + ["relayout"] * 4 and ran[-1] == last
 
 
@@ -251,12 +251,12 @@ def plan(step_id=7, **sections):
 
 def simulated_worker(seed=0, **options):
     storage = KVStorage(12, 4, 1, 8, num_layers=LAYERS, dtype=torch.float32)
-    timeline = SimulatedTimeline(seed)
+    streams = SimulatedStreams(seed)
     worker = Worker(
         storage, BlockTable(4, 4, 5, 16, False, "cpu", 4), storage.pages.on_host(9),
-        timeline=timeline, **options,
+        streams=streams, **options,
     )  # fmt: skip
-    return worker, timeline
+    return worker, streams
 
 
 def taking(*ids):
@@ -269,12 +269,12 @@ def taking(*ids):
 
 
 def test_a_report_comes_when_the_bytes_have_moved():
-    worker, timeline = simulated_worker()
+    worker, streams = simulated_worker()
     step = worker.start(plan(swap_out=pairs((3, 1))))
     assert step.poll() is None
     with pytest.raises(TimeoutError, match=r"swap-out 1 is not over after 0.01 s"):
         step.wait(timeout_s=0.01)
-    timeline.advance()
+    streams.advance()
     report = step.wait()
     assert report == step.poll()
     assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
@@ -284,11 +284,11 @@ def test_a_report_comes_when_the_bytes_have_moved():
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 def test_a_page_that_is_taken_in_the_plan_that_swaps_it_out_is_read_first(method):
     for seed in range(30):
-        worker, timeline = simulated_worker(seed, method=method)
+        worker, streams = simulated_worker(seed, method=method)
         worker.pages.memory.fill_(5)
         step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), **taking(4, 3)))
-        timeline.launch(timeline.compute, lambda w=worker: w.pages.memory.fill_(9))  # computes
-        timeline.advance()
+        streams.launch(streams.compute, lambda w=worker: w.pages.memory.fill_(9))  # computes
+        streams.advance()
         assert step.poll() is not None
         assert (worker.host.layer(0)[1:3] == 5).all()
 
@@ -296,7 +296,7 @@ def test_a_page_that_is_taken_in_the_plan_that_swaps_it_out_is_read_first(method
 def test_what_a_plan_swaps_in_is_there_for_the_step_and_gone_for_nobody():
     for seed in range(30):
         for by_layer in (0, 1):
-            worker, timeline = simulated_worker(seed, layers_per_event=by_layer)
+            worker, streams = simulated_worker(seed, layers_per_event=by_layer)
             worker.host.memory.fill_(5)
             seen = []
 
@@ -306,17 +306,17 @@ def test_what_a_plan_swaps_in_is_there_for_the_step_and_gone_for_nobody():
             step = worker.start(plan(swap_in=pairs((1, 3)), **taking(3)))
             for layer in range(LAYERS):
                 step.wait_layer(layer)
-                timeline.launch(timeline.compute, lambda layer=layer, look=look: look(layer))
-            timeline.advance()
+                streams.launch(streams.compute, lambda layer=layer, look=look: look(layer))
+            streams.advance()
             assert seen == [True] * LAYERS
 
 
 @pytest.mark.parametrize("failing", [1, 2])
 def test_pages_of_a_failed_job_come_back_in_the_report(failing):
-    worker, timeline = simulated_worker(method="kernel")
-    timeline.fails = {failing}
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {failing}
     step = worker.start(plan(swap_out=pairs((3, 1), (4, 2)), swap_in=pairs((5, 6), (7, 8))))
-    timeline.advance()
+    streams.advance()
     report = step.wait(timeout_s=5)
     assert (report.failed_host_pages, report.failed_pages) == (
         ([1, 2], []) if failing == 1 else ([], [6, 8])
@@ -324,9 +324,9 @@ def test_pages_of_a_failed_job_come_back_in_the_report(failing):
     (error,) = step.errors
     what = "swap-out 1" if failing == 1 else "swap-in 2"
     assert str(error) == f"{what} of 2 pages failed: CUDA error: planted"
-    timeline.fails = set()
+    streams.fails = set()
     after = worker.start(plan(8, swap_out=pairs((3, 1))))
-    timeline.advance()
+    streams.advance()
     assert after.wait(timeout_s=5).failed_host_pages == []
 
 
@@ -345,13 +345,13 @@ def test_a_failure_that_shows_late_names_the_job():
 
 
 def test_waiting_for_all_waits_for_all_and_tells_a_failure_once():
-    worker, timeline = simulated_worker(method="kernel")
-    timeline.fails = {1}
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {1}
     worker.engine.swap_out(pairs((3, 1)))
     other = worker.engine.swap_in(pairs((5, 6)))
     with pytest.raises(TimeoutError, match=r"one of 2 swaps is not over after 0.01 s"):
         worker.engine.wait(timeout_s=0.01)
-    timeline.advance()
+    streams.advance()
     with pytest.raises(SwapError, match="swap-out 1 of 1 pages failed"):
         worker.engine.wait(timeout_s=5)
     assert other.poll() and other.error is None
@@ -359,22 +359,22 @@ def test_waiting_for_all_waits_for_all_and_tells_a_failure_once():
 
 
 def test_reports_come_in_the_order_of_steps():
-    worker, timeline = simulated_worker(method="kernel")
+    worker, streams = simulated_worker(method="kernel")
     first = worker.start(plan(1, swap_in=pairs((1, 3))))
     second = worker.start(plan(2))
     assert second.poll() is None
-    timeline.advance()
+    streams.advance()
     assert second.poll().step_id == 2 and first.poll().step_id == 1
 
 
 def test_a_page_loaded_from_one_that_was_never_filled_is_reported_too():
-    worker, timeline = simulated_worker(method="kernel")
-    timeline.fails = {1}
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {1}
     first = worker.start(plan(1, swap_out=pairs((3, 1), (4, 2))))
     second = worker.start(plan(2, swap_in=pairs((2, 6), (5, 7))))
     third = worker.start(plan(3, swap_out=pairs((3, 2))))  # fills it after all
     fourth = worker.start(plan(4, swap_in=pairs((2, 8))))
-    timeline.advance()
+    streams.advance()
     assert first.wait(5).failed_host_pages == [1, 2]
     assert second.wait(5).failed_pages == [6]
     assert (third.wait(5).failed_host_pages, fourth.wait(5).failed_pages) == ([], [])
@@ -382,11 +382,11 @@ def test_a_page_loaded_from_one_that_was_never_filled_is_reported_too():
 
 def test_a_filler_that_failed_late_is_known_without_asking_about_it():
     """Its error shows when it is polled; the swap-in is asked about alone."""
-    worker, timeline = simulated_worker(method="kernel")
+    worker, streams = simulated_worker(method="kernel")
     swap = worker.engine
     out = swap.swap_out(pairs((3, 1), (4, 2)))
     back = swap.swap_in(pairs((2, 6), (5, 7)))
-    timeline.advance()
+    streams.advance()
 
     class Broken:
         def query(self):
@@ -394,66 +394,66 @@ def test_a_filler_that_failed_late_is_known_without_asking_about_it():
 
     out.done = Broken()
     assert back.poll() and back.error is None
-    assert swap.lost_pages(back).tolist() == [6]
+    assert swap.invalid_pages(back).tolist() == [6]
     assert out.error is not None
 
 
 def test_a_filler_that_failed_at_the_launch_is_known_without_asking_about_it():
-    worker, timeline = simulated_worker(method="kernel")
-    timeline.fails = {1}
+    worker, streams = simulated_worker(method="kernel")
+    streams.fails = {1}
     worker.engine.swap_out(pairs((3, 1), (4, 2)))
     back = worker.engine.swap_in(pairs((2, 6), (5, 7)))
-    timeline.advance()
+    streams.advance()
     back.wait(timeout_s=5)
-    assert worker.engine.lost_pages(back).tolist() == [6]
+    assert worker.engine.invalid_pages(back).tolist() == [6]
 
 
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 def test_calls_while_the_stream_is_captured_are_refused_and_launch_nothing(method):
-    worker, timeline = simulated_worker(method=method)
+    worker, streams = simulated_worker(method=method)
     swap = worker.engine
     swap.before_write(np.array([3]))
     job = swap.swap_in(pairs((1, 3)))
-    queued, launches = [len(stream) for stream in timeline._streams], timeline.launches
-    timeline.capturing = True
+    queued, launches = [len(stream) for stream in streams._streams], streams.launches
+    streams.capturing = True
     for name, call in {
         "swap_out": lambda: swap.swap_out(pairs((3, 1))),
         "swap_in": lambda: swap.swap_in(pairs((1, 4))),
         "before_read": lambda: swap.before_read(job),
         "before_write": lambda: swap.before_write(np.array([3])),
-        "settle": swap.settle,
+        "order_after_swap_ins": swap.order_after_swap_ins,
         "Worker.start": lambda: worker.start(plan(swap_out=pairs((3, 1)))),
     }.items():
         with pytest.raises(
             RuntimeError, match=f"{name} was called while the current stream is cap"
         ):
             call()
-    assert [len(stream) for stream in timeline._streams] == queued
-    assert timeline.launches == launches and swap._num_jobs == 1
-    timeline.capturing = False
+    assert [len(stream) for stream in streams._streams] == queued
+    assert streams.launches == launches and swap._num_jobs == 1
+    streams.capturing = False
     swap.before_read(job)
     after = [swap.swap_out(pairs((3, 1))), swap.swap_in(pairs((2, 4)))]
-    timeline.advance()
+    streams.advance()
     swap.wait(timeout_s=0)
     assert job.poll() and all(each.poll() and each.error is None for each in after)
-    timeline.capturing = True  # with no job under way there is nothing to wait for
+    streams.capturing = True  # with no job under way there is nothing to wait for
     swap.before_write(np.array([3]))
-    swap.settle()
+    swap.order_after_swap_ins()
 
 
 def test_two_threads_may_look_at_once_whether_jobs_are_over():
-    worker, timeline = simulated_worker(method="kernel")
-    lane = worker.engine._lanes["out"]
+    worker, streams = simulated_worker(method="kernel")
+    swap_stream = worker.engine._swap_streams["out"]
     job = worker.engine.swap_out(pairs((3, 1)))
-    timeline.advance()
+    streams.advance()
     poll = job.poll
 
     def poll_while_another_thread_forgets():
-        lane.in_flight.pop(job.number, None)
+        swap_stream.in_flight.pop(job.number, None)
         return poll()
 
     job.poll = poll_while_another_thread_forgets
-    lane.forget()
+    swap_stream.forget()
     assert worker.engine.is_idle
 
 
@@ -483,11 +483,11 @@ def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
 
     monkeypatch.setattr(Pages, "staging", no_memory)
     with pytest.warns(RuntimeWarning, match="no 64 MiB of device memory for staging, swaps will"):
-        worker, timeline = simulated_worker()
+        worker, streams = simulated_worker()
     several = pairs(*zip(range(1, 9), range(8, 0, -1)))
     assert worker.engine.method_for("out", several) == "kernel"
     step = worker.start(plan(swap_out=pairs((3, 1))))
-    timeline.advance()
+    streams.advance()
     assert step.wait(5).failed_host_pages == []
     with pytest.raises(torch.OutOfMemoryError):
         simulated_worker(method="staging")
@@ -497,13 +497,13 @@ def test_staging_without_memory_goes_another_way_with_a_warning(monkeypatch):
 @pytest.mark.parametrize("direction", ["out", "in"])
 def test_a_job_that_failed_half_way_is_over_when_all_that_was_launched_is(direction, failing):
     for seed in range(20):
-        worker, timeline = simulated_worker(seed, method="staging", staging_bytes=1)
-        timeline.fails = {failing}
+        worker, streams = simulated_worker(seed, method="staging", staging_bytes=1)
+        streams.fails = {failing}
         job = getattr(worker.engine, f"swap_{direction}")(pairs((3, 1), (4, 2)))
         assert job.error is not None and not job.poll()
         while not job.poll():
-            timeline.advance(1)
-        staging = worker.engine._lanes[direction].staging
+            streams.advance(1)
+        staging = worker.engine._swap_streams[direction].staging
         assert not any(map(callable, [*staging.first, *staging.last]))
 
 
@@ -570,7 +570,7 @@ def test_on_the_cpu_everything_has_happened():
     e.device.memory.copy_(torch.arange(e.device.memory.numel()) % 251)
     before = e.device.layer(1).clone()
     job = e.swap_out(pairs((2, 3), (4, 1)))
-    assert job.poll() and isinstance(e._timeline, CpuTimeline)
+    assert job.poll() and isinstance(e._streams, CpuStreams)
     e.device.memory.zero_()
     e.swap_in(pairs((3, 5), (1, 1))).wait(0)
     assert torch.equal(e.device.layer(1)[5], before[2])
@@ -582,8 +582,8 @@ def test_on_the_cpu_everything_has_happened():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("block_major", [False, True])
-def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
+@pytest.mark.parametrize("backend", [{}, {"backend": "BLOCK_MAJOR", "cross_layers": True}])
+def test_compute_swap_out_reuse_swap_in_on_a_device(form, backend):
     """The same calls as on the simulated device, with real streams and pages that take a while."""
     storage = KVStorage(
         40,
@@ -593,7 +593,7 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
         num_layers=LAYERS,
         dtype=torch.float32,
         device="cuda",
-        block_major=block_major,
+        **backend,
     )
     pages = storage.pages
     host = pages.on_host(40)
@@ -622,7 +622,7 @@ def test_compute_swap_out_reuse_swap_in_on_a_device(form, block_major):
         stream.wait_stream(last)
         last = stream
         with torch.cuda.stream(stream):
-            swap.settle()
+            swap.order_after_swap_ins()
             number += 1
             chosen = chance.sample(sorted(device), 6)
             swap.before_write(np.array(chosen))

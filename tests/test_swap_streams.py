@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvcache import Pages, SwapEngine, ops
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 from tests.shared import REPO
-from tests.simulated_device import SimulatedTimeline
+from tests.simulated_device import SimulatedStreams
 
 
 def engine(device="cuda", **options):
@@ -23,24 +23,25 @@ def engine(device="cuda", **options):
 
 
 def test_an_engine_gives_its_streams_back_when_it_is_let_go_of():
-    timeline = SimulatedTimeline(0)
-    before = len(timeline._streams)
-    swap = engine("cpu", method="staging", timeline=timeline)
-    made = timeline._streams[before:]
+    streams = SimulatedStreams(0)
+    before = len(streams._streams)
+    swap = engine("cpu", method="staging", streams=streams)
+    made = streams._streams[before:]
     assert len(made) == 4  # for the bus and for the relayout, in either direction
     del swap
     gc.collect()
-    assert [id(stream) for stream in timeline.closed] == [id(stream) for stream in made]
+    assert [id(stream) for stream in streams.closed] == [id(stream) for stream in made]
 
 
 def test_pages_live_until_the_streams_have_done_all():
     """What is under way when an engine is let go of still reads and writes its memories."""
-    timeline, alive = SimulatedTimeline(0), []
-    swap = engine("cpu", method="staging", timeline=timeline)
+    streams, alive = SimulatedStreams(0), []
+    swap = engine("cpu", method="staging", streams=streams)
     memories = [
-        weakref.ref(pages) for pages in (swap.device, swap.host, swap._lanes["out"].staging._memory)
+        weakref.ref(pages)
+        for pages in (swap.device, swap.host, swap._swap_streams["out"].staging._memory)
     ]
-    timeline.close = lambda streams: alive.extend(ref() is not None for ref in memories)
+    streams.close = lambda streams: alive.extend(ref() is not None for ref in memories)
     del swap
     gc.collect()
     assert alive == [True] * 3
@@ -73,7 +74,7 @@ def test_polling_does_not_break_a_capture(method, elsewhere):
     other = Pages.over(
         [torch.arange(9, dtype=torch.uint8).repeat_interleave(64).view(9, 64).cuda()]
     )
-    within, graph, errors = Route(other, other), torch.cuda.CUDAGraph(), []
+    within, graph, errors = PageCopy(other, other), torch.cuda.CUDAGraph(), []
 
     def poll():
         try:
@@ -110,7 +111,7 @@ def test_a_swap_in_a_capture_is_refused_and_breaks_neither_the_capture_nor_the_e
     other = Pages.over(
         [torch.arange(9, dtype=torch.uint8).repeat_interleave(64).view(9, 64).cuda()]
     )
-    within, graph = Route(other, other), torch.cuda.CUDAGraph()
+    within, graph = PageCopy(other, other), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         within.copy(np.array([[1, 2]]))
         for call in (
@@ -119,7 +120,7 @@ def test_a_swap_in_a_capture_is_refused_and_breaks_neither_the_capture_nor_the_e
             lambda: swap.before_read(finished),
             lambda: swap.before_read(under_way),
             lambda: swap.before_write(np.array([9, 10])),
-            swap.settle,
+            swap.order_after_swap_ins,
         ):
             with pytest.raises(
                 RuntimeError, match="while the current stream is captured in a CUDA"
@@ -140,8 +141,12 @@ def test_a_swap_in_a_capture_is_refused_and_breaks_neither_the_capture_nor_the_e
 @pytest.mark.gpu
 def test_swap_streams_are_the_engines_own_and_of_high_priority():
     swap = engine(method="staging")
-    own = [lane.stream for lane in swap._lanes.values()]
-    own += [s for lane in swap._lanes.values() for s in (lane.staging.first, lane.staging.last)]
+    own = [swap_stream.stream for swap_stream in swap._swap_streams.values()]
+    own += [
+        s
+        for swap_stream in swap._swap_streams.values()
+        for s in (swap_stream.staging.first, swap_stream.staging.last)
+    ]
     handles = {stream.cuda_stream for stream in own}
     assert len(handles) == 4
     pool = [torch.cuda.Stream(priority=priority) for priority in (0, -1) for _ in range(40)]
@@ -166,13 +171,13 @@ def test_an_engine_may_be_let_go_of_while_swaps_are_under_way():
 FIRST_LAUNCH_IN_A_CAPTURE = """
 import numpy as np, torch
 from kvcache import Pages, ops
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
 torch.cuda.synchronize()
 ops.warm_up()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    Route(pages, pages).copy(np.array([[1, 2]]))
+    PageCopy(pages, pages).copy(np.array([[1, 2]]))
 pages.memory[1] = 7
 graph.replay()
 torch.cuda.synchronize()
@@ -205,7 +210,7 @@ def test_warming_up_loads_every_kernel_once_and_again_costs_nothing():
 def test_the_checked_mode_says_that_it_cannot_be_captured(monkeypatch):
     pages = Pages.over([torch.zeros(9, 512, dtype=torch.uint8, device="cuda")])
     pairs = torch.tensor([[1, 2]], device="cuda", dtype=torch.int32)
-    within, graph = Route(pages, pages), torch.cuda.CUDAGraph()
+    within, graph = PageCopy(pages, pages), torch.cuda.CUDAGraph()
     ops.warm_up()
     torch.cuda.synchronize()
     monkeypatch.setenv("KVCACHE_CHECKED", "1")

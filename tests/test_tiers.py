@@ -684,6 +684,23 @@ def test_a_pinned_session_stays_until_nothing_else_is_left():
     manager.check_invariants()
 
 
+def test_a_pin_that_gave_way_does_not_end_another_sessions():
+    manager = KVCacheManager(4, 3, 64, num_preallocate_tokens=0)
+    requests = [Request(name, range(8)) for name in ("chat", "again")]
+    ids = []
+    for request in requests:  # the same tokens in the same blocks, which are evicted in between
+        manager.step(new=[request])
+        ids.append(manager.block_ids(request).tolist())
+        manager.free(request)
+        assert manager.pin(request.request_id, request) == 2
+        if request is requests[0]:
+            manager.evict(ids[0])
+    assert ids[0] == ids[1]
+    assert manager.unpin("chat") == 2
+    assert manager.pool.num_pinned == 2
+    assert manager.unpin("again") == 0
+
+
 def test_a_session_that_is_pinned_anew_lets_go_of_what_it_had():
     manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0)
     for name, start in (("a", 0), ("b", 100)):

@@ -93,11 +93,11 @@ def test_what_does_not_fit_is_named_and_no_byte_moves(message):
 
 def test_a_dimension_that_may_be_either_is_asked_for():
     here, there = ({"a": torch.randn(2, 2, 4, 1, 8)} for _ in range(2))
-    with pytest.raises(ValueError, match="which may be either way round: expected block_dim"):
+    with pytest.raises(ValueError, match="which may be either way round: expected a backend"):
         copy_kv_blocks(here, there, [1], [0], "h2d")
-    with pytest.raises(ValueError, match="block_dim is 2: expected 0 or 1"):
-        copy_kv_blocks(here, there, [1], [0], "h2d", block_dim=2)
-    copy_kv_blocks(here, there, [1], [0], "h2d", block_dim=1)
+    with pytest.raises(ValueError, match=r"shape \[2, 2, 4, 1, 8\]: expected \[block, token, elem"):
+        copy_kv_blocks(here, there, [1], [0], "h2d", backend="MLA")
+    copy_kv_blocks(here, there, [1], [0], "h2d", backend="FLASH_ATTN")
     assert torch.equal(there["a"][:, 0], here["a"][:, 1])
 
 

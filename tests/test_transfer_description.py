@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache.transfer.description import PACKINGS, CacheDescription, Coordinates
-from tests.transfer_plan_checker import Memory, cache, of
+from kvcache.transfer.description import CacheDescription, Coordinates
+from tests.transfer_plan_checker import ORDERS, PACKINGS, Memory, cache, of
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,11 @@ from tests.transfer_plan_checker import Memory, cache, of
         (of(pp_size=4), "num_layers is 2, pp_size is 4"),
         (of(cp_interleave=3), "cp_interleave is 3: expected a divisor of block_size, 4"),
         (of(block_size=0), "block_size is 0"),
-        (of(layout="DHN"), "layout is 'DHN': expected one of NHD, HND"),
-        (of(packing="loose"), "packing is 'loose'"),
+        (of(memory_order=("kv", "block", "token")), "memory_order is .*token among them"),
+        (of(memory_order=("head", "block", "token", "element")), "no role but layer and kv before"),
+        (of(memory_order=("block", "element", "token")), "expected element last"),
+        (of(memory_order=("block", "token", "token", "element")), "each at most once"),
+        (of(memory_order=("block", "token", "element")), "num_kv_heads is 4: expected 1 with the"),
         (of(dtype="int3"), "dtype is 'int3'"),
         (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
         (of(is_mla=True, total_num_kv_heads=1, v_head_size=2), "v_head_size is 2: expected 0"),
@@ -50,18 +53,18 @@ def test_a_description_crosses_by_json_and_pickle():
         pickle.loads(state)
 
 
-@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("packing", ORDERS)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("values", [of(v_head_size=1), of(is_mla=True, total_num_kv_heads=1)])
-def test_place_is_where_the_plain_definition_has_it(packing, layout, values):
+def test_offset_is_where_the_plain_definition_has_it(packing, layout, values):
     one = cache(packing=packing, layout=layout, **values)
     memory = Memory(one, np.array([0]), np.array([[0]]), 1)
-    sizes = [one.head_size, one.v_head_size][: len(one.row_bytes)]
+    sizes = [one.head_size, one.v_head_size][: len(one.head_bytes)]
     assert memory.region_length.tolist() == (one.region_bytes // 4).tolist()
     for layer, part, token, head in itertools.product(
         range(2), range(len(sizes)), range(4), range(one.total_num_kv_heads)
     ):
-        region, offset = one.place(layer, part, token, head)
+        region, offset = one.offset_of(layer, part, token, head)
         element = memory.elements[0, memory.region_start[region] + offset // 4]
         code = ((token * 2 + layer) * one.total_num_kv_heads + head) * 2 + part
         assert element == code * max(sizes)
@@ -71,6 +74,13 @@ def test_ranks_are_numbered_context_pipeline_tensor():
     one = cache(tp_size=2, pp_size=2, cp_world_size=3)
     for number, at in enumerate(itertools.product(range(3), range(2), range(2))):
         assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
+
+
+STORAGES = {
+    "apart": {},
+    "blocks_first": {"backend": "FLASHINFER"},
+    "block_major": {"backend": "BLOCK_MAJOR", "cross_layers": True},
+}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
@@ -84,18 +94,17 @@ def test_regions_are_those_of_the_storage(packing, layout, values):
     one = cache(packing=packing, layout=layout, **values)
     storage = KVStorage(
         5, 4, one.total_num_kv_heads, 2, v_head_size=one.v_head_size, num_layers=2,
-        dtype=torch.float32, layout=layout, blocks_first=packing == "blocks_first",
-        block_major=packing == "block_major", mla=one.is_mla,
+        dtype=torch.float32, layout=layout, **STORAGES[packing],
     )  # fmt: skip
-    pages, parts = storage.pages, len(one.row_bytes)
+    pages, parts = storage.pages, len(one.head_bytes)
     region, offset = (
-        array.ravel() for array in one.parts
+        array.ravel() for array in (one.placement.regions, one.placement.kv_offsets)
     )  # as the storage has them: by layer, K, V
     start = dict(zip(region, pages.offsets - offset))
     assert (pages.strides == one.region_bytes[region]).all()
     for layer, part in itertools.product(range(2), range(parts)):
         view = (storage.key_cache, storage.value_cache)[part](layer)
         for page, token, head in itertools.product((0, 3), (0, 3), (0, one.heads_per_rank - 1)):
-            r, at = one.place(layer, part, token, head)
+            r, at = one.offset_of(layer, part, token, head)
             want = view[page, token, head].data_ptr() - pages.memory.data_ptr()
             assert start[int(r)] + page * one.region_bytes[r] + at == want

@@ -7,30 +7,37 @@ import pytest
 import torch
 
 from kvcache import KVStorage, Pages
+from kvcache.layouts import backend
 from kvcache.transfer import CacheDescription, permute_pages, plan_transfer, region_addresses
 
 LAYERS, HEADS = 2, 4
 OPTIONS = {
     "apart": {},
-    "blocks_first": {"blocks_first": True},
-    "block_major": {"block_major": True},
+    "blocks_first": {"backend": "FLASHINFER"},
+    "block_major": {"backend": "BLOCK_MAJOR", "cross_layers": True},
+    "side by side": {"backend": "FLASH_ATTN_DIFFKV"},
+    "heads first": {"backend": "TRITON_ATTN", "cross_layers": True},
 }
 
 
 def side(block_size=4, layout="HND", packing="apart", tp_size=1, v_head_size=8, **more):
+    options = dict(OPTIONS[packing])
+    described = backend(options.pop("backend", "FLASH_ATTN"))
     return CacheDescription(
         engine_id="e", num_layers=LAYERS, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
-        v_head_size=v_head_size, block_size=block_size, layout=layout, packing=packing, tp_size=tp_size,
-        **more,
+        v_head_size=v_head_size, block_size=block_size, tp_size=tp_size,
+        memory_order=described.memory_order(layout, **options), **more,
     )  # fmt: skip
 
 
-def storage_of(description, num_blocks=40):
-    return KVStorage(
+def storage_of(description, packing, num_blocks=40):
+    storage = KVStorage(
         num_blocks, description.block_size, description.heads_per_rank, 8, num_layers=LAYERS,
         dtype=torch.float16, v_head_size=description.v_head_size, layout=description.layout,
-        **OPTIONS[description.packing],
+        **OPTIONS[packing],
     )  # fmt: skip
+    assert storage.memory_order == description.memory_order
+    return storage
 
 
 def tokens_of(storage, pages):
@@ -42,13 +49,12 @@ def tokens_of(storage, pages):
     ]
 
 
-def carry_out(local, remote, storages, mine, seed=0):
+def carry_out(local, remote, storage, storages, mine, seed=0):
     """Rank 0's pages from remote storages, each rank's pages elsewhere; the plan and the pages."""
     plan = plan_transfer(local, remote, 0)
     rng = np.random.default_rng(seed)
     count = len(mine) // plan.local_pages_per_group * plan.remote_pages_per_group
     theirs = {r: 1 + rng.permutation(39)[:count] for r in plan.remote_ranks}
-    storage = storage_of(local)
     for each in (storage, *storages):
         each.pages.memory.random_(0, 120)
     here = region_addresses(local, storage.pages)
@@ -59,7 +65,7 @@ def carry_out(local, remote, storages, mine, seed=0):
     for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
         ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
     permute_pages(storage, mine, plan.permutation)
-    return plan, storage, theirs
+    return plan, theirs
 
 
 @pytest.mark.parametrize("v_head_size", [8, 4])
@@ -71,9 +77,10 @@ def carry_out(local, remote, storages, mine, seed=0):
 def test_every_token_arrives(packings, sizes, layouts, v_head_size):
     local = side(sizes[0], layouts[0], packings[0], v_head_size=v_head_size)
     remote = side(sizes[1], layouts[1], packings[1], tp_size=2, v_head_size=v_head_size)
-    storages = [storage_of(remote) for _ in range(2)]
+    storage = storage_of(local, packings[0])
+    storages = [storage_of(remote, packings[1]) for _ in range(2)]
     mine = np.array([7, 3, 4, 5, 12, 30])
-    plan, storage, theirs = carry_out(local, remote, storages, mine)
+    plan, theirs = carry_out(local, remote, storage, storages, mine)
     sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
     for layer, found in enumerate(tokens_of(storage, mine)):
         for part in range(2):
@@ -88,7 +95,7 @@ def test_pages_that_groups_share_are_described_by_their_stride():
     found = region_addresses(local, pages) - pages.base
     assert found.tolist() == pages.offsets.tolist()
     remote = side(packing="blocks_first")
-    source = storage_of(remote)
+    source = storage_of(remote, "blocks_first")
     source.pages.memory.random_(0, 120)
     there = region_addresses(remote, source.pages)
     plan = plan_transfer(local, remote, 0)
@@ -115,30 +122,30 @@ def test_an_engines_own_tensors_have_addresses_too():
     [
         (
             side(packing="apart"),
-            {"blocks_first": True},
-            "K of layer 0 begins at byte 0, pages 512 bytes",
+            OPTIONS["blocks_first"],
+            "layer 0 has a fragment at byte 0, pages 512 bytes",
         ),
         (
             side(packing="blocks_first"),
             {},
-            "K of layer 0 begins at byte 0, pages 256 bytes apart: exp",
+            "layer 0 has a fragment at byte 0, pages 256 bytes apart: exp",
         ),
         (
             side(packing="blocks_first"),
-            {"block_major": True},
+            OPTIONS["block_major"],
             "pages 1024 bytes apart: expected 512",
         ),
         (
             side(block_size=8),
             {},
-            r"has pieces of \[256, 256\] bytes: expected \[512",
+            r"has fragments of \[256, 256\] bytes: expected \[512",
         ),
         (
             side(),
             {"num_layers": 3},
             "pages have 3 layers, the description 2 per rank: expected the same",
         ),
-        (side(), {"scale_bytes_per_token": 4}, r"has pieces of \[256, 256, 16\] bytes"),
+        (side(), {"scale_bytes_per_token": 4}, r"has fragments of \[256, 256, 16\] bytes"),
     ],
 )
 def test_pages_that_are_not_as_described_are_refused(description, storage, message):
@@ -149,7 +156,7 @@ def test_pages_that_are_not_as_described_are_refused(description, storage, messa
 
 
 def test_a_stride_is_for_regions_that_hold_k_and_v():
-    with pytest.raises(ValueError, match="page_stride is 4096: expected None with packing 'apart'"):
+    with pytest.raises(ValueError, match="page_stride is 4096: expected None where K and V"):
         side(page_stride=4096)
     with pytest.raises(ValueError, match="page_stride is 511: expected 512 to"):
         side(packing="blocks_first", page_stride=511)

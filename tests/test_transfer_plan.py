@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation, plan_transfer
-from tests.transfer_plan_checker import DIFFERENT, Memory, Wrong, cache, check, of
+from tests.shared import sampled
+from tests.transfer_plan_checker import DIFFERENT, ORDERS, Memory, Wrong, cache, check, of
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
+NUM_SHARES = 17  # of all combinations; prime to the sizes, so that each share has every size
 
-@pytest.mark.parametrize("quarter", range(4))
-def test_every_parallel_size_and_number_of_heads(quarter):
-    count = len(SIZES) ** 6 * len(HEADS) // 4  # 5,120
-    end = None if quarter == 3 else (quarter + 1) * count
-    counts, wrong = tally(parallel_product(start=quarter * count, stop=end))
+
+@pytest.mark.parametrize("share", sampled(range(NUM_SHARES)))
+def test_every_parallel_size_and_number_of_heads(share):
+    count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))  # 1,204 or 1,205
+    counts, wrong = tally(parallel_product(start=share, step=NUM_SHARES))
     assert not wrong
     assert counts["right"] + counts["right, permuted"] == counts.total() == count
 
@@ -28,6 +30,26 @@ def test_every_layout_and_packing(parallel):
     refused = counts["refused: cp_interleave"]  # 8 tokens in a block of 4
     assert set(counts) <= {"right", "right, permuted", "refused: cp_interleave"}
     assert counts.total() - refused > 40
+
+
+@pytest.mark.parametrize("orders", [*itertools.product(ORDERS, repeat=2)], ids=" to ".join)
+def test_every_pair_of_memory_orders(orders):
+    parallel = (of(), of(tp_size=2)), (of(block_size=8), of(pp_size=2)), (of(), of())
+    for (sides, layouts), size in itertools.product(
+        itertools.product(parallel, itertools.product(("NHD", "HND"), repeat=2)), (2, 1)
+    ):
+        local, remote = (
+            cache(packing=packing, layout=layout, v_head_size=size, **side)
+            for packing, layout, side in zip(orders, layouts, sides)
+        )
+        check(local, remote, local.world_size - 1)
+
+
+def test_equal_pages_move_whole_in_every_memory_order():
+    for packing, size in itertools.product(ORDERS, (2, 1)):
+        one = cache(packing=packing, v_head_size=size)
+        plan = plan_transfer(one, one, 0)
+        assert plan.is_whole_pages and plan.num_fragments == len(one.region_bytes)
 
 
 @pytest.mark.parametrize("allow_permutation", [True, False])
@@ -83,22 +105,22 @@ def test_a_partial_group_reads_no_page_without_tokens():
 
 
 def spoiled(**changes):
-    """A change of the plan: `changes` maps the table of members or runs to what becomes of it."""
+    """A change of the plan: `changes` maps the table of layers or of runs to what becomes of it."""
 
     def change(plan):
         patterns = []
         for pattern in plan.patterns:
-            members, runs = pattern.members.copy(), pattern.runs.copy()
-            changes.get("members", lambda table: None)(members)
+            layers, runs = pattern.layers.copy(), pattern.runs.copy()
+            changes.get("layers", lambda table: None)(layers)
             changes.get("runs", lambda table: None)(runs)
-            patterns.append(replace(pattern, members=members, runs=runs))
+            patterns.append(replace(pattern, layers=layers, runs=runs))
         return replace(plan, patterns=tuple(patterns))
 
     return change
 
 
-def swap_k_and_v(members):
-    members[0::2, :2], members[1::2, :2] = members[1::2, :2].copy(), members[0::2, :2].copy()
+def swap_k_and_v(layers):
+    layers[0::2, :2], layers[1::2, :2] = layers[1::2, :2].copy(), layers[0::2, :2].copy()
 
 
 def shift(column, by):
@@ -132,13 +154,13 @@ ROW = 2 * 4  # bytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (spoiled(members=shift(1, ROW)), "an element is not where it belongs"),  # another head
+        (spoiled(layers=shift(1, ROW)), "an element is not where it belongs"),  # another head
         (spoiled(runs=next_token), "an element is not where it belongs"),
-        (spoiled(members=shift(1, 2)), "within an element"),
-        (spoiled(members=shift(1, -(10**6))), "leaves its region"),
-        (spoiled(members=shift(0, 4)), "a region that is not there"),
-        (spoiled(members=shift(3, ROW)), "not exactly the bytes|leaves its region"),
-        (spoiled(members=swap_k_and_v), "an element is not where it belongs"),
+        (spoiled(layers=shift(1, 2)), "within an element"),
+        (spoiled(layers=shift(1, -(10**6))), "leaves its region"),
+        (spoiled(layers=shift(0, 4)), "a region that is not there"),
+        (spoiled(layers=shift(3, ROW)), "not exactly the bytes|leaves its region"),
+        (spoiled(layers=swap_k_and_v), "an element is not where it belongs"),
         (spoiled(runs=half), "not exactly the bytes"),
         (read_again_from_a_replica, "a local byte is written twice"),
         (read_twice, "a remote byte is fetched twice"),

@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from kvcache import BlockTable, KVStorage, MultiGroupBlockTable, Pages, StepPlan, Worker
+from kvcache.worker.swap.page_copy import PageCopy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -116,7 +117,7 @@ def numbers(storage, layer=0) -> list[int]:
 def test_pages_are_copied_and_cleared_in_all_layers(layout, device):
     storage = KVStorage(6, 4, 2, 8, num_layers=2, dtype=torch.float32, device=device, layout=layout)
     numbered(storage)
-    storage.pages.copy_from(storage.pages, pairs((1, 2), (3, 5)))
+    PageCopy(storage.pages, storage.pages).copy(pairs((1, 2), (3, 5)))
     storage.pages.zero(np.array([4], np.int32))
     assert numbers(storage) == [0, 1, 1, 3, 0, 3]
     assert numbers(storage, 1) == [100, 101, 101, 103, 0, 103]
@@ -331,7 +332,7 @@ def test_groups_see_the_same_pages_in_their_own_shape(layout, device):
             found = storage.gather(layer, slots)
             assert torch.equal(found[0], key) and torch.equal(found[1], value)
     assert not wide.key_cache(0)[0].any()  # the null block is zero
-    pages.copy_from(pages, pairs((3, 4)))  # whole pages
+    PageCopy(pages, pages).copy(pairs((3, 4)))  # whole pages
     assert torch.equal(long.key_cache(1)[4, 4], long.key_cache(1)[3, 4])
     pages.zero(np.array([1]))
     assert not wide.value_cache(0)[1].any() and not pages.layer(1)[1].any()

@@ -8,7 +8,7 @@ import pytest
 
 from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapEngine, Worker
-from kvcache.worker.swap.job import Lane
+from kvcache.worker.swap.job import SwapStream
 from tests.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
 
 NUM_PAGES, NUM_HOST_PAGES = 12, 9
@@ -20,7 +20,7 @@ class Plans:
 
     def __init__(self, seed: int, **form) -> None:
         self.random = random.Random(seed)
-        self.worker, self.timeline = simulated_worker(seed, **form)
+        self.worker, self.streams = simulated_worker(seed, **form)
         self.by_layer = form.get("layers_per_event", 0) > 0
         self.pages = self.worker.pages
         self.pages.memory.zero_()
@@ -33,7 +33,7 @@ class Plans:
             self.pages.fragment(region)[page] = number % 251
 
     def _compute(self, work, *arguments):
-        self.timeline.launch(self.timeline.compute, lambda: work(*arguments))
+        self.streams.launch(self.streams.compute, lambda: work(*arguments))
 
     def _look(self, page, number, layers):
         for region in np.flatnonzero(np.isin(self.pages.layers, list(layers))):
@@ -94,13 +94,13 @@ class Plans:
         for i in range(num_steps):
             transfers.append(self.step(i))
             if self.random.random() < 0.5:
-                self.timeline.advance(self.random.randint(0, 12))
+                self.streams.advance(self.random.randint(0, 12))
             reported = [transfer.poll() is not None for transfer in transfers]
             assert reported == sorted(reported, reverse=True), "a report before an earlier one"
         self.worker.start(plan(num_steps))
         for page, number in self.device.items():
             self._compute(self._look, page, number, range(LAYERS))
-        assert self.timeline.advance() == 0, "streams wait for each other"
+        assert self.streams.advance() == 0, "streams wait for each other"
         assert [transfer.poll().failed_pages for transfer in transfers] == [[]] * num_steps
         for page, number in self.host.items():
             for region in range(len(self.pages.sizes)):
@@ -140,11 +140,11 @@ def taken_without(what):
     return patch
 
 
-def lanes_without(which, name):
+def swap_streams_without(which, name):
     """One direction does not wait for what the other one reads, or writes."""
 
     def patch(monkeypatch):
-        original = getattr(Lane, name)
+        original = getattr(SwapStream, name)
 
         def last(self, pages):
             return None if (self.source.num_blocks == NUM_PAGES) == (which == "out") else original(
@@ -153,11 +153,11 @@ def lanes_without(which, name):
         start = SwapEngine._start
 
         def blind(self, *arguments):
-            monkeypatch.setattr(Lane, name, last)
+            monkeypatch.setattr(SwapStream, name, last)
             try:
                 return start(self, *arguments)
             finally:
-                monkeypatch.setattr(Lane, name, original)
+                monkeypatch.setattr(SwapStream, name, original)
 
         monkeypatch.setattr(SwapEngine, "_start", blind)
 
@@ -171,15 +171,19 @@ MISSING = {
     "before clearing": taken_without("zero"),
     "before any write": without(SwapEngine, "before_write"),
     "before a read": without(SwapEngine, "before_read"),
-    "a swap-in behind a swap-out that reads its target": lanes_without("out", "last_reading"),
-    "a swap-in behind a swap-out that fills its source": lanes_without("out", "last_writing"),
-    "a swap-out behind a swap-in that fills its source": lanes_without("in", "last_writing"),
-    "a swap-out behind a swap-in that reads its target": lanes_without("in", "last_reading"),
+    "a swap-in behind a swap-out that reads its target": swap_streams_without(
+        "out", "last_reading"
+    ),
+    "a swap-in behind a swap-out that fills its source": swap_streams_without(
+        "out", "last_writing"
+    ),
+    "a swap-out behind a swap-in that fills its source": swap_streams_without("in", "last_writing"),
+    "a swap-out behind a swap-in that reads its target": swap_streams_without("in", "last_reading"),
 }
 # A worker waits for a swap-in before it goes on, which also orders the next plan's swap-outs: these two
 # show where the engine is used without one.
 IMPLIED = [name for name in MISSING if name.startswith("a swap-out behind")]
-LANES = [name for name in MISSING if name.startswith("a swap-")]
+BETWEEN_DIRECTIONS = [name for name in MISSING if name.startswith("a swap-")]
 
 
 @pytest.mark.parametrize("missing", [name for name in MISSING if name not in IMPLIED])
@@ -188,7 +192,7 @@ def test_an_order_that_is_taken_away_shows(monkeypatch, missing):
     assert any(Plans(seed, method="kernel").run() for seed in range(200))
 
 
-@pytest.mark.parametrize("missing", LANES)
+@pytest.mark.parametrize("missing", BETWEEN_DIRECTIONS)
 def test_each_order_between_the_two_directions_shows_without_a_worker(monkeypatch, missing):
     MISSING[missing](monkeypatch)
     assert any(Race(seed, method="kernel").run(60) for seed in range(400))
@@ -198,16 +202,16 @@ def test_what_was_swapped_in_by_layer_is_there_in_the_next_plan(monkeypatch):
     """Layers that nobody waited for: the next plan does."""
     form = FORMS["layer by layer"]
     assert sum(Plans(seed, **form).run() for seed in range(30)) == 0
-    monkeypatch.setattr(SwapEngine, "settle", lambda self: None)
+    monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)
     assert any(Plans(seed, **form).run() for seed in range(100))
 
 
 def test_a_staged_page_may_be_written_before_it_has_reached_the_host():
     """`released` comes before `done`: a computing stream need not wait for the bus."""
-    worker, timeline = simulated_worker(method="staging")
+    worker, streams = simulated_worker(method="staging")
     transfer = worker.start(plan(swap_out=pairs((3, 1)), zero=np.array([3], np.int32)))
-    staging = worker.engine._lanes["out"].staging
-    waits = [item[1] for item in timeline.compute if isinstance(item, tuple)]
+    staging = worker.engine._swap_streams["out"].staging
+    waits = [item[1] for item in streams.compute if isinstance(item, tuple)]
     released, done = transfer._out.released, transfer._out.done
     assert released in waits and done not in waits
     assert released in staging.first and done in staging.last

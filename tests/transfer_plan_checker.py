@@ -14,13 +14,36 @@ ELEMENT = 4  # bytes: descriptions are of float32
 GROUPS, SPARE = 2, 2  # pages that nobody may touch, the null block among them
 
 
+# Memory orders in NHD; HND has head and token the other way round.
+ORDERS = {
+    "apart": ("kv", "block", "token", "head", "element"),
+    "blocks_first": ("block", "kv", "token", "head", "element"),
+    "block_major": ("block", "layer", "kv", "token", "head", "element"),
+    "side by side": ("block", "token", "head", "element"),  # V of a head behind its K
+    "tokens first": ("block", "token", "kv", "head", "element"),
+    "heads first": ("block", "head", "layer", "kv", "token", "element"),
+    "kv, heads, layers": ("block", "kv", "head", "layer", "token", "element"),
+    "all K, all V": ("kv", "block", "layer", "token", "head", "element"),
+    "layers within kv": ("kv", "layer", "block", "token", "head", "element"),
+}
+PACKINGS = ("apart", "blocks_first", "block_major")
+
+
+def order_of(layout="NHD", packing="apart"):
+    """A memory order by what it is called here."""
+    other = {"token": "head", "head": "token"} if layout == "HND" else {}
+    return tuple(other.get(role, role) for role in ORDERS[packing])
+
+
 def of(**values):
     """A dictionary."""
     return values
 
 
 def cache(**changes):
-    """A small description: one rank, 2 layers, 4 heads, blocks of 4."""
+    """A small description: one rank, 2 layers, 4 heads, blocks of 4; `layout` and `packing` by name."""
+    named = {name: changes.pop(name) for name in ("layout", "packing") if name in changes}
+    changes = {"memory_order": order_of(**named), **changes}
     values = of(
         engine_id="a",
         num_layers=2,
@@ -44,6 +67,9 @@ DIFFERENT = [
     (of(cp_world_size=2, block_size=2), of(cp_world_size=2, block_size=4, layout="HND")),
     (of(cp_world_size=2, block_size=4), of(cp_world_size=2, block_size=2, layout="HND")),
     (of(block_size=4), of(block_size=6, packing="blocks_first")),
+    (of(packing="side by side"), of(block_size=8, layout="HND", packing="heads first")),
+    (of(packing="tokens first"), of(packing="tokens first")),
+    (of(packing="kv, heads, layers", tp_size=2), of(packing="all K, all V", layout="HND")),
 ]
 
 
@@ -97,27 +123,46 @@ class Memory:
         tokens = np.where(tokens < 0, -cache.num_layers * cache.total_num_kv_heads, tokens)
         row = tokens[:, None, :, :, None] * cache.num_layers + layers[pp][:, :, None, None, None]
         row = row * cache.total_num_kv_heads + heads[tp][:, None, None, None, :]
-        if cache.layout == "HND":
-            row = row.swapaxes(3, 4)
-        parts = []
-        for part, size in enumerate(self.sizes):
-            element = (row[..., None] * 2 + part) * widest + np.arange(size)
-            parts.append(np.maximum(element, -1).reshape(len(ranks), self.layers, pool, -1))
-        self.part_elements = [part.shape[3] for part in parts]
-        page = sum(self.part_elements)
-        if cache.packing == "apart":
-            per_layer = [part.reshape(len(ranks), self.layers, -1) for part in parts]
-            elements = np.concatenate(per_layer, axis=2)
-            lengths = np.tile(self.part_elements, self.layers) * pool
-        else:
-            elements = np.concatenate(parts, axis=3)
-            lengths = np.full(self.layers, page * pool)
-        if cache.packing == "block_major":
-            elements = elements.swapaxes(1, 2)
-            lengths = lengths.sum(keepdims=True)
-        self.elements = elements.reshape(len(ranks), -1)
+        parts = [
+            np.maximum((row[..., None] * 2 + part) * widest + np.arange(size), -1)
+            for part, size in enumerate(self.sizes)
+        ]
+        self.elements, lengths = self.laid_out(parts)
+        self.region_length = np.array(lengths)
         self.region_start = np.cumsum(lengths) - lengths
-        self.region_length = lengths
+        # Where the elements of a page are, of K and of V: [layer, page, ...], in the order of memory.
+        shapes = [part.shape[1:] for part in parts]
+        numbers = np.split(np.arange(sum(map(np.prod, shapes))), [np.prod(shapes[0])])
+        named = [n.reshape(1, *shape) for n, shape in zip(numbers, shapes)]
+        place = np.argsort(self.laid_out(named)[0][0])
+        self.places = [
+            np.sort(place[n.reshape(self.layers, pool, -1)], axis=2)
+            for n, _ in zip(numbers, shapes)
+        ]
+
+    def laid_out(self, parts):
+        """K (and V) as [rank, layer, block, token, head, element]: by rank in memory; region lengths."""
+        order = list(self.cache.memory_order)
+        if "layer" not in order:
+            order.insert(0, "layer")
+        if "kv" not in order:
+            order.insert(-1, "kv")
+        axes = {"layer": 1, "block": 2, "token": 3, "head": 4, "element": 5}
+        roles = [role for role in order if role != "kv"]
+        ordered = [part.transpose(0, *(axes[role] for role in roles)) for part in parts]
+        before = order.index("kv")
+        rows = [part.reshape(*part.shape[: 1 + before], -1) for part in ordered]
+        outer = order[: order.index("block")]
+        lengths = [part[0].size for part in parts]
+        if outer == ["layer", "kv"]:
+            lengths = [length // self.layers for length in lengths] * self.layers
+        elif outer == ["kv", "layer"]:
+            lengths = [length // self.layers for length in lengths for _ in range(self.layers)]
+        elif outer == ["layer"]:
+            lengths = [sum(lengths) // self.layers] * self.layers
+        elif not outer:
+            lengths = [sum(lengths)]
+        return np.concatenate(rows, axis=-1).reshape(len(parts[0]), -1), lengths
 
     def index(self, region, offset, length):
         """Places of the elements of fragments; Wrong if one leaves its region or tears an element."""
@@ -133,24 +178,15 @@ class Memory:
         return np.repeat(start - (np.cumsum(count) - count), count) + np.arange(count.sum())
 
     def part(self, elements, layer, part):
-        """[pool, elements of a page]: a view of one rank's K or V of a layer."""
-        sizes, pool = self.part_elements, self.pool
-        before = sum(sizes[:part])
-        if self.cache.packing == "apart":
-            start = (layer * sum(sizes) + before) * pool
-            return elements[start : start + sizes[part] * pool].reshape(pool, sizes[part])
-        if self.cache.packing == "blocks_first":
-            whole = elements.reshape(self.layers, pool, -1)[layer]
-        else:
-            whole = elements.reshape(pool, self.layers, -1)[:, layer]
-        return whole[:, before : before + sizes[part]]
+        """[pool, elements of a page]: one rank's K or V of a layer."""
+        return elements[self.places[part][layer]]
 
     def permute(self, elements, ids, remote_block_size, remote_layout):
         """What `permute_received_blocks` promises, plainly: bytes in the remote's order made local."""
         for layer in range(self.layers):
             for number, size in enumerate(self.sizes):
-                view = self.part(elements, layer, number)
-                received = view[ids.ravel()]
+                places = self.places[number][layer][ids.ravel()]
+                received = elements[places]
                 if remote_layout == "HND":
                     blocks = received.reshape(-1, self.heads, remote_block_size, size).swapaxes(
                         1, 2
@@ -160,7 +196,7 @@ class Memory:
                 mine = blocks.reshape(ids.size, self.cache.block_size, self.heads, size)
                 if self.cache.layout == "HND":
                     mine = mine.swapaxes(1, 2)
-                view[ids.ravel()] = mine.reshape(ids.size, -1)
+                elements[places] = mine.reshape(ids.size, -1)
 
 
 def check_listed(plan, got, mine, theirs):

@@ -24,12 +24,11 @@ import numpy as np
 
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import plan_transfer
-from tests.transfer_plan_checker import Wrong, carry_out
+from tests.transfer_plan_checker import ORDERS, PACKINGS, Wrong, carry_out, order_of
 
 SIZES = (1, 2, 4, 8)
 HEADS = (*SIZES, "mla")
 LAYOUTS = ("NHD", "HND")
-PACKINGS = ("apart", "blocks_first", "block_major")
 BLOCK_SIZES = (2, 4, 8)
 V_HEAD_SIZES = (2, 1, 0)
 # (tp, pp, cp) of both sides, heads: of each kind of difference at least one.
@@ -75,8 +74,7 @@ def describe(parallel, heads, page, v_head_size, num_layers=8) -> CacheDescripti
         pp_size=parallel[1],
         cp_world_size=parallel[2],
         cp_interleave=interleave,
-        layout=layout,
-        packing=packing,
+        memory_order=order_of(layout, packing),
         dtype="float32",
     )
 
@@ -113,16 +111,16 @@ def verdict(one: Combination) -> str:
 
 def draw_page(rng, interleave_divides=True) -> tuple[str, str, int, int]:
     layout, packing, block_size = (
-        options[rng.integers(len(options))] for options in (LAYOUTS, PACKINGS, BLOCK_SIZES)
+        options[rng.integers(len(options))] for options in (LAYOUTS, (*ORDERS,), BLOCK_SIZES)
     )
     interleaves = [i for i in SIZES if not interleave_divides or block_size % i == 0]
     return layout, packing, block_size, interleaves[rng.integers(len(interleaves))]
 
 
-def parallel_product(draws=1, all_ranks=False, seed=0, start=0, stop=None) -> Iterator[Combination]:
-    """Every parallel size and number of heads, 20,480, or those from start to stop."""
+def parallel_product(draws=1, all_ranks=False, seed=0, start=0, step=1) -> Iterator[Combination]:
+    """Every parallel size and number of heads, 20,480, or every `step`-th of them from `start` on."""
     product = enumerate(itertools.product(*[SIZES] * 6, HEADS))
-    for number, (*sizes, heads) in itertools.islice(product, start, stop):
+    for number, (*sizes, heads) in itertools.islice(product, start, None, step):
         local, remote = tuple(sizes[:3]), tuple(sizes[3:])
         for draw in range(draws):
             rng = np.random.default_rng([seed, number, draw])

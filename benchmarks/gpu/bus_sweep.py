@@ -24,7 +24,7 @@ from benchmarks.gpu.timing import stream_seconds
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.pinning import allocate_host
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 _THREAD_BLOCKS = (1, 2, 4, 8, 16, 32)
 _FRAGMENTS = (4 << 10, 16 << 10, 64 << 10)
@@ -109,17 +109,17 @@ def sweep(
         here = packed(memory, num_blocks, fragment, per_chunk * (largest // page), keep)
         count = max(min(sizes.scaled(_MOVED) // page, num_blocks), 1)
         pairs = np.stack([chance.permutation(num_blocks)[:count] for _ in range(2)], 1)
-        routes = {"out": Route(there, here), "in": Route(here, there)}
+        page_copies = {"out": PageCopy(there, here), "in": PageCopy(here, there)}
         for direction in _DIRECTIONS:
             for blocks in _THREAD_BLOCKS:
                 # Pages of both sides are drawn at random, so one list serves both directions.
-                copy = partial(routes[direction].copy, pairs, num_thread_blocks=blocks)
+                copy = partial(page_copies[direction].copy, pairs, num_thread_blocks=blocks)
                 taken = stream_seconds(copy, stream, 3)
                 yield {
                     "direction": direction, "pool": pool, "huge_pages": huge, "fragment": fragment,
                     "thread_blocks": blocks, "gb_per_s": count * page / taken / 1e9,
                 }  # fmt: skip
-        del there, here, routes, copy
+        del there, here, page_copies, copy
 
 
 def packed(
@@ -178,15 +178,15 @@ def batches(device: torch.device, stream: torch.cuda.Stream) -> None:
     here.memory.fill_(7)
     chance = np.random.default_rng(1)
     for direction in _DIRECTIONS:
-        route = Route(there, here) if direction == "out" else Route(here, there)
+        page_copy = PageCopy(there, here) if direction == "out" else PageCopy(here, there)
         for size in _BATCHES:
             # Even pages only: neighbours would be merged.
             pairs = np.stack([chance.permutation(num_blocks // 2)[:size] * 2 for _ in range(2)], 1)
             submitting: list[float] = []
 
-            def copy(pairs: np.ndarray = pairs, route: Route = route) -> None:
+            def copy(pairs: np.ndarray = pairs, page_copy: PageCopy = page_copy) -> None:
                 start = time.perf_counter()
-                route.copy(pairs, engine=ops.COPY_ENGINE)
+                page_copy.copy(pairs, engine=ops.COPY_ENGINE)
                 submitting.append(time.perf_counter() - start)  # noqa: B023
 
             taken = stream_seconds(copy, stream, 7)

@@ -17,7 +17,7 @@ from benchmarks.gpu import say, sizes
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.engine import SwapEngine
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 
 def main() -> int:
@@ -50,7 +50,7 @@ def round_trip(pages: Pages, host: Pages, stream: torch.cuda.Stream, count: int)
     # Even pages only: neighbours would be merged.
     ids = np.random.default_rng(count).permutation(pages.num_blocks // 2)[:count] * 2 + 1
     pairs = np.stack([ids, ids], 1)
-    out, back = Route(pages, host), Route(host, pages)
+    out, back = PageCopy(pages, host), PageCopy(host, pages)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         out.copy(pairs, engine=ops.COPY_ENGINE)
@@ -89,7 +89,7 @@ def capture_and_replay() -> str:
     slots = torch.full((32,), -1, device="cuda")
     tokens = torch.randn(2, 32, 8, 128, device="cuda").bfloat16()
     caches = torch.zeros(2, 16, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
-    within, leaving = Route(pages, other), Route(pages, host)
+    within, leaving = PageCopy(pages, other), PageCopy(pages, host)
     fixed = np.array([[3, 5], [9, 2]], np.int32)
 
     def work() -> None:
@@ -149,7 +149,7 @@ def poll_during_capture() -> str:
 
     # A chain of copies: what lies in page 1 arrives in page 21.
     chain, _ = memories(4096, 22)
-    within = Route(chain, chain)
+    within = PageCopy(chain, chain)
     links = [np.array([[page, page + 1]], np.int32) for page in range(1, 21)]
     within.copy(links[0])
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import torch
 
 from kvcache import ops
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 Case = Callable[[str, int], list[torch.Tensor]]
 _HEADS, _HEAD_SIZE, _BLOCK_SIZE = 8, 128, 16
@@ -145,7 +145,7 @@ def copy_within(fragment: int, ids_there: bool, device: str, size: int) -> list[
     pages = _filled(device, 16 * size + 1, fragment)
     pairs = _pairs(pages.num_blocks)
     pairs[:2, 0] = -1
-    Route(pages, pages).copy(torch.from_numpy(pairs).to(device) if ids_there else pairs)
+    PageCopy(pages, pages).copy(torch.from_numpy(pairs).to(device) if ids_there else pairs)
     return [pages.memory.cpu()]
 
 
@@ -162,7 +162,7 @@ def copy_host(direction: str, engine: int, device: str, size: int) -> list[torch
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        Route(source, target).copy(_pairs(num_blocks), engine=engine)
+        PageCopy(source, target).copy(_pairs(num_blocks), engine=engine)
     if stream is not None:
         stream.synchronize()
     return [target.memory.cpu().clone()]

@@ -8,7 +8,6 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from kvcache.allocator.event_stream import events_of
-from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.options import (
     CacheArguments,
@@ -22,6 +21,7 @@ from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
 from kvcache.checks import integer
 from kvcache.events import CacheEvent
+from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport

@@ -36,13 +36,6 @@ class GroupStats:
         """Hit blocks per queried block, 0.0 before the first query."""
         return self.hit_blocks / self.query_blocks if self.query_blocks else 0.0
 
-    @property
-    def recent_hit_rate(self) -> float:
-        """The same of the last requests alone."""
-        if not self.recent_query_blocks:
-            return 0.0
-        return self.recent_hit_blocks / self.recent_query_blocks
-
 
 @dataclass(frozen=True)
 class DurationStats:

@@ -1,8 +1,8 @@
 """The command `kvcache`: replay a workload, a demo, measurements, a look at the installation.
 
 Exit codes: 0; 1 when verification found wrong KV, something is missing or the output cannot be
-written; 2 for wrong usage or a malformed trace; 130 when interrupted or when nobody reads the output
-any more.
+written; 2 for wrong usage or a malformed trace; 130 when interrupted or when the output is
+no longer read.
 """
 
 # Heavy modules are imported where they are used, here and in the other files: --help and --json stay
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 
 from kvcache.cli.bench import add_bench_options, run_bench
-from kvcache.cli.errors import MissingError, OutputError, UsageError, shown
+from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
 from kvcache.cli.parsing import add_replay_options
 from kvcache.cli.replay import run_demo, run_replay
@@ -26,7 +26,7 @@ _INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: the process's) and returns the exit code."""
-    if sys.stderr is None:  # closed by whoever started us: what is said there is lost
+    if sys.stderr is None:  # closed by the parent process: messages are lost
         sys.stderr = io.StringIO()
     try:
         if sys.stdout is None:
@@ -53,7 +53,7 @@ def _run(argv: list[str]) -> int:
         return int(stop.code or 0)
     if unknown:
         raise UsageError(
-            f"{shown(unknown[0])} is unknown: expected an option that `kvcache {args.name} --help` lists"
+            f"{quoted(unknown[0])} is unknown: expected an option that `kvcache {args.name} --help` lists"
         )
     return args.command(args)
 

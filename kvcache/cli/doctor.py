@@ -1,4 +1,4 @@
-"""What `kvcache doctor` looks at: versions, native libraries and how they came, tools to build with."""
+"""`kvcache doctor`: versions, native libraries and their origin, tools to build with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a command writes: results on standard output, everything else on stderr."""
+"""The output of a command: results on standard output, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def writing() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        # What is still buffered goes nowhere: the flush at exit must not complain about it.
+        # The rest of the buffer is dropped: the flush at exit must not complain about it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             raise

@@ -1,4 +1,4 @@
-"""The options of `kvcache replay`: what they are called, and what their values may be."""
+"""The options of `kvcache replay`: their names, and the values that they take."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 
-from kvcache.cli.errors import UsageError, shown
+from kvcache.cli.errors import UsageError, quoted
 
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
@@ -44,17 +44,24 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         help="cache groups, kind[:option=value]... each, as full_attention,sliding_window:window=1024;"
         " block_size=N is an option of all kinds; default: one full_attention",
     )
+    sub.add_argument(
+        "--import",
+        dest="imports",
+        metavar="FILE.py",
+        action="append",
+        help="run a Python file first, which registers attention kinds for --groups",
+    )
     for option, metavar, text in (
         (
             "--eviction",
             "P",
-            "policy[:option=value]... that says which cached block goes; default lru",
+            "policy[:option=value]... that chooses the cached block to evict; default lru",
         ),
         ("--host-eviction", "P", "the same of the host tier"),
         (
             "--host-write",
             "MODE",
-            "when cached blocks go to the host: back (default; when evicted), through (at once), "
+            "when cached blocks are offloaded: back (default; when evicted), through (at once), "
             "or selective[:N] (after N hits, default 2)",
         ),
     ):
@@ -80,7 +87,7 @@ def number(option: str, least: int, most: int) -> Callable[[str], int]:
             value = least - 1
         if not least <= value <= most:
             raise UsageError(
-                f"{option} is {shown(text)}: expected a whole number from {least} to {most}"
+                f"{option} is {quoted(text)}: expected a whole number from {least} to {most}"
             )
         return value
 
@@ -101,5 +108,5 @@ def _plot_file(text: str) -> str:
 
 def device_name(text: str) -> str:
     if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", text):
-        raise UsageError(f"--device is {shown(text)}: expected cpu, cuda or cuda:N")
+        raise UsageError(f"--device is {quoted(text)}: expected cpu, cuda or cuda:N")
     return text

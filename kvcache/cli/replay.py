@@ -10,6 +10,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvcache.cli import parsing as options
-from kvcache.cli.errors import MissingError, UsageError, shown
+from kvcache.cli.errors import MissingError, UsageError, quoted
 from kvcache.cli.output import progress, say, show, writing
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ _DEMO = ["--requests", "4000", "--concurrency", "4", "--verify"]
 def run_replay(args: argparse.Namespace) -> int:
     """`kvcache replay`; returns the exit code."""
     _check_trace(args)
-    _settle(args)
+    _import_files(args)
+    _resolve(args)
     _require(args)
     report, series = _replayed(args)
     if args.plot is not None:
@@ -41,7 +43,7 @@ def run_replay(args: argparse.Namespace) -> int:
             print(json.dumps(report.to_dict()))
     else:
         _print_table(report)
-    return _judged(report)
+    return _exit_code(report)
 
 
 def run_demo(_: argparse.Namespace) -> int:
@@ -49,16 +51,16 @@ def run_demo(_: argparse.Namespace) -> int:
     parser = argparse.ArgumentParser()
     options.add_replay_options(parser)
     args = parser.parse_args(_DEMO)
-    _settle(args)
+    _resolve(args)
     _require(args)
     report, _ = _replayed(args)
     _print_table(report)
     if not report.mismatches:
-        show(_what_was_shown(report))
-    return _judged(report)
+        show(_summary(report))
+    return _exit_code(report)
 
 
-def _what_was_shown(report: ReplayReport) -> str:
+def _summary(report: ReplayReport) -> str:
     return (
         f"Shown: {report.requests:,} turns of interleaved chats went through a cache of "
         f"{report.capacity_blocks:,} blocks; {report.token_hit_rate:.0%} of their prompt tokens "
@@ -83,8 +85,37 @@ def _check_trace(args: argparse.Namespace) -> None:
                 )
 
 
+def _import_files(args: argparse.Namespace) -> None:
+    """Runs the files of --import, each once in a process; UsageError for one that fails."""
+    for path in args.imports or ():
+        if not (path.endswith(".py") and os.path.isfile(path)):
+            raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
+        _import("kvcache.kinds")  # where it is missing, the file is not to blame
+        name = f"kvcache_import:{os.path.realpath(path)}"
+        if name in sys.modules:
+            continue
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except (Exception, SystemExit) as error:
+            del sys.modules[name]
+            raise UsageError(
+                f"--import is {quoted(path)}: expected a file that can be imported, and it raised "
+                f"{_error_text(error, path)}"
+            ) from error
+
+
+def _error_text(error: BaseException, path: str) -> str:
+    """Type and message of an error, and the last line of the file that led to it."""
+    lines = [f"{type(error).__name__}: {error}"]
+    frames = traceback.extract_tb(error.__traceback__)
+    lines += [f"line {frame.lineno}" for frame in reversed(frames) if frame.filename == path][:1]
+    return ", ".join(lines)
+
+
 def _require(args: argparse.Namespace) -> None:
-    """Complains about what is not there before the work begins, not after it."""
+    """MissingError for a module that the work needs, before it begins."""
     if not args.json:
         _require_module("rich", "tables (--json works without it)", "pip install 'kvcache[cli]'")
     if args.plot is not None:
@@ -114,8 +145,8 @@ def _check_cuda(device: str) -> None:
         raise UsageError(f"--device is {device!r}: expected at most cuda:{count - 1}")
 
 
-def _settle(args: argparse.Namespace) -> None:
-    """Puts defaults in place, and groups as specs; what is wrong together is a UsageError."""
+def _resolve(args: argparse.Namespace) -> None:
+    """Sets defaults, and parses groups and policies; UsageError for options that do not fit."""
     is_trace = args.trace is not None
     default = options.TRACE_BLOCK_SIZE if is_trace else options.CHAT_BLOCK_SIZE
     args.block_size = args.block_size or default
@@ -140,12 +171,12 @@ def _settle(args: argparse.Namespace) -> None:
 
 
 def _policies(args: argparse.Namespace) -> dict:
-    """What the replayer is told of eviction and of the host tier."""
+    """The replayer's options for eviction and the host tier."""
     if args.host_blocks == 1:
         raise UsageError(
             "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
         )
-    told = {"num_host_blocks": args.host_blocks or 0}
+    found = {"num_host_blocks": args.host_blocks or 0}
     for option, value, name in (
         ("--eviction", args.eviction, "eviction"),
         ("--host-eviction", args.host_eviction, "host_eviction"),
@@ -154,17 +185,17 @@ def _policies(args: argparse.Namespace) -> dict:
         if value is None:
             continue
         if option != "--eviction" and not args.host_blocks:
-            raise UsageError(f"{option} is {shown(value)}: expected only with --host-blocks")
+            raise UsageError(f"{option} is {quoted(value)}: expected only with --host-blocks")
         policies = _import("kvcache.replay.policies")
         try:
             if name is None:
-                told |= policies.parse_host_write(value)
+                found |= policies.parse_host_write(value)
             else:
                 names = policies.HOST_POLICIES if name == "host_eviction" else None
-                told[name], told[f"{name}_options"] = policies.parse_eviction(value, names)
+                found[name], found[f"{name}_options"] = policies.parse_eviction(value, names)
         except ValueError as error:
             raise UsageError(f"{option} is {error}") from None
-    return told
+    return found
 
 
 def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
@@ -188,18 +219,20 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             f"into memory ({error})"
         ) from None
     except ValueError as error:  # sizes that have no common multiple within reason
-        raise UsageError(f"--groups is {shown(args.groups)}: {error}") from None
+        raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = _workload(args)
     try:
         with _progress(args) as advance:
             report = replayer.run(workload, name, advance)
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
+    except _import("kvcache.kinds").KindError as error:
+        raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     return report, series
 
 
 def _groups(args: argparse.Namespace) -> dict:
-    """What replayer and verifier are told of the groups."""
+    """The groups as arguments of replayer and verifier."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
 
 
@@ -208,7 +241,7 @@ def _and_host(args: argparse.Namespace) -> str:
 
 
 def _import(name: str) -> ModuleType:
-    """Imports what needs the native libraries, which may have to be built first."""
+    """Imports a module that needs the native libraries, which may have to be built first."""
     try:
         return importlib.import_module(name)
     except (ImportError, RuntimeError) as error:
@@ -231,7 +264,7 @@ def _verifier(args: argparse.Namespace) -> KVVerifier | None:
     except (MemoryError, ValueError) as error:  # pages or tables too large
         given = f"--block-size {args.block_size}"
         if args.specs is not None:
-            given = f"--groups {shown(args.groups)}"
+            given = f"--groups {quoted(args.groups)}"
         raise UsageError(
             f"{given} with --num-blocks {args.num_blocks}{_and_host(args)} and --concurrency "
             f"{args.concurrency} is too much to verify: {error}"
@@ -262,7 +295,7 @@ def _trace(path: str) -> Iterator[WorkloadRequest]:
 def _progress(
     args: argparse.Namespace,
 ) -> AbstractContextManager[Callable[[], None] | None]:
-    """A progress bar where somebody watches; gives what to call after each request."""
+    """A progress bar on a terminal; yields a function to call after each request."""
     if args.json or not sys.stderr.isatty():
         return nullcontext()
     return progress(_num_expected(args))
@@ -297,8 +330,8 @@ def _plot(series: Series, report: ReplayReport, path: str) -> None:
         ) from None
 
 
-def _judged(report: ReplayReport) -> int:
-    """Names the wrong KV that was found; the exit code."""
+def _exit_code(report: ReplayReport) -> int:
+    """The exit code, after the wrong KV that was found is named."""
     found = report.mismatched_requests or []
     for mismatch in found[:_NUM_SHOWN_MISMATCHES]:
         say(str(mismatch))

@@ -1,4 +1,4 @@
-"""Takes a verifier through a replay, and sums up what it finds."""
+"""Drives a verifier through a replay, and sums up what it finds."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Audit:
         self._num_plans = 0
 
     def reserve(self, num_tokens: int) -> None:
-        """Before a request of so many tokens is admitted."""
+        """Before a request of `num_tokens` tokens is admitted."""
         with self._timed():
             self.verifier.reserve(num_tokens)
 
     def apply(self, plan: StepPlan, served: Sequence[tuple[Running, int]]) -> None:
-        """Behind a plan: `served` are its requests, and from which token on each was computed."""
+        """After a plan: `served` are its requests, and from which token on each was computed."""
         with self._timed():
             self._num_plans += 1
-            # A plan that admits nobody still clears rows of those who left: every plan is applied.
+            # A plan that admits no request still clears rows of those that left: every plan is applied.
             self.verifier.apply(plan)
             spans = [self._span(running, start) for running, start in served]
             # As in an engine, the step reads what all its rows have written.

@@ -16,7 +16,7 @@ _MS_PER_ANSWER_TOKEN = 20
 
 @dataclass(frozen=True)
 class ChatShape:
-    """What the conversations look like; ranges are (least, most), both included.
+    """The shape of the conversations; ranges are (least, most), both included.
 
     `num_conversations` run at a time; one that ends makes room for a new one. The first turn's
     prompt is one of `num_system_prompts` and a user message; every later one is the whole history,

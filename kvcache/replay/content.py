@@ -1,4 +1,4 @@
-"""Content keys and the KV made from them: fixed mixes, so that any token's KV can be told later.
+"""Content keys and the KV made from them: fixed mixes, so that the KV of any token can be computed again.
 
 All arithmetic is modulo 2**64. Multiplication and xor-shifts by odd constants are bijections: a mix
 loses nothing before the last step cuts it to the wanted width.

@@ -23,7 +23,7 @@ _OFFSET_MIX = mix64(_OFFSETS.astype(np.uint64))
 
 
 class TraceError(ValueError):
-    """A trace line that is not what it should be; names file, line, field and value."""
+    """A trace line that is malformed; names file, line, field and value."""
 
 
 def read_mooncake(path: str | os.PathLike) -> Iterator[WorkloadRequest]:
@@ -50,7 +50,7 @@ def _record(line: bytes, where: str) -> dict:
     except (ValueError, RecursionError) as error:
         raise TraceError(f"{where}: not JSON ({error}): expected one object per line") from None
     if not isinstance(record, dict):
-        raise TraceError(f"{where}: is {_shown(record)}: expected a JSON object")
+        raise TraceError(f"{where}: is {_quoted(record)}: expected a JSON object")
     for field, least in (("timestamp", 0), ("input_length", 1), ("output_length", 0)):
         _check_count(record, field, least, where)
     _check_hash_ids(record, where)
@@ -67,29 +67,29 @@ def _check_count(record: dict, field: str, least: int, where: str) -> None:
     value = _field(record, field, where)
     if type(value) is not int or value < least:  # a bool is an int, and no count
         raise TraceError(
-            f"{where}: {field} is {_shown(value)}: expected a whole number of {least} or more"
+            f"{where}: {field} is {_quoted(value)}: expected a whole number of {least} or more"
         )
 
 
 def _check_hash_ids(record: dict, where: str) -> None:
     ids = _field(record, "hash_ids", where)
     if not isinstance(ids, list):
-        raise TraceError(f"{where}: hash_ids is {_shown(ids)}: expected a list of whole numbers")
+        raise TraceError(f"{where}: hash_ids is {_quoted(ids)}: expected a list of whole numbers")
     for i, value in enumerate(ids):
         if type(value) is not int or not 0 <= value <= _MAX_HASH_ID:
             raise TraceError(
-                f"{where}: hash_ids[{i}] is {_shown(value)}: "
+                f"{where}: hash_ids[{i}] is {_quoted(value)}: "
                 f"expected a whole number from 0 to {_MAX_HASH_ID}"
             )
     expected = -(-record["input_length"] // TRACE_BLOCK_TOKENS)
     if len(ids) != expected:
         raise TraceError(
-            f"{where}: hash_ids has {len(ids)} entries: expected {_shown(expected)}, one per "
-            f"{TRACE_BLOCK_TOKENS} tokens of input_length {_shown(record['input_length'])}"
+            f"{where}: hash_ids has {len(ids)} entries: expected {_quoted(expected)}, one per "
+            f"{TRACE_BLOCK_TOKENS} tokens of input_length {_quoted(record['input_length'])}"
         )
 
 
-def _shown(value: object) -> str:
+def _quoted(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
 

@@ -1,4 +1,4 @@
-"""Eviction and writes to the host of a replay, as the command line writes them."""
+"""Eviction policies and host writes of a replay, as the command line writes them."""
 
 from __future__ import annotations
 
@@ -6,57 +6,56 @@ from collections.abc import Sequence
 
 from kvcache.allocator import eviction_names
 from kvcache.allocator.options import HOST_WRITES
+from kvcache.checks import MAX_INT32
 from kvcache.native.load import core
-from kvcache.replay.written import parted, shown
+from kvcache.replay.option_text import quoted, split_options
 
-_MOST = 2**31 - 1  # hits
-
-
-HOST_POLICIES = ("lru", "s3_fifo", "segmented_lru")  # the host is told of nothing that others need
+# The other policies need what the host tier is not notified of.
+HOST_POLICIES = ("lru", "s3_fifo", "segmented_lru")
 
 
 def parse_eviction(text: str, names: Sequence[str] | None = None) -> tuple[str, dict[str, float]]:
     """Name and options of a policy, one of `names` (None: all), from `name[:option=value]...`.
 
-    ValueError, which names what is wrong and what was expected.
+    ValueError names the policy, what came and what was expected.
 
     >>> parse_eviction("s3_fifo:small_share=0.2")
     ('s3_fifo', {'small_share': 0.2})
     """
-    name, written = parted(text)
+    name, values = split_options(text)
     names = names or eviction_names()
     if name not in names:
-        raise ValueError(f"{shown(text)}: expected one of {', '.join(names)}")
-    options = {option: _number(option, value, text) for option, value in written.items()}
+        raise ValueError(f"{quoted(text)}: expected one of {', '.join(names)}")
+    options = {option: _parse_number(option, value, text) for option, value in values.items()}
     try:
         core.Eviction(name, options)
     except ValueError as error:
         reason = str(error).removeprefix(f"eviction '{name}': ")
-        raise ValueError(f"{shown(text)}: {reason}") from None
+        raise ValueError(f"{quoted(text)}: {reason}") from None
     return name, options
 
 
 def parse_host_write(text: str) -> dict[str, str | int]:
-    """What a manager is told for `back`, `through` or `selective[:N]`.
+    """Options of `KVCacheManager` from `back`, `through` or `selective[:N]`; ValueError for others.
 
     >>> parse_host_write("selective:3")
     {'host_write': 'selective', 'num_hits_to_write': 3}
     """
     mode, colon, count = text.partition(":")
     if mode not in HOST_WRITES or (colon and mode != "selective"):
-        raise ValueError(f"{shown(text)}: expected back, through, selective or selective:N")
+        raise ValueError(f"{quoted(text)}: expected back, through, selective or selective:N")
     if not colon:
         return {"host_write": mode}
-    number = int(count) if count.isdecimal() and len(count) <= len(str(_MOST)) else 0
-    if not 1 <= number <= _MOST:
-        raise ValueError(f"{shown(text)}: expected selective:N with N from 1 to {_MOST}")
+    number = int(count) if count.isdecimal() and len(count) <= len(str(MAX_INT32)) else 0
+    if not 1 <= number <= MAX_INT32:
+        raise ValueError(f"{quoted(text)}: expected selective:N with N from 1 to {MAX_INT32}")
     return {"host_write": mode, "num_hits_to_write": number}
 
 
-def _number(option: str, value: str, text: str) -> float:
+def _parse_number(option: str, value: str, text: str) -> float:
     try:
         return float(value)
     except ValueError:
         raise ValueError(
-            f"{shown(text)}: {shown(option)} is {shown(value)}: expected a number"
+            f"{quoted(text)}: {quoted(option)} is {quoted(value)}: expected a number"
         ) from None

@@ -1,4 +1,4 @@
-"""Replays a workload against the manager: who runs, who waits, what was hit, how long it took."""
+"""Replays a workload against the manager: admits, steps and frees requests, and counts hits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
 from kvcache.replay.audit import Audit
-from kvcache.replay.groups import given_groups, state_tokens
+from kvcache.replay.groups import checked_groups, state_block_size
+from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
 from kvcache.replay.workload import WorkloadRequest
-from kvcache.replay.written import joined
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
 
@@ -38,11 +38,11 @@ class Replayer:
 
     `block_size`: of one group of full attention; or `groups`. `num_blocks` counts the null block. Up to
     `concurrency` requests run at a time; when another one needs their place or their blocks, the
-    oldest finishes. What does not fit even then counts as rejected. `verifier`: of the same groups;
-    writes and reads real KV behind every plan. `series`: filled per request.
+    oldest finishes. A request that does not fit even then counts as rejected. `verifier`: of the same
+    groups; writes and reads real KV behind every plan. `series`: filled per request.
 
     `options`: fields of `CacheOptions`; nothing is preallocated. With a host tier, each step is
-    reported as completed before the next: what it loads is a hit for all that come after.
+    reported as completed before the next: blocks that it loads can be hit by all later ones.
 
     A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
     together with the chunks of all other prompts that are not computed yet. Where there are recurrent
@@ -70,7 +70,7 @@ class Replayer:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}: expected 1 or more")
         self.manager = KVCacheManager.for_groups(
-            given_groups(block_size, groups),
+            checked_groups(block_size, groups),
             num_blocks,
             _NO_LENGTH_LIMIT,
             num_preallocate_tokens=0,
@@ -81,9 +81,9 @@ class Replayer:
         self.verifier = verifier
         self.series = series
         self._audit = None if verifier is None else Audit(verifier, self.manager)
-        self._tells_groups = groups is not None
+        self._reports_groups = groups is not None
         self._num_blocks = num_blocks
-        self._state_tokens = state_tokens(self.manager.groups)
+        self._state_block_size = state_block_size(self.manager.groups)
         self._running: list[Running] = []  # oldest first
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
@@ -143,20 +143,20 @@ class Replayer:
     def _step(self, new: Running | None = None) -> Status | None:
         """Computes a chunk of every prompt that is not computed, and admits a request if it can.
 
-        Returns what the plan says of the new request.
+        Returns the status of the new request; None without one.
         """
         has_host = self.manager.host_pool is not None
         num_host_hit = self.manager.stats.host_hit_tokens if has_host else 0
-        going = []
+        computing = []
         if self.chunk_tokens is not None:
-            going = [each for each in self._running if each.num_left]
-        counts = [self._chunk(each, each.num_computed) for each in going]
-        plan = self._planned(going, counts, new)
+            computing = [each for each in self._running if each.num_left]
+        counts = [self._chunk(each, each.num_computed) for each in computing]
+        plan = self._plan(computing, counts, new)
         status = plan.status.tolist()
         starts = plan.num_computed_tokens.tolist()
         served = []
-        for running, count, answer, start in zip(going, counts, status, starts):
-            if answer == Status.SERVED:
+        for running, count, row_status, start in zip(computing, counts, status, starts):
+            if row_status == Status.SERVED:
                 running.num_computed += count
                 served.append((running, start))
         if new is not None and status[-1] == Status.SERVED:
@@ -172,28 +172,28 @@ class Replayer:
             start = perf_counter_ns()
             self.manager.report(StepReport(plan.step_id, completed=True))
             self._step_ns += perf_counter_ns() - start
-        for running, answer in zip(going, status):
-            if answer != Status.SERVED:
-                self._help(running, Status(answer))
+        for running, row_status in zip(computing, status):
+            if row_status != Status.SERVED:
+                self._handle_unserved(running, Status(row_status))
         return None if new is None else Status(status[-1])
 
-    def _planned(self, going: list[Running], counts: list[int], new: Running | None) -> StepPlan:
-        asked = {}
-        if going:
-            asked["rows"], asked["num_tokens"] = [each.row for each in going], counts
+    def _plan(self, computing: list[Running], counts: list[int], new: Running | None) -> StepPlan:
+        arguments = {}
+        if computing:
+            arguments["rows"], arguments["num_tokens"] = [each.row for each in computing], counts
         if new is not None:
-            asked["new"] = [new.request]
+            arguments["new"] = [new.request]
             if self.chunk_tokens is not None:
                 count = self._chunk(new, self._num_cached(new))
-                asked["new_num_tokens"] = [count]
-            if going:
-                # Whoever comes leaves room for all that these prompts still need, and has room for
+                arguments["new_num_tokens"] = [count]
+            if computing:
+                # A new request leaves room for all that these prompts still need, and has room for
                 # its own: only a prompt that is computed alone can ever be stuck.
-                asked["num_reserved_blocks"] = self._num_blocks_left(new, count) + sum(
-                    self._num_blocks_left(each, each.num_computed) for each in going
+                arguments["num_reserved_blocks"] = self._num_blocks_left(new, count) + sum(
+                    self._num_blocks_left(each, each.num_computed) for each in computing
                 )
         start = perf_counter_ns()
-        plan = self.manager.step(**asked)
+        plan = self.manager.step(**arguments)
         self._step_ns += perf_counter_ns() - start
         return plan
 
@@ -203,25 +203,25 @@ class Replayer:
         if self.chunk_tokens is None:
             return num_tokens - start
         stop = min(start + self.chunk_tokens, num_tokens)
-        aligned = stop - stop % self._state_tokens
+        aligned = stop - stop % self._state_block_size
         return (aligned if aligned > start else stop) - start
 
     def _num_cached(self, new: Running) -> int:
-        """Tokens that will be hit, as far as the end of the first chunk depends on it."""
-        if self._state_tokens == 1:
+        """Tokens that will be hit; 0 where the end of the first chunk does not depend on it."""
+        if self._state_block_size == 1:
             return 0
         on_device = self.manager.get_computed_blocks(new.request)[1]
         return max(on_device, self.manager.cached_tokens(new.request).with_host)
 
     def _num_blocks_left(self, running: Running, num_computed: int) -> int:
-        """At most so many blocks does a prompt take from here to its end."""
+        """The most blocks that a prompt takes from here to its end."""
         num_tokens, sizes = running.item.num_tokens, self.manager.block_sizes
         return sum(-(-num_tokens // size) - num_computed // size for size in sizes)
 
-    def _help(self, running: Running, answer: Status) -> None:
-        """Its chunk did not fit: the oldest of the computed requests finishes, or it is rejected."""
+    def _handle_unserved(self, running: Running, status: Status) -> None:
+        """A chunk did not fit: the oldest computed request finishes, or this one is rejected."""
         computed = [each for each in self._running if not each.num_left]
-        if computed and answer == Status.WAIT:
+        if computed and status == Status.WAIT:
             self._finish(computed[0])
         else:
             self._reject(running)
@@ -258,7 +258,7 @@ class Replayer:
         groups = self._groups()
         is_hybrid = len(groups) > 1
         options = self.manager.options
-        eviction = joined(options.eviction, options.eviction_options or {})
+        eviction = join_options(options.eviction, options.eviction_options or {})
         report = ReplayReport(
             trace=trace,
             block_size=block_size,
@@ -279,11 +279,11 @@ class Replayer:
             us_per_request=self._us_per_request(),
             hash_block_size=options.hash_block_size,
             chunk_tokens=self.chunk_tokens,
-            groups=groups if self._tells_groups else None,
+            groups=groups if self._reports_groups else None,
             eviction=None if eviction == "lru" else eviction,
         )
         if self.manager.host_pool is not None:
-            self._tell_host(report)
+            self._add_host_counts(report)
         if self._audit is not None:
             report.verify_us_per_request = self._us(self._audit.ns)
             report.verified_tokens = self._prompt_tokens  # of all that finished
@@ -291,14 +291,16 @@ class Replayer:
             report.mismatched_requests = list(self._audit.mismatches.values())
         return report
 
-    def _tell_host(self, report: ReplayReport) -> None:
+    def _add_host_counts(self, report: ReplayReport) -> None:
         counts = self.manager.stats.host
         report.host_blocks = self.manager.host_pool.num_blocks
         options = self.manager.options
         report.host_write = options.host_write
         if options.host_write == "selective":
             report.host_write += f":{options.num_hits_to_write}"
-        report.host_eviction = joined(options.host_eviction, options.host_eviction_options or {})
+        report.host_eviction = join_options(
+            options.host_eviction, options.host_eviction_options or {}
+        )
         report.host_hit_tokens = self._host_hit_tokens
         report.host_evicted_blocks = counts.evicted_blocks
         report.written_blocks = counts.written_blocks
@@ -306,7 +308,7 @@ class Replayer:
         report.loaded_blocks = counts.loaded_blocks
 
     def _groups(self) -> list[dict]:
-        """What the manager counted per group."""
+        """Spec and counts of each group."""
         return [
             {
                 "kind": group.kind,

@@ -1,4 +1,4 @@
-"""What a replay found: totals as data, as JSON and as a table."""
+"""The totals of a replay: as data, as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class ReplayReport:
 
     The next three are None unless asked for: tokens per hash, tokens per chunk of a prompt, and per
     group (where groups were given) `kind`, `block_size`, `options`, and the `hit_blocks`,
-    `stored_blocks` and `evicted_blocks` that the manager counted. Of several groups, `block_size` is
-    the first one's, and `hit_blocks` the sum over all.
+    `stored_blocks` and `evicted_blocks` that the manager counted. With several groups, `block_size`
+    is the first one's, and `hit_blocks` the sum over all.
 
     `eviction`: None where it is the default. The fields from `host_blocks` (null block counted) on are
     None without a host tier: `host_hit_tokens` are those of `hit_tokens` from a request's first block
@@ -89,7 +89,7 @@ class ReplayReport:
     loaded_blocks: int | None = None
 
     def to_dict(self) -> dict:
-        """The report as plain data for JSON; what was not asked for is absent."""
+        """The report as plain data for JSON, without the fields that are None."""
         return asdict(self, dict_factory=_without_none)
 
 

@@ -1,8 +1,8 @@
 """One cache group under verification: what its pages must hold of a request, and what they do.
 
-Content is read along two paths. Through the block table (and slot mapping, where there are slots), as
-it was written; and from the very place where the manager's blocks say it is, by plain indexing: what
-writing and reading get wrong alike, only the second path can see.
+Content is read along two paths: through the block table (and slot mapping, where there are slots), as
+it was written; and by plain indexing, from the blocks that the manager names. An error that writing
+and reading share shows on the second path only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.native.load import core
+from kvcache.kinds import KindProperties, checked_first_needed_token
 from kvcache.replay.content import kv_of_content
 from kvcache.replay.report import Mismatch
 from kvcache.replay.running import Span
@@ -25,23 +25,23 @@ Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of 
 
 @dataclass
 class VerifiedGroup:
-    """What both kinds of pages have in common.
+    """A group whose pages hold tokens or states.
 
-    `storage`: the group's view of the pages. `factors`: uint64[2 * layers, features], one's own, so
-    that what another group wrote is wrong here. `index`: place among the groups, told with what is
-    wrong where there are several.
+    `storage`: the group's view of the pages. `factors`: uint64[2 * layers, features], other
+    ones in each group, so that content of another group is wrong here. `index`: place among the
+    groups, named in a mismatch where there are several.
     """
 
     index: int
     is_alone: bool
-    kind: core.AttentionKind
+    kind: KindProperties
     storage: KVStorage
     table: BlockTable
     factors: np.ndarray
     chunk_tokens: int
 
     def check_arrival(self, span: Span) -> Found:
-        """What the plan had to bring for these tokens, before they are written."""
+        """Reads what the plan had to bring for these tokens, before they are written."""
         return NOTHING_WRONG
 
     def _mismatch(
@@ -85,7 +85,7 @@ class VerifiedGroup:
 
 
 class TokenGroup(VerifiedGroup):
-    """Pages of KV, of which a token reads those from its kind's first needed token on."""
+    """Pages of KV; a token reads from the first needed token of the kind on."""
 
     def write(self, span: Span) -> None:
         """Writes the KV of the tokens."""
@@ -96,7 +96,9 @@ class TokenGroup(VerifiedGroup):
     def check(self, span: Span) -> Found:
         """Reads all that the tokens attend to, themselves included."""
         count, found = 0, None
-        for first, last in self._chunks(self.kind.first_needed_token(span.start), span.stop):
+        for first, last in self._chunks(
+            checked_first_needed_token(self.kind, span.start), span.stop
+        ):
             expected = self._content(span.request, first, last)
             columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
             slots = self._slots(span.row, first, last)
@@ -142,7 +144,7 @@ class StateGroup(VerifiedGroup):
         return self._check(span, span.stop)
 
     def _check(self, span: Span, num_tokens: int) -> Found:
-        """The page of the last of the tokens must hold the state of so many."""
+        """The page of the last of the tokens must hold the state after `num_tokens`."""
         first, column = max(num_tokens - 1, 0), self._column(span.stop)
         expected = self._content(span.request, first, first + 1)
         if num_tokens == 0:
@@ -156,7 +158,7 @@ class StateGroup(VerifiedGroup):
         return 1, self._mismatch(span, first, column, block_id, is_state=True)
 
     def _column(self, num_tokens: int) -> int:
-        """Of the block that the last of so many tokens lies in."""
+        """The column of the block that the last of `num_tokens` tokens is in."""
         return (num_tokens - 1) // self.table.block_size
 
     def _slot(self, row: int, column: int) -> torch.Tensor:

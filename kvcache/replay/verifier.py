@@ -1,9 +1,9 @@
 """Verification: real storage behind the replayed manager, every token's KV checked by its content.
 
-The KV of a token is a fixed mix of its content key, so whatever a request reads is known
-beforehand: a hit on the wrong block, a wrong slot or a block handed out while still held shows up
-as a difference. So does a block that left a window too early, a state or a part of a block that was
-not copied, and a page given to two groups: all groups lie in the same pages, and mix differently.
+The KV of a token is a fixed mix of its content key, so all that a request reads is known beforehand.
+A hit on the wrong block, a wrong slot or a block handed out while still held shows up as a difference.
+So does a block that left a window too early, a state or a part of a block that was not copied, and a
+page given to two groups: all groups lie in the same pages, and mix differently.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from kvcache.allocator.groups import make_kind
-from kvcache.native.load import core
+from kvcache.kinds import KindProperties, make_kind
 from kvcache.replay.content import feature_factors
-from kvcache.replay.groups import given_groups
+from kvcache.replay.groups import checked_groups
 from kvcache.replay.running import Span
 from kvcache.replay.verified_group import Found, StateGroup, TokenGroup, VerifiedGroup
 from kvcache.specs import GroupSpec
@@ -55,10 +54,10 @@ class KVVerifier:
         layout: str = "NHD",
         chunk_tokens: int = 16_384,
     ) -> None:
-        specs = given_groups(block_size, groups)
+        specs = checked_groups(block_size, groups)
         kinds = [make_kind(spec.kind, spec.options) for spec in specs]
         self._specs, self._device = specs, device
-        self._has_slots = [not isinstance(kind, core.RecurrentState) for kind in kinds]
+        self._has_slots = [kind.pages != "state" for kind in kinds]
         self._max_num_reqs, self._num_blocks = max_num_reqs, num_blocks
         self._chunk_tokens = chunk_tokens
         # K of a page, or V: the largest block of tokens, or a state that fills as much.
@@ -90,12 +89,12 @@ class KVVerifier:
 
     @property
     def storage(self) -> KVStorage:
-        """Of the first group."""
+        """The one of the first group."""
         return self.storages[0]
 
     @property
     def table(self) -> BlockTable:
-        """Of the first group."""
+        """The one of the first group."""
         return self.tables[0]
 
     def reserve(self, num_tokens: int) -> None:
@@ -114,11 +113,11 @@ class KVVerifier:
             group.table = table
 
     def apply(self, plan: StepPlan) -> None:
-        """Brings pages and block tables to what the plan says; every plan, in order."""
+        """Applies the plan to pages and block tables; every plan, in order."""
         self.worker.apply(plan)
 
     def check_arrival(self, span: Span) -> Found:
-        """Reads what the plan had to bring for these tokens; before any of the step is written."""
+        """Reads what the plan had to bring for these tokens, before the step writes any."""
         return _all(group.check_arrival(span) for group in self.groups)
 
     def write(self, span: Span) -> None:
@@ -127,10 +126,10 @@ class KVVerifier:
             group.write(span)
 
     def check(self, span: Span) -> Found:
-        """Reads what the tokens attend to, themselves included; number of wrong ones, and the first.
+        """Reads what the tokens attend to, themselves included, in all groups.
 
-        Over all groups. A token is right when block table and manager's block both lead to exactly
-        its K and V.
+        Returns the number of wrong tokens, and the first. A token is right when block table and
+        manager's block both lead to exactly its K and V.
         """
         return _all(group.check(span) for group in self.groups)
 
@@ -149,7 +148,7 @@ class KVVerifier:
         )
         self.worker = Worker(self.storages, self.tables, self._host)
 
-    def _make_groups(self, kinds: list[core.AttentionKind], num_layers: int) -> list[VerifiedGroup]:
+    def _make_groups(self, kinds: list[KindProperties], num_layers: int) -> list[VerifiedGroup]:
         features = [each.num_kv_heads * each.head_size for each in self.storages]
         ends = np.cumsum([2 * num_layers * n for n in features])
         factors = np.split(feature_factors(int(ends[-1])), ends[:-1])
@@ -168,7 +167,7 @@ class KVVerifier:
 
 
 def _all(found: Iterable[Found]) -> Found:
-    """Of all groups: how many are wrong, and the first."""
+    """Over all groups: how many tokens are wrong, and the first."""
     count, first = 0, None
     for number, mismatch in found:
         count += number

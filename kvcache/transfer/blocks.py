@@ -9,9 +9,10 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import check_once, check_range, integers
+from kvcache.layouts import AttentionBackend, backend_of_shape, described_backend
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.regions import format_of
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
 
@@ -23,16 +24,16 @@ def copy_kv_blocks(
     dst_block_ids: Ids,
     direction: str,
     *,
-    block_dim: int | None = None,
+    backend: str | AttentionBackend | None = None,
 ) -> None:
     """Copies blocks of all layers, `src_block_ids[i]` to `dst_block_ids[i]`, in one call.
 
-    Caches: per layer a tensor as attention backends have them: [2, num_blocks, ...],
-    [num_blocks, 2, ...] or [num_blocks, block_size, head_size]; the two sides alike but for the
-    number of blocks. `block_dim`, 0 or 1, says which dimension counts blocks; where it is not given,
-    a first dimension of 2 in five means K and V. direction: "h2d" (src in host memory) or "d2h" (dst
-    in host memory, filled when the call returns). "h2d" from pinned memory is enqueued on the current
-    stream: leave the source as it is until that has come there. No ids: nothing to do.
+    Caches: per layer a tensor as `backend` indexes it, a name of `kvcache.layouts` or an
+    `AttentionBackend` of one's own; the two sides alike but for the number of blocks. None: a first
+    dimension of 2 in five means K and V ([2, num_blocks, ...]), else the first counts blocks.
+    direction: "h2d" (src in host memory) or "d2h" (dst in host memory, filled when the call returns).
+    "h2d" from pinned memory is enqueued on the current stream: leave the source as it is until that
+    has come there. No ids: nothing to do.
 
     ValueError or TypeError, and no byte moves, for another direction or one that the tensors' devices
     do not have, lists of different length, layers that only one side has, tensors of different shape,
@@ -50,9 +51,10 @@ def copy_kv_blocks(
     _check_layers(src_kv_caches, dst_kv_caches)
     if not src_kv_caches:
         raise ValueError("src_kv_caches is empty: expected one tensor per layer")
+    described = None if backend is None else described_backend(backend)
     dims = []
     for name, src in src_kv_caches.items():
-        dims.append(_block_dim(name, src, dst_kv_caches[name], block_dim))
+        dims.append(_block_dim(name, src, dst_kv_caches[name], described))
         _check_alike(name, src, dst_kv_caches[name], dims[-1])
     src = Pages.over(list(src_kv_caches.values()), dims)
     dst = Pages.over([dst_kv_caches[name] for name in src_kv_caches], dims)
@@ -65,7 +67,7 @@ def copy_kv_blocks(
     host = src if direction == "h2d" else dst
     engine = ops.KERNEL if host.is_pinned else ops.COPY_ENGINE
     try:
-        Route(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
+        PageCopy(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
     except RuntimeError as error:
         if str(error).startswith("pairs["):  # src and dst are one memory
             raise ValueError(str(error)) from None
@@ -88,21 +90,20 @@ def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tenso
             raise ValueError(f"{name} has layer {unknown[0]!r}: expected one that {other} has too")
 
 
-def _block_dim(name: str, src: torch.Tensor, dst: torch.Tensor, given: int | None) -> int:
-    if given is not None:
-        if given not in (0, 1):
-            raise ValueError(f"block_dim is {given}: expected 0 or 1")
-        return given
-    if src.ndim != 5:
+def _block_dim(
+    name: str, src: torch.Tensor, dst: torch.Tensor, described: AttentionBackend | None
+) -> int:
+    if described is not None:
+        if src.ndim != len(described.dims):
+            raise ValueError(
+                f"layer {name!r} has shape {list(src.shape)}: expected [{', '.join(described.dims)}] "
+                f"of backend {described.name!r}"
+            )
+        return described.dims.index("block")
+    if src.ndim != 5 or src.shape[0] != 2 or dst.shape[0] != 2:
         return 0
-    firsts = [src.shape[0], dst.shape[0]]
-    seconds = [src.shape[1], dst.shape[1]]
-    if firsts == [2, 2] and seconds == [2, 2]:
-        raise ValueError(
-            f"layer {name!r} has shape {list(src.shape)}, which may be either way round: "
-            "expected block_dim, 0 or 1"
-        )
-    return 1 if firsts == [2, 2] else 0
+    shape = dst.shape if src.shape[1] == 2 else src.shape  # numbers of blocks may differ
+    return backend_of_shape(shape, f"layer {name!r}").dims.index("block")
 
 
 def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> None:

@@ -2,7 +2,7 @@
 
 A page is one fragment in each of several regions (`Pages`). Which regions these are, and
 which byte of them is which element, follows from a dozen numbers: no torch, no addresses. Regions here
-are as few as the packing allows; `region_addresses` finds them in a storage's `Pages`.
+are as few as the memory order allows; `region_addresses` finds them in a storage's `Pages`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from kvcache.checks import integer
-from kvcache.specs import ELEMENT_BYTES, LAYOUTS
+from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
+from kvcache.specs import ELEMENT_BYTES
 from kvcache.transfer.sharding import heads_of_rank, layers_of_rank
 
 DESCRIPTION_VERSION = 1
-PACKINGS = ("apart", "blocks_first", "block_major")
 
 
 class Coordinates(NamedTuple):
@@ -41,18 +41,20 @@ class CacheDescription:
     `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`. `tp_size` counts no rank twice: an engine
     whose context parallelism reuses n of its TP ranks gives `tp_size // n`.
 
-    `packing`: "apart" is a region for K and one for V of each layer, "blocks_first" a region per
-    layer in which V of a page follows K, "block_major" one region in which the layers of a page follow
-    each other; in these two, `page_stride` says so where pages are padded (shared with other cache
-    groups). `layout` is the order of tokens and heads within K or V of a page. `is_mla`: one latent
-    vector of `head_size` elements per token (its rotary part counted), on every tensor-parallel rank;
-    then `total_num_kv_heads` is 1 and `v_head_size` 0.
+    `memory_order`: the dimensions in memory, outermost first, as `AttentionBackend.memory_order` gives
+    them (`kvcache.layouts`): "layer" (left out: each layer lies by itself), "kv" (left out: V of a head
+    follows its K), "block", "token", "head" (left out: one) and "element". What comes before "block"
+    counts regions; `page_stride` is for pages that are padded (shared with other cache groups), where K
+    and V of a page lie in one region. `is_mla`: one latent vector of `head_size` elements per token
+    (its rotary part counted), on every tensor-parallel rank; then `total_num_kv_heads` is 1 and
+    `v_head_size` 0.
 
     Plain values: pickles, and goes through JSON by `to_dict`. ValueError or TypeError for values out of
     range, sizes that do not divide, or another version.
 
     >>> cache = CacheDescription(engine_id="prefill-0", num_layers=32, total_num_kv_heads=8,
-    ...     head_size=128, block_size=16, tp_size=4, layout="HND")
+    ...     head_size=128, block_size=16, tp_size=4,
+    ...     memory_order=backend("FLASH_ATTN").memory_order("HND"))
     >>> cache.heads(rank=1), cache.region_bytes[:2].tolist()
     (range(2, 4), [8192, 8192])
     >>> CacheDescription.from_dict(cache.to_dict()) == cache
@@ -70,8 +72,7 @@ class CacheDescription:
     pp_size: int = 1
     cp_world_size: int = 1
     cp_interleave: int = 1  # tokens
-    layout: str = "NHD"
-    packing: str = "apart"
+    memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
     page_stride: int | None = None  # bytes from page to page; None: what the region's pages take
     dtype: str = "bfloat16"
     version: int = DESCRIPTION_VERSION
@@ -84,14 +85,9 @@ class CacheDescription:
             )
         if not isinstance(self.is_mla, bool):
             raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
-        for name, choices in (
-            ("layout", LAYOUTS),
-            ("packing", PACKINGS),
-            ("dtype", tuple(ELEMENT_BYTES)),
-        ):
-            if getattr(self, name) not in choices:
-                came, wanted = getattr(self, name), ", ".join(map(str, choices))
-                raise ValueError(f"{name} is {came!r}: expected one of {wanted}")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.engine_id, str):
             raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
         if self.v_head_size is None:
@@ -109,18 +105,19 @@ class CacheDescription:
             )
         heads_of_rank(self.total_num_kv_heads, self.tp_size, 0)
         layers_of_rank(self.num_layers, self.pp_size, 0)
+        least = int(self.placement.region_bytes[0])  # a ValueError for sizes that have no place
         if self.page_stride is None:
             return
-        if self.packing == "apart":
+        if not self.placement.has_kv_together:
             raise ValueError(
-                f"page_stride is {self.page_stride}: expected None with packing 'apart'"
+                f"page_stride is {self.page_stride}: expected None where K and V have regions of "
+                f"their own, as memory_order is {self.memory_order}"
             )
-        least = int(self.region_bytes[0])
         object.__setattr__(self, "page_stride", integer(self.page_stride, "page_stride", least))
 
-    def to_dict(self) -> dict[str, int | str | bool]:
-        """The fields by name: what JSON can hold."""
-        return asdict(self)
+    def to_dict(self) -> dict[str, int | str | bool | list[str]]:
+        """The fields by name, as JSON can hold them."""
+        return {**asdict(self), "memory_order": list(self.memory_order)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
@@ -163,26 +160,39 @@ class CacheDescription:
         """Layers that each rank holds."""
         return self.num_layers // self.pp_size
 
-    @cached_property
-    def row_bytes(self) -> np.ndarray:
-        """int64[p]: bytes of one head of one token in each part of a layer: K and, if any, V."""
-        sizes = [size for size in (self.head_size, self.v_head_size) if size]
-        return _fixed(np.array(sizes, np.int64) * ELEMENT_BYTES[self.dtype])
+    @property
+    def layout(self) -> str:
+        """ "NHD" or "HND": which of tokens and heads comes first in memory."""
+        return layout_of(self.memory_order)
 
     @cached_property
-    def part_bytes(self) -> np.ndarray:
-        """int64[p]: bytes of a page in each part of a layer."""
-        return _fixed(self.row_bytes * (self.block_size * self.heads_per_rank))
+    def placement(self) -> Placement:
+        """Where the elements of a rank's pages lie: layers and heads count among those of a rank.
 
-    @cached_property
+        >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
+        ...     block_size=4, memory_order=backend("BLOCK_MAJOR").memory_order(cross_layers=True))
+        >>> cache.placement.regions.tolist(), cache.placement.kv_offsets.tolist()
+        ([[0, 0], [0, 0]], [[0, 64], [128, 192]])
+        """
+        return place_elements(
+            self.memory_order,
+            num_layers=self.layers_per_rank,
+            block_size=self.block_size,
+            num_kv_heads=self.heads_per_rank,
+            head_size=self.head_size,
+            v_head_size=self.v_head_size,
+            element_bytes=ELEMENT_BYTES[self.dtype],
+        )
+
+    @property
+    def head_bytes(self) -> np.ndarray:
+        """int64[p]: bytes of one head of one token in K and, if there is any, in V."""
+        return self.placement.head_bytes
+
+    @property
     def region_bytes(self) -> np.ndarray:
         """int64[r]: bytes of a page in each region."""
-        if self.packing == "apart":
-            return _fixed(np.tile(self.part_bytes, self.layers_per_rank))
-        per_layer = self.part_bytes.sum(keepdims=True)
-        if self.packing == "blocks_first":
-            return _fixed(np.tile(per_layer, self.layers_per_rank))
-        return _fixed(per_layer * self.layers_per_rank)
+        return self.placement.region_bytes
 
     @cached_property
     def region_strides(self) -> np.ndarray:
@@ -208,49 +218,25 @@ class CacheDescription:
         """The model's KV heads that a rank holds."""
         return heads_of_rank(self.total_num_kv_heads, self.tp_size, self.coordinates(rank).tp_rank)
 
-    @cached_property
-    def parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """(region, offset), int64[layers of a rank, p] each: where K and V of a page begin.
-
-        >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
-        ...     block_size=4, packing="block_major")
-        >>> [array.tolist() for array in cache.parts]
-        [[[0, 0], [0, 0]], [[0, 64], [128, 192]]]
-        """
-        sizes = self.part_bytes
-        layer, part = np.indices((self.layers_per_rank, len(sizes)))
-        within = (np.cumsum(sizes) - sizes)[part]
-        if self.packing == "apart":
-            region, offset = layer * len(sizes) + part, np.zeros_like(within)
-        elif self.packing == "blocks_first":
-            region, offset = layer, within
-        else:
-            region, offset = np.zeros_like(layer), layer * sizes.sum() + within
-        return _fixed(region), _fixed(offset)
-
-    def row(self, token: np.ndarray, head: np.ndarray) -> np.ndarray:
-        """int64: which row of K or of V of a page is that of a token of it and a rank's n-th head."""
-        if self.layout == "NHD":
-            return token * self.heads_per_rank + head
-        return head * self.block_size + token
-
-    def place(
-        self, layer: np.ndarray, part: np.ndarray, token: np.ndarray, head: np.ndarray
+    def offset_of(
+        self, layer: np.ndarray, kv: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(region, offset) of elements, whatever the arguments' shapes broadcast to.
 
-        layer, head: counted among those of a rank. part: 0 for K, 1 for V. token: in the page.
+        layer, head: counted among those of a rank. kv: 0 for K, 1 for V. token: in the page.
         offset: bytes from where the page begins in the region to the element's first one.
 
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=2, head_size=8,
-        ...     block_size=4, packing="blocks_first")
-        >>> region, offset = cache.place(1, np.array([0, 1]), 0, 1)
+        ...     block_size=4, memory_order=backend("FLASHINFER").memory_order("NHD"))
+        >>> region, offset = cache.offset_of(1, np.array([0, 1]), 0, 1)
         >>> region.tolist(), offset.tolist()
         ([1, 1], [16, 144])
         """
-        region, begin = self.parts
-        within = self.row(np.asarray(token), np.asarray(head)) * self.row_bytes[part]
-        return np.broadcast_arrays(region[layer, part], begin[layer, part] + within)
+        placed = self.placement
+        within = np.asarray(token) * placed.token_strides[kv]
+        within = within + np.asarray(head) * placed.head_strides[kv]
+        offset = placed.kv_offsets[layer, kv] + within
+        return np.broadcast_arrays(placed.regions[layer, kv], offset)
 
 
 _SIZES = (

@@ -15,32 +15,29 @@ def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
     """int64[r]: where each of a description's regions begins, in the pages of one of its ranks.
 
     What a plan calls byte b of region r is at `addresses[r] + b`. ValueError where the pages are not
-    laid out as described: other layers, bytes or packing, pages at another distance (`page_stride`), or
-    bytes that a description has no word for, such as scales.
+    laid out as described: other layers, bytes or memory order, pages at another distance
+    (`page_stride`), or bytes that a description has no word for, such as scales.
 
-    >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, blocks_first=True)
+    >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
     >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
-    ...     block_size=4, packing="blocks_first")
+    ...     block_size=4, memory_order=storage.memory_order)
     >>> (region_addresses(cache, storage.pages) - storage.pages.base).tolist()
     [0, 2304]
     """
-    region, offset = description.parts
-    if pages.num_layers != len(region):
+    placed = description.placement
+    if pages.num_layers != len(placed.regions):
         raise ValueError(
-            f"pages have {pages.num_layers} layers, the description {len(region)} per rank: "
+            f"pages have {pages.num_layers} layers, the description {len(placed.regions)} per rank: "
             "expected the same"
         )
     found: dict[int, int] = {}
-    for layer in range(len(region)):
-        places = _places(description, pages, layer)
-        for part, (address, stride) in enumerate(places):
-            number = int(region[layer, part])
-            begin = address - int(offset[layer, part])
-            wanted = int(description.region_strides[number])
-            if found.setdefault(number, begin) != begin or stride != wanted:
+    for layer in range(len(placed.regions)):
+        for (region, offset, _), (address, stride) in _matched(description, pages, layer):
+            wanted = int(description.region_strides[region])
+            if found.setdefault(region, address - offset) != address - offset or stride != wanted:
                 raise ValueError(
-                    f"{'KV'[part]} of layer {layer} begins at byte {address - pages.base}, pages "
-                    f"{stride} bytes apart: expected {wanted}, and packing {description.packing!r}"
+                    f"layer {layer} has a fragment at byte {address - pages.base}, pages {stride} "
+                    f"bytes apart: expected {wanted}, and memory_order {description.memory_order}"
                 )
     return np.array([found[number] for number in range(len(found))], np.int64)
 
@@ -48,9 +45,9 @@ def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
 def permute_pages(
     storage: KVStorage, pages: np.ndarray, permutation: ReceivePermutation | None
 ) -> None:
-    """What a plan says is to be done to the pages that have arrived: int[groups, pages per group].
+    """Puts pages that have arrived in the local order, as the plan says: int[groups, pages per group].
 
-    All layers of the storage, K and V; None: nothing. ValueError as `permute_received_blocks`.
+    All layers of the storage, K and V; None: nothing to do. ValueError as `permute_received_blocks`.
     """
     if permutation is None:
         return
@@ -72,22 +69,25 @@ def permute_pages(
             )
 
 
-def _places(description: CacheDescription, pages: Pages, layer: int) -> list[tuple[int, int]]:
-    """(address, bytes from page to page) of K and V of a layer; pages may hold both in one piece."""
-    held = [
-        (pages.base + int(pages.offsets[i]), int(pages.sizes[i]), int(pages.strides[i]))
-        for i in np.flatnonzero(pages.layers == layer)
-    ]
-    sizes = description.part_bytes.tolist()
-    whole = held[0][1] if len(held) == 1 else 0
-    padded = description.page_stride is not None and whole == description.page_stride
-    if len(held) == 1 and (whole == sum(sizes) or (padded and whole >= sum(sizes))):
-        address, _, stride = held[0]
-        begins = np.cumsum([0, *sizes[:-1]]).tolist()
-        return [(address + begin, stride) for begin in begins]
-    if [size for _, size, _ in held] != sizes:
-        raise ValueError(
-            f"layer {layer} of the pages has pieces of {[size for _, size, _ in held]} bytes: expected "
-            f"{sizes}, as described"
-        )
-    return [(address, stride) for address, _, stride in held]
+def _matched(
+    description: CacheDescription, pages: Pages, layer: int
+) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
+    """The runs of a layer, (region, offset, length), each with (address, bytes from page to page).
+
+    Pages have K and V of a layer in fragments of their own, or what of them is contiguous in one.
+    """
+    held = np.flatnonzero(pages.layers == layer)
+    sizes = pages.sizes[held].tolist()
+    at = [(pages.base + int(pages.offsets[i]), int(pages.strides[i])) for i in held]
+    placed = description.placement
+    together = placed.layer_runs(layer).tolist()
+    apart = [run for p in range(len(placed.head_bytes)) for run in placed.runs(layer, p).tolist()]
+    for runs in (together, apart):
+        if sizes == [length for _, _, length in runs]:
+            return list(zip(map(tuple, runs), at))
+    if len(held) == len(together) == 1 and sizes[0] == description.page_stride:  # padded
+        return [(tuple(together[0]), at[0])]
+    raise ValueError(
+        f"layer {layer} of the pages has fragments of {sizes} bytes: expected "
+        f"{[length for _, _, length in apart]}, as described"
+    )

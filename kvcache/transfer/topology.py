@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend, backend
+from kvcache.layouts import AttentionBackend, backend, blocks_first
 from kvcache.specs import LAYOUTS
 from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for, size_ratio
 
@@ -131,7 +131,7 @@ class KVTopology:
             packed = len(shape) == len(dims) + 1
         order = _packed_order(described, dims, self.kv_cache_layout) if packed else dims
         self._settle("_cross_layers_blocks", packed)
-        self._settle("_blocks_first", dims[0] == "block" and not self.is_mla)
+        self._settle("_blocks_first", blocks_first(dims, self.is_mla))
         self._settle("_block_size_position", order.index("token") - len(order))
 
     def _settle(self, name: str, value: object) -> None:

@@ -12,7 +12,7 @@ from kvcache.worker.tables.attention_metadata import (
 from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
-from kvcache.worker.worker import StepTransfer, Worker
+from kvcache.worker.worker import PendingStep, Worker
 
 __all__ = [
     "AttentionMetadata",
@@ -23,7 +23,7 @@ __all__ = [
     "KVStorage",
     "MultiGroupBlockTable",
     "Pages",
-    "StepTransfer",
+    "PendingStep",
     "SwapEngine",
     "SwapError",
     "SwapJob",

@@ -12,17 +12,17 @@ from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 from kvcache.worker.swap.engine import SwapEngine
 from kvcache.worker.swap.job import SwapError, SwapJob, until
-from kvcache.worker.swap.page_copy import Route
-from kvcache.worker.swap.streams import timeline_of
+from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.swap.streams import streams_of
 from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
 
 
-class StepTransfer:
+class PendingStep:
     """A step whose plan has been started: its swaps may still be under way."""
 
     def __init__(
-        self, step_id: int, engine: SwapEngine | None, earlier: StepTransfer | None
+        self, step_id: int, engine: SwapEngine | None, earlier: PendingStep | None
     ) -> None:
         self.step_id = step_id
         self.errors: list[SwapError] = []  # known when the report is
@@ -50,8 +50,8 @@ class StepTransfer:
         self._report = StepReport(
             self.step_id,
             completed=True,
-            failed_host_pages=self._lost(self._out),
-            failed_pages=self._lost(self._in),
+            failed_host_pages=self._invalid_pages(self._out),
+            failed_pages=self._invalid_pages(self._in),
         )
         return self._report
 
@@ -73,8 +73,8 @@ class StepTransfer:
     def _jobs(self) -> list[SwapJob]:
         return [job for job in (self._out, self._in) if job is not None]
 
-    def _lost(self, job: SwapJob | None) -> list[int]:
-        return [] if job is None else self._engine.lost_pages(job).tolist()
+    def _invalid_pages(self, job: SwapJob | None) -> list[int]:
+        return [] if job is None else self._engine.invalid_pages(job).tolist()
 
 
 class Worker:
@@ -88,11 +88,11 @@ class Worker:
 
     >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
     >>> host = storage.pages.on_host(num_blocks=33)
-    >>> worker = Worker(storage, BlockTable(16, 4, 8, 64, False, "cpu", 16), host)
+    >>> table = BlockTable(
+    ...     block_size=16, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64
+    ... )
+    >>> worker = Worker(storage, table, host)
     """
-
-    # Of application. What is swapped out is read before anything is written.
-    ORDER = ("swap_out", "copy", "zero", "swap_in", "tables")
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class Worker:
         self.tables = tables
         self.host = host
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
-        self._within = Route(self.pages, self.pages)
-        self._timeline = swap_options.get("timeline") or timeline_of(self.pages.device)
-        self._last: StepTransfer | None = None
+        self._within = PageCopy(self.pages, self.pages)
+        self._streams = swap_options.get("streams") or streams_of(self.pages.device)
+        self._last: PendingStep | None = None
 
     def apply(self, plan: StepPlan) -> StepReport:
         """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
@@ -131,7 +131,7 @@ class Worker:
         """
         return self.start(plan).wait()
 
-    def start(self, plan: StepPlan) -> StepTransfer:
+    def start(self, plan: StepPlan) -> PendingStep:
         """As `apply`, but does not wait: whatever is launched next on the calling stream finds pages
         and tables as the plan says, while swaps may go on beside it."""
         if plan.version != PLAN_VERSION:
@@ -148,54 +148,51 @@ class Worker:
                 self.engine.check_not_captured("Worker.start")
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
         self.tables.apply(plan, self.pages.num_blocks)
-        transfer = StepTransfer(plan.step_id, self.engine, self._earlier())
+        step = PendingStep(plan.step_id, self.engine, self._earlier())
         if self.engine is not None:
-            self.engine.settle()
-        for section in self.ORDER:
-            getattr(self, f"_{section}")(plan, moves, transfer)
-        self._last = transfer
-        return transfer
+            self.engine.order_after_swap_ins()
+            self._swap_out(plan, moves, step)  # first: its pages are read before any is written
+        self._copy(moves)
+        self._zero(moves)
+        self._swap_in(moves, step)
+        self.tables.commit_updates()
+        self._last = step
+        return step
 
-    def _earlier(self) -> StepTransfer | None:
+    def _earlier(self) -> PendingStep | None:
         """The step before, unless it is over."""
         last = self._last
         return None if last is None or last.poll() is not None else last
 
-    def _swap_out(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
-        if self.engine is None:
-            return
+    def _swap_out(self, plan: StepPlan, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_out):
-            transfer._out = self.engine.swap_out(moves.swap_out)
+            step._out = self.engine.swap_out(moves.swap_out)
         if self.engine.is_idle:
             return
-        # Whatever the step writes, here or by computing, lies in pages that it takes.
+        # All that the step writes, here or by computing, lies in pages that it takes.
         replaced = [np.asarray(each).reshape(-1, 3)[:, 2] for each in plan.replace]
         taken = [*plan.append_ids, *replaced, moves.copy[:, 1], moves.zero]
-        self.engine.before_write(
-            np.concatenate(taken).astype(np.int64)
-        )  # of lists too, also of none
+        # int64 also of lists, and where there are none.
+        self.engine.before_write(np.concatenate(taken).astype(np.int64))
 
-    def _copy(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+    def _copy(self, moves: PageMoves) -> None:
         if len(moves.copy):
             self._launch(lambda: self._within.copy(moves.copy))
 
-    def _zero(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+    def _zero(self, moves: PageMoves) -> None:
         if len(moves.zero):
             self._launch(lambda: self._within.zero(moves.zero))
 
-    def _swap_in(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
+    def _swap_in(self, moves: PageMoves, step: PendingStep) -> None:
         if len(moves.swap_in) == 0:
             return
-        transfer._in = self.engine.swap_in(moves.swap_in)
+        step._in = self.engine.swap_in(moves.swap_in)
         if not self.engine.layers_per_event:
-            self.engine.before_read(transfer._in)
-
-    def _tables(self, plan: StepPlan, moves: PageMoves, transfer: StepTransfer) -> None:
-        self.tables.commit_updates()
+            self.engine.before_read(step._in)
 
     def _launch(self, work: Callable[[], None]) -> None:
-        """On the calling stream."""
-        self._timeline.launch(self._timeline.current(), work)
+        """Runs `work` on the calling stream."""
+        self._streams.launch(self._streams.current(), work)
 
 
 def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:

@@ -23,7 +23,8 @@ def main() -> int:
     run = commands.add_parser("run", help="run a program")
     run.add_argument("program", nargs=argparse.REMAINDER, metavar="-- program ...")
     commands.add_parser("build", help="only build what is needed")
-    commands.add_parser("test", help="all tests marked gpu, and swaps under many orders of streams")
+    test = commands.add_parser("test", help="tests marked gpu, and swaps under orders of streams")
+    test.add_argument("--seeds", type=int, default=20, help="number of orders (default: 20)")
     arguments = parser.parse_args()
     try:
         built = build.build()
@@ -36,7 +37,7 @@ def main() -> int:
     if arguments.command == "test":
         from tests.gpu_less.suite import run_suite
 
-        return run_suite(built)
+        return run_suite(built, arguments.seeds)
     program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
     if not program:
         parser.error("run: no program given")

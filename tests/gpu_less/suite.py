@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tests.gpu_less.build import TREE, Built
 
-NUM_SEEDS = int(os.environ.get("KVCACHE_GPULESS_SEEDS", "20"))
+NUM_SHARES = 4  # of the test files, each in its own process
 SWAP_STEPS = 12  # of each race and seed
 PYTEST = ["python", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
 
@@ -31,7 +31,7 @@ class Job:
         return " ".join([*variables, *words])
 
 
-def run_suite(built: Built) -> int:
+def run_suite(built: Built, num_seeds: int) -> int:
     """Runs and prints every job; is the exit status."""
     started = time.monotonic()
     swaps = sorted(
@@ -39,8 +39,16 @@ def run_suite(built: Built) -> int:
         for pattern in ("test_swap*.py", "test_worker*.py")
         for path in (TREE / "tests").glob(pattern)
     )
-    jobs = [Job("all tests marked gpu", ["-rs", "--durations=5"], {"KVCACHE_GPULESS_SEED": "1"})]
-    for seed in range(1, NUM_SEEDS + 1):
+    files = sorted(str(path.relative_to(TREE)) for path in (TREE / "tests").glob("test_*.py"))
+    jobs = [
+        Job(
+            f"tests marked gpu, {share + 1} of {NUM_SHARES}",
+            ["-rs", "--durations=5", *files[share::NUM_SHARES]],
+            {"KVCACHE_GPULESS_SEED": "1"},
+        )
+        for share in range(NUM_SHARES)
+    ]
+    for seed in range(1, num_seeds + 1):
         environment = {
             "KVCACHE_GPULESS_SEED": str(seed),
             "KVCACHE_TEST_SWAP_STEPS": str(SWAP_STEPS),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from operator import index
 
-from kvcache.allocator.groups import make_kind
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.options import CacheOptions, watermark_blocks
 from kvcache.allocator.sequences.allocated import AllocatedSequence
@@ -37,6 +36,7 @@ from kvcache.allocator.sequences.swaps import SequenceSwaps
 from kvcache.allocator.sequences.tables import Pairs, as_pairs
 from kvcache.allocator.sequences.tokens import Tokens, TokenSource, fail_ids
 from kvcache.checks import flag, integer
+from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS
 

@@ -1,7 +1,8 @@
 """A transfer plan carried over to page numbers: factored, never one row per fragment.
 
 What repeats is stated once. Every layer (and K and V) of a page moves alike, and so do pages of a kind: a
-plan is a few patterns, each the product of *places* (where in a page's regions) and *runs* (which pages).
+plan is a few patterns, each the product of *descriptors* (where in a page's regions) and *runs* (which
+pages).
 Ten thousand blocks of 80 layers are millions of fragments, and a few tens of thousands of runs.
 """
 
@@ -47,39 +48,39 @@ class Fragments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Fragments of a group that move alike: each of `places` of each of `runs`, from one rank.
+    """Fragments of a group that move alike: each of `descriptors` of each of `runs`, from one rank.
 
-    members: int64[n, 4], (remote region, byte in it, local region, byte in it): K or V of a layer, or
-    several together. pieces: int64[k, 2], (remote, local) bytes on from there. places: each piece of
-    each member. runs: int64[m, 5], (remote page, byte in it, local page, byte in it, length). The bytes
-    add up. The strides, bytes from page to page, are those of all its regions. `joins`: whether runs
-    of neighbouring pages may meet.
+    layers: int64[n, 4], (remote region, byte in it, local region, byte in it): K or V of a layer, or
+    several together. offsets: int64[k, 2], (remote, local) bytes on from there. descriptors: each
+    offset of each of `layers`. runs: int64[m, 5], (remote page, byte in it, local page, byte in it,
+    length). The bytes add up. The strides, bytes from page to page, are those of all its regions.
+    `joins`: whether runs of neighbouring pages may meet.
     """
 
     remote_rank: int
-    members: np.ndarray
-    pieces: np.ndarray
+    layers: np.ndarray
+    offsets: np.ndarray
     runs: np.ndarray
     remote_stride: int
     local_stride: int
     joins: bool
 
     @cached_property
-    def places(self) -> np.ndarray:
-        """int64[p, 4], as members: all pieces of the first one, then of the next."""
-        places = np.repeat(self.members, len(self.pieces), axis=0)
-        places[:, 1::2] += np.tile(self.pieces, (len(self.members), 1))
-        return places
+    def descriptors(self) -> np.ndarray:
+        """int64[d, 4], as layers: all offsets of the first one, then of the next."""
+        descriptors = np.repeat(self.layers, len(self.offsets), axis=0)
+        descriptors[:, 1::2] += np.tile(self.offsets, (len(self.layers), 1))
+        return descriptors
 
     @property
     def num_fragments(self) -> int:
         """Fragments of a group."""
-        return len(self.members) * len(self.pieces) * len(self.runs)
+        return len(self.layers) * len(self.offsets) * len(self.runs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of a group."""
-        return len(self.members) * len(self.pieces) * int(self.runs[:, 4].sum())
+        return len(self.layers) * len(self.offsets) * int(self.runs[:, 4].sum())
 
     @property
     def is_whole_pages(self) -> bool:
@@ -99,27 +100,27 @@ class Pattern:
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
             return Runs(
-                self.remote_rank, self.places, remote, local, np.tile(length, len(local_ids))
+                self.remote_rank, self.descriptors, remote, local, np.tile(length, len(local_ids))
             )
         begins = np.ones(len(local), bool)
         begins[meets + 1] = False
         first = np.flatnonzero(begins)
         lengths = np.diff(first, append=len(local)) * size
-        return Runs(self.remote_rank, self.places, remote[first], local[first], lengths)
+        return Runs(self.remote_rank, self.descriptors, remote[first], local[first], lengths)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Fragments of given pages from one rank: each of `places` of each run.
+    """Fragments of given pages from one rank: each of `descriptors` of each run.
 
-    places: int64[p, 4], (remote region, byte in it, local region, byte in it). remote_offset,
-    local_offset, length: int64[m], bytes. Run m at place p goes from byte
-    `remote_offset[m] + places[p, 1]` of the remote region `places[p, 0]` to byte
-    `local_offset[m] + places[p, 3]` of the local region `places[p, 2]`.
+    descriptors: int64[d, 4], (remote region, byte in it, local region, byte in it). remote_offset,
+    local_offset, length: int64[m], bytes. Run m at descriptor d goes from byte
+    `remote_offset[m] + descriptors[d, 1]` of the remote region `descriptors[d, 0]` to byte
+    `local_offset[m] + descriptors[d, 3]` of the local region `descriptors[d, 2]`.
     """
 
     remote_rank: int
-    places: np.ndarray
+    descriptors: np.ndarray
     remote_offset: np.ndarray
     local_offset: np.ndarray
     length: np.ndarray
@@ -127,24 +128,24 @@ class Runs:
     @property
     def num_fragments(self) -> int:
         """Fragments that these are."""
-        return len(self.places) * len(self.length)
+        return len(self.descriptors) * len(self.length)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of them all."""
-        return len(self.places) * int(self.length.sum())
+        return len(self.descriptors) * int(self.length.sum())
 
     def expand(self) -> Fragments:
-        """Each fragment: place by place, in the order of runs."""
-        num_places, num_runs = len(self.places), len(self.length)
-        remote_region, remote_at, local_region, local_at = self.places.T
+        """Each fragment: descriptor by descriptor, in the order of runs."""
+        num_descriptors, num_runs = len(self.descriptors), len(self.length)
+        remote_region, remote_at, local_region, local_at = self.descriptors.T
         return Fragments(
-            np.full(num_places * num_runs, self.remote_rank),
+            np.full(num_descriptors * num_runs, self.remote_rank),
             np.repeat(remote_region, num_runs),
             np.add.outer(remote_at, self.remote_offset).ravel(),
             np.repeat(local_region, num_runs),
             np.add.outer(local_at, self.local_offset).ravel(),
-            np.tile(self.length, num_places),
+            np.tile(self.length, num_descriptors),
         )
 
 
@@ -152,37 +153,37 @@ class Runs:
 class TransferRuns:
     """What `TransferPlan.apply` gives: runs of bytes, with neighbouring pages merged."""
 
-    parts: tuple[Runs, ...]
+    by_rank: tuple[Runs, ...]  # the same rank may come more than once
 
     @property
     def num_fragments(self) -> int:
         """Fragments over all remote ranks."""
-        return sum(part.num_fragments for part in self.parts)
+        return sum(runs.num_fragments for runs in self.by_rank)
 
     @property
     def num_bytes(self) -> int:
         """Bytes over all remote ranks."""
-        return sum(part.num_bytes for part in self.parts)
+        return sum(runs.num_bytes for runs in self.by_rank)
 
     def expand(self) -> Fragments:
         """Every fragment a row: as long as there are fragments, so for few pages."""
-        return joined(Fragments, [part.expand() for part in self.parts])
+        return joined(Fragments, [runs.expand() for runs in self.by_rank])
 
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
-    """Each fragment of a group: place by place, in the order of runs."""
-    num_places, num_runs = len(pattern.places), len(pattern.runs)
-    remote_region, remote_at, local_region, local_at = pattern.places.T
+    """Each fragment of a group: descriptor by descriptor, in the order of runs."""
+    num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
+    remote_region, remote_at, local_region, local_at = pattern.descriptors.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
     return GroupFragments(
-        np.full(num_places * num_runs, pattern.remote_rank),
-        np.tile(remote_page, num_places),
+        np.full(num_descriptors * num_runs, pattern.remote_rank),
+        np.tile(remote_page, num_descriptors),
         np.repeat(remote_region, num_runs),
         np.add.outer(remote_at, remote_offset).ravel(),
-        np.tile(local_page, num_places),
+        np.tile(local_page, num_descriptors),
         np.repeat(local_region, num_runs),
         np.add.outer(local_at, local_offset).ravel(),
-        np.tile(length, num_places),
+        np.tile(length, num_descriptors),
     )
 
 
@@ -200,11 +201,11 @@ def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -
     return found.ravel()
 
 
-def joined(kind: Callable, parts: list[tuple]) -> tuple:
+def joined(kind: Callable, tables: list[tuple]) -> tuple:
     """The tables one after the other."""
-    if not parts:
+    if not tables:
         return kind(*[np.empty(0, np.int64)] * len(kind._fields))
-    return kind(*(np.concatenate(columns) for columns in zip(*parts)))
+    return kind(*(np.concatenate(columns) for columns in zip(*tables)))
 
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:

@@ -1,12 +1,13 @@
-"""The mathematics of a transfer plan: which rows of a group's pages meet, and what is one piece of it.
+"""The mathematics of a transfer plan: which runs of a group's pages match, merged as far as they go.
 
-A row is one head of one token in K or V of one layer: no layout tears it. In rows all layers, K and V are
-alike, so rows are matched and merged once, and only then counted in bytes and repeated over layers.
+One head of one token in K or V of one layer is contiguous in every layout. Counted in units (a head of a
+token, or less where strides are no multiples of it) all layers are alike, and mostly K and V too, so
+heads of tokens are matched and merged once, and only then counted in bytes and repeated over layers.
 """
 
 from __future__ import annotations
 
-from math import lcm
+from math import gcd, lcm
 from typing import NamedTuple
 
 import numpy as np
@@ -16,23 +17,33 @@ from kvcache.transfer.plan.fragments import Pattern
 from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for
 
 
-class RowRuns(NamedTuple):
-    """Runs of rows that lie side by side on both sides, int64[n] each; rows count within a page."""
+class UnitRuns(NamedTuple):
+    """Runs that are contiguous on both sides, int64[n] each; units count from the begin of K or V."""
 
     source: np.ndarray  # cp_rank * tp_size + tp_rank of the remote rank
     remote_page: np.ndarray
-    remote_row: np.ndarray
+    remote_unit: np.ndarray
     local_page: np.ndarray
-    local_row: np.ndarray
+    local_unit: np.ndarray
     length: np.ndarray
 
 
 class Shape(NamedTuple):
-    """Page pairs between which the same rows move: each of `pieces` from each of `starts` on."""
+    """Page pairs between which the same units move: each of `offsets` from each of `starts` on."""
 
-    pieces: np.ndarray  # int64[k, 2]: rows on from the start, (remote, local)
-    starts: np.ndarray  # int64[m, 4]: remote page, row in it, local page, row in it
-    length: int  # rows of a piece
+    offsets: np.ndarray  # int64[k, 2]: units on from the start, (remote, local)
+    starts: np.ndarray  # int64[m, 4]: remote page, unit in it, local page, unit in it
+    length: int  # units of a run
+
+
+class Strides(NamedTuple):
+    """One of K and V, or both, in units: how far tokens and heads are apart on each side."""
+
+    remote_token: int
+    remote_head: int
+    local_token: int
+    local_head: int
+    length: int  # of a head of a token
 
 
 def find_patterns(
@@ -40,25 +51,81 @@ def find_patterns(
 ) -> tuple[Pattern, ...]:
     """How a group's pages of one local rank are filled.
 
-    `received`: in the remote's order of rows, for a permutation to follow; else each to its place.
+    `received`: in the remote's order of heads and tokens, for a permutation to follow; else each to
+    its place.
     """
     at = local.coordinates(local_rank)
-    rows = _matching_rows(local, remote, at, received)
-    by_pipeline_rank = _members(local, remote, at.pp_rank)
-    first_of_source = np.flatnonzero(np.diff(rows.source, prepend=-1))
+    if not received and _holds_equal_pages(local, remote):
+        return _whole_pages(local, remote, at)
     patterns = []
-    for first, last in zip(first_of_source, [*first_of_source[1:], len(rows.source)]):
-        cp_rank, tp_rank = divmod(int(rows.source[first]), remote.tp_size)
-        for shape in _shapes(RowRuns(*(column[first:last] for column in rows))):
-            for pp_rank, members in by_pipeline_rank.items():
-                source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
-                patterns += _in_bytes(local, remote, source, shape, members)
+    for strides, unit_bytes in _units(local, remote).items():
+        runs = _matching_runs(local, remote, at, strides, received)
+        by_pipeline_rank = _descriptors(local, remote, at.pp_rank, unit_bytes)
+        first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
+        for first, last in zip(first_of_source, [*first_of_source[1:], len(runs.source)]):
+            cp_rank, tp_rank = divmod(int(runs.source[first]), remote.tp_size)
+            for shape in _shapes(UnitRuns(*(column[first:last] for column in runs))):
+                for pp_rank, descriptors in by_pipeline_rank.items():
+                    source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
+                    patterns += _in_bytes(local, remote, source, shape, strides, descriptors)
     return tuple(patterns)
 
 
-def _matching_rows(
-    local: CacheDescription, remote: CacheDescription, at: Coordinates, received: bool
-) -> RowRuns:
+def _holds_equal_pages(local: CacheDescription, remote: CacheDescription) -> bool:
+    """Whether pages, in which K or V is torn, hold the same on both sides: they then move whole."""
+    same = ("block_size", "memory_order", "cp_world_size", "cp_interleave", "pp_size", "tp_size")
+    return not local.placement.is_contiguous and all(
+        getattr(local, name) == getattr(remote, name) for name in same
+    )
+
+
+def _whole_pages(
+    local: CacheDescription, remote: CacheDescription, at: Coordinates
+) -> tuple[Pattern, ...]:
+    """Each region of a page, from the rank that holds the same."""
+    patterns = []
+    sizes, regions = local.region_bytes, np.arange(len(local.region_bytes))
+    for size in np.unique(sizes).tolist():
+        chosen = regions[sizes == size]
+        remote_step = int(remote.region_strides[chosen[0]])
+        local_step = int(local.region_strides[chosen[0]])
+        zeros = np.zeros_like(chosen)
+        runs = np.array([[0, 0, 0, 0, size]], np.int64)
+        patterns.append(
+            Pattern(
+                remote.rank_of(at),
+                np.stack([chosen, zeros, chosen, zeros], axis=1),
+                np.zeros((1, 2), np.int64),
+                runs,
+                remote_step,
+                local_step,
+                _may_join(runs, remote_step, local_step),
+            )
+        )
+    return tuple(patterns)
+
+
+def _units(local: CacheDescription, remote: CacheDescription) -> dict[Strides, np.ndarray]:
+    """K and V, those of equal strides together: int64[p], the bytes of a unit, 0 for the others."""
+    sides = remote.placement, local.placement
+    found: dict[Strides, np.ndarray] = {}
+    for p, head_bytes in enumerate(local.head_bytes.tolist()):
+        strides = [
+            int(each[p]) for side in sides for each in (side.token_strides, side.head_strides)
+        ]
+        unit = gcd(head_bytes, *strides)
+        key = Strides(*(stride // unit for stride in strides), head_bytes // unit)
+        found.setdefault(key, np.zeros(len(local.head_bytes), np.int64))[p] = unit
+    return found
+
+
+def _matching_runs(
+    local: CacheDescription,
+    remote: CacheDescription,
+    at: Coordinates,
+    strides: Strides,
+    received: bool,
+) -> UnitRuns:
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     token = np.arange(tokens_per_group // local.cp_world_size)  # of this rank's, in their order
     chunk, in_chunk = np.divmod(token, local.cp_interleave)
@@ -73,26 +140,26 @@ def _matching_rows(
     first_head = tp_rank * remote.total_num_kv_heads // remote.tp_size
     remote_head = np.array(heads) - first_head
 
-    head, rows_per_page = np.arange(len(heads)), local.block_size * len(heads)
-    if received:
+    head = np.arange(len(heads))
+    if received:  # K and V are contiguous on both sides: a unit is a head of a token
         block, in_block = np.divmod(token[:, None], remote.block_size)
         if remote.layout == "NHD":
-            row = token[:, None] * len(heads) + head
+            unit = token[:, None] * len(heads) + head
         else:
-            row = (block * len(heads) + head) * remote.block_size + in_block
-        local_page, local_row = np.divmod(row, rows_per_page)
+            unit = (block * len(heads) + head) * remote.block_size + in_block
+        local_page, local_unit = np.divmod(unit, local.block_size * len(heads))
     else:
         local_page, in_page = np.divmod(token[:, None], local.block_size)
-        local_row = local.row(in_page, head)
-    columns = RowRuns(
+        local_unit = in_page * strides.local_token + head * strides.local_head
+    columns = UnitRuns(
         cp_rank[:, None] * remote.tp_size + tp_rank,
         remote_page[:, None],
-        remote.row(remote_token[:, None], remote_head),
+        remote_token[:, None] * strides.remote_token + remote_head * strides.remote_head,
         local_page,
-        local_row,
-        np.int64(1),
+        local_unit,
+        np.int64(strides.length),
     )
-    return _merged(columns, rows_per_page)
+    return _merged(columns)
 
 
 def _source_of_head(
@@ -111,67 +178,71 @@ def _source_of_head(
     return replica_for(head, remote.total_num_kv_heads, remote.tp_size, reader, num_readers)
 
 
-def _merged(rows: RowRuns, rows_per_page: int) -> RowRuns:
+def _merged(runs: UnitRuns) -> UnitRuns:
     """By source, then in the order in which they lie here, neighbours on both sides made one."""
-    shape = np.broadcast_shapes(*(column.shape for column in rows))
-    rows = RowRuns(*(np.broadcast_to(column, shape).ravel() for column in rows))
-    num_rows = len(rows.source)
+    shape = np.broadcast_shapes(*(column.shape for column in runs))
+    runs = UnitRuns(*(np.broadcast_to(column, shape).ravel() for column in runs))
+    page_end = int(runs.local_unit.max()) + 1
+    group_end = (int(runs.local_page.max()) + 1) * page_end
     order = np.argsort(
-        rows.source * num_rows + rows.local_page * rows_per_page + rows.local_row, kind="stable"
+        runs.source * group_end + runs.local_page * page_end + runs.local_unit, kind="stable"
     )
-    rows = RowRuns(*(column[order] for column in rows))
-    apart = np.ones(num_rows, bool)
+    runs = UnitRuns(*(column[order] for column in runs))
+    apart = np.ones(len(order), bool)
     apart[1:] = (
-        (np.diff(rows.source) != 0)
-        | (np.diff(rows.remote_page) != 0)
-        | (np.diff(rows.local_page) != 0)
-        | (np.diff(rows.remote_row) != 1)
-        | (np.diff(rows.local_row) != 1)
+        (np.diff(runs.source) != 0)
+        | (np.diff(runs.remote_page) != 0)
+        | (np.diff(runs.local_page) != 0)
+        | (np.diff(runs.remote_unit) != runs.length[:-1])
+        | (np.diff(runs.local_unit) != runs.length[:-1])
     )
     first = np.flatnonzero(apart)
-    merged = RowRuns(*(column[first] for column in rows))
-    return merged._replace(length=np.diff(first, append=num_rows))
+    merged = UnitRuns(*(column[first] for column in runs))
+    return merged._replace(length=np.add.reduceat(runs.length, first))
 
 
-def _shapes(rows: RowRuns) -> list[Shape]:
-    """The rows of one source, page pairs of the same form put together."""
-    pair = rows.local_page * (int(rows.remote_page.max()) + 1) + rows.remote_page
-    order = np.lexsort((pair, rows.length))  # stable: within a pair as they lie here
-    pair, length = pair[order], rows.length[order]
-    table = np.stack(rows[1:5], axis=1)[order]
+def _shapes(runs: UnitRuns) -> list[Shape]:
+    """The runs of one source, page pairs of the same form put together."""
+    pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
+    order = np.lexsort((pair, runs.length))  # stable: within a pair as they lie here
+    pair, length = pair[order], runs.length[order]
+    table = np.stack(runs[1:5], axis=1)[order]
     first = np.flatnonzero((np.diff(pair, prepend=-1) != 0) | (np.diff(length, prepend=-1) != 0))
     found: dict[tuple[int, bytes], tuple[np.ndarray, list[np.ndarray]]] = {}
     for begin, end in zip(first, [*first[1:], len(pair)]):
         start = table[begin]
-        pieces = np.ascontiguousarray((table[begin:end] - start)[:, [1, 3]])
-        _, starts = found.setdefault((int(length[begin]), pieces.tobytes()), (pieces, []))
+        offsets = np.ascontiguousarray((table[begin:end] - start)[:, [1, 3]])
+        _, starts = found.setdefault((int(length[begin]), offsets.tobytes()), (offsets, []))
         starts.append(start)
     return [
-        Shape(pieces, np.stack(starts), rows_of_piece)
-        for (rows_of_piece, _), (pieces, starts) in found.items()
+        Shape(offsets, np.stack(starts), length) for (length, _), (offsets, starts) in found.items()
     ]
 
 
-def _members(
-    local: CacheDescription, remote: CacheDescription, pp_rank: int
+def _descriptors(
+    local: CacheDescription, remote: CacheDescription, pp_rank: int, unit_bytes: np.ndarray
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     """By remote pipeline rank the layers that it and the local one hold, K and V each.
 
-    int64[n, 4] places, and int64[n] which part it is.
+    int64[n, 4] where they begin, as `Pattern.layers` has them, and int64[n] the bytes of a unit. Only
+    K or V of which a unit has bytes.
     """
     layer = np.arange(local.layers_per_rank) + pp_rank * local.layers_per_rank
     owner, in_owner = np.divmod(layer, remote.layers_per_rank)
     columns = [
-        array[rows]
-        for cache, rows in ((remote, in_owner), (local, layer % local.layers_per_rank))
-        for array in cache.parts
+        array[layers]
+        for placed, layers in (
+            (remote.placement, in_owner),
+            (local.placement, layer % local.layers_per_rank),
+        )
+        for array in (placed.regions, placed.kv_offsets)
     ]
-    table = np.stack(columns, axis=2)  # [layers, parts, 4]
-    num_parts = len(local.row_bytes)
+    chosen = np.flatnonzero(unit_bytes)
+    table = np.stack(columns, axis=2)[:, chosen]  # [layers, p, 4]
     found = {}
     for rank in range(int(owner[0]), int(owner[-1]) + 1):
-        chosen = table[owner == rank].reshape(-1, 4)
-        found[rank] = chosen, np.tile(np.arange(num_parts), len(chosen) // num_parts)
+        of_rank = table[owner == rank]
+        found[rank] = of_rank.reshape(-1, 4), np.tile(unit_bytes[chosen], len(of_rank))
     return found
 
 
@@ -180,22 +251,22 @@ def _in_bytes(
     remote: CacheDescription,
     source: int,
     shape: Shape,
-    members: tuple[np.ndarray, np.ndarray],
+    strides: Strides,
+    descriptors: tuple[np.ndarray, np.ndarray],
 ) -> list[Pattern]:
-    """Rows counted in bytes and repeated over layers, K and V; whole parts that meet made one."""
-    places, parts = members
-    scales = local.row_bytes[parts]
-    whole = local.block_size * local.heads_per_rank
-    if shape.length == whole == remote.block_size * remote.heads_per_rank:
-        places, sizes = _merged_members(places, whole * scales)
-        scales = sizes // whole  # a place of several parts is a wide row
+    """Units counted in bytes and repeated over layers, K and V; what meets on both sides made one."""
+    layers, unit_bytes = descriptors
+    whole = local.block_size * local.heads_per_rank * strides.length
+    if shape.length == whole == remote.block_size * remote.heads_per_rank * strides.length:
+        layers, sizes = _merged_layers(layers, whole * unit_bytes)
+        unit_bytes = sizes // whole  # what was merged has wider units
     kinds = np.stack(
-        [scales, remote.region_strides[places[:, 0]], local.region_strides[places[:, 2]]], axis=1
+        [unit_bytes, remote.region_strides[layers[:, 0]], local.region_strides[layers[:, 2]]],
+        axis=1,
     )
     patterns = []
     for kind in sorted({tuple(row) for row in kinds.tolist()}):
         scale, remote_step, local_step = kind
-        chosen = places[(kinds == kind).all(axis=1)]
         runs = np.empty((len(shape.starts), 5), np.int64)
         runs[:, :4] = shape.starts
         runs[:, 1::2] *= scale
@@ -203,8 +274,8 @@ def _in_bytes(
         patterns.append(
             Pattern(
                 source,
-                chosen,
-                shape.pieces * scale,
+                layers[(kinds == kind).all(axis=1)],
+                shape.offsets * scale,
                 runs,
                 remote_step,
                 local_step,
@@ -214,13 +285,16 @@ def _in_bytes(
     return patterns
 
 
-def _merged_members(members: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Parts that begin where the one before ends, on both sides, made one place of their bytes."""
-    begins = np.ones(len(members), bool)
-    meets = (members[1:, 1::2] == members[:-1, 1::2] + sizes[:-1, None]).all(axis=1)
-    begins[1:] = ~meets  # a region's first part begins at 0, and meets none
+def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """K and V that begin where the one before ends, on both sides, made one; their bytes."""
+    order = np.lexsort((layers[:, 1], layers[:, 0]))
+    layers, sizes = layers[order], sizes[order]
+    begins = np.ones(len(layers), bool)
+    meets = (layers[1:, 1::2] == layers[:-1, 1::2] + sizes[:-1, None]).all(axis=1)
+    meets &= (layers[1:, ::2] == layers[:-1, ::2]).all(axis=1)
+    begins[1:] = ~meets
     first = np.flatnonzero(begins)
-    return members[first], np.add.reduceat(sizes, first)
+    return layers[first], np.add.reduceat(sizes, first)
 
 
 def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:

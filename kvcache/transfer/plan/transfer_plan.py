@@ -25,7 +25,7 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns
 
-_MOST_ROWS = 1 << 22  # heads of tokens in a group; every one is looked at once
+_MOST_HEADS = 1 << 22  # of all tokens in a group; every one is looked at once
 # What both engines must agree on, the most telling first.
 _SAME = ("is_mla", "num_layers", "total_num_kv_heads", "head_size", "v_head_size", "dtype")
 
@@ -59,7 +59,7 @@ class TransferPlan:
     tokens_per_group: int
     local_pages_per_group: int
     remote_pages_per_group: int
-    # For groups of which only some pages are there: each row to its place.
+    # For groups of which only some pages are there: each head of a token to its place.
     exact_patterns: tuple[Pattern, ...]
     is_partial: bool = False  # made by `for_tokens`
 
@@ -105,17 +105,17 @@ class TransferPlan:
         `expand` lists fragments, for a transport that takes nothing else.
 
         TypeError or ValueError for other shapes, a rank of `remote_ranks` that is missing, pages below 1
-        (0 is the null block: tokens that slid out of a window are nobody's to fetch), and a local page
+        (0 is the null block: tokens that slid out of a window are not fetched), and a local page
         that is named twice.
 
         >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
         ...     block_size=4)
         >>> plan = plan_transfer(cache, cache, 0)
         >>> runs = plan.apply(np.array([[7], [8], [3]]), np.array([[1], [2], [9]]))
-        >>> part = runs.parts[0]  # pages 3, and 7 and 8 together, in each of four regions
-        >>> part.local_offset.tolist(), part.remote_offset.tolist(), part.length.tolist()
+        >>> runs = runs.by_rank[0]  # pages 3, and 7 and 8 together, in each of four regions
+        >>> runs.local_offset.tolist(), runs.remote_offset.tolist(), runs.length.tolist()
         ([384, 896], [1152, 128], [128, 256])
-        >>> part.places[:, [0, 2]].tolist()
+        >>> runs.descriptors[:, [0, 2]].tolist()
         [[0, 0], [1, 1], [2, 2], [3, 3]]
         """
         local_used, remote_used = self._used
@@ -204,9 +204,9 @@ def plan_transfer(
 ) -> TransferPlan:
     """What a local rank fetches from a remote engine so that its pages hold the same tokens.
 
-    Parallel sizes, block size, layout and packing may differ. Each head is read from one remote rank
+    Parallel sizes, block size and memory order may differ. Each head is read from one remote rank
     where several hold it; local ranks take turns over them. `allow_permutation`: where it makes fewer
-    fragments, pages arrive in the remote's order of rows, to be put right by
+    fragments, pages arrive in the remote's order of heads and tokens, to be put right by
     `permute_received_blocks`; else every fragment goes to its place.
 
     ValueError where the two cannot hold the same: MLA or not, other layers, heads, head sizes or
@@ -214,7 +214,7 @@ def plan_transfer(
     the same descriptions always the same plan; the time does not depend on the number of blocks.
 
     >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
-    ...     block_size=64, tp_size=2, layout="HND")
+    ...     block_size=64, tp_size=2, memory_order=backend("FLASH_ATTN").memory_order("HND"))
     >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
     >>> plan = plan_transfer(decode, prefill, local_rank=1)
     >>> plan.permutation, plan.remote_ranks, plan.num_fragments  # 4 pages of 2 ranks, 4 regions
@@ -236,7 +236,7 @@ def plan_transfer(
                 f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
             )
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
-    if tokens_per_group * local.heads_per_rank > _MOST_ROWS:
+    if tokens_per_group * local.heads_per_rank > _MOST_HEADS:
         raise ValueError(
             f"local block_size is {local.block_size} (engine {local.engine_id!r}, "
             f"{local.tokens_per_page} tokens over its ranks), remote block_size is "
@@ -271,7 +271,8 @@ def _permutable(local: CacheDescription, remote: CacheDescription) -> bool:
     large = max(local.block_size, remote.block_size)
     divides = large % local.block_size == 0 and large % remote.block_size == 0
     differs = local.block_size != remote.block_size or local.layout != remote.layout
-    return same_tokens and divides and differs and local.heads_per_rank > 1
+    contiguous = local.placement.is_contiguous and remote.placement.is_contiguous
+    return same_tokens and divides and differs and contiguous and local.heads_per_rank > 1
 
 
 def _num_fragments(patterns: tuple[Pattern, ...]) -> int:

@@ -11,7 +11,7 @@ from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-_ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
+ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
 
 
 class Pages:
@@ -31,7 +31,8 @@ class Pages:
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
     (4, 4096, 8)
     >>> host = pages.on_host(num_blocks=100)
-    >>> host.copy_from(pages, np.array([[1, 7], [2, 8]]))
+    >>> host.num_blocks, host.page_bytes
+    (100, 4096)
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Pages:
         self.sizes = np.asarray(sizes, np.int64)
         self.layers = np.asarray(layers, np.int32)
         self.pages_per_chunk = pages_per_chunk  # that were pinned in one piece; 0: all
-        self.formats = formats  # what lies in a page, where that is known; compared by `Route`
+        self.formats = formats  # what lies in a page, where that is known; compared by `PageCopy`
         self.base = memory.data_ptr()
         self._owners = list(owners) or [memory] * len(self.sizes)
         self._keep = keep
@@ -67,35 +68,32 @@ class Pages:
         sizes: Sequence[Sequence[int]],
         *,
         device: torch.device | str = "cpu",
-        blocks_first: bool = False,
         block_major: bool = False,
     ) -> Pages:
         """New memory for pages; not initialised, except page 0, the null block, which is zero.
 
-        sizes: per layer the bytes of each of its parts (K, V, scales). A layer's parts lie apart, each
-        with all its blocks; with `blocks_first` together, block by block; with `block_major` a page's
-        bytes of all layers lie together, so that a page is one fragment.
+        sizes: per layer the bytes of each of its fragments in a page, which lie apart, each with all its
+        blocks; with `block_major` a page's bytes of all layers lie together.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
-        parts = np.array([size for layer in sizes for size in layer], np.int64)
-        if (parts < 0).any():
-            raise ValueError(f"sizes has {parts.min()}: expected 0 bytes or more")
+        fragments = np.array([size for layer in sizes for size in layer], np.int64)
+        if (fragments < 0).any():
+            raise ValueError(f"sizes has {fragments.min()}: expected 0 bytes or more")
         layers = np.repeat(np.arange(len(sizes)), [len(layer) for layer in sizes])
         if block_major:
-            strides = np.full(len(parts), parts.sum())
-            offsets = np.cumsum(parts) - parts
-            total = int(parts.sum()) * num_blocks
+            strides = np.full(len(fragments), fragments.sum())
+            offsets = np.cumsum(fragments) - fragments
+            total = int(fragments.sum()) * num_blocks
         else:
             of_layer = np.array([sum(layer) for layer in sizes], np.int64)
-            room = -(-of_layer * num_blocks // _ALIGNMENT) * _ALIGNMENT
-            before = (np.cumsum(parts) - parts) - (np.cumsum(of_layer) - of_layer)[layers]
-            starts = (np.cumsum(room) - room)[layers]
-            strides = of_layer[layers] if blocks_first else parts
-            offsets = starts + (before if blocks_first else before * num_blocks)
+            room = -(-of_layer * num_blocks // ALIGNMENT) * ALIGNMENT
+            before = (np.cumsum(fragments) - fragments) - (np.cumsum(of_layer) - of_layer)[layers]
+            strides = fragments
+            offsets = (np.cumsum(room) - room)[layers] + before * num_blocks
             total = int(room.sum())
         memory = torch.empty(total, dtype=torch.uint8, device=device)
-        pages = cls(memory, num_blocks, offsets, strides, parts, layers)
+        pages = cls(memory, num_blocks, offsets, strides, fragments, layers)
         pages.zero(np.zeros(1, np.int32))
         return pages
 
@@ -250,8 +248,8 @@ class Pages:
         storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
         if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
             raise ValueError(
-                f"the bytes that layer {number} has of a page lie in {len(regions)} places: "
-                "expected them together (blocks_first)"
+                f"the bytes that layer {number} has of a page are {len(regions)} fragments: "
+                "expected them together"
             )
         return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
 
@@ -267,17 +265,8 @@ class Pages:
             storage, start, shape, strides
         )
 
-    def copy_from(self, source: Pages, pairs: np.ndarray | torch.Tensor, **options: int) -> None:
-        """Copies whole pages here; see `ops.copy_blocks`, also for what else can be said.
-
-        pairs: int32[n, 2], page of `source` and page here. ValueError where the two do not fit.
-        """
-        from kvcache.worker.swap.page_copy import Route  # which is made of Pages
-
-        Route(source, self).copy(pairs, **options)
-
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
-        from kvcache.worker.swap.page_copy import Route
+        from kvcache.worker.swap.page_copy import PageCopy  # which is made of Pages
 
-        Route(self, self).zero(ids)
+        PageCopy(self, self).zero(ids)

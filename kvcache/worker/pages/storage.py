@@ -4,40 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.specs import LAYOUTS
+from kvcache.layouts import AttentionBackend, Placement, described_backend, place_elements
+from kvcache.memory_plan import CachePlan
+from kvcache.specs import LayerSpec
 from kvcache.worker.pages.pages import Pages, Tensors
+from kvcache.worker.pages.placed import placed_pages, region_starts
 from kvcache.worker.pages.regions import format_of
-from kvcache.worker.pages.views import both, key_and_value, stacked
+from kvcache.worker.pages.views import as_indexed, key_and_value, stacked
 
 
 class KVStorage:
     """K and V of all layers in pages, as attention kernels see them: views, never copies.
 
-    `layout` is the order in memory of tokens (N), heads (H) and head elements (D) within a block; the
-    shape seen is the same for both, strides tell them apart. `kv_caches[layer]` is what a kernel
-    takes, by where K and V lie:
+    `backend` says how a kernel indexes a layer's cache and in which order its dimensions lie in memory:
+    a name of `kvcache.layouts`, or an `AttentionBackend` of one's own. `layout` is the order in memory
+    of tokens (N), heads (H) and head elements (D) within a block; the shape seen is the same for both,
+    strides tell them apart. With `cross_layers` all layers of a page lie together, in the backend's
+    order for that. `memory_order` is what follows, `kv_caches[layer]` what a kernel takes:
 
-    - apart (FlashAttention): [2, num_blocks, block_size, num_kv_heads, head_size];
-    - `blocks_first` (FlashInfer, Triton): [num_blocks, 2, block_size, num_kv_heads, head_size];
-    - `block_major`: the same shape, but all layers of a page lie together: one piece per swap;
-    - `mla`: [num_blocks, block_size, head_size + v_head_size], K (the latent) and V (its rotary part,
+    - FLASH_ATTN: [2, num_blocks, block_size, num_kv_heads, head_size];
+    - FLASHINFER, TRITON_ATTN, BLOCK_MAJOR: [num_blocks, 2, block_size, num_kv_heads, head_size];
+    - MLA: [num_blocks, block_size, head_size + v_head_size], K (the latent) and V (its rotary part,
       maybe none) of a token side by side; one head;
-    - K and V of unequal head size: the pair (K, V), each [num_blocks, ...].
+    - FLASH_ATTN_DIFFKV: [num_blocks, block_size, num_kv_heads, head_size + v_head_size];
+    - K and V of unequal head size in a backend with a dimension of both: the pair (K, V), each
+      [num_blocks, block_size, num_kv_heads, ...].
 
     `scale_bytes_per_token` > 0 gives every token room for scales of one's own quantisation
     (`scale_cache`), which moves with its page. Scales of a layer (fp8): `set_scales`.
 
     Memory is not initialised, except block 0, the null block, which is zero: padded and slid-out table
-    entries read it. `over` is how one of several groups sees pages that they share, `from_tensors`
-    takes an engine's own. `pages` is the memory by page.
+    entries read it. `over` is how one of several groups sees pages that they share, `for_plan` makes
+    all groups of a plan, `from_tensors` takes an engine's own. `pages` is the memory by page.
+
+    ValueError for an order that has no pages of blocks (`kvcache.layouts.check_memory_order`), and for
+    sizes that the backend cannot hold.
 
     >>> storage = KVStorage(num_blocks=4, block_size=16, num_kv_heads=2, head_size=8, layout="HND")
     >>> storage.key_cache(0).shape, storage.key_cache(0).stride()
     (torch.Size([4, 16, 2, 8]), (256, 8, 128, 1))
-    >>> packed = KVStorage(4, 16, 2, 8, num_layers=3, block_major=True)
+    >>> packed = KVStorage(4, 16, 2, 8, num_layers=3, backend="FLASHINFER", cross_layers=True)
     >>> packed.kv_caches[1].shape, packed.kv_caches[1].stride()
     (torch.Size([4, 2, 16, 2, 8]), (1536, 256, 16, 8, 1))
     """
@@ -53,39 +63,27 @@ class KVStorage:
         num_layers: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
+        backend: str | AttentionBackend = "FLASH_ATTN",
         layout: str = "NHD",
-        blocks_first: bool = False,
-        block_major: bool = False,
-        mla: bool = False,
+        cross_layers: bool = False,
         scale_bytes_per_token: int = 0,
     ) -> None:
         _check_least(1, num_blocks=num_blocks, num_layers=num_layers)
         _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
-        if mla and v_head_size is None:
-            v_head_size = 0
-        self._describe(num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout)
-        if mla and num_kv_heads != 1:
-            raise ValueError(f"num_kv_heads is {num_kv_heads}: expected 1 with mla")
-        tokens = block_size * num_kv_heads * dtype.itemsize
-        key, value = tokens * head_size, tokens * self.v_head_size
-        parts = [key + value] if mla else [key, value]
-        scales = scale_bytes_per_token * block_size
-        if scales and (blocks_first or block_major) and (sum(parts) + scales) % dtype.itemsize:
+        self._describe(
+            num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout, backend
+        )
+        self.memory_order = self.backend.memory_order(layout, cross_layers)
+        placed = self._place(num_layers, scale_bytes_per_token)
+        if placed.has_kv_together and (placed.region_bytes % dtype.itemsize).any():
             raise ValueError(
                 f"scale_bytes_per_token is {scale_bytes_per_token}: expected a block's scales to fill "
                 f"whole elements of {dtype}, whose blocks lie behind them"
             )
-        self.pages = Pages.allocate(
-            num_blocks,
-            [[size for size in (*parts, scales) if size]] * num_layers,
-            device=device,
-            blocks_first=blocks_first,
-            block_major=block_major,
-        )
-        self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
-        together = (blocks_first or block_major) and self.v_head_size == head_size
+        starts = region_starts(placed, num_blocks)
+        self.pages = placed_pages(placed, num_blocks, starts, device)
         for layer in range(num_layers):
-            self._add_layer(layer, mla, together, scale_bytes_per_token)
+            self._add_layer(self.pages.memory, 0, starts, placed.region_bytes, placed, layer)
 
     @classmethod
     def over(
@@ -97,15 +95,18 @@ class KVStorage:
         *,
         v_head_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        backend: str | AttentionBackend = "FLASHINFER",
         layout: str = "NHD",
         layers: Sequence[int] | None = None,
+        scale_bytes_per_token: int = 0,
     ) -> KVStorage:
         """One group's view of pages that all groups share; a page belongs to one group at a time.
 
-        A page has its bytes of a layer in one place; they begin with K of the block, V follows, and
-        what then remains is padding. ValueError where a block does not fit. `layers`: which of the
-        pages' layers the group's layers are (default: all). A recurrent state is one token as wide as
-        the state.
+        The bytes that a page has of a layer lie together; they begin with K and V of the block in the
+        order of `backend`, then the scales, and what remains is padding. ValueError where a block does
+        not fit, and for a backend that keeps K and V of a block apart. `layers`: which of the pages'
+        layers the group's layers are (default: all). A recurrent state is one token as wide as the
+        state.
 
         >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
         >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
@@ -116,36 +117,111 @@ class KVStorage:
         if not isinstance(pages, Pages):
             raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
         self = cls.__new__(cls)
+        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
         self._describe(
-            pages.num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout
+            pages.num_blocks,
+            block_size,
+            num_kv_heads,
+            head_size,
+            v_head_size,
+            dtype,
+            layout,
+            backend,
         )
+        self.memory_order = self.backend.memory_order(layout)
+        placed = self._place(1, scale_bytes_per_token)
+        if not placed.has_kv_together:
+            raise ValueError(
+                f"backend is {self.backend.name!r}: expected one that keeps K and V of a block together"
+            )
         self.pages = pages
-        self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
+        num_bytes, item = int(placed.region_bytes[0]), dtype.itemsize
         for layer in range(pages.num_layers) if layers is None else layers:
-            self._add_shared(pages.layer(layer))
+            page = pages.layer(layer)
+            if page.shape[1] < num_bytes or page.stride(0) % item or page.data_ptr() % item:
+                raise ValueError(
+                    f"pages have {page.shape[1]} bytes, {page.stride(0)} apart: expected a multiple of "
+                    f"{item}, and {num_bytes} or more for a block of {self.block_size} tokens"
+                )
+            self._add_layer(
+                page, page.storage_offset(), np.zeros(1, np.int64), [page.stride(0)], placed, 0
+            )
         return self
 
     @classmethod
+    def for_plan(
+        cls,
+        plan: CachePlan,
+        *,
+        device: torch.device | str = "cpu",
+        backend: str | AttentionBackend | None = None,
+        layout: str = "NHD",
+    ) -> list[KVStorage]:
+        """One storage per group of the plan, all over the same new `pages`.
+
+        Heads, sizes, dtype and scales are those of the group's layers; the i-th layer of a storage is
+        `plan.groups[g].layers[i]`. `backend` is that of layers with K and V, by default FLASHINFER; a
+        layer with one head and `v_head_size` 0 is MLA. Of a layer with `state_bytes` a page is one
+        token: one head, as many elements of `dtype` as the state has, no V, shaped as MLA. Scales of
+        fp8 layers are set with `set_scales`.
+
+        ValueError for layers of one group that differ in heads, sizes or dtype, and for a state that
+        is no whole number of elements.
+
+        >>> from kvcache import LayerSpec, plan_cache
+        >>> layers = [LayerSpec("a", "full_attention", 16, num_kv_heads=2, head_size=8)]
+        >>> layers += [LayerSpec("b", "recurrent", 1, dtype="float32", state_bytes=4096)]
+        >>> plan = plan_cache(layers, 2**20, max_model_len=256)
+        >>> [tuple(storage.key_cache(0).shape) for storage in KVStorage.for_plan(plan)]
+        [(256, 64, 2, 8), (256, 1, 1, 1024)]
+        """
+        if not isinstance(plan, CachePlan):
+            raise TypeError(f"plan is a {type(plan).__name__}: expected a CachePlan")
+        specs = {layer.name: layer for layer in plan.layers}
+        groups = [
+            (group.block_size, [specs[name] for name in group.layers]) for group in plan.groups
+        ]
+        shapes = [_shape_of_group(block_size, layers) for block_size, layers in groups]
+        layers_per_page = plan.page_bytes // plan.layer_page_bytes
+        sizes = [[plan.layer_page_bytes]] * layers_per_page
+        pages = Pages.allocate(plan.num_pages, sizes, device=device)
+        storages = []
+        for (_, layers), shape in zip(groups, shapes):
+            has_one_part = shape["num_kv_heads"] == 1 and shape["v_head_size"] == 0
+            seen = "MLA" if has_one_part else "FLASHINFER" if backend is None else backend
+            options = {"backend": seen, "layout": layout, "layers": range(len(layers))}
+            storages.append(cls.over(pages, **shape, **options))
+        return storages
+
+    @classmethod
     def from_tensors(
-        cls, kv_caches: Sequence[Tensors], *, block_dim: int | None = None
+        cls,
+        kv_caches: Sequence[Tensors],
+        *,
+        backend: str | AttentionBackend | None = None,
+        v_head_size: int | None = None,
     ) -> KVStorage:
         """An engine's own tensors, as they are; one entry per layer, all alike.
 
-        Shapes, NHD or HND by strides: [2, num_blocks, block_size, num_kv_heads, head_size],
-        [num_blocks, 2, ...], [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
-        [num_blocks, block_size, num_kv_heads, (v_)head_size]. `block_dim` says which of the first two
-        it is where both dimensions are 2. ValueError where a shape is none of these, or layers
-        differ. For anything else (recurrent states) `Pages.over` suffices: it moves any bytes.
+        Each is as `backend` indexes it, in NHD or HND by strides. None: what the shape tells,
+        [2, num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...],
+        [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
+        [num_blocks, block_size, num_kv_heads, (v_)head_size]. `v_head_size`: of a backend that keeps K
+        and V of a head in one dimension (default: half of it is V's; of MLA nothing). ValueError where
+        the shape is not the backend's or could be two, or layers differ. For anything else (recurrent
+        states) `Pages.over` suffices: it moves any bytes.
         """
         if isinstance(kv_caches, Mapping):
             raise TypeError("kv_caches is a mapping: expected a sequence, one entry per layer")
         if len(kv_caches) == 0:
             raise ValueError("kv_caches is empty: expected one entry per layer")
         self = cls.__new__(cls)
-        self.kv_caches, self._keys, self._values, self._scale_caches = [], [], [], []
+        described = None if backend is None else described_backend(backend)
+        self._start()
         dims = []
         for number, cache in enumerate(kv_caches):
-            key, value, dim = key_and_value(cache, block_dim, f"kv_caches[{number}]")
+            name = f"kv_caches[{number}]"
+            key, value, dim = key_and_value(cache, described, v_head_size, name)
             if key.shape[3] > 1 and key.stride(3) != 1:
                 raise ValueError(
                     f"kv_caches[{number}] has stride {key.stride(3)} in its last dimension: expected 1"
@@ -166,11 +242,19 @@ class KVStorage:
         key, value = self._keys[0], self._values[0]
         num_blocks, block_size, num_kv_heads, head_size = key.shape
         layout = "HND" if key.stride(2) > key.stride(1) and num_kv_heads > 1 else "NHD"
-        self._describe(
+        self._set_sizes(
             num_blocks, block_size, num_kv_heads, head_size, value.shape[3], key.dtype, layout
         )
+        self.backend = described
+        self.memory_order = None  # the engine's: strides say it
         self.pages = Pages.over(kv_caches, dims)
         return self
+
+    def _start(self) -> None:
+        self.kv_caches: list[Tensors] = []
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+        self._scale_caches: list[torch.Tensor] = []
 
     def _describe(
         self,
@@ -181,19 +265,45 @@ class KVStorage:
         v_head_size: int | None,
         dtype: torch.dtype,
         layout: str,
+        backend: str | AttentionBackend,
     ) -> None:
+        """Sizes as given, of caches that a backend describes."""
+        self._start()
+        self.backend = described_backend(backend)
         _check_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
-        if layout not in LAYOUTS:
-            raise ValueError(f"layout is {layout!r}: expected one of {', '.join(LAYOUTS)}")
+        sizes = num_blocks, block_size, num_kv_heads, head_size
+        self._set_sizes(*sizes, self.backend.v_size(head_size, v_head_size), dtype, layout)
+
+    def _set_sizes(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        v_head_size: int,
+        dtype: torch.dtype,
+        layout: str,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_size = head_size
-        self.v_head_size = head_size if v_head_size is None else v_head_size
-        _check_least(0, v_head_size=self.v_head_size)
+        self.v_head_size = v_head_size
         self.layout = layout
         self.dtype = dtype
         self.k_scale = self.v_scale = None
+
+    def _place(self, num_layers: int, scale_bytes_per_token: int) -> Placement:
+        return place_elements(
+            self.memory_order,
+            num_layers=num_layers,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            v_head_size=self.v_head_size,
+            element_bytes=self.dtype.itemsize,
+            scale_bytes_per_token=scale_bytes_per_token,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -313,67 +423,80 @@ class KVStorage:
             )
         return self.k_scale[layers], self.v_scale[layers]
 
-    def _add_layer(self, layer: int, mla: bool, together: bool, scale_bytes: int) -> None:
-        """Views over the regions of a layer that the constructor allocated."""
-        first = layer * (len(self.pages.sizes) // self.pages.num_layers)
-        if mla:
-            cache = self._elements(first, self.head_size + self.v_head_size)
-            self._keys.append(cache[..., : self.head_size])
-            self._values.append(cache[..., self.head_size :])
-            self.kv_caches.append(cache[:, :, 0])
-            last = first
-        else:
-            last = first + (1 if self.v_head_size else 0)
-            key = self._elements(first, self.head_size)
-            value = self._elements(last, self.v_head_size) if self.v_head_size else key[..., :0]
-            self._keys.append(key)
-            self._values.append(value)
-            self.kv_caches.append((key, value))
-            if self.v_head_size == self.head_size:
-                self.kv_caches[-1] = both(key, value, 1 if together else 0)
-        if scale_bytes:
-            scales = self.pages.fragment(last + 1)
-            self._scale_caches.append(scales.unflatten(1, (self.block_size, scale_bytes)))
-
-    def _elements(self, region: int, head_size: int) -> torch.Tensor:
-        """[num_blocks, block_size, heads, head_size] over one region."""
-        cache = self.pages.fragment(region).view(self.dtype)
-        if self.layout == "HND":
-            shape = (self.num_kv_heads, self.block_size, head_size)
-            return cache.unflatten(1, shape).transpose(1, 2)
-        return cache.unflatten(1, (self.block_size, self.num_kv_heads, head_size))
-
-    def _add_shared(self, page: torch.Tensor) -> None:
-        """K, then V, at the beginning of a layer's uint8[num_blocks, bytes]."""
-        heads = self.block_size * self.num_kv_heads
-        item = self.dtype.itemsize
-        sizes = [heads * self.head_size * item, heads * self.v_head_size * item]
-        if page.shape[1] < sum(sizes) or page.stride(0) % item:
-            raise ValueError(
-                f"pages have {page.shape[1]} bytes, {page.stride(0)} apart: expected a multiple of "
-                f"{item}, and {sum(sizes)} or more for a block of {self.block_size} tokens"
-            )
-        order = (self.block_size, self.num_kv_heads)
+    def _add_layer(
+        self,
+        memory: torch.Tensor,
+        begin: int,
+        starts: np.ndarray,
+        block_strides: Sequence[int],
+        placed: Placement,
+        layer: int,
+    ) -> None:
+        """Views of a layer; regions start `starts` bytes behind byte `begin` of memory's storage."""
+        storage = memory.untyped_storage()
         caches = []
-        for begin, size, head_size in (
-            (0, sizes[0], self.head_size),
-            (sizes[0], sizes[1], self.v_head_size),
-        ):
-            part = page[:, begin : begin + size].view(self.dtype)
-            if self.layout == "HND":
-                cache = part.unflatten(1, (*order[::-1], head_size)).transpose(1, 2)
-            else:
-                cache = part.unflatten(1, (*order, head_size))
-            caches.append(cache)
+        for p in range(len(placed.head_bytes)):
+            region = int(placed.regions[layer, p])
+            strides = block_strides[region], placed.token_strides[p], placed.head_strides[p]
+            offset = begin + int(starts[region] + placed.kv_offsets[layer, p])
+            head_size = self.v_head_size if p else self.head_size
+            shape = (self.num_blocks, self.block_size, self.num_kv_heads, head_size)
+            item = self.dtype.itemsize
+            view = torch.empty(0, dtype=self.dtype, device=memory.device)
+            steps = [int(stride) // item for stride in strides]
+            caches.append(view.set_(storage, offset // item, shape, (*steps, 1)))
+        if not self.v_head_size:
+            caches.append(caches[0][..., :0])
         self._keys.append(caches[0])
         self._values.append(caches[1])
-        equal = self.v_head_size == self.head_size
-        self.kv_caches.append(both(*caches, 1) if equal else tuple(caches))
+        self.kv_caches.append(as_indexed(*caches, self.backend.dims))
+        scale_region = int(placed.scale_regions[layer])
+        scale_bytes = placed.scale_bytes_per_token
+        if scale_bytes:
+            offset = begin + int(starts[scale_region] + placed.scale_offsets[layer])
+            view = torch.empty(0, dtype=torch.uint8, device=memory.device)
+            shape = (self.num_blocks, self.block_size, scale_bytes)
+            stride = int(block_strides[scale_region])
+            self._scale_caches.append(view.set_(storage, offset, shape, (stride, scale_bytes, 1)))
 
     def _checked(self, layer: int) -> int:
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer is {layer}: expected 0 to {self.num_layers - 1}")
         return layer
+
+
+def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
+    """The arguments of `KVStorage.over` that the layers of one group agree on."""
+    first, shape = layers[0], _shape_of_layer(layers[0], block_size)
+    for layer in layers[1:]:
+        if (other := _shape_of_layer(layer, block_size)) != shape:
+            name = next(name for name in shape if shape[name] != other[name])
+            raise ValueError(
+                f"layer {layer.name!r} has {name} {other[name]}, layer {first.name!r} of its group "
+                f"{shape[name]}: expected the same"
+            )
+    return shape
+
+
+def _shape_of_layer(layer: LayerSpec, block_size: int) -> dict[str, object]:
+    dtype = getattr(torch, layer.dtype)
+    if layer.state_bytes:
+        if layer.state_bytes % dtype.itemsize:
+            raise ValueError(
+                f"state_bytes is {layer.state_bytes}, of layer {layer.name!r}: "
+                f"expected whole elements of its dtype, {layer.dtype}"
+            )
+        num_elements = layer.state_bytes // dtype.itemsize
+        sizes = {"block_size": 1, "num_kv_heads": 1, "head_size": num_elements, "v_head_size": 0}
+        return {**sizes, "dtype": dtype, "scale_bytes_per_token": 0}
+    return {
+        "block_size": block_size,
+        "num_kv_heads": layer.num_kv_heads,
+        "head_size": layer.head_size,
+        "v_head_size": layer.head_size if layer.v_head_size is None else layer.v_head_size,
+        "dtype": dtype,
+        "scale_bytes_per_token": layer.scale_bytes_per_token,
+    }
 
 
 def _check_least(least: int, **sizes: int) -> None:

@@ -6,16 +6,28 @@ from itertools import pairwise
 
 import torch
 
+from kvcache.layouts import AttentionBackend, backend_of_shape
 from kvcache.worker.pages.pages import Tensors
 
+_ROLES = ("block", "token", "head", "element")
 
-def both(key: torch.Tensor, value: torch.Tensor, dim: int) -> torch.Tensor:
-    """One view of K and V of equal shape, stacked in dimension `dim`."""
-    apart = (value.data_ptr() - key.data_ptr()) // key.element_size()
-    shape, strides = list(key.shape), list(key.stride())
-    shape.insert(dim, 2)
-    strides.insert(dim, apart)
-    return key.as_strided(shape, strides, key.storage_offset())
+
+def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) -> Tensors:
+    """K and V [num_blocks, block_size, num_kv_heads, ...] as a backend indexes them: by `dims`.
+
+    One view; the pair (K, V) where there is a dimension of both and they are of unequal shape.
+    """
+    sizes = dict(zip(_ROLES, key.shape))
+    strides = dict(zip(_ROLES, key.stride()))
+    if "kv" in dims:
+        if key.shape != value.shape:
+            return key, value
+        sizes["kv"] = 2
+        strides["kv"] = (value.data_ptr() - key.data_ptr()) // key.element_size()
+    else:
+        sizes["element"] += value.shape[3]  # behind K
+    shape, steps = ([each[role] for role in dims] for each in (sizes, strides))
+    return key.as_strided(shape, steps, key.storage_offset())
 
 
 def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
@@ -36,7 +48,7 @@ def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 def key_and_value(
-    cache: Tensors, block_dim: int | None, name: str
+    cache: Tensors, described: AttentionBackend | None, v_head_size: int | None, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """K, V and the dimension of blocks of what an engine has for one layer."""
     if not isinstance(cache, torch.Tensor):
@@ -52,34 +64,33 @@ def key_and_value(
                 f"{name} has K of {kinds[0]} and V of {kinds[1]}: "
                 "expected the same but for the last dimension"
             )
-        return cache[0], cache[1], _first_dim(block_dim, name, cache[0])
-    shape = list(cache.shape)
-    if cache.ndim == 3:
-        latent = cache.unsqueeze(2)
-        return latent, latent[..., :0], _first_dim(block_dim, name, cache)
-    if cache.ndim != 5 or 2 not in shape[:2]:
+        return cache[0], cache[1], 0
+    described = described or backend_of_shape(cache.shape, name)
+    dims, shape = list(described.dims), list(cache.shape)
+    if len(shape) != len(dims) or ("kv" in dims and shape[dims.index("kv")] != 2):
+        wanted = ", ".join("2" if role == "kv" else role for role in dims)
         raise ValueError(
-            f"{name} has shape {shape}: expected [2, num_blocks, block_size, num_kv_heads, head_size], "
-            "[num_blocks, 2, ...], [num_blocks, block_size, head_size] or a pair (K, V)"
+            f"{name} has shape {shape}: expected [{wanted}] of backend {described.name!r}"
         )
-    if block_dim is None:
-        if shape[:2] == [2, 2]:
-            raise ValueError(
-                f"{name} has shape {shape}, which may be either way round: expected block_dim, 0 or 1"
-            )
-        block_dim = 1 if shape[0] == 2 else 0
-    if block_dim not in (0, 1) or shape[1 - block_dim] != 2:
+    block_dim = dims.index("block")
+    if "head" not in dims:
+        cache, dims = cache.unsqueeze(-1), [*dims, "head"]
+    if "kv" in dims:
+        caches = cache.unbind(dims.index("kv"))
+        dims.remove("kv")
+        split = None
+    else:
+        at, size = dims.index("element"), cache.shape[dims.index("element")]
+        if v_head_size is None:
+            v_head_size = size // 2 if described.unequal_head_sizes and not described.is_mla else 0
+        if not 0 <= v_head_size < size:
+            raise ValueError(f"v_head_size is {v_head_size}: expected 0 to {size - 1}")
+        split = size - v_head_size
+        caches = cache.narrow(at, 0, split), cache.narrow(at, split, v_head_size)
+    if split is None and v_head_size not in (None, caches[0].shape[dims.index("element")]):
         raise ValueError(
-            f"block_dim is {block_dim}, {name} has shape {shape}: expected K and V in dimension "
-            f"{1 - block_dim}"
+            f"v_head_size is {v_head_size}: expected None or K's, "
+            f"{caches[0].shape[dims.index('element')]}, for backend {described.name!r}"
         )
-    key, value = cache.unbind(1 - block_dim)
+    key, value = (each.permute([dims.index(role) for role in _ROLES]) for each in caches)
     return key, value, block_dim
-
-
-def _first_dim(block_dim: int | None, name: str, cache: torch.Tensor) -> int:
-    if block_dim not in (None, 0):
-        raise ValueError(
-            f"block_dim is {block_dim}, {name} has shape {list(cache.shape)}: expected None or 0"
-        )
-    return 0

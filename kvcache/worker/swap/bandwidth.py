@@ -24,7 +24,7 @@ from kvcache.worker.swap.calibration import (
     steps_of,
 )
 from kvcache.worker.swap.engine import SwapEngine
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
@@ -53,7 +53,7 @@ class Rate:
 
     @property
     def share(self) -> float:
-        """Of the contiguous copy."""
+        """Share of the contiguous copy's bandwidth."""
         return self.gb_per_s / self.contiguous_gb_per_s
 
 
@@ -84,8 +84,8 @@ def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate
     # Memory that was never written is one page of zeros, which the caches hold.
     source.memory.random_(0, 256)
     host.memory.fill_(1)
-    route = Route(source, host)
-    copy, memcpy = median_times(lambda: route.copy(pairs), whole)
+    page_copy = PageCopy(source, host)
+    copy, memcpy = median_times(lambda: page_copy.copy(pairs), whole)
     moved = len(pairs) * source.page_bytes
     return Rate(HOST, fragment, "scattered", "cpu", moved / copy / 1e9, num_bytes / memcpy / 1e9)
 
@@ -199,7 +199,7 @@ def calibrate(
             best[case] = rate
 
     def method(direction: str, size: int, count: int) -> str:
-        """Of the measurement with the number of fragments next to `count`."""
+        """The best method measured, with the number of fragments next to `count`."""
         numbers = [n for way, fragment, n in best if (way, fragment) == (direction, size)]
         return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
 

@@ -145,7 +145,7 @@ def load(path: Path) -> Calibration:
 
 
 def calibration_of(device: torch.device) -> Calibration:
-    """What was measured on this machine, else the built-in one.
+    """The calibration measured on this machine, else the built-in one.
 
     A warning where it was measured on another one; ValueError for a file that holds none.
     """

@@ -20,10 +20,10 @@ from kvcache.worker.swap.calibration import (
     Calibration,
     calibration_of,
 )
-from kvcache.worker.swap.job import Lane, SwapJob, until
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.job import SwapJob, SwapStream, until
+from kvcache.worker.swap.page_copy import PageCopy
 from kvcache.worker.swap.staging import Staging
-from kvcache.worker.swap.streams import CpuTimeline, CudaTimeline, timeline_of
+from kvcache.worker.swap.streams import CpuStreams, CudaStreams, streams_of
 
 _NAMES = {OUT: "swap-out", IN: "swap-in"}
 
@@ -47,12 +47,12 @@ class SwapEngine:
     `method` "staging", which brings whole pages).
 
     On the CPU everything has happened when a call returns. Swaps are not captured in CUDA graphs:
-    `swap_out`, `swap_in`, `before_read`, `before_write` and `settle` raise RuntimeError on a stream that
-    is being captured, and launch nothing. Jobs may be polled while any thread captures a graph. One
-    thread at a time may call an engine's methods; `poll` of a job may be called by any. The engine's
-    streams are its own, of high priority; they are given back, after they have done all, when the engine
-    is let go of. ValueError where the two sides do not fit, or the kernel is asked for and the host's
-    pages are not pinned.
+    `swap_out`, `swap_in`, `before_read`, `before_write` and `order_after_swap_ins` raise RuntimeError on
+    a stream that is being captured, and launch nothing. Jobs may be polled while any thread captures a
+    graph. One thread at a time may call an engine's methods; `poll` of a job may be called by any. The
+    engine's streams are its own, of high priority; they are destroyed, after they have done all, when the
+    engine is garbage-collected. ValueError where the two sides do not fit, or the kernel is asked for and
+    the host's pages are not pinned.
 
     >>> device = Pages.allocate(9, [[512, 512]] * 4)
     >>> engine = SwapEngine(device, device.on_host(100))
@@ -71,7 +71,7 @@ class SwapEngine:
         staging_bytes: int = 64 << 20,
         layers_per_event: int = 0,
         batch_copies: bool = True,
-        timeline: CudaTimeline | CpuTimeline | None = None,
+        streams: CudaStreams | CpuStreams | None = None,
     ) -> None:
         if host.device.type != "cpu":
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
@@ -87,38 +87,38 @@ class SwapEngine:
             )
         self.device, self.host = device, host
         self.calibration = calibration or calibration_of(device.device)
-        self._timeline = timeline or timeline_of(device.device)
+        self._streams = streams or streams_of(device.device)
         self._method = method
-        self._is_cpu = isinstance(self._timeline, CpuTimeline)  # where there is one way
+        self._is_cpu = isinstance(self._streams, CpuStreams)  # where there is one way
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
         copy_engine = ops.COPY_ENGINE if batch_copies else ops.COPY_ENGINE_SINGLY
         self._engines = {KERNEL: ops.KERNEL, COPY_ENGINE: copy_engine}
-        if isinstance(self._timeline, CudaTimeline):
+        if isinstance(self._streams, CudaStreams):
             ops.warm_up(device.device)
-        # What is given back when the engine is let go of; the pages live until then.
-        self._streams, kept = [], [device, host]
-        weakref.finalize(self, _close, self._timeline, self._streams, kept)
-        self._lanes = {
-            OUT: Lane(device, host, self._new_stream()),
-            IN: Lane(host, device, self._new_stream(), by_layer=by_layer),
+        # Streams end with the engine; the pages live until then.
+        self._own_streams, kept = [], [device, host]
+        weakref.finalize(self, _close, self._streams, self._own_streams, kept)
+        self._swap_streams = {
+            OUT: SwapStream(device, host, self._new_stream()),
+            IN: SwapStream(host, device, self._new_stream(), by_layer=by_layer),
         }
-        for direction, lane in self._lanes.items():
+        for direction, swap_stream in self._swap_streams.items():
             if self._may_stage(direction):
-                kept.append(self._make_staging(direction, lane, staging_bytes))
+                kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is under way, as far as anybody has looked."""
-        return not any(lane.in_flight for lane in self._lanes.values())
+        """Whether no job is under way, as of the last look at each."""
+        return not any(swap_stream.in_flight for swap_stream in self._swap_streams.values())
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
         """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages;
         RuntimeError, and nothing moves, while the calling stream is captured.
 
-        A failure of the device does not raise here: the job tells it.
+        A failure of the device does not raise here: the job has it (`error`).
         """
         return self._start(OUT, pairs)
 
@@ -137,9 +137,9 @@ class SwapEngine:
         if self.is_idle:
             return
         self.check_not_captured("before_write")
-        stream = self._timeline.current()
-        self._after(stream, self._lanes[OUT].last_reading(pages), "released")
-        self._after(stream, self._lanes[IN].last_writing(pages), "done")
+        stream = self._streams.current()
+        self._after(stream, self._swap_streams[OUT].last_reading(pages), "released")
+        self._after(stream, self._swap_streams[IN].last_writing(pages), "done")
 
     def before_read(self, job: SwapJob, layer: int | None = None) -> None:
         """The calling stream waits until a swapped-in layer (None: all of them) has arrived.
@@ -153,24 +153,24 @@ class SwapEngine:
         if layer is not None and job.error is None:
             event = next((event for end, event in job.layers if layer < end), job.done)
         if event is not None:
-            self._timeline.wait(self._timeline.current(), event)
+            self._streams.wait(self._streams.current(), event)
 
-    def settle(self) -> None:
+    def order_after_swap_ins(self) -> None:
         """The calling stream waits for all swap-ins so far. RuntimeError while it is captured, unless no
         swap-in is under way."""
-        lane = self._lanes[IN]
-        job = lane.in_flight.get(lane.last)
+        swap_stream = self._swap_streams[IN]
+        job = swap_stream.in_flight.get(swap_stream.last)
         if job is None:
             return
-        self.check_not_captured("settle")
-        self._after(self._timeline.current(), job, "done")
+        self.check_not_captured("order_after_swap_ins")
+        self._after(self._streams.current(), job, "done")
 
     def check_not_captured(self, name: str) -> None:
         """RuntimeError, naming the call, while the calling stream is captured in a CUDA graph.
 
         An event of a capture cannot be waited for outside of it, nor one from outside within it.
         """
-        if self._timeline.is_capturing():
+        if self._streams.is_capturing():
             raise RuntimeError(
                 f"{name} was called while the current stream is captured in a CUDA graph: expected "
                 "swaps, and waits for them, outside graphs"
@@ -179,10 +179,14 @@ class SwapEngine:
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns when no job is under way. SwapError where one failed since the last time; TimeoutError
         where they take longer in all."""
-        jobs = [job for lane in self._lanes.values() for job in list(lane.in_flight.values())]
+        jobs = [
+            job
+            for swap_stream in self._swap_streams.values()
+            for job in list(swap_stream.in_flight.values())
+        ]
         until(lambda: all(job.poll() for job in jobs), timeout_s, f"one of {len(jobs)} swaps")
-        for lane in self._lanes.values():
-            lane.forget()
+        for swap_stream in self._swap_streams.values():
+            swap_stream.forget()
         for job in jobs:
             if job.error is not None:
                 raise job.error
@@ -193,12 +197,12 @@ class SwapEngine:
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
         """Pieces that lie together on both sides, neighbouring pages merged; at least 1."""
-        route = self._lanes[direction].route
+        page_copy = self._swap_streams[direction].page_copy
         num_runs = len(pairs)
-        if route.is_dense and len(pairs) > 1:
+        if page_copy.is_dense and len(pairs) > 1:
             steps = np.diff(pairs, axis=0)
             num_runs -= int(((np.abs(steps[:, 0]) == 1) & (steps[:, 0] == steps[:, 1])).sum())
-        return max(num_runs * len(route.regions), 1)
+        return max(num_runs * len(page_copy.regions), 1)
 
     def method_for(self, direction: str, pairs: np.ndarray) -> str:
         """How these pages would move."""
@@ -207,28 +211,32 @@ class SwapEngine:
         num_fragments = self.num_fragments(direction, pairs)
         fragment_bytes = len(pairs) * self.device.page_bytes / num_fragments
         method = self.calibration.method(direction, fragment_bytes, num_fragments)
-        lane = self._lanes[direction]
+        swap_stream = self._swap_streams[direction]
         by_layer = direction == IN and self.layers_per_event > 0
         # Staged pages arrive as a whole; a page that is one piece already has nothing to gain.
-        if method == STAGING and (by_layer or lane.staging is None or len(lane.route.regions) == 1):
+        if method == STAGING and (
+            by_layer or swap_stream.staging is None or len(swap_stream.page_copy.regions) == 1
+        ):
             method = KERNEL
         if method == KERNEL and not self._kernel_reaches_host:
-            method = COPY_ENGINE if by_layer or lane.staging is None else STAGING
+            method = COPY_ENGINE if by_layer or swap_stream.staging is None else STAGING
         return method
 
     def _may_stage(self, direction: str) -> bool:
         if self._method is not None or self._is_cpu:
             return self._method == STAGING
         calibrated = STAGING in self.calibration.methods(direction)
-        is_split = len(self._lanes[direction].route.regions) > 1
+        is_split = len(self._swap_streams[direction].page_copy.regions) > 1
         return is_split and (calibrated or not self._kernel_reaches_host)
 
     def _new_stream(self) -> object:
-        self._streams.append(self._timeline.new_stream())
-        return self._streams[-1]
+        self._own_streams.append(self._streams.new_stream())
+        return self._own_streams[-1]
 
-    def _make_staging(self, direction: str, lane: Lane, num_bytes: int) -> Pages | None:
-        """The lane's staging memory; without it, pages go another way."""
+    def _make_staging(
+        self, direction: str, swap_stream: SwapStream, num_bytes: int
+    ) -> Pages | None:
+        """The staging memory of one direction; without it, pages go another way."""
         try:
             memory = self.device.staging(num_bytes)
         except RuntimeError as error:  # of which torch's out-of-memory error is one
@@ -241,106 +249,113 @@ class SwapEngine:
             )
             return None
         relayout = self._new_stream()
-        first, last = (relayout, lane.stream) if direction == OUT else (lane.stream, relayout)
-        lane.staging = Staging(lane.source, lane.destination, memory, first, last, self._timeline)
+        first, last = (
+            (relayout, swap_stream.stream) if direction == OUT else (swap_stream.stream, relayout)
+        )
+        swap_stream.staging = Staging(
+            swap_stream.source, swap_stream.destination, memory, first, last, self._streams
+        )
         return memory
 
     def _start(self, direction: str, pairs: np.ndarray) -> SwapJob:
         name = "swap_out" if direction == OUT else "swap_in"
-        lane, other = self._lanes[direction], self._lanes[IN if direction == OUT else OUT]
+        swap_stream, other = (
+            self._swap_streams[direction],
+            self._swap_streams[IN if direction == OUT else OUT],
+        )
         pairs = integers(pairs, name, (2,))
-        check_range(name, "reads page", pairs[:, 0], 1, lane.source.num_blocks)
-        check_range(name, "writes to page", pairs[:, 1], 1, lane.destination.num_blocks)
+        check_range(name, "reads page", pairs[:, 0], 1, swap_stream.source.num_blocks)
+        check_range(name, "writes to page", pairs[:, 1], 1, swap_stream.destination.num_blocks)
         check_once(f"{name} writes to page", pairs[:, 1])
         self.check_not_captured(name)
         self._num_jobs += 1
-        job = lane.new_job(f"{_NAMES[direction]} {self._num_jobs}", pairs)
+        job = swap_stream.new_job(f"{_NAMES[direction]} {self._num_jobs}", pairs)
         if direction == IN:
             job.fillers = other.writers(pairs[:, 0])
-        timeline, method = self._timeline, self.method_for(direction, pairs)
-        staging = lane.staging if method == STAGING else None
-        begin = lane.stream if staging is None else staging.first
-        end = lane.stream if staging is None else staging.last
+        streams, method = self._streams, self.method_for(direction, pairs)
+        staging = swap_stream.staging if method == STAGING else None
+        begin = swap_stream.stream if staging is None else staging.first
+        end = swap_stream.stream if staging is None else staging.last
         try:
-            timeline.wait(begin, timeline.record(timeline.current()))
-            self._after_the_job_before(lane, begin, end)
+            streams.wait(begin, streams.record(streams.current()))
+            self._after_the_job_before(swap_stream, begin, end)
             # The other direction's: it writes what this one reads, and reads what this one writes.
             self._after(begin, other.last_writing(pairs[:, 0]), "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
-            self._carry(direction, lane, job, method)
+            self._carry(direction, swap_stream, job, method)
         except RuntimeError as error:
             job.fail(error)
         # Behind whatever was launched, also of a job that failed half-way.
         try:
             if job.error is not None and staging is not None:
                 staging.join()
-            job.done = timeline.record(end)
+            job.done = streams.record(end)
         except RuntimeError as error:
             job.fail(error)
         job.released = job.released or job.done
-        lane.add(job)
+        swap_stream.add(job)
         return job
 
-    def lost_pages(self, job: SwapJob) -> np.ndarray:
+    def invalid_pages(self, job: SwapJob) -> np.ndarray:
         """Destination pages that do not hold what they should, of a job that is over: all of one that
         failed; of a swap-in also those whose host page a failed swap-out was to fill."""
         if job.error is not None:
             return job.pairs[:, 1]
         if job.fillers is None:
             return job.pairs[:0, 1]
-        out = self._lanes[OUT]
+        out = self._swap_streams[OUT]
         out.forget()  # a swap-out that failed late may not have been polled since
         return job.pairs[np.isin(job.fillers, list(out.failed)), 1]
 
     def _after(self, stream: object, job: SwapJob | None, what: str) -> None:
         event = None if job is None else getattr(job, what)
         if event is not None:
-            self._timeline.wait(stream, event)
+            self._streams.wait(stream, event)
 
-    def _after_the_job_before(self, lane: Lane, begin: object, end: object) -> None:
-        """Jobs of a lane come one after the other; where one has other streams than the one before, the
-        streams alone do not say so."""
-        if lane.begin is not begin or lane.end is not end:
-            self._after(begin, lane.in_flight.get(lane.last), "done")
-        lane.begin, lane.end = begin, end
+    def _after_the_job_before(self, swap_stream: SwapStream, begin: object, end: object) -> None:
+        """Jobs of one direction run one after the other; where a job uses other CUDA streams than the one
+        before, the streams alone do not order them."""
+        if swap_stream.begin is not begin or swap_stream.end is not end:
+            self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
+        swap_stream.begin, swap_stream.end = begin, end
 
-    def _carry(self, direction: str, lane: Lane, job: SwapJob, method: str) -> None:
+    def _carry(self, direction: str, swap_stream: SwapStream, job: SwapJob, method: str) -> None:
         if len(job.pairs) == 0:
             return
         if method == STAGING:
-            bus = lane.stream
+            bus = swap_stream.stream
 
-            def copy(stream: object, route: Route, pairs: np.ndarray) -> None:
-                self._copy(stream, route, pairs, COPY_ENGINE if stream is bus else KERNEL)
+            def copy(stream: object, page_copy: PageCopy, pairs: np.ndarray) -> None:
+                self._copy(stream, page_copy, pairs, COPY_ENGINE if stream is bus else KERNEL)
 
-            job.released = lane.staging.carry(job.pairs, copy)
+            job.released = swap_stream.staging.carry(job.pairs, copy)
         elif direction == IN and self.layers_per_event:
             for first in range(0, self.device.num_layers, self.layers_per_event):
                 layers = slice(first, first + self.layers_per_event)
-                self._copy(lane.stream, lane.route, job.pairs, method, layers)
-                job.layers.append((layers.stop, self._timeline.record(lane.stream)))
+                self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, method, layers)
+                job.layers.append((layers.stop, self._streams.record(swap_stream.stream)))
         else:
-            self._copy(lane.stream, lane.route, job.pairs, method)
+            self._copy(swap_stream.stream, swap_stream.page_copy, job.pairs, method)
 
     def _copy(
         self,
         stream: object,
-        route: Route,
+        page_copy: PageCopy,
         pairs: np.ndarray,
         method: str,
         layers: slice | None = None,
     ) -> None:
-        on_bus = "cpu" in (route.source.device.type, route.destination.device.type)
+        on_bus = "cpu" in (page_copy.source.device.type, page_copy.destination.device.type)
         blocks = self.calibration.num_thread_blocks if on_bus else 0
-        self._timeline.launch(
+        self._streams.launch(
             stream,
-            lambda: route.copy(
+            lambda: page_copy.copy(
                 pairs, engine=self._engines[method], num_thread_blocks=blocks, layers=layers
             ),
         )
 
 
-def _close(timeline: CudaTimeline | CpuTimeline, streams: list[object], kept: list[object]) -> None:
-    """Gives an engine's streams back once they have done all; until then its memories are kept."""
-    timeline.close(streams)
+def _close(streams: CudaStreams | CpuStreams, own: list[object], kept: list[object]) -> None:
+    """Destroys an engine's streams once they have done all; until then its memories are kept."""
+    streams.close(own)
     kept.clear()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.page_copy import Route
+from kvcache.worker.swap.page_copy import PageCopy
 from kvcache.worker.swap.staging import Staging
 
 _SECONDS_BETWEEN_LOOKS = 50e-6
@@ -59,7 +59,7 @@ class SwapJob:
         self._failed.add(self.number)
 
 
-class Lane:
+class SwapStream:
     """One direction: its stream, its jobs in order, and the last of them that touches each page.
 
     Jobs end in the order of their numbers, and release their sources in that order.
@@ -69,7 +69,7 @@ class Lane:
         self, source: Pages, destination: Pages, stream: object, *, by_layer: bool = False
     ) -> None:
         self.source, self.destination, self.stream = source, destination, stream
-        self.route = Route(source, destination, by_layer=by_layer)
+        self.page_copy = PageCopy(source, destination, by_layer=by_layer)
         self.staging: Staging | None = None
         self.begin = self.end = stream  # where its last job begins and ends
         self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
@@ -83,6 +83,7 @@ class Lane:
         return SwapJob(name, pairs, self.last + 1, self.failed)
 
     def add(self, job: SwapJob) -> None:
+        """Notes a job that was launched."""
         self.forget()
         self.last = job.number
         self.in_flight[self.last] = job
@@ -90,17 +91,18 @@ class Lane:
         self._writes[job.pairs[:, 1]] = self.last
 
     def forget(self) -> None:
-        """Jobs that are over, oldest first: behind one under way, none is."""
+        """Drops jobs that are over, oldest first; behind one under way, none is over."""
         for number, job in list(self.in_flight.items()):
             if not job.poll():
                 break
             self.in_flight.pop(number, None)  # another thread may have looked at the same time
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """Of the jobs that may be under way; behind it, no earlier one is either."""
+        """The last job under way that reads these pages; once it is over, all earlier ones are."""
         return self._last(self._reads, pages)
 
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:
+        """As `last_reading`, of the jobs that write these pages."""
         return self._last(self._writes, pages)
 
     def writers(self, pages: np.ndarray) -> np.ndarray:

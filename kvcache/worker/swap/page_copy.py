@@ -1,4 +1,4 @@
-"""Ways from pages to pages."""
+"""Copies from pages to pages."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvcache import ops
 from kvcache.worker.pages.pages import Pages
 
 
-class Route:
-    """The way from one pool's pages to another's (or within one): what `ops.copy_blocks` takes.
+class PageCopy:
+    """Copies between two pools' pages, or within one; prepared once for `ops.copy_blocks`.
 
     Regions that lie side by side on both sides are one; with `by_layer`, only those of one layer, so
     that single layers can be copied.
@@ -55,7 +55,7 @@ class Route:
         """Copies pages, of all layers or (`by_layer`) of those; see `ops.copy_blocks`."""
         regions = self.regions
         if layers is not None and not self._by_layer:
-            raise ValueError("layers is given: expected it only of a route made with by_layer")
+            raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
         if layers is not None:
             first, last = np.searchsorted(self._layers, [layers.start, layers.stop])
             regions = regions[first:last]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.swap.page_copy import Route
-from kvcache.worker.swap.streams import CpuTimeline, CudaTimeline
+from kvcache.worker.swap.page_copy import PageCopy
+from kvcache.worker.swap.streams import CpuStreams, CudaStreams
 
 
 class Staging:
@@ -16,8 +16,8 @@ class Staging:
 
     Parts of a job take the halves in turn. On stream `first` a part is copied into its half, on `last`
     out of it. A half is filled once it was emptied, and emptied once it was filled; events say so. The
-    memory belongs to the stream that is current when this is made: it may be given back when both
-    streams have done all.
+    memory belongs to the stream that is current when this is made: it may be freed when both streams
+    have done all.
     """
 
     def __init__(
@@ -27,19 +27,21 @@ class Staging:
         memory: Pages,
         first: object,
         last: object,
-        timeline: CudaTimeline | CpuTimeline,
+        streams: CudaStreams | CpuStreams,
     ) -> None:
         self.first, self.last = first, last
-        self._into, self._out_of = Route(source, memory), Route(memory, destination)
+        self._into, self._out_of = PageCopy(source, memory), PageCopy(memory, destination)
         self._memory = memory
         self._pages_per_half = memory.num_blocks // 2
-        self._timeline = timeline
+        self._streams = streams
         self._emptied: list[object] = [None, None]  # per half the last event
         self._half = 0
-        timeline.wait(first, timeline.record(timeline.current()))
+        streams.wait(first, streams.record(streams.current()))
 
-    def carry(self, pairs: np.ndarray, copy: Callable[[object, Route, np.ndarray], None]) -> object:
-        """Launches copies of all pages, by `copy(stream, route, pairs)`.
+    def carry(
+        self, pairs: np.ndarray, copy: Callable[[object, PageCopy, np.ndarray], None]
+    ) -> object:
+        """Launches copies of all pages, by `copy(stream, page_copy, pairs)`.
 
         The event after which no copy reads the sources any more.
         """
@@ -49,21 +51,21 @@ class Staging:
             slots = self._half * self._pages_per_half + np.arange(len(part))
             self._wait_until_emptied(self._half)
             copy(self.first, self._into, np.stack([part[:, 0], slots], 1))
-            read = self._timeline.record(self.first)
+            read = self._streams.record(self.first)
             self._wait_until_filled(read)
             copy(self.last, self._out_of, np.stack([slots, part[:, 1]], 1))
-            self._emptied[self._half] = self._timeline.record(self.last)
+            self._emptied[self._half] = self._streams.record(self.last)
             self._half = 1 - self._half
         return read
 
     def join(self) -> None:
         """After a failure: `last`, and whoever fills a half next, come behind all that was launched."""
-        self._wait_until_filled(self._timeline.record(self.first))
-        self._emptied = [self._timeline.record(self.last)] * 2
+        self._wait_until_filled(self._streams.record(self.first))
+        self._emptied = [self._streams.record(self.last)] * 2
 
     def _wait_until_emptied(self, half: int) -> None:
         if self._emptied[half] is not None:
-            self._timeline.wait(self.first, self._emptied[half])
+            self._streams.wait(self.first, self._emptied[half])
 
     def _wait_until_filled(self, event: object) -> None:
-        self._timeline.wait(self.last, event)
+        self._streams.wait(self.last, event)

@@ -1,4 +1,4 @@
-"""Streams and events, as the moving of pages needs them: of a CUDA device, or of the CPU.
+"""The streams and events that moving pages needs: of a CUDA device, or of the CPU.
 
 `SwapEngine` says through these what must come before what; the tests put a third one in their place,
 which carries work out in any order that the calls allow.
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 
-class CudaTimeline:
+class CudaStreams:
     """One CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -19,7 +19,7 @@ class CudaTimeline:
         self._device = torch.device("cuda", index)
 
     def new_stream(self) -> torch.cuda.ExternalStream:
-        """A stream beside the current one, of high priority; `close` gives it back.
+        """A stream beside the current one, of high priority; `close` destroys it.
 
         Not one of torch's pool: that hands 32 streams out in turn, so that swaps would soon share
         theirs with others' work.
@@ -28,7 +28,7 @@ class CudaTimeline:
         return torch.cuda.ExternalStream(handle, device=self._device)
 
     def close(self, streams: Iterable[torch.cuda.ExternalStream]) -> None:
-        """Waits until the streams have done all, and gives them back."""
+        """Waits until the streams have done all, and destroys them."""
         for step in (torch.ops.kvcache._stream_synchronize, torch.ops.kvcache._stream_destroy):
             for stream in streams:
                 step(self._device.index, stream.cuda_stream)
@@ -43,7 +43,7 @@ class CudaTimeline:
             return torch.cuda.is_current_stream_capturing()
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """What `work` launches comes behind all that the stream already holds."""
+        """Runs `work`; its launches come behind all that the stream already holds."""
         with torch.cuda.stream(stream):
             work()
 
@@ -54,7 +54,7 @@ class CudaTimeline:
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: PolledEvent) -> None:
-        """What the stream gets from now on waits for the event."""
+        """Later launches on the stream wait for the event."""
         stream.wait_event(event)
 
 
@@ -80,14 +80,14 @@ class _Past:
         return
 
 
-class CpuTimeline:
+class CpuStreams:
     """The CPU: whatever is launched has happened when the call returns."""
 
     def new_stream(self) -> None:
         """No stream is needed."""
 
     def close(self, streams: Iterable[None]) -> None:
-        """There is nothing to give back."""
+        """No stream was made."""
 
     def current(self) -> None:
         """No stream is needed."""
@@ -108,6 +108,6 @@ class CpuTimeline:
         """Nothing is left to wait for."""
 
 
-def timeline_of(device: torch.device) -> CudaTimeline | CpuTimeline:
-    """A device's own."""
-    return CudaTimeline(device) if device.type == "cuda" else CpuTimeline()
+def streams_of(device: torch.device) -> CudaStreams | CpuStreams:
+    """The streams of a device: CUDA's or the CPU's."""
+    return CudaStreams(device) if device.type == "cuda" else CpuStreams()

@@ -42,7 +42,7 @@ class GroupMetadata:
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """What `AttentionMetadataBuilder.build` says of a batch; `[g]` is group g's part.
+    """Metadata of one batch, made by `AttentionMetadataBuilder.build`; `[g]` is group g's part.
 
     The tensors are views of the builder's buffers: at one address, valid until its next `build`.
     """
@@ -72,7 +72,10 @@ class AttentionMetadataBuilder:
     A group whose sequences have other lengths (cross-attention) needs a builder of its own. Not for
     chunked local attention, whose chunks a backend takes as requests of their own.
 
-    >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 16], windows=[None, 20])
+    >>> from kvcache import GroupSpec
+    >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 20})]
+    >>> sizes = {"max_num_reqs": 4, "max_model_len": 64, "max_num_batched_tokens": 32}
+    >>> tables = MultiGroupBlockTable.for_groups(groups, **sizes)
     >>> tables.add_row(([5, 6, 7], [2, 3, 4]), 1)
     >>> builder = AttentionMetadataBuilder(tables)
     >>> batch = builder.build(rows=[1], query_lens=[1], seq_lens=[40], num_padded_reqs=2)
@@ -243,7 +246,7 @@ class AttentionMetadataBuilder:
         else:
             # All blocks of every row, those for draft tokens behind its length, too.
             shown = max(longest, self._tables.longest_row(self.groups, on_rows[0]))
-            # What an earlier batch left behind these is overwritten with nulls, once.
+            # Entries that an earlier batch left behind these become null, once.
             self._from_host(requests, min(max(shown, stale), 2**31 - 1), views)
         self._filled[:num_reqs] = np.maximum(self._replayed[:num_reqs], shown)
         return AttentionMetadata(
@@ -370,7 +373,7 @@ class _Views:
             self._indices = [self.device[4][at : at + n * c] for at, c in zip(offsets, columns)]
 
     def zero_ids(self, columns: list[int]) -> None:
-        """What lies behind so many columns per group becomes null on the device, in stream order."""
+        """Entries behind so many columns per group become null on the device, in stream order."""
         for ids, c in zip(self._tables or [], columns):
             ids[:, c:].zero_()
         for ids, c in zip(self._indices or [], columns):
@@ -379,7 +382,7 @@ class _Views:
     def group(
         self, i: int, layout: TableLayout, max_seq_len: int, on_device: bool
     ) -> GroupMetadata:
-        """What group i of the builder has of the batch just built."""
+        """The part of the batch just built that belongs to group i of the builder."""
         turn = layout.interleave * layout.world_size
         most = min(max_seq_len, -(-max_seq_len // turn) * layout.interleave)
         listed = self._indptr is not None

@@ -11,15 +11,17 @@ from kvcache.checks import integer
 from kvcache.specs import ContextParallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
-from kvcache.worker.tables.table_layout import kernel_size_of, layout_of
+from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
 from kvcache.worker.tables.table_set import Ids, TableSet, make_table_set
+
+BY_KEYWORD = "kernel_sizes, num_speculative_tokens"  # where other engines pass them by position
 
 
 class BlockTable:
     """Block ids per row of one cache group, on the host with a mirror on the device, and its slots.
 
     `block_table`: int32[rows, width], kernel blocks. `slot_mapping`: int64[max_num_batched_tokens].
-    Both have `.np`, `.cpu` and `.gpu` faces, one memory where the device is the CPU, at addresses
+    Both have the sides `.np`, `.cpu` and `.gpu`, one memory where the device is the CPU, at addresses
     that never change: a CUDA graph captured once stays valid. `num_blocks_per_row`: int32[rows].
 
     Sizes are in tokens, widths in allocation blocks. `kernel_block_size`: the attention kernel's
@@ -30,6 +32,8 @@ class BlockTable:
     `1 + num_speculative_tokens` rows per request. `pcp_padding` lengthens the slot mapping by
     `2 * pcp_world_size * max_num_reqs`. `slot_mapping_dtype`: torch.int64 or torch.int32.
 
+    `pin_memory`: whether the host side is pinned, which uploads to a GPU want.
+
     Changes go to the host side. `commit_updates` brings the device up to date with all changes made
     by the methods here; `commit_block_table` and `commit_slot_mapping` upload whole rows. All are
     asynchronous, in the order of the current stream. The methods may be called again at once (they
@@ -39,7 +43,11 @@ class BlockTable:
 
     Devices that are neither CPU nor CUDA: tables and slots are computed on the CPU and copied.
 
-    >>> table = BlockTable(16, 4, 8, 64, False, "cpu", 16)
+    Pass arguments by keyword: engines order them differently.
+
+    >>> table = BlockTable(
+    ...     block_size=16, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64
+    ... )
     >>> table.add_row([7, 9], 0)
     >>> table.compute_slot_mapping(np.array([0, 0], np.int32), np.array([3, 17]))
     >>> table.slot_mapping.np[:3]
@@ -52,11 +60,11 @@ class BlockTable:
         max_num_reqs: int,
         max_num_blocks_per_req: int,
         max_num_batched_tokens: int,
-        pin_memory: bool,
-        device: torch.device | str,
+        pin_memory: bool = False,
+        device: torch.device | str = "cpu",
         kernel_block_size: int | None = None,
         cp_kv_cache_interleave_size: int = 1,
-        *,
+        *others: object,
         kernel_sizes: Sequence[int] | None = None,
         context_parallel: ContextParallel | None = None,
         num_speculative_tokens: int = 0,
@@ -66,6 +74,7 @@ class BlockTable:
         slot_mapping_dtype: torch.dtype = torch.int64,
         pcp_padding: bool = False,
     ) -> None:
+        check_by_keyword(others, 8, BY_KEYWORD)
         cp = context_parallel or ContextParallel()
         layout = layout_of(
             integer(block_size, "block_size", least=1),
@@ -76,7 +85,7 @@ class BlockTable:
             window,
             slot_mapping,
         )
-        self._show(
+        self._bind(
             make_table_set(
                 [layout],
                 cp,
@@ -95,10 +104,10 @@ class BlockTable:
     @classmethod
     def _of(cls, tables: TableSet, group: int, max_num_reqs: int) -> BlockTable:
         self = cls.__new__(cls)
-        self._show(tables, group, max_num_reqs)
+        self._bind(tables, group, max_num_reqs)
         return self
 
-    def _show(self, tables: TableSet, group: int, max_num_reqs: int) -> None:
+    def _bind(self, tables: TableSet, group: int, max_num_reqs: int) -> None:
         self.max_num_reqs = max_num_reqs
         self._tables, self._group = tables, group
         self.layout = tables.layouts[group]

@@ -56,7 +56,7 @@ class HostDeviceBuffer:
         self.note_use()
 
     def note_use(self) -> None:
-        """What was launched on the current stream so far must be done before the next write."""
+        """Makes the next write wait for all that was launched on the current stream so far."""
         if self._uploaded is not None:
             self._uploaded.record(torch.cuda.current_stream(self.gpu.device))
             self._pending = True
@@ -68,7 +68,7 @@ def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 class BufferView:
-    """Part of a one-dimensional buffer under a shape of its own, with the same three faces."""
+    """Part of a one-dimensional buffer under a shape of its own, with `.np`, `.cpu` and `.gpu` too."""
 
     def __init__(self, buffer: HostDeviceBuffer, offset: int, shape: tuple[int, ...]) -> None:
         part = slice(offset, offset + math.prod(shape))

@@ -8,11 +8,15 @@ import numpy as np
 import torch
 
 from kvcache.checks import integer
-from kvcache.specs import ContextParallel
+from kvcache.kinds import make_kind
+from kvcache.specs import ContextParallel, GroupSpec
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
 from kvcache.worker.tables.block_table import BlockTable, given
-from kvcache.worker.tables.table_layout import kernel_size_of, layout_of
+from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
 from kvcache.worker.tables.table_set import Ids, make_table_set
+
+# Where other engines pass them by position.
+BY_KEYWORD = "num_speculative_tokens, max_num_blocks, kernel_sizes"
 
 
 class MultiGroupBlockTable:
@@ -24,7 +28,13 @@ class MultiGroupBlockTable:
     slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
     query sees, None for all). Everything else as for `BlockTable`.
 
-    >>> tables = MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], [16, 16])
+    `for_groups` takes all of these from the groups of a plan. Pass arguments by keyword: engines order
+    them differently.
+
+    >>> tables = MultiGroupBlockTable(
+    ...     max_num_reqs=4, max_model_len=64, max_num_batched_tokens=32, pin_memory=False,
+    ...     device="cpu", block_sizes=[16, 32], kernel_block_sizes=[16, 16],
+    ... )
     >>> tables.add_row(([5, 6], [2]), 0)
     >>> tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 17]))
     >>> tables[0].slot_mapping.np[:2], tables[1].slot_mapping.np[:2]
@@ -42,7 +52,7 @@ class MultiGroupBlockTable:
         kernel_block_sizes: Sequence[int] | None = None,
         num_speculative_tokens: int = 0,
         cp_kv_cache_interleave_size: int = 1,
-        *,
+        *others: object,
         kernel_sizes: Sequence[Sequence[int] | None] | None = None,
         context_parallel: ContextParallel | None = None,
         max_num_blocks: Sequence[int] | None = None,
@@ -52,15 +62,31 @@ class MultiGroupBlockTable:
         slot_mapping_dtype: torch.dtype = torch.int64,
         pcp_padding: bool = False,
     ) -> None:
+        check_by_keyword(others, 9, BY_KEYWORD)
+        if not _is_list(block_sizes):
+            raise TypeError(f"block_sizes is {block_sizes!r}: expected a list, one size per group")
+        if kernel_block_sizes is not None and not _is_list(kernel_block_sizes):
+            raise TypeError(
+                f"kernel_block_sizes is {kernel_block_sizes!r}: expected a list, one size per group; "
+                f"pass {BY_KEYWORD} by keyword"
+            )
+        if _is_list(num_speculative_tokens):
+            raise TypeError(
+                f"num_speculative_tokens is {num_speculative_tokens!r}: expected an integer; "
+                f"pass {BY_KEYWORD} by keyword"
+            )
+        integer(num_speculative_tokens, "num_speculative_tokens")
         num_groups = len(block_sizes)
         if num_groups == 0:
             raise ValueError("block_sizes is empty: expected one size per group")
-        if kernel_sizes is not None and len(kernel_sizes) == 1:
+        if kernel_sizes is not None and _is_list(kernel_sizes) and len(kernel_sizes) == 1:
             kernel_sizes = list(kernel_sizes) * num_groups
 
         def per_group(values: Sequence | None, name: str, default: object) -> Sequence:
             if values is None:
                 return [default] * num_groups
+            if not _is_list(values):
+                raise TypeError(f"{name} is {values!r}: expected a list, one entry per group")
             if len(values) != num_groups:
                 raise ValueError(
                     f"{name} has {len(values)} entries, block_sizes has {num_groups}: "
@@ -107,6 +133,54 @@ class MultiGroupBlockTable:
         self.block_tables = [
             BlockTable._of(self._tables, g, max_num_reqs) for g in range(num_groups)
         ]
+
+    @classmethod
+    def for_groups(
+        cls,
+        groups: Sequence[GroupSpec],
+        *,
+        max_num_reqs: int,
+        max_model_len: int,
+        max_num_batched_tokens: int,
+        device: torch.device | str = "cpu",
+        pin_memory: bool | None = None,
+        kernel_sizes: Sequence[int] | None = None,
+        context_parallel: ContextParallel | None = None,
+        **options: object,
+    ) -> MultiGroupBlockTable:
+        """The tables of a manager's groups (`CachePlan.groups`), in their order.
+
+        Block sizes, windows, slot mappings and replication follow from the groups and their kinds.
+        `kernel_sizes`: candidates for all groups that have slots. `pin_memory` None: on a GPU. Options
+        as of the constructor: `num_speculative_tokens`, `cp_kv_cache_interleave_size`,
+        `slot_mapping_dtype`, `pcp_padding`. Raises TypeError or ValueError.
+
+        >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 32, {"window": 64})]
+        >>> tables = MultiGroupBlockTable.for_groups(
+        ...     groups, max_num_reqs=4, max_model_len=64, max_num_batched_tokens=32
+        ... )
+        >>> [(table.block_size, table.layout.window) for table in tables.block_tables]
+        [(16, 0), (32, 64)]
+        """
+        for group in groups:
+            if not isinstance(group, GroupSpec):
+                raise TypeError(f"a group is {group!r}: expected a GroupSpec")
+        kinds = [make_kind(group.kind, group.options) for group in groups]
+        has_slots = [kind.pages != "state" for kind in kinds]
+        return cls(
+            max_num_reqs,
+            max_model_len,
+            max_num_batched_tokens,
+            torch.device(device).type == "cuda" if pin_memory is None else pin_memory,
+            device,
+            [group.block_size for group in groups],
+            kernel_sizes=[kernel_sizes if slots else None for slots in has_slots],
+            context_parallel=context_parallel,
+            slot_mapping=has_slots,
+            replicated=[group.replicated for group in groups],
+            windows=[kind.window for kind in kinds],
+            **options,
+        )
 
     def __getitem__(self, group: int) -> BlockTable:
         return self.block_tables[group]
@@ -216,3 +290,7 @@ class MultiGroupBlockTable:
             append_ids=list(block_ids),
             replace=[NO_REPLACE] * len(self),
         )
+
+
+def _is_list(values: object) -> bool:
+    return isinstance(values, Sequence | np.ndarray) and not isinstance(values, str)

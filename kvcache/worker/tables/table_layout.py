@@ -1,8 +1,8 @@
-"""What one cache group's table looks like, and how its arguments become that."""
+"""The layout of one cache group's table, and the arguments that it is made from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcache.checks import integer
@@ -48,12 +48,25 @@ def kernel_size_of(
             "expected one of the two"
         )
     if kernel_block_size is not None:
-        if kernel_block_size < 1 or block_size % kernel_block_size:
+        if isinstance(kernel_block_size, Iterable):
+            raise TypeError(
+                f"kernel_block_size is {kernel_block_size!r}: expected an integer; pass candidates by "
+                f"keyword: kernel_sizes={kernel_block_size!r}"
+            )
+        integer(kernel_block_size, "kernel_block_size", least=1)
+        if block_size % kernel_block_size:
             raise ValueError(
                 f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
             )
         return kernel_block_size
-    if kernel_sizes is None or list(kernel_sizes) == [0]:
+    if kernel_sizes is None:
+        return block_size
+    if not isinstance(kernel_sizes, Iterable) or isinstance(kernel_sizes, str):
+        raise TypeError(
+            f"kernel_sizes is {kernel_sizes!r}: expected a list of candidates; pass one size by "
+            f"keyword: kernel_block_size={kernel_sizes!r}"
+        )
+    if list(kernel_sizes) == [0]:
         return block_size
     for size in kernel_sizes:
         if size > 0 and block_size % size == 0:
@@ -70,7 +83,8 @@ def layout_of(
     window: int | None,
     has_slots: bool,
 ) -> TableLayout:
-    if interleave < 1 or (cp.world_size > 1 and kernel_block_size % interleave):
+    integer(interleave, "cp_kv_cache_interleave_size", least=1)
+    if cp.world_size > 1 and kernel_block_size % interleave:
         raise ValueError(
             f"cp_kv_cache_interleave_size {interleave} does not divide "
             f"the kernel block size {kernel_block_size}"
@@ -87,3 +101,12 @@ def layout_of(
         window or 0,
         bool(has_slots),
     )
+
+
+def check_by_keyword(others: tuple[object, ...], most: int, names: str) -> None:
+    """TypeError for positional arguments beyond those that a table takes by position."""
+    if others:
+        raise TypeError(
+            f"{most + len(others)} positional arguments, the last {others[-1]!r}: expected at most "
+            f"{most}; pass {names} and what follows by keyword"
+        )

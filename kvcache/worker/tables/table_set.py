@@ -369,7 +369,7 @@ class TableSet:
 
 
 def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
-    """What the ops would refuse later, before anything is allocated."""
+    """Refuses sizes that the ops would refuse later, before anything is allocated."""
     if len(layouts) > MAX_GROUPS:
         raise ValueError(f"there are {len(layouts)} groups: expected at most {MAX_GROUPS}")
     if num_entries >= 2**31:
@@ -421,10 +421,20 @@ def make_table_set(
     slot_mapping_dtype: torch.dtype,
     pcp_padding: bool,
 ) -> TableSet:
+    """The tables of all groups, rows and slots counted from what an engine says of itself."""
     integer(max_num_reqs, "max_num_reqs", least=1)
     integer(max_num_batched_tokens, "max_num_batched_tokens", least=1)
-    if num_speculative_tokens < 0:
-        raise ValueError(f"num_speculative_tokens is {num_speculative_tokens}: expected 0 or more")
+    integer(num_speculative_tokens, "num_speculative_tokens")
+    if not isinstance(pin_memory, bool):
+        raise TypeError(
+            f"pin_memory is {pin_memory!r}: expected True or False (by position, pin_memory and device "
+            "follow max_num_batched_tokens)"
+        )
+    if not isinstance(device, str | torch.device):
+        raise TypeError(
+            f"device is {device!r}: expected a torch.device or its name (by position, device follows "
+            "pin_memory)"
+        )
     if slot_mapping_dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
     rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)

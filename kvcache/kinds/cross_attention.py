@@ -5,7 +5,13 @@ the decoder depends on the encoder's input, so that requests with encoder tokens
 nor leave any.
 """
 
-from kvcache.allocator.groups.base import register
+from kvcache.kinds.base import KindProperties
+from kvcache.kinds.registry import register
 from kvcache.native.load import core
 
-register("cross_attention")(core.CrossAttention)
+
+@register("cross_attention")
+class CrossAttention(KindProperties, core.CrossAttention):
+    """No options. Planning assumes at most as many encoder tokens as tokens of the request."""
+
+    pages = "encoder"

@@ -6,7 +6,17 @@ cached, and can be hit, if a step ended exactly at its block's boundary: a sched
 ends its prefill chunks there.
 """
 
-from kvcache.allocator.groups.base import register
+from kvcache.kinds.base import KindProperties
+from kvcache.kinds.registry import register
 from kvcache.native.load import core
 
-register("recurrent")(core.RecurrentState)
+
+@register("recurrent")
+class Recurrent(KindProperties, core.RecurrentState):
+    """No options."""
+
+    pages = "state"
+
+    def max_pages(self, num_tokens: int, step_tokens: int, tokens_per_page: int) -> int:
+        """The running state, and the one that it is copied from."""
+        return 2

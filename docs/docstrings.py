@@ -1,0 +1,35 @@
+"""How `make docs` reads our docstrings: an extension of griffe.
+
+- The `>>>` examples are shown as code.
+- The comment at the end of a field's line is the field's documentation.
+- The signature that begins the docstring of a native function is shown as code.
+"""
+
+from __future__ import annotations
+
+import re
+
+import griffe
+
+# A paragraph that begins with a prompt.
+_EXAMPLE = re.compile(r"(?:^|(?<=\n\n))>>> .*?(?=\n\n|\Z)", re.DOTALL)
+_SIGNATURE = re.compile(r"\A(\w+\(.*\) -> .*)$", re.MULTILINE)
+
+
+class Docstrings(griffe.Extension):
+    """Adds fences around examples, and the documentation of fields."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: object) -> None:
+        if obj.docstring:
+            text = _EXAMPLE.sub(r"```pycon\n\g<0>\n```", obj.docstring.value)
+            obj.docstring.value = _SIGNATURE.sub(_signature, text)
+        elif obj.is_attribute and obj.parent.is_class and obj.lineno:
+            lines = obj.lines_collection[obj.filepath][obj.lineno - 1 : obj.endlineno]
+            comments = [line.partition("  # ")[2] for line in lines]
+            if any(comments):
+                obj.docstring = griffe.Docstring(" ".join(filter(None, comments)), parent=obj)
+
+
+def _signature(match: re.Match[str]) -> str:
+    plain = re.sub(r"kvcache\._core\.|typing\.SupportsInt \| |numpy\.typing\.", "", match[0])
+    return f"```python\n{plain.replace('typing.SupportsIndex', 'int')}\n```\n"

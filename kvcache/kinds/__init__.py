@@ -1,0 +1,52 @@
+"""Attention kinds of layers and cache groups, one per file, known by name.
+
+A kind says which earlier tokens are still read. The manager derives from it which blocks a hit needs
+and which blocks leave a request's window; `plan_cache` derives how many pages a request holds. The
+kind also says which options it takes, what its pages hold and which window its table shows.
+
+A kind of your own needs one function and a name (`docs/own_attention_kind.md`):
+
+>>> from kvcache.kinds import AttentionKind, register
+>>> @register("last_segment")
+... class LastSegment(AttentionKind):
+...     def __init__(self, *, segment):
+...         super().__init__()
+...         self.segment = segment
+...
+...     def first_needed_token(self, num_computed_tokens):
+...         return max(num_computed_tokens // self.segment - 1, 0) * self.segment
+>>> make_kind("last_segment", {"segment": 64}).first_needed_token(200)
+128
+>>> make_kind("last_segment", {})
+Traceback (most recent call last):
+...
+ValueError: options of kind 'last_segment' are {}: expected segment=N
+"""
+
+from kvcache.kinds import (  # noqa: F401  (each registers its kind)
+    chunked_local,
+    cross_attention,
+    full_attention,
+    recurrent,
+    sliding_window,
+)
+from kvcache.kinds.base import (
+    AttentionKind,
+    KindError,
+    KindProperties,
+    Pages,
+    checked_first_needed_token,
+)
+from kvcache.kinds.registry import kind_class, kind_names, make_kind, register
+
+__all__ = [
+    "AttentionKind",
+    "KindError",
+    "KindProperties",
+    "Pages",
+    "checked_first_needed_token",
+    "kind_class",
+    "kind_names",
+    "make_kind",
+    "register",
+]

@@ -1,0 +1,23 @@
+"""A token reads itself and the `window - 1` tokens before it."""
+
+from kvcache.kinds.base import KindProperties
+from kvcache.kinds.registry import register
+from kvcache.native.load import core
+
+
+@register("sliding_window")
+class SlidingWindow(KindProperties, core.SlidingWindow):
+    """`window`: tokens, 1 or more."""
+
+    def __init__(self, *, window: int) -> None:
+        core.SlidingWindow.__init__(self, window)
+        self._window = window
+
+    @property
+    def window(self) -> int:
+        """Tokens that a query sees, itself included."""
+        return self._window
+
+    def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
+        """The tokens of a step, and those in the window of the first."""
+        return self._window - 1 + step_tokens

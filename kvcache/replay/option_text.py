@@ -1,0 +1,37 @@
+"""`name[:option=value]...`: how the command line writes groups and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def split_options(text: str) -> tuple[str, dict[str, str]]:
+    """The name, and the options as written; ValueError for a malformed or a repeated option."""
+    name, *settings = text.split(":")
+    options: dict[str, str] = {}
+    for setting in settings:
+        option, equals, value = setting.partition("=")
+        if not option or not equals:
+            raise ValueError(
+                f"{quoted(text)}: {quoted(setting)} is no option: expected option=value"
+            )
+        if option in options:
+            raise ValueError(
+                f"{quoted(text)}: {quoted(option)} stands there twice: expected it once"
+            )
+        options[option] = value
+    return name, options
+
+
+def join_options(name: str, options: Mapping[str, float]) -> str:
+    """The inverse of `split_options`.
+
+    >>> join_options("s3_fifo", {"small_share": 0.2})
+    's3_fifo:small_share=0.2'
+    """
+    return ":".join([name, *(f"{option}={value:g}" for option, value in options.items())])
+
+
+def quoted(text: str) -> str:
+    """A value for an error message: in quotes, and cut after 60 characters."""
+    return repr(text if len(text) <= 60 else text[:57] + "...")

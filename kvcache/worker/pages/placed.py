@@ -1,0 +1,61 @@
+"""New memory for pages whose elements have been placed (`kvcache.layouts.place_elements`)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvcache.layouts import Placement
+from kvcache.worker.pages.pages import ALIGNMENT, Pages
+
+
+def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
+    """int64[r + 1]: the byte at which each region of pages begins, and the end of all.
+
+    K and V that have regions of their own lie side by side, so that both are one tensor; each layer
+    begins as aligned as an allocator would have it.
+    """
+    sizes = placed.region_bytes * num_blocks
+    own = np.arange(len(sizes))
+    own[placed.regions] = placed.regions[:, :1]  # the region that a layer begins with
+    own[placed.scale_regions] = placed.regions[:, 0]
+    room = np.bincount(own, weights=sizes, minlength=len(sizes)).astype(np.int64)
+    room = -(-room // ALIGNMENT) * ALIGNMENT
+    first = np.cumsum(room) - room
+    starts = first[own]
+    for layer, kv in enumerate(placed.regions):
+        if len(kv) > 1 and kv[0] != kv[1]:
+            starts[kv[1]] = first[kv[0]] + sizes[kv[0]]
+        scales = placed.scale_regions[layer]
+        if scales not in kv:
+            starts[scales] = first[kv[0]] + sizes[np.unique(kv)].sum()
+    return np.append(starts, room.sum())
+
+
+def placed_pages(
+    placed: Placement, num_blocks: int, starts: np.ndarray, device: torch.device | str
+) -> Pages:
+    """Pages in new memory; not initialised, except page 0, the null block, which is zero.
+
+    K, V and scales of a layer are a fragment each where they are contiguous in a page; else its
+    fragments are the runs that K and V have together.
+    """
+    runs, layers = [], []
+    for layer in range(len(placed.regions)):
+        kv = range(len(placed.head_bytes))
+        if placed.is_contiguous:
+            found = np.concatenate([placed.runs(layer, p) for p in kv])
+        else:
+            found = placed.layer_runs(layer)
+        if placed.scale_bytes_per_token:
+            scales = placed.scale_regions[layer], placed.scale_offsets[layer]
+            size = placed.scale_bytes_per_token * placed.token_count
+            found = np.concatenate([found, [[*scales, size]]])
+        runs.append(found)
+        layers += [layer] * len(found)
+    table = np.concatenate(runs)
+    memory = torch.empty(int(starts[-1]), dtype=torch.uint8, device=device)
+    offsets, strides = starts[table[:, 0]] + table[:, 1], placed.region_bytes[table[:, 0]]
+    pages = Pages(memory, num_blocks, offsets, strides, table[:, 2], layers)
+    pages.zero(np.zeros(1, np.int32))
+    return pages

@@ -1,0 +1,113 @@
+"""What README and docs/ show, run; every public name is in the reference; links lead somewhere."""
+
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import kvcache
+from kvcache import allocator, kinds, ops, transfer, worker
+from tests.shared import REPO
+
+DOCS = REPO / "docs"
+PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
+
+
+def code_of(page) -> str:
+    """The python blocks of a page, one after the other, each line at the number it has there."""
+    lines, inside = [], False
+    for line in page.read_text().splitlines():
+        fence = line.startswith("```")
+        lines.append(line if inside and not fence else "")
+        inside = line == "```python" if fence else inside
+    return "\n".join(lines)
+
+
+WITH_CODE = [page for page in PAGES if code_of(page).strip()]
+
+
+def run_page(page) -> subprocess.CompletedProcess:
+    """A process of its own: a page may register kinds and layouts."""
+    return subprocess.run([sys.executable, "-c", code_of(page)], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_in_order(page):
+    done = run_page(page)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_pages_that_promise_code_have_some():
+    names = {page.name for page in WITH_CODE}
+    assert {"README.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
+
+
+def test_an_error_in_a_page_names_its_line(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nx = 1\n```\n\ntext\n\n```python\nassert x == 2\n```\n")
+    done = run_page(page)
+    assert done.returncode == 1 and "line 10" in done.stderr and "AssertionError" in done.stderr
+
+
+def referenced() -> set[str]:
+    """Last parts of the names that the reference documents."""
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    return {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize(
+    "module", [kvcache, allocator, kinds, worker, transfer], ids=lambda module: module.__name__
+)
+def test_every_public_name_is_in_the_reference(module):
+    values = {name: getattr(module, name) for name in module.__all__}
+    documented = {name for name, value in values.items() if callable(value)}
+    assert len(documented) > 5 and documented <= referenced()
+
+
+def test_every_name_of_the_reference_is_there():
+    text = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+    for path in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE):
+        try:
+            importlib.import_module(path)
+        except ModuleNotFoundError:
+            module, _, name = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), name), path
+
+
+def test_every_op_has_a_function_in_the_reference_of_ops():
+    schemas = (REPO / "csrc" / "ops" / "schemas.h").read_text()
+    names = re.findall(r'm\.def\(\s*"(\w+)\(', schemas)
+    assert names and all(inspect.isfunction(getattr(ops, name)) for name in names)
+    assert all(getattr(ops, name).__doc__ for name in names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (REPO / "mkdocs.yml").read_text()
+    for page in DOCS.rglob("*.md"):
+        name = str(page.relative_to(DOCS))
+        assert f": {name}\n" in navigation, f"{name} is missing in the nav of mkdocs.yml"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    results = json.loads((REPO / "benchmarks" / "results" / "cpu.json").read_text())["results"]
+    by_name = {row["name"]: row for row in results}
+    readme = (REPO / "README.md").read_text()
+    for name, form, factor in (
+        ("block hash, 16 tokens, SHA-256 over canonical CBOR", "{:,.0f} ns", "{:.0f} times"),
+        ("decode step, 1,024 rows, tokens and hashes too", "{:.2f} us", "{:.1f} times"),
+        ("trace replay, 16-token blocks (874 per request)", "{:.0f} us", "{:.1f} times"),
+    ):
+        row = by_name[name]
+        (line,) = [each for each in readme.splitlines() if form.format(row["ours"]) in each]
+        assert form.format(row["peer"]) in line and factor.format(row["ratio"]) in line
