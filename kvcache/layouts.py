@@ -226,6 +226,12 @@ class Placement:
         """Whether K and V of a page in a layer lie in one region."""
         return bool((self.regions == self.regions[:, :1]).all())
 
+    @functools.cached_property
+    def has_equal_layers(self) -> bool:
+        """Whether V of a page lies in the region of its K, equally far behind it in all layers."""
+        behind = self.kv_offsets - self.kv_offsets[:, :1]
+        return self.has_kv_together and bool((behind == behind[0]).all())
+
     def runs(self, layer: int, p: int) -> np.ndarray:
         """int64[n, 3]: (region, offset, length) of the stretches of K or V of a layer, merged."""
         token, head = np.indices((self.token_count, self.head_count)).reshape(2, -1)

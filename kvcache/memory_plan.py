@@ -47,8 +47,12 @@ class CachePlan:
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
         step, cp = self.max_num_batched_tokens, self.context_parallel
+        specs = {(group.kind, group.options) for group in self.groups}
+        kinds = {
+            spec: make_kind(*spec) for spec in specs
+        }  # one per spec: it may keep what it finds
         return sum(
-            _max_pages(group, make_kind(group.kind, group.options), num_tokens, step, cp)
+            _max_pages(group, kinds[group.kind, group.options], num_tokens, step, cp)
             for group in self.groups
         )
 

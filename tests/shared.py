@@ -19,7 +19,7 @@ def shared_file(name: str) -> Path:
 
 
 def sampled(values, num_first: int = 1) -> list:
-    """Values for `parametrize` of which all but the first `num_first` are marked exhaustive."""
-    values = list(values)
-    rest = [pytest.param(value, marks=pytest.mark.exhaustive) for value in values[num_first:]]
-    return [*values[:num_first], *rest]
+    """Values for `parametrize`, tuples for several names; all but the first are marked exhaustive."""
+    each = [value if isinstance(value, tuple) else (value,) for value in values]
+    rest = [pytest.param(*value, marks=pytest.mark.exhaustive) for value in each[num_first:]]
+    return [*(pytest.param(*value) for value in each[:num_first]), *rest]

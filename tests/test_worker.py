@@ -395,7 +395,7 @@ def test_pages_of_the_wrong_shape_are_refused():
     with pytest.raises(TypeError, match="pages is a list: expected Pages"):
         KVStorage.over([torch.zeros(4, 128)], 4, 1, 8)
     with pytest.raises(
-        ValueError, match="layer 0 has of a page lie in 2 places: expected them tog"
+        ValueError, match="layer 0 has of a page are 2 fragments: expected them tog"
     ):
         KVStorage.over(Pages.allocate(4, [[64, 64]]), 4, 1, 8)
     with pytest.raises(ValueError, match="layer is 2: expected 0 to 1"):
@@ -426,7 +426,7 @@ def test_storage_gives_back_what_was_written(layout, device):
     [
         ({"num_blocks": 0}, "num_blocks is 0"),
         ({"head_size": -1}, "head_size is -1"),
-        ({"layout": "DNH"}, "layout is 'DNH': expected one of NHD, HND"),
+        ({"layout": "DNH"}, "layout is 'DNH': expected 'NHD' or 'HND'"),
         ({"num_layers": 0}, "num_layers is 0"),
     ],
 )

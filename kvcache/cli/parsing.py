@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from kvcache.cli.errors import UsageError, quoted
 
+# As in kvcache.checks, which imports numpy: --help does without it.
 MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 # Defaults: a pool that holds part of the workload, so that hits and evictions both show.

@@ -52,6 +52,7 @@ class CacheDescription:
     Plain values: pickles, and goes through JSON by `to_dict`. ValueError or TypeError for values out of
     range, sizes that do not divide, or another version.
 
+    >>> from kvcache.layouts import backend
     >>> cache = CacheDescription(engine_id="prefill-0", num_layers=32, total_num_kv_heads=8,
     ...     head_size=128, block_size=16, tp_size=4,
     ...     memory_order=backend("FLASH_ATTN").memory_order("HND"))
@@ -169,6 +170,7 @@ class CacheDescription:
     def placement(self) -> Placement:
         """Where the elements of a rank's pages lie: layers and heads count among those of a rank.
 
+        >>> from kvcache.layouts import backend
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
         ...     block_size=4, memory_order=backend("BLOCK_MAJOR").memory_order(cross_layers=True))
         >>> cache.placement.regions.tolist(), cache.placement.kv_offsets.tolist()
@@ -226,6 +228,7 @@ class CacheDescription:
         layer, head: counted among those of a rank. kv: 0 for K, 1 for V. token: in the page.
         offset: bytes from where the page begins in the region to the element's first one.
 
+        >>> from kvcache.layouts import backend
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=2, head_size=8,
         ...     block_size=4, memory_order=backend("FLASHINFER").memory_order("NHD"))
         >>> region, offset = cache.offset_of(1, np.array([0, 1]), 0, 1)

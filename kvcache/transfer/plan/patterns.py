@@ -37,10 +37,12 @@ class Shape(NamedTuple):
 
 
 class Strides(NamedTuple):
-    """One of K and V, or both, in units: how far tokens and heads are apart on each side."""
+    """K, V, or both where they are alike, in units: where a page begins, how far what is apart."""
 
+    remote_begin: int
     remote_token: int
     remote_head: int
+    local_begin: int
     local_token: int
     local_head: int
     length: int  # of a head of a token
@@ -58,7 +60,7 @@ def find_patterns(
     if not received and _holds_equal_pages(local, remote):
         return _whole_pages(local, remote, at)
     patterns = []
-    for strides, unit_bytes in _units(local, remote).items():
+    for strides, unit_bytes in _units(local, remote):
         runs = _matching_runs(local, remote, at, strides, received)
         by_pipeline_rank = _descriptors(local, remote, at.pp_rank, unit_bytes)
         first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
@@ -105,25 +107,43 @@ def _whole_pages(
     return tuple(patterns)
 
 
-def _units(local: CacheDescription, remote: CacheDescription) -> dict[Strides, np.ndarray]:
-    """K and V, those of equal strides together: int64[p], the bytes of a unit, 0 for the others."""
+def _units(
+    local: CacheDescription, remote: CacheDescription
+) -> list[tuple[list[Strides], np.ndarray]]:
+    """Strides that are matched together, and int64[p] the bytes of a unit; 0 where K or V does not count.
+
+    K and V of equal strides are matched once, and counted twice. Where either is torn, and V lies as
+    far behind K in all layers, they are matched side by side: their descriptors begin where K does.
+    """
     sides = remote.placement, local.placement
+    head_bytes = local.head_bytes.tolist()
+    torn = not all(side.is_contiguous for side in sides)
+    is_joint = torn and all(side.has_equal_layers for side in sides)
+    in_bytes = []
+    for p, length in enumerate(head_bytes):
+        row: list[int] = []
+        for side in sides:
+            begin = int(side.kv_offsets[0, p] - side.kv_offsets[0, 0]) if is_joint else 0
+            row += [begin, int(side.token_strides[p]), int(side.head_strides[p])]
+        in_bytes.append([*row, length])
+    if is_joint:
+        unit = gcd(*(value for row in in_bytes for value in row))
+        unit_bytes = np.zeros(len(head_bytes), np.int64)
+        unit_bytes[0] = unit
+        return [([Strides(*(value // unit for value in row)) for row in in_bytes], unit_bytes)]
     found: dict[Strides, np.ndarray] = {}
-    for p, head_bytes in enumerate(local.head_bytes.tolist()):
-        strides = [
-            int(each[p]) for side in sides for each in (side.token_strides, side.head_strides)
-        ]
-        unit = gcd(head_bytes, *strides)
-        key = Strides(*(stride // unit for stride in strides), head_bytes // unit)
-        found.setdefault(key, np.zeros(len(local.head_bytes), np.int64))[p] = unit
-    return found
+    for p, row in enumerate(in_bytes):
+        unit = gcd(*row)
+        strides = Strides(*(value // unit for value in row))
+        found.setdefault(strides, np.zeros(len(head_bytes), np.int64))[p] = unit
+    return [([strides], unit_bytes) for strides, unit_bytes in found.items()]
 
 
 def _matching_runs(
     local: CacheDescription,
     remote: CacheDescription,
     at: Coordinates,
-    strides: Strides,
+    together: list[Strides],
     received: bool,
 ) -> UnitRuns:
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
@@ -141,25 +161,45 @@ def _matching_runs(
     remote_head = np.array(heads) - first_head
 
     head = np.arange(len(heads))
-    if received:  # K and V are contiguous on both sides: a unit is a head of a token
-        block, in_block = np.divmod(token[:, None], remote.block_size)
-        if remote.layout == "NHD":
-            unit = token[:, None] * len(heads) + head
-        else:
-            unit = (block * len(heads) + head) * remote.block_size + in_block
-        local_page, local_unit = np.divmod(unit, local.block_size * len(heads))
-    else:
-        local_page, in_page = np.divmod(token[:, None], local.block_size)
-        local_unit = in_page * strides.local_token + head * strides.local_head
-    columns = UnitRuns(
-        cp_rank[:, None] * remote.tp_size + tp_rank,
-        remote_page[:, None],
-        remote_token[:, None] * strides.remote_token + remote_head * strides.remote_head,
-        local_page,
-        local_unit,
-        np.int64(strides.length),
+    local_page, in_page = np.divmod(token[:, None], local.block_size)
+    source = cp_rank[:, None] * remote.tp_size + tp_rank
+    columns = []
+    for strides in together:
+        at_page, local_unit = (
+            _received_units(local, remote, token[:, None], head)
+            if received
+            else (local_page, _units_of(strides[3:6], in_page, head))
+        )
+        remote_unit = _units_of(strides[:3], remote_token[:, None], remote_head)
+        length = np.int64(strides.length)
+        columns.append((source, remote_page[:, None], remote_unit, at_page, local_unit, length))
+    shape = source.shape
+    return _merged(
+        UnitRuns(
+            *(
+                np.concatenate([np.broadcast_to(each, shape).ravel() for each in column])
+                for column in zip(*columns)
+            )
+        )
     )
-    return _merged(columns)
+
+
+def _units_of(strides: tuple[int, int, int], token: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """Units of heads of tokens, in a page."""
+    begin, token_stride, head_stride = strides
+    return begin + token * token_stride + head * head_stride
+
+
+def _received_units(
+    local: CacheDescription, remote: CacheDescription, token: np.ndarray, head: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """(page, unit in it) in the remote's order; K and V are contiguous, a unit is a head of a token."""
+    block, in_block = np.divmod(token, remote.block_size)
+    if remote.layout == "NHD":
+        unit = token * len(head) + head
+    else:
+        unit = (block * len(head) + head) * remote.block_size + in_block
+    return np.divmod(unit, local.block_size * len(head))
 
 
 def _source_of_head(
@@ -180,8 +220,6 @@ def _source_of_head(
 
 def _merged(runs: UnitRuns) -> UnitRuns:
     """By source, then in the order in which they lie here, neighbours on both sides made one."""
-    shape = np.broadcast_shapes(*(column.shape for column in runs))
-    runs = UnitRuns(*(np.broadcast_to(column, shape).ravel() for column in runs))
     page_end = int(runs.local_unit.max()) + 1
     group_end = (int(runs.local_page.max()) + 1) * page_end
     order = np.argsort(
@@ -251,13 +289,14 @@ def _in_bytes(
     remote: CacheDescription,
     source: int,
     shape: Shape,
-    strides: Strides,
+    together: list[Strides],
     descriptors: tuple[np.ndarray, np.ndarray],
 ) -> list[Pattern]:
     """Units counted in bytes and repeated over layers, K and V; what meets on both sides made one."""
     layers, unit_bytes = descriptors
-    whole = local.block_size * local.heads_per_rank * strides.length
-    if shape.length == whole == remote.block_size * remote.heads_per_rank * strides.length:
+    length = sum(strides.length for strides in together)
+    whole = local.block_size * local.heads_per_rank * length
+    if shape.length == whole == remote.block_size * remote.heads_per_rank * length:
         layers, sizes = _merged_layers(layers, whole * unit_bytes)
         unit_bytes = sizes // whole  # what was merged has wider units
     kinds = np.stack(

@@ -213,6 +213,7 @@ def plan_transfer(
     dtype; for block sizes that only meet after millions of tokens; or for a rank that is not there. Of
     the same descriptions always the same plan; the time does not depend on the number of blocks.
 
+    >>> from kvcache.layouts import backend
     >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
     ...     block_size=64, tp_size=2, memory_order=backend("FLASH_ATTN").memory_order("HND"))
     >>> prefill = replace(decode, engine_id="p", tp_size=4, block_size=16)
