@@ -15,6 +15,7 @@ _HOME = {
     "AllocStatus": "kvcache.allocator",
     "BlockPool": "kvcache.allocator",
     "BlockSpaceManager": "kvcache.allocator",
+    "CacheOptions": "kvcache.allocator",
     "CachedTokens": "kvcache.allocator",
     "KVCacheManager": "kvcache.allocator",
     "PrefixCacheStats": "kvcache.allocator",

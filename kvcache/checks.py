@@ -23,6 +23,13 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
     return number
 
 
+def flag(value: bool, name: str) -> bool:
+    """True or False, and no other. TypeError."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} is {value!r}: expected True or False")
+    return bool(value)
+
+
 def check_name(value: str, name: str) -> None:
     """A string that is not empty. TypeError or ValueError."""
     if not isinstance(value, str):

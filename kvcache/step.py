@@ -67,7 +67,7 @@ class StepPlan:
         default_factory=lambda: NO_PAIRS
     )  # int32[n, 2]: host page, device page
     version: int = PLAN_VERSION
-    page_bytes: int = 0  # of a page; 0: the manager was not told
+    page_bytes: int = 0  # of a page; 0: not known
 
     @property
     def swap_in_bytes(self) -> int:

@@ -201,7 +201,7 @@ def test_parts_are_those_of_the_plan():
         backend="TRITON_ATTN",
     )
     assert cache.plan is plan and cache.manager.groups == plan.groups
-    assert cache.manager.page_bytes == cache.pages.page_bytes == plan.page_bytes
+    assert cache.manager.options.page_bytes == cache.pages.page_bytes == plan.page_bytes
     assert cache.pages.num_blocks == plan.num_pages and cache.host_pages.num_blocks == 9
     assert cache.worker.pages is cache.pages and cache.worker.host is cache.host_pages
     assert cache.worker.engine.layers_per_event == 1

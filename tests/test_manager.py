@@ -3,12 +3,14 @@ import pickle
 import sys
 import threading
 from contextlib import contextmanager
+from dataclasses import fields, make_dataclass
 
 import numpy as np
 import pytest
 
-from kvcache import KVCacheManager, Request, Status, hash_blocks
+from kvcache import KVCacheManager, Request, Status, StepPlan, hash_blocks
 from kvcache.native.load import core
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, PLAN_VERSION
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -747,3 +749,29 @@ def test_a_wrong_request_is_named(options, error, message):
 def test_a_request_needs_tokens():
     with pytest.raises(ValueError, match="token_ids of request 'a' is empty"):
         Request("a", [])
+
+
+def test_the_native_step_sets_every_field_of_a_plan():
+    plan = make(page_bytes=64).step(new=[Request("a", range(10))])
+    assert {field.name: hasattr(plan, field.name) for field in fields(StepPlan)} == {
+        field.name: True for field in fields(StepPlan)
+    }
+    assert (plan.step_id, plan.version, plan.page_bytes) == (0, PLAN_VERSION, 64)
+    assert [ids.tolist() for ids in plan.append_ids] == [[1, 2, 3]]
+    assert plan.copy is NO_PAIRS
+    assert plan.replace[0] is NO_REPLACE
+
+
+@pytest.mark.parametrize(
+    ("left_out", "added", "message"),
+    [
+        ("copy", None, "the plan has no field 'copy': expected one for everything"),
+        (None, "fence", "field 'fence' of the plan has no default"),
+    ],
+)
+def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, message):
+    names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version", "page_bytes")]
+    plan = make_dataclass("Plan", [*names, *filter(None, [added])])
+    with pytest.raises(TypeError, match=message):
+        core.use_plan_type(plan, NO_IDS, NO_PAIRS, NO_REPLACE)
+    assert isinstance(make().step(), StepPlan)

@@ -5,9 +5,13 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "core/groups/chunked_local.h"
 #include "core/groups/cross_attention.h"
@@ -87,52 +91,6 @@ void bind_kinds(py::module_& m) {
       .def(py::init<>());
 }
 
-std::vector<GroupOptions> group_options(const py::list& groups) {
-  std::vector<GroupOptions> out;
-  for (const py::handle& each : groups) {
-    const auto pair = py::cast<py::tuple>(each);
-    out.push_back(
-        {py::cast<std::shared_ptr<AttentionKind>>(pair[0]), int_argument(pair[1], "block_size")});
-  }
-  return out;
-}
-
-int64_t optional_size(const py::object& value, const char* name) {
-  return value.is_none() ? 0 : checked_size(name, int_argument(value, name), 1);
-}
-
-std::unique_ptr<Manager> make_manager(
-    const py::list& groups, const py::object& num_gpu_blocks, const py::object& max_model_len,
-    const py::object& hash_block_size, bool enable_caching,
-    const py::object& num_preallocate_tokens, const py::object& max_num_reqs,
-    const py::object& watermark_blocks, bool use_eagle, bool fence_frees, bool enable_events,
-    bool track_residency, const py::object& stats_window, const Eviction& eviction,
-    const py::object& num_host_blocks, const Eviction& host_eviction, HostWrite host_write,
-    const py::object& num_hits_to_write, bool by_sequences) {
-  ManagerOptions options{};
-  options.groups = group_options(groups);
-  options.num_blocks = int_argument(num_gpu_blocks, "num_gpu_blocks");
-  options.max_model_len = int_argument(max_model_len, "max_model_len");
-  options.hash_block_size = optional_size(hash_block_size, "hash_block_size");
-  options.enable_caching = enable_caching;
-  options.num_preallocate_tokens = int_argument(num_preallocate_tokens, "num_preallocate_tokens");
-  options.max_num_reqs = optional_size(max_num_reqs, "max_num_reqs");
-  options.watermark_blocks = int_argument(watermark_blocks, "watermark_blocks");
-  options.drop_last_hit = use_eagle;
-  options.fence_frees = fence_frees;
-  options.record_events = enable_events;
-  options.track_residency = track_residency;
-  options.stats_window = int_argument(stats_window, "stats_window");
-  options.eviction = eviction;
-  options.num_host_blocks = int_argument(num_host_blocks, "num_host_blocks");
-  options.host_eviction = host_eviction;
-  options.host_write = host_write;
-  options.num_hits_to_write = int_argument(num_hits_to_write, "num_hits_to_write");
-  options.computes_whole_prompt = options.publishes_when_marked = by_sequences;
-  options.caches_swapped_rows = !by_sequences;
-  return std::make_unique<Manager>(options);
-}
-
 // An array argument of a step that may be None.
 class OptionalInput {
  public:
@@ -163,15 +121,96 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
   return out;
 }
 
-// What empty sections of all plans share: int32[0], [0, 2] and [0, 3], of kvcache/step.py.
-struct EmptySections {
-  py::object ids, pairs, replace;
-};
+// The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
+class PlanType {
+ public:
+  // What empty sections of all plans share: int32[0], [0, 2] and [0, 3].
+  struct EmptySections {
+    py::object ids, pairs, replace;
+  };
 
-EmptySections& empty_sections() {
-  static auto* sections = new EmptySections;  // leaked: it must outlive the interpreter
-  return *sections;
-}
+  // One per field that the native step sets.
+  enum Field {
+    kStepId,
+    kRows,
+    kStatus,
+    kNumComputedTokens,
+    kClearRows,
+    kAppendRows,
+    kAppendSplits,
+    kAppendIds,
+    kReplace,
+    kSwapOut,
+    kCopy,
+    kZero,
+    kSwapIn,
+    kNumFields,
+  };
+
+  static PlanType& get() {
+    static auto* type = new PlanType;  // leaked: it must outlive the interpreter
+    return *type;
+  }
+
+  // TypeError for a dataclass that lacks a field, or has another one without a default.
+  void use(const py::type& dataclass, EmptySections sections) {
+    static constexpr const char* kNames[kNumFields] = {
+        "step_id",    "rows",        "status",        "num_computed_tokens",
+        "clear_rows", "append_rows", "append_splits", "append_ids",
+        "replace",    "swap_out",    "copy",          "zero",
+        "swap_in"};
+    const py::module_ dataclasses = py::module_::import("dataclasses");
+    std::vector<std::pair<py::object, py::object>> defaults;
+    std::array<py::object, kNumFields> names;
+    for (const py::handle& field : dataclasses.attr("fields")(dataclass)) {
+      const py::object name = field.attr("name");
+      const auto* known = std::find(kNames, kNames + kNumFields, py::cast<std::string>(name));
+      if (known != kNames + kNumFields) {
+        names[static_cast<size_t>(known - kNames)] = name;
+      } else if (field.attr("default").is(dataclasses.attr("MISSING"))) {
+        throw py::type_error("field '" + py::cast<std::string>(name) +
+                             "' of the plan has no default, and the native step does not set it");
+      } else {
+        defaults.emplace_back(name, field.attr("default"));
+      }
+    }
+    for (size_t i = 0; i < names.size(); ++i) {
+      if (names[i]) continue;
+      throw py::type_error(std::string("the plan has no field '") + kNames[i] +
+                           "': expected one for everything that the native step sets");
+    }
+    type_ = dataclass;
+    no_arguments_ = py::tuple();
+    names_ = std::move(names);
+    defaults_ = std::move(defaults);
+    empty = std::move(sections);
+  }
+
+  // Without __init__, which costs as much as a small step.
+  py::object make() const {
+    auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
+    auto plan = py::reinterpret_steal<py::object>(type->tp_new(type, no_arguments_.ptr(), nullptr));
+    if (!plan) throw py::error_already_set();
+    for (const auto& [name, value] : defaults_) set(plan, name, value);
+    return plan;
+  }
+
+  void set(const py::object& plan, Field field, const py::object& value) const {
+    set(plan, names_[field], value);
+  }
+
+  EmptySections empty;
+
+ private:
+  static void set(const py::object& plan, const py::object& name, const py::object& value) {
+    if (PyObject_SetAttr(plan.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
+  }
+
+  py::object type_;
+  py::tuple no_arguments_;
+  std::array<py::object, kNumFields> names_;
+  std::vector<std::pair<py::object, py::object>> defaults_;  // of the other fields
+};
 
 // int32[n, width].
 py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const py::object& empty) {
@@ -183,13 +222,13 @@ py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const 
 }
 
 py::object ids_of(const std::vector<int32_t>& ids) {
-  if (ids.empty()) return empty_sections().ids;
+  if (ids.empty()) return PlanType::get().empty.ids;
   return copy_int32(ids);
 }
 
-// The fields of a StepPlan in its order.
-py::tuple as_tuple(const StepPlan& plan) {
-  const EmptySections& empty = empty_sections();
+py::object as_plan(const StepPlan& plan) {
+  const PlanType& type = PlanType::get();
+  const PlanType::EmptySections& empty = type.empty;
   const size_t num_groups = plan.groups.size();
   py::list splits(num_groups), ids(num_groups), replace(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
@@ -197,19 +236,29 @@ py::tuple as_tuple(const StepPlan& plan) {
     ids[g] = ids_of(plan.groups[g].append_ids);
     replace[g] = rows_of(plan.groups[g].replace, 3, empty.replace);
   }
-  return py::make_tuple(
-      plan.step_id, copy_int32(plan.rows), copy_array(plan.status),
-      copy_int32(plan.num_computed_tokens), ids_of(plan.clear_rows), ids_of(plan.append_rows),
-      std::move(splits), std::move(ids), std::move(replace), rows_of(plan.swap_out, 2, empty.pairs),
-      rows_of(plan.copy, 2, empty.pairs), ids_of(plan.zero), rows_of(plan.swap_in, 2, empty.pairs));
+  py::object out = type.make();
+  type.set(out, PlanType::kStepId, py::int_(plan.step_id));
+  type.set(out, PlanType::kRows, copy_int32(plan.rows));
+  type.set(out, PlanType::kStatus, copy_array(plan.status));
+  type.set(out, PlanType::kNumComputedTokens, copy_int32(plan.num_computed_tokens));
+  type.set(out, PlanType::kClearRows, ids_of(plan.clear_rows));
+  type.set(out, PlanType::kAppendRows, ids_of(plan.append_rows));
+  type.set(out, PlanType::kAppendSplits, splits);
+  type.set(out, PlanType::kAppendIds, ids);
+  type.set(out, PlanType::kReplace, replace);
+  type.set(out, PlanType::kSwapOut, rows_of(plan.swap_out, 2, empty.pairs));
+  type.set(out, PlanType::kCopy, rows_of(plan.copy, 2, empty.pairs));
+  type.set(out, PlanType::kZero, ids_of(plan.zero));
+  type.set(out, PlanType::kSwapIn, rows_of(plan.swap_in, 2, empty.pairs));
+  return out;
 }
 
-py::tuple step(Manager& self, const py::object& rows, const py::object& num_tokens,
-               const py::list& new_chains, const py::object& new_num_tokens,
-               const py::object& token_ids, const py::object& num_token_ids,
-               const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
-               const py::object& num_reserved_blocks, const py::object& swap_out,
-               const py::object& max_host_blocks) {
+py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
+                const py::list& new_chains, const py::object& new_num_tokens,
+                const py::object& token_ids, const py::object& num_token_ids,
+                const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
+                const py::object& num_reserved_blocks, const py::object& swap_out,
+                const py::object& max_host_blocks) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const Int32Input limits(new_num_tokens, "new_num_tokens");
@@ -252,7 +301,7 @@ py::tuple step(Manager& self, const py::object& rows, const py::object& num_toke
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
-  return as_tuple(self.step(request));
+  return as_plan(self.step(request));
 }
 
 py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
@@ -289,7 +338,7 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
 
 // (row, copies [n, 2]) of a fork or an append; int32[n, 2].
 py::object pairs_of(const std::vector<BlockId>& pairs) {
-  return rows_of(pairs, 2, empty_sections().pairs);
+  return rows_of(pairs, 2, PlanType::get().empty.pairs);
 }
 
 py::object pairs_or_none(const std::optional<std::vector<BlockId>>& pairs) {
@@ -347,31 +396,12 @@ std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
 void bind_manager(py::module_& m) {
   bind_kinds(m);
   m.def(
-      "set_empty_sections",
-      [](const py::object& ids, const py::object& pairs, const py::object& replace) {
-        empty_sections() = {ids, pairs, replace};
-      },
-      py::arg("ids"), py::arg("pairs"), py::arg("replace"));
-  py::class_<Eviction>(m, "Eviction")
-      .def(py::init<>())
-      .def(py::init([](const std::string& policy, const std::map<std::string, double>& options) {
-             make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
-             return Eviction{policy, options, /*make=*/{}};
-           }),
-           py::arg("policy"), py::arg("options"));
-  py::enum_<HostWrite>(m, "HostWrite")
-      .value("BACK", HostWrite::kBack)
-      .value("THROUGH", HostWrite::kThrough)
-      .value("SELECTIVE", HostWrite::kSelective);
+      "use_plan_type",
+      [](const py::type& plan, const py::object& ids, const py::object& pairs,
+         const py::object& replace) { PlanType::get().use(plan, {ids, pairs, replace}); },
+      py::arg("plan"), py::arg("no_ids"), py::arg("no_pairs"), py::arg("no_replace"));
   py::class_<Manager>(m, "Manager")
-      .def(py::init(&make_manager), py::kw_only(), py::arg("groups"), py::arg("num_gpu_blocks"),
-           py::arg("max_model_len"), py::arg("hash_block_size"), py::arg("enable_caching"),
-           py::arg("num_preallocate_tokens"), py::arg("max_num_reqs"), py::arg("watermark_blocks"),
-           py::arg("use_eagle"), py::arg("fence_frees"), py::arg("enable_events"),
-           py::arg("track_residency"), py::arg("stats_window"), py::arg("eviction") = Eviction{},
-           py::arg("num_host_blocks") = 0, py::arg("host_eviction") = Eviction{},
-           py::arg("host_write") = HostWrite::kBack, py::arg("num_hits_to_write") = 0,
-           py::arg("by_sequences") = false)
+      .def(py::init<const ManagerOptions&>(), py::arg("options"))
       .def("check_caller", &Manager::check_caller)
       .def("set_now", &Manager::set_now)
       .def("hashes",

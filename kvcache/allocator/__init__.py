@@ -2,6 +2,7 @@
 
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
+from kvcache.allocator.options import CacheArguments, CacheOptions
 from kvcache.allocator.request import Request
 from kvcache.allocator.sequences.block_space_manager import BlockSpaceManager
 from kvcache.allocator.sequences.demand import AllocStatus
@@ -16,6 +17,8 @@ __all__ = [
     "AllocStatus",
     "BlockPool",
     "BlockSpaceManager",
+    "CacheArguments",
+    "CacheOptions",
     "CachedTokens",
     "KVCacheManager",
     "PrefixCacheStats",

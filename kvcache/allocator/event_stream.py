@@ -1,4 +1,4 @@
-"""Events as the native log has them, one per block, put together into those that are told."""
+"""Events of the native log, one per block, joined into those that are emitted."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ _MEDIUMS = ("gpu", "cpu")
 def events_of(native: tuple, block_sizes: Sequence[int]) -> list[CacheEvent]:
     """`native`: (kinds, mediums, groups, hashes, parents, tokens of those stored on the device)."""
     kinds, mediums, groups, hashes, parents, tokens = native
-    told: list[CacheEvent] = []
+    emitted: list[CacheEvent] = []
     token = 0
     for first, stop in _runs(kinds, mediums, groups, hashes, parents):
         kind, group = int(kinds[first]), int(groups[first])
         medium = _MEDIUMS[mediums[first]]
         if kind == _CLEARED:
-            told.append(AllBlocksCleared(medium))
+            emitted.append(AllBlocksCleared(medium))
         elif kind == _REMOVED:
-            told.append(BlockRemoved(hashes[first:stop], group, medium))
+            emitted.append(BlockRemoved(hashes[first:stop], group, medium))
         elif medium == "cpu":
             size = block_sizes[group]
-            told.append(BlockStored(hashes[first:stop], None, NO_IDS, size, group, medium))
+            emitted.append(BlockStored(hashes[first:stop], None, NO_IDS, size, group, medium))
         else:
             size = block_sizes[group]
             end = token + (stop - first) * size
             parent = parents[first].tobytes()
-            told.append(BlockStored(hashes[first:stop], parent, tokens[token:end], size, group))
+            emitted.append(BlockStored(hashes[first:stop], parent, tokens[token:end], size, group))
             token = end
-    return told
+    return emitted
 
 
 def _runs(
@@ -44,7 +44,7 @@ def _runs(
     hashes: np.ndarray,
     parents: np.ndarray,
 ) -> Iterator[tuple[int, int]]:
-    """(first, stop) of events that are told as one: of one kind and group, stored ones in a chain."""
+    """(first, stop) of events that are emitted as one: of one kind and group, stored ones in a chain."""
     if len(kinds) == 0:
         return
     same = (kinds[1:] == kinds[:-1]) & (groups[1:] == groups[:-1]) & (kinds[1:] != _CLEARED)

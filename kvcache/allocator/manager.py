@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
 from kvcache.allocator.event_stream import events_of
-from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.options import (
-    checked_page_bytes,
+    CacheArguments,
+    CacheOptions,
     checked_retention,
     checked_seconds,
     checked_session,
-    eviction_of,
-    host_write_of,
 )
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
@@ -30,25 +28,18 @@ from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepRep
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
 
-core.set_empty_sections(NO_IDS, NO_PAIRS, NO_REPLACE)
+core.use_plan_type(StepPlan, NO_IDS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
 
-def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
-    """Blocks that this share of all, 0 to 1, stands for."""
-    if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
-        raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
-    return int(watermark * num_gpu_blocks)
-
-
 class CachedTokens(NamedTuple):
-    """What of a request is cached: tokens on the device, with the host, and what that would load."""
+    """The cached part of a request: tokens on the device, with the host, and what that would load."""
 
     on_device: int
     with_host: int
     num_host_blocks: int
-    num_host_bytes: int  # 0 where the manager was not told `page_bytes`
+    num_host_bytes: int  # 0 where the manager has no `page_bytes`
 
 
 class KVCacheManager:
@@ -56,34 +47,9 @@ class KVCacheManager:
 
     The constructor makes a manager of one group: full attention, or a sliding window of
     `sliding_window` tokens. `for_groups` makes one of several. `num_gpu_blocks` counts the null block
-    0. `max_model_len`: tokens. `num_preallocate_tokens`: when a request needs a block,
-    `ceil(num_preallocate_tokens / block_size)` more are taken with it, never beyond `max_model_len` or
-    what is free. All sizes are at most 2**31 - 1. Further options:
-
-    - `max_num_reqs`: rows, that is requests admitted at a time; None for as many as come.
-    - `hash_block_size`: tokens per hash. Finer than a block: what is found inside a block is copied
-      into the request's own, by the plan. None: the largest that divides every block size, whole
-      blocks only.
-    - `watermark`: share of the blocks, 0 to 1, that admissions and preallocation leave free.
-    - `use_eagle`: the last hit block is computed anew, for drafters that need its hidden states.
-    - `fence_frees`: blocks that a request gives back can be used again only when `report` has said
-      that the steps planned so far are done. For workers that read a step's pages outside its
-      stream, and where loads may fail; a worker on one stream needs no fences for its own steps.
-    - `enable_events`: `drain_events` tells what is cached. `track_residency`: `stats` says how long
-      blocks stayed. `stats_window`: requests that `stats.recent` counts.
-    - `hash_seed` gives the parent of first blocks.
-    - `eviction`: which cached block goes first when its space is needed: "lru" (least recently
-      released), or one of `eviction_names()`, with `eviction_options` (a dict). Whichever it is, no
-      block goes before one that follows it in a chain, and pinned ones (`pin`) go last.
-    - `num_host_blocks`: pages of a second tier in host memory, its null block counted. There rows go
-      that are swapped out (`swap_out` of `step`), and cached blocks that leave the device, to be hit
-      and loaded from there. `host_write` says when a cached block is written: "back", when it is
-      evicted from the device; "through", by the plan after the one that filled it; "selective", after
-      `num_hits_to_write` hits (what is evicted is written in each mode that would have it there, if
-      it is not there any more). `host_eviction`, `host_eviction_options`: of this pool. Such a manager
-      needs the reports of its steps: what is loaded becomes a hit for others, and the host's page can
-      be used again, when `report` has said that the step is done.
-    - `page_bytes`: bytes of a page (`CachePlan.page_bytes`), so that plans can say how many they move.
+    0. `max_model_len`: tokens, at most 2**31 - 1. `enable_caching`, `num_preallocate_tokens` and the
+    further keyword arguments are the fields of `CacheOptions`, which says what each means; `options`
+    has them all.
 
     Two ways to drive a request, the same code below: `step`, a whole batch per call, answered by a
     `StepPlan` that a worker applies; or `get_computed_blocks`, `allocate_slots` and `append_slots`,
@@ -91,7 +57,7 @@ class KVCacheManager:
     stays with the way that admitted it, because the blocks of `allocate_slots` and `append_slots`
     stand in no plan: `append_slots` on a request that `step` admitted is a ValueError, and so is the
     row of one that `allocate_slots` admitted among the rows of `step`. Everything else serves both.
-    Blocks that leave a window become the null block in `block_ids`; of these only plans tell.
+    Blocks that leave a window become the null block in `block_ids`; only plans say which.
 
     Every error is a ValueError or TypeError that names the argument, and changes nothing.
 
@@ -114,7 +80,7 @@ class KVCacheManager:
         sliding_window: int | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
-        **options: object,
+        **options: Unpack[CacheArguments],
     ) -> None:
         group = (
             GroupSpec("full_attention", block_size)
@@ -125,9 +91,12 @@ class KVCacheManager:
             [group],
             num_gpu_blocks,
             max_model_len,
-            enable_caching=enable_caching,
-            num_preallocate_tokens=num_preallocate_tokens,
-            **options,
+            context_parallel=None,
+            options=CacheOptions.from_arguments(
+                enable_caching=enable_caching,
+                num_preallocate_tokens=num_preallocate_tokens,
+                **options,
+            ),
         )
 
     @classmethod
@@ -140,7 +109,7 @@ class KVCacheManager:
         context_parallel: ContextParallel | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
-        **options: object,
+        **options: Unpack[CacheArguments],
     ) -> KVCacheManager:
         """A manager of several cache groups over one pool; `plan_cache` gives groups and pages.
 
@@ -160,9 +129,11 @@ class KVCacheManager:
             num_gpu_blocks,
             max_model_len,
             context_parallel=context_parallel,
-            enable_caching=enable_caching,
-            num_preallocate_tokens=num_preallocate_tokens,
-            **options,
+            options=CacheOptions.from_arguments(
+                enable_caching=enable_caching,
+                num_preallocate_tokens=num_preallocate_tokens,
+                **options,
+            ),
         )
         return self
 
@@ -172,60 +143,29 @@ class KVCacheManager:
         num_gpu_blocks: int,
         max_model_len: int,
         *,
-        context_parallel: ContextParallel | None = None,
-        enable_caching: bool,
-        num_preallocate_tokens: int,
-        max_num_reqs: int | None = None,
-        hash_block_size: int | None = None,
-        watermark: float = 0.0,
-        use_eagle: bool = False,
-        fence_frees: bool = False,
-        enable_events: bool = False,
-        track_residency: bool = False,
-        stats_window: int = 1000,
-        hash_seed: str = DEFAULT_SEED,
-        eviction: str = "lru",
-        eviction_options: Mapping[str, float] | None = None,
-        num_host_blocks: int = 0,
-        host_eviction: str = "lru",
-        host_eviction_options: Mapping[str, float] | None = None,
-        host_write: str = "back",
-        num_hits_to_write: int = 2,
-        page_bytes: int = 0,
+        context_parallel: ContextParallel | None,
+        options: CacheOptions,
     ) -> None:
         cp = context_parallel or ContextParallel()
+        self.options = options
         self.groups = tuple(groups)
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
-            groups=list(zip(self._kinds, self.block_sizes)),
-            num_gpu_blocks=num_gpu_blocks,
-            max_model_len=max_model_len,
-            hash_block_size=hash_block_size,
-            enable_caching=enable_caching,
-            num_preallocate_tokens=num_preallocate_tokens,
-            max_num_reqs=max_num_reqs,
-            watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
-            use_eagle=use_eagle,
-            fence_frees=fence_frees,
-            enable_events=enable_events,
-            track_residency=track_residency,
-            stats_window=stats_window,
-            eviction=eviction_of(eviction, eviction_options, "eviction"),
-            num_host_blocks=num_host_blocks,
-            host_eviction=eviction_of(host_eviction, host_eviction_options, "host_eviction"),
-            host_write=host_write_of(host_write),
-            num_hits_to_write=integer(num_hits_to_write, "num_hits_to_write", least=1),
+            options.native_of(
+                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, max_model_len
+            )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
-        if num_host_blocks:
+        if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
-        self.host_write, self.num_hits_to_write = host_write, num_hits_to_write
-        self.page_bytes = checked_page_bytes(page_bytes)
         self.max_model_len = int(max_model_len)
-        self.enable_caching = enable_caching
-        self._chain_key = (self._native.hash_block_size, first_parent(hash_seed, "hash_seed"))
+        self._page_bytes = options.page_bytes
+        self._chain_key = (
+            self._native.hash_block_size,
+            first_parent(options.hash_seed, "hash_seed"),
+        )
         self._rows: dict[str, int] = {}
         self._no_computed = [NO_IDS] * len(self.groups)
 
@@ -270,7 +210,7 @@ class KVCacheManager:
         self._native.clear_stats()
 
     def drain_events(self) -> list[CacheEvent]:
-        """What became cached and what left the cache since the last call, in order."""
+        """Events of what entered and left the cache since the last call, in order."""
         return events_of(self._native.drain_events(), self.block_sizes)
 
     def set_now(self, seconds: float) -> None:
@@ -322,7 +262,7 @@ class KVCacheManager:
         behind it (default: all it has). Each is served or not, in the order given: a new request may
         get what a running row before it was too large for, so do not pass new ones while a row waits,
         if that is not wanted. What does not fit is answered `WAIT` (not now) or `NEVER` (not even
-        alone; row -1 if new) and left exactly as it was: its tokens and rejections are to be told
+        alone; row -1 if new) and left exactly as it was: its tokens and rejections are to be passed
         again. Blocks that fill with known tokens become hits for later plans.
 
         For the running rows: `token_ids`, those that became known since the last step, row after row,
@@ -350,22 +290,20 @@ class KVCacheManager:
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
             raise ValueError("new names a request twice")
-        plan = StepPlan(
-            *self._native.step(
-                rows,
-                num_tokens,
-                chains,
-                [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
-                token_ids,
-                num_token_ids,
-                num_rejected_tokens,
-                num_lookahead_tokens,
-                num_reserved_blocks,
-                swap_out,
-                max_host_blocks,
-            ),
-            page_bytes=self.page_bytes,
+        plan = self._native.step(
+            rows,
+            num_tokens,
+            chains,
+            [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
+            token_ids,
+            num_token_ids,
+            num_rejected_tokens,
+            num_lookahead_tokens,
+            num_reserved_blocks,
+            swap_out,
+            max_host_blocks,
         )
+        plan.page_bytes = self._page_bytes
         if chains:
             for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
                 if row >= 0:
@@ -373,7 +311,7 @@ class KVCacheManager:
         return plan
 
     def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
-        """What admitting a request with its first tokens would be answered now; changes nothing.
+        """The answer that admitting a request with its first tokens would get now; changes nothing.
 
         `num_tokens`: as of `new_num_tokens` of `step`; None for all that are known. `NEVER` is said of
         what was asked: in smaller chunks a request may fit whose window groups hold less at a time.
@@ -387,7 +325,7 @@ class KVCacheManager:
         -1: no row is free (`max_num_reqs`), nothing changed. The child has the parent's tokens as far
         as they are computed, and the same extra keys; it goes on from there. All blocks are shared.
         Who writes to a shared block first gets its own: the plan copies and replaces it. The next
-        plan tells the child's table. ValueError for other tokens, a parent whose computed tokens are
+        plan sends the child's table. ValueError for other tokens, a parent whose computed tokens are
         not all known or that is swapped out, and a child that is admitted already.
         """
         row = self.row(parent)
@@ -395,7 +333,7 @@ class KVCacheManager:
         if not self._native.by_step(row):
             raise ValueError(
                 f"request {parent.request_id!r} was admitted by allocate_slots: expected one that "
-                "step admitted, whose plans can tell what is copied"
+                "step admitted, whose plans can say what is copied"
             )
         child_row = self._native.fork(row, chain)
         if child_row >= 0:
@@ -410,10 +348,10 @@ class KVCacheManager:
     def cached_tokens(self, request: Request) -> CachedTokens:
         """How much of a request each tier has in whole blocks; changes nothing."""
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
-        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self.page_bytes)
+        return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
-        """Tells the eviction policy that the request's blocks are used now, by the caller's clock."""
+        """Notifies the eviction policy that the request's blocks are used now, by the caller's clock."""
         self._native.access(self.row(request), checked_seconds(now, "now"))
 
     def pin(self, session: str, request: Request) -> int:
@@ -490,7 +428,7 @@ class KVCacheManager:
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
     ) -> None:
-        """Gives a request's blocks back, tail first; unknown or already freed is a no-op.
+        """Releases a request's blocks, tail first; unknown or already freed is a no-op.
 
         Blocks that filled with tokens appended since the last call are cached first; drafts that were
         rejected since are to be taken back before (`reject_tokens`). The blocks keep content and hash
@@ -517,7 +455,7 @@ class KVCacheManager:
     def report(self, report: StepReport) -> dict[str, int]:
         """Takes in what a worker says of a step; returns what `abort` and `invalidate` return.
 
-        A completed step, and all before it, are done: what was given back until then can be used
+        A completed step, and all before it, are done: what was released until then can be used
         again. A step that did not complete is aborted, unless it was already. Failed pages are
         invalidated. ValueError, with nothing changed, for a step that never was or a page that is
         none, and for a step that did not complete but was reported done before.
@@ -539,7 +477,7 @@ class KVCacheManager:
         """Withdraws a step and all later ones: their plans are not carried out, or came to nothing.
 
         What they computed leaves the cache. Returns per affected request (its id) the token from which
-        it goes on; requests stay admitted, and the next plan tells their tables anew. Tokens that
+        it goes on; requests stay admitted, and the next plan sends their tables anew. Tokens that
         became known stay known. A step that was aborted before is none any more: nothing happens.
         ValueError for a step that was reported done, or is not one of the last 64.
         """
@@ -553,7 +491,7 @@ class KVCacheManager:
         Returns per affected request (its id) the token from which it must recompute: as far as its
         own blocks are right, or the cache has them. Affected is who has such a block, who had one in
         a step that may be in flight, and whose tokens run through the content of one. Drafts of its
-        last step are lost: none is to be rejected any more. The next plan tells its table anew.
+        last step are lost: none is to be rejected any more. The next plan sends its table anew.
 
         Ids name what is in the blocks now. Who learns of a failure after further steps were planned
         needs `fence_frees`: without it, the block may by then be another request's.

@@ -1,10 +1,14 @@
-"""What a manager's options and `free` are given for eviction and for tiers, checked."""
+"""The options of a manager, and what `free` takes for eviction, checked."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TypedDict
 
-from kvcache.checks import integer
+from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.checks import flag, integer
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
@@ -15,8 +19,176 @@ HOST_WRITES = {
 }
 
 
-def eviction_of(policy: str, options: Mapping[str, float] | None, name: str) -> core.Eviction:
-    """A policy and its options; `name` is what the policy's argument is called."""
+class CacheArguments(TypedDict, total=False):
+    """The options of `CacheOptions` that calls take by keyword, for type checkers and editors."""
+
+    max_num_reqs: int | None
+    hash_block_size: int | None
+    watermark: float
+    use_eagle: bool
+    fence_frees: bool
+    enable_events: bool
+    track_residency: bool
+    stats_window: int
+    hash_seed: str
+    eviction: str
+    eviction_options: Mapping[str, float] | None
+    num_host_blocks: int
+    host_eviction: str
+    host_eviction_options: Mapping[str, float] | None
+    host_write: str
+    num_hits_to_write: int
+    page_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How a manager caches, evicts, reserves and counts; its sizes and groups are not here.
+
+    All sizes are at most 2**31 - 1. A wrong value is a ValueError or TypeError that names the option.
+
+    >>> CacheOptions(num_host_blocks=1)
+    Traceback (most recent call last):
+    ValueError: num_host_blocks is 1: expected 2 to 2147483647 (the null block is counted)
+    """
+
+    enable_caching: bool = True
+    """Whether full blocks of known tokens are hits for later requests."""
+
+    num_preallocate_tokens: int = 64
+    """Tokens. When a request needs a block, `ceil(num_preallocate_tokens / block_size)` more are
+    taken with it, never beyond `max_model_len` or what is free."""
+
+    max_num_reqs: int | None = None
+    """Rows, that is requests admitted at a time, 1 or more; None for as many as come."""
+
+    hash_block_size: int | None = None
+    """Tokens per hash, a divisor of every block size. Finer than a block: what is found inside a
+    block is copied into the request's own, by the plan. None: the largest divisor, whole blocks
+    only."""
+
+    watermark: float = 0.0
+    """Share of the blocks, 0 to 1, that admissions and preallocation leave free."""
+
+    use_eagle: bool = False
+    """The last hit block is computed anew, for drafters that need its hidden states."""
+
+    fence_frees: bool = False
+    """Blocks that a request releases can be used again only when `report` has said that the steps
+    planned so far are done. For workers that read a step's pages outside its stream, and where loads
+    may fail; a worker on one stream needs no fences for its own steps."""
+
+    enable_events: bool = False
+    """`drain_events` returns what entered and left the cache."""
+
+    track_residency: bool = False
+    """`stats` says how long blocks stayed."""
+
+    stats_window: int = 1000
+    """Requests that `stats.recent` counts, 1 or more."""
+
+    hash_seed: str = DEFAULT_SEED
+    """Gives the parent of first blocks."""
+
+    eviction: str = "lru"
+    """Which cached block goes first when its space is needed: "lru" (least recently released), or
+    another of `eviction_names()`. Whichever it is, no block goes before one that follows it in a
+    chain, and pinned ones (`pin`) go last."""
+
+    eviction_options: Mapping[str, float] | None = None
+    """Options of that policy, by name; None for its defaults."""
+
+    num_host_blocks: int = 0
+    """Pages of a second tier in host memory, its null block counted: 2 or more, or 0 for none. It
+    takes rows that are swapped out (`swap_out` of `step`), and cached blocks that leave the device,
+    to be hit and loaded from there. Such a manager needs the reports of its steps: what is loaded
+    becomes a hit for others, and the host's page can be used again, when `report` has said that the
+    step is done."""
+
+    host_eviction: str = "lru"
+    """The same choice for the host's pages: "lru", "s3_fifo" or "segmented_lru"."""
+
+    host_eviction_options: Mapping[str, float] | None = None
+    """Options of that policy, by name; None for its defaults."""
+
+    host_write: str = "back"
+    """When a cached block is written to the host: "back", when it is evicted from the device;
+    "through", by the plan after the one that filled it; "selective", after `num_hits_to_write` hits.
+    What is evicted is written in each mode that would have it there, if it is not there any more."""
+
+    num_hits_to_write: int = 2
+    """Hits, 1 or more; see `host_write`."""
+
+    page_bytes: int = 0
+    """Bytes of a page (`CachePlan.page_bytes`), 0 to 2**62, so that plans can say how many they move;
+    0 where it is not known."""
+
+    def __post_init__(self) -> None:
+        checked_watermark(self.watermark)
+        integer(self.page_bytes, "page_bytes", most=_MOST_BYTES)
+        first_parent(self.hash_seed, "hash_seed")
+        self._native().check_optional()
+
+    @classmethod
+    def from_arguments(cls, **options: object) -> CacheOptions:
+        """The options of a call; TypeError that lists the known ones for a name that is none."""
+        names = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in names:
+                raise TypeError(f"option {name!r} is unknown: expected one of {', '.join(names)}")
+        return cls(**options)
+
+    def native_of(
+        self,
+        groups: Sequence[tuple[core.AttentionKind, int]],
+        num_gpu_blocks: int,
+        max_model_len: int,
+    ) -> core.ManagerOptions:
+        """The native options of a manager with these groups, (kind, tokens per block) each.
+
+        `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
+        """
+        native = self._native()
+        native.groups = list(groups)
+        native.num_gpu_blocks = num_gpu_blocks
+        native.max_model_len = max_model_len
+        native.watermark_blocks = watermark_blocks(self.watermark, native.num_gpu_blocks)
+        return native
+
+    def _native(self) -> core.ManagerOptions:
+        native = core.ManagerOptions()
+        native.enable_caching = flag(self.enable_caching, "enable_caching")
+        native.num_preallocate_tokens = self.num_preallocate_tokens
+        native.max_num_reqs = self.max_num_reqs
+        native.hash_block_size = self.hash_block_size
+        native.use_eagle = flag(self.use_eagle, "use_eagle")
+        native.fence_frees = flag(self.fence_frees, "fence_frees")
+        native.enable_events = flag(self.enable_events, "enable_events")
+        native.track_residency = flag(self.track_residency, "track_residency")
+        native.stats_window = self.stats_window
+        native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")
+        native.num_host_blocks = self.num_host_blocks
+        native.host_eviction = _eviction(
+            self.host_eviction, self.host_eviction_options, "host_eviction"
+        )
+        native.host_write = _host_write(self.host_write)
+        native.num_hits_to_write = self.num_hits_to_write
+        return native
+
+
+def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
+    """Blocks that this share of all, 0 to 1, stands for."""
+    return int(checked_watermark(watermark) * num_gpu_blocks)
+
+
+def checked_watermark(watermark: float) -> float:
+    """A share of 0 to 1. ValueError."""
+    if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
+        raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
+    return watermark
+
+
+def _eviction(policy: str, options: Mapping[str, float] | None, name: str) -> core.Eviction:
     if not isinstance(policy, str):
         raise TypeError(f"{name} is {policy!r}: expected the name of a policy")
     if options is not None and not isinstance(options, Mapping):
@@ -29,20 +201,14 @@ def eviction_of(policy: str, options: Mapping[str, float] | None, name: str) -> 
     return core.Eviction(policy, numbers)
 
 
-def host_write_of(host_write: str) -> core.HostWrite:
-    """When cached blocks are written to the host."""
+def _host_write(host_write: str) -> core.HostWrite:
     if not isinstance(host_write, str) or host_write not in HOST_WRITES:
         raise ValueError(f"host_write is {host_write!r}: expected one of {', '.join(HOST_WRITES)}")
     return HOST_WRITES[host_write]
 
 
-def checked_page_bytes(value: int) -> int:
-    """Bytes of a page; 0 for not known."""
-    return integer(value, "page_bytes", most=_MOST_BYTES)
-
-
 def checked_session(session: str) -> str:
-    """The name under which somebody pins."""
+    """The name of a session that pins."""
     if not isinstance(session, str):
         raise TypeError(f"session is {session!r}: expected a string")
     return session

@@ -26,7 +26,7 @@ class PoolView:
 
     num_blocks = _count("num_blocks", "Blocks, the null block counted.")
     num_total = _count("num_total", "Blocks without the null block.")
-    num_free = _count("num_free", "Blocks that nobody holds, cached or not.")
+    num_free = _count("num_free", "Blocks without references, cached or not.")
     num_cached = _count("num_cached", "Blocks that are found under a hash, held or free.")
     num_evicted = _count("num_evicted", "Cached blocks taken for other content, so far.")
     num_pinned = _count("num_pinned", "Cached blocks that a session has pinned.")

@@ -69,7 +69,7 @@ class PrefixCacheStats(HitStats):
     """In total since the start or the last `clear_stats()`; `recent`: the last requests alone.
 
     `lifetime`, `idle`: of evicted blocks, the time since they were cached, and since they were last
-    given back; None unless residency is tracked. `host`: None without a host tier. `num_pins_broken`:
+    released; None unless residency is tracked. `host`: None without a host tier. `num_pins_broken`:
     pinned blocks that were evicted all the same, since the manager was made.
     """
 

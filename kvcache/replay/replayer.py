@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from time import perf_counter_ns
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
-from kvcache.allocator import KVCacheManager, Request
+from kvcache.allocator import CacheArguments, KVCacheManager, Request
 from kvcache.replay.audit import Audit
 from kvcache.replay.groups import checked_groups, state_block_size
 from kvcache.replay.option_text import join_options
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from kvcache.replay.verifier import KVVerifier
 
 _NO_LENGTH_LIMIT = 2**31 - 1  # the pool alone decides what fits
-
-
-def _policy_text(tiers: Mapping[str, object], name: str) -> str:
-    return join_options(tiers.get(name, "lru"), tiers.get(f"{name}_options") or {})
 
 
 @dataclass
@@ -42,12 +38,11 @@ class Replayer:
 
     `block_size`: of one group of full attention; or `groups`. `num_blocks` counts the null block. Up to
     `concurrency` requests run at a time; when another one needs their place or their blocks, the
-    oldest finishes. A request that does not fit even then counts as rejected. `hash_block_size`:
-    tokens per hash; finer than a block, hits end inside blocks. `verifier`: of the same groups; writes
-    and reads real KV behind every plan. `series`: filled per request.
+    oldest finishes. A request that does not fit even then counts as rejected. `verifier`: of the same
+    groups; writes and reads real KV behind every plan. `series`: filled per request.
 
-    `tiers`: options of `KVCacheManager`, from `eviction` to `num_hits_to_write`. With a host tier, each
-    step is reported as completed before the next: blocks that it loads can be hit by all later ones.
+    `options`: fields of `CacheOptions`; nothing is preallocated. With a host tier, each step is
+    reported as completed before the next: blocks that it loads can be hit by all later ones.
 
     A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
     together with the chunks of all other prompts that are not computed yet. Where there are recurrent
@@ -65,12 +60,11 @@ class Replayer:
         num_blocks: int,
         block_size: int | None = None,
         groups: Sequence[GroupSpec] | None = None,
-        hash_block_size: int | None = None,
         chunk_tokens: int | None = None,
         concurrency: int = 1,
         verifier: KVVerifier | None = None,
         series: Series | None = None,
-        **tiers: object,
+        **options: Unpack[CacheArguments],
     ) -> None:
         for name, value in (("concurrency", concurrency), ("chunk_tokens", chunk_tokens)):
             if value is not None and value < 1:
@@ -80,21 +74,14 @@ class Replayer:
             num_blocks,
             _NO_LENGTH_LIMIT,
             num_preallocate_tokens=0,
-            hash_block_size=hash_block_size,
-            **tiers,
+            **options,
         )
-        self._eviction = _policy_text(tiers, "eviction")
-        self._host_eviction = _policy_text(tiers, "host_eviction")
-        self._host_write = self.manager.host_write
-        if self._host_write == "selective":
-            self._host_write += f":{self.manager.num_hits_to_write}"
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
         self.verifier = verifier
         self.series = series
         self._audit = None if verifier is None else Audit(verifier, self.manager)
         self._reports_groups = groups is not None
-        self._hash_block_size = hash_block_size
         self._num_blocks = num_blocks
         self._state_block_size = state_block_size(self.manager.groups)
         self._running: list[Running] = []  # oldest first
@@ -270,6 +257,8 @@ class Replayer:
         pool, block_size = self.manager.pool, self.manager.block_size
         groups = self._groups()
         is_hybrid = len(groups) > 1
+        options = self.manager.options
+        eviction = join_options(options.eviction, options.eviction_options or {})
         report = ReplayReport(
             trace=trace,
             block_size=block_size,
@@ -288,10 +277,10 @@ class Replayer:
             peak_used_blocks=pool.peak_used,
             cached_blocks=pool.num_cached,
             us_per_request=self._us_per_request(),
-            hash_block_size=self._hash_block_size,
+            hash_block_size=options.hash_block_size,
             chunk_tokens=self.chunk_tokens,
             groups=groups if self._reports_groups else None,
-            eviction=None if self._eviction == "lru" else self._eviction,
+            eviction=None if eviction == "lru" else eviction,
         )
         if self.manager.host_pool is not None:
             self._add_host_counts(report)
@@ -305,8 +294,13 @@ class Replayer:
     def _add_host_counts(self, report: ReplayReport) -> None:
         counts = self.manager.stats.host
         report.host_blocks = self.manager.host_pool.num_blocks
-        report.host_write = self._host_write
-        report.host_eviction = self._host_eviction
+        options = self.manager.options
+        report.host_write = options.host_write
+        if options.host_write == "selective":
+            report.host_write += f":{options.num_hits_to_write}"
+        report.host_eviction = join_options(
+            options.host_eviction, options.host_eviction_options or {}
+        )
         report.host_hit_tokens = self._host_hit_tokens
         report.host_evicted_blocks = counts.evicted_blocks
         report.written_blocks = counts.written_blocks

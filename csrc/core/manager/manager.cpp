@@ -45,7 +45,7 @@ Manager::Manager(const ManagerOptions& options)
       pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
       host_(host_tier(options, &pool_, &groups_)),
       rows_(&groups_, options.max_num_reqs),
-      finder_(&pool_, host(), &groups_, hash_block_size_, options.drop_last_hit),
+      finder_({&pool_, host(), &groups_, hash_block_size_}, options_),
       plan_(groups_.size(), options.num_blocks),
       frees_(&pool_, &journal_.numbers(), options.fence_frees),
       rules_(&groups_, &pool_, &frees_, &journal_.numbers(), holders(), options_),
@@ -58,6 +58,7 @@ Manager::Manager(const ManagerOptions& options)
              (host_ != nullptr && host_->pages().has_policy())),
       release_(
           {&groups_, hash_block_size_, &pool_, host_.get(), &rows_, &journal_, &frees_, &clock_}),
+      recovery_({row_context(), hash_block_size_, &finder_, &publisher_, &growth_, &release_}),
       checks_({&options_, &groups_, hash_block_size_, &rows_, &pool_, host_ != nullptr}),
       intake_(&rows_, &publisher_, &journal_, options.enable_caching),
       pins_(&pool_),
@@ -116,7 +117,7 @@ const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   const Call call(this);
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  return find(chain, /*with_partial=*/false, with_host);
+  return finder_.find(chain, /*with_partial=*/false, with_host);
 }
 
 Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
@@ -126,7 +127,7 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
   Status status = Status::kWait;
   for (bool with_partial : {true, false}) {
-    const PrefixHit& hit = find(chain, with_partial, /*with_host=*/true);
+    const PrefixHit& hit = finder_.find(chain, with_partial, /*with_host=*/true);
     const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
     status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, 0).status;
     if (status != Status::kWait || !hit.copies_partial()) break;

@@ -31,11 +31,11 @@
 #include "core/manager/deferred_frees.h"
 #include "core/manager/demand.h"
 #include "core/manager/host_tier.h"
-#include "core/manager/invalidation.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
+#include "core/manager/recovery.h"
 #include "core/manager/request_checks.h"
 #include "core/manager/row_growth.h"
 #include "core/manager/row_release.h"
@@ -193,7 +193,6 @@ class Manager {
   const StepNumbers& steps() const { return journal_.numbers(); }
 
   // Serving (manager_serving.cpp).
-  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
   void take_in(const StepRequest& request);
   void offload_queued();
   void serve_rows(const StepRequest& request);
@@ -219,14 +218,6 @@ class Manager {
 
   // Reports (manager_reports.cpp).
   void complete_to(int64_t step_id);
-  Recompute abort_from(int64_t step_id);
-  void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
-  Recompute invalidate_blocks(const std::vector<BlockId>& ids, const std::vector<BlockId>& pages);
-  InvalidationContext invalidation_context() const;
-  Recompute recompute(const Invalidation::Limits& limits);
-  void restart(int32_t row);
-  void resend(int32_t row);
-
   void clear_cache();
   void notify_clock();
   BlockHolders holders() const;
@@ -250,6 +241,7 @@ class Manager {
   RowSwap swap_;
   Clock clock_;
   RowRelease release_;
+  Recovery recovery_;
   RequestChecks checks_;
   TokenIntake intake_;
   SessionPins pins_;

@@ -40,7 +40,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   }
   publisher_.refresh(other);
   if (r.by_step) journal_.inherit(row, parent, other, r);
-  resend(other);
+  row_context().resend(other);
   return {Status::kServed, other, {}, {}};
 }
 

@@ -5,13 +5,6 @@
 
 namespace kvcache {
 
-const PrefixHit& Manager::find(const TokenChain& chain, bool with_partial, bool with_host) {
-  static const std::vector<Hash> kNone;
-  const bool reads = options_.enable_caching && chain.read_cache() && chain.num_tokens() > 0;
-  return finder_.find(reads ? chain.known_hashes() : kNone,
-                      std::max<int64_t>(chain.num_tokens() - 1, 0), with_partial, with_host);
-}
-
 // Token ids that came, and the hashes of what they may fill: a digest may raise, or call back.
 void Manager::take_in(const StepRequest& request) {
   intake_.append_ids(request);
@@ -50,9 +43,9 @@ void Manager::serve_new(const StepRequest& request) {
     Status status = Status::kWait;
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
-      const PrefixHit* hit = &find(*asked.chain, with_partial, /*with_host=*/true);
+      const PrefixHit* hit = &finder_.find(*asked.chain, with_partial, /*with_host=*/true);
       if (hit->num_host_blocks > asked.max_host_blocks) {
-        hit = &find(*asked.chain, with_partial, /*with_host=*/false);
+        hit = &finder_.find(*asked.chain, with_partial, /*with_host=*/false);
       }
       const int64_t start = hit->num_tokens;
       served.span = {start, std::min(start + asked.num_tokens, asked.chain->num_tokens()),
@@ -93,7 +86,7 @@ Demand Manager::bring_back(ServedRow* served) {
   if (back.demand.status != Status::kServed) return back.demand;
   swap_.move_in(served->row, served->span.start, back);
   served->safe_start = 0;
-  resend(served->row);
+  row_context().resend(served->row);
   return back.demand;
 }
 

@@ -9,14 +9,7 @@
 
 namespace kvcache {
 
-ManagerOptions checked(const ManagerOptions& options) {
-  if (options.groups.empty() || options.groups.size() > kMaxGroups) {
-    throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
-                                " entries: expected 1 to " + std::to_string(kMaxGroups));
-  }
-  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
-  checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
-  checked_size("max_model_len", options.max_model_len, 1);
+void check_optional(const ManagerOptions& options) {
   checked_size("hash_block_size", options.hash_block_size, 0);
   checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
   checked_size("max_num_reqs", options.max_num_reqs, 0);
@@ -25,9 +18,18 @@ ManagerOptions checked(const ManagerOptions& options) {
   if (options.num_host_blocks != 0) {
     checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
   }
-  if (options.host_write == HostWrite::kSelective) {
-    checked_size("the number of hits after which blocks are written", options.num_hits_to_write, 1);
+  checked_size("num_hits_to_write", options.num_hits_to_write, 1);
+}
+
+ManagerOptions checked(const ManagerOptions& options) {
+  if (options.groups.empty() || options.groups.size() > kMaxGroups) {
+    throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
+                                " entries: expected 1 to " + std::to_string(kMaxGroups));
   }
+  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
+  checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
+  checked_size("max_model_len", options.max_model_len, 1);
+  check_optional(options);
   return options;
 }
 

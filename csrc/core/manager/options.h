@@ -34,8 +34,8 @@ struct Eviction {  // of a pool
 
 struct ManagerOptions {  // sizes are each at most 2**31 - 1
   std::vector<GroupOptions> groups;
-  int64_t num_blocks;     // the null block counted
-  int64_t max_model_len;  // tokens
+  int64_t num_blocks = 0;     // the null block counted
+  int64_t max_model_len = 0;  // tokens
   // Tokens per hash; divides every block size. Where it is given and finer than a block of tokens,
   // hits end inside blocks too. 0: the largest that divides, and hits are whole blocks.
   int64_t hash_block_size = 0;
@@ -51,7 +51,7 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // the null block counted; 0: no host tier
   HostWrite host_write = HostWrite::kBack;
-  int64_t num_hits_to_write = 0;  // kSelective
+  int64_t num_hits_to_write = 2;  // kSelective
   // The whole prompt is computed at once, from its own K and V: what a window has left behind at
   // the prompt's end is never held.
   bool computes_whole_prompt = false;
@@ -60,6 +60,10 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   // Cached blocks of a row that is swapped out are found on the host, too.
   bool caches_swapped_rows = true;
 };
+
+// Throws std::invalid_argument that names the option that is out of range. Leaves out the groups
+// and the sizes that have no default.
+void check_optional(const ManagerOptions& options);
 
 // The options, or std::invalid_argument that names the one that is out of range.
 ManagerOptions checked(const ManagerOptions& options);

@@ -7,24 +7,23 @@
 
 namespace kvcache {
 
-PrefixFinder::PrefixFinder(const BlockPool* pool, const BlockPool* host,
-                           const std::vector<CacheGroup>* groups, int64_t hash_block_size,
-                           bool drop_last)
-    : pool_(pool),
-      host_(host),
-      groups_(groups),
-      hash_block_size_(hash_block_size),
-      drop_last_(drop_last) {
-  for (const CacheGroup& group : *groups) {
+PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options)
+    : pool_(context.pool),
+      host_(context.host),
+      groups_(context.groups),
+      hash_block_size_(context.hash_block_size),
+      drop_last_(options.drop_last_hit),
+      is_enabled_(options.enable_caching) {
+  for (const CacheGroup& group : *groups_) {
     if (!group.is_cacheable()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = checked_size(
-        name, std::lcm(unit_, group.has_partial ? hash_block_size : group.block_size), 1);
+        name, std::lcm(unit_, group.has_partial ? hash_block_size_ : group.block_size), 1);
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
-  hit_.blocks.resize(groups->size());
-  hit_.on_host.resize(groups->size());
-  hit_.sources.resize(groups->size());
+  hit_.blocks.resize(groups_->size());
+  hit_.on_host.resize(groups_->size());
+  hit_.sources.resize(groups_->size());
 }
 
 const Hash& PrefixFinder::hash_at(int64_t num_tokens) const {
@@ -72,8 +71,11 @@ BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_toke
   return pool_->find_partial(hash_at(num_tokens), group.id);
 }
 
-const PrefixHit& PrefixFinder::find(const std::vector<Hash>& hashes, int64_t max_tokens,
-                                    bool with_partial, bool with_host) {
+const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host) {
+  static const std::vector<Hash> kNone;
+  const bool reads = is_enabled_ && chain.read_cache() && chain.num_tokens() > 0;
+  const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
+  const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
   hashes_ = &hashes;
   with_host_ = with_host && host_ != nullptr;
   hit_.num_host_blocks = 0;

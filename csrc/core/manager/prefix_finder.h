@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
+#include "core/manager/options.h"
 #include "core/pool/block_pool.h"
 
 namespace kvcache {
@@ -33,20 +35,20 @@ struct PrefixHit {
 
 class PrefixFinder {
  public:
-  // `drop_last`: the last hit of `unit()` tokens is given up, so that a drafter sees its hidden
-  // states (EAGLE). `host`: null where there is none.
-  PrefixFinder(const BlockPool* pool, const BlockPool* host, const std::vector<CacheGroup>* groups,
-               int64_t hash_block_size, bool drop_last);
+  struct Context {
+    const BlockPool* pool;
+    const BlockPool* host;  // null where there is none
+    const std::vector<CacheGroup>* groups;
+    int64_t hash_block_size;
+  };
+  // Where the options drop the last hit, that hit of `unit_` tokens is given up, so that a drafter
+  // sees its hidden states (EAGLE).
+  PrefixFinder(const Context& context, const ManagerOptions& options);
 
-  // Hits end at multiples of it, with and without those that end inside blocks.
-  int64_t unit() const { return unit_; }
-  int64_t whole_unit() const { return whole_unit_; }
-
-  // The hit of at most `max_tokens` tokens with these hashes, valid until the next call. Changes no
-  // pool.
-  // Partial blocks are found on the device only.
-  const PrefixHit& find(const std::vector<Hash>& hashes, int64_t max_tokens, bool with_partial,
-                        bool with_host);
+  // The hit of a request, at most all its tokens but the last; valid until the next call. None
+  // where caching is off or the request does not read the cache. Changes no pool. The chain's
+  // hashes must be known. Partial blocks are found on the device only.
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
 
  private:
   int64_t accepted_by_all(int64_t num_tokens);
@@ -67,11 +69,12 @@ class PrefixFinder {
   const BlockPool* host_;
   const std::vector<CacheGroup>* groups_;
   int64_t hash_block_size_;
+  // Hits end at multiples of it, with and without those that end inside blocks.
   int64_t unit_ = 1, whole_unit_ = 1;
-  bool drop_last_;
+  bool drop_last_, is_enabled_;
   // The search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
-  int64_t step_ = 1;  // unit() or whole_unit()
+  int64_t step_ = 1;  // unit_ or whole_unit_
   bool with_host_ = false;
   std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
   PrefixHit hit_;

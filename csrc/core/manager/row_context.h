@@ -1,6 +1,7 @@
 // The parts that move rows' blocks, and note it.
 #pragma once
 
+#include <cstdint>
 #include <vector>
 
 #include "core/groups/cache_group.h"
@@ -21,6 +22,11 @@ struct RowContext {
   PlanBuilder* plan;
   StepJournal* journal;
   DeferredFrees* frees;
+
+  // The next plan sends the row's table anew, if plans have it at all.
+  void resend(int32_t row) const {
+    if ((*rows)[row].by_step) plan->resend(row);
+  }
 };
 
 }  // namespace kvcache

@@ -1,4 +1,4 @@
-"""The sequence-group manager: fork, swap, windows. A thin face over the manager of `manager.py`."""
+"""The sequence-group manager: fork, swap, windows, on the native manager of `manager.py`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from operator import index
 
 from kvcache.allocator.hashing import DEFAULT_SEED
-from kvcache.allocator.manager import watermark_blocks
-from kvcache.allocator.options import eviction_of
+from kvcache.allocator.options import CacheOptions, watermark_blocks
 from kvcache.allocator.sequences.allocated import AllocatedSequence
 from kvcache.allocator.sequences.caching import SequenceCaching
 from kvcache.allocator.sequences.checks import (
     check_one_prompt,
     check_tier,
     checked_encoder_length,
-    checked_flag,
     checked_window,
     fail_shorter,
     fail_to_fit,
@@ -37,7 +35,7 @@ from kvcache.allocator.sequences.protocol import (
 from kvcache.allocator.sequences.swaps import SequenceSwaps
 from kvcache.allocator.sequences.tables import Pairs, as_pairs
 from kvcache.allocator.sequences.tokens import Tokens, TokenSource, fail_ids
-from kvcache.checks import integer
+from kvcache.checks import flag, integer
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS
@@ -58,11 +56,11 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     - `eviction`, `eviction_options`: with caching, which cached block of the device goes first when
       its space is needed, one of `eviction_names()`. "last_access": the one accessed least recently,
       of several the one with the longest prefix.
-    - `enable_events`: `drain_events` tells what is cached.
+    - `enable_events`: `drain_events` returns what entered and left the cache.
     - `hash_seed` gives the parent of first blocks. `max_model_len`: tokens of a sequence.
 
-    Sequences and groups are any objects as `sequences/protocol.py` says. A group's sequences are told
-    apart by their status, which the caller sets: `can_allocate` and `allocate` are of the WAITING
+    Sequences and groups are any objects as `sequences/protocol.py` says. A group's sequences differ
+    by their status, which the caller sets: `can_allocate` and `allocate` are of the WAITING
     ones, `can_append_slots` and swaps out of the RUNNING ones, swaps in of the SWAPPED ones. Token
     ids are read only with caching, and of known sequences only the tail. An encoder-decoder group
     also has a cross-attention table, known by its `request_id`; it neither takes hits nor leaves any.
@@ -111,42 +109,38 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         max_model_len: int = 2**31 - 1,
     ) -> None:
         window = checked_window(sliding_window)
-        caching = checked_flag(enable_caching, "enable_caching")
-        policy = eviction_of(eviction, eviction_options, "eviction")
         num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
+        options = CacheOptions(
+            enable_caching=enable_caching,
+            num_preallocate_tokens=0,
+            enable_events=enable_events,
+            hash_seed=hash_seed,
+            eviction=eviction,
+            eviction_options=eviction_options,
+            num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
+        )
         kind = (
             make_kind("full_attention", {})
             if window is None
             else make_kind("sliding_window", {"window": window})
         )
-        native = core.Manager(
-            groups=[(kind, block_size)],
-            num_gpu_blocks=num_gpu_blocks,
-            max_model_len=max_model_len,
-            hash_block_size=None,
-            enable_caching=caching,
-            num_preallocate_tokens=0,
-            max_num_reqs=None,
-            watermark_blocks=0,  # `can_allocate` keeps it, not `allocate`
-            use_eagle=False,
-            fence_frees=False,
-            enable_events=checked_flag(enable_events, "enable_events"),
-            track_residency=False,
-            stats_window=1000,
-            eviction=policy if caching else core.Eviction(),
-            num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
-            by_sequences=True,
-        )
+        native = options.native_of([(kind, block_size)], num_gpu_blocks, max_model_len)
+        native.computes_whole_prompt = True
+        native.publishes_when_marked = True
+        native.caches_swapped_rows = False
+        if not options.enable_caching:
+            native.eviction = core.Eviction()
         super().__init__(
-            native,
+            core.Manager(native),
             TokenSource(index(block_size), hash_seed),
             block_size=index(block_size),
             sliding_window=window,
-            enable_caching=caching,
+            enable_caching=flag(enable_caching, "enable_caching"),
+            # `can_allocate` keeps it, not `allocate`.
             watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
         )
         self.max_model_len = index(max_model_len)
-        self._append = native.append_sequence
+        self._append = self._native.append_sequence
 
     # Admission -------------------------------------------------------------------------------------
 
@@ -162,7 +156,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
         seqs = some_with(seq_group, WAITING)
-        # What a decoder computes depends on the encoder's input: others cannot use it.
+        # The KV of a decoder depends on the encoder's input: others cannot use it.
         has_encoder = seq_group.is_encoder_decoder()
         reads_ids = self.enable_caching and not has_encoder
         self._check_new(seq_group, seqs, reads_ids)

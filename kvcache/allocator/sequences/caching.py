@@ -1,4 +1,4 @@
-"""What prefix caching adds to sequences: marks, hits, who is evicted, and what is told of it."""
+"""Prefix caching of sequences: marks, hits, eviction and events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class SequenceCaching(SequenceTables):
         return stats_of(self._native.stats(), self._pool.num_pins_broken)
 
     def drain_events(self) -> list[CacheEvent]:
-        """What became cached and what left the cache since the last call; see `enable_events`."""
+        """Events of what entered and left the cache since the last call; see `enable_events`."""
         return events_of(self._native.drain_events(), [self.block_size])
 
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:

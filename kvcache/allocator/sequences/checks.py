@@ -1,22 +1,13 @@
-"""What `BlockSpaceManager` refuses of its arguments before anything changes."""
+"""Checks of the arguments of `BlockSpaceManager`, before anything changes."""
 
 from __future__ import annotations
 
 from enum import Enum
 from typing import NoReturn
 
-import numpy as np
-
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike, extra_hash
 from kvcache.checks import integer
 from kvcache.native.load import core
-
-
-def checked_flag(value: bool, name: str) -> bool:
-    """True or False, and no other."""
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {value!r}: expected True or False")
-    return bool(value)
 
 
 def checked_window(sliding_window: int | None) -> int | None:

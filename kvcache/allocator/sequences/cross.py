@@ -9,7 +9,7 @@ from kvcache.step import NO_IDS
 
 
 class CrossTables:
-    """Each is a row of the native manager. Its tokens are never read: nobody hits them."""
+    """Each is a row of the native manager. Its tokens are never read: they are never hits."""
 
     def __init__(self, native: core.Manager, tokens: TokenSource) -> None:
         self._native = native
@@ -46,8 +46,8 @@ class CrossTables:
 
     def allocate(self, request_id: object, num_tokens: int) -> None:
         """A table for so many tokens, which are known to fit."""
-        # What a window leaves behind is not held of a prompt; of what comes later it is, and all of
-        # an encoder's tokens are read.
+        # Blocks that a window leaves behind are not held of a prompt, but are of what comes later, and
+        # all of an encoder's tokens are read.
         row, _ = self._native.allocate(self._tokens.unread(1).chain, 1, [NO_IDS], num_tokens - 1)
         if num_tokens > 1:
             self._native.append_sequence(row, num_tokens - 1, 0)

@@ -14,7 +14,7 @@ class AllocStatus(Enum):
 
 
 def status_of(num_required: int, num_most: int, num_free: int, num_kept: int) -> AllocStatus:
-    """Of a demand of which `num_most` can ever be met, where `num_kept` blocks are left free."""
+    """The status of a demand: `num_most` can ever be met, and `num_kept` blocks are left free."""
     if num_required > num_most:
         return AllocStatus.NEVER
     return AllocStatus.OK if num_free - num_required >= num_kept else AllocStatus.LATER

@@ -1,4 +1,4 @@
-"""What `BlockSpaceManager` asks of an engine's sequences and sequence groups: no base class."""
+"""The attributes that `BlockSpaceManager` reads of sequences and their groups: no base class."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def some_with(seq_group: SequenceGroupLike, name: str) -> list[SequenceLike]:
 
 
 def extra_hash(seq: SequenceLike) -> str | None:
-    """What its KV depends on besides tokens, as text."""
+    """Everything but tokens that its KV depends on, as text."""
     extra = getattr(seq, "extra_hash", None)
     extra = None if extra is None else extra()
     if extra is None or isinstance(extra, str):

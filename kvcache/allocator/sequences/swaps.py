@@ -22,7 +22,7 @@ class SequenceSwaps(SequenceTables):
     def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
         """Moves the RUNNING sequences and the encoder to the host: (device block, host block).
 
-        Blocks that several hold move once; lookahead slots are given back.
+        Blocks that several hold move once; lookahead slots are released.
         """
         self._check_has_host()
         rows = self._rows(seq_group, some_with(seq_group, RUNNING), on_host=False)

@@ -40,7 +40,7 @@ class SequenceTables:
         self._cross = CrossTables(native, tokens)
 
     def get_num_free_gpu_blocks(self) -> int:
-        """Blocks of the device that nobody holds, cached or not."""
+        """Blocks of the device without references, cached or not."""
         return self._pool.num_free
 
     def get_num_free_cpu_blocks(self) -> int:
@@ -56,7 +56,7 @@ class SequenceTables:
         return self._cross.blocks(seq_group.request_id)
 
     def free(self, seq: SequenceLike) -> None:
-        """Gives a sequence's blocks back, on either tier; one without: no-op."""
+        """Releases a sequence's blocks, on either tier; one without: no-op."""
         known = self._allocated.get(seq.seq_id)
         if known is not None:
             self._native.free(known.row)

@@ -1,4 +1,4 @@
-"""What the native manager is told of a sequence's tokens: their ids, or only how many."""
+"""A sequence's tokens as the native manager takes them: their ids, or only how many."""
 
 from __future__ import annotations
 

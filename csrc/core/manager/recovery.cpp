@@ -1,0 +1,118 @@
+#include "core/manager/recovery.h"
+
+#include <algorithm>
+
+namespace kvcache {
+
+Recompute Recovery::abort_from(int64_t step_id) {
+  const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
+  if (aborted.empty()) return {};
+  Invalidation invalid(invalidation_context(), /*by_hash=*/false);
+  for (const StepJournal::Step& step : aborted) undo(step, &invalid);
+  for (const StepJournal::Step& step : aborted) {
+    for (const StepJournal::Published& each : step.published) add_published(each, &invalid);
+  }
+  // Nothing reads any more for these steps.
+  c_.frees->forget_aborted();
+  if (c_.host != nullptr) {
+    c_.host->finish(c_.host->take_aborted(c_.journal->numbers().last_issued));
+  }
+  c_.frees->release_completed();
+  invalid.spread();
+  const std::vector<BlockId> blocks = invalid.blocks();
+  r_.release->note_forgotten();
+  c_.pool->evict(blocks.data(), static_cast<int64_t>(blocks.size()));
+  return recompute(invalid.limits());
+}
+
+// Undoes what the step did to rows, to pages of the host, and to the worker's tables.
+void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
+  for (const StepJournal::Served& served : step.rows) {
+    if (!c_.rows->is_still(served.row, served.admission)) continue;
+    invalid->limit_row(served.row, served.start);
+    c_.resend(served.row);
+  }
+  for (const StepJournal::Swapped& swapped : step.swapped) {
+    if (c_.rows->is_still(swapped.row, swapped.admission)) invalid->limit_row(swapped.row, 0);
+  }
+  if (c_.host != nullptr) {
+    c_.host->pages().evict(step.written.data(), static_cast<int64_t>(step.written.size()));
+  }
+  for (int32_t row : step.clear_rows) {
+    if (c_.rows->is_in_use(row) && (*c_.rows)[row].by_step) {
+      c_.plan->resend(row);
+    } else {
+      c_.plan->clear_later(row);
+    }
+  }
+}
+
+// Blocks that an aborted step made findable, unless they were computed before.
+void Recovery::add_published(const StepJournal::Published& published, Invalidation* invalid) const {
+  if (c_.pool->generation(published.id) != published.generation) return;
+  int64_t num_valid = 0;  // of a row that has left, nothing is known
+  if (c_.rows->is_still(published.row, published.admission)) {
+    const auto limit = invalid->limits().find(published.row);
+    const int64_t end = published.first_token + (*c_.groups)[published.group].block_size;
+    if (limit == invalid->limits().end() || end <= limit->second) return;
+    num_valid = std::max(limit->second, published.first_token);
+  }
+  invalid->add_block(published.id, num_valid);
+}
+
+Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
+                               const std::vector<BlockId>& pages) {
+  Invalidation invalid(invalidation_context(), /*by_hash=*/true);
+  invalid.add_failed(blocks, pages);
+  invalid.spread();
+  const InvalidChains chains = invalid.chains();
+  r_.release->note_forgotten();
+  c_.pool->evict_derived(chains, are_uniform(*c_.groups));
+  if (c_.host != nullptr) c_.host->pages().evict_derived(chains, are_uniform(*c_.groups));
+  return recompute(invalid.limits());
+}
+
+// Rows whose valid tokens end before what they have computed go back to that end, or, where their
+// own blocks do not hold all that they read from there, start anew.
+Recompute Recovery::recompute(const Invalidation::Limits& limits) {
+  RowTable& rows = *c_.rows;
+  Recompute out;
+  std::vector<int32_t> to_restart;
+  for (const auto& [row, limit] : limits) {
+    if (limit >= rows[row].num_computed) continue;
+    out.rows.push_back(row);
+    if (!rows[row].on_host && r_.release->can_resume(row, limit)) {
+      r_.release->truncate(row, limit);
+      r_.publisher->refresh(row);
+    } else {
+      r_.release->release_row(row, /*with_encoder=*/false);
+      to_restart.push_back(row);
+    }
+    c_.resend(row);
+  }
+  for (int32_t row : to_restart) restart(row);
+  for (int32_t row : out.rows) {
+    out.num_computed_tokens.push_back(static_cast<int32_t>(rows[row].num_computed));
+  }
+  return out;
+}
+
+// The row has released its blocks; it goes on from what the device's cache has. What was swapped
+// out of an encoder stays there: its pages come back with the row.
+void Recovery::restart(int32_t row) {
+  Row& r = (*c_.rows)[row];
+  r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
+  r.has_forked = r.may_share = false;
+  const PrefixHit& hit = r_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.is_cacheable()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
+  }
+  ServedRow served;
+  served.row = row;
+  r_.growth->take_hit(&served, hit);
+  r.num_computed = r.start = hit.num_tokens;
+  r.is_stale = false;
+  r_.publisher->refresh(row);
+}
+
+}  // namespace kvcache

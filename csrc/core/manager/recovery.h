@@ -1,0 +1,54 @@
+// Takes rows and caches back to what is valid: after steps that came to nothing, and after content
+// that turned out to be invalid.
+//
+// Keeps no state of its own. Invariant: a row that recomputes keeps no token that is invalid, and
+// no cache finds a block that was computed from one.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/manager/invalidation.h"
+#include "core/manager/prefix_finder.h"
+#include "core/manager/publisher.h"
+#include "core/manager/row_context.h"
+#include "core/manager/row_growth.h"
+#include "core/manager/row_release.h"
+#include "core/manager/step_plan.h"
+
+namespace kvcache {
+
+class Recovery {
+ public:
+  struct Context {
+    RowContext parts;
+    int64_t hash_block_size;
+    PrefixFinder* finder;
+    Publisher* publisher;
+    RowGrowth* growth;
+    RowRelease* release;
+  };
+  explicit Recovery(const Context& context) : c_(context.parts), r_(context) {}
+
+  // Undoes the step and all behind it: each row goes back to where the first of them began, and
+  // what they computed leaves the device's cache. Nothing where the step was aborted before.
+  Recompute abort_from(int64_t step_id);
+
+  // The content of these blocks and pages of the host is invalid: it leaves both caches with all
+  // that was computed from it, and the rows that used it recompute.
+  Recompute invalidate(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
+
+ private:
+  InvalidationContext invalidation_context() const {
+    return {c_.groups, r_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
+  }
+  void undo(const StepJournal::Step& step, Invalidation* invalid);
+  void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
+  Recompute recompute(const Invalidation::Limits& limits);
+  void restart(int32_t row);
+
+  RowContext c_;
+  Context r_;
+};
+
+}  // namespace kvcache

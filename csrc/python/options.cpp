@@ -1,0 +1,95 @@
+// A manager's options for Python, field by field.
+#include "core/manager/options.h"
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/eviction/registry.h"
+#include "core/limits.h"
+#include "python/arrays.h"
+
+namespace kvcache {
+namespace {
+
+using Binding = py::class_<ManagerOptions>;
+
+void bind_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
+  binding.def_property(
+      name, [field](const ManagerOptions& self) { return self.*field; },
+      [field, name](ManagerOptions& self, const py::object& value) {
+        self.*field = int_argument(value, name);
+      });
+}
+
+// A size that is None in Python and 0 here where it is left open.
+void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptions::* field) {
+  binding.def_property(
+      name,
+      [field](const ManagerOptions& self) -> py::object {
+        if (self.*field == 0) return py::none();
+        return py::int_(self.*field);
+      },
+      [field, name](ManagerOptions& self, const py::object& value) {
+        self.*field = value.is_none() ? 0 : checked_size(name, int_argument(value, name), 1);
+      });
+}
+
+std::vector<GroupOptions> groups_of_pairs(const py::list& pairs) {
+  std::vector<GroupOptions> out;
+  for (const py::handle& each : pairs) {
+    const auto pair = py::cast<py::tuple>(each);
+    out.push_back(
+        {py::cast<std::shared_ptr<AttentionKind>>(pair[0]), int_argument(pair[1], "block_size")});
+  }
+  return out;
+}
+
+}  // namespace
+
+void bind_options(py::module_& m) {
+  py::class_<Eviction>(m, "Eviction")
+      .def(py::init<>())
+      .def(py::init([](const std::string& policy, const std::map<std::string, double>& options) {
+             make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
+             return Eviction{policy, options, /*make=*/{}};
+           }),
+           py::arg("policy"), py::arg("options"))
+      .def_readonly("policy", &Eviction::policy)
+      .def_readonly("options", &Eviction::options);
+  py::enum_<HostWrite>(m, "HostWrite")
+      .value("BACK", HostWrite::kBack)
+      .value("THROUGH", HostWrite::kThrough)
+      .value("SELECTIVE", HostWrite::kSelective);
+  Binding options(m, "ManagerOptions");
+  options.def(py::init<>()).def("check_optional", &check_optional);
+  options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& pairs) {
+    self.groups = groups_of_pairs(pairs);  // (kind, tokens per block) each
+  });
+  bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);
+  bind_size(options, "max_model_len", &ManagerOptions::max_model_len);
+  bind_optional_size(options, "hash_block_size", &ManagerOptions::hash_block_size);
+  bind_size(options, "num_preallocate_tokens", &ManagerOptions::num_preallocate_tokens);
+  bind_optional_size(options, "max_num_reqs", &ManagerOptions::max_num_reqs);
+  bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
+  bind_size(options, "stats_window", &ManagerOptions::stats_window);
+  bind_size(options, "num_host_blocks", &ManagerOptions::num_host_blocks);
+  bind_size(options, "num_hits_to_write", &ManagerOptions::num_hits_to_write);
+  options.def_readwrite("enable_caching", &ManagerOptions::enable_caching)
+      .def_readwrite("use_eagle", &ManagerOptions::drop_last_hit)
+      .def_readwrite("fence_frees", &ManagerOptions::fence_frees)
+      .def_readwrite("enable_events", &ManagerOptions::record_events)
+      .def_readwrite("track_residency", &ManagerOptions::track_residency)
+      .def_readwrite("eviction", &ManagerOptions::eviction)
+      .def_readwrite("host_eviction", &ManagerOptions::host_eviction)
+      .def_readwrite("host_write", &ManagerOptions::host_write)
+      .def_readwrite("computes_whole_prompt", &ManagerOptions::computes_whole_prompt)
+      .def_readwrite("publishes_when_marked", &ManagerOptions::publishes_when_marked)
+      .def_readwrite("caches_swapped_rows", &ManagerOptions::caches_swapped_rows);
+}
+
+}  // namespace kvcache

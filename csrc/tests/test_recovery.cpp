@@ -1,0 +1,132 @@
+#include "core/manager/recovery.h"
+
+#include "core/groups/sliding_window.h"
+#include "tests/serving_fixture.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+
+namespace {
+
+struct Fixture : Serving {
+  Clock clock{false};
+  CacheStats stats{{4}, 10};
+  Publisher publisher{{&groups, 4, &rows, &pool, &host, &journal, &stats}, {}};
+  PrefixFinder finder{{&pool, &host.pages(), &groups, 4}, {}};
+  RowRelease released{{&groups, 4, &pool, &host, &rows, &journal, &frees, &clock}};
+  Recovery recovery{{{&groups, &pool, &host, &rows, &plan, &journal, &frees},
+                     4,
+                     &finder,
+                     &publisher,
+                     &growth,
+                     &released}};
+  using Serving::Serving;
+
+  int32_t add_hashed_row() {
+    const int32_t row = add_row(20);
+    rows[row].chain->hashes();
+    publisher.refresh(row);
+    return row;
+  }
+  // One step: the row computes tokens start to stop - 1, and what has filled is published.
+  void step(int32_t row, int64_t start, int64_t stop) {
+    if (journal.numbers().num_steps > 0) begin();  // the first is open
+    const ServedRow served = serve(row, start, stop);
+    journal.note_served(row, rows[row], served.safe_start);
+    publisher.publish(row);
+    end();
+  }
+  BlockId found(int32_t row, size_t block) {
+    return pool.find(rows[row].chain->known_hashes()[block], 0);
+  }
+};
+
+TEST(a_row_goes_back_to_where_the_aborted_step_began) {
+  Fixture f;
+  const int32_t row = f.add_hashed_row();
+  f.step(row, 0, 8);
+  f.step(row, 8, 16);
+  const Ids before = f.ids(row);
+  const Recompute recompute = f.recovery.abort_from(1);
+  CHECK(recompute.rows == std::vector<int32_t>({row}));
+  CHECK(recompute.num_computed_tokens == std::vector<int32_t>({8}));
+  CHECK_EQ(f.rows[row].num_computed, 8);
+  CHECK(f.ids(row) == Ids({before[0], before[1]}));
+  CHECK_EQ(f.found(row, 1), before[1]);
+  CHECK_EQ(f.found(row, 2), kNullBlock);
+  CHECK_EQ(f.found(row, 3), kNullBlock);
+  CHECK(f.plan.must_resend(row));
+  CHECK(f.recovery.abort_from(1).rows.empty());  // it was aborted already
+  CHECK_EQ(f.rows[row].num_computed, 8);
+}
+
+TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
+  Fixture f;
+  const int32_t row = f.add_hashed_row();
+  const std::vector<Hash> hashes = f.rows[row].chain->known_hashes();
+  f.step(row, 0, 8);
+  f.released.release_row(row, /*with_encoder=*/true);
+  f.rows.give_up(row);
+  CHECK(f.pool.find(hashes[0], 0) != kNullBlock);
+  CHECK(f.recovery.abort_from(0).rows.empty());
+  CHECK_EQ(f.pool.find(hashes[0], 0), kNullBlock);
+  CHECK_EQ(f.pool.find(hashes[1], 0), kNullBlock);
+}
+
+TEST(pages_that_an_aborted_step_wrote_are_not_found) {
+  Fixture f;
+  const Ids pages = take(&f.host.pages(), 1);
+  publish_chain(&f.host.pages(), pages, hashes_from(1, 1));
+  release(&f.host.pages(), pages);
+  f.journal.note_written(pages);
+  f.end();
+  f.recovery.abort_from(0);
+  CHECK_EQ(f.host.pages().find(hash_of(1), 0), kNullBlock);
+}
+
+TEST(rows_that_an_aborted_step_was_to_clear_are_cleared_by_the_next) {
+  Fixture f;
+  const int32_t row = f.add_row(20);
+  f.rows.give_up(row);
+  f.plan.clear(row);
+  f.end();
+  f.recovery.abort_from(0);
+  f.begin();
+  CHECK(f.end().clear_rows == std::vector<int32_t>({row}));
+}
+
+TEST(invalid_content_leaves_with_what_was_computed_from_it) {
+  Fixture f;
+  const int32_t row = f.add_hashed_row();
+  f.step(row, 0, 12);
+  const int32_t twin = f.add_twin(row);
+  f.rows[twin].chain->hashes();
+  const Ids before = f.ids(row);
+  const Recompute recompute = f.recovery.invalidate({before[1]}, {});
+  CHECK(recompute.rows == std::vector<int32_t>({row, twin}));
+  CHECK(recompute.num_computed_tokens == std::vector<int32_t>({4, 4}));
+  CHECK(f.ids(row) == Ids({before[0]}));
+  CHECK(f.ids(twin) == Ids({before[0]}));
+  CHECK_EQ(f.found(row, 0), before[0]);
+  CHECK_EQ(f.found(row, 1), kNullBlock);
+  CHECK_EQ(f.found(row, 2), kNullBlock);
+  CHECK(f.plan.must_resend(row) && f.plan.must_resend(twin));
+}
+
+TEST(a_row_that_holds_too_little_starts_anew_from_the_cache) {
+  Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
+  const int32_t row = f.add_hashed_row();
+  f.step(row, 0, 12);
+  const Ids before = f.ids(row);
+  f.step(row, 12, 13);  // the first two blocks have left the window, and are cached
+  CHECK_EQ(f.ids(row)[1], kNullBlock);
+  const Recompute recompute = f.recovery.invalidate({before[2]}, {});
+  CHECK(recompute.num_computed_tokens == std::vector<int32_t>({8}));
+  CHECK(f.ids(row) == Ids({kNullBlock, before[1]}));
+  CHECK_EQ(f.pool.ref_count(before[1]), 1);
+}
+
+}  // namespace
+
+TEST_MAIN()

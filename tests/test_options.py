@@ -1,0 +1,148 @@
+"""Options of a manager: one dataclass, the arguments that name its fields, the native structure."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import FrozenInstanceError, fields
+from typing import get_type_hints
+
+import pytest
+
+from kvcache import CacheOptions, GroupSpec, KVCacheManager
+from kvcache.allocator import CacheArguments
+from kvcache.kinds import make_kind
+from kvcache.native.load import core
+from kvcache.replay import Replayer
+
+# One that differs from the default, for each.
+OTHERS = {
+    "enable_caching": False,
+    "num_preallocate_tokens": 5,
+    "max_num_reqs": 7,
+    "hash_block_size": 2,
+    "watermark": 0.25,
+    "use_eagle": True,
+    "fence_frees": True,
+    "enable_events": True,
+    "track_residency": True,
+    "stats_window": 9,
+    "hash_seed": "other",
+    "eviction": "segmented_lru",
+    "eviction_options": {"protected_share": 0.5},
+    "num_host_blocks": 11,
+    "host_eviction": "s3_fifo",
+    "host_eviction_options": {"small_share": 0.2},
+    "host_write": "selective",
+    "num_hits_to_write": 3,
+    "page_bytes": 4096,
+}
+ELSEWHERE = {"hash_seed", "page_bytes", "eviction_options", "host_eviction_options"}
+FULL = GroupSpec("full_attention", 4)
+
+
+def native_of(options):
+    kind = make_kind("full_attention", {})
+    return options.native_of([(kind, 4)], num_gpu_blocks=40, max_model_len=64)
+
+
+def test_arguments_are_the_fields():
+    positional = {"enable_caching", "num_preallocate_tokens"}
+    hints = get_type_hints(CacheOptions)
+    assert get_type_hints(CacheArguments) == {
+        name: hint for name, hint in hints.items() if name not in positional
+    }
+    assert set(OTHERS) == set(hints)
+
+
+@pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
+def test_a_field_reaches_the_native_options(name):
+    default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]})
+    assert getattr(default, name) != OTHERS[name] == getattr(other, name)
+    name = {"watermark": "watermark_blocks"}.get(name, name)
+    before, after = getattr(native_of(default), name), getattr(native_of(other), name)
+    if isinstance(before, core.Eviction):
+        before, after = before.policy, after.policy
+    assert before != after
+
+
+def test_options_of_a_policy_reach_it():
+    native = native_of(CacheOptions(**OTHERS))
+    assert native.eviction.options == {"protected_share": 0.5}
+    assert native.host_eviction.options == {"small_share": 0.2}
+
+
+def test_defaults_are_the_native_ones():
+    native, default = native_of(CacheOptions()), core.ManagerOptions()
+    differ = {"groups", "num_gpu_blocks", "max_model_len", "num_preallocate_tokens"}
+    for name in dir(default):
+        if name.startswith("_") or name in {*differ, "check_optional"}:
+            continue
+        ours, theirs = getattr(native, name), getattr(default, name)
+        if isinstance(ours, core.Eviction):
+            ours, theirs = (ours.policy, ours.options), (theirs.policy, theirs.options)
+        assert ours == theirs, name
+
+
+def test_all_managers_have_them():
+    one = KVCacheManager(4, 40, 64, None, False, 5, max_num_reqs=7)
+    assert one.options == CacheOptions(
+        enable_caching=False, num_preallocate_tokens=5, max_num_reqs=7
+    )
+    several = KVCacheManager.for_groups([FULL, FULL], 40, 64, **OTHERS)
+    assert several.options == CacheOptions(**OTHERS)
+    replayer = Replayer(num_blocks=40, block_size=4, eviction="segmented_lru", hash_block_size=2)
+    assert replayer.manager.options == CacheOptions(
+        num_preallocate_tokens=0, eviction="segmented_lru", hash_block_size=2
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **options: KVCacheManager(4, 40, 64, **options),
+        lambda **options: KVCacheManager.for_groups([FULL], 40, 64, **options),
+        lambda **options: Replayer(num_blocks=40, block_size=4, **options),
+    ],
+)
+def test_an_unknown_option_is_named_with_the_known_ones(make):
+    message = "option 'evict' is unknown: expected one of " + ", ".join(
+        field.name for field in fields(CacheOptions)
+    )
+    with pytest.raises(TypeError, match=message):
+        make(evict="lru")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        *(
+            (name, 1, TypeError, f"{name} is 1: expected True or False")
+            for name, default in vars(CacheOptions).items()
+            if isinstance(default, bool)
+        ),
+        *(
+            (name, "x", TypeError, f"{name} is 'x': expected an integer")
+            for name, value in OTHERS.items()
+            if type(value) is int
+        ),
+        ("max_num_reqs", 0, ValueError, "max_num_reqs is 0: expected 1 to"),
+        ("hash_block_size", 0, ValueError, "hash_block_size is 0: expected 1 to"),
+        ("stats_window", 0, ValueError, "stats_window is 0: expected 1 to"),
+        ("num_preallocate_tokens", -1, ValueError, "num_preallocate_tokens is -1: expected 0 to"),
+        ("num_host_blocks", 2**31, ValueError, "num_host_blocks is 2147483648: expected 2 to"),
+        ("watermark", None, ValueError, "watermark is None: expected a share of 0 to 1"),
+        ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
+        ("page_bytes", 2**63, ValueError, "page_bytes is 9223372036854775808: expected 0 to"),
+        ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through, sel"),
+    ],
+)
+def test_a_wrong_value_is_named_when_the_options_are_made(name, value, error, message):
+    with pytest.raises(error, match=message):
+        CacheOptions(**{name: value})
+
+
+def test_options_are_a_value():
+    options = CacheOptions(**OTHERS)
+    assert pickle.loads(pickle.dumps(options)) == options
+    with pytest.raises(FrozenInstanceError):
+        options.page_bytes = 1
