@@ -1,36 +1,56 @@
 #pragma once
-// The parts that give rows their blocks, put together as a manager does, over one pool of 20.
+// The parts that give rows their blocks, put together as a manager does, over one pool of 20 and a
+// host of 10.
 
 #include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include "core/manager/request_checks.h"
 #include "core/manager/row_growth.h"
+#include "core/manager/row_server.h"
 #include "core/manager/row_swap.h"
+#include "core/manager/token_intake.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
 
 namespace kvcache::test {
 
+// The options with these groups.
+inline ManagerOptions with_groups(ManagerOptions options, const std::vector<CacheGroup>& groups) {
+  for (const CacheGroup& group : groups) options.groups.push_back({group.kind, group.block_size});
+  options.num_blocks = 20;
+  if (options.max_model_len == 0) options.max_model_len = 1000;
+  return options;
+}
+
 struct Serving {
+  ManagerSetup setup;
   std::vector<CacheGroup> groups;
   BlockPool pool{20};
-  HostTier host;
   StepJournal journal;
+  PlanBuilder plan{groups.size(), 20};
+  HostTier host{std::make_unique<BlockPool>(10), {&pool, &groups, &plan}, HostWrite::kBack, 0};
   DeferredFrees frees{&pool, &journal.numbers(), /*is_enabled=*/false};
-  PlanBuilder plan;
-  RowTable rows{&groups, 0};
+  RowTable rows{&groups, setup.options.max_num_reqs};
+  RowContext context{&groups, &pool, &host, &rows, &plan, &journal, &frees};
   BlockHolders holders{&pool, &frees, &host, &plan};
-  DemandRules rules;
-  RowGrowth growth{{&groups, &pool, &host, &rows, &plan, &journal, &frees}, holders};
-  RowSwap swap{{&groups, &pool, &host, &rows, &plan, &journal, &frees}, /*caches_rows=*/true};
+  DemandRules rules{&groups, &pool, &frees, &journal.numbers(), holders, setup.options};
+  RowGrowth growth{context, holders};
+  CacheStats stats{std::vector<int64_t>(groups.size(), 4), 10};
+  Publisher publisher{{&groups, 4, &rows, &pool, &host, &journal, &stats}, setup.options};
+  RequestChecks checks{{&setup, &rows, &journal, &pool, /*host=*/nullptr}};
+  TokenIntake intake{{&rows, &publisher, &journal, &checks}, /*enable_caching=*/true};
+  Clock clock{false};
+  RowRelease release{context, 4, &clock};
+  RowSwap swap{context, &publisher, &release, /*caches_rows=*/true};
+  PrefixFinder finder{{&pool, &host.pages(), &groups, 4}, setup.options};
+  RowServer server{{context, 4, holders, &finder, &publisher, &swap, &intake, &stats},
+                   setup.options};
 
   explicit Serving(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {})
-      : groups(std::move(of)),
-        host(std::make_unique<BlockPool>(10), &pool, &groups, HostWrite::kBack, 0),
-        plan(groups.size(), 20),
-        rules(&groups, &pool, &frees, &journal.numbers(), holders, options) {
+      : setup(with_groups(options, of)), groups(std::move(of)) {
     begin();
   }
   ~Serving() noexcept(false) {
@@ -40,21 +60,24 @@ struct Serving {
   void begin() {
     journal.begin();
     plan.begin(journal.numbers().num_steps);
-    swap.begin();
+    swap.leave(StepRequest{});  // no row, but those of steps before are forgotten
   }
   const StepPlan& end() {
-    host.publish_offloaded();
+    publisher.publish_offloaded();
     const std::vector<BlockId> held = plan.take_held();
     pool.release(held.data(), static_cast<int64_t>(held.size()));
     const StepPlan& made = plan.end();
     journal.issue(made.clear_rows);
     return made;
   }
-  int32_t add_row(int64_t num_tokens) {
+  static std::shared_ptr<TokenChain> chain_of(int64_t num_tokens, int64_t block_size = 4) {
     auto tokens = std::make_shared<TokenIds>();
     tokens->append(nullptr, num_tokens);
+    return std::make_shared<TokenChain>(tokens, block_size, Hash{}, ExtraKeys(), true, true);
+  }
+  int32_t add_row(int64_t num_tokens) {
     const int32_t row = rows.take();
-    rows[row].chain = std::make_shared<TokenChain>(tokens, 4, Hash{}, ExtraKeys(), true, true);
+    rows[row].chain = chain_of(num_tokens);
     rows[row].by_step = true;
     return row;
   }

@@ -231,6 +231,35 @@ TEST(a_prefix_lookup_stops_at_the_first_miss_and_a_full_one_does_not) {
   CHECK_EQ(found[2], ids[1]);
 }
 
+struct Listener : kvcache::EvictionListener {
+  const BlockPool* pool;
+  std::vector<BlockId> heard;
+  void on_eviction(BlockId id) override {
+    CHECK(pool->hash_of(id) != nullptr);  // still found
+    heard.push_back(id);
+  }
+};
+
+TEST(a_listener_hears_of_content_that_is_about_to_be_gone) {
+  for (const char* policy : {"lru", "segmented_lru"}) {
+    BlockPool pool(5, kvcache::make_eviction_policy(policy, {}, 5));
+    Listener listener;
+    listener.pool = &pool;
+    pool.set_eviction_listener(&listener);
+    BlockId ids[4];
+    CHECK(pool.allocate(4, ids));
+    const Hash hashes[] = {hash_of(1), hash_of(2)};
+    publish(&pool, ids, hashes, 2);
+    publish(&pool, &ids[2], hashes, 1);  // a duplicate of the first
+    pool.release(ids, 4);
+    BlockId taken[4];
+    CHECK(pool.allocate(1, taken));
+    CHECK(listener.heard.empty());  // it was not cached
+    CHECK(pool.allocate(3, taken));
+    CHECK(listener.heard == std::vector<BlockId>({ids[1], ids[2]}));
+  }
+}
+
 TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   BlockPool pool(4);
   EventLog events;

@@ -12,14 +12,15 @@ namespace {
 struct Fixture {
   BlockPool device{9};
   std::vector<CacheGroup> groups = full_groups(4);
-  HostTier host;
   PlanBuilder plan{1, 9};
+  HostTier host;
   std::vector<Hash> hashes = hashes_from(1, 3);
   Ids ids = take(&device, 3);
 
   explicit Fixture(HostWrite mode, int64_t num_host_blocks = 5)
-      : host(std::make_unique<BlockPool>(num_host_blocks), &device, &groups, mode, /*hits=*/2) {
-    device.on_eviction([this](BlockId id) { host.on_eviction(id, &plan); });
+      : host(std::make_unique<BlockPool>(num_host_blocks), {&device, &groups, &plan}, mode,
+             /*num_hits_to_write=*/2) {
+    device.set_eviction_listener(&host);
     plan.begin(0);
     publish();
   }
@@ -39,7 +40,7 @@ struct Fixture {
 TEST(back_offloads_what_is_evicted_by_the_plan_that_evicts_it) {
   Fixture f(HostWrite::kBack);
   release(&f.device, {f.ids[2], f.ids[1], f.ids[0]});
-  f.host.offload_queued(&f.plan, false);
+  f.host.offload_queued(false);
   take(&f.device, 6);
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);  // not by the plan that writes it
@@ -60,14 +61,14 @@ TEST(outside_of_a_step_nothing_is_offloaded) {
 
 TEST(through_offloads_what_was_published_by_the_next_plan) {
   Fixture f(HostWrite::kThrough);
-  f.host.offload_queued(&f.plan, /*holds_blocks=*/true);
+  f.host.offload_queued(/*holds_blocks=*/true);
   CHECK_EQ(f.device.ref_count(f.ids[0]), 2);
   CHECK(f.plan.take_held() == Ids({f.ids[2], f.ids[1], f.ids[0]}));  // tails first
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1, f.ids[1], 2, f.ids[0], 3}));
   f.host.publish_offloaded();
   f.plan.begin(1);
   f.host.on_published(f.ids.data(), 3);
-  f.host.offload_queued(&f.plan, false);  // there already: used once more
+  f.host.offload_queued(false);  // there already: used once more
   CHECK(f.plan.end().swap_out.empty());
   CHECK(f.host.publish_offloaded().empty());
   f.check();
@@ -76,20 +77,16 @@ TEST(through_offloads_what_was_published_by_the_next_plan) {
 TEST(what_was_forgotten_since_is_not_offloaded) {
   Fixture f(HostWrite::kThrough);
   f.device.evict(f.ids.data(), 1);
-  f.host.offload_queued(&f.plan, false);
+  f.host.offload_queued(false);
   CHECK_EQ(f.plan.end().swap_out.size(), 4);
   f.host.publish_offloaded();
-  Fixture g(HostWrite::kThrough);
-  g.host.forget_queued();
-  g.host.offload_queued(&g.plan, false);
-  CHECK(g.plan.end().swap_out.empty());
 }
 
 TEST(selective_offloads_what_was_hit_often_enough) {
   Fixture f(HostWrite::kSelective);
   f.host.on_hit(f.ids.data(), 2);
   f.host.on_hit(f.ids.data() + 1, 1);
-  f.host.offload_queued(&f.plan, false);
+  f.host.offload_queued(false);
   CHECK(f.plan.end().swap_out == Ids({f.ids[1], 1}));
   f.host.publish_offloaded();
   f.plan.begin(1);
@@ -100,12 +97,25 @@ TEST(selective_offloads_what_was_hit_often_enough) {
   f.check();
 }
 
+TEST(cleared_it_finds_nothing_and_offloads_nothing) {
+  Fixture f(HostWrite::kThrough);
+  f.host.offload_queued(false);
+  f.host.publish_offloaded();
+  f.host.on_published(f.ids.data(), 3);
+  f.host.clear();
+  CHECK_EQ(f.host.pages().find(f.hashes[0], 0), kNullBlock);
+  f.plan.begin(1);
+  f.host.offload_queued(false);
+  CHECK(f.plan.end().swap_out.empty());
+  f.check();
+}
+
 TEST(two_blocks_under_one_hash_are_offloaded_once) {
   Fixture f(HostWrite::kThrough);
   const Ids twins = take(&f.device, 3);
   publish_chain(&f.device, twins, f.hashes);
   f.host.on_published(twins.data(), 3);
-  f.host.offload_queued(&f.plan, false);
+  f.host.offload_queued(false);
   CHECK_EQ(f.plan.end().swap_out.size(), 6);
   f.host.publish_offloaded();
   f.check();
@@ -113,7 +123,7 @@ TEST(two_blocks_under_one_hash_are_offloaded_once) {
 
 TEST(what_finds_no_page_is_counted) {
   Fixture f(HostWrite::kThrough, /*num_host_blocks=*/3);
-  f.host.offload_queued(&f.plan, false);
+  f.host.offload_queued(false);
   CHECK_EQ(f.host.counts().written_blocks, 2);
   CHECK_EQ(f.host.counts().unwritten_blocks, 1);
   CHECK_EQ(f.host.publish_offloaded().size(), 2);
@@ -123,7 +133,7 @@ TEST(an_onboarded_page_and_its_block_are_held_until_it_has_arrived) {
   Fixture f(HostWrite::kBack);
   BlockId page, block = take(&f.device, 1)[0];
   f.host.pages().allocate(1, &page);
-  f.host.onboard(&f.plan, {/*step_id=*/0, page, block, /*column=*/0, /*group=*/0, nullptr});
+  f.host.onboard({/*step_id=*/0, page, block, /*column=*/0, /*group=*/0, nullptr});
   CHECK(f.plan.end().swap_in == Ids({page, block}));
   CHECK_EQ(f.device.ref_count(block), 2);
   CHECK_EQ(f.host.num_onboards_into(block), 1);
@@ -140,8 +150,8 @@ TEST(onboards_of_aborted_steps_come_to_nothing) {
   const Ids blocks = take(&f.device, 2);
   Ids pages(2);
   f.host.pages().allocate(2, pages.data());
-  f.host.onboard(&f.plan, {3, pages[0], blocks[0], 0, 0, nullptr});
-  f.host.onboard(&f.plan, {4, pages[1], blocks[1], 1, 0, nullptr});
+  f.host.onboard({3, pages[0], blocks[0], 0, 0, nullptr});
+  f.host.onboard({4, pages[1], blocks[1], 1, 0, nullptr});
   const auto over = f.host.take_aborted(/*last_issued=*/3);
   CHECK_EQ(over.size(), 1);
   CHECK_EQ(over[0].block, blocks[1]);

@@ -13,7 +13,8 @@ namespace {
 struct Fixture {
   BlockPool pool{30};
   std::vector<CacheGroup> groups = full_groups(4);
-  HostTier host{std::make_unique<BlockPool>(9), &pool, &groups, HostWrite::kBack, 0};
+  PlanBuilder plan{1, 30};
+  HostTier host{std::make_unique<BlockPool>(9), {&pool, &groups, &plan}, HostWrite::kBack, 0};
   RowTable rows{&groups, 0};
   StepJournal journal;
 
@@ -134,10 +135,9 @@ TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
   f.host.pages().allocate(2, pages.data());
   publish_chain(&f.host.pages(), pages, hashes_from(50, 2));
   f.add(1, 8, ids);
-  PlanBuilder plan(1, 30);
-  plan.begin(0);
-  f.host.onboard(&plan, {0, pages[0], ids[0], 0, 0, nullptr});
-  f.host.onboard(&plan, {0, pages[1], ids[1], 1, 0, nullptr});
+  f.plan.begin(0);
+  f.host.onboard({0, pages[0], ids[0], 0, 0, nullptr});
+  f.host.onboard({0, pages[1], ids[1], 1, 0, nullptr});
   CHECK(f.failed({}, {pages[1]}).limits() == Limits({{0, 4}}));
   const Invalidation invalid = f.failed({ids[0]});
   CHECK(invalid.limits() == Limits({{0, 0}}));

@@ -1,4 +1,4 @@
-// The manager under random calls of both faces, over mixed groups: tables that follow the deltas,
+// The manager under random calls of both drivers, over mixed groups: tables that follow the plans,
 // and the invariants. tests/test_allocator_random.py compares every answer with a model; this one
 // runs under the sanitizers.
 #include "core/manager/manager.h"
@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/eviction/registry.h"
 #include "core/groups/chunked_local.h"
 #include "core/groups/cross_attention.h"
 #include "core/groups/full_attention.h"
@@ -468,7 +469,7 @@ class Driver {
   int64_t now_ms_ = 1'000'000;
 };
 
-TEST(random_calls_of_both_faces_keep_tables_and_invariants) {
+TEST(random_calls_of_both_drivers_keep_tables_and_invariants) {
   for (uint64_t seed = 0; seed < 400; ++seed) {
     try {
       Driver(seed).run(500);

@@ -10,19 +10,10 @@ using Ids = std::vector<BlockId>;
 namespace {
 
 struct Fixture : Serving {
-  Clock clock{false};
-  CacheStats stats{{4}, 10};
-  Publisher publisher{{&groups, 4, &rows, &pool, &host, &journal, &stats}, {}};
-  PrefixFinder finder{{&pool, &host.pages(), &groups, 4}, {}};
-  RowRelease released{{&groups, 4, &pool, &host, &rows, &journal, &frees, &clock}};
-  Recovery recovery{{{&groups, &pool, &host, &rows, &plan, &journal, &frees},
-                     4,
-                     &finder,
-                     &publisher,
-                     &growth,
-                     &released}};
+  Recovery recovery{{context, 4, &publisher, &release, &server}};
   using Serving::Serving;
 
+  Recompute abort_from(int64_t step_id) { return recovery.report(step_id, false, {}, {}); }
   int32_t add_hashed_row() {
     const int32_t row = add_row(20);
     rows[row].chain->hashes();
@@ -48,7 +39,7 @@ TEST(a_row_goes_back_to_where_the_aborted_step_began) {
   f.step(row, 0, 8);
   f.step(row, 8, 16);
   const Ids before = f.ids(row);
-  const Recompute recompute = f.recovery.abort_from(1);
+  const Recompute recompute = f.abort_from(1);
   CHECK(recompute.rows == std::vector<int32_t>({row}));
   CHECK(recompute.num_computed_tokens == std::vector<int32_t>({8}));
   CHECK_EQ(f.rows[row].num_computed, 8);
@@ -57,7 +48,7 @@ TEST(a_row_goes_back_to_where_the_aborted_step_began) {
   CHECK_EQ(f.found(row, 2), kNullBlock);
   CHECK_EQ(f.found(row, 3), kNullBlock);
   CHECK(f.plan.must_resend(row));
-  CHECK(f.recovery.abort_from(1).rows.empty());  // it was aborted already
+  CHECK(f.abort_from(1).rows.empty());  // it was aborted already
   CHECK_EQ(f.rows[row].num_computed, 8);
 }
 
@@ -66,10 +57,10 @@ TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
   const int32_t row = f.add_hashed_row();
   const std::vector<Hash> hashes = f.rows[row].chain->known_hashes();
   f.step(row, 0, 8);
-  f.released.release_row(row, /*with_encoder=*/true);
+  f.release.release_row(row, /*with_encoder=*/true);
   f.rows.give_up(row);
   CHECK(f.pool.find(hashes[0], 0) != kNullBlock);
-  CHECK(f.recovery.abort_from(0).rows.empty());
+  CHECK(f.abort_from(0).rows.empty());
   CHECK_EQ(f.pool.find(hashes[0], 0), kNullBlock);
   CHECK_EQ(f.pool.find(hashes[1], 0), kNullBlock);
 }
@@ -81,7 +72,7 @@ TEST(pages_that_an_aborted_step_wrote_are_not_found) {
   release(&f.host.pages(), pages);
   f.journal.note_written(pages);
   f.end();
-  f.recovery.abort_from(0);
+  f.abort_from(0);
   CHECK_EQ(f.host.pages().find(hash_of(1), 0), kNullBlock);
 }
 
@@ -91,7 +82,7 @@ TEST(rows_that_an_aborted_step_was_to_clear_are_cleared_by_the_next) {
   f.rows.give_up(row);
   f.plan.clear(row);
   f.end();
-  f.recovery.abort_from(0);
+  f.abort_from(0);
   f.begin();
   CHECK(f.end().clear_rows == std::vector<int32_t>({row}));
 }

@@ -15,25 +15,30 @@ ManagerOptions options() {
 }
 
 struct Fixture : Serving {
-  ManagerOptions set = options();
-  RequestChecks checks{{&set, &groups, 4, &rows, &pool, /*has_host=*/false}};
-  using Serving::Serving;
-
-  std::shared_ptr<TokenChain> chain(int64_t num_tokens, int64_t block_size = 4) {
-    auto tokens = std::make_shared<TokenIds>();
-    tokens->append(nullptr, num_tokens);
-    return std::make_shared<TokenChain>(tokens, block_size, Hash{}, ExtraKeys(), true, true);
-  }
+  explicit Fixture(std::vector<CacheGroup> of = full_groups(4)) : Serving(of, options()) {}
 };
 
 TEST(requests_that_cannot_be_meant_are_refused_by_name) {
   Fixture f;
-  f.checks.check_new(*f.chain(20));
-  CHECK_THROWS(f.checks.check_new(*f.chain(21)), "a new request would have 21 tokens: expected at");
-  CHECK_THROWS(f.checks.check_new(*f.chain(0)), "the number of tokens of a new request is 0");
-  CHECK_THROWS(f.checks.check_new(*f.chain(8, 8)), "came to a manager with block_size 4");
+  f.checks.check_new(*f.chain_of(20));
+  CHECK_THROWS(f.checks.check_new(*f.chain_of(21)),
+               "a new request would have 21 tokens: expected at");
+  CHECK_THROWS(f.checks.check_new(*f.chain_of(0)), "the number of tokens of a new request is 0");
+  CHECK_THROWS(f.checks.check_new(*f.chain_of(8, 8)), "came to a manager with block_size 4");
   CHECK_THROWS(f.checks.check_group(1), "group is 1: expected 0 to 0");
   CHECK_THROWS(f.checks.check_has_host("swap_out was called"), "but there is no host tier");
+}
+
+TEST(a_report_names_a_step_and_blocks_that_there_are) {
+  Fixture f;
+  CHECK_THROWS(f.checks.check_report(0, true, {}, {}), "step_id is 0: there was no step yet");
+  f.end();
+  f.checks.check_report(0, true, {19}, {});
+  CHECK_THROWS(f.checks.check_report(1, true, {}, {}), "step_id is 1: expected 0 to 0");
+  CHECK_THROWS(f.checks.check_report(0, true, {20}, {}), "failed_pages holds block 20");
+  CHECK_THROWS(f.checks.check_report(0, true, {}, {1}), "failed_host_pages names pages, but");
+  f.journal.complete_to(0);
+  CHECK_THROWS(f.checks.check_report(0, false, {}, {}), "but it was reported done");
 }
 
 TEST(a_step_names_each_row_once_and_what_it_admitted) {
@@ -77,27 +82,30 @@ TEST(a_state_takes_no_token_back) {
 
 TEST(computed_blocks_must_hold_what_the_request_says) {
   Fixture f;
-  const auto chain = f.chain(9);
+  const auto chain = f.chain_of(9);
   const std::vector<BlockId> ids = take(&f.pool, 2);
   publish_chain(&f.pool, ids, chain->hashes());
   CHECK_EQ(f.checks.check_computed(*chain, {ids}), 8);
   CHECK_EQ(f.checks.check_computed(*chain, {{}}), 0);
   CHECK_THROWS(f.checks.check_computed(*chain, {{ids[1]}}), "does not (or no longer) hold block 0");
   CHECK_THROWS(f.checks.check_computed(*chain, {}), "computed_blocks has 0 groups: expected 1");
-  CHECK_THROWS(f.checks.check_computed(*f.chain(8), {ids}), "since the last token must run");
-  f.set.enable_caching = false;
-  CHECK_THROWS(f.checks.check_computed(*chain, {ids}), "caching is off");
+  CHECK_THROWS(f.checks.check_computed(*f.chain_of(8), {ids}), "since the last token must run");
   release(&f.pool, ids);
+  ManagerOptions off = options();
+  off.enable_caching = false;
+  const Serving without(full_groups(4), off);
+  CHECK_THROWS(without.checks.check_computed(*chain, {ids}), "caching is off");
 }
 
 TEST(a_child_begins_like_the_row_that_it_is_forked_from) {
   Fixture f;
   const int32_t row = f.add_row(6);
   f.rows[row].num_computed = 6;
-  f.checks.check_fork(row, *f.chain(6));
-  CHECK_THROWS(f.checks.check_fork(row, *f.chain(5)), "the child has other tokens");
+  f.checks.check_fork(row, *f.chain_of(6));
+  CHECK_THROWS(f.checks.check_fork(row, *f.chain_of(5)), "the child has other tokens");
   f.rows[row].num_computed = 7;
-  CHECK_THROWS(f.checks.check_fork(row, *f.chain(7)), "expected the others to be appended or rej");
+  CHECK_THROWS(f.checks.check_fork(row, *f.chain_of(7)),
+               "expected the others to be appended or rej");
 }
 
 }  // namespace

@@ -9,17 +9,13 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
-struct Fixture : Serving {
-  Clock clock{false};
-  RowRelease released{{&groups, 4, &pool, nullptr, &rows, &journal, &frees, &clock}};
-  using Serving::Serving;
-};
+using Fixture = Serving;
 
 TEST(a_row_releases_all_its_blocks) {
   Fixture f;
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 12);
-  f.released.release_row(row, /*with_encoder=*/true);
+  f.release.release_row(row, /*with_encoder=*/true);
   CHECK_EQ(f.pool.num_free(), 19);
   CHECK(f.ids(row).empty());
   f.end();
@@ -31,26 +27,42 @@ TEST(tails_are_evicted_before_heads) {
   f.serve(row, 0, 12);
   const Ids blocks = f.ids(row);
   publish_chain(&f.pool, blocks, hashes_from(1, 3));
-  f.released.release_row(row, true);
+  f.release.release_row(row, true);
   f.end();
   const Ids all = take(&f.pool, 19);
   CHECK(Ids(all.end() - 3, all.end()) == Ids({blocks[2], blocks[1], blocks[0]}));
   release(&f.pool, all);
 }
 
-TEST(what_nothing_finds_is_known_to_the_journal) {
+TEST(a_row_that_leaves_is_free_and_cleared_by_the_next_plan) {
   Fixture f;
   const int32_t row = f.add_row(20);
-  f.serve(row, 0, 10);
-  publish_chain(&f.pool, {f.ids(row)[0], f.ids(row)[1]}, hashes_from(1, 2));
-  f.rows.blocks(row)[0].num_published = 2;
-  f.pool.evict(&f.ids(row)[0], 1);
-  f.released.note_left(row);
-  CHECK_EQ(f.journal.last().dropped.size(), 1);  // the block that is not full
-  f.released.note_forgotten();
-  f.released.note_left(row);
-  CHECK_EQ(f.journal.last().dropped.size(), 3);  // and the one that was forgotten
+  f.serve(row, 0, 12);
   f.end();
+  f.plan.resend(row);
+  f.release.leave(row, {});
+  CHECK_EQ(f.rows.num_in_use(), 0);
+  CHECK_EQ(f.pool.num_free(), 19);
+  CHECK(!f.plan.must_resend(row));
+  f.begin();
+  CHECK(f.end().clear_rows == std::vector<int32_t>({row}));
+}
+
+TEST(what_nothing_finds_is_known_to_the_journal) {
+  for (bool has_forgotten : {false, true}) {
+    Fixture f;
+    f.context.host = nullptr;
+    RowRelease release(f.context, 4, &f.clock);
+    const int32_t row = f.add_row(20);
+    f.serve(row, 0, 10);
+    publish_chain(&f.pool, {f.ids(row)[0], f.ids(row)[1]}, hashes_from(1, 2));
+    f.rows.blocks(row)[0].num_published = 2;
+    f.pool.evict(&f.ids(row)[0], 1);
+    if (has_forgotten) release.note_forgotten();
+    f.end();
+    release.leave(row, {});
+    CHECK_EQ(f.journal.last().dropped.size(), has_forgotten ? 2 : 1);
+  }
 }
 
 TEST(a_row_resumes_where_its_blocks_hold_what_it_reads) {
@@ -58,9 +70,9 @@ TEST(a_row_resumes_where_its_blocks_hold_what_it_reads) {
   const int32_t row = f.add_row(20);
   f.serve(row, 0, 12);
   f.serve(row, 12, 13);  // the first two blocks have left the window
-  CHECK(f.released.can_resume(row, 11));
-  CHECK(!f.released.can_resume(row, 10));  // reads token 7
-  CHECK(!f.released.can_resume(row, 0));   // the cache may still have something
+  CHECK(f.release.can_resume(row, 11));
+  CHECK(!f.release.can_resume(row, 10));  // reads token 7
+  CHECK(!f.release.can_resume(row, 0));   // the cache may still have something
   f.end();
 }
 
@@ -72,7 +84,7 @@ TEST(a_row_is_taken_back) {
   blocks.num_published = 4;
   blocks.num_hits = 3;
   const Ids before = blocks.blocks;
-  f.released.truncate(row, 6);
+  f.release.truncate(row, 6);
   CHECK(blocks.blocks == Ids({before[0], before[1]}));
   CHECK(blocks.num_published == 1 && blocks.num_hits == 2);
   CHECK_EQ(f.rows[row].num_computed, 6);

@@ -10,10 +10,14 @@ using Ids = std::vector<BlockId>;
 
 namespace {
 
-void leave(Serving* s, int32_t row) {
-  const auto departure = s->swap.departure_of(row);
-  CHECK(departure.has_value());
-  s->swap.move_out(row, *departure);
+// Whether the row has left for the host, within the step.
+bool leave(Serving* s, const std::vector<int32_t>& rows) {
+  StepRequest request;
+  request.swap_out_rows = rows.data();
+  request.num_swap_out_rows = static_cast<int64_t>(rows.size());
+  const std::vector<bool> have_left = s->swap.leave(request);
+  s->swap.answer(request, have_left);
+  return have_left.back();
 }
 
 TEST(a_row_leaves_with_what_holds_kv) {
@@ -22,7 +26,7 @@ TEST(a_row_leaves_with_what_holds_kv) {
   s.serve(row, 0, 12);
   s.rows[row].num_computed = 6;  // the third block is lookahead
   const Ids blocks = s.ids(row);
-  leave(&s, row);
+  leave(&s, {row});
   CHECK(s.rows[row].on_host);
   CHECK_EQ(s.ids(row).size(), 2);
   CHECK_EQ(s.pool.num_free(), 19);
@@ -36,8 +40,7 @@ TEST(shared_blocks_move_once) {
   s.serve(row, 0, 8);
   const int32_t other = s.add_twin(row);
   CHECK_EQ(s.swap.num_unique_blocks({row, other}), 2);
-  leave(&s, row);
-  leave(&s, other);
+  leave(&s, {row, other});
   CHECK_EQ(s.end().swap_out.size(), 4);
   CHECK(s.ids(row) == s.ids(other));
   CHECK_EQ(s.host.pages().ref_count(s.ids(row)[0]), 2);
@@ -52,7 +55,7 @@ TEST(what_is_on_the_host_already_is_not_written_again) {
   s.host.pages().allocate(1, &page);
   publish_chain(&s.host.pages(), {page}, {hash_of(1)});
   s.host.pages().release(&page, 1);
-  leave(&s, row);
+  leave(&s, {row});
   CHECK(s.ids(row)[0] == page);
   CHECK_EQ(s.end().swap_out.size(), 2);
   CHECK_EQ(s.host.pages().find(hash_of(2), 0), s.ids(row)[1]);  // found by others, too
@@ -62,15 +65,19 @@ TEST(a_row_that_does_not_fit_stays) {
   Serving s;
   const int32_t row = s.add_row(40);
   s.serve(row, 0, 40);
-  CHECK(!s.swap.departure_of(row).has_value());  // 10 blocks, 9 pages
+  CHECK(!leave(&s, {row}));  // 10 blocks, 9 pages
+  CHECK(!s.rows[row].on_host);
   CHECK_EQ(s.host.pages().num_free(), 9);
+  const StepPlan& plan = s.end();
+  CHECK(plan.status == std::vector<uint8_t>({static_cast<uint8_t>(Status::kWait)}));
+  CHECK(s.journal.last().swapped.empty());
 }
 
 TEST(a_row_comes_back_as_far_as_it_still_reads) {
   Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 12);
-  leave(&s, row);
+  leave(&s, {row});
   const Ids pages = s.ids(row);
   s.end();
   s.begin();
@@ -91,7 +98,7 @@ TEST(a_return_that_does_not_fit_waits_behind_the_watermark_unless_the_row_is_alo
   Serving s(full_groups(4), options);
   const int32_t row = s.add_row(40);
   s.serve(row, 0, 32);
-  leave(&s, row);
+  leave(&s, {row});
   s.end();
   s.begin();
   CHECK(s.swap.return_of(row, {32, 33, 0}, s.rules).demand.status == Status::kServed);
@@ -107,7 +114,7 @@ TEST(a_state_that_moves_on_is_read_into_its_new_page) {
   Serving s({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 4);
-  leave(&s, row);
+  leave(&s, {row});
   const BlockId page = s.ids(row)[0];
   s.end();
   s.begin();
@@ -121,26 +128,47 @@ TEST(a_state_that_moves_on_is_read_into_its_new_page) {
   CHECK(s.end().swap_in == Ids({page, s.ids(row)[1]}));
 }
 
-TEST(outside_of_a_step_all_comes_back_at_once) {
+TEST(outside_of_a_step_rows_leave_and_come_back_together) {
   Serving s;
   const int32_t row = s.add_row(20);
   s.serve(row, 0, 8);
   const int32_t other = s.add_twin(row);
   s.end();
-  s.plan.begin_direct();
-  s.swap.begin();
-  leave(&s, row);
-  leave(&s, other);
-  CHECK_EQ(s.plan.direct_pairs().size(), 4);
-  s.host.publish_offloaded();
-  s.plan.begin_direct();
-  s.swap.begin();
-  s.swap.move_in(row);
-  s.swap.move_in(other);
-  CHECK_EQ(s.plan.direct_pairs().size(), 4);
+  const auto out = s.swap.swap_out({row, other});
+  CHECK_EQ(out->size(), 4);
+  const auto in = s.swap.swap_in({row, other});
+  CHECK_EQ(in->size(), 4);
   CHECK(s.ids(row) == s.ids(other));
   CHECK_EQ(s.host.pages().num_free(), 9);
   CHECK_EQ(s.host.counts().swapped_in_blocks, 2);
+}
+
+TEST(rows_that_do_not_all_fit_stay) {
+  Serving s;
+  const int32_t row = s.add_row(40), other = s.add_row(40);
+  s.serve(row, 0, 20);
+  s.serve(other, 0, 20);
+  s.end();
+  CHECK(!s.swap.swap_out({row, other}));  // 10 blocks, 9 pages
+  CHECK(!s.rows[row].on_host && !s.rows[other].on_host);
+  CHECK_EQ(s.host.pages().num_free(), 9);
+  CHECK(s.swap.swap_out({row}).has_value());
+  const Ids others = take(&s.pool, 10);  // 4 are free
+  CHECK(!s.swap.swap_in({row}));
+  CHECK(s.rows[row].on_host);
+  release(&s.pool, others);
+}
+
+TEST(a_row_that_leaves_publishes_what_has_filled) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  const std::vector<Hash>& hashes = s.rows[row].chain->hashes();
+  s.publisher.refresh(row);
+  s.serve(row, 0, 8);
+  leave(&s, {row});
+  CHECK(s.pool.find(hashes[0], 0) != kNullBlock);
+  s.end();
+  CHECK_EQ(s.host.pages().find(hashes[0], 0), s.ids(row)[0]);
 }
 
 }  // namespace

@@ -8,10 +8,6 @@ using namespace kvcache::test;
 namespace {
 
 struct Fixture : Serving {
-  CacheStats stats{{4}, 10};
-  Publisher publisher{{&groups, 4, &rows, &pool, nullptr, &journal, &stats}, ManagerOptions{}};
-  TokenIntake intake{&rows, &publisher, &journal, /*enable_caching=*/true};
-
   int64_t num_known(int32_t row) { return rows[row].chain->num_tokens(); }
 };
 
@@ -21,11 +17,12 @@ TEST(ids_are_shared_out_by_row_and_taken_back) {
   const int32_t asked[] = {1, 0}, ids[] = {7, 8, 9}, counts[] = {2, 1};
   StepRequest request;
   request.rows = asked;
+  request.num_tokens = counts;
   request.num_rows = 2;
   request.token_ids = ids;
   request.num_ids = 3;
   request.num_token_ids = counts;
-  f.intake.append_ids(request);
+  f.intake.take_in(request);
   CHECK(f.num_known(1) == 7 && f.num_known(0) == 4);
   CHECK_EQ(f.rows[1].chain->tokens()[6], 8);
   CHECK_EQ(f.rows[0].chain->tokens()[3], 9);
@@ -33,22 +30,39 @@ TEST(ids_are_shared_out_by_row_and_taken_back) {
   CHECK(f.num_known(1) == 5 && f.num_known(0) == 4);
   request.num_token_ids = nullptr;  // one each
   request.num_ids = 2;
-  f.intake.append_ids(request);
-  f.intake.take_back_ids(request, 2);
-  CHECK(f.num_known(1) == 5 && f.num_known(0) == 4);
+  f.intake.take_in(request);
+  CHECK(f.num_known(1) == 6 && f.num_known(0) == 5);
+  f.intake.take_back_ids_of(request, 1);
+  CHECK(f.num_known(1) == 6 && f.num_known(0) == 4);
 }
 
 TEST(ids_that_are_refused_leave_none_behind) {
   Fixture f;
   f.add_row(3), f.add_row(5);
-  const int32_t asked[] = {0, 1}, ids[] = {7, -1};
+  const int32_t asked[] = {0, 1}, ids[] = {7, -1}, counts[] = {1, 1};
   StepRequest request;
   request.rows = asked;
+  request.num_tokens = counts;
   request.num_rows = 2;
   request.token_ids = ids;
   request.num_ids = 2;
-  CHECK_THROWS(f.intake.append_ids(request), "token_ids[0] is -1");
+  CHECK_THROWS(f.intake.take_in(request), "token_ids[0] is -1");
   CHECK(f.num_known(0) == 3 && f.num_known(1) == 5);
+}
+
+TEST(ids_go_back_where_a_request_of_the_step_is_refused) {
+  Fixture f;
+  f.add_row(3);
+  const int32_t asked = 0, id = 7, count = 1;
+  StepRequest request;
+  request.rows = &asked;
+  request.num_tokens = &count;
+  request.num_rows = 1;
+  request.token_ids = &id;
+  request.num_ids = 1;
+  request.new_rows = {{f.chain_of(8, /*block_size=*/8), 8}};
+  CHECK_THROWS(f.intake.take_in(request), "came to a manager with block_size 4");
+  CHECK_EQ(f.num_known(0), 3);
 }
 
 TEST(only_rows_that_fill_a_block_are_hashed) {
@@ -67,7 +81,7 @@ TEST(only_rows_that_fill_a_block_are_hashed) {
   request.rows = &asked;
   request.num_tokens = &count;
   request.num_rows = 1;
-  f.intake.hash_ahead(request);
+  f.intake.take_in(request);
   CHECK_EQ(f.rows[0].chain->known_hashes().size(), 2);
 }
 

@@ -6,23 +6,24 @@
 
 namespace kvcache {
 
-HostTier::HostTier(std::unique_ptr<BlockPool> pages, BlockPool* device,
-                   const std::vector<CacheGroup>* groups, HostWrite mode, int64_t num_hits_to_write)
+HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context, HostWrite mode,
+                   int64_t num_hits_to_write)
     : pages_(std::move(pages)),
-      device_(device),
-      groups_(groups),
+      device_(context.device),
+      groups_(context.groups),
+      plan_(context.plan),
       mode_(mode),
       num_hits_to_write_(num_hits_to_write),
-      is_queued_(device->num_blocks()),
-      num_hits_(mode == HostWrite::kSelective ? device->num_blocks() : 0),
-      num_onboards_(device->num_blocks()) {}
+      is_queued_(device_->num_blocks()),
+      num_hits_(mode == HostWrite::kSelective ? device_->num_blocks() : 0),
+      num_onboards_(device_->num_blocks()) {}
 
 Copied HostTier::content_of(BlockId id) const {
   return device_->copied(id, (*groups_)[device_->group_of(id)].keeps_all);
 }
 
 // Whether the plan writes this cached block to the host.
-bool HostTier::offload(BlockId id, PlanBuilder* plan) {
+bool HostTier::offload(BlockId id) {
   const Copied content = content_of(id);
   BlockId page = pages_->find(content.hash, content.group);
   if (page != kNullBlock) {
@@ -38,7 +39,7 @@ bool HostTier::offload(BlockId id, PlanBuilder* plan) {
     ++counts_.unwritten_blocks;
     return false;
   }
-  plan->swap_out(id, page);
+  plan_->swap_out(id, page);
   add_offload(page, content, /*is_row=*/false);
   ++counts_.written_blocks;
   return true;
@@ -67,10 +68,10 @@ void HostTier::count_hits(const BlockId* ids, int64_t n) {
 }
 
 // Whatever the mode writes earlier, what is to be on the host and is not (any more) goes there now.
-void HostTier::on_eviction(BlockId id, PlanBuilder* plan) {
-  if (!plan->is_step()) return;  // no plan would carry it
+void HostTier::on_eviction(BlockId id) {
+  if (!plan_->is_step()) return;  // no plan would carry it
   if (!num_hits_.empty() && num_hits_[id] < num_hits_to_write_) return;
-  offload(id, plan);
+  offload(id);
 }
 
 void HostTier::queue(BlockId id) {
@@ -79,18 +80,19 @@ void HostTier::queue(BlockId id) {
   queue_.push_back(id);
 }
 
-void HostTier::offload_queued(PlanBuilder* plan, bool holds_blocks) {
+void HostTier::offload_queued(bool holds_blocks) {
   for (auto next = queue_.rbegin(); next != queue_.rend(); ++next) {
     const BlockId id = *next;  // tails first: they are the older ones on the host
     is_queued_[id] = 0;
-    if (device_->hash_of(id) == nullptr || !offload(id, plan) || !holds_blocks) continue;
+    if (device_->hash_of(id) == nullptr || !offload(id) || !holds_blocks) continue;
     device_->retain(&id, 1);
-    plan->hold(id);
+    plan_->hold(id);
   }
   queue_.clear();
 }
 
-void HostTier::forget_queued() {
+void HostTier::clear() {
+  pages_->clear();
   for (BlockId id : queue_) is_queued_[id] = 0;
   queue_.clear();
 }
@@ -109,8 +111,8 @@ std::vector<BlockId> HostTier::publish_offloaded() {
   return written;
 }
 
-void HostTier::onboard(PlanBuilder* plan, Onboard onboard) {
-  plan->swap_in(onboard.page, onboard.block);
+void HostTier::onboard(Onboard onboard) {
+  plan_->swap_in(onboard.page, onboard.block);
   device_->retain(&onboard.block, 1);
   ++num_onboards_[onboard.block];
   onboards_.push_back(std::move(onboard));

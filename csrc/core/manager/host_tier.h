@@ -19,11 +19,12 @@
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
 #include "core/pool/block_pool.h"
+#include "core/pool/eviction_listener.h"
 #include "core/pool/per_block.h"
 
 namespace kvcache {
 
-class HostTier {
+class HostTier : public EvictionListener {
  public:
   struct Onboard {  // of a page, until a report says that it has arrived
     int64_t step_id;
@@ -33,8 +34,14 @@ class HostTier {
     std::shared_ptr<TokenChain> chain;  // of a hit: the block is found once it has arrived
   };
 
-  HostTier(std::unique_ptr<BlockPool> pages, BlockPool* device,
-           const std::vector<CacheGroup>* groups, HostWrite mode, int64_t num_hits_to_write);
+  struct Context {
+    BlockPool* device;
+    const std::vector<CacheGroup>* groups;
+    PlanBuilder* plan;  // which offloads and onboards go into
+  };
+  // To be made the listener of the device's pool.
+  HostTier(std::unique_ptr<BlockPool> pages, const Context& context, HostWrite mode,
+           int64_t num_hits_to_write);
 
   BlockPool& pages() { return *pages_; }
   const BlockPool& pages() const { return *pages_; }
@@ -47,12 +54,13 @@ class HostTier {
   void on_hit(const BlockId* ids, int64_t n) {
     if (!num_hits_.empty()) count_hits(ids, n);
   }
-  void on_eviction(BlockId id, PlanBuilder* plan);
+  void on_eviction(BlockId id) override;
 
   // Offloads what became cached, or was hit often enough, in steps before; not what was forgotten
   // since. With `holds_blocks` the plan holds them, as nothing else protects what it reads.
-  void offload_queued(PlanBuilder* plan, bool holds_blocks);
-  void forget_queued();
+  void offload_queued(bool holds_blocks);
+  // Forgets every hash, and what is queued.
+  void clear();
 
   // A page of a swapped row holds what this cached block does: it is found there, too.
   void add_row_page(BlockId page, BlockId block);
@@ -63,7 +71,7 @@ class HostTier {
 
   // The plan reads a page into a block. Takes over one reference of the page, and adds one to the
   // block.
-  void onboard(PlanBuilder* plan, Onboard onboard);
+  void onboard(Onboard onboard);
 
   // Onboards that have arrived, as their steps are below num_completed; or that never will, as
   // their steps came behind the last one issued. Oldest first; to be handed to `finish`.
@@ -91,7 +99,7 @@ class HostTier {
   };
 
   Copied content_of(BlockId id) const;
-  bool offload(BlockId id, PlanBuilder* plan);
+  bool offload(BlockId id);
   void add_offload(BlockId page, const Copied& content, bool is_row);
   void queue(BlockId id);
   void count_hits(const BlockId* ids, int64_t n);
@@ -99,6 +107,7 @@ class HostTier {
   std::unique_ptr<BlockPool> pages_;
   BlockPool* device_;
   const std::vector<CacheGroup>* groups_;
+  PlanBuilder* plan_;
   HostWrite mode_;
   int64_t num_hits_to_write_;
   TierCount counts_;

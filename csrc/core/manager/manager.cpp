@@ -1,105 +1,60 @@
-// The manager's calls. How rows are served, swapped and forked, and what reports cause, is in
-// manager_*.cpp; the work is done by the components.
+// The manager's calls: each checks, takes in and hashes what came, and has a component do the work.
 #include "core/manager/manager.h"
 
 #include <algorithm>
-#include <numeric>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
-#include "core/eviction/least_recent.h"
 #include "core/limits.h"
 
 namespace kvcache {
 
 namespace {
 
-std::unique_ptr<BlockPool> host_pages(const ManagerOptions& options) {
-  if (options.num_host_blocks == 0) return nullptr;
-  const std::string& name = options.host_eviction.policy;
-  if (name == "priority" || name == "last_access") {
-    throw std::invalid_argument("host_eviction is '" + name +
-                                "': expected one of lru, s3_fifo, segmented_lru, as the host tier "
-                                "is told of no priorities and no accesses");
-  }
-  auto policy = policy_of(options.host_eviction, options.num_host_blocks);
-  if (policy == nullptr) policy = std::make_unique<LeastRecent>(options.num_host_blocks);
-  return std::make_unique<BlockPool>(options.num_host_blocks, std::move(policy));
-}
-
-std::unique_ptr<HostTier> host_tier(const ManagerOptions& options, BlockPool* device,
-                                    const std::vector<CacheGroup>* groups) {
-  auto pages = host_pages(options);
-  if (pages == nullptr) return nullptr;
-  return std::make_unique<HostTier>(std::move(pages), device, groups, options.host_write,
-                                    options.num_hits_to_write);
+RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* rows, Steps* steps) {
+  return {&setup.groups,  &tiers->pool(),    tiers->host(),  rows,
+          &steps->plan(), &steps->journal(), &tiers->frees()};
 }
 
 }  // namespace
 
 Manager::Manager(const ManagerOptions& options)
-    : options_(checked(options)),
-      hash_block_size_(hash_block_size_of(options)),
-      groups_(groups_of(options, hash_block_size_)),
-      pool_(options.num_blocks, policy_of(options.eviction, options.num_blocks)),
-      host_(host_tier(options, &pool_, &groups_)),
-      rows_(&groups_, options.max_num_reqs),
-      finder_({&pool_, host(), &groups_, hash_block_size_}, options_),
-      plan_(groups_.size(), options.num_blocks),
-      frees_(&pool_, &journal_.numbers(), options.fence_frees),
-      rules_(&groups_, &pool_, &frees_, &journal_.numbers(), holders(), options_),
-      stats_(cached_block_sizes(groups_), options.stats_window),
-      publisher_({&groups_, hash_block_size_, &rows_, &pool_, host_.get(), &journal_, &stats_},
-                 options_),
-      growth_(row_context(), holders()),
-      swap_(row_context(), options.caches_swapped_rows),
-      clock_(options.track_residency || pool_.has_policy() ||
-             (host_ != nullptr && host_->pages().has_policy())),
-      release_(
-          {&groups_, hash_block_size_, &pool_, host_.get(), &rows_, &journal_, &frees_, &clock_}),
-      recovery_({row_context(), hash_block_size_, &finder_, &publisher_, &growth_, &release_}),
-      checks_({&options_, &groups_, hash_block_size_, &rows_, &pool_, host_ != nullptr}),
-      intake_(&rows_, &publisher_, &journal_, options.enable_caching),
-      pins_(&pool_),
-      candidate_(groups_.size()) {
-  if (host_ != nullptr) pool_.on_eviction([this](BlockId id) { host_->on_eviction(id, &plan_); });
-  if (options.record_events) {
-    pool_.emit_to(&events_, Tier::kDevice);
-    if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
-  }
-  if (options.track_residency) pool_.track_residency();
-}
+    : setup_(options),
+      rows_(&setup_.groups, options.max_num_reqs),
+      steps_(setup_.groups.size(), options.num_blocks),
+      tiers_(&setup_, &steps_),
+      stats_(cached_block_sizes(setup_.groups), options.stats_window),
+      finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
+              options),
+      publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
+                  &steps_.journal(), &stats_},
+                 options),
+      checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages()}),
+      intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, options.enable_caching),
+      release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
+               &tiers_.clock()),
+      swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_,
+            options.caches_swapped_rows),
+      server_({row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
+               tiers_.holders(), &finder_, &publisher_, &swap_, &intake_, &stats_},
+              options),
+      recovery_({row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size, &publisher_,
+                 &release_, &server_}),
+      pins_(&tiers_.pool()) {}
 
 void Manager::set_now(int64_t ms) {
   check_caller();
-  clock_.set(ms);
-  notify_clock();
-}
-
-BlockHolders Manager::holders() const { return {&pool_, &frees_, host_.get(), &plan_}; }
-
-RowContext Manager::row_context() {
-  return {&groups_, &pool_, host_.get(), &rows_, &plan_, &journal_, &frees_};
-}
-
-void Manager::notify_clock() {
-  const int64_t ms = clock_.now_ms();
-  if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
-  pool_.set_now(ms);
-  if (host_ != nullptr) host_->pages().set_now(ms);
+  tiers_.set_now(ms);
 }
 
 EventLog::Drained Manager::drain_events() {
   const Call call(this);
-  return events_.drain();
+  return tiers_.drain_events();
 }
 
 void Manager::clear_stats() {
   const Call call(this);
   stats_.clear();
-  if (host_ != nullptr) *host_->mutable_counts() = {};
-  if (pool_.residency() != nullptr) pool_.residency()->clear();
+  tiers_.clear_counts();
 }
 
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
@@ -125,20 +80,13 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   checked_size("num_tokens", num_tokens, 1);
   checks_.check_new(chain);
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  Status status = Status::kWait;
-  for (bool with_partial : {true, false}) {
-    const PrefixHit& hit = finder_.find(chain, with_partial, /*with_host=*/true);
-    const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
-    status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, 0).status;
-    if (status != Status::kWait || !hit.copies_partial()) break;
-  }
-  return status;
+  return server_.would_fit(chain, num_tokens);
 }
 
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {
   const Call call(this);
   intake_.hash_ahead(chain, /*reads=*/true);
-  return pins_.pin(session, chain.known_hashes(), groups_);
+  return pins_.pin(session, chain.known_hashes(), setup_.groups);
 }
 
 int64_t Manager::unpin(const std::string& session) {
@@ -149,27 +97,24 @@ int64_t Manager::unpin(const std::string& session) {
 void Manager::evict(const BlockId* ids, int64_t n) {
   const Call call(this);
   release_.note_forgotten();
-  pool_.evict(ids, n);
+  tiers_.pool().evict(ids, n);
 }
 
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
-  take_in(request);
+  intake_.take_in(request);
   // From here on nothing is refused.
-  journal_.begin();
-  plan_.begin(steps().num_steps);
-  const std::vector<bool> have_left = swap_out_rows(request);
-  offload_queued();  // behind the rows, which must go there
-  serve_rows(request);
-  answer_swapped(request, have_left);
-  serve_new(request);
-  publish_step();
-  release_held();
-  resend_tables();
-  const StepPlan& plan = plan_.end();
-  journal_.issue(plan.clear_rows);
-  return plan;
+  steps_.begin();
+  const std::vector<bool> have_left = swap_.leave(request);
+  tiers_.offload_queued();  // behind the rows, which must go there
+  server_.serve_rows(request);
+  swap_.answer(request, have_left);
+  server_.serve_new(request);
+  server_.publish_served();
+  publisher_.publish_offloaded();
+  tiers_.release_read();
+  return steps_.end(rows_);
 }
 
 Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
@@ -179,37 +124,23 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_has_no_state("allocate_slots");
-  bool any_computed = false;
-  for (const std::vector<BlockId>& ids : computed) any_computed |= !ids.empty();
   checks_.check_new(*chain);
+  const bool any_computed =
+      std::any_of(computed.begin(), computed.end(),
+                  [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
   checks_.check_new(*chain);  // a digest may call back
-  PrefixHit hit;
-  hit.num_tokens = checks_.check_computed(*chain, computed);
-  hit.blocks = computed;
-  hit.on_host.resize(groups_.size());
-  hit.sources.assign(groups_.size(), kNullBlock);
-  ServedRow served;
-  served.span = {hit.num_tokens, hit.num_tokens + num_tokens, num_lookahead_tokens};
-  checks_.check_length(served.span.stop, "a new request");
-  Slots slots{
-      admit(&served, chain, hit, /*num_reserved=*/0, /*by_step=*/false), served.row, {}, {}};
-  if (slots.status != Status::kServed) return slots;
-  for (const CacheGroup& group : groups_) {
-    const std::vector<BlockId>& blocks = rows_.blocks(slots.row)[group.id].blocks;
-    slots.new_blocks.emplace_back(blocks.begin() + static_cast<int64_t>(computed[group.id].size()),
-                                  blocks.end());
-  }
-  rows_.info(slots.row).num_marked = hit.num_tokens;
-  publisher_.publish(slots.row);
-  return slots;
+  const int64_t num_computed = checks_.check_computed(*chain, computed);
+  const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
+  checks_.check_length(span.stop, "a new request");
+  return server_.allocate(chain, PrefixHit::of_device(num_computed, computed), span);
 }
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
   checks_.check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
   intake_.hash_ahead(*rows_[row].chain, /*reads=*/false);
-  return append_checked(row, num_tokens, num_lookahead_tokens);
+  return server_.append(row, num_tokens, num_lookahead_tokens);
 }
 
 Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
@@ -223,29 +154,12 @@ Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
     if (rows_[row].num_computed + n >= rows_[row].next_publish) {
       intake_.hash_ahead(*chain, /*reads=*/false);
     }
-    slots = append_checked(row, n, num_lookahead_tokens);
+    slots = server_.append(row, n, num_lookahead_tokens);
   } catch (...) {
     chain->take_back(n);
     throw;
   }
   if (slots.status != Status::kServed) chain->take_back(n);
-  return slots;
-}
-
-Slots Manager::append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
-  plan_.begin_direct();
-  const int64_t start = rows_[row].num_computed;
-  ServedRow served;
-  served.row = row;
-  served.span = {start, start + num_tokens, num_lookahead_tokens};
-  Slots slots{extend_row(&served), row, {}, {}};
-  if (slots.status != Status::kServed) return slots;
-  slots.copies = plan_.direct_pairs();
-  for (const CacheGroup& group : groups_) {
-    const std::vector<BlockId>& blocks = rows_.blocks(row)[group.id].blocks;
-    slots.new_blocks.emplace_back(blocks.begin() + served.num_before[group.id], blocks.end());
-  }
-  publisher_.publish(row);
   return slots;
 }
 
@@ -257,20 +171,45 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
   rows_[row].num_computed -= num_tokens;
 }
 
+Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
+  const Call call(this);
+  checks_.check_fork(row, *child);
+  if (publisher_.may_publish(row)) {
+    intake_.hash_filled(row);
+    checks_.check_fork(row, *child);  // a digest may call back
+  }
+  return server_.fork(row, child);
+}
+
+int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
+  check_reader();
+  for (int32_t row : rows) rows_.at(row);
+  return swap_.num_unique_blocks(rows);
+}
+
+std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {
+  const Call call(this);
+  checks_.check_has_host("swap_out was called");
+  checks_.check_swap(rows, /*on_host=*/false);
+  for (int32_t row : rows) intake_.hash_filled(row);
+  checks_.check_swap(rows, /*on_host=*/false);  // a digest may call back
+  return swap_.swap_out(rows);
+}
+
+std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>& rows) {
+  const Call call(this);
+  checks_.check_has_host("swap_in was called");
+  checks_.check_swap(rows, /*on_host=*/true);
+  return swap_.swap_in(rows);
+}
+
 void Manager::free(int32_t row, const ReleaseFeatures& features) {
   const Call call(this);
-  rows_.at(row);
-  Row& r = rows_[row];
-  if (!r.on_host) {
+  if (!rows_.at(row).on_host) {
     intake_.hash_filled(row);
     publisher_.publish(row);
-    release_.note_left(row);
-    release_.notify_release(row, features);
   }
-  release_.release_row(row, /*with_encoder=*/true);
-  if (r.by_step) plan_.clear_later(row);
-  plan_.forget_resend(row);
-  rows_.give_up(row);
+  release_.leave(row, features);
 }
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
@@ -278,13 +217,7 @@ int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int6
   checks_.check_on_device(row);
   checks_.check_group(group);
   checked_size("num_running_requests", num_running, 1);
-  int64_t n = 0;
-  for (BlockId id : rows_.blocks(row)[group].blocks) {
-    if (id == kNullBlock) break;
-    if (holders().num_rows(id) != num_running) break;
-    ++n;
-  }
-  return n;
+  return server_.num_common_prefix_blocks(row, num_running, group);
 }
 
 void Manager::mark_computed(int32_t row, int64_t num_tokens) {
@@ -306,72 +239,52 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
 void Manager::access(int32_t row, double now) {
   const Call call(this);
   checks_.check_on_device(row);
-  if (!pool_.has_policy()) return;
+  if (!tiers_.pool().has_policy()) return;
   const std::vector<BlockId> ids = rows_.tail_first(row, /*with_encoder=*/false);
-  pool_.access(ids.data(), static_cast<int64_t>(ids.size()), now);
+  tiers_.pool().access(ids.data(), static_cast<int64_t>(ids.size()), now);
+}
+
+// All of it is checked before anything changes.
+Recompute Manager::report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
+                          const std::vector<BlockId>& failed_on_host) {
+  const Call call(this);
+  checks_.check_report(step_id, completed, failed, failed_on_host);
+  // Else nothing becomes invalid: most reports.
+  if (!completed || !failed.empty() || !failed_on_host.empty()) intake_.hash_rows();
+  return recovery_.report(step_id, completed, failed, failed_on_host);
+}
+
+Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
+  const Call call(this);
+  // A digest from Python could change the caller's.
+  const std::vector<BlockId> invalid(ids, ids + n);
+  checks_.check_ids(invalid, "ids");
+  intake_.hash_rows();
+  return recovery_.invalidate(invalid, {});
 }
 
 bool Manager::reset_prefix_cache() {
   const Call call(this);
-  const auto in_use = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
-  if (in_use(pool_) || (host_ != nullptr && in_use(host_->pages()))) return false;
-  clear_cache();
+  if (tiers_.any_held()) return false;
+  recovery_.clear_cache();
   return true;
-}
-
-const TierCount& Manager::tiers() const {
-  static const TierCount kNone;
-  return host_ == nullptr ? kNone : host_->counts();
-}
-
-void Manager::publish_offloaded() {
-  if (host_ == nullptr) return;
-  const std::vector<BlockId> written = host_->publish_offloaded();
-  journal_.note_written(written);
-}
-
-void Manager::clear_cache() {
-  if (rows_.num_in_use() > 0) release_.note_forgotten();
-  pool_.clear();
-  if (host_ == nullptr) return;
-  host_->pages().clear();
-  host_->forget_queued();
 }
 
 void Manager::start_epoch() {
   const Call call(this);
-  clear_cache();
-  for (int32_t row = 0; row < rows_.size(); ++row) {
-    if (!rows_.is_in_use(row)) continue;
-    rows_[row].is_stale = true;
-    rows_[row].next_publish = kUnbounded;
-  }
+  recovery_.start_epoch();
 }
 
 void Manager::check_invariants() const {
   check_reader();
-  pool_.check_invariants();
-  if (host_ != nullptr) host_->pages().check_invariants();
-  plan_.check_invariants();
+  steps_.check_invariants();
   pins_.check_invariants();
-  journal_.check_invariants();
   publisher_.check_invariants();
-  PerBlock<int32_t> references(pool_.num_blocks());
-  PerBlock<int32_t> of_host(host_ == nullptr ? 1 : host()->num_blocks());
-  rows_.check_invariants(&references, &of_host);
-  if (host_ != nullptr) host_->check_invariants(&references, &of_host);
-  frees_.check_invariants(&references);
-  const auto compare = [](const BlockPool& pool, const PerBlock<int32_t>& counted,
-                          const char* what) {
-    for (BlockId id = 1; id < pool.num_blocks(); ++id) {
-      if (counted[id] == pool.ref_count(id)) continue;
-      throw std::logic_error(std::string(what) + " " + std::to_string(id) + " has " +
-                             std::to_string(pool.ref_count(id)) + " references, but " +
-                             std::to_string(counted[id]) + " are held");
-    }
-  };
-  compare(pool_, references, "block");
-  if (host_ != nullptr) compare(host_->pages(), of_host, "page of the host");
+  server_.check_invariants();
+  PerBlock<int32_t> device(pool().num_blocks());
+  PerBlock<int32_t> host_pages(host() == nullptr ? 1 : host()->num_blocks());
+  rows_.check_invariants(&device, &host_pages);
+  tiers_.check_invariants(std::move(device), std::move(host_pages));
 }
 
 }  // namespace kvcache

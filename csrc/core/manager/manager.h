@@ -20,31 +20,24 @@
 #include <string>
 #include <vector>
 
-#include "core/eviction/registry.h"
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
-#include "core/limits.h"
-#include "core/manager/block_holders.h"
 #include "core/manager/cache_stats.h"
+#include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
-#include "core/manager/clock.h"
-#include "core/manager/deferred_frees.h"
-#include "core/manager/demand.h"
-#include "core/manager/host_tier.h"
 #include "core/manager/options.h"
-#include "core/manager/plan_builder.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
 #include "core/manager/recovery.h"
 #include "core/manager/request_checks.h"
-#include "core/manager/row_growth.h"
 #include "core/manager/row_release.h"
+#include "core/manager/row_server.h"
 #include "core/manager/row_swap.h"
 #include "core/manager/row_table.h"
 #include "core/manager/session_pins.h"
-#include "core/manager/step_journal.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
+#include "core/manager/steps.h"
 #include "core/manager/token_intake.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/event_log.h"
@@ -55,16 +48,15 @@ class Manager {
  public:
   explicit Manager(const ManagerOptions& options);
 
-  const ManagerOptions& options() const { return options_; }
-  int64_t hash_block_size() const { return hash_block_size_; }
-  const std::vector<CacheGroup>& groups() const { return groups_; }
-  const BlockPool& pool() const { return pool_; }
-  BlockPool& pool() { return pool_; }
+  int64_t hash_block_size() const { return setup_.hash_block_size; }
+  const std::vector<CacheGroup>& groups() const { return setup_.groups; }
+  const BlockPool& pool() const { return tiers_.pool(); }
+  BlockPool& pool() { return tiers_.pool(); }
   // The host's pool; null where there is none.
-  const BlockPool* host() const { return host_ ? &host_->pages() : nullptr; }
-  BlockPool* host() { return host_ ? &host_->pages() : nullptr; }
+  const BlockPool* host() const { return tiers_.host_pages(); }
+  BlockPool* host() { return tiers_.host_pages(); }
   const CacheStats& stats() const { return stats_; }
-  const TierCount& tiers() const;
+  const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
   EventLog::Drained drain_events();
 
@@ -165,15 +157,17 @@ class Manager {
   void start_epoch();
 
   int64_t num_rows() const { return rows_.num_in_use(); }
-  int64_t num_steps() const { return steps().num_steps; }
-  int64_t num_fenced() const { return frees_.num_waiting(); }
-  int64_t num_loading() const { return host_ ? host_->num_onboards() : 0; }  // blocks
+  int64_t num_steps() const { return steps_.numbers().num_steps; }
+  int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
+  int64_t num_loading() const {  // blocks
+    return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
+  }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
   int64_t num_computed_tokens(int32_t row) const { return rows_.at(row).num_computed; }
   // Whether the next plan sends the row's whole table.
   bool must_resend(int32_t row) const {
     rows_.at(row);
-    return plan_.must_resend(row);
+    return steps_.plan().must_resend(row);
   }
 
   // The pool's invariants, and that references are exactly what rows and fences hold.
@@ -182,71 +176,25 @@ class Manager {
  private:
   // A call that may change something, or asks what only its thread may ask.
   struct Call {
-    explicit Call(Manager* manager) : scope(&manager->guard_) {
-      if (manager->clock_.read()) manager->notify_clock();
-    }
+    explicit Call(Manager* manager) : scope(&manager->guard_) { manager->tiers_.read_clock(); }
     CallGuard::Scope scope;
   };
 
-  Slots append_checked(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
-
-  const StepNumbers& steps() const { return journal_.numbers(); }
-
-  // Serving (manager_serving.cpp).
-  void take_in(const StepRequest& request);
-  void offload_queued();
-  void serve_rows(const StepRequest& request);
-  void serve_new(const StepRequest& request);
-  Status extend_row(ServedRow* served);
-  Demand bring_back(ServedRow* served);
-  Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
-                       int64_t num_reserved);
-  Status admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
-               int64_t num_reserved, bool by_step);
-  int64_t first_host_token(const PrefixHit& hit) const;
-  void answer(const ServedRow& served, Status status);
-  void publish_step();
-  void release_held();
-  void resend_tables();
-
-  // Rows that leave the device and come back (manager_swapping.cpp).
-  bool leave(int32_t row);
-  std::vector<bool> swap_out_rows(const StepRequest& request);
-  void answer_swapped(const StepRequest& request, const std::vector<bool>& have_left);
-  void publish_offloaded();
-  void publish_arrived();
-
-  // Reports (manager_reports.cpp).
-  void complete_to(int64_t step_id);
-  void clear_cache();
-  void notify_clock();
-  BlockHolders holders() const;
-  RowContext row_context();
-
-  ManagerOptions options_;
-  int64_t hash_block_size_;
-  std::vector<CacheGroup> groups_;
-  BlockPool pool_;
-  std::unique_ptr<HostTier> host_;  // null where there is none
+  ManagerSetup setup_;
+  CallGuard guard_;
   RowTable rows_;
-  PrefixFinder finder_;
-  EventLog events_;
-  PlanBuilder plan_;
-  StepJournal journal_;
-  DeferredFrees frees_;
-  DemandRules rules_;
+  Steps steps_;
+  CacheTiers tiers_;
   CacheStats stats_;
+  PrefixFinder finder_;
   Publisher publisher_;
-  RowGrowth growth_;
-  RowSwap swap_;
-  Clock clock_;
-  RowRelease release_;
-  Recovery recovery_;
   RequestChecks checks_;
   TokenIntake intake_;
+  RowRelease release_;
+  RowSwap swap_;
+  RowServer server_;
+  Recovery recovery_;
   SessionPins pins_;
-  CallGuard guard_;
-  std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
 };
 
 }  // namespace kvcache

@@ -76,6 +76,19 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
 // Tokens per block, by group; 0 where the group is not cached.
 std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups);
 
+// The options of a manager, checked, and what follows from them. Throws std::invalid_argument that
+// names the option that is out of range.
+struct ManagerSetup {
+  explicit ManagerSetup(const ManagerOptions& asked)
+      : options(checked(asked)),
+        hash_block_size(hash_block_size_of(options)),
+        groups(groups_of(options, hash_block_size)) {}
+
+  const ManagerOptions options;
+  const int64_t hash_block_size;  // tokens
+  const std::vector<CacheGroup> groups;
+};
+
 // Null for the pool's own least-recently-released order.
 std::unique_ptr<EvictionPolicy> policy_of(const Eviction& eviction, int64_t num_blocks);
 

@@ -7,6 +7,25 @@
 
 namespace kvcache {
 
+PrefixHit PrefixHit::of_device(int64_t num_tokens,
+                               const std::vector<std::vector<BlockId>>& blocks) {
+  PrefixHit hit;
+  hit.num_tokens = num_tokens;
+  hit.blocks = blocks;
+  hit.on_host.resize(blocks.size());
+  hit.sources.assign(blocks.size(), kNullBlock);
+  return hit;
+}
+
+int64_t PrefixHit::first_host_token(const std::vector<CacheGroup>& groups) const {
+  int64_t first = num_tokens;
+  for (const CacheGroup& group : groups) {
+    const std::vector<HostBlock>& pages = on_host[group.id];
+    if (!pages.empty()) first = std::min(first, pages.front().column * group.block_size);
+  }
+  return first;
+}
+
 PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options)
     : pool_(context.pool),
       host_(context.host),

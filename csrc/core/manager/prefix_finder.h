@@ -25,6 +25,12 @@ struct PrefixHit {
   // Per group: the block whose first num_tokens % block_size tokens are to be copied, or null.
   std::vector<BlockId> sources;
 
+  // The hit of a caller that has looked up whole blocks of the device.
+  static PrefixHit of_device(int64_t num_tokens, const std::vector<std::vector<BlockId>>& blocks);
+
+  // From here on, the hit rests on pages of the host; num_tokens where it has none.
+  int64_t first_host_token(const std::vector<CacheGroup>& groups) const;
+
   bool copies_partial() const {
     for (BlockId source : sources) {
       if (source != kNullBlock) return true;

@@ -86,8 +86,21 @@ void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }
 
-void Publisher::publish_onboarded(const HostTier::Onboard& onboard) {
-  publish_ids(*onboard.chain, (*c_.groups)[onboard.group], onboard.column, &onboard.block, 1);
+void Publisher::publish_offloaded() {
+  if (c_.host == nullptr) return;
+  const std::vector<BlockId> written = c_.host->publish_offloaded();
+  c_.journal->note_written(written);
+}
+
+void Publisher::publish_arrived() {
+  if (c_.host == nullptr) return;
+  const std::vector<HostTier::Onboard> arrived =
+      c_.host->take_arrived(c_.journal->numbers().num_completed);
+  for (const HostTier::Onboard& each : arrived) {
+    if (!c_.host->may_publish(each)) continue;
+    publish_ids(*each.chain, (*c_.groups)[each.group], each.column, &each.block, 1);
+  }
+  c_.host->finish(arrived);
 }
 
 // As blocks `first_block` on of the chain's tokens.

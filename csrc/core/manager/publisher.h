@@ -42,8 +42,11 @@ class Publisher {
   }
   // The state after num_tokens tokens, which the row's last page holds, if that is a boundary.
   void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
-  // A block that was read from the host, for a hit.
-  void publish_onboarded(const HostTier::Onboard& onboard);
+  // Pages of the host that the plan at hand writes.
+  void publish_offloaded();
+  // Blocks of hits on the host whose steps are done, unless what their pages hold was reported
+  // invalid since.
+  void publish_arrived();
   // To be called when the row's blocks, or what is published of them, have changed otherwise.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 

@@ -4,6 +4,27 @@
 
 namespace kvcache {
 
+Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
+                           const std::vector<BlockId>& failed_on_host) {
+  Recompute all;
+  if (!completed) all = abort_from(step_id);
+  if (!failed.empty() || !failed_on_host.empty()) {
+    // Before the step is done: its journal knows who has used these pages and let go of them.
+    const Recompute more = invalidate(failed, failed_on_host);
+    all.rows.insert(all.rows.end(), more.rows.begin(), more.rows.end());
+    all.num_computed_tokens.insert(all.num_computed_tokens.end(), more.num_computed_tokens.begin(),
+                                   more.num_computed_tokens.end());
+  }
+  if (completed) complete_to(step_id);
+  return all;
+}
+
+void Recovery::complete_to(int64_t step_id) {
+  c_.journal->complete_to(step_id);
+  r_.publisher->publish_arrived();
+  c_.frees->release_completed();
+}
+
 Recompute Recovery::abort_from(int64_t step_id) {
   const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
   if (aborted.empty()) return {};
@@ -90,29 +111,26 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
     }
     c_.resend(row);
   }
-  for (int32_t row : to_restart) restart(row);
+  for (int32_t row : to_restart) r_.server->restart(row);
   for (int32_t row : out.rows) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows[row].num_computed));
   }
   return out;
 }
 
-// The row has released its blocks; it goes on from what the device's cache has. What was swapped
-// out of an encoder stays there: its pages come back with the row.
-void Recovery::restart(int32_t row) {
-  Row& r = (*c_.rows)[row];
-  r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
-  r.has_forked = r.may_share = false;
-  const PrefixHit& hit = r_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
-  for (const CacheGroup& group : *c_.groups) {
-    if (group.is_cacheable()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
+void Recovery::clear_cache() {
+  if (c_.rows->num_in_use() > 0) r_.release->note_forgotten();
+  c_.pool->clear();
+  if (c_.host != nullptr) c_.host->clear();
+}
+
+void Recovery::start_epoch() {
+  clear_cache();
+  for (int32_t row = 0; row < c_.rows->size(); ++row) {
+    if (!c_.rows->is_in_use(row)) continue;
+    (*c_.rows)[row].is_stale = true;
+    (*c_.rows)[row].next_publish = kUnbounded;
   }
-  ServedRow served;
-  served.row = row;
-  r_.growth->take_hit(&served, hit);
-  r.num_computed = r.start = hit.num_tokens;
-  r.is_stale = false;
-  r_.publisher->refresh(row);
 }
 
 }  // namespace kvcache

@@ -9,19 +9,19 @@
 namespace kvcache {
 
 RequestChecks::RequestChecks(const Context& context) : c_(context) {
-  for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
+  for (const CacheGroup& group : c_.setup->groups) has_state_ |= group.holds_state();
 }
 
 void RequestChecks::check_group(int64_t group) const {
-  if (group >= 0 && group < static_cast<int64_t>(c_.groups->size())) return;
+  if (group >= 0 && group < static_cast<int64_t>(c_.setup->groups.size())) return;
   throw std::invalid_argument("group is " + std::to_string(group) + ": expected 0 to " +
-                              std::to_string(c_.groups->size() - 1));
+                              std::to_string(c_.setup->groups.size() - 1));
 }
 
 void RequestChecks::fail_length(int64_t num_total, const char* what) const {
   throw std::invalid_argument(std::string(what) + " would have " + std::to_string(num_total) +
                               " tokens: expected at most max_model_len, which is " +
-                              std::to_string(c_.options->max_model_len));
+                              std::to_string(c_.setup->options.max_model_len));
 }
 
 void RequestChecks::fail_driver(int32_t row, bool by_step) {
@@ -40,10 +40,10 @@ void RequestChecks::check_has_no_state(const char* call) const {
 void RequestChecks::check_new(const TokenChain& chain) const {
   checked_size("the number of tokens of a new request", chain.num_tokens(), 1);
   check_length(chain.num_tokens(), "a new request");
-  if (chain.block_size() == c_.hash_block_size) return;
+  if (chain.block_size() == c_.setup->hash_block_size) return;
   throw std::invalid_argument(
       "a request hashed for block_size " + std::to_string(chain.block_size()) +
-      " came to a manager with block_size " + std::to_string(c_.hash_block_size));
+      " came to a manager with block_size " + std::to_string(c_.setup->hash_block_size));
 }
 
 void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
@@ -56,11 +56,11 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   }
   checked_size("num_rejected_tokens", num_rejected, 0);
   int64_t kept = r.start;
-  for (const CacheGroup& group : *c_.groups) {
+  for (const CacheGroup& group : c_.setup->groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
     kept = std::max(kept, each.num_published * group.block_size);
-    if (group.has_partial) kept = std::max(kept, each.num_partial * c_.hash_block_size);
+    if (group.has_partial) kept = std::max(kept, each.num_partial * c_.setup->hash_block_size);
   }
   if (r.num_computed - num_rejected >= kept) return;
   throw std::invalid_argument(what + ": expected at most " +
@@ -70,13 +70,13 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
 
 int64_t RequestChecks::check_computed(const TokenChain& chain,
                                       const std::vector<std::vector<BlockId>>& computed) const {
-  if (computed.size() != c_.groups->size()) {
+  if (computed.size() != c_.setup->groups.size()) {
     throw std::invalid_argument("computed_blocks has " + std::to_string(computed.size()) +
-                                " groups: expected " + std::to_string(c_.groups->size()));
+                                " groups: expected " + std::to_string(c_.setup->groups.size()));
   }
   int64_t num_tokens = -1;
   size_t most_blocks = 0;
-  for (const CacheGroup& group : *c_.groups) {
+  for (const CacheGroup& group : c_.setup->groups) {
     const auto n = static_cast<int64_t>(computed[group.id].size());
     most_blocks = std::max(most_blocks, computed[group.id].size());
     const int64_t covered = n * group.block_size;
@@ -91,19 +91,19 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   }
   if (num_tokens <= 0) return 0;
   const std::string what = "computed_blocks has " + std::to_string(most_blocks) + " blocks";
-  if (!c_.options->enable_caching) {
+  if (!c_.setup->options.enable_caching) {
     throw std::invalid_argument(what + ", but caching is off (enable_caching=False)");
   }
   if (!chain.read_cache()) {
     throw std::invalid_argument(what + ", but the request has read_cache=False: expected none");
   }
   if (num_tokens > chain.num_tokens() - 1) {
-    const int64_t most = (chain.num_tokens() - 1) / (*c_.groups)[0].block_size;
+    const int64_t most = (chain.num_tokens() - 1) / c_.setup->groups[0].block_size;
     throw std::invalid_argument(what + ": expected at most " + std::to_string(most) +
                                 ", since the last token must run");
   }
   const std::vector<Hash>& hashes = chain.known_hashes();
-  for (const CacheGroup& group : *c_.groups) {
+  for (const CacheGroup& group : c_.setup->groups) {
     const std::vector<BlockId>& ids = computed[group.id];
     const int64_t first = group.first_needed_block(num_tokens);
     for (int64_t b = 0; b < static_cast<int64_t>(ids.size()); ++b) {
@@ -224,7 +224,7 @@ void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
 }
 
 void RequestChecks::check_has_host(const char* what) const {
-  if (c_.has_host) return;
+  if (c_.host != nullptr) return;
   throw std::invalid_argument(std::string(what) +
                               ", but there is no host tier: expected num_host_blocks of 2 or more");
 }
@@ -250,9 +250,18 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
   }
 }
 
-void RequestChecks::check_ids(const BlockPool& pool, const std::vector<BlockId>& ids,
-                              const char* name) {
-  for (BlockId id : ids) pool.check_id(id, name);
+void RequestChecks::check_ids(const std::vector<BlockId>& ids, const char* name) const {
+  for (BlockId id : ids) c_.pool->check_id(id, name);
+}
+
+void RequestChecks::check_report(int64_t step_id, bool completed,
+                                 const std::vector<BlockId>& failed,
+                                 const std::vector<BlockId>& failed_on_host) const {
+  c_.journal->check_step_id(step_id);
+  check_ids(failed, "failed_pages");
+  if (!failed_on_host.empty()) check_has_host("failed_host_pages names pages");
+  for (BlockId page : failed_on_host) c_.host->check_id(page, "failed_host_pages");
+  if (!completed) c_.journal->check_may_abort(step_id);
 }
 
 }  // namespace kvcache

@@ -10,6 +10,7 @@
 #include "core/hashing/token_chain.h"
 #include "core/manager/options.h"
 #include "core/manager/row_table.h"
+#include "core/manager/step_journal.h"
 #include "core/manager/step_request.h"
 #include "core/pool/block_pool.h"
 
@@ -19,18 +20,17 @@ namespace kvcache {
 class RequestChecks {
  public:
   struct Context {
-    const ManagerOptions* options;
-    const std::vector<CacheGroup>* groups;
-    int64_t hash_block_size;
+    const ManagerSetup* setup;
     RowTable* rows;
+    const StepJournal* journal;
     const BlockPool* pool;
-    bool has_host;
+    const BlockPool* host;  // null where there is none
   };
   explicit RequestChecks(const Context& context);
 
   void check_group(int64_t group) const;
   void check_length(int64_t num_total, const char* what) const {
-    if (num_total > c_.options->max_model_len) fail_length(num_total, what);
+    if (num_total > c_.setup->options.max_model_len) fail_length(num_total, what);
   }
   // Which driver admitted the row: `step`, or a caller that keeps its own tables.
   void check_driver(int32_t row, bool by_step) const {
@@ -39,7 +39,7 @@ class RequestChecks {
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const;
-  static void check_ids(const BlockPool& pool, const std::vector<BlockId>& ids, const char* name);
+  void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
   void check_new(const TokenChain& chain) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
@@ -51,6 +51,8 @@ class RequestChecks {
   int64_t check_computed(const TokenChain& chain,
                          const std::vector<std::vector<BlockId>>& computed) const;
   void check_step(const StepRequest& request) const;
+  void check_report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
+                    const std::vector<BlockId>& failed_on_host) const;
 
  private:
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;

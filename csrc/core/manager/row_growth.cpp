@@ -87,8 +87,8 @@ void RowGrowth::onboard_hit(ServedRow* served, const PrefixHit& hit) {
 void RowGrowth::onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                         BlockId block, bool is_hit) {
   const std::shared_ptr<TokenChain>& chain = (*c_.rows)[served->row].chain;
-  c_.host->onboard(c_.plan, {c_.journal->numbers().num_steps, page, block, column, group.id,
-                             is_hit ? chain : nullptr});
+  c_.host->onboard(
+      {c_.journal->numbers().num_steps, page, block, column, group.id, is_hit ? chain : nullptr});
   served->depends_from(column * group.block_size);
 }
 

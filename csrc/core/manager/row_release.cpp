@@ -4,6 +4,19 @@
 
 namespace kvcache {
 
+void RowRelease::leave(int32_t row, const ReleaseFeatures& features) {
+  const Row& r = (*c_.rows)[row];
+  if (!r.on_host) {
+    note_left(row);
+    notify_release(row, features);
+  }
+  release_row(row, /*with_encoder=*/true);
+  if (r.by_step) c_.plan->clear_later(row);
+  c_.plan->forget_resend(row);
+  c_.rows->give_up(row);
+}
+
+// For the journal: what a row that leaves has computed and nothing finds, and what it onboards.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;
   if (c_.host != nullptr) note_onboards(row);
@@ -51,7 +64,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   features.num_output_tokens =
       std::max<int64_t>((*c_.rows)[row].chain->num_tokens() - info.num_prompt, 0);
   features.logical_time = ++num_releases_;
-  features.wall_ms = c_.clock->now_ms();
+  features.wall_ms = clock_->now_ms();
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
@@ -103,7 +116,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
-    each.num_partial = std::min(each.num_partial, num_tokens / c_.hash_block_size);
+    each.num_partial = std::min(each.num_partial, num_tokens / hash_block_size_);
     each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];

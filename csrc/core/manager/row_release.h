@@ -10,30 +10,18 @@
 #include "core/eviction/eviction_policy.h"
 #include "core/groups/cache_group.h"
 #include "core/manager/clock.h"
-#include "core/manager/deferred_frees.h"
-#include "core/manager/host_tier.h"
-#include "core/manager/row_table.h"
-#include "core/manager/step_journal.h"
-#include "core/pool/block_pool.h"
+#include "core/manager/row_context.h"
 
 namespace kvcache {
 
 class RowRelease {
  public:
-  struct Context {
-    const std::vector<CacheGroup>* groups;
-    int64_t hash_block_size;
-    BlockPool* pool;
-    HostTier* host;  // null where there is none
-    RowTable* rows;
-    StepJournal* journal;
-    DeferredFrees* frees;
-    const Clock* clock;
-  };
-  explicit RowRelease(const Context& context) : c_(context) {}
+  RowRelease(const RowContext& context, int64_t hash_block_size, const Clock* clock)
+      : c_(context), hash_block_size_(hash_block_size), clock_(clock) {}
 
-  // For the journal: what a row that leaves has computed and nothing finds, and what it onboards.
-  void note_left(int32_t row) const;
+  // The row releases its blocks and is free; the next plan clears it, if plans have it at all.
+  void leave(int32_t row, const ReleaseFeatures& features);
+
   // Hashes were forgotten of blocks that rows hold: not all that was published is found.
   void note_forgotten() { has_forgotten_ = true; }
 
@@ -50,12 +38,15 @@ class RowRelease {
   void truncate(int32_t row, int64_t num_tokens);
 
  private:
+  void note_left(int32_t row) const;
   void note_onboards(int32_t row) const;
   void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
     c_.journal->note_dropped(row, (*c_.rows)[row], column * group.block_size, id);
   }
 
-  Context c_;
+  RowContext c_;
+  int64_t hash_block_size_;
+  const Clock* clock_;
   int64_t num_releases_ = 0;
   bool has_forgotten_ = false;
 };

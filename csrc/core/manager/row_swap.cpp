@@ -15,6 +15,56 @@ int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
   return static_cast<int64_t>(unique.size());
 }
 
+std::optional<std::vector<BlockId>> RowSwap::swap_out(const std::vector<int32_t>& rows) {
+  if (num_unique_blocks(rows) > c_.host->pages().num_free()) return std::nullopt;
+  c_.plan->begin_direct();
+  begin();
+  for (int32_t row : rows) leave(row);
+  publisher_->publish_offloaded();
+  return c_.plan->direct_pairs();
+}
+
+std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>& rows) {
+  if (num_unique_blocks(rows) > c_.pool->num_free()) return std::nullopt;
+  c_.plan->begin_direct();
+  begin();
+  for (int32_t row : rows) move_in(row, /*start=*/0, nullptr);
+  return c_.plan->direct_pairs();
+}
+
+std::vector<bool> RowSwap::leave(const StepRequest& request) {
+  std::vector<bool> have_left;
+  begin();
+  for (int64_t i = 0; i < request.num_swap_out_rows; ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    have_left.push_back(leave(row));
+    if (have_left.back()) c_.journal->note_swapped(row, (*c_.rows)[row]);
+  }
+  begin();
+  return have_left;
+}
+
+void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_left) {
+  for (size_t i = 0; i < have_left.size(); ++i) {
+    const int32_t row = request.swap_out_rows[i];
+    c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
+                    (*c_.rows)[row].num_computed);
+  }
+}
+
+// Moves the row to the host. Whether it fits there.
+bool RowSwap::leave(int32_t row) {
+  const std::optional<Departure> departure = departure_of(row);
+  if (!departure) return false;
+  publisher_->publish(row);
+  ReleaseFeatures features;
+  features.is_swapped_out = true;
+  release_->notify_release(row, features);
+  move_out(row, *departure);
+  return true;
+}
+
+// None where the row's blocks that are not there yet do not fit on the host.
 std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   const BlockPool& pages = c_.host->pages();
   Departure departure{{}, 0};
@@ -36,6 +86,7 @@ std::optional<RowSwap::Departure> RowSwap::departure_of(int32_t row) const {
   return departure;
 }
 
+// Lookahead blocks hold nothing: they are released.
 void RowSwap::move_out(int32_t row, const Departure& departure) {
   BlockPool& host = c_.host->pages();
   std::unordered_set<BlockId> taken;  // whose reference is the row's already
@@ -118,8 +169,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {
   c_.journal->note_swapped(row, (*c_.rows)[row]);
 }
 
-void RowSwap::move_in(int32_t row) { move_in(row, /*start=*/0, nullptr); }
-
+// Without `back` all of its pages.
 void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   Row& r = (*c_.rows)[row];
   std::vector<BlockId> left;
@@ -149,7 +199,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
       moved_.emplace(page, id);
       ++c_.host->mutable_counts()->swapped_in_blocks;
       if (back != nullptr) {
-        c_.host->onboard(c_.plan, {c_.journal->numbers().num_steps, page, id, b, group.id, {}});
+        c_.host->onboard({c_.journal->numbers().num_steps, page, id, b, group.id, {}});
       } else {
         c_.plan->swap_in(page, id);
         left.push_back(page);

@@ -11,16 +11,15 @@
 
 #include "core/groups/cache_group.h"
 #include "core/manager/demand.h"
+#include "core/manager/publisher.h"
 #include "core/manager/row_context.h"
+#include "core/manager/row_release.h"
+#include "core/manager/step_request.h"
 
 namespace kvcache {
 
 class RowSwap {
  public:
-  struct Departure {             // of a row that fits on the host
-    std::vector<BlockId> known;  // (block, page that holds the same already) each
-    int64_t num_new;             // pages for the others
-  };
   struct Return {
     Demand demand;                          // on the device
     std::array<int64_t, kMaxGroups> first;  // per group: blocks below it stay behind
@@ -28,32 +27,46 @@ class RowSwap {
 
   // Without a host only `num_unique_blocks` may be called. `caches_rows`: what a row takes to the
   // host is found there by others.
-  RowSwap(const RowContext& context, bool caches_rows) : c_(context), caches_rows_(caches_rows) {}
+  RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release, bool caches_rows)
+      : c_(context), publisher_(publisher), release_(release), caches_rows_(caches_rows) {}
 
   // Blocks that hold KV of these rows, which are of one tier; shared ones count once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // Rows that move from here on share what they move; those before do not.
-  void begin() { moved_.clear(); }
+  // Outside of steps: (device page, host page) each, and back, of all rows or, where they do not
+  // fit, of none.
+  std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
+  std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
 
-  // None where the row's blocks that are not there yet do not fit on the host.
-  std::optional<Departure> departure_of(int32_t row) const;
-  // Moves the row to the host. Lookahead blocks hold nothing: they are released.
-  void move_out(int32_t row, const Departure& departure);
+  // Within a step, before others are served: its rows that fit leave for the host; which have left.
+  // Their answers come behind those of the rows served.
+  std::vector<bool> leave(const StepRequest& request);
+  void answer(const StepRequest& request, const std::vector<bool>& have_left);
 
   // The demand of a row on the host that a step is to serve: the pages that it still reads, and new
   // blocks.
   Return return_of(int32_t row, const Span& span, const DemandRules& rules) const;
   // Brings the row's pages back for a step, but for those that it does not read any more, and a
-  // state that moves on; or all of them.
+  // state that moves on.
   void move_in(int32_t row, int64_t start, const Return& back);
-  void move_in(int32_t row);
 
  private:
+  struct Departure {             // of a row that fits on the host
+    std::vector<BlockId> known;  // (block, page that holds the same already) each
+    int64_t num_new;             // pages for the others
+  };
+
+  // Rows that move from here on share what they move; those before do not.
+  void begin() { moved_.clear(); }
+  bool leave(int32_t row);
+  std::optional<Departure> departure_of(int32_t row) const;
+  void move_out(int32_t row, const Departure& departure);
   bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
   void move_in(int32_t row, int64_t start, const Return* back);
 
   RowContext c_;
+  Publisher* publisher_;
+  RowRelease* release_;
   bool caches_rows_;
   std::unordered_map<BlockId, BlockId> moved_;  // from -> to
 };

@@ -2,6 +2,17 @@
 
 namespace kvcache {
 
+void TokenIntake::take_in(const StepRequest& request) const {
+  append_ids(request);
+  try {
+    hash_ahead(request);
+    for (const NewRow& row : request.new_rows) c_.checks->check_new(*row.chain);
+  } catch (...) {
+    take_back_ids(request, request.num_rows);
+    throw;
+  }
+}
+
 bool TokenIntake::must_hash(const TokenChain& chain, bool reads) const {
   return is_enabled_ && (reads || chain.write_cache()) && chain.has_unhashed_blocks();
 }
@@ -12,12 +23,12 @@ void TokenIntake::hash_ahead(TokenChain& chain, bool reads) const {
 
 // Tokens that came since the row was last served may have filled blocks.
 void TokenIntake::hash_filled(int32_t row) const {
-  if (publisher_->may_publish(row)) hash_ahead(*(*rows_)[row].chain, /*reads=*/false);
+  if (c_.publisher->may_publish(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/false);
 }
 
 void TokenIntake::hash_ahead(const StepRequest& request) const {
   for (int64_t i = 0; i < request.num_rows; ++i) {
-    const Row& row = (*rows_)[request.rows[i]];
+    const Row& row = (*c_.rows)[request.rows[i]];
     // Most rows of a step fill no block: their chains stay untouched.
     if (row.num_computed + request.num_tokens[i] >= row.next_publish) {
       hash_ahead(*row.chain, /*reads=*/false);
@@ -34,7 +45,7 @@ void TokenIntake::append_ids(const StepRequest& request) const {
   try {
     for (; i < request.num_rows; ++i) {
       const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
-      if (n > 0) (*rows_)[request.rows[i]].chain->append(ids, n);
+      if (n > 0) (*c_.rows)[request.rows[i]].chain->append(ids, n);
       ids += n;
     }
   } catch (...) {
@@ -50,15 +61,15 @@ void TokenIntake::take_back_ids(const StepRequest& request, int64_t num_rows) co
 void TokenIntake::take_back_ids_of(const StepRequest& request, int64_t i) const {
   if (request.num_ids == 0) return;
   const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
-  if (n > 0) (*rows_)[request.rows[i]].chain->take_back(n);
+  if (n > 0) (*c_.rows)[request.rows[i]].chain->take_back(n);
 }
 
 // Blocks that a row has dropped are known by their hashes alone; restarted rows look theirs up.
 void TokenIntake::hash_rows() const {
-  for (int32_t row = 0; row < rows_->size(); ++row) {
-    if (rows_->is_in_use(row)) hash_ahead(*(*rows_)[row].chain, /*reads=*/true);
+  for (int32_t row = 0; row < c_.rows->size(); ++row) {
+    if (c_.rows->is_in_use(row)) hash_ahead(*(*c_.rows)[row].chain, /*reads=*/true);
   }
-  for (const StepJournal::Step& step : journal_->in_flight()) {
+  for (const StepJournal::Step& step : c_.journal->in_flight()) {
     for (const StepJournal::Dropped& each : step.dropped) hash_ahead(*each.chain, /*reads=*/true);
   }
 }

@@ -8,7 +8,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -19,112 +18,17 @@
 #include "core/eviction/eviction_policy.h"
 #include "core/eviction/pins.h"
 #include "core/hash.h"
+#include "core/pool/block.h"
+#include "core/pool/content.h"
 #include "core/pool/event_log.h"
+#include "core/pool/eviction_listener.h"
+#include "core/pool/free_list.h"
+#include "core/pool/hash_index.h"
 #include "core/pool/partial_index.h"
 #include "core/pool/residency.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
-
-// One block, besides its place in a free list.
-struct alignas(16) Block {
-  Hash hash;               // valid while indexed
-  BlockId older, younger;  // ring of blocks published under one (hash, group); null: not indexed
-  int32_t ref_count;       // > 0: held
-  uint8_t group;           // cache group that its content belongs to
-  uint8_t generation;      // how often it was handed out, modulo 256
-  uint16_t epoch;          // the pool's: cached; any other: not
-};
-static_assert(sizeof(Block) == 48, "every byte here is paid once per block");
-
-// Neighbours in a free list. Apart from Block and small, because eviction walks a list from its
-// head, where the next id is known only once the link was read: these stay in the processor's
-// caches.
-struct Link {
-  BlockId prev, next;
-};
-
-// First in, first out: push at the tail, remove anywhere, O(1). Released blocks enter at the tail,
-// so the head is the least recently released one.
-class FreeList {
- public:
-  BlockId head() const { return head_; }
-  BlockId tail() const { return tail_; }
-  void push(Link* links, BlockId id);
-  void remove(Link* links, BlockId id);
-  void take_over(Link* links,
-                 FreeList* other);  // all of `other`, in its order, behind what is here
-
- private:
-  BlockId head_ = kNullBlock;
-  BlockId tail_ = kNullBlock;
-};
-
-// (hash, group) -> blocks published under it, oldest first. A table of buckets, one cache line
-// each, searched without a branch per entry; entries hold 32 bits of the key, so that a search
-// touches a block only where it is almost surely the one. An entry is the oldest of a ring of
-// duplicates: insertion and removal stay O(1) however many there are.
-class HashIndex {
- public:
-  HashIndex(Block* blocks, int64_t num_blocks);
-  BlockId find(const Hash& hash, uint8_t group) const;
-  // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
-  bool insert(BlockId id);
-  bool erase(BlockId id);  // whether it was the last under its hash
-  void clear() { buckets_.zero(); }
-  // Starts loading what `find` of the same key will read: first the bucket, then, once that has
-  // arrived, the block it names.
-  void prefetch_bucket(const Hash& hash, uint8_t group) const;
-  void prefetch_block(const Hash& hash, uint8_t group) const;
-  size_t num_bytes() const { return buckets_.num_bytes(); }
-
- private:
-  static constexpr int kSlots = 7;
-  struct alignas(64) Bucket {
-    uint32_t tags[kSlots];   // 0: the slot is empty
-    uint32_t num_displaced;  // entries whose home is here or before, and that lie further on
-    BlockId ids[kSlots];
-  };
-  struct Place {
-    int64_t bucket;
-    int slot;  // -1: not found
-  };
-  static uint32_t tag_of(const Hash& hash, uint8_t group);
-  static unsigned slots_with(const Bucket& bucket, uint32_t tag);  // bit i: slot i has this tag
-  int64_t home_of(uint32_t tag) const {
-    return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
-  }
-  int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
-  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const;
-  void add(uint32_t tag, BlockId id);
-
-  Block* blocks_;
-  int64_t num_buckets_;
-  ZeroedArray<Bucket> buckets_;
-};
-
-// The content of a cached block, for another pool.
-struct Copied {
-  Hash hash;
-  uint8_t group;
-  uint32_t parent, root;  // tags
-  bool is_chain;          // nothing finds it without its parent
-};
-
-// The content of some blocks of one request: hashes and, where events are recorded, tokens. Hash i
-// is hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
-struct Content {
-  const Hash* hashes;
-  const Hash* parent;
-  int64_t stride = 1;
-  const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
-  const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
-  int64_t tokens_per_block = 0;
-  bool is_chain = true;  // whether a block is of no use without its parent
-
-  const Hash& hash(int64_t i) const { return hashes[i * stride]; }
-  const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
-};
 
 // Invalid content by the tags of its hashes, and the roots of its chains.
 struct InvalidChains {
@@ -255,9 +159,8 @@ class BlockPool {
     tier_ = tier;
   }
 
-  // Called for each block that is about to be taken for other content, while it is still found
-  // under a hash, and alone under it.
-  void on_eviction(std::function<void(BlockId)> call) { evicting_ = std::move(call); }
+  // Who hears of evictions from now on; null: nothing does. Must outlive the pool's calls.
+  void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
 
   // How long cached blocks stay, once they are tracked.
   void track_residency();
@@ -278,7 +181,9 @@ class BlockPool {
   }
   void notify_eviction(BlockId id) {
     // Alone in the ring of its hash: nothing is found under it once the block is gone.
-    if (evicting_ && is_indexed(blocks_[id]) && blocks_[id].younger == id) evicting_(id);
+    if (eviction_listener_ == nullptr) return;
+    const Block& block = blocks_[id];
+    if (is_indexed(block) && block.younger == id) eviction_listener_->on_eviction(id);
   }
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
@@ -330,7 +235,7 @@ class BlockPool {
   PartialIndex partial_;
   EventLog* events_ = nullptr;
   Tier tier_ = Tier::kDevice;
-  std::function<void(BlockId)> evicting_;
+  EvictionListener* eviction_listener_ = nullptr;
   std::unique_ptr<Residency> residency_;
   bool is_plain_;  // no policy, and no block was ever pinned
   std::unique_ptr<Candidates> candidates_;

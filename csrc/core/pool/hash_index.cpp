@@ -1,4 +1,6 @@
-#include "core/pool/block_pool.h"
+#include "core/pool/hash_index.h"
+
+#include <cstring>
 
 namespace kvcache {
 

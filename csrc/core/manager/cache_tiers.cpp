@@ -1,0 +1,106 @@
+#include "core/manager/cache_tiers.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/eviction/least_recent.h"
+
+namespace kvcache {
+
+namespace {
+
+std::unique_ptr<BlockPool> pages_of(const ManagerOptions& options) {
+  const std::string& name = options.host_eviction.policy;
+  if (name == "priority" || name == "last_access") {
+    throw std::invalid_argument("host_eviction is '" + name +
+                                "': expected one of lru, s3_fifo, segmented_lru, as the host tier "
+                                "is told of no priorities and no accesses");
+  }
+  auto policy = policy_of(options.host_eviction, options.num_host_blocks);
+  if (policy == nullptr) policy = std::make_unique<LeastRecent>(options.num_host_blocks);
+  return std::make_unique<BlockPool>(options.num_host_blocks, std::move(policy));
+}
+
+std::unique_ptr<HostTier> host_of(const ManagerOptions& options, const HostTier::Context& context) {
+  if (options.num_host_blocks == 0) return nullptr;
+  return std::make_unique<HostTier>(pages_of(options), context, options.host_write,
+                                    options.num_hits_to_write);
+}
+
+bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const BlockPool* pages) {
+  return options.track_residency || pool.has_policy() || (pages != nullptr && pages->has_policy());
+}
+
+void compare(const BlockPool& pool, const PerBlock<int32_t>& counted, const char* what) {
+  for (BlockId id = 1; id < pool.num_blocks(); ++id) {
+    if (counted[id] == pool.ref_count(id)) continue;
+    throw std::logic_error(std::string(what) + " " + std::to_string(id) + " has " +
+                           std::to_string(pool.ref_count(id)) + " references, but " +
+                           std::to_string(counted[id]) + " are held");
+  }
+}
+
+}  // namespace
+
+CacheTiers::CacheTiers(const ManagerSetup* setup, Steps* steps)
+    : steps_(steps),
+      pool_(setup->options.num_blocks,
+            policy_of(setup->options.eviction, setup->options.num_blocks)),
+      frees_(&pool_, &steps->numbers(), setup->options.fence_frees),
+      host_(host_of(setup->options, {&pool_, &setup->groups, &steps->plan()})),
+      clock_(asks_for_time(setup->options, pool_, host_pages())) {
+  pool_.set_eviction_listener(host_.get());
+  if (setup->options.record_events) {
+    pool_.emit_to(&events_, Tier::kDevice);
+    if (host_ != nullptr) host_->pages().emit_to(&events_, Tier::kHost);
+  }
+  if (setup->options.track_residency) pool_.track_residency();
+}
+
+void CacheTiers::notify_clock() {
+  const int64_t ms = clock_.now_ms();
+  if (pool_.residency() != nullptr) pool_.residency()->set_now(ms);
+  pool_.set_now(ms);
+  if (host_ != nullptr) host_->pages().set_now(ms);
+}
+
+const TierCount& CacheTiers::counts() const {
+  static const TierCount kNone;
+  return host_ == nullptr ? kNone : host_->counts();
+}
+
+void CacheTiers::clear_counts() {
+  if (host_ != nullptr) *host_->mutable_counts() = {};
+  if (pool_.residency() != nullptr) pool_.residency()->clear();
+}
+
+void CacheTiers::offload_queued() {
+  if (host_ == nullptr) return;
+  host_->offload_queued(/*holds_blocks=*/frees_.defers(steps_->numbers().num_steps));
+}
+
+void CacheTiers::release_read() {
+  const std::vector<BlockId> held = steps_->plan().take_held();
+  frees_.release_or_defer(held.data(), static_cast<int64_t>(held.size()),
+                          steps_->numbers().num_steps);
+}
+
+bool CacheTiers::any_held() const {
+  const auto any = [](const BlockPool& pool) { return pool.num_free() != pool.num_total(); };
+  return any(pool_) || (host_ != nullptr && any(host_->pages()));
+}
+
+void CacheTiers::check_invariants(PerBlock<int32_t> device, PerBlock<int32_t> host) const {
+  pool_.check_invariants();
+  frees_.check_invariants(&device);
+  if (host_ != nullptr) {
+    host_->pages().check_invariants();
+    host_->check_invariants(&device, &host);
+    compare(host_->pages(), host, "page of the host");
+  }
+  compare(pool_, device, "block");
+}
+
+}  // namespace kvcache

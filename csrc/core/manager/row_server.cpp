@@ -1,0 +1,251 @@
+#include "core/manager/row_server.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+namespace kvcache {
+
+RowServer::RowServer(const Context& context, const ManagerOptions& options)
+    : c_(context.parts),
+      r_(context),
+      rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), context.holders, options),
+      growth_(c_, context.holders),
+      candidate_(c_.groups->size()) {}
+
+void RowServer::serve_rows(const StepRequest& request) {
+  for (int64_t i = 0; i < request.num_rows; ++i) {
+    const int32_t row = request.rows[i];
+    const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
+    const int64_t start = (*c_.rows)[row].num_computed - rejected;
+    ServedRow served;
+    served.row = row;
+    served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};
+    const Status status = extend(&served);
+    if (status != Status::kServed) r_.intake->take_back_ids_of(request, i);
+    answer(served, status);
+  }
+}
+
+void RowServer::serve_new(const StepRequest& request) {
+  for (size_t i = 0; i < request.new_rows.size(); ++i) {
+    const NewRow& asked = request.new_rows[i];
+    ServedRow served;
+    Status status = Status::kWait;
+    // A hit inside a block takes that block and the copy: without it, less may do.
+    for (bool with_partial : {true, false}) {
+      const PrefixHit* hit = &r_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
+      if (hit->num_host_blocks > asked.max_host_blocks) {
+        hit = &r_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
+      }
+      const int64_t start = hit->num_tokens;
+      served.span = {start, std::min(start + asked.num_tokens, asked.chain->num_tokens()),
+                     request.lookahead_of(request.num_rows + static_cast<int64_t>(i))};
+      status = admit(&served, asked.chain, *hit, request.num_reserved_blocks, /*by_step=*/true);
+      if (status != Status::kWait || !hit->copies_partial()) break;
+    }
+    if (status == Status::kServed) c_.plan->clear(served.row);
+    answer(served, status);
+  }
+}
+
+Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
+  Status status = Status::kWait;
+  for (bool with_partial : {true, false}) {
+    const PrefixHit& hit = r_.finder->find(chain, with_partial, /*with_host=*/true);
+    const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
+    status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, /*num_reserved=*/0).status;
+    if (status != Status::kWait || !hit.copies_partial()) break;
+  }
+  return status;
+}
+
+void RowServer::answer(const ServedRow& served, Status status) {
+  c_.plan->answer(served.row, status, served.span.start);
+  if (status != Status::kServed) return;
+  c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
+  if (c_.plan->must_resend(served.row)) return;  // sent whole when all are served
+  c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
+}
+
+void RowServer::publish_served() {
+  for (const RowGrowth::StateMove& move : growth_.state_moves()) {
+    r_.publisher->publish_state(move.row, (*c_.groups)[move.group], move.num_tokens);
+  }
+  for (const StepJournal::Served& served : c_.journal->last().rows) {
+    r_.publisher->publish(served.row);
+  }
+  growth_.release_left_states();
+}
+
+Status RowServer::extend(ServedRow* served) {
+  const int32_t row = served->row;
+  Row& r = (*c_.rows)[row];
+  const Span& span = served->span;
+  served->safe_start = span.start;
+  const Demand demand =
+      r.on_host ? bring_back(served) : rules_.of_running(c_.rows->blocks(row), span, r.may_share);
+  if (demand.status != Status::kServed) return demand.status;
+  r.start = span.start;
+  r.num_computed = span.stop;
+  growth_.serve(served, demand);
+  if (r.may_share) r.may_share = rules_.shares_from(c_.rows->blocks(row), span.start);
+  if (r.has_forked) keep_own_blocks(*served);
+  return Status::kServed;
+}
+
+// Brings back from the host what the row still reads, if it fits.
+Demand RowServer::bring_back(ServedRow* served) {
+  const RowSwap::Return back = r_.swap->return_of(served->row, served->span, rules_);
+  if (back.demand.status != Status::kServed) return back.demand;
+  r_.swap->move_in(served->row, served->span.start, back);
+  served->safe_start = 0;
+  c_.resend(served->row);
+  return back.demand;
+}
+
+// The row has computed the blocks that it writes, though it began in another's block.
+void RowServer::keep_own_blocks(const ServedRow& served) {
+  const Span& span = served.span;
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = c_.rows->blocks(served.row)[group.id];
+    const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
+    each.num_hits = std::min(each.num_hits, first);
+  }
+}
+
+// The demand of a request that takes this hit; its first blocks are in `candidate_`.
+Demand RowServer::demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
+                                int64_t num_reserved) {
+  for (const CacheGroup& group : *c_.groups) {
+    RowGrowth::set_hit(&candidate_[group.id], group, hit);
+  }
+  Demand demand = rules_.of_new(candidate_.data(), chain, span, num_reserved);
+  if (demand.status == Status::kServed && !c_.rows->has_free()) demand.status = Status::kWait;
+  return demand;
+}
+
+Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain,
+                        const PrefixHit& hit, int64_t num_reserved, bool by_step) {
+  served->row = -1;
+  const Demand demand = demand_of_new(*chain, hit, served->span, num_reserved);
+  if (demand.status != Status::kServed) return demand.status;
+  const int32_t row = served->row = c_.rows->take();
+  served->safe_start = hit.num_tokens;
+  Row& r = (*c_.rows)[row];
+  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0};
+  r.chain = chain;
+  r.start = hit.num_tokens;
+  r.num_computed = served->span.stop;
+  r.by_step = by_step;
+  std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
+  growth_.take_hit(served, hit);
+  growth_.serve(served, demand);
+  served->num_before.fill(0);
+  r_.publisher->refresh(row);
+  if (chain->read_cache()) {
+    r_.stats->add(chain->num_tokens(), hit.num_tokens,
+                  hit.num_tokens - hit.first_host_token(*c_.groups));
+  }
+  return Status::kServed;
+}
+
+void RowServer::restart(int32_t row) {
+  Row& r = (*c_.rows)[row];
+  r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
+  r.has_forked = r.may_share = false;
+  const PrefixHit& hit = r_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.is_cacheable()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
+  }
+  ServedRow served;
+  served.row = row;
+  growth_.take_hit(&served, hit);
+  r.num_computed = r.start = hit.num_tokens;
+  r.is_stale = false;
+  r_.publisher->refresh(row);
+}
+
+Slots RowServer::allocate(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
+                          const Span& span) {
+  ServedRow served;
+  served.span = span;
+  const Status status = admit(&served, chain, hit, /*num_reserved=*/0, /*by_step=*/false);
+  Slots slots{status, served.row, {}, {}};
+  if (status != Status::kServed) return slots;
+  std::array<int64_t, kMaxGroups> num_computed{};
+  for (const CacheGroup& group : *c_.groups) {
+    num_computed[group.id] = static_cast<int64_t>(hit.blocks[group.id].size());
+  }
+  add_new_blocks(served.row, num_computed.data(), &slots);
+  c_.rows->info(served.row).num_marked = hit.num_tokens;
+  r_.publisher->publish(served.row);
+  return slots;
+}
+
+Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
+  c_.plan->begin_direct();
+  const int64_t start = (*c_.rows)[row].num_computed;
+  ServedRow served;
+  served.row = row;
+  served.span = {start, start + num_tokens, num_lookahead_tokens};
+  Slots slots{extend(&served), row, {}, {}};
+  if (slots.status != Status::kServed) return slots;
+  slots.copies = c_.plan->direct_pairs();
+  add_new_blocks(row, served.num_before.data(), &slots);
+  r_.publisher->publish(row);
+  return slots;
+}
+
+// The row's blocks from from[g] on, in every group g.
+void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const {
+  for (const CacheGroup& group : *c_.groups) {
+    const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;
+    slots->new_blocks.emplace_back(blocks.begin() + from[group.id], blocks.end());
+  }
+}
+
+Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
+  if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
+  // Filled blocks are published now: none that both hold is left to be.
+  r_.publisher->publish(row);
+  child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
+
+  const int32_t other = c_.rows->take();
+  Row& parent = (*c_.rows)[row];
+  Row& r = (*c_.rows)[other];
+  parent.has_forked = parent.may_share = true;
+  const int64_t admission = r.admission;
+  r = parent;
+  r.chain = child;
+  r.start = r.num_computed;
+  r.admission = admission;
+  c_.rows->info(other) = {child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked};
+  for (const CacheGroup& group : *c_.groups) {
+    RowBlocks& each = c_.rows->blocks(other)[group.id];
+    each = c_.rows->blocks(row)[group.id];
+    c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
+    if (!group.is_cacheable()) continue;
+    each.num_hits = each.size();
+    each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
+    each.num_partial = std::max(each.num_partial, r.num_computed / r_.hash_block_size);
+  }
+  r_.publisher->refresh(other);
+  if (r.by_step) c_.journal->inherit(row, parent, other, r);
+  c_.resend(other);
+  return {Status::kServed, other, {}, {}};
+}
+
+int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {
+  int64_t n = 0;
+  for (BlockId id : c_.rows->blocks(row)[group].blocks) {
+    if (id == kNullBlock || r_.holders.num_rows(id) != num_running) break;
+    ++n;
+  }
+  return n;
+}
+
+void RowServer::check_invariants() const {
+  if (!growth_.state_moves().empty()) throw std::logic_error("a step has left a state on the move");
+}
+
+}  // namespace kvcache

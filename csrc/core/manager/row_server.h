@@ -1,0 +1,88 @@
+// Serves rows: running ones get their next slots, requests get a row, forks share one.
+//
+// Asks what a row needs, and where it fits, has it carried out, noted and answered.
+// Invariant: a row that does not fit is answered, and nothing of it has changed.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/hashing/token_chain.h"
+#include "core/manager/block_holders.h"
+#include "core/manager/cache_stats.h"
+#include "core/manager/demand.h"
+#include "core/manager/options.h"
+#include "core/manager/prefix_finder.h"
+#include "core/manager/publisher.h"
+#include "core/manager/row_context.h"
+#include "core/manager/row_growth.h"
+#include "core/manager/row_swap.h"
+#include "core/manager/step_plan.h"
+#include "core/manager/step_request.h"
+#include "core/manager/token_intake.h"
+
+namespace kvcache {
+
+class RowServer {
+ public:
+  struct Context {
+    RowContext parts;
+    int64_t hash_block_size;
+    BlockHolders holders;
+    PrefixFinder* finder;
+    Publisher* publisher;
+    RowSwap* swap;
+    TokenIntake* intake;
+    CacheStats* stats;
+  };
+  RowServer(const Context& context, const ManagerOptions& options);
+
+  // Within a step: its running rows, then its requests, in the order given.
+  void serve_rows(const StepRequest& request);
+  void serve_new(const StepRequest& request);
+  // When all rows of the step are served: what a step computes is a hit for later plans only, never
+  // within its own.
+  void publish_served();
+
+  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
+  // now. Its hashes must be known.
+  Status would_fit(const TokenChain& chain, int64_t num_tokens);
+
+  // Outside of steps. A row with the blocks of this hit and slots for the span behind it; slots for
+  // num_tokens tokens more in a row; another row that begins with all that `row` has computed, and
+  // shares its blocks.
+  Slots allocate(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, const Span& span);
+  Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+  Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
+
+  // A row that has released its blocks goes on from what the device's cache has. An encoder's pages
+  // that are on the host stay there, and come back with the row.
+  void restart(int32_t row);
+
+  // Leading blocks of the row's group that as many rows hold as are running.
+  int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const;
+
+  // Throws std::logic_error where a step has left a state on the move.
+  void check_invariants() const;
+
+ private:
+  Status extend(ServedRow* served);
+  Demand bring_back(ServedRow* served);
+  void keep_own_blocks(const ServedRow& served);
+  Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
+                       int64_t num_reserved);
+  Status admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
+               int64_t num_reserved, bool by_step);
+  void answer(const ServedRow& served, Status status);
+  void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
+
+  RowContext c_;
+  Context r_;
+  DemandRules rules_;
+  RowGrowth growth_;
+  std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
+};
+
+}  // namespace kvcache

@@ -1,0 +1,35 @@
+#include "core/manager/steps.h"
+
+#include <array>
+#include <stdexcept>
+
+namespace kvcache {
+
+void Steps::begin() {
+  journal_.begin();
+  plan_.begin(numbers().num_steps);
+}
+
+const StepPlan& Steps::end(const RowTable& rows) {
+  resend_tables(rows);
+  const StepPlan& plan = plan_.end();
+  journal_.issue(plan.clear_rows);
+  return plan;
+}
+
+void Steps::resend_tables(const RowTable& rows) {
+  static constexpr std::array<int64_t, kMaxGroups> kFromFirst{};
+  for (int32_t row : plan_.take_resent()) {
+    plan_.clear(row);
+    // One on the host is sent when it comes back.
+    if (!rows[row].on_host) plan_.append(row, rows.blocks(row), kFromFirst.data());
+  }
+}
+
+void Steps::check_invariants() const {
+  if (plan_.is_step()) throw std::logic_error("a plan was begun and not ended");
+  plan_.check_invariants();
+  journal_.check_invariants();  // no step that was not issued
+}
+
+}  // namespace kvcache

@@ -1,0 +1,69 @@
+// Invalid content leaves a pool, with all that may have been computed from it.
+#include <algorithm>
+
+#include "core/pool/block_pool.h"
+
+namespace kvcache {
+
+namespace {
+
+// Stands for all blocks under a hash, in place of one of them.
+constexpr BlockId kUntouched = -1;
+constexpr BlockId kTouched = kNullBlock;
+
+uint64_t key_of(uint8_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
+
+}  // namespace
+
+void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const {
+  for (int64_t i = 0; i < n; ++i) {
+    if (!is_cached(at(ids[i], "ids"))) continue;
+    invalid->hashes.insert(blocks_[ids[i]].hash.tag());
+    invalid->roots.insert(lineage_[ids[i]].root);
+  }
+}
+
+void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
+  // Once per incident: one walk over the blocks that were ever used.
+  if (invalid.roots.empty()) return;
+  std::vector<BlockId> found;
+  std::unordered_map<uint64_t, BlockId> by_hash;  // any block under it, or what is known
+  for (BlockId id = 1; id < next_fresh_; ++id) {
+    const Block& block = blocks_[id];
+    if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;
+    found.push_back(id);
+    by_hash.emplace(key_of(block.group, block.hash.tag()), id);
+  }
+  if (is_uniform) {
+    const auto touched = [&](BlockId id) { return !is_untouched(id, invalid.hashes, &by_hash); };
+    found.erase(std::stable_partition(found.begin(), found.end(), touched), found.end());
+  }
+  evict(found.data(), static_cast<int64_t>(found.size()));
+}
+
+// Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
+bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
+                             std::unordered_map<uint64_t, BlockId>* by_hash) const {
+  std::vector<uint64_t> path;
+  BlockId verdict = kTouched;
+  for (BlockId up = id;;) {
+    const Block& block = blocks_[up];
+    if (invalid.count(block.hash.tag()) != 0) break;
+    path.push_back(key_of(block.group, block.hash.tag()));
+    if (block.hash.tag() == lineage_[up].root) {
+      verdict = kUntouched;
+      break;
+    }
+    const auto parent = by_hash->find(key_of(block.group, lineage_[up].parent));
+    if (parent == by_hash->end()) break;
+    if (parent->second <= kNullBlock) {
+      verdict = parent->second;
+      break;
+    }
+    up = parent->second;
+  }
+  for (uint64_t key : path) (*by_hash)[key] = verdict;
+  return verdict == kUntouched;
+}
+
+}  // namespace kvcache

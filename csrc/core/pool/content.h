@@ -1,0 +1,33 @@
+// The content of blocks: the hashes that it is published under, and what events say of it.
+#pragma once
+
+#include <cstdint>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+// The content of a cached block, for another pool.
+struct Copied {
+  Hash hash;
+  uint8_t group;
+  uint32_t parent, root;  // tags
+  bool is_chain;          // nothing finds it without its parent
+};
+
+// The content of some blocks of one request: hashes and, where events are recorded, tokens. Hash i
+// is hashes[i * stride]; its parent is that of i - 1, `parent` for the first.
+struct Content {
+  const Hash* hashes;
+  const Hash* parent;
+  int64_t stride = 1;
+  const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
+  const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
+  int64_t tokens_per_block = 0;
+  bool is_chain = true;  // whether a block is of no use without its parent
+
+  const Hash& hash(int64_t i) const { return hashes[i * stride]; }
+  const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }
+};
+
+}  // namespace kvcache

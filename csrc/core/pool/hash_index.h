@@ -1,0 +1,56 @@
+// Which blocks hold the content of a hash.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/hash.h"
+#include "core/pool/block.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+// (hash, group) -> blocks published under it, oldest first. A table of buckets, one cache line
+// each, searched without a branch per entry; entries hold 32 bits of the key, so that a search
+// touches a block only where it is almost surely the one. An entry is the oldest of a ring of
+// duplicates: insertion and removal stay O(1) however many there are.
+class HashIndex {
+ public:
+  HashIndex(Block* blocks, int64_t num_blocks);
+  BlockId find(const Hash& hash, uint8_t group) const;
+  // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
+  bool insert(BlockId id);
+  bool erase(BlockId id);  // whether it was the last under its hash
+  void clear() { buckets_.zero(); }
+  // Starts loading what `find` of the same key will read: first the bucket, then, once that has
+  // arrived, the block it names.
+  void prefetch_bucket(const Hash& hash, uint8_t group) const;
+  void prefetch_block(const Hash& hash, uint8_t group) const;
+  size_t num_bytes() const { return buckets_.num_bytes(); }
+
+ private:
+  static constexpr int kSlots = 7;
+  struct alignas(64) Bucket {
+    uint32_t tags[kSlots];   // 0: the slot is empty
+    uint32_t num_displaced;  // entries whose home is here or before, and that lie further on
+    BlockId ids[kSlots];
+  };
+  struct Place {
+    int64_t bucket;
+    int slot;  // -1: not found
+  };
+  static uint32_t tag_of(const Hash& hash, uint8_t group);
+  static unsigned slots_with(const Bucket& bucket, uint32_t tag);  // bit i: slot i has this tag
+  int64_t home_of(uint32_t tag) const {
+    return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
+  }
+  int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
+  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const;
+  void add(uint32_t tag, BlockId id);
+
+  Block* blocks_;
+  int64_t num_buckets_;
+  ZeroedArray<Bucket> buckets_;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,285 @@
+#include "core/manager/row_server.h"
+
+#include "core/groups/recurrent_state.h"
+#include "tests/serving_fixture.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+using Statuses = std::vector<uint8_t>;
+
+namespace {
+
+constexpr auto kServed = static_cast<uint8_t>(Status::kServed);
+constexpr auto kWait = static_cast<uint8_t>(Status::kWait);
+constexpr auto kNever = static_cast<uint8_t>(Status::kNever);
+
+// Publishing, but for what this step computes, needs hashes: here chains of tokens 0.
+std::shared_ptr<TokenChain> hashed_chain(int64_t num_tokens) {
+  auto chain = Serving::chain_of(num_tokens);
+  chain->hashes();
+  return chain;
+}
+
+struct Fixture : Serving {
+  using Serving::Serving;
+
+  // Requests are served; what they compute is published.
+  void admit(const std::vector<NewRow>& requests) {
+    StepRequest request;
+    request.new_rows = requests;
+    server.serve_new(request);
+    server.publish_served();
+  }
+  // The row computes more tokens in a step that is open.
+  void extend(int32_t row, int32_t num_tokens) {
+    StepRequest request;
+    request.rows = &row;
+    request.num_tokens = &num_tokens;
+    request.num_rows = 1;
+    server.serve_rows(request);
+    server.publish_served();
+  }
+  // Leaves blocks 1 to n cached and free, under the hashes of a chain of tokens 0.
+  Ids cache(int64_t n) {
+    const Ids ids = take(&pool, n);
+    publish_chain(&pool, ids, hashed_chain(4 * n)->known_hashes());
+    kvcache::test::release(&pool, ids);
+    return ids;
+  }
+};
+
+TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
+  Fixture f;
+  const Ids cached = f.cache(2);
+  f.admit({{hashed_chain(14), 100}});
+  const StepPlan& plan = f.end();
+  CHECK(plan.rows == Ids({0}) && plan.status == Statuses({kServed}));
+  CHECK(plan.num_computed_tokens == Ids({8}));
+  CHECK(plan.clear_rows == Ids({0}) && plan.append_rows == Ids({0}));
+  CHECK_EQ(f.ids(0).size(), 4);
+  CHECK(f.ids(0)[0] == cached[0] && f.ids(0)[1] == cached[1]);
+  CHECK(plan.groups[0].append_ids == f.ids(0));
+  CHECK_EQ(f.rows[0].num_computed, 14);
+  CHECK(f.rows[0].by_step);
+  CHECK_EQ(f.stats.total().hit_tokens, 8);
+  CHECK_EQ(f.journal.last().rows[0].start, 8);  // valid whatever becomes of the step
+  f.server.check_invariants();
+}
+
+TEST(a_step_computes_no_hit_of_its_own) {
+  Fixture f;
+  f.admit({{hashed_chain(9), 9}, {hashed_chain(9), 9}});
+  CHECK(f.end().num_computed_tokens == Ids({0, 0}));
+  CHECK(f.pool.find(hashed_chain(9)->known_hashes()[1], 0) != kNullBlock);
+}
+
+TEST(a_request_that_does_not_fit_changes_nothing) {
+  Fixture f;
+  f.cache(2);
+  const Ids others = take(&f.pool, 15);  // 4 are free, 2 of them cached
+  f.admit({{hashed_chain(17), 17}, {hashed_chain(80), 1}});
+  const StepPlan& plan = f.end();
+  CHECK(plan.status == Statuses({kWait, kNever}));
+  CHECK(plan.rows == Ids({-1, -1}));
+  CHECK(plan.append_rows.empty() && plan.clear_rows.empty());
+  CHECK_EQ(f.rows.num_in_use(), 0);
+  CHECK_EQ(f.pool.num_free(), 4);
+  CHECK_EQ(f.stats.total().num_requests, 0);
+  CHECK(f.journal.last().rows.empty());
+  kvcache::test::release(&f.pool, others);
+}
+
+TEST(a_request_waits_for_a_row) {
+  ManagerOptions options{};
+  options.max_num_reqs = 1;
+  Fixture f(full_groups(4), options);
+  f.admit({{hashed_chain(4), 4}, {hashed_chain(4), 4}});
+  CHECK(f.end().status == Statuses({kServed, kWait}));
+  CHECK(f.server.would_fit(*hashed_chain(4), 4) == Status::kWait);
+  CHECK(f.server.fork(0, hashed_chain(4)).status == Status::kWait);
+}
+
+TEST(whether_a_request_would_fit_changes_nothing) {
+  Fixture f;
+  const Ids cached = f.cache(2);
+  const Ids others = take(&f.pool, 15);
+  CHECK(f.server.would_fit(*hashed_chain(17), 17) == Status::kWait);
+  CHECK(f.server.would_fit(*hashed_chain(17), 8) == Status::kServed);  // two behind the hit
+  CHECK(f.server.would_fit(*hashed_chain(80), 1) == Status::kNever);
+  CHECK_EQ(f.pool.ref_count(cached[0]), 0);
+  CHECK_EQ(f.rows.num_in_use(), 0);
+  kvcache::test::release(&f.pool, others);
+  f.end();
+}
+
+TEST(running_rows_get_what_they_lack) {
+  Fixture f;
+  f.admit({{hashed_chain(20), 6}});
+  f.end();
+  f.begin();
+  f.extend(0, 7);
+  const StepPlan& plan = f.end();
+  CHECK(plan.num_computed_tokens == Ids({6}));
+  CHECK(plan.groups[0].append_ids == Ids({f.ids(0)[2], f.ids(0)[3]}));
+  CHECK(f.rows[0].start == 6 && f.rows[0].num_computed == 13);
+  CHECK_EQ(f.pool.num_cached(), 3);
+}
+
+TEST(rejected_tokens_are_computed_anew) {
+  Fixture f;
+  f.admit({{hashed_chain(20), 7}});
+  f.end();
+  f.begin();
+  const int32_t row = 0, count = 2, rejected = 2;
+  StepRequest request;
+  request.rows = &row;
+  request.num_tokens = &count;
+  request.num_rejected = &rejected;
+  request.num_rows = 1;
+  f.server.serve_rows(request);
+  CHECK(f.end().num_computed_tokens == Ids({5}));
+  CHECK_EQ(f.rows[0].num_computed, 7);
+  CHECK_EQ(f.ids(0).size(), 2);
+}
+
+TEST(ids_of_a_row_that_waits_are_taken_back) {
+  Fixture f;
+  f.admit({{hashed_chain(8), 8}});
+  f.end();
+  const Ids others = take(&f.pool, 17);
+  f.begin();
+  const int32_t row = 0, count = 1, id = 7;
+  StepRequest request;
+  request.rows = &row;
+  request.num_tokens = &count;
+  request.num_rows = 1;
+  request.token_ids = &id;
+  request.num_ids = 1;
+  f.intake.take_in(request);
+  CHECK_EQ(f.rows[0].chain->num_tokens(), 9);
+  f.server.serve_rows(request);
+  CHECK(f.end().status == Statuses({kWait}));
+  CHECK_EQ(f.rows[0].chain->num_tokens(), 8);
+  CHECK_EQ(f.rows[0].num_computed, 8);
+  kvcache::test::release(&f.pool, others);
+}
+
+TEST(a_row_on_the_host_comes_back_when_it_is_served) {
+  Fixture f;
+  f.admit({{hashed_chain(20), 8}});
+  f.end();
+  CHECK(f.swap.swap_out({0}).has_value());
+  f.begin();
+  f.extend(0, 1);
+  CHECK(!f.rows[0].on_host);
+  CHECK(f.plan.must_resend(0));
+  CHECK_EQ(f.journal.last().rows[0].start, 0);  // what comes back rests on this step
+  CHECK_EQ(f.end().swap_in.size(), 4);
+}
+
+TEST(a_state_moves_until_all_rows_are_served) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
+  f.admit({{hashed_chain(20), 4}});
+  f.end();
+  const BlockId first = f.ids(0)[0];
+  f.begin();
+  const int32_t row = 0, count = 4;
+  StepRequest request;
+  request.rows = &row;
+  request.num_tokens = &count;
+  request.num_rows = 1;
+  f.server.serve_rows(request);
+  CHECK_THROWS(f.server.check_invariants(), "a step has left a state on the move");
+  f.server.publish_served();
+  f.server.check_invariants();
+  CHECK(f.ids(0) == Ids({kNullBlock, f.ids(0)[1]}));
+  CHECK(f.end().copy == Ids({first, f.ids(0)[1]}));
+}
+
+TEST(allocate_and_append_answer_the_new_blocks) {
+  Fixture f;
+  f.end();
+  const Ids cached = f.cache(2);
+  const Slots slots =
+      f.server.allocate(hashed_chain(14), PrefixHit::of_device(8, {cached}), {8, 11, 0});
+  CHECK(slots.status == Status::kServed && slots.row == 0);
+  CHECK(slots.new_blocks == std::vector<Ids>({{f.ids(0)[2]}}));
+  CHECK(!f.rows[0].by_step);
+  CHECK_EQ(f.rows.info(0).num_marked, 8);
+  const Slots more = f.server.append(0, 3, /*num_lookahead_tokens=*/4);
+  CHECK(more.new_blocks == std::vector<Ids>({{f.ids(0)[3], f.ids(0)[4]}}));
+  CHECK(more.copies.empty());
+  CHECK_EQ(f.pool.num_cached(), 3);
+}
+
+TEST(a_fork_shares_blocks_until_one_of_both_writes) {
+  Fixture f;
+  f.end();
+  f.server.allocate(hashed_chain(6), PrefixHit::of_device(0, {{}}), {0, 6, 0});
+  const Slots child = f.server.fork(0, hashed_chain(6));
+  CHECK(child.status == Status::kServed && child.row == 1);
+  CHECK(f.ids(0) == f.ids(1));
+  CHECK_EQ(f.server.num_common_prefix_blocks(0, 2, 0), 2);
+  CHECK_EQ(f.server.num_common_prefix_blocks(0, 1, 0), 0);
+  const BlockId shared = f.ids(0)[1];
+  const Slots slots = f.server.append(1, 1, 0);
+  CHECK(slots.copies == Ids({shared, f.ids(1)[1]}));
+  CHECK(f.ids(0)[1] == shared && f.ids(1)[1] != shared);
+  CHECK(f.server.append(0, 1, 0).copies.empty());  // it has the block alone now
+  CHECK_EQ(f.server.num_common_prefix_blocks(0, 2, 0), 1);
+}
+
+TEST(a_fork_shares_the_fate_of_the_steps_in_flight) {
+  Fixture f;
+  f.admit({{hashed_chain(20), 6}});
+  f.end();
+  f.server.fork(0, hashed_chain(20));
+  CHECK(f.plan.must_resend(1));
+  CHECK_EQ(f.journal.last().rows.size(), 2);
+  CHECK_EQ(f.journal.last().rows[1].row, 1);
+  CHECK_EQ(f.journal.last().rows[1].admission, f.rows[1].admission);
+}
+
+TEST(a_row_restarts_from_what_the_cache_has) {
+  Fixture f;
+  f.admit({{hashed_chain(20), 10}});
+  f.end();
+  const Ids before = f.ids(0);
+  f.rows[0].is_stale = f.rows[0].may_share = f.rows[0].has_forked = true;
+  f.release.release_row(0, /*with_encoder=*/false);
+  f.server.restart(0);
+  CHECK(f.ids(0) == Ids({before[0], before[1]}));
+  CHECK_EQ(f.rows[0].num_computed, 8);
+  CHECK(!f.rows[0].is_stale && !f.rows[0].may_share && !f.rows[0].has_forked);
+  CHECK_EQ(f.rows[0].next_publish, 12);
+}
+
+TEST(hits_on_the_host_are_counted_from_their_first_token) {
+  Fixture f;
+  f.cache(1);
+  const std::vector<Hash> hashes = hashed_chain(12)->known_hashes();
+  const Ids pages = take(&f.host.pages(), 1);
+  publish_chain(&f.host.pages(), pages, {hashes[1]});
+  kvcache::test::release(&f.host.pages(), pages);
+  f.admit({{hashed_chain(12), 12}});
+  CHECK_EQ(f.stats.total().hit_tokens, 8);
+  CHECK_EQ(f.stats.total().host_hit_tokens, 4);
+  CHECK(f.end().swap_in == Ids({pages[0], f.ids(0)[1]}));
+}
+
+TEST(a_request_takes_no_more_from_the_host_than_it_allows) {
+  Fixture f;
+  f.cache(1);
+  const std::vector<Hash> hashes = hashed_chain(12)->known_hashes();
+  const Ids pages = take(&f.host.pages(), 1);
+  publish_chain(&f.host.pages(), pages, {hashes[1]});
+  kvcache::test::release(&f.host.pages(), pages);
+  f.admit({{hashed_chain(12), 12, /*max_host_blocks=*/0}});
+  CHECK_EQ(f.stats.total().hit_tokens, 4);
+  CHECK(f.end().swap_in.empty());
+}
+
+}  // namespace
+
+TEST_MAIN()
