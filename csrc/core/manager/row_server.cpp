@@ -12,6 +12,15 @@ RowServer::RowServer(const Context& context, const ManagerOptions& options)
       growth_(c_, context.holders),
       candidate_(c_.groups->size()) {}
 
+// Inlined, as every row of a step is answered.
+inline void RowServer::answer(const ServedRow& served, Status status) {
+  c_.plan->answer(served.row, status, served.span.start);
+  if (status != Status::kServed) return;
+  c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
+  if (c_.plan->must_resend(served.row)) return;  // sent whole when all are served
+  c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
+}
+
 void RowServer::serve_rows(const StepRequest& request) {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
@@ -57,14 +66,6 @@ Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
     if (status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
-}
-
-void RowServer::answer(const ServedRow& served, Status status) {
-  c_.plan->answer(served.row, status, served.span.start);
-  if (status != Status::kServed) return;
-  c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
-  if (c_.plan->must_resend(served.row)) return;  // sent whole when all are served
-  c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
 }
 
 void RowServer::publish_served() {
