@@ -74,6 +74,27 @@ DEFECTS = [
         "groups allocator_random",
     ),
     Defect(
+        "row server",
+        MANAGER + "row_server.cpp",
+        "if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);",
+        "",  # a row that waits keeps the token ids that came
+        "manager allocator_random",
+    ),
+    Defect(
+        "cache tiers",
+        MANAGER + "cache_tiers.cpp",
+        "frees_.defers(steps_->numbers().num_steps)",
+        "false",  # blocks that the host gets are overwritten before they are read
+        "tiers allocator_random",
+    ),
+    Defect(
+        "steps",
+        MANAGER + "steps.cpp",
+        "if (!rows[row].on_host) plan_",
+        "plan_",  # pages of the host in a table of the device
+        "tiers allocator_random",
+    ),
+    Defect(
         "publisher",
         MANAGER + "publisher.cpp",
         "std::min(c_.rows->info(row).num_marked, num_computed)",

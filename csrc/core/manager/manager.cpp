@@ -34,11 +34,12 @@ Manager::Manager(const ManagerOptions& options)
                &tiers_.clock()),
       swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_,
             options.caches_swapped_rows),
-      server_({row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
-               tiers_.holders(), &finder_, &publisher_, &swap_, &intake_, &stats_},
+      server_(row_context(setup_, &tiers_, &rows_, &steps_),
+              {setup_.hash_block_size, tiers_.holders(), &finder_, &publisher_, &swap_, &intake_,
+               &stats_},
               options),
-      recovery_({row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size, &publisher_,
-                 &release_, &server_}),
+      recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
+                {setup_.hash_block_size, &publisher_, &release_, &server_}),
       pins_(&tiers_.pool()) {}
 
 void Manager::set_now(int64_t ms) {

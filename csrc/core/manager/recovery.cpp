@@ -21,7 +21,7 @@ Recompute Recovery::report(int64_t step_id, bool completed, const std::vector<Bl
 
 void Recovery::complete_to(int64_t step_id) {
   c_.journal->complete_to(step_id);
-  r_.publisher->publish_arrived();
+  parts_.publisher->publish_arrived();
   c_.frees->release_completed();
 }
 
@@ -41,7 +41,7 @@ Recompute Recovery::abort_from(int64_t step_id) {
   c_.frees->release_completed();
   invalid.spread();
   const std::vector<BlockId> blocks = invalid.blocks();
-  r_.release->note_forgotten();
+  parts_.release->note_forgotten();
   c_.pool->evict(blocks.data(), static_cast<int64_t>(blocks.size()));
   return recompute(invalid.limits());
 }
@@ -87,7 +87,7 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
   invalid.add_failed(blocks, pages);
   invalid.spread();
   const InvalidChains chains = invalid.chains();
-  r_.release->note_forgotten();
+  parts_.release->note_forgotten();
   c_.pool->evict_derived(chains, are_uniform(*c_.groups));
   if (c_.host != nullptr) c_.host->pages().evict_derived(chains, are_uniform(*c_.groups));
   return recompute(invalid.limits());
@@ -102,16 +102,16 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   for (const auto& [row, limit] : limits) {
     if (limit >= rows[row].num_computed) continue;
     out.rows.push_back(row);
-    if (!rows[row].on_host && r_.release->can_resume(row, limit)) {
-      r_.release->truncate(row, limit);
-      r_.publisher->refresh(row);
+    if (!rows[row].on_host && parts_.release->can_resume(row, limit)) {
+      parts_.release->truncate(row, limit);
+      parts_.publisher->refresh(row);
     } else {
-      r_.release->release_row(row, /*with_encoder=*/false);
+      parts_.release->release_row(row, /*with_encoder=*/false);
       to_restart.push_back(row);
     }
     c_.resend(row);
   }
-  for (int32_t row : to_restart) r_.server->restart(row);
+  for (int32_t row : to_restart) parts_.server->restart(row);
   for (int32_t row : out.rows) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows[row].num_computed));
   }
@@ -119,7 +119,7 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
 }
 
 void Recovery::clear_cache() {
-  if (c_.rows->num_in_use() > 0) r_.release->note_forgotten();
+  if (c_.rows->num_in_use() > 0) parts_.release->note_forgotten();
   c_.pool->clear();
   if (c_.host != nullptr) c_.host->clear();
 }

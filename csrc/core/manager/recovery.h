@@ -19,14 +19,13 @@ namespace kvcache {
 
 class Recovery {
  public:
-  struct Context {
-    RowContext parts;
+  struct Parts {
     int64_t hash_block_size;
     Publisher* publisher;
     RowRelease* release;
     RowServer* server;
   };
-  explicit Recovery(const Context& context) : c_(context.parts), r_(context) {}
+  Recovery(const RowContext& context, const Parts& parts) : c_(context), parts_(parts) {}
 
   // This step and all before it are done; or, where it is not completed, it and all behind it are
   // undone. The failed blocks and pages of the host are invalid.
@@ -48,14 +47,14 @@ class Recovery {
   Recompute abort_from(int64_t step_id);
   void complete_to(int64_t step_id);
   InvalidationContext invalidation_context() const {
-    return {c_.groups, r_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
+    return {c_.groups, parts_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
   }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
   void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
   Recompute recompute(const Invalidation::Limits& limits);
 
   RowContext c_;
-  Context r_;
+  Parts parts_;
 };
 
 }  // namespace kvcache

@@ -5,11 +5,11 @@
 
 namespace kvcache {
 
-RowServer::RowServer(const Context& context, const ManagerOptions& options)
-    : c_(context.parts),
-      r_(context),
-      rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), context.holders, options),
-      growth_(c_, context.holders),
+RowServer::RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options)
+    : c_(context),
+      parts_(parts),
+      rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
+      growth_(c_, parts.holders),
       candidate_(c_.groups->size()) {}
 
 // Inlined, as every row of a step is answered.
@@ -30,7 +30,7 @@ void RowServer::serve_rows(const StepRequest& request) {
     served.row = row;
     served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};
     const Status status = extend(&served);
-    if (status != Status::kServed) r_.intake->take_back_ids_of(request, i);
+    if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
     answer(served, status);
   }
 }
@@ -42,9 +42,9 @@ void RowServer::serve_new(const StepRequest& request) {
     Status status = Status::kWait;
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
-      const PrefixHit* hit = &r_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
+      const PrefixHit* hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
       if (hit->num_host_blocks > asked.max_host_blocks) {
-        hit = &r_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
+        hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
       }
       const int64_t start = hit->num_tokens;
       served.span = {start, std::min(start + asked.num_tokens, asked.chain->num_tokens()),
@@ -60,7 +60,7 @@ void RowServer::serve_new(const StepRequest& request) {
 Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
   Status status = Status::kWait;
   for (bool with_partial : {true, false}) {
-    const PrefixHit& hit = r_.finder->find(chain, with_partial, /*with_host=*/true);
+    const PrefixHit& hit = parts_.finder->find(chain, with_partial, /*with_host=*/true);
     const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
     status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, /*num_reserved=*/0).status;
     if (status != Status::kWait || !hit.copies_partial()) break;
@@ -70,10 +70,10 @@ Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
 
 void RowServer::publish_served() {
   for (const RowGrowth::StateMove& move : growth_.state_moves()) {
-    r_.publisher->publish_state(move.row, (*c_.groups)[move.group], move.num_tokens);
+    parts_.publisher->publish_state(move.row, (*c_.groups)[move.group], move.num_tokens);
   }
   for (const StepJournal::Served& served : c_.journal->last().rows) {
-    r_.publisher->publish(served.row);
+    parts_.publisher->publish(served.row);
   }
   growth_.release_left_states();
 }
@@ -96,9 +96,9 @@ Status RowServer::extend(ServedRow* served) {
 
 // Brings back from the host what the row still reads, if it fits.
 Demand RowServer::bring_back(ServedRow* served) {
-  const RowSwap::Return back = r_.swap->return_of(served->row, served->span, rules_);
+  const RowSwap::Return back = parts_.swap->return_of(served->row, served->span, rules_);
   if (back.demand.status != Status::kServed) return back.demand;
-  r_.swap->move_in(served->row, served->span.start, back);
+  parts_.swap->move_in(served->row, served->span.start, back);
   served->safe_start = 0;
   c_.resend(served->row);
   return back.demand;
@@ -142,10 +142,10 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   growth_.take_hit(served, hit);
   growth_.serve(served, demand);
   served->num_before.fill(0);
-  r_.publisher->refresh(row);
+  parts_.publisher->refresh(row);
   if (chain->read_cache()) {
-    r_.stats->add(chain->num_tokens(), hit.num_tokens,
-                  hit.num_tokens - hit.first_host_token(*c_.groups));
+    parts_.stats->add(chain->num_tokens(), hit.num_tokens,
+                      hit.num_tokens - hit.first_host_token(*c_.groups));
   }
   return Status::kServed;
 }
@@ -154,7 +154,7 @@ void RowServer::restart(int32_t row) {
   Row& r = (*c_.rows)[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   r.has_forked = r.may_share = false;
-  const PrefixHit& hit = r_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
+  const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
   for (const CacheGroup& group : *c_.groups) {
     if (group.is_cacheable()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
   }
@@ -163,7 +163,7 @@ void RowServer::restart(int32_t row) {
   growth_.take_hit(&served, hit);
   r.num_computed = r.start = hit.num_tokens;
   r.is_stale = false;
-  r_.publisher->refresh(row);
+  parts_.publisher->refresh(row);
 }
 
 Slots RowServer::allocate(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
@@ -179,7 +179,7 @@ Slots RowServer::allocate(const std::shared_ptr<TokenChain>& chain, const Prefix
   }
   add_new_blocks(served.row, num_computed.data(), &slots);
   c_.rows->info(served.row).num_marked = hit.num_tokens;
-  r_.publisher->publish(served.row);
+  parts_.publisher->publish(served.row);
   return slots;
 }
 
@@ -193,7 +193,7 @@ Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_t
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();
   add_new_blocks(row, served.num_before.data(), &slots);
-  r_.publisher->publish(row);
+  parts_.publisher->publish(row);
   return slots;
 }
 
@@ -208,7 +208,7 @@ void RowServer::add_new_blocks(int32_t row, const int64_t* from, Slots* slots) c
 Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
   // Filled blocks are published now: none that both hold is left to be.
-  r_.publisher->publish(row);
+  parts_.publisher->publish(row);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
 
   const int32_t other = c_.rows->take();
@@ -228,9 +228,9 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     if (!group.is_cacheable()) continue;
     each.num_hits = each.size();
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
-    each.num_partial = std::max(each.num_partial, r.num_computed / r_.hash_block_size);
+    each.num_partial = std::max(each.num_partial, r.num_computed / parts_.hash_block_size);
   }
-  r_.publisher->refresh(other);
+  parts_.publisher->refresh(other);
   if (r.by_step) c_.journal->inherit(row, parent, other, r);
   c_.resend(other);
   return {Status::kServed, other, {}, {}};
@@ -239,7 +239,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
 int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {
   int64_t n = 0;
   for (BlockId id : c_.rows->blocks(row)[group].blocks) {
-    if (id == kNullBlock || r_.holders.num_rows(id) != num_running) break;
+    if (id == kNullBlock || parts_.holders.num_rows(id) != num_running) break;
     ++n;
   }
   return n;

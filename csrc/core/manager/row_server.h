@@ -27,8 +27,7 @@ namespace kvcache {
 
 class RowServer {
  public:
-  struct Context {
-    RowContext parts;
+  struct Parts {
     int64_t hash_block_size;
     BlockHolders holders;
     PrefixFinder* finder;
@@ -37,7 +36,7 @@ class RowServer {
     TokenIntake* intake;
     CacheStats* stats;
   };
-  RowServer(const Context& context, const ManagerOptions& options);
+  RowServer(const RowContext& context, const Parts& parts, const ManagerOptions& options);
 
   // Within a step: its running rows, then its requests, in the order given.
   void serve_rows(const StepRequest& request);
@@ -79,7 +78,7 @@ class RowServer {
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
 
   RowContext c_;
-  Context r_;
+  Parts parts_;
   DemandRules rules_;
   RowGrowth growth_;
   std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next

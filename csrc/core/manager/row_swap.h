@@ -25,7 +25,7 @@ class RowSwap {
     std::array<int64_t, kMaxGroups> first;  // per group: blocks below it stay behind
   };
 
-  // Without a host only `num_unique_blocks` may be called. `caches_rows`: what a row takes to the
+  // Without a host no row may leave or come back. `caches_rows`: what a row takes to the
   // host is found there by others.
   RowSwap(const RowContext& context, Publisher* publisher, RowRelease* release, bool caches_rows)
       : c_(context), publisher_(publisher), release_(release), caches_rows_(caches_rows) {}
