@@ -1,4 +1,4 @@
-// Who holds a block: rows, or others for a while.
+// The holders of a block: rows, or others for a while.
 #pragma once
 
 #include <cstdint>

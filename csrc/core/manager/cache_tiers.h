@@ -1,7 +1,7 @@
 // The two tiers of blocks: the device's pool and, where there is one, the host's.
 //
-// One clock and one log of events for both. Released blocks of the device that a step
-// may still read belong to it, too.
+// One clock and one log of events for both. Released blocks of the device that a step may still
+// read wait here, too.
 // Invariant: a block or page has as many references as rows, onboards and fences hold; the tiers
 // agree on the time.
 #pragma once
@@ -24,7 +24,7 @@ namespace kvcache {
 
 class CacheTiers {
  public:
-  // What the host tier offloads and onboards goes into the plans of `steps`. Throws
+  // Offloads and onboards of the host tier go into the plans of `steps`. Throws
   // std::invalid_argument that names the option which no pool can be made of.
   CacheTiers(const ManagerSetup* setup, Steps* steps);
   CacheTiers(const CacheTiers&) = delete;

@@ -19,7 +19,7 @@ int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const R
   return n;
 }
 
-// What a demand rests on.
+// The inputs that all demands share.
 struct Basis {
   const std::vector<CacheGroup>* groups;
   const BlockPool* pool;

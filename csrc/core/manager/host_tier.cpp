@@ -67,7 +67,7 @@ void HostTier::count_hits(const BlockId* ids, int64_t n) {
   }
 }
 
-// Whatever the mode writes earlier, what is to be on the host and is not (any more) goes there now.
+// In every mode, a block that is to be on the host and is not there (any more) goes there now.
 void HostTier::on_eviction(BlockId id) {
   if (!plan_->is_step()) return;  // no plan would carry it
   if (!num_hits_.empty() && num_hits_[id] < num_hits_to_write_) return;

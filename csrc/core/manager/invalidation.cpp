@@ -17,7 +17,7 @@ void Invalidation::add_failed(const std::vector<BlockId>& blocks,
   std::vector<BlockId> failed = blocks;
   if (context_.host != nullptr) {
     for (const HostTier::Onboard& onboard : context_.host->onboards()) {
-      // What was to be onboarded is not there, or should not have been: never onboarded again.
+      // The page does not hold what the block is to get: it is never onboarded again.
       const bool is_named = std::find(blocks.begin(), blocks.end(), onboard.block) != blocks.end();
       if (!is_named && pages_.count(onboard.page) == 0) continue;
       pages_.insert(onboard.page);
@@ -112,7 +112,7 @@ int64_t Invalidation::limit_by_hashes(int32_t row) const {
     const auto found = hashes_.find(hashes[i]);
     if (found == hashes_.end()) continue;
     const InvalidHash& what = found->second;
-    // Where its last hash block begins.
+    // The first token of its last hash block.
     const int64_t last = static_cast<int64_t>(i) * context_.hash_block_size;
     const int64_t of_block = last / what.block_size * what.block_size;
     limit = std::min(limit, std::max(of_block, what.num_valid));

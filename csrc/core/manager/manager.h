@@ -11,7 +11,7 @@
 //
 // A manager belongs to the thread that first uses it. Every call that changes something first
 // checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
-// and nothing may then have been changed, or change under the call's feet.
+// and nothing may have been changed by then, or be changed by others before the call ends.
 #pragma once
 
 #include <cstdint>

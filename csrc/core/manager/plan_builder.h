@@ -1,4 +1,4 @@
-// The plan of a step, as it comes about: its answers and its changes.
+// The plan of a step while it is being made: its answers and its changes.
 //
 // Between steps it keeps what the next plan must say: rows that have left, rows whose tables
 // must be sent anew. Within a step it keeps the blocks that the plan reads.

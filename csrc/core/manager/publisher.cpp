@@ -123,7 +123,7 @@ void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, in
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }
 
-// So that an abort knows what steps made findable, also when a row leaves.
+// An abort asks for what steps made findable, also of rows that have left.
 void Publisher::note(int32_t row, const CacheGroup& group, int64_t block, BlockId id) {
   c_.journal->note_published(row, (*c_.rows)[row], block * group.block_size, group.id, id,
                              c_.pool->generation(id));

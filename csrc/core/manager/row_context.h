@@ -1,4 +1,4 @@
-// The parts that move rows' blocks, and note it.
+// The state shared by the components that move rows' blocks.
 #pragma once
 
 #include <cstdint>

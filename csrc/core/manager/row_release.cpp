@@ -24,7 +24,7 @@ void RowRelease::note_left(int32_t row) const {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
     const int64_t size = c_.rows->num_written(row, group);
-    // What was published is found, unless something of this happened.
+    // Published blocks are found, unless one of these has happened.
     const bool may_be_lost = has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);

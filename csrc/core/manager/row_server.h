@@ -1,6 +1,7 @@
 // Serves rows: running ones get their next slots, requests get a row, forks share one.
 //
-// Asks what a row needs, and where it fits, has it carried out, noted and answered.
+// Asks DemandRules what a row needs; where it fits, RowGrowth carries it out, the journal notes it
+// and the plan says it.
 // Invariant: a row that does not fit is answered, and nothing of it has changed.
 #pragma once
 

@@ -84,7 +84,8 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
       const RowBlocks& each = blocks(row)[group.id];
       for (int64_t b = 0; b < each.size(); ++b) {
         if ((each[b] == kNullBlock) != (b < each.num_dropped)) {
-          throw std::logic_error("row " + std::to_string(row) + " has a hole, or num_dropped lies");
+          throw std::logic_error("row " + std::to_string(row) +
+                                 " has null blocks that num_dropped does not count");
         }
         if (each[b] != kNullBlock) ++(*(rows_[row].on_host ? host : device))[each[b]];
       }

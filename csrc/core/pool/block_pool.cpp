@@ -294,7 +294,7 @@ void BlockPool::clear() {
   if (!is_plain_) clear_places();
   uncached_free_.take_over(links_.data(), &cached_free_);
   num_cached_ = 0;
-  if (++epoch_ == 0) {  // a block that slept through all epochs must not wake up cached
+  if (++epoch_ == 0) {  // epochs begin anew: no block may keep the number of an earlier one
     for (BlockId id = 1; id < next_fresh_; ++id) blocks_[id].epoch = 0;
     epoch_ = 1;
   }

@@ -104,7 +104,7 @@ class BlockPool {
   int64_t lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                  int64_t stride = 1) const;
 
-  // The oldest block published under this hash, and the oldest with such a part; or the null block.
+  // The oldest block published under this hash, whole or partially filled; or the null block.
   BlockId find(const Hash& hash, uint8_t group) const { return index_.find(hash, group); }
   BlockId find_partial(const Hash& hash, uint8_t group) const { return partial_.find(hash, group); }
 
@@ -159,7 +159,7 @@ class BlockPool {
     tier_ = tier;
   }
 
-  // Who hears of evictions from now on; null: nothing does. Must outlive the pool's calls.
+  // Hears of evictions from now on; null: nothing does. Must live as long as the pool is called.
   void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
 
   // How long cached blocks stay, once they are tracked.
