@@ -106,7 +106,7 @@ TEST(references_are_the_blocks_of_the_tier_that_the_row_is_on) {
 TEST(invariants_find_a_hole) {
   Fixture f;
   f.take({1, 0, 2});
-  CHECK_THROWS(f.check(), "row 0 has a hole");
+  CHECK_THROWS(f.check(), "row 0 has null blocks");
   f.rows.blocks(0)[0].blocks = {1, 2};
   f.rows.blocks(0)[0].num_dropped = 1;
   CHECK_THROWS(f.check(), "has null blocks that num_dropped does not count");
