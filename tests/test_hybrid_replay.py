@@ -312,7 +312,7 @@ def test_blocks_that_a_kind_of_a_user_still_reads_must_be_there(lookback, is_rig
 
 def test_copies_that_the_storage_does_not_make_are_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
-    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda plan, moves, transfer: None)
+    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda moves: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
 
 
