@@ -118,6 +118,45 @@ TEST(a_row_that_holds_too_little_starts_anew_from_the_cache) {
   CHECK_EQ(f.pool.ref_count(before[1]), 1);
 }
 
+TEST(onboarded_hits_are_found_once_their_step_is_done) {
+  Fixture f;
+  const int32_t row = f.add_hashed_row();
+  const Hash hash = f.rows[row].chain->known_hashes()[0];
+  const BlockId page = take(&f.host.pages(), 1)[0], block = take(&f.pool, 1)[0];
+  publish_chain(&f.host.pages(), {page}, {hash});
+  f.host.onboard({/*step_id=*/0, page, block, /*column=*/0, /*group=*/0, f.rows[row].chain});
+  f.pool.release(&block, 1);
+  f.end();
+  CHECK_EQ(f.pool.find(hash, 0), kNullBlock);
+  CHECK(f.recovery.report(0, /*completed=*/true, {}, {}).rows.empty());
+  CHECK_EQ(f.pool.find(hash, 0), block);
+  CHECK_EQ(f.journal.numbers().num_completed, 1);
+  CHECK_EQ(f.host.num_onboards(), 0);
+  CHECK_EQ(f.pool.num_free(), 19);
+}
+
+TEST(failed_blocks_of_a_step_that_is_done_are_recomputed) {
+  Fixture f;
+  const int32_t row = f.add_hashed_row();
+  f.step(row, 0, 8);
+  const Recompute recompute = f.recovery.report(0, /*completed=*/true, {f.ids(row)[1]}, {});
+  CHECK(recompute.rows == std::vector<int32_t>({row}));
+  CHECK(recompute.num_computed_tokens == std::vector<int32_t>({4}));
+  CHECK(f.journal.in_flight().empty());
+}
+
+TEST(a_new_epoch_forgets_all_and_rows_of_before_publish_nothing) {
+  Fixture f;
+  const int32_t row = f.add_hashed_row();
+  f.step(row, 0, 8);
+  f.recovery.start_epoch();
+  CHECK_EQ(f.found(row, 0), kNullBlock);
+  CHECK(f.rows[row].is_stale);
+  f.step(row, 8, 16);
+  CHECK_EQ(f.pool.num_cached(), 0);
+  f.recovery.clear_cache();
+}
+
 }  // namespace
 
 TEST_MAIN()

@@ -1,0 +1,144 @@
+#include "core/manager/prefix_finder.h"
+
+#include "core/groups/recurrent_state.h"
+#include "core/groups/sliding_window.h"
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+using Ids = std::vector<BlockId>;
+
+namespace {
+
+// A request of 16 tokens, and pools that have some of its blocks of 4.
+struct Fixture {
+  std::vector<CacheGroup> groups;
+  BlockPool pool{20}, host{20};
+  PrefixFinder finder;
+  std::shared_ptr<TokenChain> chain;
+
+  explicit Fixture(std::vector<CacheGroup> of = full_groups(4), const ManagerOptions& options = {},
+                   int64_t hash_block_size = 4)
+      : groups(std::move(of)),
+        finder({&pool, &host, &groups, hash_block_size}, options),
+        chain(make_chain(hash_block_size, /*reads=*/true)) {}
+
+  static std::shared_ptr<TokenChain> make_chain(int64_t block_size, bool reads) {
+    auto tokens = std::make_shared<TokenIds>();
+    tokens->append(nullptr, 16);
+    auto chain = std::make_shared<TokenChain>(tokens, block_size, Hash{}, ExtraKeys(), reads, true);
+    chain->hashes();
+    return chain;
+  }
+  // One block with the content of this block of the request.
+  BlockId cache(BlockPool* in, size_t block, uint8_t group = 0) {
+    const Ids ids = take(in, 1);
+    const auto num_hashes = static_cast<size_t>(groups[group].num_hashes);
+    publish_chain(in, ids, {chain->known_hashes()[(block + 1) * num_hashes - 1]}, group);
+    return ids[0];
+  }
+  const PrefixHit& find(bool with_host = false, bool with_partial = false) {
+    return finder.find(*chain, with_partial, with_host);
+  }
+};
+
+TEST(a_hit_is_the_leading_blocks_that_are_found) {
+  Fixture f;
+  CHECK_EQ(f.find().num_tokens, 0);
+  const BlockId first = f.cache(&f.pool, 0), second = f.cache(&f.pool, 1);
+  f.cache(&f.pool, 3);
+  CHECK_EQ(f.find().num_tokens, 8);
+  CHECK(f.find().blocks == std::vector<Ids>({{first, second}}));
+  CHECK_EQ(f.pool.ref_count(first), 1);
+}
+
+TEST(the_last_token_must_run) {
+  Fixture f;
+  for (size_t block = 0; block < 4; ++block) f.cache(&f.pool, block);
+  CHECK_EQ(f.find().num_tokens, 12);
+  ManagerOptions options{};
+  options.drop_last_hit = true;
+  Fixture eagle(full_groups(4), options);
+  for (size_t block = 0; block < 3; ++block) eagle.cache(&eagle.pool, block);
+  CHECK_EQ(eagle.find().num_tokens, 8);
+}
+
+TEST(nothing_is_found_for_those_that_do_not_read) {
+  Fixture f;
+  f.cache(&f.pool, 0);
+  CHECK_EQ(f.finder.find(*Fixture::make_chain(4, /*reads=*/false), false, false).num_tokens, 0);
+  ManagerOptions options{};
+  options.enable_caching = false;
+  Fixture off(full_groups(4), options);
+  off.cache(&off.pool, 0);
+  CHECK_EQ(off.find().num_tokens, 0);
+}
+
+TEST(pages_of_the_host_fill_the_gaps_of_the_device) {
+  Fixture f;
+  const BlockId first = f.cache(&f.pool, 0), third = f.cache(&f.pool, 2);
+  const BlockId page = f.cache(&f.host, 1);
+  CHECK_EQ(f.find(/*with_host=*/false).num_tokens, 4);
+  CHECK_EQ(f.find(/*with_host=*/false).first_host_token(f.groups), 4);
+  const PrefixHit& hit = f.find(/*with_host=*/true);
+  CHECK_EQ(hit.num_tokens, 12);
+  CHECK(hit.blocks == std::vector<Ids>({{first, kNullBlock, third}}));
+  CHECK_EQ(hit.num_host_blocks, 1);
+  CHECK(hit.on_host[0].size() == 1 && hit.on_host[0][0].column == 1);
+  CHECK_EQ(hit.on_host[0][0].page, page);
+  CHECK_EQ(hit.first_host_token(f.groups), 4);
+}
+
+TEST(a_window_needs_its_last_blocks_only) {
+  Fixture f({group_of(std::make_shared<SlidingWindow>(4), 4)});
+  const BlockId third = f.cache(&f.pool, 2);
+  CHECK_EQ(f.find().num_tokens, 12);
+  CHECK(f.find().blocks == std::vector<Ids>({{kNullBlock, kNullBlock, third}}));
+}
+
+TEST(all_groups_must_agree) {
+  Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
+             group_of(std::make_shared<SlidingWindow>(4), 4, 1)});
+  for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block, 0);
+  CHECK_EQ(f.find().num_tokens, 0);
+  f.cache(&f.pool, 1, 1);
+  CHECK_EQ(f.find().num_tokens, 8);
+  CHECK_EQ(f.find().blocks[0].size(), 2);
+}
+
+TEST(a_state_is_found_where_it_was_kept) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
+  const BlockId second = f.cache(&f.pool, 1);
+  CHECK_EQ(f.find().num_tokens, 8);
+  CHECK(f.find().blocks == std::vector<Ids>({{kNullBlock, second}}));
+}
+
+TEST(a_hit_may_end_inside_a_block_that_is_copied) {
+  CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, /*hash_block_size=*/2);
+  group.has_partial = true;
+  Fixture f({group}, {}, /*hash_block_size=*/2);
+  const BlockId first = f.cache(&f.pool, 0);
+  const std::vector<Hash>& hashes = f.chain->known_hashes();
+  const BlockId source = take(&f.pool, 1)[0];
+  f.pool.publish_partial(source, hashes[2], hashes[0], 0);
+  CHECK_EQ(f.find(false, /*with_partial=*/false).num_tokens, 4);
+  CHECK(!f.find(false, /*with_partial=*/false).copies_partial());
+  const PrefixHit& hit = f.find(false, /*with_partial=*/true);
+  CHECK_EQ(hit.num_tokens, 6);
+  CHECK(hit.blocks == std::vector<Ids>({{first}}));
+  CHECK(hit.sources == Ids({source}));
+  CHECK(hit.copies_partial());
+}
+
+TEST(the_hit_of_a_caller_is_on_the_device) {
+  const PrefixHit hit = PrefixHit::of_device(8, {{3, 4}});
+  CHECK_EQ(hit.num_tokens, 8);
+  CHECK(hit.blocks == std::vector<Ids>({{3, 4}}));
+  CHECK(!hit.copies_partial());
+  CHECK_EQ(hit.first_host_token(full_groups(4)), 8);
+}
+
+}  // namespace
+
+TEST_MAIN()
