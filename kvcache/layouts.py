@@ -126,7 +126,7 @@ class AttentionBackend:
         ValueError for V of a backend that has none.
         """
         if v_head_size is not None:
-            integer(v_head_size, "v_head_size", 0)
+            v_head_size = integer(v_head_size, "v_head_size", 0)
         has_v = "kv" in self.dims or self.unequal_head_sizes
         if v_head_size and not has_v:
             raise ValueError(

@@ -743,7 +743,7 @@ GROUPS_FIRST = (4, 64, 32, False, "cpu")
         ),
         (
             lambda: BlockTable(*FIRST, False, "cpu", kernel_sizes=16),
-            "kernel_sizes is 16: expected a list of candidates; .* kernel_block_size=16",
+            r"kernel_sizes is 16: expected a list of candidates, such as \[16\]",
         ),
         (
             lambda: BlockTable(*FIRST, False, "cpu", 16, [1]),

@@ -558,7 +558,7 @@ def test_wrong_options_are_named():
         ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
     ):
         engine(method="dma")
-    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 or more"):
+    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 to"):
         engine(layers_per_event=-1)
     pages = Pages.allocate(6, [[16]] * 2)
     with pytest.raises(ValueError, match="source's pages have 2 fragments over 2 layers, the dest"):

@@ -2,7 +2,7 @@
 
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
-from kvcache.allocator.options import CacheArguments, CacheOptions
+from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.request import Request
 from kvcache.allocator.sequences.block_space_manager import BlockSpaceManager
 from kvcache.allocator.sequences.demand import AllocStatus
@@ -21,6 +21,7 @@ __all__ = [
     "CacheOptions",
     "CachedTokens",
     "KVCacheManager",
+    "PolicyArguments",
     "PrefixCacheStats",
     "Request",
     "eviction_names",

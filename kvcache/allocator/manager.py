@@ -19,11 +19,11 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import integer
+from kvcache.checks import MAX_INT32, MAX_INT64, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
-from kvcache.specs import ContextParallel, GroupSpec
+from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
@@ -92,6 +92,7 @@ class KVCacheManager:
             num_gpu_blocks,
             max_model_len,
             context_parallel=None,
+            max_encoder_tokens=None,
             options=CacheOptions.from_arguments(
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
@@ -107,6 +108,7 @@ class KVCacheManager:
         max_model_len: int,
         *,
         context_parallel: ContextParallel | None = None,
+        max_encoder_tokens: int | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
         **options: Unpack[CacheArguments],
@@ -115,7 +117,8 @@ class KVCacheManager:
 
         A group's block stands for `block_size * context_parallel.world_size` tokens (`replicated`
         ones: `block_size`), in allocation, hashing, hits and events alike. A hit is the longest
-        prefix that all groups have what they need of. Options as of the constructor.
+        prefix that all groups have what they need of. `max_encoder_tokens`: a request with more
+        encoder tokens is refused (None: none is). Options as of the constructor.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024, num_preallocate_tokens=0)
@@ -129,6 +132,7 @@ class KVCacheManager:
             num_gpu_blocks,
             max_model_len,
             context_parallel=context_parallel,
+            max_encoder_tokens=max_encoder_tokens,
             options=CacheOptions.from_arguments(
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
@@ -144,23 +148,28 @@ class KVCacheManager:
         max_model_len: int,
         *,
         context_parallel: ContextParallel | None,
+        max_encoder_tokens: int | None,
         options: CacheOptions,
     ) -> None:
-        cp = context_parallel or ContextParallel()
+        self.groups = checked_groups(groups)
+        cp = checked_context_parallel(context_parallel)
+        num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks", -MAX_INT64, MAX_INT64)
+        self.max_model_len = integer(max_model_len, "max_model_len", -MAX_INT64, MAX_INT64)
+        self._max_encoder_tokens = MAX_INT32
+        if max_encoder_tokens is not None:
+            self._max_encoder_tokens = integer(max_encoder_tokens, "max_encoder_tokens")
         self.options = options
-        self.groups = tuple(groups)
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
             options.native_of(
-                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, max_model_len
+                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, self.max_model_len
             )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
         if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
-        self.max_model_len = int(max_model_len)
         self._page_bytes = options.page_bytes
         self._chain_key = (
             self._native.hash_block_size,
@@ -534,6 +543,12 @@ class KVCacheManager:
         chain = self._chain(request)
         if request.request_id in self._rows:
             raise ValueError(f"request {request.request_id!r} is admitted already")
+        if request.num_encoder_tokens > self._max_encoder_tokens:
+            raise ValueError(
+                f"num_encoder_tokens of request {request.request_id!r} is "
+                f"{request.num_encoder_tokens}: expected at most max_encoder_tokens, which is "
+                f"{self._max_encoder_tokens}"
+            )
         return chain
 
     def _by_group(self, ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.checks import integer
 from kvcache.layouts import AttentionBackend, Placement, described_backend, place_elements
 from kvcache.memory_plan import CachePlan
 from kvcache.specs import LayerSpec
@@ -68,8 +69,9 @@ class KVStorage:
         cross_layers: bool = False,
         scale_bytes_per_token: int = 0,
     ) -> None:
-        _check_least(1, num_blocks=num_blocks, num_layers=num_layers)
-        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
+        num_blocks = integer(num_blocks, "num_blocks", 1)
+        num_layers = integer(num_layers, "num_layers", 1)
+        scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         self._describe(
             num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout, backend
         )
@@ -117,7 +119,7 @@ class KVStorage:
         if not isinstance(pages, Pages):
             raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
         self = cls.__new__(cls)
-        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
+        scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         self._describe(
             pages.num_blocks,
             block_size,
@@ -270,9 +272,18 @@ class KVStorage:
         """Sizes as given, of caches that a backend describes."""
         self._start()
         self.backend = described_backend(backend)
-        _check_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
-        sizes = num_blocks, block_size, num_kv_heads, head_size
-        self._set_sizes(*sizes, self.backend.v_size(head_size, v_head_size), dtype, layout)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}: expected a torch.dtype")
+        head_size = integer(head_size, "head_size", 1)
+        self._set_sizes(
+            num_blocks,
+            integer(block_size, "block_size", 1),
+            integer(num_kv_heads, "num_kv_heads", 1),
+            head_size,
+            self.backend.v_size(head_size, v_head_size),
+            dtype,
+            layout,
+        )
 
     def _set_sizes(
         self,
@@ -460,9 +471,7 @@ class KVStorage:
             self._scale_caches.append(view.set_(storage, offset, shape, (stride, scale_bytes, 1)))
 
     def _checked(self, layer: int) -> int:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer is {layer}: expected 0 to {self.num_layers - 1}")
-        return layer
+        return integer(layer, "layer", most=self.num_layers - 1)
 
 
 def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
@@ -497,9 +506,3 @@ def _shape_of_layer(layer: LayerSpec, block_size: int) -> dict[str, object]:
         "dtype": dtype,
         "scale_bytes_per_token": layer.scale_bytes_per_token,
     }
-
-
-def _check_least(least: int, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}: expected {least} or more")

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 from kvcache import ops
-from kvcache.checks import check_once, check_range, integers
+from kvcache.checks import MAX_INT64, check_once, check_range, flag, integer, integers
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     COPY_ENGINE,
@@ -77,8 +77,9 @@ class SwapEngine:
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
         if method not in (None, *METHODS):
             raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
-        if layers_per_event < 0:
-            raise ValueError(f"layers_per_event is {layers_per_event}: expected 0 or more")
+        layers_per_event = integer(layers_per_event, "layers_per_event")
+        staging_bytes = integer(staging_bytes, "staging_bytes", most=MAX_INT64)
+        batch_copies = flag(batch_copies, "batch_copies")
         on_cuda = device.device.type == "cuda"
         if method == KERNEL and on_cuda and not host.is_pinned:
             raise ValueError(
