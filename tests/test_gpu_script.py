@@ -499,21 +499,21 @@ def test_a_swap_measured_again_takes_the_place_of_the_first_in_the_bars():
 
 @pytest.fixture
 def fake_bench(monkeypatch):
-    """`kvcache bench` in which each call leaves its name and takes no time."""
-    bench, calls = swaps.bench, []
+    """Measurements in which each call leaves its name and takes no time."""
+    bandwidth, calls = swaps.bandwidth, []
 
     def device_rates(device, num_bytes, calibration=None, patterns=(), **_):
         for pattern in patterns:
             calls.append((pattern, calibration.machine))
-            yield bench.Rate("in", 4 << 10, pattern, "kernel", 40.0, 50.0, 8, 100)
+            yield bandwidth.Rate("in", 4 << 10, pattern, "kernel", 40.0, 50.0, 8, 100)
 
     def calibrate(device, num_bytes, progress, pool_bytes):
         calls.append("calibrate")
-        progress(bench.Rate("in", 4 << 10, "scattered", "kernel", 40.0, 50.0, 8, 100))
+        progress(bandwidth.Rate("in", 4 << 10, "scattered", "kernel", 40.0, 50.0, 8, 100))
         return dataclasses.replace(swaps.DEFAULT, machine="measured")
 
-    monkeypatch.setattr(bench, "device_rates", device_rates)
-    monkeypatch.setattr(bench, "calibrate", calibrate)
+    monkeypatch.setattr(bandwidth, "device_rates", device_rates)
+    monkeypatch.setattr(bandwidth, "calibrate", calibrate)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sizes, "pool_bytes", lambda wanted: 1 << 20)
     monkeypatch.setattr(say, "_num_failed", 0)
