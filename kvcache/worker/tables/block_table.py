@@ -126,7 +126,7 @@ class BlockTable:
 
     @property
     def num_computed_slots(self) -> int | None:
-        """Tokens that the last `compute_slot_mapping` was given, as the device has their slots.
+        """Tokens of the last `compute_slot_mapping`, padded ones among them, whose slots the device has.
 
         None where the replay of a captured CUDA graph may have computed others. ValueError for a
         group without slot mapping.
