@@ -26,6 +26,7 @@ class _SlotCall(NamedTuple):
     fields: torch.Tensor  # the op's argument `groups`
     slots: BufferView
     places: slice  # of these groups, in the buffer of slots
+    num_groups: int
 
 
 class TableSet:
@@ -132,17 +133,18 @@ class TableSet:
         self._slots.gpu.fill_(-1)
         every = BufferView(self._slots, 0, (len(shared), n))
         self._slot_views = {}
-        self._slot_calls = {ALL_GROUPS: _SlotCall(self.fields(shared), every, slice(len(shared)))}
+        places = slice(0, len(shared))
+        self._slot_calls = {ALL_GROUPS: _SlotCall(self.fields(shared), every, places, len(shared))}
         for i, g in enumerate(groups):
             view = BufferView(self._slots, i * n, (1, n))
             fields = self._fields[g : g + 1].clone()
-            self._slot_calls[g] = _SlotCall(fields, view, slice(i, i + 1))
+            self._slot_calls[g] = _SlotCall(fields, view, slice(i, i + 1), 1)
             self._slot_views[g] = BufferView(self._slots, i * n, (n,))
         # Tokens of the last call, by place in the buffer, as each side has their slots.
-        self._host_tokens = np.zeros(len(groups), np.int64)
+        self._host_tokens = [0] * len(groups)
         one_memory = self._slots.gpu is self._slots.cpu
-        self._device_tokens = self._host_tokens if one_memory else self._host_tokens.copy()
-        self._replayed = np.zeros(len(groups), bool)  # a captured graph may compute them again
+        self._device_tokens = self._host_tokens if one_memory else [0] * len(groups)
+        self._replayed = [False] * len(groups)  # a captured graph may compute them again
 
     def slot_mapping(self, group: int) -> BufferView:
         """[num_slots] of a group; ValueError for a group without slot mapping."""
@@ -153,7 +155,7 @@ class TableSet:
         """Tokens whose slots the device has of a group; None where a graph's replay may have changed
         them. ValueError for a group without slot mapping."""
         at = self._slot_call(group).places.start
-        return None if self._replayed[at] else int(self._device_tokens[at])
+        return None if self._replayed[at] else self._device_tokens[at]
 
     # Rows ------------------------------------------------------------------------------------------
 
@@ -266,8 +268,8 @@ class TableSet:
         self._slots.before_write()
         view.np[:, num_tokens:] = -1
         view.upload(len(view.cpu))
-        np.minimum(self._host_tokens[at], num_tokens, out=self._host_tokens[at])
-        self._device_tokens[at] = self._host_tokens[at]
+        left = [min(n, num_tokens) for n in self._host_tokens[at]]
+        self._host_tokens[at] = self._device_tokens[at] = left
 
     # Slots and batch order -------------------------------------------------------------------------
 
@@ -298,7 +300,6 @@ class TableSet:
                 )
             rows = self.identity(num_requests, on_host=not on_device)
         call = self._slot_call(group)
-        positions = _tensor(positions, torch.int64, "positions")
         if not on_device:
             self._slots.before_write()
         ops.slot_mapping(
@@ -309,17 +310,18 @@ class TableSet:
             None
             if query_start_loc is None
             else _tensor(query_start_loc, torch.int32, "query_start_loc"),
-            positions,
+            _tensor(positions, torch.int64, "positions"),
             self._counts.gpu if on_device else self._counts.cpu,
             call.slots.gpu if on_device else call.slots.cpu,
         )
+        computed = [len(positions)] * call.num_groups
         if on_device:
-            self._device_tokens[call.places] = len(positions)
+            self._device_tokens[call.places] = computed
             if torch.cuda.is_current_stream_capturing():
-                self._replayed[call.places] = True
+                self._replayed[call.places] = [True] * call.num_groups
         else:
-            self._device_tokens[call.places] = 0  # until they are committed
-            self._host_tokens[call.places] = len(positions)
+            self._device_tokens[call.places] = [0] * call.num_groups  # until they are committed
+            self._host_tokens[call.places] = computed
 
     def gather(
         self,
