@@ -15,7 +15,7 @@ from kvcache.replay import Mismatch, Replayer, Series, chat_workload, read_moonc
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.verifier import KVVerifier
 
-from .shared import shared_file
+from .shared import shared_file, spread
 from .test_replay import (
     TRACE,
     ReferenceCache,
@@ -48,8 +48,9 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
 # --- right replays --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-@pytest.mark.parametrize("chunk_tokens", [None, 100])
+@pytest.mark.parametrize(
+    ("concurrency", "chunk_tokens"), spread(itertools.product([1, 4], [None, 100]), 2)
+)
 @pytest.mark.parametrize(
     ("groups", "hash_block_size"),
     [

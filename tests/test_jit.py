@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 
 import pytest
 import torch
@@ -73,13 +74,13 @@ def environment_for(checkout, compiler="copies", **changes):
     return {**variables, **changes}
 
 
-def run(checkout, program, **environment):
+def run(folder, program, *, checkout=None, **environment):
     return subprocess.run(
         [sys.executable, "-c", program],
-        env=environment_for(checkout, **environment),
+        env=environment_for(checkout or folder, **environment),
         capture_output=True,
         text=True,
-        cwd=checkout,
+        cwd=folder,
     )
 
 
@@ -115,6 +116,32 @@ def test_a_source_distribution_holds_the_checkout(checkout):
     assert len(wanted) > 80
     assert not [name for name in wanted if not (checkout / name).is_file()]
     assert not list(checkout.rglob("*.so"))
+
+
+@pytest.mark.exhaustive
+def test_a_wheel_of_a_source_distribution_works_and_holds_the_sources(checkout, tmp_path):
+    command = ["pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(tmp_path), "."],
+        env=environment_for(checkout, KVCACHE_CUDA="0"),
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        file.extractall(tmp_path / "installed")
+    for path in (REPO / "csrc").rglob("*.[hc]*"):  # to build what is missing at first use
+        if "tests" not in path.parts:
+            assert f"kvcache/{path.relative_to(REPO)}" in names
+    changes = {"PYTHONPATH": str(tmp_path / "installed"), "KVCACHE_JIT_DIR": str(tmp_path / "jit")}
+    program = (
+        "import kvcache.ops; assert len(kvcache.hash_blocks(range(32), 16)) == 2; print('works')"
+    )
+    used = run(tmp_path, program, checkout=checkout, **changes)
+    assert used.stdout.endswith("works\n") and "building" not in used.stderr, used.stderr
 
 
 def test_builds_at_first_use_in_one_process_while_others_wait(built):
