@@ -427,7 +427,7 @@ def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
         ([FULL], {"hash_block_size": 3}, ValueError, "hash_block_size is 3: expected a divisor"),
         ([FULL], {"hash_block_size": 0}, ValueError, "hash_block_size is 0"),
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
-        ([FULL], {"watermark": "x"}, ValueError, "watermark is 'x'"),
+        ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),
         ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),
         ([FULL], {"stats_window": 0}, ValueError, "stats_window is 0"),
         ([FULL], {"no_such": 1}, TypeError, "no_such"),

@@ -96,7 +96,7 @@ def test_wrong_sizes_are_named(arguments, named):
         ({"enable_events": 1}, "enable_events is 1: expected True or False"),
         ({"eviction": None}, "eviction is None"),
         ({"eviction_options": 3}, "eviction_options is 3"),
-        ({"eviction_options": {"x": "y"}}, "eviction_options has 'x': 'y'"),
+        ({"eviction_options": {"x": "y"}}, r"eviction_options\['x'\] is 'y'"),
     ],
 )
 def test_wrong_types_are_named(arguments, named):
