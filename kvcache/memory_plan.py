@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.checks import MAX_INT32, MAX_INT64, integer
-from kvcache.kinds import KindProperties, make_kind
+from kvcache.kinds import KindProperties, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
     MAX_GROUPS,
@@ -218,7 +218,7 @@ def _max_pages(
 ) -> int:
     if kind.pages == "encoder":
         num_tokens = encoder_tokens
-    return kind.max_pages(num_tokens, step, group.tokens_per_block(cp))
+    return checked_max_pages(kind, num_tokens, step, group.tokens_per_block(cp))
 
 
 def _checked_encoder_tokens(max_encoder_tokens: int | None, has_encoder: bool) -> int | None:

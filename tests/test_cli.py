@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -384,10 +383,15 @@ def test_wrong_policies_and_host_tiers_are_one_line(capsys, argv, says):
 # --- wrong KV -------------------------------------------------------------------------------------
 
 
+def write_nothing(verifier, span):
+    """In place of `KVVerifier.write`. New pages may hold what an earlier replay left in memory."""
+    verifier.storage.pages.layer(0).zero_()
+
+
 def test_wrong_kv_is_named_and_exits_1(capsys, monkeypatch, trace):
     from kvcache.replay.verifier import KVVerifier
 
-    monkeypatch.setattr(KVVerifier, "write", lambda *args: None)
+    monkeypatch.setattr(KVVerifier, "write", write_nothing)
     assert main(["replay", trace, "--verify", "--json", "--limit", "1"]) == 1
     out, err = capsys.readouterr()
     found = json.loads(out)
@@ -401,12 +405,11 @@ def test_wrong_kv_is_named_and_exits_1(capsys, monkeypatch, trace):
 def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
     from kvcache.replay.verifier import KVVerifier
 
-    monkeypatch.setattr(KVVerifier, "write", lambda *args: None)
+    monkeypatch.setattr(KVVerifier, "write", write_nothing)
     assert main(["replay", "--requests", "15", "--verify", "--json"]) == 1
     err = capsys.readouterr().err.splitlines()
     assert len(err) == 11
-    # 15 requests in all; pages may still hold what an earlier test has rightly written there.
-    assert re.fullmatch(r"kvcache: wrong KV in [1-5] more requests", err[-1])
+    assert err[-1] == "kvcache: wrong KV in 5 more requests"
 
 
 # --- demo and doctor ------------------------------------------------------------------------------

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import GroupSpec, eviction_names
+from kvcache import GroupSpec, eviction_names, host_eviction_names
 from kvcache.replay import Mismatch, Replayer, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.option_text import join_options
-from kvcache.replay.policies import HOST_POLICIES, parse_eviction, parse_host_write
+from kvcache.replay.policies import parse_eviction, parse_host_eviction, parse_host_write
 from kvcache.replay.verifier import KVVerifier
 from kvcache.worker import Worker
 
@@ -33,7 +33,7 @@ def tiered(
 ) -> Replayer:  # fmt: skip
     """`specs`: groups, or tokens per block of full attention; policies as on the command line."""
     name, own = parse_eviction(eviction)
-    host_name, host_own = parse_eviction(host_eviction)
+    host_name, host_own = parse_host_eviction(host_eviction)
     groups = [GroupSpec("full_attention", specs)] if isinstance(specs, int) else specs
     verifier = KVVerifier(
         groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
@@ -139,7 +139,8 @@ def test_chats_verify_through_a_host(
 ):
     turn = 2 * concurrency + len(host_write)
     eviction = POLICIES[turn % len(POLICIES)]
-    host_eviction = HOST_POLICIES[turn % len(HOST_POLICIES)]
+    for_host = host_eviction_names()
+    host_eviction = for_host[turn % len(for_host)]
     replayer = tiered(
         parse_groups(groups, 16), 300, 1_000, eviction=eviction, host_eviction=host_eviction,
         host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
@@ -162,7 +163,7 @@ def test_chats_verify_through_a_host(
     st.integers(1, 60),
     st.integers(1, 4),
     st.sampled_from(POLICIES),
-    st.sampled_from(HOST_POLICIES),
+    st.sampled_from(host_eviction_names()),
     st.sampled_from(WRITES),
 )
 def test_a_right_tiered_cache_verifies(

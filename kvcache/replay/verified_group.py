@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.kinds import KindProperties, checked_first_needed_token
+from kvcache.kinds import KindProperties, checked_first_live_token
 from kvcache.replay.content import kv_of_content
 from kvcache.replay.report import Mismatch
 from kvcache.replay.running import Span
@@ -94,11 +94,10 @@ class TokenGroup(VerifiedGroup):
             self._write(self._content(span.request, first, last), slots)
 
     def check(self, span: Span) -> Found:
-        """Reads all that the tokens attend to, themselves included."""
+        """Reads all that the tokens attend to, themselves included; KindError."""
         count, found = 0, None
-        for first, last in self._chunks(
-            checked_first_needed_token(self.kind, span.start), span.stop
-        ):
+        start = checked_first_live_token(self.kind, span.start, span.stop)
+        for first, last in self._chunks(start, span.stop):
             expected = self._content(span.request, first, last)
             columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
             slots = self._slots(span.row, first, last)
