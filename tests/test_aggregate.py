@@ -66,7 +66,7 @@ def state(aggregator):
         aggregator.expected_finished_count,
         aggregator.remaining_sending,
         aggregator.remaining_recving,
-        copy.deepcopy(aggregator._held),
+        copy.deepcopy(aggregator._pending),
     )
 
 
