@@ -1,7 +1,7 @@
 """Kernel times on a GPU, beside limits measured in the same run; each a line of JSON, as it comes.
 
-A case that fails is told and the others follow. Calls that move tokens rotate among input sets of four
-times the L2 together, and pages lie spread over 16 GiB where memory allows.
+A case that fails is reported and the others follow. Calls that move tokens rotate among input sets that
+together are four times the L2, and pages are spread over 16 GiB where memory allows.
 """
 
 from __future__ import annotations
@@ -256,9 +256,9 @@ def summary(rows: list[dict]) -> Iterator[str]:
         found = [row for row in rows if row["kernel"] == kernel]
         key = "of_copy" if "of_copy" in found[0] else "us"
         low, high = (choose(found, key=lambda row: row[key]) for choose in (min, max))
-        told = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
-        text = f"{kernel}, {len(found)} cases: {told.format(low[key])} ({low['case']})"
-        yield f"{text} to {told.format(high[key])} ({high['case']})"
+        form = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
+        text = f"{kernel}, {len(found)} cases: {form.format(low[key])} ({low['case']})"
+        yield f"{text} to {form.format(high[key])} ({high['case']})"
 
 
 if __name__ == "__main__":

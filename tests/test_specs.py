@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 def attention(kind, count, *, block_size=16, heads=8, head_size=128, **more):
-    """Layers of 64 KiB per block of 16 tokens, unless told otherwise."""
+    """Layers of 64 KiB per block of 16 tokens by default."""
     return [
         LayerSpec(f"{kind}.{i}", kind, block_size, heads, head_size, **more) for i in range(count)
     ]

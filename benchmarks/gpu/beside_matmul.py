@@ -92,7 +92,7 @@ class Swaps:
         self.num_bytes = count * engine.device.page_bytes  # of one swap
 
     def gb_per_s(self, is_over: Callable[[int], bool]) -> float:
-        """Swaps until it is over, told how many there were; at least one."""
+        """Swaps until `is_over` (which gets the number so far) is true; at least once."""
         stream, count = torch.cuda.Stream(), 0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         jobs: list = []

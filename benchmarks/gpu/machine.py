@@ -23,9 +23,9 @@ def commit(repo: Path = REPO, environment: Mapping[str, str] = os.environ) -> st
     given = environment.get("KVCACHE_COMMIT", "").strip()
     if given:
         return given
-    told = output_of(["git", "-C", str(repo), "describe", "--always", "--dirty"])
-    if told:
-        return told
+    output = output_of(["git", "-C", str(repo), "describe", "--always", "--dirty"])
+    if output:
+        return output
     try:
         return (repo / "COMMIT").read_text().strip() or "unknown"
     except OSError:
@@ -45,9 +45,9 @@ def sources_digest(repo: Path = REPO) -> str:
 
 def driver() -> str:
     """The driver's version: nvidia-smi's word, else the kernel module's, else what CUDA can say."""
-    told = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    if told:
-        return told.splitlines()[0].strip()
+    output = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if output:
+        return output.splitlines()[0].strip()
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER_FILE.read_text())
         if found:
@@ -100,7 +100,7 @@ def output_of(command: list[str], limit_s: float = 5) -> str:
 
 
 def processor() -> str:
-    """The CPU's name, as far as the system tells it."""
+    """The CPU's name, where the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

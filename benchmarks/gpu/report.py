@@ -88,7 +88,7 @@ def _finite(text: str) -> float | None:
 
 
 class Outcome:
-    """What a stage has told so far."""
+    """The results that a stage has reported so far."""
 
     def __init__(self) -> None:
         self.rows: list[dict] = []

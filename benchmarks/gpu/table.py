@@ -13,8 +13,8 @@ def stage_lines(contents: dict) -> Iterator[str]:
     """One line per stage: how it ended, its seconds and its limit, and the last it learned."""
     yield f"{'stage':16}{'seconds':>9}{'limit':>7}  result"
     for name, stage in contents["stages"].items():
-        told = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
-        last = f": {told[-1]}" if told[-1] else ""
+        lines = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
+        last = f": {lines[-1]}" if lines[-1] else ""
         yield (
             f"{name:16}{stage['seconds']:9.1f}{stage['limit_s']:7.0f}  "
             f"{mark(stage['status'])}{last[:150]}"

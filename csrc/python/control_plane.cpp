@@ -205,11 +205,11 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           },
           py::arg("ids"), "Notifies the policy that these cached blocks were hits of a request.")
       .def(
-          "tell_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"), py::kw_only(),
-          py::arg("tokens_per_block") = 1, py::arg("turn") = 0, py::arg("num_prefix_tokens") = 0,
-          py::arg("num_new_blocks") = 0, py::arg("num_output_tokens") = 0,
-          py::arg("request_class") = -1, py::arg("logical_time") = 0, py::arg("wall_ms") = 0,
-          py::arg("retention") = py::list(),
+          "notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
+          py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("turn") = 0,
+          py::arg("num_prefix_tokens") = 0, py::arg("num_new_blocks") = 0,
+          py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
+          py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
           "Notifies the policy, before `release`, what these blocks were: prefix_tokens[i] tokens\n"
           "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).")
       .def(
