@@ -61,8 +61,8 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   return copy_hashes(hashes.data(), hashes.size());
 }
 
-// What `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a string or
-// None, 32 bytes per block.
+// Arguments that `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a
+// string or None, 32 bytes per block.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const std::string& embed_digests) {
   std::vector<MmItem> items;
@@ -150,7 +150,7 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::st
   return std::make_unique<BlockPool>(n, make_eviction_policy(eviction, options, n));
 }
 
-// Also where there is no policy that would look at them.
+// Checked also where the policy does not use them.
 void check_ids(const BlockPool& pool, const Int32Input& ids) {
   for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
 }
