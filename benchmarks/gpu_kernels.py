@@ -1,4 +1,4 @@
-"""Kernel times on a GPU, beside limits measured in the same run; each a line of JSON, as it comes.
+"""Kernel times on a GPU, with limits measured in the same run; each a line of JSON, as it comes.
 
 A case that fails is reported and the others follow. Calls that move tokens rotate among input sets that
 together are four times the L2, and pages are spread over 16 GiB where memory allows.
@@ -38,7 +38,7 @@ def empty_kernel_us() -> float:
 
 
 def repeated_us(call: Callable[[], None]) -> float:
-    """Of one call over the same memory again and again: tables, which an engine finds in the L2 too."""
+    """The time of calls over the same memory: tables, which an engine finds in the L2 too."""
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
 
@@ -165,7 +165,7 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
-    """Received blocks made local ones, bf16, 8 heads of 128, beside the plain form of it."""
+    """Received blocks made local ones, bf16, 8 heads of 128, compared with the plain form."""
     # 1 GiB and more, ten times the L2 and more.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)

@@ -27,7 +27,7 @@ _log = logging.getLogger("kvcache")
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """What one backend's cache looks like.
+    """The layout of one backend's cache.
 
     `dims`: the dimensions' roles as the backend indexes them. `nhd`, `hnd`: their order in memory,
     outermost first; None: as `dims`, for HND with token and head exchanged. `nhd_cross_layers`,

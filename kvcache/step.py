@@ -28,7 +28,7 @@ def _empty(*shape: int) -> np.ndarray:
     return array
 
 
-# What empty sections of a plan share.
+# Empty arrays that all plans share.
 NO_IDS = _empty(0)
 NO_PAIRS = _empty(0, 2)
 NO_REPLACE = _empty(0, 3)

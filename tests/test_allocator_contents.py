@@ -20,7 +20,7 @@ from tests.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
 LONGEST = 48
-MOST_STEPS_BACK = 60  # an older step is not aborted, and what it let go of is not traced
+MOST_STEPS_BACK = 60  # an older step is not aborted, and blocks that it released are not traced
 BAD = "bad"  # content that nothing may read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),

@@ -109,7 +109,7 @@ class Driver:
     def publish_more(self):
         for request in self.requests:
             if request[3] < len(request[1]) and self.random.random() < 0.5:
-                # What was evicted while it was held stays without a hash.
+                # A block that was evicted while it was held stays without a hash.
                 self.extend(request)
 
     def finish(self):

@@ -71,7 +71,7 @@ def run(checkout, program, **environment):
 
 @pytest.fixture(scope="module")
 def built(checkout):
-    """What two processes, which first used the package at the same time, answered and said."""
+    """The results and output of two processes that first used the package at the same time."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", USE],

@@ -328,7 +328,7 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     manager.free(request)
     manager.evict([ids[2]])
     manager.invalidate([ids[1]])
-    manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 anew
+    manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 again
     assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
 
 

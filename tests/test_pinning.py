@@ -43,7 +43,7 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
         host = pages.on_host(2000, pin_memory=True)
     assert (
         len(reported) >= 3 and len(released) == len(reported) - 1
-    )  # what was pinned is let go again
+    )  # pinned chunks are unpinned again
     PageCopy(pages, host).copy(np.array([[1, 1999]]))
     assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
 

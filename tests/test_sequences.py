@@ -129,7 +129,7 @@ def test_can_allocate_counts_no_hits():
     manager.mark_blocks_as_computed(group, 12)
     again = Group("s", [seq("s", 12)])
     assert manager.can_allocate(again) == LATER
-    manager.allocate(again)  # it takes one block beside its hits
+    manager.allocate(again)  # it takes one block in addition to its hits
     assert counts(manager)[0] == 0
 
 

@@ -1,4 +1,4 @@
-"""Swaps beside graphs that are captured, and the streams that they run on."""
+"""Swaps while graphs are captured, and the streams that they run on."""
 
 import gc
 import os

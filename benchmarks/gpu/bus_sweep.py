@@ -1,6 +1,6 @@
 """Stage: what the bus gives. Thread blocks, fragments, pool, huge pages; and batches of the copy engine.
 
-Each part stands beside one contiguous pinned copy. Copies are timed by events on a stream of their own.
+Each part is compared with one contiguous pinned copy. Copies are timed by events on their own stream.
 """
 
 from __future__ import annotations

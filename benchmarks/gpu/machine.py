@@ -1,4 +1,4 @@
-"""What a run is made on, and of what: the commit, the machine, its tools. No fact is indispensable."""
+"""The commit, the machine and the tools of a run. A run works without any of these facts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def find_tool(name: str) -> str | None:
 
 
 def lacks(needs_build: bool) -> list[str]:
-    """What this machine lacks, in words, as far as that shows without torch being imported."""
+    """A text about what this machine lacks, as far as that shows without importing torch."""
     found = []
     if sys.version_info < (3, 10):  # noqa: UP036  (run from a checkout, which pip never checked)
         found.append(f"Python 3.10 or newer (this is {sys.version.split()[0]})")
@@ -91,7 +91,7 @@ def has_module(name: str) -> bool:
 
 
 def output_of(command: list[str], limit_s: float = 5) -> str:
-    """What a program prints, stripped; nothing where it is missing, fails or hangs."""
+    """The stripped output of a program; empty where it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired):

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-# What is kept of one stage: its log's beginning and end, and its rows.
+# Limits of what is kept of one stage: its log's beginning and end, and its rows.
 _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
 

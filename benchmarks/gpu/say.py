@@ -70,6 +70,6 @@ def exit_code() -> int:
 
 
 def seconds_left() -> float:
-    """What is left of the stage's time limit, less a little for its end."""
+    """Seconds left of the stage's time limit, less a little for its end."""
     limit = float(os.environ.get("KVCACHE_STAGE_LIMIT", "3600"))
     return limit - 2 - (time.monotonic() - _started)

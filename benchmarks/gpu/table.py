@@ -1,4 +1,4 @@
-"""The end of a run in tables: the stages, and the measured shares beside the bars set for them."""
+"""The end of a run in tables: the stages, and the measured shares with the bars set for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def mark(status: str) -> str:
 
 
 def bar_rows(contents: dict) -> list[dict]:
-    """What was measured that has a bar: name, GB/s, what it is beside, ratio, bar, whether reached."""
+    """The measurements that have a bar: name, GB/s, limit, ratio, bar, whether reached."""
     swaps: dict[tuple, dict] = {}  # the last of each: calibrated, where the stage came so far
     for rate in rows_of(contents, "swaps"):
         # Neighbouring pages are merged, so that only scattered ones have the size they are called by.

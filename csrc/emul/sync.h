@@ -109,6 +109,5 @@ inline int __all_sync(unsigned mask, int predicate, emul::Site site = emul::Site
 }
 
 // Returns only the calling lane. CUDA promises no convergence, so this is legal, and code that
-// takes
-// __activemask() for "all lanes that take this branch" fails its test.
+// takes __activemask() for "all lanes that take this branch" fails its test.
 inline unsigned __activemask() { return 1u << emul::emulator().current().lane(); }

@@ -65,8 +65,8 @@ class IndexOfId {
   std::vector<Entry> table_;
 };
 
-// Checks pairs on the CPU: pages are in range, none is written twice, and within one storage none is
-// both written and read. So the order of the pairs does not matter.
+// Checks pairs on the CPU: pages are in range, none is written twice, and within one storage none
+// is both written and read. So the order of the pairs does not matter.
 inline void check_pairs(const BlockCopy& c) {
   IndexOfId written(c.num_pairs);
   for (int64_t i = 0; i < c.num_pairs; ++i) {

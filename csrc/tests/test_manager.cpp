@@ -1,6 +1,6 @@
-// The manager under random calls of both faces, over mixed groups: tables that follow the deltas,
-// and the invariants. tests/test_allocator_random.py compares every answer with a model; this one
-// runs under the sanitizers.
+// The manager under random calls of both kinds (steps and single requests), over mixed groups:
+// checks tables that follow the plans, and the invariants. tests/test_allocator_random.py compares
+// every answer with a model; this test runs under the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>

@@ -82,7 +82,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
-    """ValueError where the pool does not fit, on either side, beside what else is measured with it."""
+    """ValueError where the pool and the other measured memory do not fit, on either side."""
     import torch
 
     from kvcache.worker.pages.pinning import check_host_memory

@@ -225,7 +225,7 @@ class KVTopology:
         """Whether ranks of an engine hold the same KV: `is_kv_replicated`, or MLA."""
         return self.is_mla or self.is_kv_replicated(engine_id)
 
-    # Who holds what.
+    # Which rank holds which heads.
 
     @property
     def heads(self) -> range:

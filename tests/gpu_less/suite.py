@@ -18,7 +18,7 @@ PYTEST = ["python", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:c
 
 @dataclass(frozen=True)
 class Job:
-    """A pytest process; `environment` is what it has beside the usual."""
+    """A pytest process; `environment`: variables in addition to the usual ones."""
 
     name: str
     arguments: list[str]
