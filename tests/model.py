@@ -547,7 +547,9 @@ class ModelManager:
             )
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
-        self._supply(state, row, start, after, needs, max(room - self.watermark, 0), shared)
+        self._allocate_blocks(
+            state, row, start, after, needs, max(room - self.watermark, 0), shared
+        )
         self._own_what_is_written(state, start, after)
         return SERVED
 
@@ -600,7 +602,7 @@ class ModelManager:
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         state.start, state.num_computed = start, after
-        self._supply(state, row, start, after, needs, room)
+        self._allocate_blocks(state, row, start, after, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
 
@@ -629,7 +631,7 @@ class ModelManager:
         state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
         self.rows[row] = state
         first_on_host = self._take_hits(state, num_hit)
-        self._supply(state, row, num_hit, after, needs, room)
+        self._allocate_blocks(state, row, num_hit, after, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
@@ -677,7 +679,7 @@ class ModelManager:
                 count += ceil_div(n, group.block_size) - first // group.block_size
         return count
 
-    def _supply(self, state, row, start, after, needs, room, shared=()):
+    def _allocate_blocks(self, state, row, start, after, needs, room, shared=()):
         numbers = []
         for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
             first = each.num_dropped

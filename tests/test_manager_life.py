@@ -387,9 +387,9 @@ def test_an_abort_touches_nobody_whom_the_step_did_not_serve():
     plan = manager.step(new=[b])
     assert manager.abort(plan.step_id) == {"b": 20}
     assert manager.num_computed_tokens(a) == 22
-    face = Request("c", range(50, 70))
+    direct = Request("c", range(50, 70))
     plan = manager.step([0], [1])
-    manager.allocate_slots(face, 20)
+    manager.allocate_slots(direct, 20)
     assert manager.abort(plan.step_id) == {"a": 22}
     assert hit_length(manager, range(50, 70)) == 16
 

@@ -834,7 +834,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_the_hashes_are_those_of_the_request_manager():
-    """Two faces of one allocator (E8): the same chain, salt and seed."""
+    """Two managers over one allocator (E8): the same chain, salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")

@@ -75,7 +75,7 @@ class VerifiedGroup:
         return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
 
     def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Key and value of the tokens at these places, without slot mapping and without our ops."""
+        """Key and value of the tokens at these block offsets, without slot mapping and without this library's ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
             # Not by torch: where cores are shared, its threads wait milliseconds for each other.
