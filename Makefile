@@ -23,7 +23,7 @@ test: setup
 
 # The tests marked exhaustive: more seeds, sizes and combinations than `make test` has.
 test-exhaustive: setup
-	$(BIN)/python -m pytest -n auto --dist worksteal -m exhaustive
+	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal -m "exhaustive or hypothesis"
 
 # Plants twenty defects, one at a time; each must be noticed by the tests of `make test`.
 planted-breaks: setup

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from kvcache.replay import Replayer, ReplayReport, WorkloadRequest, read_mooncake
-from kvcache.replay.policies import parse_eviction, parse_host_write
+from kvcache.replay.policies import parse_eviction, parse_host_eviction, parse_host_write
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversation.jsonl"
 BLOCK_SIZE = 512  # tokens
@@ -175,7 +175,7 @@ def replayed(
 ) -> ReplayReport:
     """One request at a time; capacities without the null block."""
     name, options = parse_eviction(eviction)
-    host_name, host_options = parse_eviction(host_eviction)
+    host_name, host_options = parse_host_eviction(host_eviction)
     replayer = Replayer(
         block_size=BLOCK_SIZE,
         num_blocks=capacity + 1,

@@ -22,6 +22,7 @@ _HOME = {
     "Request": "kvcache.allocator",
     "eviction_names": "kvcache.allocator",
     "hash_blocks": "kvcache.allocator",
+    "host_eviction_names": "kvcache.allocator",
     "KVCache": "kvcache.assembly",
     "build": "kvcache.assembly",
     "CachePlan": "kvcache.memory_plan",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvcache.checks import MAX_INT32, MAX_INT64, integer
-from kvcache.kinds import KindProperties, make_kind
+from kvcache.kinds import KindProperties, checked_max_pages, make_kind
 from kvcache.specs import MAX_GROUPS, ContextParallel, GroupSpec, LayerSpec
 
 _SLACK = 1.1  # bytes that fewer groups may cost
@@ -189,7 +189,7 @@ class _Demand:
 def _max_pages(
     group: GroupSpec, kind: KindProperties, num_tokens: int, step: int, cp: ContextParallel
 ) -> int:
-    return kind.max_pages(num_tokens, step, group.tokens_per_block(cp))
+    return checked_max_pages(kind, num_tokens, step, group.tokens_per_block(cp))
 
 
 def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import settings
 
 # Derandomised in CI: a red run is then red for everyone. `HYPOTHESIS_PROFILE=random` explores.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, max_examples=25)
+settings.register_profile("exhaustive", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("random", deadline=None, print_blob=True)
 # Under tools that slow every launch down a hundredfold (compute-sanitizer).
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=5)

@@ -23,3 +23,10 @@ def sampled(values, num_first: int = 1) -> list:
     each = [value if isinstance(value, tuple) else (value,) for value in values]
     rest = [pytest.param(*value, marks=pytest.mark.exhaustive) for value in each[num_first:]]
     return [*(pytest.param(*value) for value in each[:num_first]), *rest]
+
+
+def spread(values, num: int) -> list:
+    """As `sampled`, with `num` values that lie evenly among all."""
+    values = list(values)
+    first = [values[i * len(values) // num] for i in range(num)]
+    return sampled([*first, *(value for value in values if value not in first)], num)

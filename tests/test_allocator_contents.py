@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from kvcache import KVCacheManager, Request, Status, StepPlan, StepReport, eviction_names
+from kvcache import (
+    KVCacheManager,
+    Request,
+    Status,
+    StepPlan,
+    StepReport,
+    eviction_names,
+    host_eviction_names,
+)
 from tests.allocator_driver import FULL, MIXES, Chooser, _window
 from tests.model import ENCODER, STATE, ModelGroup
 from tests.shared import sampled
@@ -86,7 +94,7 @@ class Simulation:
         if choose.chance(2):
             tiers |= {
                 "num_host_blocks": choose.integer(4, 40) * len(kinds),
-                "host_eviction": choose.pick(["lru", "s3_fifo", "segmented_lru"]),
+                "host_eviction": choose.pick(host_eviction_names()),
                 "host_write": choose.pick(["back", "through", "selective"]),
                 "num_hits_to_write": 1,
             }

@@ -31,7 +31,7 @@ from benchmarks.gpu import (
 from benchmarks.gpu.report import Outcome, Report, StageLog
 from benchmarks.gpu.run import Run
 from benchmarks.gpu.stages import STAGES, Stage
-from tests.shared import REPO
+from tests.shared import REPO, sampled
 
 
 def stage(name, code, limit_s=30.0, **options):
@@ -124,7 +124,9 @@ def alive(marker):
 
 
 # A process in a session of its own whose parent has ended belongs to no stage any more.
-@pytest.mark.parametrize(("new_session", "ends"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("new_session", "ends"), sampled([(True, False), (False, False), (False, True)])
+)
 def test_everything_that_a_stage_started_is_ended_with_it(runner, tmp_path, new_session, ends):
     marker = f"stage-child-of-{os.getpid()}-{new_session}-{ends}"
     ready = tmp_path / "ready"

@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 
 from kvcache import ContextParallel, GroupSpec, KVCacheManager, Request, Status
-from kvcache.kinds import AttentionKind, kind_class, kind_names, make_kind, register
+from kvcache.kinds import (
+    AttentionKind,
+    KindProperties,
+    kind_class,
+    kind_names,
+    make_kind,
+    register,
+)
+from kvcache.native.load import core
 
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
@@ -48,7 +56,9 @@ def test_a_kind_says_what_is_still_read(kind, options, reads_from):
 
 def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
     options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
-    kinds = {n: make_kind(n, options.get(n, {})) for n in kind_names() if "test" not in n}
+    # Of the package: other tests register kinds, and names of kinds, of their own.
+    ours = [n for n in kind_names() if kind_class(n).__module__ == f"kvcache.kinds.{n}"]
+    kinds = {n: make_kind(n, options.get(n, {})) for n in ours}
     assert {name: (kind.pages, kind.window) for name, kind in kinds.items()} == {
         "full_attention": ("tokens", None),
         "sliding_window": ("tokens", 6),
@@ -68,6 +78,9 @@ def test_a_kind_may_have_a_second_name_and_options_with_defaults():
             super().__init__()
             self.tokens = (segment, lookback)
 
+        def first_needed_token(self, num_computed_tokens):
+            return 0
+
     assert make_kind("test_lookback", {"segment": 8}).tokens == (8, 1)
     with pytest.raises(
         ValueError,
@@ -77,28 +90,72 @@ def test_a_kind_may_have_a_second_name_and_options_with_defaults():
         make_kind("test_lookback", {"lookback": 2})
 
 
-class OverridesNative(kind_class("sliding_window")):
+class Keeps(AttentionKind):
     def first_needed_token(self, num_computed_tokens):
         return 0
 
 
-class TakesAnything(AttentionKind):
+class TakesAnything(Keeps):
     def __init__(self, **options):
         super().__init__()
 
 
-class OfStates(AttentionKind):
+class OfStates(Keeps):
     pages = "state"
+
+
+def derived(name, **members):
+    """A class derived from a kind of the package."""
+    return type("Derived", (kind_class(name),), members)
+
+
+class InTwoSteps(derived("sliding_window", first_needed_token=lambda self, n: 0)):
+    """What it inherits is an override all the same."""
 
 
 @pytest.mark.parametrize(
     ("name", "kind", "error", "message"),
     [
-        ("recurrent", AttentionKind, ValueError, "name is 'recurrent': expected one that is not"),
-        ("", AttentionKind, ValueError, "name is '': expected a name that is not empty"),
-        ("test_x", AttentionKind(), TypeError, "expected a class derived from AttentionKind"),
+        ("recurrent", Keeps, ValueError, "name is 'recurrent': expected one that is not"),
+        ("", Keeps, ValueError, "name is '': expected a name that is not empty"),
+        ("test_x", Keeps(), TypeError, "expected a class derived from AttentionKind"),
         ("test_x", dict, TypeError, "expected a class derived from AttentionKind"),
-        ("test_x", OverridesNative, TypeError, "overrides first_needed_token of SlidingWindow"),
+        # The native manager takes none of these.
+        ("test_x", KindProperties, TypeError, "expected a class derived from AttentionKind"),
+        (
+            "test_x",
+            type("NotNative", (KindProperties,), {"first_needed_token": lambda self, n: n}),
+            TypeError,
+            "NotNative'>: expected a class derived from AttentionKind, or from one kind of this",
+        ),
+        (
+            "test_x",
+            type("Unguarded", (KindProperties, core.FullAttention), {"pages": "state"}),
+            TypeError,
+            "Unguarded'>: expected a class derived from AttentionKind, or from one kind of this",
+        ),
+        (
+            "test_x",
+            type("OfTwo", (Keeps, kind_class("sliding_window")), {}),
+            TypeError,
+            "OfTwo'>: expected a class derived from AttentionKind, or from one kind of this",
+        ),
+        ("test_x", AttentionKind, TypeError, "has no first_needed_token: expected one of its own"),
+        ("test_x", InTwoSteps, TypeError, "overrides first_needed_token of SlidingWindow, which"),
+        (
+            "test_x",
+            derived("full_attention", pages="state"),
+            TypeError,
+            "'test_x' overrides pages of FullAttention, which the native manager does not ask: "
+            "expected a class derived from AttentionKind",
+        ),
+        ("test_x", derived("recurrent", pages="tokens"), TypeError, "overrides pages of Recurrent"),
+        (
+            "test_x",
+            derived("sliding_window", window=property(lambda self: 99)),
+            TypeError,
+            "overrides window of SlidingWindow, which",
+        ),
         ("test_x", TakesAnything, TypeError, r"takes \*\*options: expected arguments with names"),
         ("test_x", OfStates, ValueError, "pages of kind 'test_x' is 'state': expected 'tokens'"),
     ],
@@ -107,6 +164,23 @@ def test_a_wrong_kind_is_not_registered(name, kind, error, message):
     with pytest.raises(error, match=message):
         register(name)(kind)
     assert "test_x" not in kind_names()
+
+
+def test_a_kind_may_derive_from_one_of_the_package_with_other_options_and_bounds():
+    @register("test_window_of_8")
+    class WindowOf8(kind_class("sliding_window")):
+        def __init__(self, *, chunks=1):
+            super().__init__(window=8 * chunks)
+
+        def max_live_tokens(self, num_tokens, step_tokens):
+            return super().max_live_tokens(num_tokens, step_tokens) + 1
+
+    kind = make_kind("test_window_of_8", {"chunks": 2})
+    assert (kind.window, kind.first_needed_token(20), kind.max_live_tokens(9, 1)) == (16, 5, 17)
+    manager = make(GroupSpec("test_window_of_8", 4))
+    request = Request("a", range(40))
+    run(manager, request, 8, 8, 8)
+    assert manager.block_ids(request).tolist()[:3] == [0, 0, 3]  # token 16 reads from 9 on
 
 
 def test_blocks_that_leave_a_window_are_freed_and_become_null():

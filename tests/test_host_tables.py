@@ -134,7 +134,7 @@ class TablesAgainstLists(RuleBasedStateMachine):
 
 
 TestTablesAgainstLists = TablesAgainstLists.TestCase
-TestTablesAgainstLists.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestTablesAgainstLists.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import GroupSpec
-from kvcache.kinds import AttentionKind, register
+from kvcache.kinds import AttentionKind, KindError, register
 from kvcache.replay import Mismatch, Replayer, Series, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.verifier import KVVerifier
 
-from .shared import shared_file
+from .shared import shared_file, spread
 from .test_replay import (
     TRACE,
     ReferenceCache,
@@ -48,8 +48,9 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
 # --- right replays --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-@pytest.mark.parametrize("chunk_tokens", [None, 100])
+@pytest.mark.parametrize(
+    ("concurrency", "chunk_tokens"), spread(itertools.product([1, 4], [None, 100]), 2)
+)
 @pytest.mark.parametrize(
     ("groups", "hash_block_size"),
     [
@@ -310,9 +311,50 @@ def test_blocks_that_a_kind_of_a_user_still_reads_must_be_there(lookback, is_rig
     assert (report.mismatches == 0) == is_right
 
 
+@register("test_goes_back")
+class GoesBack(AttentionKind):
+    """Reads 16 tokens less from token `at` on: the manager has dropped them by then."""
+
+    def __init__(self, *, at):
+        super().__init__()
+        self.at = at
+
+    def first_needed_token(self, num_computed_tokens):
+        return max(num_computed_tokens - (24 if num_computed_tokens >= self.at else 8), 0)
+
+
+@pytest.mark.parametrize("at", [32, 35])  # where a chunk begins, and inside it
+def test_a_kind_that_goes_back_is_reported(at):
+    replayer = hybrid(f"test_goes_back:at={at}", 65, chunk_tokens=8)
+    says = rf"^GoesBack.first_needed_token\({at}\) is {at - 24}: expected {at - 9} or more, the"
+    with pytest.raises(KindError, match=says):
+        replayer.run(as_workload([range(40)]))
+
+
+@register("test_claims_less")
+class ClaimsLess(AttentionKind):
+    """Reads 20 tokens, and plans for 16."""
+
+    def first_needed_token(self, num_computed_tokens):
+        return max(num_computed_tokens - 20, 0)
+
+    def max_live_tokens(self, num_tokens, step_tokens):
+        return 16 + step_tokens
+
+
+def test_a_kind_that_plans_for_less_than_it_reads_is_reported():
+    replayer = hybrid("test_claims_less", 65, chunk_tokens=8)
+    says = (
+        r"^ClaimsLess.max_live_tokens\(32, 8\) is 24: expected 28 or more, "
+        r"as ClaimsLess.first_needed_token\(24\) is 4$"
+    )
+    with pytest.raises(KindError, match=says):
+        replayer.run(as_workload([range(40)]))
+
+
 def test_copies_that_the_storage_does_not_make_are_caught(monkeypatch):
     replayer = hybrid("full_attention,recurrent:block_size=8", 65, chunk_tokens=8)
-    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda plan, moves, transfer: None)
+    monkeypatch.setattr(replayer.verifier.worker, "_copy", lambda moves: None)
     assert replayer.run(as_workload([range(30)])).mismatches > 0
 
 

@@ -9,16 +9,29 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 
 import pytest
 import torch
 
 from benchmarks.gpu.jit_and_replay import jit_check
 from kvcache.native import build, jit
-from tests.shared import REPO
+from tests.shared import REPO, sampled
 
-# Stands before the compiler as ccache does; what is optimised here nobody uses, so this saves time.
-LAUNCHER = '#!/bin/sh\nexec "$@" -O0\n'
+# Compilers. The first hands on the libraries of this checkout in place of what it should link, so
+# that all but a compiler's own work is done in seconds. The second compiles; speed does not matter.
+COPIES = f"""#!/bin/sh
+for word in "$@"; do
+  case "$before" in -o) out=$word ;; -MF) dependencies=$word ;; esac
+  [ "$word" = -c ] && compiles=yes
+  before=$word
+done
+[ -n "$out" ] || exec g++ "$@"
+[ -z "$dependencies" ] || echo "$out:" >"$dependencies"
+if [ -n "$compiles" ]; then : >"$out"; else cp "{REPO}/kvcache/$(basename "$out")" "$out"; fi
+"""
+COMPILES = '#!/bin/sh\nexec g++ "$@" -O0\n'
+COMPILERS = {"copies": COPIES, "compiles": COMPILES}
 USE = f"""
 import kvcache
 assert kvcache.hash_blocks(range(32), 16).shape == (2, 32)
@@ -46,36 +59,43 @@ def checkout(tmp_path_factory):
     with tarfile.open(archive) as file:
         file.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     checkout = folder / archive.name.removesuffix(".tar.gz")
-    (checkout / "launcher").write_text(LAUNCHER)
-    (checkout / "launcher").chmod(0o755)
+    for name, program in COMPILERS.items():
+        (checkout / name).mkdir()
+        (checkout / name / "g++").write_text(program)
+        (checkout / name / "g++").chmod(0o755)
     return checkout
 
 
-def environment_for(checkout, **changes):
+def environment_for(checkout, compiler="copies", **changes):
     variables = {**os.environ, "PYTHONPATH": str(checkout)}
     variables.pop("KVCACHE_JIT", None)
-    variables["KVCACHE_JIT_DIR"] = str(checkout / "jit")
-    variables["CXX"] = f"{checkout / 'launcher'} g++ -pipe"  # as in "ccache g++ -m64"
+    variables["KVCACHE_JIT_DIR"] = str(checkout / "jit" / compiler)
+    variables["CXX"] = f"env {checkout / compiler / 'g++'} -pipe"  # as in "ccache g++ -m64"
     return {**variables, **changes}
 
 
-def run(checkout, program, **environment):
+def run(folder, program, *, checkout=None, **environment):
     return subprocess.run(
         [sys.executable, "-c", program],
-        env=environment_for(checkout, **environment),
+        env=environment_for(checkout or folder, **environment),
         capture_output=True,
         text=True,
-        cwd=checkout,
+        cwd=folder,
     )
 
 
+@pytest.fixture(scope="module", params=sampled(COMPILERS))
+def compiler(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def built(checkout):
+def built(checkout, compiler):
     """The results and output of two processes that first used the package at the same time."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", USE],
-            env=environment_for(checkout),
+            env=environment_for(checkout, compiler),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -98,6 +118,32 @@ def test_a_source_distribution_holds_the_checkout(checkout):
     assert not list(checkout.rglob("*.so"))
 
 
+@pytest.mark.exhaustive
+def test_a_wheel_of_a_source_distribution_works_and_holds_the_sources(checkout, tmp_path):
+    command = ["pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--wheel-dir"]
+    done = subprocess.run(
+        [sys.executable, "-m", *command, str(tmp_path), "."],
+        env=environment_for(checkout, KVCACHE_CUDA="0"),
+        capture_output=True,
+        text=True,
+        cwd=checkout,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as file:
+        names = set(file.namelist())
+        file.extractall(tmp_path / "installed")
+    for path in (REPO / "csrc").rglob("*.[hc]*"):  # to build what is missing at first use
+        if "tests" not in path.parts:
+            assert f"kvcache/{path.relative_to(REPO)}" in names
+    changes = {"PYTHONPATH": str(tmp_path / "installed"), "KVCACHE_JIT_DIR": str(tmp_path / "jit")}
+    program = (
+        "import kvcache.ops; assert len(kvcache.hash_blocks(range(32), 16)) == 2; print('works')"
+    )
+    used = run(tmp_path, program, checkout=checkout, **changes)
+    assert used.stdout.endswith("works\n") and "building" not in used.stderr, used.stderr
+
+
 def test_builds_at_first_use_in_one_process_while_others_wait(built):
     for out, err in built:
         assert out.endswith("works\n"), err
@@ -106,8 +152,8 @@ def test_builds_at_first_use_in_one_process_while_others_wait(built):
         assert said.count(f"no built {name} found, building it in") == 1
 
 
-def test_loads_at_once_afterwards(checkout, built):
-    again = run(checkout, USE)
+def test_loads_at_once_afterwards(checkout, compiler, built):
+    again = run(checkout, USE, compiler=compiler)
     assert again.stdout.endswith("works\n") and "building" not in again.stderr
 
 
@@ -133,9 +179,7 @@ def test_a_missing_compiler_is_named(checkout, tmp_path):
     assert "apt-get install g++" in done.stderr
 
 
-def test_a_missing_ninja_is_named(checkout, built, tmp_path):
-    for folder in (checkout / "jit").glob("_core-*/"):  # the core needs none, and is there
-        shutil.copytree(folder, tmp_path / "j" / folder.name)
+def test_a_missing_ninja_is_named(checkout, tmp_path):
     program = "import sys; sys.executable = '/nowhere/python'; import kvcache.ops"
     path = without(tmp_path, "ninja")
     done = run(checkout, program, PATH=path, KVCACHE_JIT_DIR=str(tmp_path / "j"))

@@ -9,7 +9,7 @@ import pytest
 
 from kvcache.native import build
 from tests.emulation import ASAN, build_library
-from tests.shared import REPO
+from tests.shared import REPO, sampled
 
 KERNEL_TESTS = sorted(str(path) for path in (REPO / "tests").glob("test_*_op.py"))
 
@@ -44,10 +44,12 @@ under_sanitizers = pytest.mark.skipif(ASAN, reason="this is the run under saniti
 @under_sanitizers
 @pytest.mark.parametrize(
     ("call", "report"),
-    [
-        ("overflow_(torch.zeros(1000))", "heap-buffer-overflow"),
-        ("overflow_int_(torch.full((32,), 2**31 - 1).int())", "signed integer overflow"),
-    ],
+    sampled(
+        [
+            ("overflow_(torch.zeros(1000))", "heap-buffer-overflow"),
+            ("overflow_int_(torch.full((32,), 2**31 - 1).int())", "signed integer overflow"),
+        ]
+    ),
 )
 def test_a_fault_of_a_kernel_is_reported_with_its_place(call, report):
     build_library(asan=True)
@@ -58,7 +60,7 @@ def test_a_fault_of_a_kernel_is_reported_with_its_place(call, report):
 
 
 @under_sanitizers
-@pytest.mark.parametrize("sanitized", [False, True])
+@pytest.mark.parametrize("sanitized", sampled([True, False]))
 def test_a_misaligned_access_of_a_kernel_is_an_error_of_the_op(sanitized):
     build_library(asan=sanitized)
     program = (

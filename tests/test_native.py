@@ -74,12 +74,14 @@ def package(tmp_path):
             "torch.cuda.is_available = lambda: False",
             "not built: torch finds no CUDA device to build for",
             id="no device",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             "import kvcache, pathlib; folder = pathlib.Path(kvcache.__file__).parent; "
             "(folder / 'libkvcache_cuda.so').write_text('of another CUDA')",
             "not loadable: ",
             id="unusable",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -26,7 +26,7 @@ from kvcache.replay import (
 from kvcache.replay.content import VOCABULARY, kv_of_content, prefix_keys
 from kvcache.replay.verifier import KVVerifier
 
-from .shared import shared_file
+from .shared import sampled, shared_file
 
 TRACE = "traces/mooncake_conversation.jsonl"
 
@@ -317,14 +317,16 @@ def test_hits_are_those_of_the_reference_cache(workload, block_size, capacity, c
 
 @pytest.mark.parametrize(
     ("capacity", "hit_blocks", "hit_rate"),
-    [
-        (1_000, 12_988, 0.0459),
-        (10_000, 62_001, 0.2192),
-        (30_000, 95_336, 0.3371),
-        (50_000, 102_723, 0.3632),
-        (100_000, 104_926, 0.3710),
-        (182_790, 105_592, 0.3734),  # every different block of the trace: unbounded
-    ],
+    sampled(
+        [
+            (30_000, 95_336, 0.3371),
+            (1_000, 12_988, 0.0459),
+            (10_000, 62_001, 0.2192),
+            (50_000, 102_723, 0.3632),
+            (100_000, 104_926, 0.3710),
+            (182_790, 105_592, 0.3734),  # every different block of the trace: unbounded
+        ]
+    ),
 )
 def test_the_published_trace_has_exactly_these_hits(capacity, hit_blocks, hit_rate):
     path = shared_file(TRACE)

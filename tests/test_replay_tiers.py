@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import GroupSpec, eviction_names
+from kvcache import GroupSpec, eviction_names, host_eviction_names
 from kvcache.replay import Mismatch, Replayer, chat_workload, read_mooncake
 from kvcache.replay.groups import parse_groups
 from kvcache.replay.option_text import join_options
-from kvcache.replay.policies import HOST_POLICIES, parse_eviction, parse_host_write
+from kvcache.replay.policies import parse_eviction, parse_host_eviction, parse_host_write
 from kvcache.replay.verifier import KVVerifier
 from kvcache.worker import Worker
 
-from .shared import sampled, shared_file
+from .shared import sampled, shared_file, spread
 from .test_hybrid_replay import group_lists
 from .test_replay import TRACE, as_workload, plant_in_step, workloads
 
@@ -33,7 +33,7 @@ def tiered(
 ) -> Replayer:  # fmt: skip
     """`specs`: groups, or tokens per block of full attention; policies as on the command line."""
     name, own = parse_eviction(eviction)
-    host_name, host_own = parse_eviction(host_eviction)
+    host_name, host_own = parse_host_eviction(host_eviction)
     groups = [GroupSpec("full_attention", specs)] if isinstance(specs, int) else specs
     verifier = KVVerifier(
         groups=groups, num_blocks=num_blocks, num_host_blocks=num_host_blocks,
@@ -61,7 +61,7 @@ def assert_right(replayer, report) -> None:
 # --- exact hits -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("capacity", [1_000, 10_000])
+@pytest.mark.parametrize("capacity", sampled([10_000, 1_000]))
 def test_an_unbounded_host_hits_all_there_is_in_the_published_trace(capacity):
     requests = read_mooncake(shared_file(TRACE))
     report = tiered(512, capacity + 1, 300_000, verify=False).run(requests)
@@ -71,9 +71,10 @@ def test_an_unbounded_host_hits_all_there_is_in_the_published_trace(capacity):
     assert (report.host_evicted_blocks, report.unwritten_blocks) == (0, 0)
 
 
-@pytest.mark.parametrize("eviction", POLICIES)
-@pytest.mark.parametrize("host_write", ["back", "through"])
-@pytest.mark.parametrize("num_blocks", [250, 500])
+@pytest.mark.parametrize(
+    ("num_blocks", "host_write", "eviction"),
+    spread(itertools.product([250, 500], ["back", "through"], POLICIES), 8),
+)
 def test_an_unbounded_host_hits_what_an_unbounded_device_does(num_blocks, host_write, eviction):
     unbounded = Replayer(block_size=16, num_blocks=20_001).run(chat_workload(200, 3))
     assert unbounded.evicted_blocks == 0
@@ -123,23 +124,23 @@ def test_the_report_says_how_it_was_made():
 # --- every byte -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("concurrency", [1, 4])
-@pytest.mark.parametrize("host_write", WRITES)
+@pytest.mark.parametrize("concurrency, host_write", spread(itertools.product([1, 4], WRITES), 4))
 @pytest.mark.parametrize("chunk_tokens", [None, 64])
 @pytest.mark.parametrize(
     ("groups", "hash_block_size"),
-    [
+    sampled([
+        ("full_attention,sliding_window:window=50:block_size=8,recurrent:block_size=32", 4),
         ("full_attention", None),
         ("full_attention,sliding_window:window=64,recurrent", None),
-        ("full_attention,sliding_window:window=50:block_size=8,recurrent:block_size=32", 4),
-    ],
-)
+    ]),
+)  # fmt: skip
 def test_chats_verify_through_a_host(
     groups, hash_block_size, chunk_tokens, host_write, concurrency
 ):
     turn = 2 * concurrency + len(host_write)
     eviction = POLICIES[turn % len(POLICIES)]
-    host_eviction = HOST_POLICIES[turn % len(HOST_POLICIES)]
+    for_host = host_eviction_names()
+    host_eviction = for_host[turn % len(for_host)]
     replayer = tiered(
         parse_groups(groups, 16), 300, 1_000, eviction=eviction, host_eviction=host_eviction,
         host_write=host_write, concurrency=concurrency, chunk_tokens=chunk_tokens,
@@ -162,7 +163,7 @@ def test_chats_verify_through_a_host(
     st.integers(1, 60),
     st.integers(1, 4),
     st.sampled_from(POLICIES),
-    st.sampled_from(HOST_POLICIES),
+    st.sampled_from(host_eviction_names()),
     st.sampled_from(WRITES),
 )
 def test_a_right_tiered_cache_verifies(
@@ -179,6 +180,7 @@ def test_a_right_tiered_cache_verifies(
     assert report.requests == len(workload)
 
 
+@pytest.mark.exhaustive
 def test_the_published_trace_verifies_through_a_host():
     requests = itertools.islice(read_mooncake(shared_file(TRACE)), 300)
     replayer = tiered(512, 501, 4_001, concurrency=3)
@@ -305,6 +307,7 @@ def test_policies_are_read_as_they_are_written():
     assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("policy", "options", "rate"),
     [("s3_fifo", {}, 0.0588), ("segmented_lru", {"protected_share": 0.2}, 0.0516)],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcache.kinds import AttentionKind, KindError, make_kind, register, registry
+from kvcache.kinds import AttentionKind, KindError, kind_class, make_kind, register, registry
 from kvcache.memory_plan import MAX_GROUPS, plan_cache
 from kvcache.specs import ContextParallel, GroupSpec, LayerSpec
 
@@ -421,6 +421,10 @@ def test_a_kind_of_a_user_that_keeps_all_is_planned_as_full_attention():
         (lambda n: None, r"Wrong.first_needed_token\(0\) is None: expected an integer$"),
         (lambda n: 1 // (n - 3), r"Wrong.first_needed_token\(0\) is -1"),
         (lambda n: 0 // (n - 3), r"Wrong.first_needed_token\(3\) raised ZeroDivisionError: "),
+        (  # it goes back
+            lambda n: n if n < 40 else n - 8,
+            r"Wrong.first_needed_token\(40\) is 32: expected 39 or more, the answer for 39$",
+        ),
     ],
 )
 def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer, says):
@@ -431,6 +435,50 @@ def test_a_kind_that_answers_what_it_must_not_is_not_planned(monkeypatch, answer
     monkeypatch.setitem(registry._KINDS, "test_wrong", Wrong)
     with pytest.raises(KindError, match=says):
         plan_cache(attention("test_wrong", 1), GIB, max_model_len=64)
+
+
+@pytest.mark.parametrize(
+    ("method", "answer", "says"),
+    [
+        ("max_live_tokens", -5, r"\(64, 16\) is -5: expected 16 to "),
+        ("max_live_tokens", 0, r"\(64, 16\) is 0: expected 16 to "),
+        ("max_live_tokens", 15, r"\(64, 16\) is 15: expected 16 to "),  # less than a step
+        ("max_live_tokens", None, r"\(64, 16\) is None: expected an integer$"),
+        ("max_live_tokens", 20.5, r"\(64, 16\) is 20.5: expected an integer$"),
+        ("max_live_tokens", True, r"\(64, 16\) is True: expected an integer$"),
+        ("max_pages", -5, r"\(64, 16, 16\) is -5: expected 1 to "),
+        ("max_pages", 0, r"\(64, 16, 16\) is 0: expected 1 to "),
+        ("max_pages", None, r"\(64, 16, 16\) is None: expected an integer$"),
+        ("max_pages", 20.5, r"\(64, 16, 16\) is 20.5: expected an integer$"),
+        ("max_pages", ValueError("x"), r"\(64, 16, 16\) raised ValueError: x$"),
+    ],
+)
+@pytest.mark.parametrize("base", [AttentionKind, kind_class("full_attention")])
+def test_a_kind_whose_bound_is_none_is_not_planned(monkeypatch, base, method, answer, says):
+    def bound(self, *arguments):
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    members = {method: bound}
+    if base is AttentionKind:
+        members["first_needed_token"] = lambda self, n: 0
+    monkeypatch.setitem(registry._KINDS, "test_wrong", type("Wrong", (base,), members))
+    with pytest.raises(KindError, match=f"^Wrong.{method}{says}"):
+        plan_cache(attention("test_wrong", 1), GIB, max_model_len=64, max_num_batched_tokens=16)
+
+
+def test_a_rule_that_goes_back_is_refused_each_time_it_is_asked():
+    class Back(AttentionKind):
+        def first_needed_token(self, num_computed_tokens):
+            return 3 if num_computed_tokens == 3 else 0
+
+    kind = Back()
+    assert kind.max_live_tokens(4, 4) == 4 + 2
+    for _ in range(2):
+        with pytest.raises(KindError, match=r"^Back.first_needed_token\(4\) is 0: expected 3 or"):
+            kind.max_live_tokens(5, 4)
+    assert kind.max_live_tokens(4, 4) == 4 + 2
 
 
 # --- plans that cannot be -------------------------------------------------------------------------

@@ -510,14 +510,34 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "priority", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'prior",
+            "host_eviction is 'priority': expected one of lru, s3_fifo, segmented_lru, as the host",
+        ),
+        (
+            {"host_eviction": "s3", "num_host_blocks": 9},
+            ValueError,
+            "host_eviction is 's3': expected one of lru, s3_fifo, segmented_lru$",
+        ),
+        (
+            {"host_eviction": "s3_fifo", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
+            ValueError,
+            "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'",
+        ),
+        (  # no host tier
+            {"host_eviction": "s3_fifo"},
+            ValueError,
+            "host_eviction is 's3_fifo': expected only with a host tier, num_host_blocks of 2 or",
         ),
         ({"num_host_blocks": 1}, ValueError, "num_host_blocks is 1: expected 2 to"),
         ({"num_host_blocks": -1}, ValueError, "num_host_blocks is -1: expected 2 to"),
         ({"num_host_blocks": 2.5}, TypeError, "num_host_blocks is 2.5: expected an integer"),
         ({"eviction": "oldest"}, ValueError, "eviction is 'oldest': expected one of last_access"),
         ({"eviction_options": {"x": 1}}, ValueError, "option 'x' is 1: expected no options"),
-        ({"host_eviction": "s3"}, ValueError, "eviction is 's3'"),
+        ({"host_eviction": "s3"}, ValueError, "host_eviction is 's3': expected one of lru, s3_fi"),
+        (
+            {"host_eviction_options": {"small_share": 0.2}},
+            ValueError,
+            "host_eviction 'lru': option 'small_share' is 0.2: expected no options",
+        ),
         ({"page_bytes": -1}, ValueError, "page_bytes is -1: expected 0 to"),
     ],
 )

@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation, plan_transfer
-from tests.shared import sampled
+from tests.shared import sampled, spread
 from tests.transfer_plan_checker import DIFFERENT, ORDERS, Memory, Wrong, cache, check, of
 from tests.transfer_plan_table import HEADS, PARALLEL, SIZES, page_product, parallel_product, tally
 
-NUM_SHARES = 17  # of all combinations; prime to the sizes, so that each share has every size
+NUM_SHARES = 49  # of all combinations; prime to the sizes, so that each share has every size
 
 
 @pytest.mark.parametrize("share", sampled(range(NUM_SHARES)))
 def test_every_parallel_size_and_number_of_heads(share):
-    count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))  # 1,204 or 1,205
+    count = len(range(share, len(SIZES) ** 6 * len(HEADS), NUM_SHARES))
     counts, wrong = tally(parallel_product(start=share, step=NUM_SHARES))
     assert not wrong
     assert counts["right"] + counts["right, permuted"] == counts.total() == count
 
 
-@pytest.mark.parametrize("parallel", PARALLEL, ids=str)
+@pytest.mark.parametrize("parallel", spread([(each,) for each in PARALLEL], 3), ids=str)
 def test_every_layout_and_packing(parallel):
     some = itertools.islice(page_product([parallel], block_sizes=(4, 8)), 0, None, 7)
     counts, wrong = tally(some)
@@ -32,7 +32,9 @@ def test_every_layout_and_packing(parallel):
     assert counts.total() - refused > 40
 
 
-@pytest.mark.parametrize("orders", [*itertools.product(ORDERS, repeat=2)], ids=" to ".join)
+@pytest.mark.parametrize(
+    "orders", spread([(pair,) for pair in itertools.product(ORDERS, repeat=2)], 20), ids=" to ".join
+)
 def test_every_pair_of_memory_orders(orders):
     parallel = (of(), of(tp_size=2)), (of(block_size=8), of(pp_size=2)), (of(), of())
     for (sides, layouts), size in itertools.product(

@@ -9,6 +9,7 @@ import pytest
 from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapEngine, Worker
 from kvcache.worker.swap.job import SwapStream
+from tests.shared import sampled
 from tests.test_swap import FORMS, LAYERS, Race, pairs, plan, simulated_worker
 
 NUM_PAGES, NUM_HOST_PAGES = 12, 9
@@ -109,9 +110,10 @@ class Plans:
         return self.wrong
 
 
+@pytest.mark.parametrize("seeds", sampled([range(8), range(8, 40)]), ids=str)
 @pytest.mark.parametrize("form", WORKER_FORMS)
-def test_plans_do_what_they_say_in_any_order_of_streams(form):
-    for seed in range(40):
+def test_plans_do_what_they_say_in_any_order_of_streams(form, seeds):
+    for seed in seeds:
         assert Plans(seed, **WORKER_FORMS[form]).run() == 0, f"seed {seed}"
 
 

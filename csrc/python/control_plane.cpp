@@ -196,6 +196,8 @@ void notify_release(
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
   m.def("eviction_names", &eviction_names, "Names of the eviction policies.");
+  m.def("host_eviction_names", &host_eviction_names,
+        "Names of the eviction policies that the host tier takes.");
   pool->def(
           "hit",
           [](BlockPool& self, const py::object& ids) {

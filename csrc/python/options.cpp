@@ -59,6 +59,13 @@ void bind_options(py::module_& m) {
              return Eviction{policy, options, /*make=*/{}};
            }),
            py::arg("policy"), py::arg("options"))
+      .def_static(
+          "for_host",
+          [](const std::string& policy, const std::map<std::string, double>& options) {
+            make_host_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
+            return Eviction{policy, options, /*make=*/{}};
+          },
+          py::arg("policy"), py::arg("options"))
       .def_readonly("policy", &Eviction::policy)
       .def_readonly("options", &Eviction::options);
   py::enum_<HostWrite>(m, "HostWrite")

@@ -558,6 +558,15 @@ TEST(policies_are_made_by_name) {
     CHECK_EQ(policy == nullptr, name == "lru");
     CHECK(policy == nullptr || policy->num_bytes() > 0);
   }
+  const std::vector<std::string> for_host{"lru", "s3_fifo", "segmented_lru"};
+  CHECK(kvcache::host_eviction_names() == for_host);
+  for (const std::string& name : for_host) {
+    CHECK(kvcache::make_host_eviction_policy(name, {}, 8) != nullptr);
+  }
+  CHECK_THROWS(kvcache::make_host_eviction_policy("priority", {}, 8),
+               "host_eviction is 'priority': expected one of lru, s3_fifo, segmented_lru, as");
+  CHECK_THROWS(kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8),
+               "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'");
   CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
   CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");
 }

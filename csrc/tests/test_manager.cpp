@@ -162,9 +162,8 @@ class Driver {
     options.eviction.policy = policies[below(policies.size())];
     if (below(2) == 0) {
       options.num_host_blocks = 2 + below(60);
-      options.host_eviction.policy = below(2) == 0   ? "lru"
-                                     : below(2) == 0 ? "s3_fifo"
-                                                     : "segmented_lru";
+      const std::vector<std::string> for_host = kvcache::host_eviction_names();
+      options.host_eviction.policy = for_host[below(for_host.size())];
       options.host_write = static_cast<kvcache::HostWrite>(below(3));
       options.num_hits_to_write = 1 + below(2);
     }

@@ -11,6 +11,7 @@ from kvcache.native.load import core
 
 BlockPool = core.BlockPool
 eviction_names = core.eviction_names
+host_eviction_names = core.host_eviction_names
 
 __all__ = [
     "DEFAULT_SEED",
@@ -25,4 +26,5 @@ __all__ = [
     "Request",
     "eviction_names",
     "hash_blocks",
+    "host_eviction_names",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
@@ -106,7 +106,8 @@ class CacheOptions:
     step is done."""
 
     host_eviction: str = "lru"
-    """The same choice for the host's pages: "lru", "s3_fifo" or "segmented_lru"."""
+    """The same choice for the host's pages, one of `host_eviction_names()`; another than "lru" only
+    with a host tier (`num_host_blocks`)."""
 
     host_eviction_options: Mapping[str, float] | None = None
     """Options of that policy, by name; None for its defaults."""
@@ -169,7 +170,10 @@ class CacheOptions:
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")
         native.num_host_blocks = self.num_host_blocks
         native.host_eviction = _eviction(
-            self.host_eviction, self.host_eviction_options, "host_eviction"
+            self.host_eviction,
+            self.host_eviction_options,
+            "host_eviction",
+            make=core.Eviction.for_host,
         )
         native.host_write = _host_write(self.host_write)
         native.num_hits_to_write = self.num_hits_to_write
@@ -188,7 +192,12 @@ def checked_watermark(watermark: float) -> float:
     return watermark
 
 
-def _eviction(policy: str, options: Mapping[str, float] | None, name: str) -> core.Eviction:
+def _eviction(
+    policy: str,
+    options: Mapping[str, float] | None,
+    name: str,
+    make: Callable[[str, dict[str, float]], core.Eviction] = core.Eviction,
+) -> core.Eviction:
     if not isinstance(policy, str):
         raise TypeError(f"{name} is {policy!r}: expected the name of a policy")
     if options is not None and not isinstance(options, Mapping):
@@ -198,7 +207,7 @@ def _eviction(policy: str, options: Mapping[str, float] | None, name: str) -> co
         if not isinstance(option, str) or not isinstance(value, int | float):
             raise TypeError(f"{name}_options has {option!r}: {value!r}: expected a number by name")
         numbers[option] = float(value)
-    return core.Eviction(policy, numbers)
+    return make(policy, numbers)
 
 
 def _host_write(host_write: str) -> core.HostWrite:

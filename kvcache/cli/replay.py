@@ -191,8 +191,9 @@ def _policies(args: argparse.Namespace) -> dict:
             if name is None:
                 found |= policies.parse_host_write(value)
             else:
-                names = policies.HOST_POLICIES if name == "host_eviction" else None
-                found[name], found[f"{name}_options"] = policies.parse_eviction(value, names)
+                is_host = name == "host_eviction"
+                parse = policies.parse_host_eviction if is_host else policies.parse_eviction
+                found[name], found[f"{name}_options"] = parse(value)
         except ValueError as error:
             raise UsageError(f"{option} is {error}") from None
     return found

@@ -35,7 +35,8 @@ from kvcache.kinds.base import (
     KindError,
     KindProperties,
     Pages,
-    checked_first_needed_token,
+    checked_first_live_token,
+    checked_max_pages,
 )
 from kvcache.kinds.registry import kind_class, kind_names, make_kind, register
 
@@ -44,7 +45,8 @@ __all__ = [
     "KindError",
     "KindProperties",
     "Pages",
-    "checked_first_needed_token",
+    "checked_first_live_token",
+    "checked_max_pages",
     "kind_class",
     "kind_names",
     "make_kind",

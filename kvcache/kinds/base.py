@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import ClassVar, Literal
 
-from kvcache.checks import integer
+from kvcache.checks import MAX_INT64, integer
 from kvcache.native.load import core
 
 # The content of a kind's pages: KV of block_size tokens; the state of a request at the end of a
@@ -14,7 +14,7 @@ Pages = Literal["tokens", "state", "encoder"]
 
 
 class KindError(ValueError):
-    """`first_needed_token` of a kind raised, or answered what it must not."""
+    """A method of a kind raised, or answered what it must not."""
 
 
 class KindProperties:
@@ -39,7 +39,8 @@ class KindProperties:
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """At most this many tokens of a request of `num_tokens` are needed in one step.
 
-        From the first token that the step reads to the last that it computes, `step_tokens` at most.
+        From the first token that the step reads to the last that it computes, `step_tokens` at most:
+        `min(num_tokens, step_tokens)` or more.
         """
         return num_tokens
 
@@ -47,13 +48,20 @@ class KindProperties:
         """At most this many pages are held at a time by a request of `num_tokens`.
 
         `step_tokens`: the most tokens of a step. `tokens_per_page`: over all context-parallel ranks.
+        1 or more.
         """
-        live_tokens = self.max_live_tokens(num_tokens, step_tokens)
+        live_tokens = _max_live_tokens(self, num_tokens, step_tokens)
         # One page more: the live tokens may begin inside a block.
         return min(
             -(-num_tokens // tokens_per_page),
             -(-live_tokens // tokens_per_page) + 1,
         )
+
+    def check_rule(self, num_tokens: int) -> None:
+        """KindError where `first_needed_token` of a position below `num_tokens` is wrong.
+
+        The rules of this package's kinds are native and right.
+        """
 
 
 class AttentionKind(KindProperties, core.AttentionKind):
@@ -67,6 +75,7 @@ class AttentionKind(KindProperties, core.AttentionKind):
     def __init__(self) -> None:
         super().__init__()
         self._longest_reach = array("q")  # [n]: most tokens before any of the tokens up to n
+        self._last_first = 0  # first needed token of the last position asked
 
     def first_needed_token(self, num_computed_tokens: int) -> int:
         """The first token that the token at `num_computed_tokens`, or any after it, reads.
@@ -81,21 +90,69 @@ class AttentionKind(KindProperties, core.AttentionKind):
         Override it where a formula is known and requests have tens of millions of tokens. Raises
         KindError.
         """
+        self.check_rule(num_tokens)
+        return self._longest_reach[num_tokens - 1] + step_tokens
+
+    def check_rule(self, num_tokens: int) -> None:
+        """As in `KindProperties`; asks each position once."""
         reach = self._longest_reach
         for position in range(len(reach), num_tokens):
-            first = checked_first_needed_token(self, position)
+            first = _first_needed_token(self, position)
+            if first < self._last_first:
+                raise KindError(
+                    f"{type(self).__name__}.first_needed_token({position}) is {first}: "
+                    f"expected {self._last_first} or more, the answer for {position - 1}"
+                )
+            self._last_first = first
             reach.append(max(position - first, reach[-1] if reach else 0))
-        return reach[num_tokens - 1] + step_tokens
 
 
-def checked_first_needed_token(kind: core.AttentionKind, num_computed_tokens: int) -> int:
-    """`kind.first_needed_token(num_computed_tokens)`; KindError for a wrong answer."""
-    call = f"{type(kind).__name__}.first_needed_token({num_computed_tokens})"
+def checked_first_live_token(kind: KindProperties, start: int, stop: int) -> int:
+    """The first token that a step reads which computes the tokens [start, stop) of a request.
+
+    Of no tokens: that the next token reads. KindError where the kind's rule is wrong before `stop`, or
+    more is read than the kind's `max_live_tokens` says.
+    """
+    stop = max(stop, start + 1)
+    kind.check_rule(stop)
+    first = _first_needed_token(kind, start)
+    bound = _max_live_tokens(kind, stop, stop - start)
+    if stop - first > bound:
+        name = type(kind).__name__
+        raise KindError(
+            f"{name}.max_live_tokens({stop}, {stop - start}) is {bound}: expected {stop - first} "
+            f"or more, as {name}.first_needed_token({start}) is {first}"
+        )
+    return first
+
+
+def checked_max_pages(
+    kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
+) -> int:
+    """`kind.max_pages(...)`; KindError for a wrong answer."""
+    return _answer(kind, "max_pages", (num_tokens, step_tokens, tokens_per_page), 1)
+
+
+def _first_needed_token(kind: KindProperties, num_computed_tokens: int) -> int:
+    return _answer(kind, "first_needed_token", (num_computed_tokens,), 0, num_computed_tokens)
+
+
+def _max_live_tokens(kind: KindProperties, num_tokens: int, step_tokens: int) -> int:
+    least = min(num_tokens, step_tokens)
+    return _answer(kind, "max_live_tokens", (num_tokens, step_tokens), least)
+
+
+def _answer(
+    kind: KindProperties, method: str, arguments: tuple[int, ...], least: int, most: int = MAX_INT64
+) -> int:
+    call = f"{type(kind).__name__}.{method}({', '.join(map(str, arguments))})"
     try:
-        answer = kind.first_needed_token(num_computed_tokens)
+        answer = getattr(kind, method)(*arguments)
+    except KindError:  # of another method, which it asked
+        raise
     except Exception as error:
         raise KindError(f"{call} raised {type(error).__name__}: {error}") from error
     try:
-        return integer(answer, call, 0, num_computed_tokens)
+        return integer(answer, call, least, most)
     except (TypeError, ValueError) as error:
         raise KindError(str(error)) from None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 from kvcache.checks import check_name
 from kvcache.kinds.base import AttentionKind, KindProperties
+from kvcache.native.load import core
 
 _KINDS: dict[str, type[KindProperties]] = {}
 
@@ -14,8 +15,9 @@ _KINDS: dict[str, type[KindProperties]] = {}
 def register(name: str) -> Callable[[type[KindProperties]], type[KindProperties]]:
     """Decorator: makes a class of kinds known as `name`. TypeError or ValueError.
 
-    The class derives from `AttentionKind`, or is one of this package's under a second name. All
-    arguments of its constructor have names: they are the options of the kind.
+    The class derives from `AttentionKind`. Or it is a kind of this package, or derives from one and
+    leaves its `first_needed_token`, `pages` and `window` alone: their native form is what the
+    manager asks. All arguments of the constructor have names: they are the options of the kind.
     """
     check_name(name, "name")
 
@@ -59,20 +61,39 @@ def _parameters(kind: type[KindProperties]) -> list[inspect.Parameter]:
 
 
 def _check_class(kind: type[KindProperties], name: str) -> None:
-    if not (isinstance(kind, type) and issubclass(kind, KindProperties)):
-        raise TypeError(f"kind {name!r} is {kind!r}: expected a class derived from AttentionKind")
+    base = _base_of(kind)
+    if base is None:
+        raise TypeError(
+            f"kind {name!r} is {kind!r}: expected a class derived from AttentionKind, "
+            "or from one kind of this package"
+        )
     for parameter in _parameters(kind):
         if parameter.kind not in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD):
             raise TypeError(
                 f"the constructor of kind {name!r} takes {parameter}: expected arguments with names"
             )
-    if issubclass(kind, AttentionKind):
+    if base is AttentionKind:
         if kind.pages != "tokens":  # the native manager takes it for one of tokens
             raise ValueError(f"pages of kind {name!r} is {kind.pages!r}: expected 'tokens'")
+        if kind.first_needed_token is AttentionKind.first_needed_token:
+            raise TypeError(f"kind {name!r} has no first_needed_token: expected one of its own")
         return
-    own = kind.__mro__[: kind.__mro__.index(KindProperties)]
-    if any("first_needed_token" in vars(each) for each in own):  # natively it would not be called
-        raise TypeError(
-            f"kind {name!r} overrides first_needed_token of {kind.__base__.__name__}: "
-            "expected a class derived from AttentionKind"
-        )
+    added = kind.__mro__[: kind.__mro__.index(base)]
+    for method in ("first_needed_token", "pages", "window"):
+        if any(method in vars(each) for each in added):
+            raise TypeError(
+                f"kind {name!r} overrides {method} of {base.__name__}, which the native manager "
+                "does not ask: expected a class derived from AttentionKind"
+            )
+
+
+def _base_of(kind: type) -> type[KindProperties] | None:
+    """`AttentionKind`, or the kind of this package, that a class derives from; None for another."""
+    if not isinstance(kind, type):
+        return None
+    bases = [
+        each
+        for each in kind.__mro__
+        if issubclass(each, core.AttentionKind) and each.__module__.startswith(f"{__package__}.")
+    ]
+    return bases[0] if len(bases) == 1 else None

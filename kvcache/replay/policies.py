@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
-from kvcache.allocator import eviction_names
+from kvcache.allocator import eviction_names, host_eviction_names
 from kvcache.allocator.options import HOST_WRITES
 from kvcache.checks import MAX_INT32
 from kvcache.native.load import core
 from kvcache.replay.option_text import quoted, split_options
 
-# The other policies need what the host tier is not notified of.
-HOST_POLICIES = ("lru", "s3_fifo", "segmented_lru")
 
-
-def parse_eviction(text: str, names: Sequence[str] | None = None) -> tuple[str, dict[str, float]]:
-    """Name and options of a policy, one of `names` (None: all), from `name[:option=value]...`.
+def parse_eviction(text: str) -> tuple[str, dict[str, float]]:
+    """Name and options of a policy of the device, from `name[:option=value]...`.
 
     ValueError names the policy, what came and what was expected.
 
     >>> parse_eviction("s3_fifo:small_share=0.2")
     ('s3_fifo', {'small_share': 0.2})
     """
-    name, values = split_options(text)
-    names = names or eviction_names()
-    if name not in names:
-        raise ValueError(f"{quoted(text)}: expected one of {', '.join(names)}")
-    options = {option: _parse_number(option, value, text) for option, value in values.items()}
-    try:
-        core.Eviction(name, options)
-    except ValueError as error:
-        reason = str(error).removeprefix(f"eviction '{name}': ")
-        raise ValueError(f"{quoted(text)}: {reason}") from None
-    return name, options
+    return _parse_policy(text, eviction_names(), core.Eviction)
+
+
+def parse_host_eviction(text: str) -> tuple[str, dict[str, float]]:
+    """The same of the host tier, which takes fewer policies.
+
+    >>> parse_host_eviction("priority")
+    Traceback (most recent call last):
+    ValueError: 'priority': expected one of lru, s3_fifo, segmented_lru
+    """
+    return _parse_policy(text, host_eviction_names(), core.Eviction.for_host)
 
 
 def parse_host_write(text: str) -> dict[str, str | int]:
@@ -50,6 +47,21 @@ def parse_host_write(text: str) -> dict[str, str | int]:
     if not 1 <= number <= MAX_INT32:
         raise ValueError(f"{quoted(text)}: expected selective:N with N from 1 to {MAX_INT32}")
     return {"host_write": mode, "num_hits_to_write": number}
+
+
+def _parse_policy(
+    text: str, names: list[str], make: Callable[[str, dict[str, float]], core.Eviction]
+) -> tuple[str, dict[str, float]]:
+    name, values = split_options(text)
+    if name not in names:
+        raise ValueError(f"{quoted(text)}: expected one of {', '.join(names)}")
+    options = {option: _parse_number(option, value, text) for option, value in values.items()}
+    try:
+        make(name, options)
+    except ValueError as error:
+        reason = str(error).partition(": ")[2]  # behind the name of the policy
+        raise ValueError(f"{quoted(text)}: {reason}") from None
+    return name, options
 
 
 def _parse_number(option: str, value: str, text: str) -> float:

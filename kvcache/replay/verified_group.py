@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.kinds import KindProperties, checked_first_needed_token
+from kvcache.kinds import KindProperties, checked_first_live_token
 from kvcache.replay.content import kv_of_content
 from kvcache.replay.report import Mismatch
 from kvcache.replay.running import Span
@@ -75,7 +75,7 @@ class VerifiedGroup:
         return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
 
     def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Key and value of the tokens at these block offsets, without slot mapping and without this library's ops."""
+        """Key and value of the tokens at these block offsets, without slot mapping and ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
             # Not by torch: where cores are shared, its threads wait milliseconds for each other.
@@ -94,11 +94,10 @@ class TokenGroup(VerifiedGroup):
             self._write(self._content(span.request, first, last), slots)
 
     def check(self, span: Span) -> Found:
-        """Reads all that the tokens attend to, themselves included."""
+        """Reads all that the tokens attend to, themselves included; KindError."""
         count, found = 0, None
-        for first, last in self._chunks(
-            checked_first_needed_token(self.kind, span.start), span.stop
-        ):
+        start = checked_first_live_token(self.kind, span.start, span.stop)
+        for first, last in self._chunks(start, span.stop):
             expected = self._content(span.request, first, last)
             columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
             slots = self._slots(span.row, first, last)

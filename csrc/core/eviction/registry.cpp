@@ -3,8 +3,10 @@
 #include <cmath>
 #include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "core/eviction/last_access.h"
+#include "core/eviction/least_recent.h"
 #include "core/eviction/priority.h"
 #include "core/eviction/s3_fifo.h"
 #include "core/eviction/segmented_lru.h"
@@ -20,33 +22,68 @@ struct Entry {
   const char* option;  // null: none
   double standard, least, most;
   bool is_integer;
+  bool serves_host;  // the host tier is notified of no accesses and no priorities
   std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, double option);
 };
 
 const Entry kEntries[] = {
-    {"last_access", nullptr, 0, 0, 0, false,
+    {"last_access", nullptr, 0, 0, 0, false, false,
      [](int64_t num_blocks, double) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<LastAccess>(num_blocks);
      }},
-    {"lru", nullptr, 0, 0, 0, false,
+    {"lru", nullptr, 0, 0, 0, false, true,
      [](int64_t, double) -> std::unique_ptr<EvictionPolicy> { return nullptr; }},
-    {"priority", "default_priority", 35, 0, 100, true,
+    {"priority", "default_priority", 35, 0, 100, true, false,
      [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<Priority>(num_blocks, static_cast<int32_t>(value));
      }},
-    {"s3_fifo", "small_share", 0.1, 0, 1, false,
+    {"s3_fifo", "small_share", 0.1, 0, 1, false, true,
      [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<S3Fifo>(num_blocks, value);
      }},
-    {"segmented_lru", "protected_share", 0.8, 0, 1, false,
+    {"segmented_lru", "protected_share", 0.8, 0, 1, false, true,
      [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<SegmentedLru>(num_blocks, value);
      }},
 };
 
-double checked_option(const Entry& entry, const std::string& option, double value) {
+// The pool that a policy is chosen for, and the argument that names the policy.
+struct Target {
+  const char* argument;
+  bool is_host;
+
+  bool takes(const Entry& entry) const { return entry.serves_host || !is_host; }
+};
+
+constexpr Target kDevicePool{"eviction", false};
+constexpr Target kHostPool{"host_eviction", true};
+
+std::vector<std::string> names_for(const Target& target) {
+  std::vector<std::string> names;
+  for (const Entry& entry : kEntries) {
+    if (target.takes(entry)) names.emplace_back(entry.name);
+  }
+  return names;
+}
+
+const Entry& entry_of(const Target& target, const std::string& name) {
+  bool is_known = false;
+  for (const Entry& entry : kEntries) {
+    if (name != entry.name) continue;
+    if (target.takes(entry)) return entry;
+    is_known = true;
+  }
+  std::string names;
+  for (const std::string& each : names_for(target)) names += (names.empty() ? "" : ", ") + each;
+  throw std::invalid_argument(
+      std::string(target.argument) + " is '" + name + "': expected one of " + names +
+      (is_known ? ", as the host tier is notified of no accesses and no priorities" : ""));
+}
+
+double checked_option(const Target& target, const Entry& entry, const std::string& option,
+                      double value) {
   std::ostringstream text;
-  text << "eviction '" << entry.name << "': option '" << option << "' is " << value
+  text << target.argument << " '" << entry.name << "': option '" << option << "' is " << value
        << ": expected ";
   if (entry.option == nullptr) {
     text << "no options";
@@ -61,27 +98,34 @@ double checked_option(const Entry& entry, const std::string& option, double valu
   throw std::invalid_argument(text.str());
 }
 
+std::unique_ptr<EvictionPolicy> make_for(const Target& target, const std::string& name,
+                                         const std::map<std::string, double>& options,
+                                         int64_t num_blocks) {
+  const Entry& entry = entry_of(target, name);
+  double value = entry.standard;
+  for (const auto& [option, given] : options) {
+    value = checked_option(target, entry, option, given);
+  }
+  return entry.make(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)"),
+                    value);
+}
+
 }  // namespace
 
-std::vector<std::string> eviction_names() {
-  std::vector<std::string> names;
-  for (const Entry& entry : kEntries) names.emplace_back(entry.name);
-  return names;
-}
+std::vector<std::string> eviction_names() { return names_for(kDevicePool); }
+
+std::vector<std::string> host_eviction_names() { return names_for(kHostPool); }
 
 std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks) {
-  std::string known;
-  for (const Entry& entry : kEntries) {
-    known += (known.empty() ? "" : ", ") + std::string(entry.name);
-    if (name != entry.name) continue;
-    double value = entry.standard;
-    for (const auto& [option, given] : options) value = checked_option(entry, option, given);
-    return entry.make(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)"),
-                      value);
-  }
-  throw std::invalid_argument("eviction is '" + name + "': expected one of " + known);
+  return make_for(kDevicePool, name, options, num_blocks);
+}
+
+std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
+    const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks) {
+  auto policy = make_for(kHostPool, name, options, num_blocks);
+  return policy != nullptr ? std::move(policy) : std::make_unique<LeastRecent>(num_blocks);
 }
 
 }  // namespace kvcache

@@ -13,10 +13,17 @@ namespace kvcache {
 
 std::vector<std::string> eviction_names();
 
+// Those that can serve a pool on the host, which is notified of no accesses and no priorities.
+std::vector<std::string> host_eviction_names();
+
 // A policy for a pool of `num_blocks`; null for "lru", which is the pool's own. Throws
 // std::invalid_argument for a name or an option that there is not, or a value out of its range.
 std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks);
+
+// The same for a pool on the host; its errors name `host_eviction`. Never null.
+std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
+    const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks);
 
 }  // namespace kvcache

@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "core/eviction/least_recent.h"
+#include "core/eviction/registry.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -17,15 +17,11 @@ namespace {
 
 std::unique_ptr<BlockPool> host_pages(const ManagerOptions& options) {
   if (options.num_host_blocks == 0) return nullptr;
-  const std::string& name = options.host_eviction.policy;
-  if (name == "priority" || name == "last_access") {
-    throw std::invalid_argument("host_eviction is '" + name +
-                                "': expected one of lru, s3_fifo, segmented_lru, as the host tier "
-                                "is told of no priorities and no accesses");
-  }
-  auto policy = policy_of(options.host_eviction, options.num_host_blocks);
-  if (policy == nullptr) policy = std::make_unique<LeastRecent>(options.num_host_blocks);
-  return std::make_unique<BlockPool>(options.num_host_blocks, std::move(policy));
+  const Eviction& eviction = options.host_eviction;
+  const int64_t n = options.num_host_blocks;
+  auto policy = eviction.make ? eviction.make(n)
+                              : make_host_eviction_policy(eviction.policy, eviction.options, n);
+  return std::make_unique<BlockPool>(n, std::move(policy));
 }
 
 std::unique_ptr<HostTier> host_tier(const ManagerOptions& options, BlockPool* device,

@@ -17,6 +17,9 @@ void check_optional(const ManagerOptions& options) {
   checked_size("stats_window", options.stats_window, 1);
   if (options.num_host_blocks != 0) {
     checked_size("num_host_blocks", options.num_host_blocks, 2, " (the null block is counted)");
+  } else if (options.host_eviction.policy != Eviction{}.policy) {
+    throw std::invalid_argument("host_eviction is '" + options.host_eviction.policy +
+                                "': expected only with a host tier, num_host_blocks of 2 or more");
   }
   checked_size("num_hits_to_write", options.num_hits_to_write, 1);
 }
