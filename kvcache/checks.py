@@ -1,4 +1,4 @@
-"""Checks of arguments: each returns its argument, or names it, what came and what was expected."""
+"""Checks of arguments. Each returns its argument, or raises an error with its name and value."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Engine:
         self.cache.write(spec.name, *self.content(spec, tokens[start:stop]))
 
     def check_history(self, spec, row, tokens, computed, stop):
-        """What a step that begins behind `computed` tokens reads is what was written."""
+        """A step that begins after `computed` tokens reads what was written."""
         if computed == 0:
             return
         if spec.state_bytes:

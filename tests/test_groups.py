@@ -1,4 +1,4 @@
-"""What several cache groups over one pool do: one behaviour per test."""
+"""Several cache groups over one pool: one behaviour per test."""
 
 import math
 
@@ -356,7 +356,7 @@ def test_eagle_computes_the_last_hit_block_anew():
         run(manager, Request("a", range(17)), 17)
         assert hit_length(manager, range(17)) == 12
         assert hit_length(manager, range(4)) == 0
-    # What is given up must still leave a window that is there.
+    # A shorter hit must still have its whole window in the cache.
     manager = make(WINDOW, use_eagle=True)
     request = Request("a", range(20))
     run(manager, request, 20)

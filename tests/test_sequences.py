@@ -129,7 +129,7 @@ def test_can_allocate_counts_no_hits():
     manager.mark_blocks_as_computed(group, 12)
     again = Group("s", [seq("s", 12)])
     assert manager.can_allocate(again) == LATER
-    manager.allocate(again)  # it takes one block beside its hits
+    manager.allocate(again)  # it takes one block in addition to its hits
     assert counts(manager)[0] == 0
 
 
@@ -834,7 +834,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_the_hashes_are_those_of_the_request_manager():
-    """Two faces of one allocator (E8): the same chain, salt and seed."""
+    """Two managers over one allocator (E8): the same chain, salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")

@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def attention(kind, count, *, block_size=16, heads=8, head_size=128, **more):
-    """Layers of 64 KiB per block of 16 tokens, unless told otherwise."""
+    """Layers of 64 KiB per block of 16 tokens by default."""
     return [
         LayerSpec(f"{kind}.{i}", kind, block_size, heads, head_size, **more) for i in range(count)
     ]
@@ -709,7 +709,7 @@ def blocks_touched(group, plan, num_tokens):
 
 
 def least_budget(layers, arguments):
-    """What the error about a budget of nothing says is needed."""
+    """The bytes that the error for a budget of 0 says are needed."""
     with pytest.raises(ValueError, match="needs") as caught:
         plan_cache(layers, 0, **arguments)
     return int(str(caught.value).split(" needs ")[1].split()[0])

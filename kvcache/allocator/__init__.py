@@ -1,4 +1,4 @@
-"""The control plane: which blocks. Works without torch."""
+"""The control plane, which decides the blocks of each request. Works without torch."""
 
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
