@@ -1,1 +1,1 @@
-"""Measurements, each beside its peer or its limit in the same run. `python -m benchmarks --help`."""
+"""Measurements, each with its peer or limit in the same run. `python -m benchmarks --help`."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: CPU measurements, each beside its peer, in one table."""
+"""`python -m benchmarks`: CPU measurements, each with its peer, in one table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metadata for attention kernels on the CPU, one thread, beside the numpy form that engines write."""
+"""Attention metadata on the CPU, one thread, compared with the numpy form that engines write."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def one_case(name: str, num_reqs: int, query_len: int) -> Iterator[Result]:
         shown = -(-built.max_seq_len // BLOCK_SIZE)
         assert np.array_equal(built[g].block_table[:, :shown].numpy(), peer.batch[g][:, :shown])
         assert np.array_equal(built[g].seqused_k.numpy(), peer.seqused[g])
-    # What a GPU's host does per step besides the copy and the launch: lengths, no tables, no lists.
+    # The host's work per step of a GPU, besides copy and launch: only the lengths.
     lengths = AttentionMetadataBuilder(tables, flash_attn=False, flashinfer=False)
     calls = 50
     build, numpy, host = median_times(

@@ -80,7 +80,7 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
 
 
 def cold_lookup() -> Iterator[Result]:
-    """A prompt of 131,072 tokens that nobody has asked before: its hashing, and one miss."""
+    """A prompt of 131,072 tokens that is not cached: its hashing, and one miss."""
     tokens = np.random.default_rng(1).integers(0, 152_000, 131_072).astype(np.int32)
     manager = KVCacheManager(16, 100_001, 2**20)
     hashed = Request("hashed", tokens)

@@ -40,33 +40,41 @@ WRITES_TO = 30_000
 BEFORE = """\
 # Eviction
 
-Which cached block goes when its space is needed: `KVCacheManager(..., eviction=, eviction_options=)`, and
-`host_eviction=, host_eviction_options=` for the host tier. Whichever it is, uncached blocks go first, and
-pinned ones last. No block goes before one that is found through it alone, on the device under `lru`
-because requests give their tails back first; blocks of windows and recurrent states follow none. The host
-tier is told of no accesses and no priorities: there `lru`, `s3_fifo` or `segmented_lru`.
+The eviction policy chooses the cached block that is evicted when its space is needed:
+`KVCacheManager(..., eviction=, eviction_options=)`, and `host_eviction=, host_eviction_options=` for \
+the
+host tier. Under every policy uncached blocks go first and pinned blocks last. A block is not evicted \
+before
+the blocks that are found only through it; on the device, `lru` achieves this because requests \
+release their
+tails first. Blocks of windows and recurrent states are not found through others. The host tier gets no
+accesses and no priorities: use `lru`, `s3_fifo` or `segmented_lru` there.
 
 | policy | option | which cached block goes first |
 |---|---|---|
 | `lru` | | the least recently released |
-| `last_access` | | the least recently accessed, as the caller told (`KVCacheManager.access`); of those \
-never named the least recently released; then the longest prefix |
-| `priority` | `default_priority` (35) | the lowest priority that `free(..., retention=)` gave, while \
-its time lasts; then the least recently released |
-| `s3_fifo` | `small_share` (0.1) | of a small queue what was not hit twice there, then of a large one \
-what was not hit since it went round |
-| `segmented_lru` | `protected_share` (0.8) | what was never hit; then the least recently released. At \
-most that share of the pool is protected |
+| `last_access` | | the least recently accessed (`KVCacheManager.access`); among blocks without an \
+access the least recently released; then the longest prefix |
+| `priority` | `default_priority` (35) | the lowest priority that `free(..., retention=)` gave, until \
+it expires; then the least recently released |
+| `s3_fifo` | `small_share` (0.1) | in a small queue the oldest block without two hits, then in a \
+large queue the oldest without a hit since its last turn |
+| `segmented_lru` | `protected_share` (0.8) | blocks that were never hit; then the least recently \
+released. At most that share of the pool is protected |
 
 How to choose:
 
 - `lru` where nothing is known. It costs least. Below, nothing beats it at 50,000 blocks and more, and
   only one setting does at all smaller sizes.
-- `priority` where the caller knows what will come again (system prompts) or will not. It knows only what
-  `free` is told: nothing, in these replays.
-- `last_access` where accesses are seen that are not requests to this pool. These replays have none.
-- `s3_fifo`, `segmented_lru` where the cache is far smaller than what is used again: they let what was hit
-  once outlive what never was. With their usual options they cost hits here at 10,000 to 50,000 blocks:
+- `priority` where the caller knows what will come again (system prompts) or will not. Priorities \
+come only
+  from `free`, and these replays give none.
+- `last_access` where the caller knows of accesses that are not requests to this pool. These replays \
+have
+  none.
+- `s3_fifo`, `segmented_lru` where the cache is far smaller than what is used again: a block that was \
+hit
+  outlives one that never was. With their usual options they cost hits here at 10,000 to 50,000 blocks:
   replay your own trace before you choose one:
 
         kvcache replay trace.jsonl --num-blocks 10001 --eviction segmented_lru:protected_share=0.2

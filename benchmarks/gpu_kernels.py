@@ -1,7 +1,7 @@
-"""Kernel times on a GPU, beside limits measured in the same run; each a line of JSON, as it comes.
+"""Kernel times on a GPU, with limits measured in the same run; each a line of JSON, as it comes.
 
-A case that fails is told and the others follow. Calls that move tokens rotate among input sets of four
-times the L2 together, and pages lie spread over 16 GiB where memory allows.
+A case that fails is reported and the others follow. Calls that move tokens rotate among input sets that
+together are four times the L2, and pages are spread over 16 GiB where memory allows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def empty_kernel_us() -> float:
 
 
 def repeated_us(call: Callable[[], None]) -> float:
-    """Of one call over the same memory again and again: tables, which an engine finds in the L2 too."""
+    """The time of calls over the same memory: tables, which an engine finds in the L2 too."""
     return graph_us([call] * sizes.repeats(_LAUNCHES))
 
 
@@ -165,7 +165,7 @@ def block_copy(limit: float | None, fragment: int) -> Iterator[dict]:
 
 
 def receive(limit: float | None, block_size: int, layout: str, ratio: int) -> Iterator[dict]:
-    """Received blocks made local ones, bf16, 8 heads of 128, beside the plain form of it."""
+    """Received blocks made local ones, bf16, 8 heads of 128, compared with the plain form."""
     # 1 GiB and more, ten times the L2 and more.
     num_blocks = sizes.scaled(max(16384, 524288 // block_size), 8)
     order = (_HEADS, block_size) if layout == "HND" else (block_size, _HEADS)
@@ -256,9 +256,9 @@ def summary(rows: list[dict]) -> Iterator[str]:
         found = [row for row in rows if row["kernel"] == kernel]
         key = "of_copy" if "of_copy" in found[0] else "us"
         low, high = (choose(found, key=lambda row: row[key]) for choose in (min, max))
-        told = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
-        text = f"{kernel}, {len(found)} cases: {told.format(low[key])} ({low['case']})"
-        yield f"{text} to {told.format(high[key])} ({high['case']})"
+        form = "{:.0%} of the copy" if key == "of_copy" else "{:.1f} us"
+        text = f"{kernel}, {len(found)} cases: {form.format(low[key])} ({low['case']})"
+        yield f"{text} to {form.format(high[key])} ({high['case']})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Moving pages on the CPU: beside one contiguous memcpy with as many threads, and torch indexing."""
+"""Page copies on the CPU, compared with one memcpy with as many threads, and with torch indexing."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def indexing(fragment: int) -> Iterator[Result]:
 
 
 def host_cost() -> Iterator[Result]:
-    """What a call costs the host before bytes move: 1,000 pages whose fragments are empty."""
+    """The host's time of a call before bytes move: 1,000 pages whose fragments are empty."""
     pages = Pages.allocate(1001, [[0, 0]] * 80)
     ids = np.arange(1, 1001, dtype=np.int32)
     pairs = np.stack([ids, np.random.default_rng(0).permutation(ids)], 1)

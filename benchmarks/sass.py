@@ -23,7 +23,7 @@ _ADDRESS = re.compile(r"\b0x([0-9a-f]+)\b")
 _GLOBAL_LOADS = ("LDG", "LD")  # LD: an address whose space the compiler does not know
 _GLOBAL_STORES = ("STG", "ST")
 _LOCAL = ("LDL", "STL")
-# What waits for cp.async, or for other threads.
+# Instructions that wait for cp.async, or for other threads.
 _WAITS = ("DEPBAR", "BAR", "WARPSYNC")
 
 
@@ -98,7 +98,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the table shows of one kernel entry. Dynamic shared memory is not in `shared_bytes`."""
+    """The figures of one kernel entry in the table. Dynamic shared memory is not in `shared_bytes`."""
 
     kernel: str
     registers: int

@@ -3,7 +3,7 @@
 Every kernel entry must do without local memory: no spilled register, no array indexed at run time.
 What else is expected stands in EXPECTED, a line per kernel; a kernel that it does not name only gets
 the general checks. A new kernel that moves bytes gets a line for its widest entry. A figure may only
-get worse together with a reason, beside its line.
+get worse only with a reason in a comment at its line.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ EXPECTED = [
 
 
 def failures(figures: Iterable[Figures], expected: Iterable[Expectation] = EXPECTED) -> list[str]:
-    """What is not as expected, a line each; also an expectation that no kernel answers to."""
+    """Lines about kernels that are not as expected, and expectations that match no kernel."""
     figures = list(figures)
     found = [line for f in figures for line in _general(f)]
     for expectation in expected:

@@ -1,4 +1,4 @@
-"""Block tables and slot mapping on the CPU, one thread, beside the plain numpy formulas."""
+"""Block tables and slot mapping on the CPU, one thread, compared with the plain numpy formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token io on the CPU, one thread, beside torch's own indexing."""
+"""Token io on the CPU, one thread, compared with torch's indexing."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def storage_of(num_kv_heads: int) -> KVStorage:
 
 
 def describe(engine_id: str, tp_size: int) -> CacheDescription:
-    """What an engine tells another: plain values, so the other one needs no HEAD_MAJOR of its own."""
+    """The description for another engine: plain values, so the other one does not need HEAD_MAJOR."""
     return CacheDescription(
         engine_id=engine_id,
         num_layers=LAYERS,

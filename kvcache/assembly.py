@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 
-from kvcache.allocator import KVCacheManager
+from kvcache.allocator import KVCacheManager, PolicyArguments
+from kvcache.checks import integer
 from kvcache.layouts import AttentionBackend
 from kvcache.memory_plan import CachePlan
-from kvcache.worker import KVStorage, MultiGroupBlockTable, Pages, Worker
+from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
 from kvcache.worker.pages.pages import Tensors
+
+# Arguments of the parts that follow from a plan.
+_GIVEN_BY_PLAN = (
+    "groups",
+    "num_gpu_blocks",
+    "max_model_len",
+    "max_num_batched_tokens",
+    "max_encoder_tokens",
+    "context_parallel",
+    "page_bytes",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +58,21 @@ class KVCache:
         return self.storages[group].kv_caches[index]
 
     def slots(self, layer_name: str, num_tokens: int) -> torch.Tensor:
-        """The slots of the step's first tokens in this layer, a view on the device.
+        """int64[num_tokens]: slots of the step's first tokens in this layer, a view on the device.
 
-        As `tables.compute_slot_mapping` left them. ValueError for a recurrent layer, which has none.
+        As `tables.compute_slot_mapping` left them; for a layer with cross-attention, as its group's
+        own did (`tables[cache.group(layer_name)].compute_slot_mapping`). ValueError for more tokens
+        than that was given, or than `tables.commit_slot_mapping` left, and for a recurrent layer,
+        which has no slots.
         """
-        return self.tables[self.group(layer_name)].slot_mapping.gpu[:num_tokens]
+        table = self.tables[self.group(layer_name)]
+        num_tokens, most = integer(num_tokens, "num_tokens"), _num_slots(table)
+        if num_tokens > most:
+            raise ValueError(
+                f"num_tokens is {num_tokens}: expected at most {most}, the tokens of layer "
+                f"{layer_name!r} whose slots compute_slot_mapping and commit_slot_mapping have left"
+            )
+        return table.slot_mapping.gpu[:num_tokens]
 
     def write(
         self,
@@ -59,12 +83,19 @@ class KVCache:
     ) -> None:
         """Writes key, value [n, num_kv_heads, (v_)head_size]; see `KVStorage.write`.
 
-        `slots`: int64[n], by default `self.slots(layer_name, n)`. A recurrent layer takes pages as
-        slots, its state as key [n, 1, elements], and no value. ValueError for an unknown layer.
+        `slots`: int64[n], by default `self.slots(layer_name, n)`, those of all tokens of the step:
+        ValueError for more or fewer. A recurrent layer takes pages as slots, its state as key
+        [n, 1, elements], and no value. ValueError for an unknown layer.
         """
         group, index = self._place(layer_name)
         if slots is None:
             slots = self.slots(layer_name, len(key))
+            num_computed = self.tables[group].num_computed_slots
+            if num_computed is not None and len(key) < num_computed:
+                raise ValueError(
+                    f"key has {len(key)} tokens: expected {num_computed}, all whose slots "
+                    f"compute_slot_mapping has left for layer {layer_name!r}, or slots for these"
+                )
         self.storages[group].write(index, key, value, slots)
 
     def gather(
@@ -95,12 +126,14 @@ def build(
     cp_kv_cache_interleave_size: int = 1,
     num_host_blocks: int = 0,
     swap_options: Mapping[str, object] | None = None,
-    **options: object,
+    enable_caching: bool = True,
+    num_preallocate_tokens: int = 64,
+    **options: Unpack[PolicyArguments],
 ) -> KVCache:
     """All parts of a cache for one device. Models differ in their plans only.
 
-    The plan gives groups, pages, bytes per page, `max_model_len`, `max_num_batched_tokens` and
-    context parallelism. The other arguments:
+    The plan gives groups, pages, bytes per page, `max_model_len`, `max_num_batched_tokens`,
+    `max_encoder_tokens` and context parallelism. The other arguments:
 
     - `max_num_reqs`: requests admitted at a time.
     - `device`, `backend`, `layout`: of the pages, as `KVStorage.for_plan` takes them.
@@ -109,7 +142,8 @@ def build(
     - `num_speculative_tokens`, `cp_kv_cache_interleave_size`: as `MultiGroupBlockTable` takes them.
     - `num_host_blocks`: pages of a tier in host memory, its null page counted; 0: no such tier.
     - `swap_options`: the options of `SwapEngine`, where there is a host tier.
-    - `options`: those of `KVCacheManager.for_groups` (`eviction`, `host_write`, `use_eagle`, ...).
+    - `enable_caching`, `num_preallocate_tokens`, `options` (`eviction`, `host_write`, `use_eagle`,
+      ...): fields of `CacheOptions`.
 
     Raises TypeError or ValueError, MemoryError where the host has less memory.
 
@@ -124,11 +158,18 @@ def build(
     """
     if not isinstance(plan, CachePlan):
         raise TypeError(f"plan is {plan!r}: expected a CachePlan, as plan_cache makes it")
+    for name in _GIVEN_BY_PLAN:
+        if name in options:
+            raise TypeError(f"{name} is {options[name]!r}: expected no {name}, the plan gives it")
+    swap_options = _checked_swap_options(swap_options)
     manager = KVCacheManager.for_groups(
         plan.groups,
         plan.num_pages,
         plan.max_model_len,
         context_parallel=plan.context_parallel,
+        max_encoder_tokens=plan.max_encoder_tokens,
+        enable_caching=enable_caching,
+        num_preallocate_tokens=num_preallocate_tokens,
         max_num_reqs=max_num_reqs,
         num_host_blocks=num_host_blocks,
         page_bytes=plan.page_bytes,
@@ -142,6 +183,7 @@ def build(
         device=device,
         kernel_sizes=kernel_sizes,
         context_parallel=plan.context_parallel,
+        max_encoder_tokens=plan.max_encoder_tokens or None,
         num_speculative_tokens=num_speculative_tokens,
         cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
     )
@@ -152,8 +194,27 @@ def build(
     )
     pages = by_page[0].pages
     host_pages = pages.on_host(num_host_blocks) if num_host_blocks else None
-    worker = Worker(by_page, tables, host_pages, **(swap_options or {}))
+    worker = Worker(by_page, tables, host_pages, **swap_options)
     return KVCache(plan, manager, tables, storages, pages, host_pages, worker)
+
+
+def _num_slots(table: BlockTable) -> int:
+    """Tokens of the group that have slots on the device, or may have."""
+    num_computed = table.num_computed_slots
+    return len(table.slot_mapping.gpu) if num_computed is None else num_computed
+
+
+def _checked_swap_options(swap_options: Mapping[str, object] | None) -> dict[str, object]:
+    if swap_options is None:
+        return {}
+    if not isinstance(swap_options, Mapping):
+        raise TypeError(f"swap_options is {swap_options!r}: expected a mapping of names to values")
+    parameters = inspect.signature(SwapEngine).parameters.values()
+    names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    for name in swap_options:
+        if name not in names:
+            raise TypeError(f"swap_options has {name!r}: expected some of {', '.join(names)}")
+    return dict(swap_options)
 
 
 def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: int) -> KVStorage:
@@ -161,10 +222,11 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
     parts, and each part holds K and V of a kernel block."""
     if ratio == 1:
         return storage
-    if plan.layer_page_bytes % ratio:
+    if plan.layer_page_bytes % (ratio * storage.dtype.itemsize):
         raise ValueError(
             f"kernel_sizes cut a block of group {group} into {ratio}, and a layer has "
-            f"{plan.layer_page_bytes} bytes of a page: expected a multiple of {ratio}"
+            f"{plan.layer_page_bytes} bytes of a page: expected a multiple of {ratio} elements of "
+            f"{storage.dtype.itemsize} bytes, so kernel_sizes with other candidates"
         )
     names = plan.groups[group].layers
     parts = [

@@ -1,7 +1,8 @@
-"""Checks of arguments: each returns its argument, or names it, what came and what was expected."""
+"""Checks of arguments. Each returns its argument, or raises an error with its name and value."""
 
 from __future__ import annotations
 
+from numbers import Real
 from operator import index
 
 import numpy as np
@@ -21,6 +22,18 @@ def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}: expected {least} to {most}")
     return number
+
+
+def number(value: float, name: str, expected: str = "a number") -> float:
+    """A real number as a float, also one of numpy's; not True or False. TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, float | int | Real):
+        raise TypeError(f"{name} is {value!r}: expected {expected}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{name} is {value!r}: expected {expected} that a float can hold"
+        ) from None
 
 
 def flag(value: bool, name: str) -> bool:

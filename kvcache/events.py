@@ -1,7 +1,7 @@
-"""What a prefix cache tells others about itself: which blocks became findable, and which left.
+"""Events of a prefix cache: blocks that can be found, and blocks that no longer can.
 
-Plain data, in the order in which it happened. A hash is stored when its first block becomes findable
-and removed when its last one goes: duplicates in between are not told.
+Events are plain data, in the order in which they happened. A hash is stored when its first block is
+cached and removed when its last one leaves; further blocks with the same hash emit no events.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockStored:
-    """Consecutive blocks of one sequence became findable.
+    """Consecutive blocks of one sequence were cached.
 
     `block_hashes`: uint8[n, 32]. `parent_hash`: that of the block before the first (of a first
     block: the hash of the seed), 32 bytes. `token_ids`: int32[n * block_size]. `block_size`: tokens.
-    `medium`: "gpu", or "cpu" for the host tier; of blocks there parent and tokens are not told (None and
-    empty: they were told when the blocks were on the device), and they need not be consecutive.
+    `medium`: "gpu", or "cpu" for the host tier. Events of the host tier have no parent and no tokens
+    (None and empty: the device's events had them), and their blocks need not be consecutive.
     """
 
     block_hashes: np.ndarray

@@ -27,7 +27,7 @@ _log = logging.getLogger("kvcache")
 
 @dataclass(frozen=True)
 class AttentionBackend:
-    """What one backend's cache looks like.
+    """The layout of one backend's cache.
 
     `dims`: the dimensions' roles as the backend indexes them. `nhd`, `hnd`: their order in memory,
     outermost first; None: as `dims`, for HND with token and head exchanged. `nhd_cross_layers`,
@@ -66,11 +66,11 @@ class AttentionBackend:
         nhd = dims if self.nhd is None else tuple(self.nhd)
         exchanged = {"token": "head", "head": "token"} if "head" in dims else {}
         hnd = tuple(exchanged.get(d, d) for d in nhd) if self.hnd is None else tuple(self.hnd)
-        settled = {"dims": dims, "nhd": nhd, "hnd": hnd}
+        orders = {"dims": dims, "nhd": nhd, "hnd": hnd}
         for name in ("nhd_cross_layers", "hnd_cross_layers"):
             order = getattr(self, name)
-            settled[name] = None if order is None else tuple(order)
-        for name, order in settled.items():
+            orders[name] = None if order is None else tuple(order)
+        for name, order in orders.items():
             expected = ("layer", *dims) if name.endswith("cross_layers") else dims
             if order is not None and sorted(order) != sorted(expected):
                 raise ValueError(f"{name} is {order}: expected an order of {expected}")
@@ -126,7 +126,7 @@ class AttentionBackend:
         ValueError for V of a backend that has none.
         """
         if v_head_size is not None:
-            integer(v_head_size, "v_head_size", 0)
+            v_head_size = integer(v_head_size, "v_head_size", 0)
         has_v = "kv" in self.dims or self.unequal_head_sizes
         if v_head_size and not has_v:
             raise ValueError(

@@ -9,7 +9,14 @@ from dataclasses import dataclass, replace
 
 from kvcache.checks import MAX_INT32, MAX_INT64, integer
 from kvcache.kinds import KindProperties, checked_max_pages, make_kind
-from kvcache.specs import MAX_GROUPS, ContextParallel, GroupSpec, LayerSpec
+from kvcache.specs import (
+    ELEMENT_BYTES,
+    MAX_GROUPS,
+    ContextParallel,
+    GroupSpec,
+    LayerSpec,
+    checked_context_parallel,
+)
 
 _SLACK = 1.1  # bytes that fewer groups may cost
 
@@ -36,23 +43,26 @@ class CachePlan:
     max_model_len: int
     max_num_batched_tokens: int
     context_parallel: ContextParallel
+    max_encoder_tokens: int = 0  # of a request; 0: no layer's kind has an encoder
 
     def pages_per_request(self, num_tokens: int) -> int:
         """Pages, over all groups, that one request of `num_tokens` holds at most at one time.
 
         A request is computed in steps of up to `max_num_batched_tokens`, and blocks that left a
         window are released before each: the attention kind of each group says how many remain
-        (`kvcache.kinds.KindProperties.max_pages`). An encoder is assumed to have at most `num_tokens`
-        tokens.
+        (`kvcache.kinds.KindProperties.max_pages`). Its encoder has `max_encoder_tokens`.
         """
         num_tokens = integer(num_tokens, "num_tokens", 1)
         step, cp = self.max_num_batched_tokens, self.context_parallel
+        encoder_tokens = self.max_encoder_tokens
         specs = {(group.kind, group.options) for group in self.groups}
         kinds = {
             spec: make_kind(*spec) for spec in specs
         }  # one per spec: it may keep what it finds
         return sum(
-            _max_pages(group, kinds[group.kind, group.options], num_tokens, step, cp)
+            _max_pages(
+                group, kinds[group.kind, group.options], num_tokens, encoder_tokens, step, cp
+            )
             for group in self.groups
         )
 
@@ -68,20 +78,23 @@ def plan_cache(
     *,
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
+    max_encoder_tokens: int | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> CachePlan:
     """Groups, a uniform page and the number of pages, from a budget of bytes on one rank.
 
-    `max_num_batched_tokens` is the most tokens of a step, by default `max_model_len`. The pool must
+    `max_num_batched_tokens` is the most tokens of a step, `max_encoder_tokens` the most encoder tokens
+    of a request where layers have cross-attention; both are by default `max_model_len`. The pool must
     hold the null page and one request of `max_model_len` tokens, not more; it never has more than
     2**31 - 1 pages.
 
-    Layers of equal kind, options, block size and bytes make groups of one size, the last of which
-    may be smaller; the size gives the fewest groups with which a request needs at most a tenth more
-    bytes than with the best (each group costs a table and a look-up). A layer's share
-    of a page has the size of the largest block: smaller blocks get more tokens (a multiple of
-    `LayerSpec.block_size`), and where a recurrent state is larger than every block, blocks grow
-    until one holds it, as in vLLM's hybrid models. The rest of a share is padding.
+    Layers of equal kind, options, block size, heads, head sizes, dtype, scales and state make groups
+    of one size, the last of which may be smaller; the size gives the fewest groups with which a
+    request needs at most a tenth more bytes than with the best (each group costs a table and a
+    look-up). A layer's share of a page has the size of the largest block, rounded up to whole elements
+    of every dtype: smaller blocks get more tokens (a multiple of `LayerSpec.block_size`), and where a
+    recurrent state is larger than every block, blocks grow until one holds it, as in vLLM's hybrid
+    models. The rest of a share is padding.
 
     How many pages a request holds in a group is asked of the group's attention kind. A kind of your
     own that has no formula for it is asked for `first_needed_token` of every position below
@@ -107,10 +120,13 @@ def plan_cache(
     budget_bytes = integer(budget_bytes, "budget_bytes", 0, MAX_INT64)
     max_model_len = integer(max_model_len, "max_model_len", 1)
     step = integer(step, "max_num_batched_tokens", 1)
+    cp = checked_context_parallel(context_parallel)
     by_name = _by_name(layers)
     layer_page, buckets = _buckets(by_name.values())
     kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
-    demand = _Demand(buckets, kinds, layer_page, step, context_parallel or ContextParallel())
+    has_encoder = any(kind.pages == "encoder" for kind in kinds)
+    encoder_tokens = _checked_encoder_tokens(max_encoder_tokens, has_encoder)
+    demand = _Demand(buckets, kinds, layer_page, step, encoder_tokens, cp)
     size = demand.best_group_size(budget_bytes, max_model_len)
     if size is None:
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
@@ -124,7 +140,8 @@ def plan_cache(
         tuple(page_bytes - _data_bytes(group, by_name) for group in groups),
         max_model_len,
         step,
-        demand.context_parallel,
+        cp,
+        encoder_tokens or (max_model_len if has_encoder else 0),
     )
 
 
@@ -136,6 +153,7 @@ class _Demand:
     kinds: Sequence[KindProperties]  # of the buckets
     layer_page: int
     max_num_batched_tokens: int
+    max_encoder_tokens: int | None  # None: as many as the request has tokens
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:
@@ -153,8 +171,10 @@ class _Demand:
 
     def request_bytes(self, size: int, num_tokens: int) -> int:
         step, cp = self.max_num_batched_tokens, self.context_parallel
+        encoder_tokens = self.max_encoder_tokens or num_tokens
         pages = sum(
-            _ceil_div(len(bucket.layers), size) * _max_pages(bucket, kind, num_tokens, step, cp)
+            _ceil_div(len(bucket.layers), size)
+            * _max_pages(bucket, kind, num_tokens, encoder_tokens, step, cp)
             for bucket, kind in zip(self.buckets, self.kinds)
         )
         return pages * size * self.layer_page
@@ -179,28 +199,56 @@ class _Demand:
         needed = self.least_bytes(max_model_len)
         # More tokens never need fewer bytes, so the lengths that fit come first.
         fits = bisect_right(range(1, max_model_len), budget, key=self.least_bytes)
+        encoder = self.max_encoder_tokens
+        encoder = f"and max_encoder_tokens {encoder} " if encoder else ""
         return (
             f"budget_bytes is {_with_gib(budget)}: one request of max_model_len {max_model_len} "
-            f"needs {_with_gib(needed)}, {_with_gib(needed - budget)} more; "
+            f"{encoder}needs {_with_gib(needed)}, {_with_gib(needed - budget)} more; "
             f"the budget holds a max_model_len of at most {fits}"
         )
 
 
 def _max_pages(
-    group: GroupSpec, kind: KindProperties, num_tokens: int, step: int, cp: ContextParallel
+    group: GroupSpec,
+    kind: KindProperties,
+    num_tokens: int,
+    encoder_tokens: int,
+    step: int,
+    cp: ContextParallel,
 ) -> int:
+    if kind.pages == "encoder":
+        num_tokens = encoder_tokens
     return checked_max_pages(kind, num_tokens, step, group.tokens_per_block(cp))
 
 
+def _checked_encoder_tokens(max_encoder_tokens: int | None, has_encoder: bool) -> int | None:
+    if max_encoder_tokens is None:
+        return None
+    if not has_encoder:
+        raise ValueError(
+            f"max_encoder_tokens is {max_encoder_tokens!r}: expected None, as no layer's kind has an "
+            "encoder"
+        )
+    return integer(max_encoder_tokens, "max_encoder_tokens", 1)
+
+
 def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
-    """The bytes of a layer's share of a page, and layers that may share groups."""
+    """The bytes of a layer's share of a page, and layers that may share groups.
+
+    Those share groups that one storage can hold: equal in all but their names and smallest blocks.
+    """
     layers = list(layers)
     layer_page, base_block_size = _layer_page(layers)
-    names: dict[tuple[GroupSpec, int], list[str]] = {}
+    names: dict[tuple[GroupSpec, LayerSpec], list[str]] = {}
     for layer in layers:
         block_size = _block_size(layer, layer_page, base_block_size)
         group = GroupSpec(layer.kind, block_size, layer.options, layer.replicated)
-        names.setdefault((group, layer.page_bytes(block_size)), []).append(layer.name)
+        v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
+        alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size)
+        names.setdefault((group, alike), []).append(layer.name)
+    # Pages follow each other, and each begins with a whole element of its layer's dtype.
+    item = math.lcm(*(ELEMENT_BYTES[layer.dtype] for layer in layers))
+    layer_page = _ceil_div(layer_page, item) * item
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
 
 
@@ -247,6 +295,8 @@ def _data_bytes(group: GroupSpec, by_name: Mapping[str, LayerSpec]) -> int:
 
 
 def _by_name(layers: Iterable[LayerSpec]) -> dict[str, LayerSpec]:
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is {layers!r}: expected an iterable of LayerSpec")
     by_name: dict[str, LayerSpec] = {}
     for layer in layers:
         if not isinstance(layer, LayerSpec):

@@ -254,11 +254,11 @@ def copy_blocks(
     destination; on the CPU (checked: pages out of range, one written twice, one both read and
     written), or on the device. num_src_blocks, num_dst_blocks: pages on either side.
 
-    Between a device and the host, `engine` KERNEL reads and writes pinned host memory from the
-    device with `num_thread_blocks` thread blocks (0: a few), COPY_ENGINE merges neighbouring pages and
-    hands the pieces over, many per call, COPY_ENGINE_SINGLY one per call (as KVCACHE_BATCH_COPIES=0
-    says for all calls); pages_per_run: pages of the host that were pinned in one piece (0: all). On
-    the CPU all are copies by several threads.
+    `engine`, between a device and the host: KERNEL accesses pinned host memory from the device, with
+    `num_thread_blocks` thread blocks (0: a few). COPY_ENGINE merges consecutive pages into fragments and
+    copies many per call; COPY_ENGINE_SINGLY copies one per call (KVCACHE_BATCH_COPIES=0 does that for all
+    calls). pages_per_run: host pages that were pinned with one call (0: all). On the CPU several threads
+    copy, whatever the engine.
     """
     _ops.copy_blocks(
         src,
@@ -280,21 +280,21 @@ def permute_blocks_(
     remote_block_size: int,
     remote_is_hnd: bool,
 ) -> None:
-    """Brings blocks that hold another engine's bytes into the local layout, in place.
+    """Permutes blocks that hold another engine's bytes into the local layout, in place.
 
-    cache: [num_blocks, block_size, num_kv_heads, head_size], any dtype, any strides but 1 in the last
-    dimension; they tell whether storage is NHD or HND. offsets: int64[num_layers] on the CPU, bytes
-    from cache's first element to each layer's (`[0]`: cache itself); all are laid out as cache is and
-    share no memory, which is the caller's promise. indices: int32[n, k] on the CPU or where cache is,
-    each block once. With k = max(1, remote_block_size / block_size), the k blocks of a row hold, one
-    after the other and each in the order of its memory, the bytes of one or several remote blocks
+    cache: [num_blocks, block_size, num_kv_heads, head_size], any dtype, any strides, except that the last
+    dimension is dense. The strides determine NHD or HND. offsets: int64[num_layers] on the CPU, bytes
+    from cache's first element to that of each layer (`[0]`: cache itself). The caller ensures that all
+    layers have cache's layout and share no memory. indices: int32[n, k] on the CPU or on cache's device,
+    each block once. With k = max(1, remote_block_size / block_size), the k blocks of a row hold, in
+    memory order, the bytes of one or several remote blocks
     [num_kv_heads, remote_block_size, head_size] (HND) or [remote_block_size, num_kv_heads, head_size].
     Afterwards token t of these bytes is token t % block_size of block indices[i, t // block_size].
 
-    Either block size divides the other. Each byte is read once and written once; blocks that are not
-    listed keep theirs. Indices on the CPU are checked always and need not outlive the call. Those on
-    a GPU are checked as said above (a row with one out of range is skipped whole), and that no block
-    is named twice is then the caller's promise.
+    One block size divides the other. Each byte is read once and written once; blocks that are not listed
+    keep every byte. Indices on the CPU are always checked and need not outlive the call. Indices on a GPU
+    are checked as the module says (a row with one out of range is skipped whole), and the caller ensures
+    that no block is named twice.
     """
     _ops.permute_blocks_(cache, offsets, indices, remote_block_size, remote_is_hnd)
 
@@ -313,7 +313,7 @@ _ON_HOST = {
 
 
 def _fake(on_host: set[int], *args: object) -> None:
-    """The ops return nothing and only mutate: a fake one just looks that they share a device."""
+    """The ops return nothing and only mutate, so a fake op only checks that tensors share a device."""
     tensors = [
         x
         for i, x in enumerate(args)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache.checks import MAX_INT64, check_name, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, check_name, flag, integer
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
@@ -30,7 +30,8 @@ ELEMENT_BYTES = {
 class ContextParallel:
     """Sizes and ranks of prefill (PCP) and decode (DCP) context parallelism.
 
-    A group's tokens are spread over `world_size` workers; this one is `rank`.
+    A group's tokens are spread over `world_size` workers; this one is `rank`. Raises TypeError or
+    ValueError.
 
     >>> ContextParallel(pcp_world_size=2, pcp_rank=1, dcp_world_size=4, dcp_rank=2).rank
     6
@@ -43,11 +44,8 @@ class ContextParallel:
 
     def __post_init__(self) -> None:
         for kind in ("pcp", "dcp"):
-            size, rank = getattr(self, f"{kind}_world_size"), getattr(self, f"{kind}_rank")
-            if size < 1:
-                raise ValueError(f"{kind}_world_size is {size}: expected 1 or more")
-            if not 0 <= rank < size:
-                raise ValueError(f"{kind}_rank is {rank}: expected 0 to {size - 1}")
+            _set_integer(self, f"{kind}_world_size", 1)
+            _set_integer(self, f"{kind}_rank", 0, getattr(self, f"{kind}_world_size") - 1)
 
     @property
     def world_size(self) -> int:
@@ -111,12 +109,13 @@ class GroupSpec:
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
-        if isinstance(self.layers, str):
+        _set_flag(self, "replicated")
+        if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
+        object.__setattr__(self, "layers", tuple(self.layers))
         for name in self.layers:
             check_name(name, "a name in layers")
         object.__setattr__(self, "options", _Options(self.options))
-        object.__setattr__(self, "layers", tuple(self.layers))
 
     def tokens_per_block(self, context_parallel: ContextParallel) -> int:
         """Tokens, over all context-parallel ranks, that an allocation block stands for."""
@@ -158,6 +157,8 @@ class LayerSpec:
         _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
         has_state = self._make_kind().pages == "state"
+        _set_flag(self, "replicated")
+        check_name(self.dtype, "dtype")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
         self._check_sizes(has_state)
@@ -199,5 +200,30 @@ class LayerSpec:
         return self.state_bytes or self.bytes_per_token * block_size
 
 
-def _set_integer(spec: object, name: str, least: int) -> None:
-    object.__setattr__(spec, name, integer(getattr(spec, name), name, least))
+def checked_groups(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
+    """1 to `MAX_GROUPS` groups. TypeError or ValueError."""
+    if isinstance(groups, str) or not isinstance(groups, Sequence):
+        raise TypeError(f"groups is {groups!r}: expected a sequence of GroupSpec")
+    for g, group in enumerate(groups):
+        if not isinstance(group, GroupSpec):
+            raise TypeError(f"groups[{g}] is {group!r}: expected a GroupSpec")
+    if not 1 <= len(groups) <= MAX_GROUPS:
+        raise ValueError(f"groups has {len(groups)} entries: expected 1 to {MAX_GROUPS}")
+    return tuple(groups)
+
+
+def checked_context_parallel(context_parallel: ContextParallel | None) -> ContextParallel:
+    """None stands for one worker. TypeError."""
+    if context_parallel is None:
+        return ContextParallel()
+    if not isinstance(context_parallel, ContextParallel):
+        raise TypeError(f"context_parallel is {context_parallel!r}: expected a ContextParallel")
+    return context_parallel
+
+
+def _set_integer(spec: object, name: str, least: int, most: int = MAX_INT32) -> None:
+    object.__setattr__(spec, name, integer(getattr(spec, name), name, least, most))
+
+
+def _set_flag(spec: object, name: str) -> None:
+    object.__setattr__(spec, name, flag(getattr(spec, name), name))

@@ -1,4 +1,4 @@
-"""What crosses between the planes: one `StepPlan` per step, one `StepReport` back.
+"""The objects that the planes exchange: one `StepPlan` per step, and one `StepReport` back.
 
 The manager decides which blocks (control plane), the worker moves bytes (data plane). Both objects
 pickle, so the planes may live in two processes. No torch here.
@@ -28,7 +28,7 @@ def _empty(*shape: int) -> np.ndarray:
     return array
 
 
-# What empty sections of a plan share.
+# Empty arrays that all plans share.
 NO_IDS = _empty(0)
 NO_PAIRS = _empty(0, 2)
 NO_REPLACE = _empty(0, 3)
@@ -36,7 +36,7 @@ NO_REPLACE = _empty(0, 3)
 
 @dataclass(slots=True, eq=False)
 class StepPlan:
-    """What a worker does before it runs a step.
+    """The work of a worker before it runs a step.
 
     Order of application: swap-out, copy, zero, swap-in, tables (clear, append, replace), slot
     mapping. `append_splits`, `append_ids` and `replace` have one entry per cache group. All ids are
@@ -82,7 +82,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepReport:
-    """What a worker says once the step's bytes have moved."""
+    """A worker's report of a step, once its bytes have moved."""
 
     step_id: int
     completed: bool

@@ -220,8 +220,8 @@ class Driver:
         }
         return {row: room for row, room in rooms.items() if room}
 
-    def settle(self, pair: tuple, row: int) -> None:
-        """Where the request is from now on."""
+    def record_row(self, pair: tuple, row: int) -> None:
+        """Records whether the request runs, and in which row, or waits."""
         if row >= 0:
             self.requests[row] = pair
         else:
@@ -290,7 +290,7 @@ class Driver:
         self.check_destinations(plan)
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
-            self.settle(pair, row)
+            self.record_row(pair, row)
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
@@ -334,7 +334,7 @@ class Driver:
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
         request = Request(f"r{self.count}", tokens, write_cache=writes, num_encoder_tokens=encoder)
-        if len(known.tokens) < num_shared:  # drafts that nobody has confirmed
+        if len(known.tokens) < num_shared:  # drafts that are not confirmed
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
             return
@@ -362,7 +362,7 @@ class Driver:
         if wanted is not None:
             found = [found] if self.num_groups == 1 else found
             assert (self.manager.row(request), [each.tolist() for each in found]) == wanted
-        self.settle(pair, -1 if wanted is None else wanted[0])
+        self.record_row(pair, -1 if wanted is None else wanted[0])
 
     def append_slots(self) -> None:
         rooms = self.rows(by_step=False)
@@ -417,7 +417,7 @@ class Driver:
         assert found == self.by_request(want)
 
     def abort(self) -> None:
-        """Of a step in flight, or of one that was aborted already."""
+        """Reports a step in flight, or one that was aborted already."""
         least = max(self.model.num_completed, self.model.num_steps - 4)
         if least >= self.model.num_steps:
             return
@@ -571,7 +571,7 @@ class Driver:
         self.compare_events()
 
     def compare_events(self) -> None:
-        """What was told is what the model says, in its order."""
+        """The events are those of the model, in its order."""
         found = []
         for event in self.manager.drain_events():
             if isinstance(event, AllBlocksCleared):
@@ -591,11 +591,11 @@ class Driver:
                 want.append((kind, medium))
                 continue
             group, prefix = rest
-            told = (kind, medium, group, self.hash_of(prefix))
+            event = (kind, medium, group, self.hash_of(prefix))
             if kind == "stored" and medium == "gpu":
                 size = self.model.groups[group].block_size
-                told += (self.hash_of(prefix[:-size]), prefix[-size:])
-            want.append(told)
+                event += (self.hash_of(prefix[:-size]), prefix[-size:])
+            want.append(event)
         assert found == want
         self.model.events.clear()
 

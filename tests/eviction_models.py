@@ -117,7 +117,7 @@ class Pool:
 
 
 class Policy:
-    """Keeps nothing, is told everything."""
+    """Ignores every notification."""
 
     leaf_first = True
 
@@ -181,11 +181,11 @@ class LastAccess(Policy):
         self.accessed = {}
         self.prefix = {}
         self.when_released = {}
-        self.when_told = {}
+        self.when_notified = {}
 
     def forget_told(self, i):
-        for told in (self.accessed, self.prefix, self.when_released, self.when_told):
-            told.pop(i, None)
+        for values in (self.accessed, self.prefix, self.when_released, self.when_notified):
+            values.pop(i, None)
 
     def on_access(self, i, now):
         self.largest_now = max(self.largest_now, now) if self.any_access else now
@@ -195,14 +195,14 @@ class LastAccess(Policy):
     def on_release(self, i, prefix, tokens_per_block, logical_time, retention):
         self.logical_time = logical_time
         self.prefix[i] = prefix
-        self.when_told[i] = (self.largest_now, logical_time)
+        self.when_notified[i] = (self.largest_now, logical_time)
 
     def on_idle(self, i):
         if i in self.order:
             self.order.remove(i)
         self.order.append(i)
         now = (self.largest_now, self.logical_time)
-        self.when_released[i] = self.when_told.pop(i, now)
+        self.when_released[i] = self.when_notified.pop(i, now)
 
     def choose(self, ids):
         def rank(i):
@@ -216,7 +216,7 @@ class LastAccess(Policy):
 
 
 class SegmentedLru(Policy):
-    """What was hit is protected, in bounds; the rest goes first."""
+    """Protects blocks that were hit, up to a share of the pool; evicts the others first."""
 
     def __init__(self, num_blocks, protected_share=0.8):
         self.most_protected = int(protected_share * (num_blocks - 1))

@@ -35,13 +35,13 @@ class ModelRequest:
 
 @dataclass
 class ModelHeld:
-    """What a row holds of a group; 0 where a block was dropped."""
+    """The blocks that a row holds of a group; 0 where a block was dropped."""
 
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
-    num_parts: int = 0
+    num_partial: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
-    source: int = 0  # of a new row: block that is to be copied into its next one
+    source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
 
     @property
@@ -90,13 +90,13 @@ class ModelPool:
         self.chain_sizes = chain_sizes
         self.num_blocks = num_blocks
         self.refs = dict.fromkeys(range(1, num_blocks), 0)
-        self.tenancy = dict.fromkeys(range(1, num_blocks), 0)  # how often it was handed out
+        self.generation = dict.fromkeys(range(1, num_blocks), 0)  # how often each was allocated
         self.uncached_free = list(range(1, num_blocks))
         self.cached_free: list[int] = []
-        # Of cached blocks: group, tokens of the full block or None, tokens of its parts.
+        # Cached block -> (group, tokens of the full block or None, tokens of its partial contents).
         self.content: dict[int, tuple[int, tuple | None, list[tuple]]] = {}
         self.published: list[tuple[int, tuple, int]] = []  # (group, tokens, block), oldest first
-        self.parts: list[tuple[int, tuple, int]] = []
+        self.partial: list[tuple[int, tuple, int]] = []
         self.hits: dict[int, int] = {}  # of cached blocks
         self.medium, self.events = medium, events
         self.on_eviction = None
@@ -104,8 +104,8 @@ class ModelPool:
     def num_free(self):
         return len(self.uncached_free) + len(self.cached_free)
 
-    def find(self, g, prefix, parts=False):
-        entries = self.parts if parts else self.published
+    def find(self, g, prefix, partial=False):
+        entries = self.partial if partial else self.published
         return next((block for group, key, block in entries if (group, key) == (g, prefix)), 0)
 
     def victim(self):
@@ -133,7 +133,7 @@ class ModelPool:
             self.cached_free.remove(block)
         self.forget(block)
         self.refs[block] = 1
-        self.tenancy[block] += 1
+        self.generation[block] += 1
         return block
 
     def retain(self, block):
@@ -150,12 +150,12 @@ class ModelPool:
         if not self.find(g, prefix):
             self.events.append(("stored", self.medium, g, prefix))
         self.published.append((g, prefix, block))
-        parts = self.content[block][2] if block in self.content else []
-        self.content[block] = (g, prefix, parts)
+        partial = self.content[block][2] if block in self.content else []
+        self.content[block] = (g, prefix, partial)
         self.hits[block] = 0
 
-    def publish_part(self, block, g, prefix):
-        self.parts.append((g, prefix, block))
+    def publish_partial(self, block, g, prefix):
+        self.partial.append((g, prefix, block))
         self.content.setdefault(block, (g, None, []))[2].append(prefix)
 
     def forget(self, block):
@@ -163,7 +163,7 @@ class ModelPool:
             return
         g, prefix, _ = self.content.pop(block)
         self.published = [entry for entry in self.published if entry[2] != block]
-        self.parts = [entry for entry in self.parts if entry[2] != block]
+        self.partial = [entry for entry in self.partial if entry[2] != block]
         if prefix is not None and not self.find(g, prefix):
             self.events.append(("removed", self.medium, g, prefix))
 
@@ -176,12 +176,12 @@ class ModelPool:
 
     def clear(self):
         self.uncached_free += self.cached_free
-        self.cached_free, self.content, self.published, self.parts = [], {}, [], []
+        self.cached_free, self.content, self.published, self.partial = [], {}, [], []
         self.events.append(("cleared", self.medium))
 
     def any_prefix(self, block):
-        _, prefix, parts = self.content[block]
-        return prefix if prefix is not None else parts[0]
+        _, prefix, partial = self.content[block]
+        return prefix if prefix is not None else partial[0]
 
 
 class ModelManager:
@@ -216,13 +216,13 @@ class ModelManager:
         self.num_preallocate_tokens = num_preallocate_tokens
         sizes = [group.block_size for group in groups]
         self.hash_size = hash_block_size or gcd(*sizes)
-        self.has_parts = [
+        self.has_partial = [
             hash_block_size is not None and self.hash_size < g.block_size and g.pages == TOKENS
             for g in groups
         ]
         cacheable = [g for g, group in enumerate(groups) if group.pages != ENCODER]
         self.whole_unit = lcm(*[sizes[g] for g in cacheable])
-        self.unit = lcm(*[self.hash_size if self.has_parts[g] else sizes[g] for g in cacheable])
+        self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cacheable])
         self.is_uniform = all(size == self.hash_size for size in sizes)
         self.watermark = watermark_blocks
         self.use_eagle = use_eagle
@@ -268,7 +268,7 @@ class ModelManager:
         self.to_clear = set()
         journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
         self.in_flight.append(journal | {"swapped": [], "written": []})
-        self.step_answer, self.moves, self.borrowed = answer, [], []
+        self.step_answer, self.moves, self.held_for_step = answer, [], []
         self.moved = {}
         swapped = [self._move_out(row) for row in leaving]
         self.moved = {}
@@ -320,11 +320,11 @@ class ModelManager:
         for row, g, column, _ in self.moves:
             held = self.rows[row].held[g]
             self._note_dropped(self.rows[row], g, column, held.blocks[column])
-            self._give_back([held.blocks[column]], self.num_steps)
+            self._release([held.blocks[column]], self.num_steps)
             held.blocks[column] = 0
         self._end_writes()
         self.moved = {}
-        self._give_back(self.borrowed, self.num_steps)
+        self._release(self.held_for_step, self.num_steps)
         for row, state in self.rows.items():
             if state.resend:
                 answer.clear.add(row)
@@ -364,8 +364,8 @@ class ModelManager:
         kept = state.start
         for g, (group, held) in enumerate(zip(self.groups, state.held)):
             kept = max(kept, held.num_published * group.block_size)
-            if self.has_parts[g]:
-                kept = max(kept, held.num_parts * self.hash_size)
+            if self.has_partial[g]:
+                kept = max(kept, held.num_partial * self.hash_size)
         return max(state.num_computed - kept, 0)
 
     def reject(self, row, count):
@@ -385,7 +385,7 @@ class ModelManager:
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
                     if group.pages != ENCODER and block and not is_found:
                         self._note_dropped(state, g, column, block)
-        self._give_back_row(state, with_encoder=True)
+        self._release_row(state, with_encoder=True)
         if state.by_step:
             self.to_clear.add(row)
 
@@ -440,7 +440,7 @@ class ModelManager:
                 if not self.find(g, tuple(tokens[: (column + 1) * size]), with_host):
                     return False
             is_inside = num_tokens % size and first < num_tokens
-            if is_inside and not self.pool.find(g, tuple(tokens[:num_tokens]), parts=True):
+            if is_inside and not self.pool.find(g, tuple(tokens[:num_tokens]), partial=True):
                 return False
         return True
 
@@ -469,12 +469,12 @@ class ModelManager:
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
                 each.num_hits = each.num_published
-                each.num_parts = each.num_published * (size // self.hash_size)
+                each.num_partial = each.num_published * (size // self.hash_size)
                 if first > each.num_published * size:  # the last block lacks what lies before
-                    each.num_parts = num_tokens // self.hash_size
+                    each.num_partial = num_tokens // self.hash_size
                 if num_tokens % size and first < num_tokens:
                     prefix = tuple(request.tokens[:num_tokens])
-                    each.source = self.pool.find(g, prefix, parts=True)
+                    each.source = self.pool.find(g, prefix, partial=True)
                 if group.pages == STATE and each.blocks and each.blocks[-1] < 0:
                     each.host_source, each.blocks[-1] = -each.blocks[-1], 0
             held.append(each)
@@ -521,7 +521,7 @@ class ModelManager:
         return found
 
     def _is_shared(self, block):
-        return self._num_holders(block) - self.borrowed.count(block) > 1
+        return self._num_holders(block) - self.held_for_step.count(block) > 1
 
     def _num_holders(self, block):
         """References of rows: not those of requests that have left, nor of loads."""
@@ -547,12 +547,14 @@ class ModelManager:
             )
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
-        self._supply(state, row, start, after, needs, max(room - self.watermark, 0), shared)
+        self._allocate_blocks(
+            state, row, start, after, needs, max(room - self.watermark, 0), shared
+        )
         self._own_what_is_written(state, start, after)
         return SERVED
 
     def _own_what_is_written(self, state, start, after):
-        """What a row writes it has computed, though it began in another's block."""
+        """A row has computed the tokens that it writes, even if it began in another row's block."""
         for group, each in zip(self.groups, state.held if state.forked else ()):
             first = after - 1 if group.pages == STATE else start
             each.num_hits = min(each.num_hits, first // group.block_size)
@@ -600,7 +602,7 @@ class ModelManager:
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         state.start, state.num_computed = start, after
-        self._supply(state, row, start, after, needs, room)
+        self._allocate_blocks(state, row, start, after, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
 
@@ -624,12 +626,12 @@ class ModelManager:
         self.safe_start, self.copies = num_hit, []
         for source in sources:
             self.pool.retain(source)
-            self.borrowed.append(source)
+            self.held_for_step.append(source)
         self.num_admissions += 1
         state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
         self.rows[row] = state
         first_on_host = self._take_hits(state, num_hit)
-        self._supply(state, row, num_hit, after, needs, room)
+        self._allocate_blocks(state, row, num_hit, after, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
@@ -677,7 +679,7 @@ class ModelManager:
                 count += ceil_div(n, group.block_size) - first // group.block_size
         return count
 
-    def _supply(self, state, row, start, after, needs, room, shared=()):
+    def _allocate_blocks(self, state, row, start, after, needs, room, shared=()):
         numbers = []
         for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
             first = each.num_dropped
@@ -686,7 +688,7 @@ class ModelManager:
                 for column in range(first, drop_to):
                     self._note_dropped(state, self.groups.index(group), column, each.blocks[column])
                 each.blocks[first:drop_to] = [0] * len(dropped)
-                self._give_back(dropped, self.last_issued)
+                self._release(dropped, self.last_issued)
             more = 0
             if num_new and group.pages == TOKENS:
                 most = ceil_div(self.max_model_len, group.block_size)
@@ -726,10 +728,10 @@ class ModelManager:
             self.safe_start = min(self.safe_start, column * size)
             if self.step_answer:
                 self.step_answer.copy.append((shared, block))
-                self.borrowed.append(shared)
+                self.held_for_step.append(shared)
                 return
             self.copies.append((shared, block))
-        self._give_back([shared], self.last_issued)
+        self._release([shared], self.last_issued)
 
     def _move_state(self, row, held, g, start, after, page):
         if held.host_source:
@@ -746,7 +748,7 @@ class ModelManager:
 
     # Blocks ----------------------------------------------------------------------------------------
 
-    def _give_back(self, blocks, step_id):
+    def _release(self, blocks, step_id):
         if self._is_fenced(step_id):
             if blocks:
                 later = sum(step > step_id for step, _ in self.fences)
@@ -771,13 +773,13 @@ class ModelManager:
                     last.append((-column * group.block_size, g, block))
         return first + [block for _, _, block in sorted(last)]
 
-    def _give_back_row(self, state, with_encoder):
+    def _release_row(self, state, with_encoder):
         blocks = self._tail_first(state, with_encoder)
         if state.on_host:
             for page in blocks:
                 self.host.release(page)
         else:
-            self._give_back(blocks, self.last_issued)
+            self._release(blocks, self.last_issued)
         for g, group in enumerate(self.groups):
             if with_encoder or group.pages != ENCODER:
                 state.held[g] = ModelHeld()
@@ -802,7 +804,7 @@ class ModelManager:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
                 child.num_published = max(each.num_published, full)
-                child.num_parts = max(each.num_parts, parent.num_computed // self.hash_size)
+                child.num_partial = max(each.num_partial, parent.num_computed // self.hash_size)
             held.append(child)
         self.num_admissions += 1
         n = parent.num_computed
@@ -864,7 +866,7 @@ class ModelManager:
                     if prefix is not None:
                         self.writes.append((page, group, prefix, "row"))
                 state.held[g].blocks.append(self.moved[block])
-        self._give_back(left, self.num_steps)
+        self._release(left, self.num_steps)
         state.on_host = True
         self.in_flight[-1]["swapped"].append((row, state.admission))
         return True
@@ -899,7 +901,7 @@ class ModelManager:
                 continue
             if self._is_fenced(self.num_steps):
                 self.pool.retain(block)
-                self.borrowed.append(block)
+                self.held_for_step.append(block)
         self.pending_writes = []
 
     def _end_writes(self):
@@ -944,8 +946,8 @@ class ModelManager:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if self.has_parts[g]:
-                self._publish_parts(state, g, known)
+            if self.has_partial[g]:
+                self._publish_partials(state, g, known)
             if group.pages == STATE:
                 self._publish_state(state, g, state.num_computed)
             elif group.pages == TOKENS:
@@ -970,17 +972,17 @@ class ModelManager:
         if block not in self.pending_writes:
             self.pending_writes.append(block)
 
-    def _publish_parts(self, state, g, known):
+    def _publish_partials(self, state, g, known):
         each, size = state.held[g], self.groups[g].block_size
-        for i in range(each.num_parts, known // self.hash_size):
+        for i in range(each.num_partial, known // self.hash_size):
             end = (i + 1) * self.hash_size
             block = each.blocks[(end - 1) // size]
             if end % size == 0 or not block:
                 continue
             prefix = tuple(state.request.tokens[:end])
-            self.pool.publish_part(block, g, prefix)
+            self.pool.publish_partial(block, g, prefix)
             self._note_published(state, block, g, prefix)
-        each.num_parts = max(each.num_parts, known // self.hash_size)
+        each.num_partial = max(each.num_partial, known // self.hash_size)
 
     def _publish_state(self, state, g, num_tokens):
         if not state.request.writes or state.stale or not self.caching:
@@ -994,7 +996,7 @@ class ModelManager:
 
     def _note_published(self, state, block, g, prefix):
         if self.in_flight and state.by_step:
-            entry = (state.admission, block, g, prefix, self.pool.tenancy[block])
+            entry = (state.admission, block, g, prefix, self.pool.generation[block])
             self.in_flight[-1]["published"].append(entry)
 
     def _note_dropped(self, state, g, column, block):
@@ -1009,7 +1011,7 @@ class ModelManager:
         if step_id not in [step["id"] for step in self.in_flight]:
             return {}  # it was aborted before
         alive = {state.admission: row for row, state in self.rows.items()}
-        bad, limits, published, dropped = {}, {}, [], []
+        invalid, limits, published, dropped = {}, {}, [], []
         for step in [each for each in reversed(self.in_flight) if each["id"] >= step_id]:
             published += step["published"]
             dropped += step["dropped"]
@@ -1028,9 +1030,9 @@ class ModelManager:
                     self.rows[row].resend = True
                 else:
                     self.to_clear.add(row)
-        for admission, block, g, prefix, tenancy in published:
-            if tenancy != self.pool.tenancy[block]:
-                continue  # it is somebody else's by now
+        for admission, block, g, prefix, generation in published:
+            if generation != self.pool.generation[block]:
+                continue  # the block was allocated again since
             right, size = 0, self.groups[g].block_size
             if admission in alive:
                 start = (len(prefix) - 1) // size * size
@@ -1038,7 +1040,7 @@ class ModelManager:
                 if start + size <= limit:
                     continue
                 right = max(limit, start)
-            bad[block] = min(bad.get(block, right), right)
+            invalid[block] = min(invalid.get(block, right), right)
         self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
         if self.in_flight:  # it may have been computed by a step that is still in flight
             self.in_flight[-1]["published"] += published
@@ -1047,16 +1049,16 @@ class ModelManager:
         self.fences = [(min(id_, self.last_issued), blocks) for id_, blocks in self.fences]
         self._end_loads(lambda load: load["step"] > self.last_issued, arrived=False)
         self._lift_fences()
-        return self._withdraw(bad, limits, None, set())
+        return self._withdraw(invalid, limits, None, set())
 
     def invalidate(self, blocks, pages=()):
-        bad, limits, prefixes = dict.fromkeys(blocks, 0), {}, {}
-        bad_pages, self.bad_roots = set(pages), set()
+        invalid, limits, prefixes = dict.fromkeys(blocks, 0), {}, {}
+        invalid_pages, self.invalid_roots = set(pages), set()
         for load in self.loads:
-            if load["device"] in blocks or load["host"] in bad_pages:
-                bad_pages.add(load["host"])
-                bad[load["device"]] = 0
-        blocks = list(bad)
+            if load["device"] in blocks or load["host"] in invalid_pages:
+                invalid_pages.add(load["host"])
+                invalid[load["device"]] = 0
+        blocks = list(invalid)
         alive = {state.admission: row for row, state in self.rows.items()}
         for step in self.in_flight:
             for admission, first_token, block, request in step["dropped"]:
@@ -1064,51 +1066,53 @@ class ModelManager:
                     continue
                 row = alive.get(admission)
                 if row is None:
-                    self._add_left(request, first_token, bad, prefixes)
+                    self._add_left(request, first_token, invalid, prefixes)
                 else:
                     limits[row] = min(limits.get(row, FOREVER), first_token)
         for block in blocks:
-            g, whole, parts = self.pool.content.get(block, (0, None, []))
-            for prefix in [*parts, *([whole] if whole else [])]:
+            g, whole, partial = self.pool.content.get(block, (0, None, []))
+            for prefix in [*partial, *([whole] if whole else [])]:
                 self._add_prefix(prefixes, prefix, 0, self.groups[g].block_size)
-        for page in bad_pages:
+        for page in invalid_pages:
             g, whole, _ = self.host.content.get(page, (0, None, []))
             if whole:
                 self._add_prefix(prefixes, whole, 0, self.groups[g].block_size)
-        return self._withdraw(bad, limits, prefixes, bad_pages)
+        return self._withdraw(invalid, limits, prefixes, invalid_pages)
 
-    def _add_left(self, request, first_token, bad, prefixes):
-        """What a row that has left may have computed from this token on."""
+    def _add_left(self, request, first_token, invalid, prefixes):
+        """Prefixes that a row which has left may have computed from this token on."""
         if not self.caching:
             return
         num_hashed = len(request.tokens) // self.hash_size * self.hash_size
         for g, group in enumerate(self.groups):
             size = group.block_size
             if group.pages != ENCODER and first_token // size * size < num_hashed:
-                self.bad_roots.add(tuple(request.tokens[: self.hash_size]))
+                self.invalid_roots.add(tuple(request.tokens[: self.hash_size]))
             first = first_token // self.hash_size * self.hash_size + self.hash_size
             for end in range(first, len(request.tokens) + 1, self.hash_size):
                 prefix = tuple(request.tokens[:end])
                 right = max(first_token, (end - 1) // size * size)
                 found = self.find(g, prefix, with_host=True) if end % size == 0 else 0
                 if found > 0:
-                    bad[found] = min(bad.get(found, right), right)
-                if group.pages != ENCODER and (found or self.has_parts[g]):
+                    invalid[found] = min(invalid.get(found, right), right)
+                if group.pages != ENCODER and (found or self.has_partial[g]):
                     self._add_prefix(prefixes, prefix, right, size)
 
-    def _withdraw(self, bad, limits, prefixes, bad_pages):
+    def _withdraw(self, invalid, limits, prefixes, invalid_pages):
         """Row -> tokens from which it goes on, of the rows that lose some.
 
-        `bad`: block -> tokens of its prefix that are right. `prefixes`: bad content -> (tokens of it
-        that are right, block size): who runs through it is affected, whatever blocks it holds; None
-        where only blocks count.
+        `invalid`: block -> tokens of its prefix that are right. `prefixes`: invalid content -> (tokens
+        of it that are right, block size): a row whose tokens run through it is affected, whatever blocks
+        it holds; None where only blocks count.
         """
         before = None
-        while before != (bad, limits, prefixes):
-            before = dict(bad), dict(limits), None if prefixes is None else dict(prefixes)
+        while before != (invalid, limits, prefixes):
+            before = dict(invalid), dict(limits), None if prefixes is None else dict(prefixes)
             for row, state in self.rows.items():
-                limit = min(limits.get(row, FOREVER), self._limit_of(state, bad, prefixes or {}))
-                if state.on_host and any(bad_pages & set(each.blocks) for each in state.held):
+                limit = min(
+                    limits.get(row, FOREVER), self._limit_of(state, invalid, prefixes or {})
+                )
+                if state.on_host and any(invalid_pages & set(each.blocks) for each in state.held):
                     limit = 0
                 if limit >= state.num_computed:
                     continue
@@ -1117,12 +1121,12 @@ class ModelManager:
                     # Behind what is known there may be drafts, and one in the last token's place.
                     limit = max(state.start, min(limit, known - 1))
                 limits[row] = limit = self._own_limit(state, limit)
-                self._add_computed(state, limit, bad, prefixes)
+                self._add_computed(state, limit, invalid, prefixes)
         if prefixes is None:
-            for block in sorted(bad):
+            for block in sorted(invalid):
                 self.pool.evict(block)
         else:
-            self._evict_derived(bad, prefixes, bad_pages)
+            self._evict_derived(invalid, prefixes, invalid_pages)
         affected, restart = {}, []
         for row in sorted(limits):
             state, limit = self.rows.get(row), limits[row]
@@ -1132,7 +1136,7 @@ class ModelManager:
             if not state.on_host and self._can_resume(state, limit):
                 self._truncate(state, limit)
             else:
-                self._give_back_row(state, with_encoder=False)
+                self._release_row(state, with_encoder=False)
                 restart.append(row)
             affected[row] = limit
         for row in restart:
@@ -1144,12 +1148,12 @@ class ModelManager:
         right, size = prefixes.get(prefix, (num_right, block_size))
         prefixes[prefix] = min(right, num_right), max(size, block_size)
 
-    def _limit_of(self, state, bad, prefixes):
+    def _limit_of(self, state, invalid, prefixes):
         limit = FOREVER
         for group, each in zip(self.groups, state.held):
             for column, block in enumerate(each.blocks):
-                if block and block in bad and not state.on_host:
-                    right = max(bad[block], column * group.block_size)
+                if block and block in invalid and not state.on_host:
+                    right = max(invalid[block], column * group.block_size)
                     limit = min(limit, 0 if group.pages == ENCODER else right)
         tokens = state.request.tokens
         for prefix, (right, size) in prefixes.items():
@@ -1167,7 +1171,7 @@ class ModelManager:
                     limit -= limit % group.block_size
         return limit
 
-    def _add_computed(self, state, limit, bad, prefixes):
+    def _add_computed(self, state, limit, invalid, prefixes):
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size = group.block_size
             for column, block in enumerate(each.blocks):
@@ -1178,51 +1182,55 @@ class ModelManager:
                 if not is_own or end <= limit or start >= state.num_computed:
                     continue
                 if block:
-                    bad[block] = min(bad.get(block, right), right)
+                    invalid[block] = min(invalid.get(block, right), right)
                 if prefixes is None or not self.caching:
                     continue
-                _, whole, parts = self.pool.content.get(block, (0, None, []))
+                _, whole, partial = self.pool.content.get(block, (0, None, []))
                 if not block and len(state.request.tokens) >= self.hash_size:
-                    self.bad_roots.add(tuple(state.request.tokens[: self.hash_size]))
+                    self.invalid_roots.add(tuple(state.request.tokens[: self.hash_size]))
                 for n in range(right // self.hash_size + 1, end // self.hash_size + 1):
                     n *= self.hash_size
                     prefix = tuple(state.request.tokens[:n])
                     if len(prefix) < n:
                         continue
                     if block:
-                        is_bad = prefix in [whole, *parts]
-                    else:  # dropped since: whole ones as long as they are found, parts always
+                        is_invalid = prefix in [whole, *partial]
+                    else:  # dropped since: full blocks while they are found, partial ones always
                         found = self.find(g, prefix, with_host=True) if n == end else 0
                         if found > 0:
-                            bad[found] = min(bad.get(found, right), right)
-                        is_bad = found or self.has_parts[g]
-                    if is_bad:
+                            invalid[found] = min(invalid.get(found, right), right)
+                        is_invalid = found or self.has_partial[g]
+                    if is_invalid:
                         self._add_prefix(prefixes, prefix, right, size)
 
-    def _evict_derived(self, bad, prefixes, bad_pages):
-        """What cached blocks and pages hold of bad content, or what may follow from it."""
-        pools = [(self.pool, bad)]
+    def _evict_derived(self, invalid, prefixes, invalid_pages):
+        """Evicts cached blocks and pages with invalid content, or content that may follow from it."""
+        pools = [(self.pool, invalid)]
         if self.host:
             for prefix in prefixes:
                 pages = [self.host.find(g, prefix) for g in range(len(self.groups))]
-                bad_pages |= {page for page in pages if page}
-            pools.append((self.host, bad_pages))
-        wrong = [(pool, b) for pool, blocks in pools for b in blocks if b in pool.content]
-        roots = {pool.any_prefix(block)[: self.hash_size] for pool, block in wrong}
-        roots |= self.bad_roots
-        tainted = {pool.content[block][1] for pool, block in wrong}
+                invalid_pages |= {page for page in pages if page}
+            pools.append((self.host, invalid_pages))
+        invalid_blocks = [(pool, b) for pool, blocks in pools for b in blocks if b in pool.content]
+        roots = {pool.any_prefix(block)[: self.hash_size] for pool, block in invalid_blocks}
+        roots |= self.invalid_roots
+        invalid_prefixes = {pool.content[block][1] for pool, block in invalid_blocks}
         for pool, _ in pools:
             found = [b for b in pool.content if pool.any_prefix(b)[: self.hash_size] in roots]
             if self.is_uniform:
-                found = [block for block in found if not self._is_untouched(pool, block, tainted)]
+                found = [
+                    block
+                    for block in found
+                    if not self._is_untouched(pool, block, invalid_prefixes)
+                ]
             for block in sorted(found):
                 pool.evict(block)
 
-    def _is_untouched(self, pool, block, tainted):
+    def _is_untouched(self, pool, block, invalid_prefixes):
         """Whether all it follows from is still there to be seen, and right."""
         g, prefix, _ = pool.content[block]
         ends = range(self.hash_size, len(prefix) + 1, self.hash_size)
-        return all(pool.find(g, prefix[:n]) and prefix[:n] not in tainted for n in ends)
+        return all(pool.find(g, prefix[:n]) and prefix[:n] not in invalid_prefixes for n in ends)
 
     def _can_resume(self, state, num_tokens):
         """Whether its own blocks hold what the token reads, and the one that it goes into."""
@@ -1244,10 +1252,10 @@ class ModelManager:
                 continue
             kept = ceil_div(num_tokens, group.block_size)
             tail = [block for block in reversed(each.blocks[kept:]) if block]
-            self._give_back(tail, self.last_issued)
+            self._release(tail, self.last_issued)
             del each.blocks[kept:]
             each.num_published = min(each.num_published, num_tokens // group.block_size)
-            each.num_parts = min(each.num_parts, num_tokens // self.hash_size)
+            each.num_partial = min(each.num_partial, num_tokens // self.hash_size)
             each.num_hits = min(each.num_hits, kept)
         state.num_computed = state.start = num_tokens
 

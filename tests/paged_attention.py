@@ -139,7 +139,9 @@ class BatchOfTokens:
             slots = tables[g].slot_mapping.cpu[: len(rows)]
             held = slots >= 0
             for i, window in [(i, self.windows[g]) for i in range(len(self.rows))]:
-                if window is not None:  # what no query of this step sees has been given away
+                if (
+                    window is not None
+                ):  # blocks that no query of this step sees may belong to another request
                     first = self.seq_lens[i] - self.query_lens[i]
                     at = sum(self.seq_lens[:i])
                     hidden = max(0, first - window + 1) // block_size * block_size

@@ -68,7 +68,7 @@ class Group:
 
 
 class Pages:
-    """What the pages of both tiers hold: per slot, what the KV in it depends on."""
+    """The simulated content of the pages of both tiers: per slot, everything its KV depends on."""
 
     def __init__(self, block_size):
         self.size = block_size
@@ -112,7 +112,7 @@ class Driver:
         self.size, self.window = options["block_size"], options["sliding_window"]
         self.has_host = options["num_cpu_blocks"] > 1
         self.manager = BlockSpaceManager(**options, enable_events=True)
-        self.findable = {"gpu": set(), "cpu": set()}  # hashes, as the events tell
+        self.findable = {"gpu": set(), "cpu": set()}  # hashes, according to the events
         self.model = ModelSpace(**options)
         self.pages = Pages(self.size)
         self.waiting, self.running, self.swapped = [], [], []
@@ -485,7 +485,7 @@ class Driver:
                 self.check_reads(group, seq, num_tokens, self.pages.cpu)
 
     def compare_events(self):
-        """As many hashes as the model has contents are findable, by what the events tell."""
+        """According to the events, as many hashes are findable as the model has contents."""
         for event in self.manager.drain_events():
             found = self.findable[event.medium]
             if isinstance(event, AllBlocksCleared):

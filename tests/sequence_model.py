@@ -17,7 +17,7 @@ def ceil_div(a, b):
 
 @dataclass
 class ModelUse:
-    """What the eviction of a block goes by."""
+    """The values by which eviction ranks a block."""
 
     time: float = 0
     release: float = 0  # which one, counted; before all of them where it was accessed
@@ -75,7 +75,7 @@ class ModelPool:
                 self.cached_free.remove(block)
             self.refs[block] += 1
 
-    def give_back(self, blocks):
+    def release(self, blocks):
         for block in blocks:
             self.refs[block] -= 1
             assert self.refs[block] >= 0
@@ -271,12 +271,12 @@ class ModelSpace:
         if num_new + len(shared) > room:
             return None
         each.blocks[:drop_to] = [0] * drop_to
-        self.gpu.give_back(left)
+        self.gpu.release(left)
         own = self.gpu.take(len(shared) + num_new)
         pairs = []
         for column in shared:
             old, each.blocks[column] = each.blocks[column], own.pop(0)
-            self.gpu.give_back([old])
+            self.gpu.release([old])
             if column * size < start:
                 pairs.append((old, each.blocks[column]))
         each.blocks += own
@@ -320,7 +320,7 @@ class ModelSpace:
         moved = {}
         for key in keys:
             each = self.sequences[key]
-            self._tell_release(each)
+            self._notify_release(each)
             left = each.tail_first()
             del each.blocks[max(self.num_written(each), each.num_dropped) :]
             new = [block for block in each.blocks if block and block not in moved]
@@ -328,7 +328,7 @@ class ModelSpace:
             self.cpu.hold([moved[block] for block in each.blocks if block and block not in new])
             each.blocks = [block and moved[block] for block in each.blocks]
             each.on_host = True
-            self.gpu.give_back(left)
+            self.gpu.release(left)
         return list(moved.items())
 
     def swap_in(self, keys):
@@ -345,22 +345,22 @@ class ModelSpace:
                     moved[page] = self.gpu.take(1)[0]
             each.blocks = [page and moved[page] for page in each.blocks]
             each.on_host = False
-            self.cpu.give_back(left)
+            self.cpu.release(left)
         return list(moved.items())
 
     def free(self, key):
         each = self.sequences.pop(key)
         if each.on_host:
-            self.cpu.give_back(each.tail_first())
+            self.cpu.release(each.tail_first())
         else:
-            self._tell_release(each)
-            self.gpu.give_back(each.tail_first())
+            self._notify_release(each)
+            self.gpu.release(each.tail_first())
 
     def access(self, key, now):
         if self.caching:
             self.gpu.access(self.sequences[key].tail_first(), now)
 
-    def _tell_release(self, sequence):
+    def _notify_release(self, sequence):
         self.num_releases += 1
         self.gpu.release_time = self.num_releases
         for column, block in enumerate(sequence.blocks):

@@ -1,4 +1,4 @@
-"""Known answers and traces that lie beside the project; tests that need them say so when skipped."""
+"""Known answers and traces outside the project; tests that need them say so when skipped."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def switched(name: str, on: bool):
 
 
 def ids_from(where: str):
-    """Emulated, ids on the "device" are host memory too: the kernels are told."""
+    """Emulated, ids on the "device" are host memory too. This makes kernels treat them as device ids."""
     return switched("KVCACHE_EMUL_DEVICE_IDS", where == "device")
 
 

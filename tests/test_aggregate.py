@@ -66,7 +66,7 @@ def state(aggregator):
         aggregator.expected_finished_count,
         aggregator.remaining_sending,
         aggregator.remaining_recving,
-        copy.deepcopy(aggregator._held),
+        copy.deepcopy(aggregator._pending),
     )
 
 
@@ -623,7 +623,7 @@ def test_random_steps_answer_and_remember_as_the_model(seed):
                 assert own.kv_connector_output == given, "a worker's own report was changed"
 
 
-# What a scheduler says of a step, request by request.
+# The requests of a scheduler's step.
 
 
 def step_of(new, req_ids, new_block_ids, resumed):

@@ -1,4 +1,4 @@
-"""What pages hold: plans are carried out on simulated pages, and every read must find the right KV.
+"""The content of pages: plans are carried out on simulated pages, and every read must find its KV.
 
 The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
@@ -28,7 +28,7 @@ from tests.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
 LONGEST = 48
-MOST_STEPS_BACK = 60  # an older step is not aborted, and what it let go of is not traced
+MOST_STEPS_BACK = 60  # an older step is not aborted, and blocks that it released are not traced
 BAD = "bad"  # content that nothing may read
 KV_MIXES = [
     *(mix for mix in MIXES if all(kind.model(size).pages != ENCODER for kind, size in mix[0])),
@@ -64,7 +64,7 @@ class Conversation:
 
 @dataclass
 class StepInFlight:
-    """What there was before it, and the pages that it reads."""
+    """A step in flight: the state before it, and the pages that it reads."""
 
     pages: Pages
     host: Pages
@@ -82,7 +82,7 @@ def copy_pages(pages: Pages) -> Pages:
 
 
 class Simulation:
-    """One manager, and the pages and tables of a device that does as it is told."""
+    """One manager, and the pages and tables of a simulated device that carries its plans out."""
 
     def __init__(self, choose: Chooser, *, lose_pages: bool) -> None:
         self.choose = choose
@@ -118,7 +118,7 @@ class Simulation:
         self.num_steps = 0
         self.in_flight: dict[int, StepInFlight] = {}  # by step
         self.last_written: list[int] = []
-        self.lost_page: int | None = None  # the manager has not been told yet
+        self.lost_page: int | None = None  # not reported to the manager yet
         self.lost_slots: dict[int | str, Content] = {}
         self.lost_at = 0
         self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
@@ -265,7 +265,7 @@ class Simulation:
         self.idle.append(conversation)
 
     def report(self) -> None:
-        """The oldest step has completed; not while nobody has heard of a lost page."""
+        """Reports the oldest step as completed, unless a lost page is still to be reported."""
         if self.in_flight and self.lost_page is None and self.lost_on_host is None:
             step = min(self.in_flight)
             del self.in_flight[step]
@@ -354,7 +354,7 @@ class Simulation:
         self.swap_in(plan)
         self.update_tables(plan)
         self.notice_reuse_of_lost_page(plan, held_before)
-        for row, start in self.settle(plan, asked, leaving):
+        for row, start in self.take_answers(plan, asked, leaving):
             self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
 
     def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
@@ -421,7 +421,7 @@ class Simulation:
         if lost in written or (appended and not held) or (shared and refilled):
             self.is_over = True
 
-    def settle(
+    def take_answers(
         self, plan: StepPlan, asked: list[Conversation], leaving: list[int]
     ) -> list[tuple[int, int]]:
         """(row, first token) of those that are served; a new request that is not becomes idle."""
@@ -488,7 +488,7 @@ class Simulation:
         return self.manager.block_ids(request, group).tolist()
 
     def cells_read(self, table: list[list[int]], position: int, end: int) -> list[Cell]:
-        """What the token at `position` reads in a step that ends at `end`."""
+        """The tokens that the token at `position` reads in a step that ends at `end`."""
         each_group = zip(self.groups, table)
         return [
             cell for group, blocks in each_group for cell in cells_of(group, blocks, position, end)
@@ -530,7 +530,7 @@ class Simulation:
 
 
 def cells_of(group: ModelGroup, blocks: list[int], position: int, end: int) -> list[Cell]:
-    """What the token at `position` reads of a group in a step that ends at `end`."""
+    """The tokens of a group that the token at `position` reads in a step that ends at `end`."""
     size = group.block_size
     if group.pages == STATE:
         return [(blocks[(end - 1) // size], STATE, position - 1)]

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 import kvcache
-from kvcache import ContextParallel, KVStorage, LayerSpec, MultiGroupBlockTable, Request, plan_cache
+from kvcache import (
+    AttentionMetadataBuilder,
+    ContextParallel,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    MultiGroupBlockTable,
+    Request,
+    plan_cache,
+)
 from kvcache.kinds import make_kind
 
 FULL = [LayerSpec(f"full.{i}", "full_attention", 4, 2, 8, dtype="float32") for i in range(4)]
@@ -118,7 +128,7 @@ class Engine:
         self.cache.write(spec.name, *self.content(spec, tokens[start:stop]))
 
     def check_history(self, spec, row, tokens, computed, stop):
-        """What a step that begins behind `computed` tokens reads is what was written."""
+        """A step that begins after `computed` tokens reads what was written."""
         if computed == 0:
             return
         if spec.state_bytes:
@@ -234,6 +244,162 @@ def test_tables_follow_from_groups_and_kinds():
         assert table.max_num_blocks_per_req == -(-MAX_LEN // (2 * group.block_size))
 
 
+CROSS = [LayerSpec(f"cross.{i}", "cross_attention", 4, 2, 8, dtype="float32") for i in range(2)]
+
+
+def encoder_cache(**options):
+    """Requests of up to 32 tokens, whose encoders have up to 50; a step has at most 32."""
+    plan = plan_cache([*FULL[:2], *CROSS], 2**20, max_model_len=32, max_encoder_tokens=50)
+    return kvcache.build(plan, max_num_reqs=3, **options)
+
+
+@pytest.mark.parametrize("kernel_sizes", [None, [2]])
+def test_encoders_longer_and_shorter_than_the_model(kernel_sizes):
+    cache = encoder_cache(kernel_sizes=kernel_sizes)
+    lengths = {"long": 50, "short": 3, "none": 0}
+    step = cache.manager.step(
+        new=[Request(name, range(9), num_encoder_tokens=n) for name, n in lengths.items()]
+    )
+    cache.worker.apply(step)
+    rows, positions = np.repeat(step.rows, 9), np.tile(np.arange(9), 3)
+    cache.tables.compute_slot_mapping(req_indices=rows, positions=positions)
+    cache.tables.commit_slot_mapping(num_tokens=27)
+    written = {}
+    for layer in FULL[:2]:
+        written[layer.name] = slots, kv = (
+            cache.slots(layer.name, 27).clone(),
+            torch.rand(2, 27, 2, 8),
+        )
+        cache.write(layer.name, *kv)
+    rows = np.repeat(step.rows, list(lengths.values()))
+    positions = np.concatenate([np.arange(n) for n in lengths.values()])
+    table = cache.tables[cache.group("cross.0")]
+    for layer in CROSS:
+        parts = []
+        for at in range(0, len(rows), 32):
+            part = slice(at, at + 32)
+            table.compute_slot_mapping(rows[part], positions[part])
+            table.commit_slot_mapping(len(rows[part]))
+            parts.append(
+                (cache.slots(layer.name, len(rows[part])).clone(), torch.rand(2, 32, 2, 8))
+            )
+            parts[-1] = parts[-1][0], parts[-1][1][:, : len(rows[part])]
+            cache.write(layer.name, *parts[-1][1])
+        slots, kv = zip(*parts)
+        written[layer.name] = torch.cat(slots), torch.cat(kv, 1)
+    cache.worker.apply(cache.manager.step(rows=step.rows, num_tokens=[1, 1, 1]))  # a decode step
+    cache.tables.compute_slot_mapping(req_indices=step.rows, positions=np.full(3, 9))
+    every = []
+    for name, (slots, (key, value)) in written.items():
+        found = cache.gather(name, slots)
+        assert torch.equal(found[0], key) and torch.equal(found[1], value)
+        if name in ("full.0", "cross.0"):  # the groups share pages, their layers do not
+            every += slots.tolist()
+    every += cache.slots("full.0", 3).tolist()
+    assert min(every) >= 4 and len(set(every)) == len(every) == 27 + 53 + 3
+
+
+def test_an_encoder_longer_than_planned_is_refused():
+    cache = encoder_cache()
+    for length, call in [
+        (51, lambda request: cache.manager.step(new=[request])),
+        (2**31 - 1, lambda request: cache.manager.would_fit(request)),
+    ]:
+        with pytest.raises(ValueError) as caught:
+            call(Request("r1", range(9), num_encoder_tokens=length))
+        assert str(caught.value) == (
+            f"num_encoder_tokens of request 'r1' is {length}: expected at most max_encoder_tokens, "
+            "which is 50"
+        )
+    assert cache.manager.pool.num_free == cache.plan.num_pages - 1
+    decoder = kvcache.build(plan_of(FULL), max_num_reqs=1)
+    with pytest.raises(ValueError, match="is 1: expected at most max_encoder_tokens, which is 0"):
+        decoder.manager.step(new=[Request("r1", range(9), num_encoder_tokens=1)])
+
+
+def test_an_encoder_has_metadata_of_its_own():
+    tables = encoder_cache().tables
+    encoder = next(g for g, each in enumerate(tables.block_tables) if each.layout.is_encoder)
+    assert AttentionMetadataBuilder(tables).groups == [1 - encoder]
+    assert AttentionMetadataBuilder(tables, groups=[encoder]).groups == [encoder]
+    with pytest.raises(ValueError, match=r"groups is \[0, 1\]: expected a builder of their own"):
+        AttentionMetadataBuilder(tables, groups=[0, 1])
+
+
+def test_tables_of_encoders_alone():
+    groups = [GroupSpec("cross_attention", 16)]
+    sizes = {"max_num_reqs": 2, "max_model_len": 64, "max_num_batched_tokens": 32}
+    tables = MultiGroupBlockTable.for_groups(groups, **sizes, max_encoder_tokens=33)
+    assert tables[0].block_table.np.shape == (2, 3)
+    assert MultiGroupBlockTable.for_groups(groups, **sizes)[0].block_table.np.shape == (2, 4)
+    tables.add_row([[5]], 1)
+    tables[0].compute_slot_mapping(np.array([1]), np.array([3]))
+    assert tables[0].slot_mapping.np[0] == 5 * 16 + 3
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        [LayerSpec("a", "full_attention", 4, 2, 8), LayerSpec("b", "full_attention", 4, 4, 4)],
+        [LayerSpec("a", "full_attention", 4, 2, 8), LayerSpec("b", "full_attention", 4, 2, 10, 6)],
+        [
+            LayerSpec("a", "full_attention", 4, 2, 8),
+            LayerSpec("b", "full_attention", 4, 2, 8, dtype="float16"),
+        ],
+        [
+            LayerSpec("a", "recurrent", 4, state_bytes=256),
+            LayerSpec("b", "recurrent", 4, state_bytes=256, dtype="float32"),
+            *FULL[:1],
+        ],
+        [
+            LayerSpec("a", "full_attention", 1, 1, 3, dtype="int8"),
+            LayerSpec("b", "recurrent", 1, state_bytes=8, dtype="float32"),
+        ],
+        [
+            LayerSpec("a", "full_attention", 1, 1, 1, dtype="int8", scale_bytes_per_token=5),
+            LayerSpec("b", "full_attention", 1, 1, 1, 0, dtype="float32"),
+        ],
+    ],
+    ids=["heads", "head sizes", "dtype", "dtype of states", "odd bytes", "odd scales"],
+)
+def test_each_plan_can_be_built(layers):
+    engine = Engine(plan_of(layers))
+    prompt = list(range(20))
+    engine.run(Request("first", prompt), prompt)
+    assert engine.num_checked > 0
+
+
+def test_tokens_without_slots_are_not_dropped():
+    cache = kvcache.build(plan_of(FULL[:1]), max_num_reqs=2)
+    cache.kv_cache("full.0").zero_()
+    step = cache.manager.step(new=[Request("r1", range(20))])
+    cache.worker.apply(step)
+    key, value = torch.rand(2, 24, 2, 8)
+    with pytest.raises(
+        ValueError, match="num_tokens is 20: expected at most 0, the tokens of layer"
+    ):
+        cache.write("full.0", key[:20], value[:20])
+    cache.tables.compute_slot_mapping(np.full(20, step.rows[0]), np.arange(20))
+    for n, message in [
+        (24, "num_tokens is 24: expected at most 20"),
+        (8, "key has 8 tokens: expected 20"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            cache.write("full.0", key[:n], value[:n])
+    assert not cache.gather("full.0", cache.slots("full.0", 20))[0].any()
+    with pytest.raises(TypeError, match="num_tokens is None: expected an integer"):
+        cache.slots("full.0", None)
+    cache.write("full.0", key[:8], value[:8], cache.slots("full.0", 8))
+    cache.write("full.0", key[:20], value[:20])
+    cache.tables.commit_slot_mapping(num_tokens=12)
+    assert len(cache.slots("full.0", 12)) == 12
+    with pytest.raises(ValueError, match="num_tokens is 13: expected at most 12"):
+        cache.slots("full.0", 13)
+    with pytest.raises(RuntimeError, match="positions"):  # nothing written, nothing counted
+        cache.tables.compute_slot_mapping(np.full(2, step.rows[0]), np.array([0, 10**6]))
+    assert cache.tables[0].num_computed_slots == 12
+
+
 def test_wrong_calls_are_named():
     plan = plan_of(FULL)
     cache = kvcache.build(plan, max_num_reqs=1)
@@ -242,18 +408,60 @@ def test_wrong_calls_are_named():
         (lambda: kvcache.build(plan, max_num_reqs=0), ValueError, "max_num_reqs is 0"),
         (lambda: kvcache.build(plan, max_num_reqs=1, layout="DNH"), ValueError, "layout is 'DNH'"),
         (lambda: kvcache.build(plan, max_num_reqs=1, num_host_blocks=-1), ValueError, "num_host_blocks"),
+        *(
+            (lambda name=name: kvcache.build(plan, max_num_reqs=1, **{name: 2}), TypeError,
+             f"{name} is 2: expected no {name}, the plan gives it")
+            for name in ("page_bytes", "context_parallel", "num_gpu_blocks", "max_model_len",
+                         "max_num_batched_tokens", "max_encoder_tokens", "groups")
+        ),
+        (lambda: kvcache.build(plan, max_num_reqs=1, evict=1), TypeError, "option 'evict' is unknown"),
+        (lambda: kvcache.build(plan, max_num_reqs=1, swap_options=5), TypeError,
+         "swap_options is 5: expected a mapping"),
+        (lambda: kvcache.build(plan, max_num_reqs=1, swap_options={"way": 1}), TypeError,
+         "swap_options has 'way': expected some of method, "),
+        (lambda: kvcache.build(plan, max_num_reqs=1, num_host_blocks=9,
+                               swap_options={"layers_per_event": "x"}), TypeError,
+         "layers_per_event is 'x': expected an integer"),
+        (lambda: kvcache.build(plan, max_num_reqs=1, kernel_sizes=4), TypeError,
+         r"kernel_sizes is 4: expected a list of candidates, such as \[4\]"),
+        (lambda: kvcache.build(plan, max_num_reqs=1, kernel_sizes=["4"]), TypeError,
+         r"kernel_sizes\[0\] is '4': expected an integer"),
+        (lambda: kvcache.build(plan, max_num_reqs=1, device=None), TypeError, "device is None: expected"),
+        (lambda: kvcache.build(plan, max_num_reqs=1, device="x"), ValueError, "device is 'x': expected"),
         (lambda: cache.kv_cache("full.9"), ValueError, "layer_name is 'full.9': expected one of full.0"),
         (lambda: MultiGroupBlockTable.for_groups(
             [16], max_num_reqs=1, max_model_len=1, max_num_batched_tokens=1
-        ), TypeError, "a group is 16: expected a GroupSpec"),
+        ), TypeError, r"groups\[0\] is 16: expected a GroupSpec"),
     ]:  # fmt: skip
         with pytest.raises(error, match=message):
+            call()
+    group, sizes = plan.groups[0], {"max_model_len": 64, "max_num_batched_tokens": 16}
+    for wrong, message in [
+        (None, "groups is None: expected a sequence of GroupSpec"),
+        (group, r"groups is GroupSpec\(.*: expected a sequence"),
+        ((each for each in [group]), r"groups is <generator .*: expected a sequence"),
+        ("full_attention", "groups is 'full_attention': expected a sequence"),
+        (("full_attention", 16), r"groups\[0\] is 'full_attention': expected a GroupSpec"),
+    ]:
+        with pytest.raises(TypeError, match=message):
+            KVCacheManager.for_groups(wrong, 9, 64)
+        with pytest.raises(TypeError, match=message):
+            MultiGroupBlockTable.for_groups(wrong, max_num_reqs=1, **sizes)
+    for call in (
+        lambda: KVCacheManager.for_groups([group], 9, 64, context_parallel=2),
+        lambda: MultiGroupBlockTable.for_groups(
+            [group], max_num_reqs=1, context_parallel=2, **sizes
+        ),
+    ):
+        with pytest.raises(TypeError, match="context_parallel is 2: expected a ContextParallel"):
             call()
     odd = plan_of([LayerSpec("odd", "full_attention", 6, 1, 1, dtype="int8")])
     with pytest.raises(ValueError, match="none of kernel_sizes"):
         kvcache.build(odd, max_num_reqs=1, kernel_sizes=[4])
     padded = replace(odd, layer_page_bytes=13, page_bytes=13)
-    with pytest.raises(ValueError, match="has 13 bytes of a page: expected a multiple of 3"):
+    with pytest.raises(
+        ValueError, match=r"kernel_sizes .* has 13 bytes of a page: expected a multiple of 3"
+    ):
         kvcache.build(padded, max_num_reqs=1, kernel_sizes=[2])
     cache = kvcache.build(plan_of([*FULL[:1], *STATES]), max_num_reqs=1)
     with pytest.raises(ValueError, match="has no slot mapping"):

@@ -310,7 +310,7 @@ def test_block_tables_are_what_gather_gives(lengths, padding):
 
 @given(batch=BatchOfTokens.strategy())
 def test_paged_attention_from_it_is_dense_attention_over_the_tokens(batch):
-    """What counts in the end: both backends' tensors lead to the K and V of the right tokens.
+    """The tensors of both backends lead to the K and V of the right tokens.
 
     Blocks that no query may see (the null block, what left a window, free ones) hold NaN.
     """

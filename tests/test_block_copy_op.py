@@ -69,7 +69,7 @@ def cases(draw):
 
 
 def reference(sizes, src, dst, within, pairs):
-    """What dst's memory holds afterwards."""
+    """The content of dst's memory afterwards."""
     after = dst.memory.clone()
     for source, target in pairs.tolist():
         for r, size in enumerate(sizes):

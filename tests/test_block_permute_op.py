@@ -187,7 +187,7 @@ def test_more_ids_and_layers_than_one_launch_takes(backend, remote_block_size):
 @each_backend
 @pytest.mark.parametrize("local", ["NHD", "HND"])
 def test_there_and_back_changes_nothing(backend, local):
-    # What is local to one side is remote to the other: the same bytes, the layouts exchanged.
+    # One side's local layout is the other's remote layout: the same bytes, the layouts exchanged.
     remote = {"NHD": "HND", "HND": "NHD"}[local]
     there = Case(torch.bfloat16, local, "plain", 2, 9, 8, 3, 20, 4, remote)
     raw, shape = there.memory()

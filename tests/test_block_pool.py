@@ -1,4 +1,4 @@
-"""The pool through its Python face; `csrc/tests/test_block_pool.cpp` drives it against a model."""
+"""The pool through its Python binding; `csrc/tests/test_block_pool.cpp` drives it against a model."""
 
 import subprocess
 import sys

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import BlockTable, ContextParallel, MultiGroupBlockTable
+from kvcache import BlockTable, ContextParallel, GroupSpec, MultiGroupBlockTable
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -440,9 +440,11 @@ def test_a_captured_graph_serves_later_steps():
         return tables.gather(rows, computed, max_num_tokens=256)
 
     step()
+    assert tables[0].num_computed_slots == 64
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         gathered = step()
+    assert tables[0].num_computed_slots is None  # a replay may compute others at any time
     generator = np.random.default_rng(0)
     for _ in range(5):
         for row in range(8):
@@ -562,6 +564,88 @@ def test_every_commit_reaches_a_device_without_our_kernels(monkeypatch):
     assert tables[1].slot_mapping.gpu[:2].tolist() == [33, 41]  # the other group stays
     tables.clear()
     assert not tables[0].block_table.gpu.any() and not tables[1].block_table.gpu.any()
+
+
+def test_tokens_have_slots_once_the_device_has_them(monkeypatch):
+    tables = OtherDevice(monkeypatch).tables()
+    tables.add_row(([5, 6], [2]), 0)
+    assert [table.num_computed_slots for table in tables.block_tables] == [0, 0]
+    tables.compute_slot_mapping(np.array([0, 0]), np.array([1, 9]))
+    assert tables[0].num_computed_slots == 0
+    tables.commit_slot_mapping(16)
+    assert [table.num_computed_slots for table in tables.block_tables] == [2, 2]
+    tables[0].compute_slot_mapping(np.array([0]), np.array([1]))
+    assert [table.num_computed_slots for table in tables.block_tables] == [0, 2]
+    tables[0].commit_slot_mapping(1)
+    assert [table.num_computed_slots for table in tables.block_tables] == [1, 2]
+    tables.compute_slot_mapping(np.zeros(3, np.int32), np.arange(3))
+    tables.commit_slot_mapping(1)
+    assert [table.num_computed_slots for table in tables.block_tables] == [1, 1]
+
+
+def test_sizes_of_numpy_do_not_overflow():
+    table = BlockTable(
+        np.int8(16), np.int8(100), np.int8(100), np.int8(8), kernel_sizes=[np.int8(4)]
+    )
+    assert table.block_table.np.shape == (100, 400) and type(table.max_num_reqs) is int
+    tables = MultiGroupBlockTable(
+        max_num_reqs=np.int16(300),
+        max_model_len=np.int16(1024),
+        max_num_batched_tokens=np.int16(32),
+        pin_memory=False,
+        device="cpu",
+        block_sizes=np.array([16, 32], np.int8),
+        kernel_sizes=[np.array([8], np.int8)],
+        max_num_blocks=np.array([100, 120], np.int8),
+        windows=[None, np.int8(20)],
+        num_speculative_tokens=np.int8(3),
+        context_parallel=ContextParallel(dcp_world_size=np.int8(2)),
+    )
+    assert [table.block_table.np.shape for table in tables.block_tables] == [
+        (1200, 200),
+        (1200, 480),
+    ]
+    tables.add_row(([5], [2]), 0)
+    tables.compute_slot_mapping(np.array([0]), np.array([2]))
+    assert [table.slot_mapping.np[0] for table in tables.block_tables] == [5 * 16 + 1, 2 * 32 + 1]
+    group = GroupSpec("full_attention", np.int8(16))
+    built = MultiGroupBlockTable.for_groups(
+        [group],
+        max_num_reqs=np.int16(20_000),
+        max_model_len=np.int16(64),
+        max_num_batched_tokens=np.int16(8),
+        kernel_sizes=[np.int32(8)],
+    )
+    assert built[0].block_table.np.shape == (20_000, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"kernel_sizes": [["8"], [8]]},
+            TypeError,
+            r"kernel_sizes\[0\]\[0\] is '8': expected an int",
+        ),
+        ({"kernel_sizes": [[8], 8]}, TypeError, r"kernel_sizes\[1\] is 8: .* such as \[8\]"),
+        (
+            {"kernel_sizes": [[8], [12]]},
+            ValueError,
+            r"none of kernel_sizes \[12\] divides block_size 32",
+        ),
+        (
+            {"replicated": ["no", True]},
+            TypeError,
+            r"replicated\[0\] is 'no': expected True or False",
+        ),
+        ({"slot_mapping": [1, True]}, TypeError, "slot_mapping is 1: expected True or False"),
+        ({"pcp_padding": 1}, TypeError, "pcp_padding is 1: expected True or False"),
+        ({"context_parallel": 2}, TypeError, "context_parallel is 2: expected a ContextParallel"),
+    ],
+)
+def test_wrong_options_of_several_groups_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        MultiGroupBlockTable(4, 64, 32, False, "cpu", [16, 32], **options)
 
 
 def test_what_lies_behind_the_committed_tokens_has_no_slot():
@@ -743,7 +827,7 @@ GROUPS_FIRST = (4, 64, 32, False, "cpu")
         ),
         (
             lambda: BlockTable(*FIRST, False, "cpu", kernel_sizes=16),
-            "kernel_sizes is 16: expected a list of candidates; .* kernel_block_size=16",
+            r"kernel_sizes is 16: expected a list of candidates, such as \[16\]",
         ),
         (
             lambda: BlockTable(*FIRST, False, "cpu", 16, [1]),

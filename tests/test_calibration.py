@@ -246,7 +246,9 @@ def test_bench_has_no_more_memory_at_a_time_than_its_checks_say(monkeypatch):
     num_bytes, pool_bytes = 1 << 20, 5 << 20
     memory = Memory(monkeypatch)
     assert len(list(bandwidth.host_rates(num_bytes, bandwidth.FRAGMENTS))) == 4
-    needed = bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes  # beside the contiguous copy
+    needed = (
+        bandwidth.host_rates_bytes(num_bytes) - 2 * num_bytes
+    )  # in addition to the contiguous copy
     assert memory.most["pool"] + memory.most["host"] == needed
     memory.most.clear()
     methods = ("kernel", "staging", "staging")

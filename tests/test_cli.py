@@ -636,7 +636,7 @@ def test_progress_shows_on_a_terminal_and_not_beside_json(trace):
 
 
 def terminal_output(*argv) -> str:
-    """What a successful command writes to stderr when that is a terminal."""
+    """The stderr of a successful command on a terminal."""
     terminal, stderr = os.openpty()
     command = [sys.executable, "-m", "kvcache.cli", *argv]
     environment = {**os.environ, "TERM": "xterm"}

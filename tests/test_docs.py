@@ -1,4 +1,4 @@
-"""What README and docs/ show, run; every public name is in the reference; links lead somewhere."""
+"""Runs the code in README and docs/; every public name is in the reference; links have targets."""
 
 import importlib
 import inspect

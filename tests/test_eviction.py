@@ -111,7 +111,7 @@ class Driver:
     def publish_more(self):
         for request in self.requests:
             if request[3] < len(request[1]) and self.random.random() < 0.5:
-                # What was evicted while it was held stays without a hash.
+                # A block that was evicted while it was held stays without a hash.
                 self.extend(request)
 
     def finish(self):
@@ -126,11 +126,11 @@ class Driver:
             self.random.shuffle(order)
         ids, prefixes = [ids[k] for k in order], [prefixes[k] for k in order]
         if self.random.random() < 0.8:
-            self.tell_release(ids, prefixes, size)
+            self.notify_release(ids, prefixes, size)
         self.pool.release(ids)
         self.model.release(ids)
 
-    def tell_release(self, ids, prefixes, size):
+    def notify_release(self, ids, prefixes, size):
         self.logical_time += self.random.randint(0, 2)
         retention = []
         for _ in range(self.random.choice([0, 0, 1, 1, 2, 3])):
@@ -138,7 +138,7 @@ class Driver:
             stop = first + self.random.randrange(3 * size)
             ttl = self.random.choice([None, 0, 1, 2, 5, 20])
             retention.append((first, stop, self.random.choice([0, 20, 35, 36, 60, 100]), ttl))
-        self.pool.tell_release(
+        self.pool.notify_release(
             ids,
             prefixes,
             tokens_per_block=size,
@@ -198,7 +198,9 @@ class Driver:
         for i in self.some(list(self.model.blocks), most=2):
             self.pool.evict([i])
             self.model.evict(i)
-        for request in self.requests:  # nobody publishes behind what is gone, or publishes it again
+        for (
+            request
+        ) in self.requests:  # no request publishes evicted blocks again, or blocks after them
             if not all(self.model.blocks[i].cached for i in request[2][: request[3]]):
                 request[3] = len(request[1])
 
@@ -212,9 +214,9 @@ class Driver:
 
     def pass_time(self):
         self.now += self.random.choice([1, 1, 5])
-        told = self.now - self.random.choice([0, 0, 0, 8])  # a clock that goes back is not followed
-        self.pool.set_now(told)
-        self.model.policy.set_now(told)
+        now = self.now - self.random.choice([0, 0, 0, 8])  # a clock that goes back is ignored
+        self.pool.set_now(now)
+        self.model.policy.set_now(now)
 
     def hit_some(self):
         ids = self.some(self.model.cached())
@@ -386,7 +388,7 @@ def test_last_access_prefers_short_prefixes_among_equals():
     pool.publish(ids, hashes([0, 1, 2, 3]), is_chain=False)
     pool.access([1, 2, 3], 7.0)
     pool.access([4], 6.5)
-    pool.tell_release(ids, [16, 48, 32, 16])
+    pool.notify_release(ids, [16, 48, 32, 16])
     pool.release(ids)
     assert pool.allocate(4).tolist() == [4, 2, 3, 1]
 
@@ -397,7 +399,7 @@ def test_a_priority_ends_when_its_time_has_passed_and_not_before():
         ids = pool.allocate(2)
         pool.publish(ids, hashes([0, 1]), is_chain=False)
         pool.set_now(2)
-        pool.tell_release([1], [16], tokens_per_block=16, retention=[(15, 16, 90, 3)])
+        pool.notify_release([1], [16], tokens_per_block=16, retention=[(15, 16, 90, 3)])
         pool.release(ids)
         pool.set_now(seconds)
         assert pool.allocate(2).tolist() == expected
@@ -421,7 +423,7 @@ def test_the_default_is_lru_which_is_told_nothing():
     pool.hit(ids)
     pool.access(ids, 3.5)
     pool.set_now(9)
-    pool.tell_release(ids, [16, 32], retention=[(0, 99, 100, None)])
+    pool.notify_release(ids, [16, 32], retention=[(0, 99, 100, None)])
     pool.release(ids)
     assert pool.allocate(4).tolist() == [3, 4, 1, 2]
 
@@ -487,23 +489,23 @@ def test_a_policy_that_there_is_not_is_named(name, options, error, message):
         (lambda p: p.access([0], 1), "ids holds block 0: expected 1 to 5"),
         (lambda p: p.access([1], float("inf")), "now is inf: expected a finite number"),
         (lambda p: p.set_now(float("nan")), "seconds is nan: expected a finite number"),
-        (lambda p: p.tell_release([6], [1]), "ids holds block 6: expected 1 to 5"),
-        (lambda p: p.tell_release([1], [1, 2]), "ids has 1 entries, prefix_tokens has 2"),
-        (lambda p: p.tell_release([1], [0]), r"prefix_tokens\[0\] is 0: expected 1 or more"),
+        (lambda p: p.notify_release([6], [1]), "ids holds block 6: expected 1 to 5"),
+        (lambda p: p.notify_release([1], [1, 2]), "ids has 1 entries, prefix_tokens has 2"),
+        (lambda p: p.notify_release([1], [0]), r"prefix_tokens\[0\] is 0: expected 1 or more"),
         (
-            lambda p: p.tell_release([1], [1], tokens_per_block=0),
+            lambda p: p.notify_release([1], [1], tokens_per_block=0),
             "tokens_per_block is 0: expected 1 or more",
         ),
         (
-            lambda p: p.tell_release([1], [1], retention=[(0, 1, 5, None), (3, 2, 5, None)]),
+            lambda p: p.notify_release([1], [1], retention=[(0, 1, 5, None), (3, 2, 5, None)]),
             r"retention\[1\] is of tokens 3 to 2: expected 0 <= first <= stop",
         ),
         (
-            lambda p: p.tell_release([1], [1], retention=[(0, 1, 101, None)]),
+            lambda p: p.notify_release([1], [1], retention=[(0, 1, 101, None)]),
             r"retention\[0\] has priority 101: expected 0 to 100",
         ),
         (
-            lambda p: p.tell_release([1], [1], retention=[(0, 1, 1, -2)]),
+            lambda p: p.notify_release([1], [1], retention=[(0, 1, 1, -2)]),
             r"retention\[0\] has ttl_s -2.0+: expected 0 or more",
         ),
         (lambda p: p.pin([1, 3]), "ids holds block 3, which is not cached: expected a cached"),

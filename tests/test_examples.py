@@ -1,4 +1,4 @@
-"""What examples/ shows, run; and the examples of docstrings."""
+"""Runs the examples in examples/ and in docstrings."""
 
 import doctest
 import importlib

@@ -255,7 +255,7 @@ def test_fences_do_not_make_a_block_shared():
     parent = admit(manager, "parent", range(10))
     child = child_of(manager, parent, "child", 7)
     serve(manager, parent)
-    plan = serve(manager, child)  # the copy's source waits for a report, but is nobody else's
+    plan = serve(manager, child)  # the copy's source waits for a report, but no row holds it
     assert len(plan.copy) == 0
     manager.report(StepReport(plan.step_id, completed=True))
     manager.check_invariants()

@@ -624,11 +624,11 @@ def test_rows_of_threads_are_whole_lines_where_output_is_not_buffered():
     program = """
         import threading
         from benchmarks.gpu import say
-        def tell(number):
+        def write(number):
             for i in range(300):
                 say.row(thread=number, i=i)
                 say.log("  a line of log")
-        threads = [threading.Thread(target=tell, args=(n,)) for n in range(8)]
+        threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
         for each in threads: each.start()
         for each in threads: each.join()
     """

@@ -1,4 +1,4 @@
-"""What several cache groups over one pool do: one behaviour per test."""
+"""Several cache groups over one pool: one behaviour per test."""
 
 import math
 
@@ -356,7 +356,7 @@ def test_eagle_computes_the_last_hit_block_anew():
         run(manager, Request("a", range(17)), 17)
         assert hit_length(manager, range(17)) == 12
         assert hit_length(manager, range(4)) == 0
-    # What is given up must still leave a window that is there.
+    # A shorter hit must still have its whole window in the cache.
     manager = make(WINDOW, use_eagle=True)
     request = Request("a", range(20))
     run(manager, request, 20)
@@ -501,7 +501,7 @@ def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
         ([FULL], {"hash_block_size": 3}, ValueError, "hash_block_size is 3: expected a divisor"),
         ([FULL], {"hash_block_size": 0}, ValueError, "hash_block_size is 0"),
         ([FULL], {"watermark": 1.5}, ValueError, "watermark is 1.5: expected a share"),
-        ([FULL], {"watermark": "x"}, ValueError, "watermark is 'x'"),
+        ([FULL], {"watermark": "x"}, TypeError, "watermark is 'x'"),
         ([FULL], {"watermark": math.nan}, ValueError, "watermark is nan"),
         ([FULL], {"stats_window": 0}, ValueError, "stats_window is 0"),
         ([FULL], {"no_such": 1}, TypeError, "no_such"),

@@ -92,7 +92,7 @@ def test_hits_inside_blocks_are_found_and_copied():
 
 def test_parts_before_a_hit_that_needs_none_of_them_are_not_published():
     # A new chunk reads nothing of the chunk before: with its first token a prompt "hits" the three
-    # before it, though nobody computed them, and its block holds them for no one.
+    # before it, though no step computed them and no block holds them.
     prompts = as_workload([[0, 1, 1, 1], [0, 1]])
     replayer = hybrid("chunked_local:chunk_size=3:block_size=6", 8, hash_block_size=1)
     report = replayer.run(prompts)
@@ -150,7 +150,7 @@ def test_a_right_hybrid_cache_verifies(
     assert report.requests == len(workload)
     if report.rejected_requests == 0:
         assert report.prompt_tokens == sum(item.num_tokens for item in workload)
-    assert replayer.manager.pool.num_free == capacity  # nobody is left behind
+    assert replayer.manager.pool.num_free == capacity  # all requests were freed
     replayer.manager.check_invariants()
 
 

@@ -91,7 +91,7 @@ def compiler(request):
 
 @pytest.fixture(scope="module")
 def built(checkout, compiler):
-    """What two processes, which first used the package at the same time, answered and said."""
+    """The results and output of two processes that first used the package at the same time."""
     both = [
         subprocess.Popen(
             [sys.executable, "-c", USE],

@@ -1,4 +1,4 @@
-"""Imports go downwards only; a room may touch what lies below it and nothing else."""
+"""Imports go downwards only; a package may touch what lies below it and nothing else."""
 
 import ast
 import subprocess
@@ -16,7 +16,7 @@ GROUND = {
 }
 
 
-# Room -> the rooms it may import, besides itself and the ground all stand on.
+# Package -> the packages it may import, besides itself and the ground all stand on.
 MAY_IMPORT = {
     "kvcache": set(),
     "kvcache.checks": set(),
@@ -49,7 +49,7 @@ TORCH_FREE = {
     "kvcache.layouts",
     "kvcache.cli",
 }
-# In a room that otherwise needs torch: modules that do without it.
+# In a package that otherwise needs torch: modules that do without it.
 TORCH_FREE_MODULES = {
     "kvcache.transfer",
     "kvcache.transfer.connector.aggregate",
@@ -69,7 +69,7 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
@@ -101,20 +101,20 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_go_downwards(path):
-    room = room_of(module_name(path))
-    allowed = MAY_IMPORT[room] | {room}
+    package = package_of(module_name(path))
+    allowed = MAY_IMPORT[package] | {package}
     for name, _ in imports_of(path):
         if not name.startswith("kvcache"):
             continue
-        target = room_of(name)
+        target = package_of(name)
         below = target in allowed or target in GROUND
-        assert below, f"{path.relative_to(REPO)} imports {name}: {room} may not import {target}"
+        assert below, f"{path.relative_to(REPO)} imports {name}: {package} may not import {target}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_the_control_plane_does_not_name_torch(path):
     module = module_name(path)
-    if room_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES:
+    if package_of(module) in TORCH_FREE or module in TORCH_FREE_MODULES:
         assert not [
             n for n, at_import in imports_of(path) if at_import and n.split(".")[0] == "torch"
         ]
@@ -124,12 +124,12 @@ def test_the_control_plane_does_not_name_torch(path):
 def test_modules_without_torch_import_none_that_needs_it(module):
     (path,) = [p for p in FILES if module_name(p) == module]
     for name, at_import in imports_of(path):
-        free = room_of(name) in TORCH_FREE or name in TORCH_FREE_MODULES
+        free = package_of(name) in TORCH_FREE or name in TORCH_FREE_MODULES
         assert free or not at_import or not name.startswith("kvcache"), name
 
 
 def test_core_has_no_torch_and_no_cuda():
-    for path in [p for room in ("core", "worker") for p in (REPO / "csrc" / room).rglob("*")]:
+    for path in [p for package in ("core", "worker") for p in (REPO / "csrc" / package).rglob("*")]:
         if path.suffix in {".h", ".cpp"}:
             text = path.read_text()
             assert "#include <torch" not in text and "cuda" not in text.replace("no CUDA", "")
@@ -162,9 +162,9 @@ cache = CacheDescription(
 assert plan_transfer(cache, cache, 0).num_fragments == 4
 assert "torch" not in sys.modules
 import importlib
-for room, name in ("kvcache", "BlockTable"), ("kvcache.transfer", "copy_kv_blocks"):
+for package, name in ("kvcache", "BlockTable"), ("kvcache.transfer", "copy_kv_blocks"):
     try:
-        getattr(importlib.import_module(room), name)
+        getattr(importlib.import_module(package), name)
     except ModuleNotFoundError as error:
         assert error.name == "torch"
     else:

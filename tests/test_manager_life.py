@@ -272,7 +272,7 @@ def test_an_aborted_step_leaves_nothing_cached_and_its_rows_go_back():
     manager.check_invariants()
     plan = manager.step([0, 1], [2, 2])
     assert plan.num_computed_tokens.tolist() == [6, 4]
-    assert plan.clear_rows.tolist() == [0, 1]  # their tables are told anew, whole
+    assert plan.clear_rows.tolist() == [0, 1]  # their whole tables are sent again
     ids = plan.append_ids[0].tolist()
     splits = plan.append_splits[0].tolist()
     for row, request in ((0, a), (1, b)):
@@ -328,12 +328,12 @@ def test_descendants_leave_even_where_a_block_between_was_evicted():
     manager.free(request)
     manager.evict([ids[2]])
     manager.invalidate([ids[1]])
-    manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 anew
+    manager.step(new=[Request("b", range(12))])  # computes blocks 1 and 2 again
     assert hit_length(manager, range(17)) == 12  # block 3 was computed from the bad one
 
 
 def test_who_holds_what_was_computed_from_a_failed_block_is_told():
-    """The block itself may be nobody's any more."""
+    """No request may hold the block itself any more."""
     manager = make(num_blocks=30)
     e, d = Request("e", range(5)), Request("d", range(9))
     manager.step(new=[e, d])  # both compute block 0: e's copy is found first
@@ -373,7 +373,7 @@ def test_drafts_of_the_last_step_are_lost_with_the_failed_block():
     manager = make(num_blocks=30)
     a = Request("a", range(8))
     manager.step(new=[a])
-    manager.step([0], [6], token_ids=[8])  # token 8 and five drafts: nobody knows which were right
+    manager.step([0], [6], token_ids=[8])  # token 8 and five drafts, not known which are accepted
     failed = int(manager.block_ids(a)[3])
     assert manager.invalidate([failed]) == {"a": 8}
     manager.step([0], [1])
@@ -387,9 +387,9 @@ def test_an_abort_touches_nobody_whom_the_step_did_not_serve():
     plan = manager.step(new=[b])
     assert manager.abort(plan.step_id) == {"b": 20}
     assert manager.num_computed_tokens(a) == 22
-    face = Request("c", range(50, 70))
+    direct = Request("c", range(50, 70))
     plan = manager.step([0], [1])
-    manager.allocate_slots(face, 20)
+    manager.allocate_slots(direct, 20)
     assert manager.abort(plan.step_id) == {"a": 22}
     assert hit_length(manager, range(50, 70)) == 16
 

@@ -6,6 +6,7 @@ import pickle
 from dataclasses import FrozenInstanceError, fields
 from typing import get_type_hints
 
+import numpy as np
 import pytest
 
 from kvcache import CacheOptions, GroupSpec, KVCacheManager
@@ -131,7 +132,22 @@ def test_an_unknown_option_is_named_with_the_known_ones(make):
         ("stats_window", 0, ValueError, "stats_window is 0: expected 1 to"),
         ("num_preallocate_tokens", -1, ValueError, "num_preallocate_tokens is -1: expected 0 to"),
         ("num_host_blocks", 2**31, ValueError, "num_host_blocks is 2147483648: expected 2 to"),
-        ("watermark", None, ValueError, "watermark is None: expected a share of 0 to 1"),
+        ("watermark", None, TypeError, "watermark is None: expected a share of 0 to 1"),
+        ("watermark", True, TypeError, "watermark is True: expected a share of 0 to 1"),
+        ("watermark", float("nan"), ValueError, "watermark is nan: expected a share of 0 to 1"),
+        (
+            "num_preallocate_tokens",
+            True,
+            TypeError,
+            "num_preallocate_tokens is True: expected an in",
+        ),
+        ("max_num_reqs", True, TypeError, "max_num_reqs is True: expected an integer"),
+        (
+            "eviction_options",
+            {"small_share": "x"},
+            TypeError,
+            r"eviction_options\['small_share'\] is 'x': expected a number",
+        ),
         ("hash_seed", 3, TypeError, "hash_seed is 3: expected a string"),
         ("page_bytes", 2**63, ValueError, "page_bytes is 9223372036854775808: expected 0 to"),
         ("host_write", "up", ValueError, "host_write is 'up': expected one of back, through, sel"),
@@ -140,6 +156,19 @@ def test_an_unknown_option_is_named_with_the_known_ones(make):
 def test_a_wrong_value_is_named_when_the_options_are_made(name, value, error, message):
     with pytest.raises(error, match=message):
         CacheOptions(**{name: value})
+
+
+def test_numbers_of_numpy_are_taken():
+    options = CacheOptions(
+        watermark=np.float32(0.5),
+        num_preallocate_tokens=np.int16(8),
+        eviction="s3_fifo",
+        eviction_options={"small_share": np.float32(0.25)},
+    )
+    native = native_of(options)
+    assert native.watermark_blocks == 20 and native.num_preallocate_tokens == 8
+    assert native.eviction.options == {"small_share": 0.25}
+    KVCacheManager(16, 9, 64).set_now(np.float32(3))
 
 
 def test_options_are_a_value():

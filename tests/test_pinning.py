@@ -26,12 +26,12 @@ def test_a_host_tier_larger_than_memory_is_refused():
 
 def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch):
     pages = Pages.allocate(4, [[100, 28]] * 2)
-    told = []
+    reported = []
     released = []
 
     def register(address, num_bytes, device):
-        told.append(num_bytes)
-        if len(told) == 3:
+        reported.append(num_bytes)
+        if len(reported) == 3:
             raise pinning._PinningError("cudaHostRegister of 1048576 bytes: out of memory")
 
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
@@ -41,18 +41,20 @@ def test_memory_that_cannot_be_pinned_stays_pageable_with_a_warning(monkeypatch)
         RuntimeWarning, match="0.0 GiB of host memory could not be pinned, swaps will"
     ):
         host = pages.on_host(2000, pin_memory=True)
-    assert len(told) >= 3 and len(released) == len(told) - 1  # what was pinned is let go again
+    assert (
+        len(reported) >= 3 and len(released) == len(reported) - 1
+    )  # pinned chunks are unpinned again
     PageCopy(pages, host).copy(np.array([[1, 1999]]))
     assert torch.equal(host.layer(0)[1999], torch.cat([pages.fragment(r)[1] for r in (0, 1)]))
 
 
-def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
-    registered, told = [], []
+def test_chunks_end_where_pages_do_and_their_sum_is_reported(monkeypatch):
+    registered, reported = [], []
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(pinning, "_register", lambda *chunk: registered.append(chunk[:2]))
     monkeypatch.setattr(pinning, "_unpin", lambda *_: None)
     host = Pages.allocate(4, [[100, 28]] * 2).on_host(
-        2000, pin_memory=True, progress=lambda done, total: told.append((done, total))
+        2000, pin_memory=True, progress=lambda done, total: reported.append((done, total))
     )
     stride = int(host.strides[0])
     assert stride == 256 and host.pages_per_chunk * stride == 1 << 16
@@ -61,8 +63,8 @@ def test_pieces_end_where_pages_do_and_their_sum_is_told(monkeypatch):
         for at in range(0, 2000 * 256, 1 << 16)
     ]
     assert host.memory.data_ptr() % 4096 == 0
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[-1] == (2000 * 256, 2000 * 256)
+    assert [done for done, _ in reported] == sorted(done for done, _ in reported)
+    assert reported[-1] == (2000 * 256, 2000 * 256)
 
 
 def test_an_error_of_the_callers_progress_is_the_callers(monkeypatch):
@@ -205,8 +207,8 @@ def is_mapped_in_a_fork(memory):
 def test_a_fork_copies_no_pinned_memory(monkeypatch, can_be_pinned):
     registering_gives(monkeypatch, 0 if can_be_pinned else 1)
     monkeypatch.setattr(torch.ops.kvcache, "_host_unregister", lambda *_: 0, raising=False)
-    told = contextlib.nullcontext() if can_be_pinned else pytest.warns(RuntimeWarning)
-    with told:
+    expected = contextlib.nullcontext() if can_be_pinned else pytest.warns(RuntimeWarning)
+    with expected:
         memory, _, keep = pinning.allocate_host(64, 1 << 20, torch.device("cuda", 0))
     assert is_mapped_in_a_fork(memory) == (not can_be_pinned)
     memory.fill_(7)  # the parent has it
@@ -234,7 +236,7 @@ def test_pinned_memory_is_seen_as_pinned_at_every_piece(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_host_pages_are_pinned_in_pieces_and_let_go(monkeypatch):
+def test_host_pages_are_pinned_in_chunks_and_unpinned(monkeypatch):
     monkeypatch.setattr(pinning, "_CHUNK_BYTES", 1 << 20)
     seen = []
     pages = Pages.allocate(4, [[5000, 3000]] * 2, device="cuda")

@@ -52,7 +52,7 @@ def assert_right(replayer, report) -> None:
     assert report.mismatches == 0, report.mismatched_requests
     assert report.verified_tokens == report.prompt_tokens
     assert report.host_hit_tokens <= report.hit_tokens
-    assert manager.pool.num_free == manager.pool.num_total  # nobody is left behind, on either tier
+    assert manager.pool.num_free == manager.pool.num_total  # all requests were freed, on both tiers
     assert manager.host_pool.num_free == manager.host_pool.num_total
     assert manager.num_loading_blocks == 0
     manager.check_invariants()
@@ -243,8 +243,8 @@ ORDERS += [each for each in itertools.permutations(PAGE_SECTIONS) if each not in
 
 @pytest.mark.parametrize("order", sampled([(order,) for order in ORDERS], 2))
 def test_the_order_in_which_a_plan_is_applied_matters_where_it_says_so(monkeypatch, order):
-    """What is swapped out is read first: every other order shows. The rest of a plan's sections touch
-    no page of each other's, so that their order does not matter."""
+    """Pages that are swapped out are read first: every other order shows. The other sections of a plan
+    use different pages, so that their order does not matter."""
     sections = {name: getattr(Worker, f"_{name}") for name in PAGE_SECTIONS}
     waiting = {}
 

@@ -96,7 +96,7 @@ def test_wrong_sizes_are_named(arguments, named):
         ({"enable_events": 1}, "enable_events is 1: expected True or False"),
         ({"eviction": None}, "eviction is None"),
         ({"eviction_options": 3}, "eviction_options is 3"),
-        ({"eviction_options": {"x": "y"}}, "eviction_options has 'x': 'y'"),
+        ({"eviction_options": {"x": "y"}}, r"eviction_options\['x'\] is 'y'"),
     ],
 )
 def test_wrong_types_are_named(arguments, named):
@@ -129,7 +129,7 @@ def test_can_allocate_counts_no_hits():
     manager.mark_blocks_as_computed(group, 12)
     again = Group("s", [seq("s", 12)])
     assert manager.can_allocate(again) == LATER
-    manager.allocate(again)  # it takes one block beside its hits
+    manager.allocate(again)  # it takes one block in addition to its hits
     assert counts(manager)[0] == 0
 
 
@@ -834,7 +834,7 @@ def test_extra_hash_is_optional_and_checked():
 
 
 def test_the_hashes_are_those_of_the_request_manager():
-    """Two faces of one allocator (E8): the same chain, salt and seed."""
+    """Two managers over one allocator (E8): the same chain, salt and seed."""
     manager = make(enable_caching=True, hash_seed="s")
     tokens = manager._tokens.read(Seq("a", [*range(8)], extra="salt"))
     other = KVCacheManager(4, 10, 100, hash_seed="s")

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pickle
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcache.kinds import AttentionKind, KindError, kind_class, make_kind, register, registry
 from kvcache.memory_plan import MAX_GROUPS, plan_cache
-from kvcache.specs import ContextParallel, GroupSpec, LayerSpec
+from kvcache.specs import ELEMENT_BYTES, ContextParallel, GroupSpec, LayerSpec
 
 KIB = 2**10
 GIB = 2**30
 
 
 def attention(kind, count, *, block_size=16, heads=8, head_size=128, **more):
-    """Layers of 64 KiB per block of 16 tokens, unless told otherwise."""
+    """Layers of 64 KiB per block of 16 tokens by default."""
     return [
         LayerSpec(f"{kind}.{i}", kind, block_size, heads, head_size, **more) for i in range(count)
     ]
@@ -78,12 +79,34 @@ def test_a_block_of_a_sharded_group_stands_for_the_tokens_of_all_ranks(replicate
         ({"options": {"a": "b"}}, TypeError, "options['a'] is 'b': expected an integer"),
         ({"layers": "a"}, TypeError, "layers is 'a': expected a sequence of names"),
         ({"layers": [1]}, TypeError, "a name in layers is 1: expected a string"),
+        ({"layers": None}, TypeError, "layers is None: expected a sequence of names"),
+        ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
     ],
 )
 def test_a_wrong_group_is_refused(wrong, error, message):
     with pytest.raises(error) as caught:
         GroupSpec(**{"kind": "full_attention", "block_size": 16, **wrong})
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "error", "message"),
+    [
+        (("2",), TypeError, "pcp_world_size is '2': expected an integer"),
+        ((2.0,), TypeError, "pcp_world_size is 2.0: expected an integer"),
+        ((1, 0, True), TypeError, "dcp_world_size is True: expected an integer"),
+        ((1, 0, 2, 2), ValueError, "dcp_rank is 2: expected 0 to 1"),
+    ],
+)
+def test_wrong_context_parallelism_is_refused(sizes, error, message):
+    with pytest.raises(error) as caught:
+        ContextParallel(*sizes)
+    assert str(caught.value) == message
+
+
+def test_sizes_of_numpy_do_not_overflow():
+    cp = ContextParallel(np.int8(100), np.int8(99), np.int8(100), np.int8(99))
+    assert (cp.world_size, cp.rank) == (10_000, 9_999)
 
 
 # --- a layer --------------------------------------------------------------------------------------
@@ -128,6 +151,8 @@ def test_a_layer_is_a_value():
         ({"head_size": 0}, ValueError, "head_size is 0: expected 1 to 2147483647"),
         ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
         ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
+        ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
+        ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a string"),
         (
             {"dtype": "float64"},
             ValueError,
@@ -353,10 +378,12 @@ def test_context_parallel_spreads_the_tokens_of_all_but_replicated_groups():
 
 
 def test_layers_of_one_kind_but_other_bytes_or_options_do_not_share_a_group():
-    first = attention("sliding_window", 1, options={"window": 64})[0]
+    first, second = attention("sliding_window", 2, options={"window": 64})
     layers = [
         first,
+        second,
         replace(first, name="other dtype", dtype="float16"),
+        replace(first, name="other dtype 2", dtype="float16"),
         replace(first, name="other window", options={"window": 128}),
         replace(first, name="other window 2", options={"window": 128}),
         replace(first, name="other size", num_kv_heads=7),
@@ -364,10 +391,68 @@ def test_layers_of_one_kind_but_other_bytes_or_options_do_not_share_a_group():
     ]
     plan = plan_cache(layers, GIB, max_model_len=4096)
     assert [group.layers for group in plan.groups] == [
-        ("sliding_window.0", "other dtype"),
+        ("sliding_window.0", "sliding_window.1"),
+        ("other dtype", "other dtype 2"),
         ("other window", "other window 2"),
         ("other size", "other size 2"),
     ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"num_kv_heads": 4, "head_size": 256},
+        {"head_size": 96, "v_head_size": 160},
+        {"dtype": "float16"},
+        {"dtype": "int8", "head_size": 252, "scale_bytes_per_token": 8 * 8},
+    ],
+)
+def test_layers_of_equal_bytes_but_another_shape_do_not_share_a_group(other):
+    layers = attention("full_attention", 2)
+    layers[1] = replace(layers[1], **other)
+    assert layers[0].bytes_per_token == layers[1].bytes_per_token
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("full_attention", 16, 1)] * 2 and plan.padding_bytes == (0, 0)
+
+
+def test_v_as_wide_as_k_is_the_default():
+    layers = attention("full_attention", 2)
+    layers[1] = replace(layers[1], v_head_size=layers[1].head_size, block_size=8)
+    assert shape(plan_cache(layers, GIB, max_model_len=64)) == [("full_attention", 16, 2)]
+
+
+def test_states_of_another_dtype_do_not_share_a_group():
+    layers = recurrent(2, 4000, 16)
+    layers[1] = replace(layers[1], dtype="float32")
+    assert shape(plan_cache(layers, GIB, max_model_len=64)) == [("recurrent", 16, 1)] * 2
+
+
+def test_a_share_of_a_page_has_whole_elements_of_every_dtype():
+    layers = [
+        LayerSpec("int8", "full_attention", 1, 1, 1, dtype="int8", scale_bytes_per_token=5),
+        LayerSpec("float32", "sliding_window", 1, 1, 1, 0, dtype="float32", options={"window": 4}),
+    ]
+    plan = plan_cache(layers, 100, max_model_len=4)
+    assert shape(plan) == [("full_attention", 1, 1), ("sliding_window", 1, 1)]
+    assert (plan.layer_page_bytes, plan.padding_bytes, plan.num_pages) == (8, (1, 4), 12)
+
+
+def test_an_encoder_has_its_own_length():
+    layers = attention("full_attention", 2) + attention("cross_attention", 2)
+    plan = plan_cache(layers, GIB, max_model_len=64, max_encoder_tokens=1500)
+    assert plan.max_encoder_tokens == 1500
+    assert plan.pages_per_request(64) == 4 + 94 and plan.pages_per_request(1) == 1 + 94
+    plan = plan_cache(layers, GIB, max_model_len=64)
+    assert plan.max_encoder_tokens == 64 and plan.pages_per_request(1) == 1 + 4
+    assert plan_cache(layers[:2], GIB, max_model_len=64).max_encoder_tokens == 0
+
+
+def test_a_budget_too_small_for_an_encoder_names_it():
+    layers = attention("full_attention", 1) + attention("cross_attention", 1)
+    with pytest.raises(ValueError) as caught:
+        plan_cache(layers, 2**20, max_model_len=64, max_encoder_tokens=1500)
+    assert "one request of max_model_len 64 and max_encoder_tokens 1500 needs" in str(caught.value)
+    assert str(caught.value).endswith("a max_model_len of at most 0")
 
 
 def test_a_pool_has_no_more_pages_than_ids():
@@ -539,6 +624,23 @@ def test_more_kinds_of_layers_than_groups():
             ValueError,
             "max_num_batched_tokens is 0: expected 1 to 2147483647",
         ),
+        ({"layers": None}, TypeError, "layers is None: expected an iterable of LayerSpec"),
+        (
+            {"layers": LayerSpec},
+            TypeError,
+            "layers is <class 'kvcache.specs.LayerSpec'>: expected an iterable of LayerSpec",
+        ),
+        ({"context_parallel": 2}, TypeError, "context_parallel is 2: expected a ContextParallel"),
+        (
+            {"max_encoder_tokens": 8},
+            ValueError,
+            "max_encoder_tokens is 8: expected None, as no layer's kind has an encoder",
+        ),
+        (
+            {"layers": attention("cross_attention", 1), "max_encoder_tokens": 0},
+            ValueError,
+            "max_encoder_tokens is 0: expected 1 to 2147483647",
+        ),
     ],
 )
 def test_wrong_input_is_refused(wrong, error, message):
@@ -553,10 +655,12 @@ def test_wrong_input_is_refused(wrong, error, message):
 
 @st.composite
 def cases(draw):
-    """(layers, arguments of plan_cache but the budget): up to four kinds, lengths up to 300."""
+    """(layers, arguments of plan_cache but the budget): up to five kinds, lengths up to 300."""
     layers = []
-    for kind in draw(st.lists(st.sampled_from(range(4)), min_size=1, max_size=4)):
+    kinds = draw(st.lists(st.sampled_from(range(5)), min_size=1, max_size=4))
+    for kind in kinds:
         spec = {"block_size": draw(st.sampled_from([1, 4, 8, 12]))}
+        spec |= {"dtype": draw(st.sampled_from(["bfloat16", "float32", "int8"]))}
         if kind == 3:
             spec |= {"kind": "recurrent", "state_bytes": draw(st.integers(1, 5000))}
         else:
@@ -565,8 +669,13 @@ def cases(draw):
                 {"kind": "sliding_window", "options": {"window": reach}},
                 {"kind": "chunked_local", "options": {"chunk_size": reach}},
                 {"kind": "full_attention"},
+                {},
+                {"kind": "cross_attention"},
             )[kind]
-            spec |= {"num_kv_heads": draw(st.integers(1, 5)), "head_size": 8}
+            spec |= {
+                "num_kv_heads": draw(st.integers(1, 5)),
+                "head_size": draw(st.sampled_from([3, 8])),
+            }
             spec |= {"replicated": draw(st.booleans())}
         first, count = len(layers), draw(st.integers(1, 12))
         layers += [LayerSpec(f"layers.{first + i}", **spec) for i in range(count)]
@@ -575,12 +684,16 @@ def cases(draw):
         "max_num_batched_tokens": draw(st.none() | st.integers(1, 100)),
         "context_parallel": ContextParallel(dcp_world_size=draw(st.integers(1, 3))),
     }
+    if 4 in kinds:
+        arguments["max_encoder_tokens"] = draw(st.none() | st.integers(1, 300))
     return draw(st.permutations(layers)), arguments
 
 
 def blocks_touched(group, plan, num_tokens):
     """The most blocks of a group that hold a token which a step may read or writes, by trying."""
     tokens, step = group.tokens_per_block(plan.context_parallel), plan.max_num_batched_tokens
+    if group.kind == "cross_attention":
+        return -(-plan.max_encoder_tokens // tokens)
     most = 0
     for start in range(num_tokens):
         stop = min(start + step, num_tokens)
@@ -596,7 +709,7 @@ def blocks_touched(group, plan, num_tokens):
 
 
 def least_budget(layers, arguments):
-    """What the error about a budget of nothing says is needed."""
+    """The bytes that the error for a budget of 0 says are needed."""
     with pytest.raises(ValueError, match="needs") as caught:
         plan_cache(layers, 0, **arguments)
     return int(str(caught.value).split(" needs ")[1].split()[0])
@@ -613,6 +726,7 @@ def test_every_layer_has_its_share_and_one_request_fits(case, slack):
     assert sorted(n for group in plan.groups for n in group.layers) == sorted(by_name)
     assert len(plan.groups) <= MAX_GROUPS
     share = plan.layer_page_bytes
+    assert all(share % ELEMENT_BYTES[layer.dtype] == 0 for layer in layers)
     assert plan.page_bytes == share * max(len(group.layers) for group in plan.groups)
     for group, padding in zip(plan.groups, plan.padding_bytes, strict=True):
         members = [by_name[name] for name in group.layers]
@@ -640,9 +754,11 @@ def test_a_request_never_touches_more_blocks_than_planned(case):
     states = sum(2 for group in plan.groups if group.kind == "recurrent")
     others = [group for group in plan.groups if group.kind != "recurrent"]
     assert planned >= states + sum(blocks_touched(group, plan, length) for group in others)
-    assert planned <= states + sum(
-        blocks_touched(replace(group, kind="full_attention"), plan, length) for group in others
-    )
+    whole = [
+        group if group.kind == "cross_attention" else replace(group, kind="full_attention")
+        for group in others
+    ]
+    assert planned <= states + sum(blocks_touched(group, plan, length) for group in whole)
 
 
 @settings(max_examples=50)
@@ -652,11 +768,12 @@ def test_fewer_groups_would_need_more_than_a_tenth_more(case):
     plan = plan_cache(layers, GIB, **arguments)
     length, share = plan.max_model_len, plan.layer_page_bytes
     chosen = plan.pages_per_request(length) * plan.page_bytes
-    sizes = {}  # layers that may share groups -> how many, by what groups and bytes have in common
+    sizes = {}  # layers that may share groups -> how many, by what groups and layers have in common
     by_name = {layer.name: layer for layer in layers}
     for group in plan.groups:
-        data = by_name[group.layers[0]].page_bytes(group.block_size)
-        key = (replace(group, layers=()), data)
+        alike = [replace(by_name[name], name="any", block_size=1) for name in group.layers]
+        assert alike == [alike[0]] * len(alike)
+        key = (replace(group, layers=()), alike[0])
         sizes[key] = sizes.get(key, 0) + len(group.layers)
     others = []
     for per_group in range(1, len(layers) + 1):

@@ -52,7 +52,7 @@ class Race:
         self.by_layer = form.get("layers_per_event", 0) > 0
         self.device = dict.fromkeys(range(1, 12), 0)
         self.host: dict[int, int] = {}
-        self.arriving = {}  # page -> the job that nobody has waited for
+        self.arriving = {}  # page -> the job that no call has waited for
         self.number = 0
         self.wrong = 0
         self.reads = 0
@@ -357,7 +357,7 @@ def test_waiting_for_all_waits_for_all_and_tells_a_failure_once():
     with pytest.raises(SwapError, match="swap-out 1 of 1 pages failed"):
         worker.engine.wait(timeout_s=5)
     assert other.poll() and other.error is None
-    worker.engine.wait(timeout_s=0)  # told
+    worker.engine.wait(timeout_s=0)  # the error was raised before
 
 
 def test_reports_come_in_the_order_of_steps():
@@ -560,7 +560,7 @@ def test_wrong_options_are_named():
         ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
     ):
         engine(method="dma")
-    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 or more"):
+    with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 to"):
         engine(layers_per_event=-1)
     pages = Pages.allocate(6, [[16]] * 2)
     with pytest.raises(ValueError, match="source's pages have 2 fragments over 2 layers, the dest"):

@@ -1,4 +1,4 @@
-"""Swaps beside graphs that are captured, and the streams that they run on."""
+"""Swaps while graphs are captured, and the streams that they run on."""
 
 import gc
 import os
@@ -34,7 +34,7 @@ def test_an_engine_gives_its_streams_back_when_it_is_let_go_of():
 
 
 def test_pages_live_until_the_streams_have_done_all():
-    """What is under way when an engine is let go of still reads and writes its memories."""
+    """Jobs under way when an engine is garbage-collected still read and write its memory."""
     streams, alive = SimulatedStreams(0), []
     swap = engine("cpu", method="staging", streams=streams)
     memories = [
@@ -67,7 +67,7 @@ def test_warming_up_a_device_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])
 @pytest.mark.parametrize("elsewhere", [True, False])
 def test_polling_does_not_break_a_capture(method, elsewhere):
-    """Of another thread, and of the one that polls."""
+    """Captures of another thread, and of the thread that polls."""
     swap = engine(method=method)
     swap.device.memory.random_(0, 256)
     job = swap.swap_out(np.array([[3, 4], [7, 8]]))

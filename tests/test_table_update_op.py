@@ -42,7 +42,7 @@ def test_segments_land_where_they_say_and_nowhere_else(backend, case):
 @pytest.mark.parametrize("longest", [1, 4, 5, 150])
 @pytest.mark.parametrize("num_segments", [31, 700, 1100])
 def test_many_segments_of_any_length_land_in_one_call(backend, num_segments, longest):
-    """More than the warps of the launch; short ones and long ones beside each other."""
+    """More than the warps of the launch; short ones next to long ones."""
     generator = torch.Generator().manual_seed(num_segments + longest)
     lengths = torch.randint(0, longest + 1, (num_segments,), generator=generator)
     gaps = torch.randint(0, 3, (num_segments,), generator=generator)

@@ -265,11 +265,11 @@ def test_events_and_statistics_name_the_tier():
     engine = Engine(enable_events=True)
     engine.run("a", range(9))
     engine.run("b", range(100, 117))
-    told = engine.manager.drain_events()
-    kinds = [(type(each), each.medium) for each in told]
+    events = engine.manager.drain_events()
+    kinds = [(type(each), each.medium) for each in events]
     assert (BlockStored, "gpu") in kinds
     assert (BlockRemoved, "gpu") in kinds
-    stored = next(each for each in told if isinstance(each, BlockStored) and each.medium == "cpu")
+    stored = next(each for each in events if isinstance(each, BlockStored) and each.medium == "cpu")
     assert stored.parent_hash is None
     assert len(stored.token_ids) == 0
     assert stored.block_hashes.shape == (2, 32)

@@ -30,7 +30,7 @@ def bits(tensor):
 
 
 def make_cache(shape, dtype, layout, generator):
-    """Of shape [..., num_blocks, block_size, heads, head_size]; layers lie within the blocks."""
+    """A cache [..., num_blocks, block_size, heads, head_size]; layers lie within the blocks."""
     *layers, num_blocks, block_size, heads, head_size = shape
     order = (block_size, heads) if layout == "NHD" else (heads, block_size)
     cache = random_tensor((num_blocks, *layers, *order, head_size), dtype, generator)

@@ -1,4 +1,4 @@
-"""What one engine tells another about its cache: where elements lie, what crosses, what is refused."""
+"""Descriptions of caches: where elements lie, what is serialised, what is refused."""
 
 import itertools
 import json

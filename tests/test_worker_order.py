@@ -122,7 +122,7 @@ def without(cls, name, result=None):
 
 
 def taken_without(what):
-    """`before_write` is not told of one kind of page."""
+    """Leaves one kind of page out of the calls of `before_write`."""
 
     def patch(monkeypatch):
         original = Worker._swap_out
@@ -201,7 +201,7 @@ def test_each_order_between_the_two_directions_shows_without_a_worker(monkeypatc
 
 
 def test_what_was_swapped_in_by_layer_is_there_in_the_next_plan(monkeypatch):
-    """Layers that nobody waited for: the next plan does."""
+    """The next plan waits for layers that no call has waited for."""
     form = FORMS["layer by layer"]
     assert sum(Plans(seed, **form).run() for seed in range(30)) == 0
     monkeypatch.setattr(SwapEngine, "order_after_swap_ins", lambda self: None)

@@ -11,7 +11,7 @@ from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
 ELEMENT = 4  # bytes: descriptions are of float32
-GROUPS, SPARE = 2, 2  # pages that nobody may touch, the null block among them
+GROUPS, SPARE = 2, 2  # SPARE: pages that must not be touched, the null block included
 
 
 # Memory orders in NHD; HND has head and token the other way round.
@@ -74,7 +74,7 @@ DIFFERENT = [
 
 
 class Wrong(Exception):
-    """What is wrong with a plan."""
+    """A plan is wrong; the message says how."""
 
 
 def tokens_of_pages(cache, num_pages):
@@ -182,7 +182,7 @@ class Memory:
         return elements[self.places[part][layer]]
 
     def permute(self, elements, ids, remote_block_size, remote_layout):
-        """What `permute_received_blocks` promises, plainly: bytes in the remote's order made local."""
+        """A plain form of `permute_received_blocks`: bytes in the remote order made local."""
         for layer in range(self.layers):
             for number, size in enumerate(self.sizes):
                 places = self.places[number][layer][ids.ravel()]

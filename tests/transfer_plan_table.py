@@ -151,7 +151,7 @@ def page_product(parallel=PARALLEL, block_sizes=BLOCK_SIZES) -> Iterator[Combina
 
 
 def random_product(count: int, seed: int) -> Iterator[Combination]:
-    """Of everything at once."""
+    """Combinations drawn from both products together."""
     rng = np.random.default_rng(seed)
     for _ in range(count):
         sizes = [SIZES[i] for i in rng.integers(4, size=6)]

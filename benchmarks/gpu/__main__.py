@@ -175,7 +175,7 @@ def results_of(args: argparse.Namespace) -> Path:
 
 
 def report_name(rehearse: bool, device: str | None) -> str:
-    """Of letters, digits and hyphens."""
+    """The name with letters, digits and hyphens only."""
     name = re.sub(r"[^a-z0-9]+", "-", (device or "unknown").lower()).strip("-")
     return "rehearsal" if rehearse else f"gpu-{name}"
 

@@ -1,4 +1,4 @@
-"""Stage: swaps beside a bf16 matrix product, and how much each slows the other down.
+"""Stage: swaps during bf16 matrix products, and how much each slows the other down.
 
 Both are timed by events. The products run on a stream as an engine's would; swaps follow one another,
 a few in flight, for as long as the products last.
@@ -64,7 +64,7 @@ class Products:
 
     @property
     def tflop_per_s(self) -> float:
-        """Of the products alone."""
+        """The time of the products alone."""
         return 2 * self.width**3 * self._count / self.alone_s / 1e12
 
     def start(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -92,7 +92,7 @@ class Swaps:
         self.num_bytes = count * engine.device.page_bytes  # of one swap
 
     def gb_per_s(self, is_over: Callable[[int], bool]) -> float:
-        """Swaps until it is over, told how many there were; at least one."""
+        """Swaps until `is_over` (which gets the number so far) is true; at least once."""
         stream, count = torch.cuda.Stream(), 0
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         jobs: list = []
@@ -121,7 +121,7 @@ class Swaps:
 
 
 def measure(swaps: Swaps, products: Products, method: str) -> None:
-    """Swaps alone, then beside the products."""
+    """Swaps alone, then during the products."""
     few = sizes.repeats(8)
     swaps.gb_per_s(lambda count: count >= 2)  # warm
     alone = swaps.gb_per_s(lambda count: count >= few)
@@ -140,7 +140,7 @@ def measure(swaps: Swaps, products: Products, method: str) -> None:
 
 
 def calibrated() -> Calibration:
-    """What the stage before has found, else the built-in one."""
+    """The calibration of the stage before, else the built-in one."""
     path = Path(os.environ.get("KVCACHE_CALIBRATION_TO", ""))
     return calibration.load(path) if path.is_file() else calibration.DEFAULT
 

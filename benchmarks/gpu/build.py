@@ -57,8 +57,8 @@ def provide(package: Path, given: Path | None, arch: str) -> int:
 
 
 def copied(given: Path, package: Path) -> set[str]:
-    """Copies carried libraries into the package; their names. None, and a fault told, where they are
-    not of these sources."""
+    """Copies carried libraries into the package and returns their names. Where they were built from
+    other sources, reports a fault and returns none."""
     here = set()
     with say.attempt("carried libraries"):
         for library in workspace.carried(given):
@@ -79,7 +79,7 @@ def loading_problem() -> str | None:
 
 
 def timed_build(with_cuda: bool, arch: str, here: set[str]) -> None:
-    """Builds what is not carried, and tells how long that took."""
+    """Builds the libraries that are not carried, and reports how long that took."""
     start = time.monotonic()
     build(with_cuda, arch)
     seconds = time.monotonic() - start

@@ -1,6 +1,6 @@
 """Stage: what the bus gives. Thread blocks, fragments, pool, huge pages; and batches of the copy engine.
 
-Each part stands beside one contiguous pinned copy. Copies are timed by events on a stream of their own.
+Each part is compared with one contiguous pinned copy. Copies are timed by events on their own stream.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def small_pages_only() -> Iterator[None]:
 
 
 def huge_bytes(memory: torch.Tensor) -> int | None:
-    """How much of the mapping that the memory lies in has huge pages; None where nothing tells."""
+    """How much of the memory's mapping has huge pages; None where the system does not say."""
     try:
         lines = Path("/proc/self/smaps").read_text().splitlines()
     except OSError:

@@ -72,7 +72,7 @@ def watched(tool: str | None) -> None:
             f"{row.get('dram_percent', 0):.0f} % of its peak, {row.get('registers', 0):.0f} registers"
         )
     assert ended.status == "ok", ended.status
-    assert found or tool is None, "ncu told of no kernel"
+    assert found or tool is None, "ncu reported no kernel"
     if tool is None:
         say.row(script="ran", cases=KERNELS)
 

@@ -1,4 +1,4 @@
-"""Stage: what breaks only after a while, or beside something else.
+"""Stage: faults that show only after a while, or together with other work.
 
 Batches of the copy engine again and again, and very large ones; ops captured in a graph and replayed
 with other contents; jobs polled by one thread while another captures.

@@ -50,7 +50,7 @@ def gpu_test_files(folder: Path) -> list[Path]:
 
 
 def tested(path: Path, limit_s: float) -> dict:
-    """Runs one file; its counts, and a fault told where there is one."""
+    """Runs one file and reports a fault where there is one; returns its counts."""
     lines: list[str] = []
     command = module(
         "pytest", "-q", "-rfEs", "--tb=short", "-p", "no:cacheprovider", "-m", "gpu", str(path)

@@ -1,4 +1,4 @@
-"""What a run is made on, and of what: the commit, the machine, its tools. No fact is indispensable."""
+"""The commit, the machine and the tools of a run. A run works without any of these facts."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def commit(repo: Path = REPO, environment: Mapping[str, str] = os.environ) -> st
     given = environment.get("KVCACHE_COMMIT", "").strip()
     if given:
         return given
-    told = output_of(["git", "-C", str(repo), "describe", "--always", "--dirty"])
-    if told:
-        return told
+    output = output_of(["git", "-C", str(repo), "describe", "--always", "--dirty"])
+    if output:
+        return output
     try:
         return (repo / "COMMIT").read_text().strip() or "unknown"
     except OSError:
@@ -45,9 +45,9 @@ def sources_digest(repo: Path = REPO) -> str:
 
 def driver() -> str:
     """The driver's version: nvidia-smi's word, else the kernel module's, else what CUDA can say."""
-    told = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    if told:
-        return told.splitlines()[0].strip()
+    output = output_of(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    if output:
+        return output.splitlines()[0].strip()
     try:
         found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _DRIVER_FILE.read_text())
         if found:
@@ -74,7 +74,7 @@ def find_tool(name: str) -> str | None:
 
 
 def lacks(needs_build: bool) -> list[str]:
-    """What this machine lacks, in words, as far as that shows without torch being imported."""
+    """A text about what this machine lacks, as far as that shows without importing torch."""
     found = []
     if sys.version_info < (3, 10):  # noqa: UP036  (run from a checkout, which pip never checked)
         found.append(f"Python 3.10 or newer (this is {sys.version.split()[0]})")
@@ -91,7 +91,7 @@ def has_module(name: str) -> bool:
 
 
 def output_of(command: list[str], limit_s: float = 5) -> str:
-    """What a program prints, stripped; nothing where it is missing, fails or hangs."""
+    """The stripped output of a program; empty where it is missing, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except (OSError, subprocess.TimeoutExpired):
@@ -100,7 +100,7 @@ def output_of(command: list[str], limit_s: float = 5) -> str:
 
 
 def processor() -> str:
-    """The CPU's name, as far as the system tells it."""
+    """The CPU's name, where the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

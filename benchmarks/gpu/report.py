@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-# What is kept of one stage: its log's beginning and end, and its rows.
+# Limits of what is kept of one stage: its log's beginning and end, and its rows.
 _LOG_HEAD, _LOG_TAIL = 1 << 20, 1 << 18
 _MAX_ROWS = 20_000
 
@@ -88,7 +88,7 @@ def _finite(text: str) -> float | None:
 
 
 class Outcome:
-    """What a stage has told so far."""
+    """The results that a stage has reported so far."""
 
     def __init__(self) -> None:
         self.rows: list[dict] = []

@@ -45,7 +45,7 @@ class Run:
         return all(ended)
 
     def one(self, stage: Stage) -> bool:
-        """Runs one stage and writes down what it told. False where it did not end well."""
+        """Runs one stage and writes down its results. False where it did not end well."""
         self._say(f"== {stage.name}: {stage.answers}")
         missing = [name for name in stage.needs if not machine.has_module(name)]
         left_s = max(self._total_s - self.seconds, 0)
@@ -85,9 +85,9 @@ class Run:
 
         def take(line: str) -> None:
             log.line(line)
-            told = outcome.take(line)
-            if told is not None:
-                self._say(f"   {told}")
+            shown = outcome.take(line)
+            if shown is not None:
+                self._say(f"   {shown}")
 
         try:
             ended = process.run(
@@ -126,7 +126,7 @@ class Run:
 
 
 def judged(status: str, outcome: Outcome) -> str:
-    """How a stage ended, from how its process did and what it told."""
+    """How a stage ended, from the end of its process and its results."""
     if outcome.failed and status in ("ok", "exit code 1"):
         return f"{len(outcome.failed)} failed"
     if status == "ok" and outcome.skipped and not outcome.rows:

@@ -12,7 +12,7 @@ from benchmarks.gpu.stages import module
 _SMOKE = module("benchmarks.gpu.first_contact", "--no-compare")
 # Tool, its share of the stage's time, the arguments of the smoke script.
 _CHECKS = (("memcheck", 0.65, ()), ("racecheck", 0.95, ("--only", "permute_blocks_")))
-# What it says where it cannot work on this machine, which is no fault of the kernels.
+# Its messages where it cannot work on this machine, which is not a fault of the kernels.
 _CANNOT = ("Device not supported", "Unable to find injection library", "No attachable process")
 
 

@@ -1,4 +1,4 @@
-"""What a stage tells the run: one JSON object per line of its output; all other lines are log.
+"""The protocol from a stage to the run: one JSON object per line of output; all other lines are log.
 
 A row is a measurement or an answer. `learned` is a line for the reader. `skipped` says why a stage, or
 a part of it, did nothing. `failed` is a fault after which the stage goes on.
@@ -48,7 +48,7 @@ def skipped(reason: str) -> None:
 
 
 def failed(text: str) -> None:
-    """A fault; the stage goes on, and `exit_code` tells it at the end."""
+    """Reports a fault. The stage goes on, and `exit_code` is 1 at its end."""
     global _num_failed
     _num_failed += 1
     _tell({"failed": text})
@@ -56,7 +56,7 @@ def failed(text: str) -> None:
 
 @contextmanager
 def attempt(name: str) -> Iterator[None]:
-    """What fails within is told under its name, with the traceback in the log, and the stage goes on."""
+    """Reports an exception within under a name, with the traceback in the log; the stage goes on."""
     try:
         yield
     except Exception as error:
@@ -70,6 +70,6 @@ def exit_code() -> int:
 
 
 def seconds_left() -> float:
-    """What is left of the stage's time limit, less a little for its end."""
+    """Seconds left of the stage's time limit, less a little for its end."""
     limit = float(os.environ.get("KVCACHE_STAGE_LIMIT", "3600"))
     return limit - 2 - (time.monotonic() - _started)

@@ -39,7 +39,7 @@ def pool_bytes(wanted: int, least: int = 1 << 20) -> int:
 
 
 def available_host_bytes() -> int:
-    """What the system could give without swapping, and no more than a container may have."""
+    """Memory that the system has without swapping, at most the container's limit."""
     return min(_system_bytes(), pinning().host_memory_bytes() or sys.maxsize)
 
 

@@ -1,4 +1,4 @@
-"""Stage: swaps beside their limit, before and after `kvcache bench --calibrate`; each told at once."""
+"""Stage: swaps and their limit, before and after `kvcache bench --calibrate`; each reported at once."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ def main() -> int:
     pool_bytes = sizes.pool_bytes(bandwidth.POOL_BYTES)
     # First the figures that have bars, with the built-in calibration: they are there whatever follows.
     with say.attempt("swaps"):
-        tell_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
+        report_swaps(device, num_bytes, DEFAULT, ("scattered",), pool_bytes)
     found: list[Calibration] = []
     with say.attempt("calibration"):
-        found.append(bandwidth.calibrate(device, num_bytes, tell_trial, pool_bytes))
-        tell(found[0])
+        found.append(bandwidth.calibrate(device, num_bytes, report_trial, pool_bytes))
+        report(found[0])
     with say.attempt("swaps as calibrated"):
         patterns = ("scattered", "runs") if found else ("runs",)
-        tell_swaps(device, num_bytes, (found or [DEFAULT])[0], patterns, pool_bytes)
+        report_swaps(device, num_bytes, (found or [DEFAULT])[0], patterns, pool_bytes)
     return say.exit_code()
 
 
-def tell_swaps(
+def report_swaps(
     device: torch.device,
     num_bytes: int,
     calibration: Calibration,
     patterns: tuple[str, ...],
     pool_bytes: int,
 ) -> None:
-    """Swaps by the methods that the calibration chooses, each told at once, while there is time."""
+    """Swaps by the methods that the calibration chooses, each reported at once, while there is time."""
     is_built_in = calibration is DEFAULT
     rates = bandwidth.device_rates(
         device,
@@ -65,14 +65,14 @@ def tell_swaps(
             return
 
 
-def tell_trial(rate: bandwidth.Rate) -> None:
+def report_trial(rate: bandwidth.Rate) -> None:
     """One trial of the calibration, which ends where there is no time left."""
     say.row(kind="trial", **asdict(rate), share=rate.share)
     if say.seconds_left() < _LEAST_S:
         raise TimeoutError("no time left")
 
 
-def tell(found: Calibration) -> None:
+def report(found: Calibration) -> None:
     """Keeps a calibration with the results; the user's own stays as it is."""
     path = os.environ.get("KVCACHE_CALIBRATION_TO")
     if path:
@@ -80,8 +80,8 @@ def tell(found: Calibration) -> None:
     say.row(kind="calibration", **asdict(found))
     for direction, table in (("out", found.out), ("in", found.in_)):
         _, steps = table[-1]  # of swaps with many fragments
-        told = ", ".join(f"from {size >> 10:,} KiB {method}" for size, method in steps)
-        say.learned(f"{direction}, many fragments: {told}")
+        text = ", ".join(f"from {size >> 10:,} KiB {method}" for size, method in steps)
+        say.learned(f"{direction}, many fragments: {text}")
     say.learned(f"{found.num_thread_blocks} thread blocks are enough for the kernel on the bus")
 
 

@@ -1,4 +1,4 @@
-"""The end of a run in tables: the stages, and the measured shares beside the bars set for them."""
+"""The end of a run in tables: the stages, and the measured shares with the bars set for them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def stage_lines(contents: dict) -> Iterator[str]:
     """One line per stage: how it ended, its seconds and its limit, and the last it learned."""
     yield f"{'stage':16}{'seconds':>9}{'limit':>7}  result"
     for name, stage in contents["stages"].items():
-        told = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
-        last = f": {told[-1]}" if told[-1] else ""
+        lines = stage.get("failed") or stage.get("learned") or stage.get("skipped") or [""]
+        last = f": {lines[-1]}" if lines[-1] else ""
         yield (
             f"{name:16}{stage['seconds']:9.1f}{stage['limit_s']:7.0f}  "
             f"{mark(stage['status'])}{last[:150]}"
@@ -27,7 +27,7 @@ def mark(status: str) -> str:
 
 
 def bar_rows(contents: dict) -> list[dict]:
-    """What was measured that has a bar: name, GB/s, what it is beside, ratio, bar, whether reached."""
+    """The measurements that have a bar: name, GB/s, limit, ratio, bar, whether reached."""
     swaps: dict[tuple, dict] = {}  # the last of each: calibrated, where the stage came so far
     for rate in rows_of(contents, "swaps"):
         # Neighbouring pages are merged, so that only scattered ones have the size they are called by.

@@ -67,7 +67,7 @@ def carried(folder: Path, repo: Path = machine.REPO) -> list[Path]:
 
 
 def built_with(folder: Path) -> str:
-    """What the manifest says that the libraries were built with, for the reader."""
+    """A text about how the libraries were built, from the manifest."""
     facts = json.loads((folder / MANIFEST).read_text())
     return ", ".join(f"{name} {facts.get(name)}" for name in ("archs", "cuda", "torch"))
 

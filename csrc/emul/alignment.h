@@ -37,7 +37,7 @@ inline std::string describe_misaligned(const TypeMismatch& access, uintptr_t add
          std::to_string(address % 16);
 }
 
-// Of the running thread's stack nothing is destroyed after this: so the text is gone before.
+// Nothing on the running thread's stack is destroyed after this, so the text is freed before.
 [[noreturn]] inline void report_misaligned(const TypeMismatch& access, uintptr_t address) {
   std::exception_ptr error;
   {

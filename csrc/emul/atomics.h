@@ -14,7 +14,7 @@ inline constexpr bool is_one_of = (std::is_same_v<T, Allowed> || ...);
 
 using Ull = unsigned long long;
 
-// Atomic also towards other OS threads, in CUDA's relaxed order. Is the old value.
+// Atomic also with respect to other OS threads, in CUDA's relaxed order. Returns the old value.
 template <class T, class F>
 T atomic_update(T* address, F new_value) {
   T old_value, replacement;

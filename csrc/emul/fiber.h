@@ -16,8 +16,8 @@
 
 namespace emul {
 
-// AddressSanitizer has to be told which stack runs: before a switch where it goes to, after a
-// switch that it arrived (and it answers where it came from).
+// AddressSanitizer must know which stack runs. It is notified before a switch with the destination,
+// and after it; the second call returns where the switch came from.
 #if defined(__SANITIZE_ADDRESS__)
 inline void asan_leave(void** save, const void* to_stack, size_t to_bytes) {
   __sanitizer_start_switch_fiber(save, to_stack, to_bytes);
@@ -62,7 +62,7 @@ class FiberStack {
     mprotect(mapping_, guard_bytes_, PROT_NONE);
   }
   ~FiberStack() {
-    asan_unpoison(data(), kStackBytes);  // whoever gets this address range next starts clean
+    asan_unpoison(data(), kStackBytes);  // the next user of this address range starts clean
     munmap(mapping_, guard_bytes_ + kStackBytes);
   }
   FiberStack(const FiberStack&) = delete;

@@ -1,9 +1,9 @@
 // The order in which blocks and threads run.
 //
-// CUDA promises none. KVCACHE_EMUL_SEED=<number> draws one for each launch from the number and the
-// launch's dimensions: the blocks of the grid and the threads of a block in any order, and warps
-// that stand still while others go on to their next barrier. The same seed gives the same order.
-// Unset: blocks and threads from first to last, every warp at its turn.
+// CUDA promises none. KVCACHE_EMUL_SEED=<number> draws an order for each launch from the number and
+// the launch's dimensions: the blocks of the grid and the threads of a block come in any order, and
+// warps pause while others go on to their next barrier. The same seed gives the same order. Unset:
+// blocks and threads run from first to last, warps in turn.
 #pragma once
 
 #include <cstddef>

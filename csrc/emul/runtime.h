@@ -53,8 +53,8 @@ inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
-// All memory counts as pinned: a kernel can reach it, by the host's address. A test may say that
-// the device has another one for a piece of it.
+// All memory counts as pinned: kernels access it by the host's address. A test may give a range of
+// it another address on the device.
 namespace emul {
 struct HostMapping {
   const char* host;

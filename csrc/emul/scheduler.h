@@ -55,14 +55,14 @@ class Emulator {
   Thread& current() { return *current_; }
   char* dynamic_shared() { return dynamic_shared_.get(); }
 
-  // Waits for the block; is how many threads had a true predicate.
+  // Waits for the block; returns how many threads had a true predicate.
   int sync_block(Wait wait, bool predicate, Site site) {
     current_->offered = predicate;
     suspend(wait, kFullMask, site);
     return block_.num_true();
   }
 
-  // Waits for the lanes in mask that have not exited; offered is what they may read() afterwards.
+  // Waits for the lanes in mask that have not exited; they may read() `offered` afterwards.
   void sync_warp(Wait wait, unsigned mask, uint64_t offered, Site site) {
     if ((mask >> current_->lane() & 1) == 0) {
       throw std::logic_error(std::string(wait_name(wait)) + " at " + to_string(site) + ": lane " +
@@ -124,7 +124,7 @@ class Emulator {
     }
   }
 
-  // Draws the warps that go on this time: all of them where that is asked for. Is whether all do.
+  // Draws the warps that go on this time, or takes all of them. Returns whether all go on.
   bool draw_warps(bool all) {
     going_on_.assign((block_.threads.size() + kWarpLanes - 1) / kWarpLanes, true);
     if (all || !order_.is_random()) return true;
@@ -132,7 +132,7 @@ class Emulator {
     return std::find(going_on_.begin(), going_on_.end(), false) == going_on_.end();
   }
 
-  // Runs the threads of these warps until each waits or has exited. Is whether there were any.
+  // Runs the threads of these warps until each waits or has exited. Returns whether there were any.
   bool run_threads() {
     runnable_.clear();
     for (Thread& thread : block_.threads) {
@@ -154,7 +154,7 @@ class Emulator {
 
   static void fiber_entry();
 
-  // What a fiber does, for ever: new threads that come next, then idle until there are more.
+  // The endless loop of a fiber: runs new threads, then idles until there are more.
   void fiber_loop() {
     asan_arrive(nullptr, &scheduler_.stack, &scheduler_.stack_bytes);
     Fiber* self = running_fiber_;

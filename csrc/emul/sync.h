@@ -33,7 +33,7 @@ inline void __syncwarp(unsigned mask = emul::kFullMask, emul::Site site = emul::
 
 namespace emul {
 
-// Takes part in a shuffle; is the value of source_lane, or value itself where in_range is false.
+// Takes part in a shuffle. Returns the value of source_lane, or `value` where in_range is false.
 template <class T>
 T shuffle(unsigned mask, T value, unsigned source_lane, bool in_range, Site site) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>, "shuffles move 8 bytes at most");
@@ -108,6 +108,6 @@ inline int __all_sync(unsigned mask, int predicate, emul::Site site = emul::Site
   return __ballot_sync(mask, predicate == 0, site) == 0;
 }
 
-// Only the calling lane. CUDA promises no convergence, so this is a legal answer, and the one under
-// which code that takes __activemask() for "all lanes that take this branch" fails its test.
+// Returns only the calling lane. CUDA promises no convergence, so this is legal, and code that
+// takes __activemask() for "all lanes that take this branch" fails its test.
 inline unsigned __activemask() { return 1u << emul::emulator().current().lane(); }

@@ -1,4 +1,4 @@
-// One CUDA thread of the running block, and what it waits for.
+// One CUDA thread of the running block, and the operation that it waits for.
 #pragma once
 
 #include <cstddef>

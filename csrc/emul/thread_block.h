@@ -30,8 +30,9 @@ class ThreadBlock {
     }
   }
 
-  // For warps of which no thread can run, so that every operand that was published has been read:
-  // completes all their operations it can, else the block's barrier. Is whether it did.
+  // Called for warps of which no thread can run, so every published operand has been read.
+  // Completes all their operations that it can, else the block's barrier. Returns whether it
+  // completed any.
   bool release(const std::vector<bool>& warps) {
     bool released = false;
     for (unsigned first = 0; first < threads.size(); first += kWarpLanes) {
@@ -43,7 +44,7 @@ class ThreadBlock {
   // How many threads voted for it at the barrier that just completed.
   int num_true() const { return num_true_; }
 
-  // What another lane offered in the warp operation that the reader just completed.
+  // The value that another lane offered in the warp operation that the reader just completed.
   uint64_t read(const Thread& reader, unsigned lane) const {
     // CUDA leaves the value undefined; poison makes a kernel that uses it fail its test.
     if ((reader.participants >> lane & 1) == 0) return 0xCDCDCDCDCDCDCDCDu;

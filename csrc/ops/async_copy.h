@@ -1,6 +1,6 @@
-// Copies from global to shared memory that pass no register: a thread has as many on their way as
-// it begins, and no registers to hold them. The hardware has them from sm_80 on; before, a copy is
-// a load and a store at once, and there is nothing to wait for.
+// Asynchronous copies from global to shared memory. They use no registers, so a thread may have any
+// number in flight. The hardware has them from sm_80 on; before that, a copy is a load and a store,
+// and there is nothing to wait for.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
   static_assert(has_async_copy<Vector>, "asynchronous copies have 4, 8 or 16 bytes");
 #ifdef KV_HAS_CP_ASYNC
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (sizeof(Vector) == 16) {  // past the L1, which only this size can
+  if constexpr (sizeof(Vector) == 16) {  // bypasses the L1, which only 16 bytes can
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(global),
@@ -36,7 +36,7 @@ __device__ __forceinline__ void async_copy(Vector* shared, const Vector* global)
 #endif
 }
 
-// Makes one group of the copies that this thread began since its last group.
+// Commits the copies that this thread began since its last commit, as one group.
 __device__ __forceinline__ void async_copy_commit() {
 #ifdef KV_HAS_CP_ASYNC
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -45,8 +45,8 @@ __device__ __forceinline__ void async_copy_commit() {
 #endif
 }
 
-// Waits for all groups of this thread but the last kGroups. Other threads see the bytes after a
-// barrier that follows.
+// Waits for all groups of this thread but the last kGroups. Other threads see the bytes only after
+// a barrier.
 template <int kGroups>
 __device__ __forceinline__ void async_copy_wait() {
 #ifdef KV_HAS_CP_ASYNC

@@ -13,20 +13,21 @@ namespace {
 constexpr unsigned kThreads = 256;
 constexpr unsigned kWarps = kThreads / 32;
 constexpr unsigned kInFlight = 8;  // table entries that a thread loads at once
-constexpr int64_t kPass = int64_t{kThreads} * kInFlight;  // entries per pass of a thread block
+constexpr int64_t kPass = int64_t{kThreads} * kInFlight;  // entries per pass over a thread block
 constexpr int kMaxTile = static_cast<int>(kThreads);      // requests per thread block
-// With more tiles of requests than this, their prefix sums, each over all requests, would cost more
-// than the copying: a tile grows instead.
+// Every tile computes prefix sums over all requests. With more tiles than this, the sums would cost
+// more than the copying, so tiles grow instead.
 constexpr int kMostTiles = 128;
 constexpr int64_t kMostBlocks = 2048;
 
-// What a thread block needs to know about the requests before its own, and about all.
+// Totals that a thread block needs: over the requests before its own, and over all.
 struct Sums {
   int64_t queries_before;
   int64_t pages_before, pages;
 };
 
-// The sum over the thread block of each thread's values, in all threads. Called by all.
+// Sums the threads' values over the thread block and returns the sums to every thread. All threads
+// must call it.
 __device__ inline Sums sum_over_block(Sums sums) {
   __shared__ Sums of_warp[kWarps];
   for (int step = 16; step > 0; step /= 2) {
@@ -63,9 +64,9 @@ __device__ inline int32_t saturated(int64_t sum) {
   return static_cast<int32_t>(sum < INT32_MAX ? sum : INT32_MAX);
 }
 
-// One thread block per tile of requests (x), group (y) and share of their columns (z). Each sums up
-// the requests before its tile by itself: no thread block waits for another, and nothing is kept
-// between launches.
+// One thread block per tile of requests (x), group (y) and range of their columns (z). Each
+// computes the sums over the requests before its tile itself, so no thread block waits for another
+// and nothing is kept between launches.
 __global__ void __launch_bounds__(kThreads)
     attention_metadata_kernel(KV_PARAMETER AttentionMetadata m, int tile) {
   __shared__ KVExtent kv[kMaxTile];
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
     num_queries[t] = m.num_queries(first + t);
   }
   __syncthreads();
-  // One thread more than the tile has requests: the end of the last one is an entry, too.
+  // One entry more than the tile has requests: the end of the last request.
   if (t <= count) {
     int64_t queries = sums.queries_before, pages = sums.pages_before;
     for (int before = 0; before < t; ++before) {
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
   if (m.block_tables == nullptr && m.page_indices == nullptr) return;
   __syncthreads();
 
-  // Fewer than 2^31: the outputs have as many entries, or more.
+  // Below 2^31: the outputs have at least as many entries.
   const int32_t columns = m.num_written[g];
   const int64_t num_entries = int64_t{count} * columns;
   for (int64_t pass = blockIdx.z * kPass; pass < num_entries; pass += gridDim.z * kPass) {
@@ -173,7 +174,7 @@ void attention_metadata_cuda(Tensor tables, Tensor groups, int64_t num_rows, Ten
       paged_kv_last_page_len);
   const OnDevice device(query_start_loc);
   if (checked_mode()) check_values(m, device.stream);
-  // kThreads - 1 requests at most: a thread each, and one for the end.
+  // At most kThreads - 1 requests: one thread for each, and one for the end.
   const int tile = std::clamp((m.num_out + kMostTiles - 1) / kMostTiles, 1, kMaxTile - 1);
   const int64_t num_tiles = std::max(1, (m.num_out + tile - 1) / tile);
   const int32_t widest = *std::max_element(m.num_written, m.num_written + m.groups.num_groups);

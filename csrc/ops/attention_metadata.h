@@ -1,9 +1,9 @@
-// Metadata of a batch for attention kernels: what lies between block tables and an attention
-// backend. For every group: local sequence lengths, block tables in batch order (FlashAttention)
-// and page lists (FlashInfer). For all groups together: where each request's queries start.
+// Metadata of a batch for attention kernels, computed from block tables. Per group: local sequence
+// lengths, block tables in batch order (FlashAttention) and page lists (FlashInfer). For all groups
+// together: where each request's queries start.
 //
-// A padded request (row -1, or behind the requests given) has no KV: length 0, a null row, no
-// pages.
+// A padded request (row -1, or after the last request given) has no KV: its length is 0, its table
+// row is null, and it has no pages.
 #pragma once
 
 #include <cstdint>
@@ -16,23 +16,23 @@ namespace kvcache {
 
 // The KV of one request that this rank holds in one group.
 struct KVExtent {
-  int32_t num_tokens;     // local ones, hidden ones included
+  int32_t num_tokens;     // local tokens, those hidden by the window included
   int32_t first_page;     // the first column that the window leaves visible
-  int32_t num_pages;      // visible ones
-  int32_t last_page_len;  // tokens in the last of them, 1 to the block size; 0 without pages
+  int32_t num_pages;      // visible pages
+  int32_t last_page_len;  // tokens in the last visible page, 1 to the block size; 0 without pages
 };
 
-// The arguments of one call, checked; plain data, as a kernel takes it.
+// The checked arguments of one call, as plain data that is passed to a kernel.
 struct AttentionMetadata {
   TableGroups groups;
   const int32_t* tables;
   const int32_t* rows;        // [num_requests]
-  const int32_t* query_lens;  // [num_requests] tokens of this step
-  const int32_t* seq_lens;    // [num_requests] tokens behind this step
+  const int32_t* query_lens;  // [num_requests] tokens in this step
+  const int32_t* seq_lens;    // [num_requests] tokens after this step
   const int32_t* counts;      // [any, num_rows] entries that each row holds
   int32_t num_requests;
-  int32_t num_out;       // requests with padding
-  int32_t most_tokens;   // of a request
+  int32_t num_out;       // requests, padded ones included
+  int32_t most_tokens;   // of one request
   int64_t out_capacity;  // requests that block_tables and page_indices have room for
 
   int32_t* query_start;    // [num_out + 1]
@@ -67,14 +67,14 @@ struct AttentionMetadata {
     }
     return -1;
   }
-  // Whether request i is wrong in any group; reads nothing beyond its own entries.
+  // Whether request i is invalid in any group. Reads only its own entries.
   KV_HOST_DEVICE bool operator()(int64_t i) const {
     return bad_row(i) || bad_lens(i) || group_without(i) >= 0;
   }
 
-  // The table row of request i, up to num_out, in group g; -1 where it has no KV there. A wrong
-  // one, which only a device meets outside the checked mode, has none; the other groups' counts are
-  // not looked at for that.
+  // The table row of request i < num_out in group g; -1 where it has no KV there. An invalid
+  // request, which only a device sees outside the checked mode, has none. Only the counts of group
+  // g are looked at.
   KV_HOST_DEVICE int32_t row_of(int g, int64_t i) const {
     const bool served =
         i < num_requests && rows[i] >= 0 && !bad_row(i) && !bad_lens(i) && !behind_row(g, i);
@@ -83,14 +83,14 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t num_queries(int64_t i) const {
     return i < num_requests && query_lens[i] > 0 ? query_lens[i] : 0;
   }
-  // The KV of request i; `row` is its row_of.
+  // The KV of request i, whose row_of is `row`.
   KV_HOST_DEVICE KVExtent extent(int g, int64_t i, int32_t row) const {
     if (row < 0) return {0, 0, 0, 0};
     const TableGroupView& group = groups.group[g];
     const auto length = static_cast<uint32_t>(seq_lens[i]);
     const uint32_t whole = group.by_column.divide(length);
     const uint32_t rest = group.num_local(length - whole * group.by_column.divisor);
-    // The first query sees at least its own position, so hidden columns are whole ones.
+    // The first query sees at least its own position, so only whole columns are hidden.
     const auto hidden = static_cast<uint32_t>(group.num_hidden_columns(length - query_lens[i]));
     const uint32_t pages = whole + (rest > 0) - hidden;
     const uint32_t last = rest > 0 ? rest : group.block_size;
@@ -108,9 +108,9 @@ struct AttentionMetadata {
   KV_HOST_DEVICE int32_t* page_list(int g) const {
     return page_indices + out_capacity * columns_before[g];
   }
-  // The place in the page list of column c of request i. Its visible pages lie from `start` on; the
-  // other columns written stand for the null entries behind the `total` pages of all requests, so
-  // that num_out * num_written columns fill as many places, each once.
+  // The index in the page list that column c of request i writes. The request's visible pages lie
+  // from `start` on. Its other columns write the null entries after the `total` pages of all
+  // requests, so num_out * num_written columns fill that many entries, each once.
   KV_HOST_DEVICE int64_t page_place(int g, int64_t i, int32_t c, const KVExtent& kv, int64_t start,
                                     int64_t total) const {
     const int32_t page = c - kv.first_page;
@@ -277,7 +277,8 @@ inline AttentionMetadata checked_attention_metadata(
   return m;
 }
 
-// Throws for request i, whose row and lengths are given (they may have come from a device).
+// Throws for request i. The row and lengths are arguments, because they may have come from a
+// device.
 [[noreturn]] inline void fail_request(const AttentionMetadata& m, int64_t i, int32_t row,
                                       int32_t query_len, int32_t seq_len) {
   const std::string at = "[" + std::to_string(i) + "] is ";

@@ -10,16 +10,16 @@
 namespace kvcache {
 namespace {
 
-constexpr int64_t kGrainBytes = int64_t{1} << 19;  // per thread: below it a second one costs more
-constexpr int64_t kRunBytes = int64_t{4} << 20;    // of a region: longer runs are shared out
+constexpr int64_t kGrainBytes = int64_t{1} << 19;  // per thread; with less, a second one costs more
+constexpr int64_t kRunBytes = int64_t{4} << 20;    // longer runs are divided among threads
 
-// A run of one region: side by side in one piece, otherwise page by page.
+// Copies one run in one region: at once where its pages are contiguous, otherwise page by page.
 template <bool streamed>
 void copy_run(const BlockCopy& c, const CopyRegion& r, const CopyRun& run) {
   const bool dense = run.source == kCleared ? r.destination_stride == r.num_bytes : r.is_dense();
-  const int64_t pieces = dense ? 1 : run.num_pages;
+  const int64_t num_copies = dense ? 1 : run.num_pages;
   const int64_t bytes = dense ? run.num_pages * r.num_bytes : r.num_bytes;
-  for (int64_t i = 0; i < pieces; ++i) {
+  for (int64_t i = 0; i < num_copies; ++i) {
     char* to = c.to(r, run.destination + i);
     if (run.source == kCleared) {
       std::memset(to, 0, static_cast<size_t>(bytes));
@@ -46,7 +46,7 @@ void copy_blocks(std::optional<Tensor> src, Tensor dst, Tensor regions, Tensor p
   const int64_t num_tasks = num_runs * c.num_regions;
   const int64_t grain = std::max<int64_t>(kGrainBytes / std::max<int64_t>(total / num_tasks, 1), 1);
   const bool streamed = total >= kStreamedBytes;
-  // Region by region, so that each thread stays in one stretch of memory.
+  // Region by region, so that each thread works on contiguous memory.
   torch::stable::parallel_for(0, num_tasks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const CopyRegion& r = c.regions[task / num_runs];

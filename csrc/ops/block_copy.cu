@@ -10,18 +10,18 @@ namespace kvcache {
 namespace {
 
 constexpr int kWarps = 16;  // per thread block
-// Thread blocks where the host is one side: a bus is full long before the device is, and attention
-// runs beside. Where both sides are the device's, as many as it holds.
+// Thread blocks of a copy to or from the host: few fill the bus, and attention runs at the same
+// time. A copy within the device uses as many as the device holds.
 constexpr int64_t kHostThreadBlocks = 8;
 constexpr int64_t kDeviceThreadBlocks = 4 * 132;
 
-// One chunk: kCopyUnroll vectors of each lane, or fewer where the region ends before. All are read
-// before the first is written.
+// Copies one chunk: kCopyUnroll vectors per lane, or fewer where the region ends earlier. All are
+// read before the first is written.
 template <class Vector>
 __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64_t num_vectors,
                                            bool cleared) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  // Lane's vectors are those at 0, 32, ... below `left`.
+  // The lane copies the vectors at 0, 32, ... below `left`.
   const int left = static_cast<int>(min(num_vectors, int64_t{32 * kCopyUnroll})) - lane;
   from += lane;
   to += lane;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void copy_chunk(const Vector* from, Vector* to, int64
   }
 }
 
-// kWide: all regions have vectors of 16 bytes. Otherwise each warp goes by its region's.
+// kWide: all regions have vectors of 16 bytes. Otherwise a warp uses the vector size of its region.
 template <size_t kParameterBytes, bool kWide>
 __global__ void __launch_bounds__(kWarps * 32, kWide ? 1 : 2)
     copy_blocks_kernel(KV_PARAMETER CopyLaunch<kParameterBytes> c) {
@@ -107,7 +107,8 @@ void launch_shares(const BlockCopy& c, const std::vector<VectorRegion>& regions,
   });
 }
 
-// One launch where possible, with the smaller parameters where they do: a launch copies them all.
+// One launch where possible, with the smaller parameter block where it suffices, because a launch
+// copies all of its parameters.
 void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) {
   const std::vector<VectorRegion> regions = vector_regions(c);
   const int64_t usual = with_host ? kHostThreadBlocks : kDeviceThreadBlocks;
@@ -121,7 +122,7 @@ void copy_by_kernel(const BlockCopy& c, bool with_host, const OnDevice& device) 
   }
 }
 
-// Host memory by the device's addresses for it.
+// The copy, with host memory given by the device's addresses for it.
 void copy_by_kernel(const BlockCopy& c, bool from_host, bool to_host, const OnDevice& device) {
   const auto to_mapped = [&](const BlockCopy& part) {
     const auto launch_part = [&](const BlockCopy& p) {

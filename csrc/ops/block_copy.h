@@ -1,8 +1,8 @@
 // Block copy: whole pages, over all layers, between and within devices and the host.
 //
-// A page's bytes lie in regions: K and V of each layer, or all of it in one piece. Per region, a
-// page is one fragment, and fragments of neighbouring pages that lie side by side on both sides are
-// one run. Only ids come from the host; the regions' table is made once.
+// A page's bytes lie in regions: K and V of each layer, or one region for the whole page. A page
+// has one fragment per region. Consecutive pages whose fragments are contiguous on both sides form
+// one run. A call passes only ids; the table of regions is made once.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -30,31 +30,31 @@ namespace kvcache {
        std::to_string(c.num_sources - 1));
 }
 
-// Ids of one call, each with the place where it came first. Open addressing: what a call costs
+// Maps each id of one call to the index where it came first. Open addressing, so the cost of a call
 // grows with its pages, not with the pool.
-class PlaceOfId {
+class IndexOfId {
  public:
-  explicit PlaceOfId(int64_t n) {
+  explicit IndexOfId(int64_t n) {
     size_t size = 16;
     while (size < 2 * static_cast<size_t>(n)) size *= 2;
     table_.assign(size, {-1, 0});
   }
-  // The place of an earlier insertion, or -1.
-  int64_t insert(int32_t id, int64_t place) {
+  // The index of an earlier insertion of this id, or -1.
+  int64_t insert(int32_t id, int64_t index) {
     Entry& entry = slot(id);
-    if (entry.id == id) return entry.place;
-    entry = {id, place};
+    if (entry.id == id) return entry.index;
+    entry = {id, index};
     return -1;
   }
   int64_t find(int32_t id) {
     const Entry& entry = slot(id);
-    return entry.id == id ? entry.place : -1;
+    return entry.id == id ? entry.index : -1;
   }
 
  private:
   struct Entry {
     int32_t id;
-    int64_t place;
+    int64_t index;
   };
   Entry& slot(int32_t id) {
     const size_t mask = table_.size() - 1;
@@ -65,10 +65,10 @@ class PlaceOfId {
   std::vector<Entry> table_;
 };
 
-// Pairs on the CPU: all pages are there, each is written once, and none is both written and read:
-// the order in which pairs are carried out does not matter.
+// Checks pairs on the CPU: pages are in range, none is written twice, and within one storage none
+// is both written and read. So the order of the pairs does not matter.
 inline void check_pairs(const BlockCopy& c) {
-  PlaceOfId written(c.num_pairs);
+  IndexOfId written(c.num_pairs);
   for (int64_t i = 0; i < c.num_pairs; ++i) {
     const int32_t source = c.pairs[2 * i], destination = c.pairs[2 * i + 1];
     if (is_bad_pair(source, destination, c.num_sources, c.num_destinations)) {
@@ -138,18 +138,19 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   return c;
 }
 
-// Pages `source`, `source + step`, ... to `destination`, `destination + step`, ...
+// Copies pages [source, source + num_pages) to [destination, destination + num_pages); a clearing
+// run has the source kCleared.
 struct CopyRun {
-  int32_t source, destination;  // of the lowest page
+  int32_t source, destination;  // ids of the lowest page
   int64_t num_pages;
 };
 
-// The runs of pairs on the CPU: neighbours in the list whose ids both go up, or both down, by one.
-// No run is longer than `most`, nor crosses a multiple of pages_per_run where it cannot (a side's
-// flag: it lies on the host, and an engine of the device carries it).
+// The runs of pairs on the CPU: consecutive pairs whose ids both go up, or both go down, by one.
+// No run is longer than `most`. On a side that is cut (host memory that a copy engine accesses), no
+// run crosses a multiple of pages_per_run.
 inline std::vector<CopyRun> runs_of(const BlockCopy& c, int64_t most, bool cuts_source = false,
                                     bool cuts_destination = false) {
-  // Between the pages `source` and `destination`, and the next ones.
+  // Whether a multiple of pages_per_run lies between these pages and the next ones.
   const auto crosses = [&](int32_t source, int32_t destination) {
     const int64_t size = c.pages_per_run;
     return size > 0 && ((cuts_source && source >= 0 && (source + int64_t{1}) % size == 0) ||

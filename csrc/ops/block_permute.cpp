@@ -10,8 +10,8 @@
 namespace kvcache {
 namespace {
 
-constexpr int64_t kGrainBytes = 1 << 18;    // per thread: below it a second thread costs more
-constexpr int64_t kScratchBytes = 1 << 18;  // per thread: with the unit it holds, within the L2
+constexpr int64_t kGrainBytes = 1 << 18;    // per thread; with less, a second thread costs more
+constexpr int64_t kScratchBytes = 1 << 18;  // per thread; fits the L2 together with the unit
 constexpr int64_t kLeastSliceBytes = 64;    // a cache line
 
 char* scratch() {
@@ -19,14 +19,14 @@ char* scratch() {
   return memory.get() + (-reinterpret_cast<uintptr_t>(memory.get()) & 63);
 }
 
-// `kBytes` of a row, or `bytes` where that is not known to the compiler (0).
+// Copies a row of `kBytes`, or of `bytes` where kBytes is 0 (not known to the compiler).
 template <int64_t kBytes>
 void copy_row(char* to, const char* from, int64_t bytes) {
   std::memcpy(to, from, static_cast<size_t>(kBytes > 0 ? kBytes : bytes));
 }
 
-// Rows [begin, end) of the unit, in pieces whose rows lie at even distances: f(first row, number,
-// where the first lies).
+// Calls f(first row, number of rows, offset of the first row) for each stretch of the unit whose
+// rows are evenly spaced.
 template <class F>
 void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int32_t* ids, F&& f) {
   const uint32_t length = p.is_dense() ? p.block_rows.divisor : p.inner_rows.divisor;
@@ -38,7 +38,7 @@ void for_each_stretch(const BlockPermute& p, const PermuteUnit& unit, const int3
   }
 }
 
-// The unit through the thread's scratch, `slice` bytes of its rows at a time.
+// Permutes the unit through the thread's scratch memory, `slice` bytes of its rows at a time.
 template <int64_t kBytes>
 void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids,
                   int64_t slice) {
@@ -63,7 +63,8 @@ void permute_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, c
   }
 }
 
-// The unit along the cycles of its permutation, for one with too many rows for the scratch.
+// Permutes the unit along the cycles of its permutation. For a unit with too many rows for the
+// scratch memory.
 void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, const int32_t* ids) {
   char* const held = scratch();
   for (int64_t first = 0; first < p.row_bytes; first += kScratchBytes) {
@@ -83,7 +84,8 @@ void rotate_unit(const BlockPermute& p, char* layer, const PermuteUnit& unit, co
 
 using Permute = void (*)(const BlockPermute&, char*, const PermuteUnit&, const int32_t*, int64_t);
 
-// With the row sizes of common models (64 to 256 elements of 1 or 2 bytes) known to the compiler.
+// Dispatches on the row size, so that the compiler knows those of common models (64 to 256 elements
+// of 1 or 2 bytes).
 Permute permute_for(int64_t row_bytes, int64_t slice) {
   if (row_bytes % slice != 0) return permute_unit<0>;
   switch (slice) {

@@ -10,27 +10,27 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 constexpr int kUnroll = 8;                       // loads in flight per thread
-constexpr int64_t kSharedBytes = 32 << 10;       // of a thread block, where the slice may be wide
+constexpr int64_t kSharedBytes = 32 << 10;       // per thread block, where the slice is wide enough
 constexpr int64_t kMoreSharedBytes = 96 << 10;   // where slices would be below kLeastSliceBytes
-constexpr int64_t kLeastSliceBytes = 64;         // what the memory reads at once
-constexpr int64_t kPlainSharedBytes = 48 << 10;  // more must be asked for
+constexpr int64_t kLeastSliceBytes = 64;         // one memory transaction
+constexpr int64_t kPlainSharedBytes = 48 << 10;  // a kernel must ask for more
 
 constexpr int64_t kMaxGrid = INT32_MAX;
 constexpr int kLayersPerLaunch = 64;
 constexpr int kIdsPerLaunch = 812;
 
-// What one launch does: some groups, in some layers.
+// The parameters of one launch: some groups, in some layers.
 struct PermuteLaunch {
   BlockPermute p;
   FastDivisor units_per_group;
   FastDivisor unit_blocks;  // thread blocks of a unit
   FastDivisor slice;        // vectors of a slice; the last one of a row may have fewer
   FastDivisor row;          // vectors of a row
-  uint32_t rows_at_once;    // that the threads of a block move
+  uint32_t rows_at_once;    // rows that the threads of a block move together
   int64_t layers[kLayersPerLaunch];
   LaunchIds<kIdsPerLaunch> ids;
 
-  // The unit that this thread block works on, and which of the unit's thread blocks it is.
+  // The unit that this thread block works on, and the index of the block within the unit.
   KV_HOST_DEVICE PermuteUnit unit(uint32_t block, uint32_t& of_unit) const {
     const uint32_t u = unit_blocks.divide(block);
     of_unit = block - u * unit_blocks.divisor;
@@ -38,9 +38,10 @@ struct PermuteLaunch {
     return p.unit(group, u - group * units_per_group.divisor);
   }
 
-  // Whether the group of this unit names a block that is not there: skipped, see checked_mode.
+  // Whether the group of this unit names a block out of range. Such a unit is skipped, see
+  // checked_mode.
   KV_HOST_DEVICE bool skips(const PermuteUnit& unit) const {
-    if (ids.on_device == nullptr) return false;  // the host looked
+    if (ids.on_device == nullptr) return false;  // the host has checked them
     for (int32_t i = 0; i < p.group_size; ++i) {
       const int32_t id = ids[unit.first_id + i];
       if (id < 0 || id >= p.num_blocks) return true;
@@ -50,12 +51,12 @@ struct PermuteLaunch {
 };
 static_assert(sizeof(PermuteLaunch) <= kSmallParameterBytes, "too many ids in a launch");
 
-// One thread block per unit and slice of its rows (x) and per layer (y): the whole slice into
-// shared memory as it lies, then out again as it shall lie. A thread keeps its column; both times
-// neighbouring threads touch neighbouring bytes of a row. Dense: rows lie at one distance.
+// One thread block per unit and slice of its rows (x) and per layer (y). It reads the whole slice
+// into shared memory and writes it back permuted. A thread keeps its column, so neighbouring
+// threads read and write neighbouring bytes of a row. kDense: all rows are evenly spaced.
 //
-// All reads of a thread are on their way together: without registers where the hardware copies
-// asynchronously, else kUnroll at a time.
+// All reads of a thread are in flight together where the hardware copies asynchronously, else
+// kUnroll at a time.
 template <class Vector, bool kDense>
 __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteLaunch launch) {
   KV_DYN_SHARED(uint4, shared);
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(kThreads) permute_kernel(KV_PARAMETER PermuteL
   }
 }
 
-// Where not even one vector of every row fits into shared memory: a thread per row and vector. It
-// moves the vectors along the cycle that its row is the smallest of, if it is.
+// For units of which not even one vector of every row fits into shared memory: one thread per row
+// and vector. A thread whose row is the smallest of its cycle moves the vectors along that cycle.
 template <class Vector>
 __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLaunch launch) {
   const BlockPermute& p = launch.p;
@@ -147,7 +148,7 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(KV_PARAMETER PermuteLa
   __stcs(vector_at(to), first);
 }
 
-// How many bytes every row of every layer allows to move at once: 16, 8, 4, 2 or 1.
+// The widest vector, in bytes, that every row of every layer allows: 16, 8, 4, 2 or 1.
 int64_t vector_bytes(const BlockPermute& p, const int64_t* layers, int64_t num_layers) {
   uint64_t all =
       reinterpret_cast<uint64_t>(p.cache) |
@@ -179,7 +180,7 @@ void launch_sliced(const PermuteLaunch& launch, dim3 grid, int64_t slice, const 
                    cudaStream_t stream) {
   const int64_t shared = launch.p.unit_rows * slice;
   if (shared > kPlainSharedBytes) {
-    // Always the most there is: another thread may be between this and its own launch.
+    // Always the maximum: another thread may be between this call and its own launch.
     KV_CUDA_CHECK(cudaFuncSetAttribute(permute_kernel<Vector, kDense>,
                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        static_cast<int>(most_shared_bytes(cache))));

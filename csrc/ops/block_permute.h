@@ -1,10 +1,10 @@
-// Received blocks brought into the local layout, in place.
+// Received blocks permuted into the local layout, in place.
 //
-// A remote engine's blocks arrive as bytes: smaller or larger blocks than ours, its own order of
-// tokens and heads. A row (one token of one head) is never torn, so this is a permutation of rows.
-// Both layouts are one: HND blocks of n tokens, of which NHD is n = 1. Going from HND pieces of R
-// tokens to HND pieces of L tokens, one dividing the other, leaves runs of min(L, R) rows whole and
-// transposes a matrix of runs, the larger piece's max / min runs by the heads.
+// A remote engine's blocks arrive as bytes, in its block size and its order of tokens and heads. A
+// row (one token of one head) stays whole, so this is a permutation of rows. NHD is HND with blocks
+// of one token. So only one case is left: from HND blocks of R tokens to HND blocks of L tokens,
+// one dividing the other. It keeps runs of min(L, R) rows whole and transposes a matrix of runs, of
+// max(L, R) / min(L, R) runs by the number of heads.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -20,23 +20,23 @@
 
 namespace kvcache {
 
-// Where a unit, the rows that one transposition moves, begins.
+// A unit is the set of rows that one transposition moves. This says where it begins.
 struct PermuteUnit {
-  int64_t first_id;    // of its group's, among all ids
-  uint32_t first_row;  // in its group
+  int64_t first_id;    // index of its group's first id among all ids
+  uint32_t first_row;  // index within its group
 };
 
-// Plain data, as a kernel takes it. Strides in bytes. A group is the blocks of one row of ids.
+// Plain data that is passed to a kernel. Strides in bytes. A group is the blocks of one row of ids.
 struct BlockPermute {
   char* cache;
   int64_t num_blocks, block_stride, outer_stride, inner_stride, row_bytes;
-  FastDivisor block_rows;  // rows of a block, in the order in which they lie
-  FastDivisor inner_rows;  // of them those that follow each other at inner_stride
+  FastDivisor block_rows;  // rows of a block
+  FastDivisor inner_rows;  // consecutive rows of a block that are inner_stride apart
   FastDivisor run;         // rows that stay together
-  FastDivisor columns;     // runs of a row of the transposed matrix
-  uint32_t matrix_rows;    // 1 or columns 1: nothing moves
+  FastDivisor columns;     // runs in a row of the transposed matrix
+  uint32_t matrix_rows;    // where this or columns is 1, nothing moves
   uint32_t unit_rows;      // matrix_rows * columns * run
-  int32_t group_size;      // ids of a group
+  int32_t group_size;      // ids per group
   uint32_t units_per_group;
   int64_t num_groups;
 
@@ -44,7 +44,7 @@ struct BlockPermute {
     return {group * group_size, of_group * unit_rows};
   }
 
-  // Which row of the unit, as it was received, belongs at row r.
+  // The row of the unit, as received, that belongs at row r.
   KV_HOST_DEVICE uint32_t source(uint32_t r) const {
     const uint32_t to = run.divide(r);
     const uint32_t i = columns.divide(to);
@@ -52,7 +52,7 @@ struct BlockPermute {
     return (j * matrix_rows + i) * run.divisor + (r - to * run.divisor);
   }
 
-  // Byte offset in a layer of the unit's row r, in the order in which rows lie.
+  // Byte offset in a layer of the unit's row r, counted in memory order.
   template <class Ids>
   KV_HOST_DEVICE int64_t place(const PermuteUnit& unit, const Ids& ids, uint32_t r) const {
     const uint32_t row = unit.first_row + r;
@@ -92,7 +92,7 @@ inline void check_layer_offsets(const Tensor& offsets, int64_t row_bytes) {
   }
 }
 
-// Throws for entry i of indices, which is no block, or a block that an entry before it named.
+// Throws for entry i of indices, which is out of range or repeats an earlier entry.
 [[noreturn]] inline void fail_block_id(int64_t i, int32_t id, int64_t num_blocks) {
   const bool there = id >= 0 && id < num_blocks;
   fail("indices, entry " + std::to_string(i) + ", is " + std::to_string(id) +
@@ -100,7 +100,7 @@ inline void check_layer_offsets(const Tensor& offsets, int64_t row_bytes) {
               : ": expected 0 to " + std::to_string(num_blocks - 1)));
 }
 
-// Of ids on the host: that each names a block, and no two the same.
+// Checks that each id on the host is in range and that no two are equal.
 inline void check_block_ids(const int32_t* ids, int64_t n, int64_t num_blocks) {
   std::vector<bool> named(static_cast<size_t>(num_blocks));
   for (int64_t i = 0; i < n; ++i) {
@@ -140,12 +140,12 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   check_size(indices, "indices", 1, group_size, "the local blocks per remote block");
   if (indices.is_cpu() == cache.is_cpu()) check_disjoint(cache, "cache", indices, "indices");
 
-  // A dimension of one element has no stride: then NHD and HND are one.
+  // The stride of a dimension of one element has no meaning: NHD and HND are then the same.
   const bool local_is_hnd = block_size > 1 && heads > 1 && cache.stride(2) > cache.stride(1);
-  const int64_t local_piece = local_is_hnd ? block_size : 1;
-  const int64_t remote_piece = remote_is_hnd ? remote_block_size : 1;
-  const int64_t unit_tokens = std::max(local_piece, remote_piece);
-  int64_t run = std::min(local_piece, remote_piece);
+  const int64_t local_rows_per_head = local_is_hnd ? block_size : 1;
+  const int64_t remote_rows_per_head = remote_is_hnd ? remote_block_size : 1;
+  const int64_t unit_tokens = std::max(local_rows_per_head, remote_rows_per_head);
+  int64_t run = std::min(local_rows_per_head, remote_rows_per_head);
   const int64_t runs = unit_tokens / run;
   BlockPermute p{};
   p.cache = static_cast<char*>(cache.data_ptr());
@@ -156,7 +156,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.row_bytes = cache.numel() > 0 ? cache.size(3) * element : 0;
   int64_t inner_rows = local_is_hnd ? block_size : std::max<int64_t>(heads, 1);
   int64_t block_rows = block_size * std::max<int64_t>(heads, 1);
-  if (run > 1 && p.inner_stride == p.row_bytes) {  // a run in one piece is one long row
+  if (run > 1 && p.inner_stride == p.row_bytes) {  // a contiguous run is one long row
     p.row_bytes *= run;
     p.inner_stride *= run;
     inner_rows /= run;
@@ -166,7 +166,7 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
   p.block_rows = fast_divisor(block_rows);
   p.inner_rows = fast_divisor(inner_rows);
   p.run = fast_divisor(run);
-  const bool heads_outside = local_piece >= remote_piece;  // afterwards
+  const bool heads_outside = local_rows_per_head >= remote_rows_per_head;  // in the local layout
   p.matrix_rows = static_cast<uint32_t>(heads_outside ? std::max<int64_t>(heads, 1) : runs);
   p.columns = fast_divisor(heads_outside ? runs : std::max<int64_t>(heads, 1));
   p.unit_rows = p.matrix_rows * p.columns.divisor * p.run.divisor;

@@ -53,8 +53,8 @@ inline void check_contiguous(const Tensor& t, const char* name) {
     fail(std::string(name) + " is not contiguous: expected a contiguous tensor");
 }
 
-// That no two elements share memory, for a tensor that is written: each dimension, from the
-// innermost one in memory outwards, steps over all that lies within.
+// Checks that no two elements of a tensor that is written share memory: each dimension, from the
+// innermost one outwards, steps over everything inside it.
 inline void check_no_overlap(const Tensor& t, const char* name) {
   std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
   for (int64_t i = 0; i < t.dim(); ++i) {
@@ -72,7 +72,8 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   }
 }
 
-// That a tensor that is written shares no memory with one that is read, by the bytes they span.
+// Checks that a tensor that is written shares no memory with one that is read, by the bytes that
+// both span.
 inline void check_disjoint(const Tensor& written, const char* name, const Tensor& read,
                            const char* read_name) {
   const auto span = [](const Tensor& t) {

@@ -1,5 +1,5 @@
-// Copies for a device's copy engines: many per call where the driver takes them so, else one by
-// one.
+// Copies for a device's copy engines: many per call where the driver supports that, else one per
+// call.
 //
 // Needs nothing but the CUDA runtime API, which is included before this header (by ops/device.h; a
 // test puts a scripted one in its place).
@@ -17,14 +17,14 @@
 
 namespace kvcache {
 
-// Of one call: far below the tens of thousands at which drivers were seen to fail
+// Copies per call, far below the tens of thousands at which drivers were seen to fail
 // (vllm-project/vllm#49276).
 constexpr size_t kMaxDescriptors = 4096;
 
 // KVCACHE_BATCH_COPIES=0 switches batched copies off, for drivers that hang or fail in them.
 inline bool batches_switched_on() { return switched_on("KVCACHE_BATCH_COPIES", true); }
 
-// Whether a batch was refused because the driver has none: later calls do not try again.
+// Whether the driver has refused a batch because it supports none; later calls do not try again.
 inline std::atomic<bool>& driver_has_no_batches() {
   static std::atomic<bool> has_none{false};
   return has_none;
@@ -45,7 +45,8 @@ class CopyBatch {
     if (sizes_.size() == kMaxDescriptors) flush();
   }
 
-  // runtime_error, naming the copy, for one that the runtime refuses; those before it are launched.
+  // Throws std::runtime_error that names the copy which the runtime refuses. Copies before it are
+  // launched.
   void flush() {
     if (!flush_batched()) {
       for (size_t i = 0; i < sizes_.size(); ++i) copy_one(i);
@@ -84,14 +85,15 @@ class CopyBatch {
 #endif
   }
 
-  // By one call; false where there is none, or it refuses what single copies may take.
+  // Copies with one call. False where the driver has no such call, or refuses copies that single
+  // calls may accept.
   bool flush_batched() {
 #if CUDART_VERSION >= 12080
     if (!batched_ || sizes_.size() < 2) return false;
     cudaMemcpyAttributes attributes{};
     attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-    // A hint since 12.8. Without it, drivers of CUDA 13.1 and later may copy by kernels, which take
-    // multiprocessors away from the attention beside.
+    // A hint that CUDA has since 12.8. Without it, drivers of CUDA 13.1 and later may copy with
+    // kernels, which take multiprocessors away from attention.
     if (with_host_) attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;
     size_t from_first = 0;
 #if CUDART_VERSION >= 13000
@@ -105,12 +107,12 @@ class CopyBatch {
         &attributes, &from_first, 1, &failed, stream_);
 #endif
     if (error == cudaSuccess) return true;
-    (void)cudaGetLastError();  // a later launch must not find it
+    (void)cudaGetLastError();  // cleared, so that a later launch does not report it
     const bool has_none =
         error == cudaErrorNotSupported || error == cudaErrorCallRequiresNewerDriver;
     if (has_none) driver_has_no_batches() = true;
-    // These may concern the batch alone; with InvalidValue single copies name the one
-    // that is wrong. Copying again what a batch has copied does no harm.
+    // These errors may concern the batch alone. For InvalidValue, single copies find the copy that
+    // is refused. Repeating copies of the batch does no harm.
     if (!has_none && error != cudaErrorStreamCaptureUnsupported && error != cudaErrorInvalidValue) {
       throw std::runtime_error("a batch of " + std::to_string(sizes_.size()) +
                                " copies failed: " + cudaGetErrorString(error));

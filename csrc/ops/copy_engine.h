@@ -1,11 +1,12 @@
-// Pages between a device and the host by the device's copy engines: fragments as descriptors.
+// Copies pages between a device and the host with the device's copy engines: one descriptor per
+// fragment.
 #pragma once
 
 #include <cstdint>
 
 #include "ops/block_copy.h"
 #include "ops/device.h"
-// After device.h, which brings the CUDA runtime.
+// Included after device.h, which includes the CUDA runtime.
 #include "ops/copy_batch.h"
 
 namespace kvcache {

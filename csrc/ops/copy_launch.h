@@ -3,7 +3,7 @@
 //
 // Each pair's page is cut into chunks, region by region, and a warp copies a chunk at a time:
 // kUnroll vectors per lane, of the width that the region allows. Regions and ids share the
-// parameters' memory: few regions leave room for many pairs. Ids that are on the device need none.
+// parameters' memory, so few regions leave room for many pairs. Ids on the device need no room.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct CopyPair {
   int32_t source, destination;
 };
 
-// What does not grow with regions and pairs.
+// The fixed part of the parameters; regions and pairs follow it.
 struct CopyHead {
   const char* source;
   char* destination;
@@ -48,7 +48,7 @@ struct CopyLaunch {
   CopyHead head;
   int64_t words[kWords];
 
-  // Whether so many regions and pairs fit; pairs on the device count as none.
+  // Whether this many regions and pairs fit. Pairs on the device count as 0.
   static constexpr bool holds(int64_t num_regions, int64_t num_pairs) {
     return num_regions * kRegionWords + num_pairs <= kWords;
   }
@@ -111,7 +111,7 @@ inline std::vector<VectorRegion> vector_regions(const BlockCopy& c) {
   return found;
 }
 
-// Part of a copy that one launch does.
+// The share of a copy that one launch does.
 struct CopyShare {
   const VectorRegion* regions;
   int64_t num_regions, first_pair, num_pairs, page_chunks;
@@ -122,11 +122,11 @@ struct CopyShare {
   }
 };
 
-// The parts of a copy, each as large as a launch's parameters hold: f(share).
+// Calls f(share) for consecutive shares of a copy, each as large as a launch's parameters hold.
 template <size_t kBytes, class F>
 void for_each_share(const BlockCopy& c, const std::vector<VectorRegion>& regions, F&& f) {
   using Launch = CopyLaunch<kBytes>;
-  // Pairs in the parameters have at least half of them.
+  // At least half of the parameters is left for pairs that travel there.
   const int64_t most_regions = Launch::kWords / Launch::kRegionWords / (c.pairs_on_cpu ? 2 : 1);
   const auto num_regions = static_cast<int64_t>(regions.size());
   for (int64_t region = 0; region < num_regions; region += most_regions) {

@@ -1,4 +1,4 @@
-// Which bytes a block copy moves: plain data, as the op's arguments say it.
+// The arguments of a block copy, as plain data.
 #pragma once
 
 #include <cstdint>
@@ -7,26 +7,26 @@
 
 namespace kvcache {
 
-constexpr int32_t kCleared = -1;  // as a source: the destination becomes zeros
+constexpr int32_t kCleared = -1;  // a source id: the destination is filled with zeros
 
-// One region on both sides; plain data, as a row of the op's table and as a kernel takes it.
+// One region on both sides: a row of the op's table, passed to a kernel as it is.
 struct CopyRegion {
-  int64_t source, source_stride;  // bytes from the tensor's first to page 0's; from page to page
+  int64_t source, source_stride;  // bytes: offset of page 0 in the tensor, distance between pages
   int64_t destination, destination_stride;
-  int64_t num_bytes;  // of one page
+  int64_t num_bytes;  // per page
 
-  // Neighbouring pages lie side by side on both sides.
+  // Whether consecutive pages are contiguous on both sides.
   bool is_dense() const { return source_stride == num_bytes && destination_stride == num_bytes; }
 };
 constexpr int64_t kRegionFields = 5;
 static_assert(sizeof(CopyRegion) == kRegionFields * sizeof(int64_t), "a row of the op's table");
 
-// Which engine carries bytes between a device and the host.
-// kSingle: the copy engine, one call per fragment.
+// The engine that copies between a device and the host. kSingle is the copy engine with one call
+// per fragment.
 enum class CopyEngine : int64_t { kKernel = 0, kBatch = 1, kSingle = 2 };
 
 struct BlockCopy {
-  const char* source;  // nullptr: only zeros are written
+  const char* source;  // nullptr where only zeros are written
   char* destination;
   const CopyRegion* regions;  // on the CPU
   int64_t num_regions;
@@ -35,9 +35,9 @@ struct BlockCopy {
   int64_t num_pairs;
   int64_t num_sources, num_destinations;  // pages
   CopyEngine engine;
-  int64_t pages_per_run;      // pages of the host that were pinned in one piece; 0: all
-  int64_t num_thread_blocks;  // of the kernel; 0: as many as suit the direction
-  bool within;                // source and destination are one storage
+  int64_t pages_per_run;      // host pages that were pinned with one call; 0: all
+  int64_t num_thread_blocks;  // of the kernel; 0: chosen by the direction
+  bool within;                // source and destination are the same storage
 
   const char* from(const CopyRegion& r, int64_t page) const {
     return source + r.source + page * r.source_stride;
@@ -52,7 +52,7 @@ struct BlockCopy {
   }
 };
 
-// Whether a pair names pages that are there.
+// Whether both ids of a pair are in range.
 KV_HOST_DEVICE bool is_bad_pair(int32_t source, int32_t destination, int64_t num_sources,
                                 int64_t num_destinations) {
   return source < kCleared || source >= num_sources || destination < 0 ||

@@ -1,5 +1,5 @@
-// What a .cu file of this project needs, under nvcc and under the emulation: launches on torch's
-// current stream, the device guard, and the search for bad values that live on the device.
+// Helpers of every .cu file, for nvcc and for the emulation: launches on torch's current stream,
+// the device guard, and the search for invalid values in device memory.
 #pragma once
 
 #ifdef __CUDACC__
@@ -33,8 +33,8 @@
 #define KV_REGISTER_CUDA(op, function) \
   STABLE_TORCH_LIBRARY_IMPL(kvcache, CUDA, m) { m.impl(op, TORCH_BOX(&function)); }
 #elif defined(KVCACHE_GPULESS)
-// Compiled for the runtime without a GPU, which launches kernels by name: registers them only.
-// Hence `kernel` is a constant, not a variable.
+// The runtime without a GPU launches kernels by name, so this build only registers them. Hence
+// `kernel` is a constant, not a variable.
 #include "emul/runtime/bind.h"
 #define KV_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
   (void)::kvcache::gpuless::Registered<(kernel)>::done
@@ -51,7 +51,7 @@
 
 namespace kvcache {
 
-// The device of a tensor made current, and torch's current stream on it.
+// Makes the device of a tensor current, and holds torch's current stream on it.
 #ifdef __CUDACC__
 struct OnDevice {
   explicit OnDevice(const Tensor& t) : guard(t.get_device_index()) {
@@ -79,7 +79,7 @@ __global__ void first_bad_kernel(Bad bad, int64_t n, unsigned long long* first) 
   if (i < n && bad(i)) atomicMin(first, static_cast<unsigned long long>(i));
 }
 
-// One number on the device, for as long as this lives.
+// Owns one number in device memory.
 class DeviceNumber {
  public:
   DeviceNumber() { KV_CUDA_CHECK(cudaMalloc(&memory_, sizeof(unsigned long long))); }

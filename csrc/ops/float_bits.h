@@ -1,4 +1,4 @@
-// float32 numbers as their bits.
+// The bits of float32 numbers.
 #pragma once
 
 #include <cstdint>

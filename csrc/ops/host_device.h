@@ -1,4 +1,4 @@
-// For mathematics that the CPU op and the CUDA kernel share: one function, compiled for both.
+// Marks functions that the CPU op and the CUDA kernel share: compiled for both.
 #pragma once
 
 #include <cstdint>

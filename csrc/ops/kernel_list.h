@@ -1,6 +1,5 @@
-// Every kernel that this library can launch, so that all of them can be loaded before the first one
-// is needed: CUDA loads a kernel at its first launch, and older drivers cannot while a graph is
-// captured.
+// A list of every kernel that this library can launch, so that all can be loaded in advance. CUDA
+// loads a kernel at its first launch, and older drivers cannot do that while a graph is captured.
 #pragma once
 
 #include <vector>
@@ -18,7 +17,7 @@ struct ListedKernel {
       (kernel_list().push_back(reinterpret_cast<const void*>(kKernel)), true);
 };
 
-// Whoever mentions a kernel here has listed it when the library is loaded.
+// A use of this template lists the kernel when the library is loaded.
 template <auto kKernel>
 void list_kernel() {
   (void)&ListedKernel<kKernel>::listed;

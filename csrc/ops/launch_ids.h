@@ -1,8 +1,8 @@
-// Ids as a kernel takes them: from the device, or from the host as part of the launch's parameters.
+// Ids for a kernel: in device memory, or from the host in the launch's parameters.
 //
-// What travels as a parameter is copied by the launch itself: there is no buffer that somebody must
-// keep until the kernel has run, no copy to wait for, and a captured graph keeps the ids it was
-// captured with. Parameters are bounded: launches take so many ids at a time.
+// The launch itself copies its parameters. So no buffer must be kept until the kernel has run, no
+// copy is waited for, and a captured graph keeps the ids it was captured with. Parameters are
+// bounded, so a call with more ids needs several launches.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -16,7 +16,7 @@
 #include "ops/host_device.h"
 
 #ifdef __CUDACC__
-// A struct that stays in the parameters' memory where it is indexed at run time.
+// Marks a struct that stays in the parameters' memory though it is indexed at run time.
 #define KV_PARAMETER __grid_constant__ const
 #else
 #define KV_PARAMETER const
@@ -24,8 +24,8 @@
 
 namespace kvcache {
 
-// Every driver takes kSmallParameterBytes. CUDA 12.1 compiles, and its driver (R530) launches, up
-// to 32,764 bytes on sm_70 and newer.
+// Every driver accepts kSmallParameterBytes. From CUDA 12.1 and its driver (R530) on, the limit is
+// 32,764 bytes on sm_70 and newer.
 constexpr size_t kSmallParameterBytes = 4096;
 #if defined(__CUDACC__) && CUDART_VERSION < 12010
 constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
@@ -33,7 +33,7 @@ constexpr size_t kLargeParameterBytes = kSmallParameterBytes;
 constexpr size_t kLargeParameterBytes = 32760;
 #endif
 
-// Whether the driver does. KVCACHE_SMALL_PARAMETERS=1 says that it does not.
+// Whether the driver accepts the larger size. KVCACHE_SMALL_PARAMETERS=1 says that it does not.
 inline bool takes_large_parameters() {
 #ifdef __CUDACC__
   static const bool by_driver = [] {
@@ -47,7 +47,8 @@ inline bool takes_large_parameters() {
   return by_driver && !switched_on("KVCACHE_SMALL_PARAMETERS");
 }
 
-// Whether the ids came from the host. Emulated, all did: KVCACHE_EMUL_DEVICE_IDS=1 says otherwise.
+// Whether the ids came from the host. Under emulation all do; KVCACHE_EMUL_DEVICE_IDS=1 treats them
+// as device ids.
 inline bool ids_on_host(const Tensor& ids) {
 #ifdef __CUDACC__
   return ids.is_cpu();
@@ -56,7 +57,7 @@ inline bool ids_on_host(const Tensor& ids) {
 #endif
 }
 
-// `kCapacity` ids of one launch.
+// Up to `kCapacity` ids for one launch.
 template <int kCapacity>
 struct LaunchIds {
   const int32_t* on_device;  // nullptr: `values`
@@ -67,7 +68,7 @@ struct LaunchIds {
   }
 };
 
-// The part of int32 ids [first, first + n) that one launch takes; `is_cpu` as the ids' tensor says.
+// The int32 ids [first, first + n) for one launch; `is_cpu` says where the ids' tensor lies.
 template <int kCapacity>
 LaunchIds<kCapacity> launch_ids(const int32_t* ids, bool is_cpu, int64_t first, int64_t n) {
   LaunchIds<kCapacity> taken{};

@@ -1,5 +1,5 @@
-// Pinned host memory by the addresses that a device has for it. They are the host's own on most
-// systems; where they are not (WSL, sgl-project/sglang#40232), each pinned piece has its own.
+// The device's addresses of pinned host memory. On most systems they equal the host's. Where they
+// do not (WSL, sgl-project/sglang#40232), each pinned range has its own.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,8 @@
 
 namespace kvcache {
 
-// What to add to a host address for the device's; nothing for memory that is not pinned.
+// The difference between the device's and the host's address of pinned memory; nullopt for memory
+// that is not pinned.
 inline std::optional<int64_t> shift_to_device(const char* host) {
   cudaPointerAttributes attributes{};
   const cudaError_t error = cudaPointerGetAttributes(&attributes, host);
@@ -32,8 +33,8 @@ inline std::optional<int64_t> shift_to_device(const char* host) {
        "engine 1 (copy engine)");
 }
 
-// Calls copy(part) with parts of `c` whose host side, source or destination, has the device's
-// addresses.
+// Calls copy(part) for parts of `c` whose host side, source or destination, is given by the
+// device's addresses.
 template <class Copy>
 void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
   const std::string name = is_source ? "src" : "dst";
@@ -54,37 +55,37 @@ void with_mapped_host(const BlockCopy& c, bool is_source, Copy&& copy) {
     return is_source ? r.source + page * r.source_stride
                      : r.destination + page * r.destination_stride;
   };
-  // Each region may be memory of its own (`Pages.over`), and one that is not pinned is found here:
-  // a kernel that reads it would end the process's work on the device.
-  bool is_one_piece = true;
+  // Each region may be separate memory (`Pages.over`). One that is not pinned is refused here: a
+  // kernel that reads it would break the process's CUDA context.
+  bool is_one_range = true;
   for (int64_t i = 0; i < c.num_regions; ++i) {
     const std::optional<int64_t> of_region = shift_to_device(base + offset(c.regions[i], 0));
     if (of_region == shift) continue;
     const std::string region = "regions[" + std::to_string(i) + "]";
     if (!of_region) fail_pageable(name + "'s " + region);
-    is_one_piece = false;
+    is_one_range = false;
     if (c.pages_per_run > 0) continue;
     fail(name + " has " + region +
          " in other pinned memory than its first byte: expected one piece on this device, which "
          "has addresses of its own for each, or engine 1 (copy engine)");
   }
-  if (c.pages_per_run == 0 || (shift == 0 && is_one_piece)) return copy(shifted(shift));
+  if (c.pages_per_run == 0 || (shift == 0 && is_one_range)) return copy(shifted(shift));
   if (!c.pairs_on_cpu) {
     fail(
         "pairs is on a device: expected cpu, as this device has addresses of its own for each "
         "pinned piece of host memory");
   }
-  std::map<int64_t, std::vector<int32_t>> pairs_of_piece;
+  std::map<int64_t, std::vector<int32_t>> pairs_of_range;
   for (int64_t i = 0; i < c.num_pairs; ++i) {
     const int32_t page = c.pairs[2 * i + (is_source ? 0 : 1)];
-    std::vector<int32_t>& pairs = pairs_of_piece[page < 0 ? 0 : page / c.pages_per_run];
+    std::vector<int32_t>& pairs = pairs_of_range[page < 0 ? 0 : page / c.pages_per_run];
     pairs.insert(pairs.end(), {c.pairs[2 * i], c.pairs[2 * i + 1]});
   }
-  for (const auto& [piece, pairs] : pairs_of_piece) {
-    const char* first = base + offset(c.regions[0], piece * c.pages_per_run);
-    const std::optional<int64_t> of_piece = shift_to_device(first);
-    if (!of_piece) fail_pageable(name);
-    BlockCopy part = shifted(*of_piece);
+  for (const auto& [range, pairs] : pairs_of_range) {
+    const char* first = base + offset(c.regions[0], range * c.pages_per_run);
+    const std::optional<int64_t> of_range = shift_to_device(first);
+    if (!of_range) fail_pageable(name);
+    BlockCopy part = shifted(*of_range);
     part.pairs = pairs.data();
     part.num_pairs = static_cast<int64_t>(pairs.size() / 2);
     copy(part);

@@ -1,6 +1,6 @@
-// Whether two tensors that are both written share memory, exactly: K and V may be columns, or
-// heads, or halves of the pages of one tensor, where the bytes they span overlap though no element
-// does.
+// An exact test whether two tensors share memory, for tensors that are both written. K and V may be
+// columns, heads or halves of the pages of one tensor: the bytes they span overlap, though no
+// element does.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -14,16 +14,16 @@
 
 namespace kvcache {
 
-// A distance can grow by `stride` times any number from `least` to `most`.
+// One step: a distance can grow by `stride` times any number from `least` to `most`.
 struct Steps {
   int64_t stride, least, most;
 };
 
 constexpr int64_t floor_divide(int64_t a, int64_t b) { return a / b - (a % b < 0); }
 
-// Whether `distance` and steps from steps[i] on, strides falling, can lie from `least` to `most`.
-// Where the strides nest, as in tensors, few numbers of each come into question; `budget` bounds
-// the search where they do not, and what it leaves open counts as yes.
+// Whether `distance` plus some of the steps from steps[i] on can lie from `least` to `most`.
+// Strides are in descending order. Where the strides nest, as in tensors, few multiples of each are
+// possible. `budget` bounds the search where they do not; a search that it ends answers yes.
 inline bool can_reach(const std::vector<Steps>& steps, size_t i, int64_t distance, int64_t least,
                       int64_t most, int64_t& budget) {
   if (--budget < 0) return true;

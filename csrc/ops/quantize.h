@@ -1,8 +1,9 @@
-// fp8 and the dtypes that tokens have: conversions bit for bit as PyTorch's, save for NaN's sign.
+// Conversions between fp8 and the dtypes of tokens, equal to PyTorch's bit by bit, except for the
+// sign of NaN.
 //
-// fp8 stands for token / scale. Every branch is a choice between two numbers, so that compilers
-// make vector code of a loop over them; from compute capability 8.9 on there is an instruction for
-// each.
+// An fp8 value is token / scale. Every branch is a choice between two numbers, so that compilers
+// can vectorize a loop over them. From compute capability 8.9 on there is an instruction for each
+// conversion.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -22,14 +23,15 @@ namespace kvcache {
 
 constexpr uint32_t kFloatMantissa = 23, kFloatBias = 127, kFloatInfinity = 0xFFu << kFloatMantissa;
 
-// a where `condition`, else b, without a branch.
+// Returns a where `condition` holds, else b, without a branch.
 KV_HOST_DEVICE uint32_t choose(bool condition, uint32_t a, uint32_t b) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return (a & mask) | (b & ~mask);
 }
 
-// A format of `Bits`: sign, exponent, `mantissa` bits. From `special` on, magnitudes are infinite
-// or NaN; whatever is above `most`, written as a float, becomes `most`; NaN becomes `nan`.
+// A floating-point format stored in `Bits`: a sign, an exponent, `mantissa` bits. Magnitudes from
+// `special` on are infinite or NaN. A value above `most` (the bits of a float) becomes `most`; NaN
+// becomes `nan`.
 template <class Bits, uint32_t mantissa, uint32_t bias, uint32_t special, uint32_t most,
           uint32_t nan>
 struct SmallFloat {
@@ -46,7 +48,7 @@ struct SmallFloat {
     const uint32_t finite = choose(magnitude < most, magnitude, most);
     const uint32_t odd = finite >> kDropped & 1;
     const uint32_t normal = (finite - kRebias + odd + (1u << (kDropped - 1)) - 1) >> kDropped;
-    // Added to a float whose last bit is worth one step of the subnormal numbers: rounded to steps.
+    // Adding a float whose last bit is one subnormal step rounds to multiples of that step.
     constexpr uint32_t kSteps = kStep + (kFloatMantissa << kFloatMantissa);
     const uint32_t subnormal = bits_of(float_of(finite) + float_of(kSteps)) - kSteps;
     const uint32_t number = choose(finite < kSmallestNormal, subnormal, normal);
@@ -64,10 +66,10 @@ struct SmallFloat {
   }
 };
 
-// fp8: beyond the largest finite value, that value.
+// The fp8 formats saturate at their largest finite value.
 using E4M3 = SmallFloat<uint8_t, 3, 7, 0x7F, 0x43E00000u, 0x7F>;   // to 448; no infinity
 using E5M2 = SmallFloat<uint8_t, 2, 15, 0x7C, 0x47600000u, 0x7F>;  // to 57344
-// float16: 65536 is written as infinity.
+// float16 does not saturate: 65536 becomes infinity.
 using IeeeHalf = SmallFloat<uint16_t, 10, 15, 0x7C00, 0x47800000u, 0x7E00>;
 
 KV_HOST_DEVICE float widen(float x) { return x; }
@@ -90,7 +92,7 @@ KV_HOST_DEVICE void narrow(float x, c10::Half& out) {
 #endif
 }
 
-// The fp8 codes of two numbers and back, the first in the low byte: one instruction for both.
+// Two numbers to their fp8 codes and back, with one instruction. The first is in the low byte.
 template <class Format>
 KV_HOST_DEVICE uint16_t encode_pair(float first, float second) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
@@ -114,14 +116,14 @@ KV_HOST_DEVICE void decode_pair(uint16_t codes, float& first, float& second) {
 #endif
 }
 
-// `Element` is float, Half or BFloat16; float32 arithmetic, a true division.
+// `Element` is float, Half or BFloat16. Computes in float32, with a true division.
 template <class Format, class Element>
 KV_HOST_DEVICE void quantize(Element x, float scale, uint8_t& out) {
   const float quotient = widen(x) / scale;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   out = static_cast<uint8_t>(encode_pair<Format>(quotient, 0.0f));
 #else
-  out = Format::encode(quotient);  // encoding a pair would keep loops from becoming vector code
+  out = Format::encode(quotient);  // encoding pairs would prevent vectorization
 #endif
 }
 

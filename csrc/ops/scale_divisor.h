@@ -50,17 +50,17 @@ class ScaleDivisor {
 
   KV_HOST_DEVICE float scale() const { return scale_; }
 
-  // Whether the proofs hold: nothing they need overflows or loses bits below the normal numbers.
-  // Not for a negative scale, zero, infinity and NaN; divide truly there.
+  // Whether the proofs hold: no intermediate value overflows or becomes subnormal. They do not hold
+  // for zero, infinity, NaN or a negative scale; the caller then divides.
   KV_HOST_DEVICE bool is_exact() const {
     return bits_of(scale_) - kSmallest <= kLargest - kSmallest;
   }
 
-  // As x / scale for what comes of it: the same fp8 code, the same sign, infinity or NaN.
+  // A number that encodes as x / scale does: the same fp8 code, sign, infinity or NaN.
   KV_HOST_DEVICE float divide(float x) const {
     const float quotient = fused(x, high_, x * low_);
     if constexpr (std::is_same_v<Element, float>) {
-      // Negated, so that a rest of zero adds the zero that keeps the quotient's sign.
+      // Negated, so that a remainder of zero adds the zero that keeps the quotient's sign.
       const float minus_rest = fused(scale_, quotient, -x);
       const float corrected = fused(minus_rest, -nearest_, quotient);
       return fabsf(quotient) < kBeyondFp8 ? corrected : quotient;

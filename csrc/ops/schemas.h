@@ -1,5 +1,5 @@
-// Every op's schema, once: the library of the real ops and the one of the emulated kernels define
-// themselves from here. Mutations are declared; nothing aliases.
+// The schema of every op. The library of the real ops and the library of the emulated kernels are
+// both defined from here. Mutated arguments are marked; no op returns an alias.
 #pragma once
 
 namespace kvcache {

@@ -14,15 +14,15 @@
 namespace kvcache {
 namespace {
 
-// Two versions of a loop, the one with AVX2 chosen when the library is loaded on a machine that has
-// it: table look-ups become gathers.
+// Compiles a function twice, with and without AVX2; the loader chooses by the processor. With AVX2,
+// table look-ups become gathers.
 #ifdef KV_X86
 #define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
 #else
 #define KV_VECTOR_CLONES
 #endif
 
-// Whether any of these tokens cannot be served. No early exit: the loop is one of vectors.
+// Whether any of these tokens cannot be served. No early exit, so that the loop is vectorized.
 KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int64_t n,
                               int32_t num_rows, int64_t num_positions) {
   int64_t bad = 0;
@@ -34,7 +34,7 @@ KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int
   return bad != 0;
 }
 
-// Whether any of these tokens, whose rows are good, lies behind the entries of its row.
+// Whether any of these tokens lies beyond the entries of its row. Their rows are valid.
 KV_VECTOR_CLONES bool any_behind(const int32_t* counts, int64_t tokens_per_column,
                                  const int32_t* rows, const int64_t* positions, int64_t n) {
   int64_t bad = 0;
@@ -45,7 +45,7 @@ KV_VECTOR_CLONES bool any_behind(const int32_t* counts, int64_t tokens_per_colum
   return bad != 0;
 }
 
-// Slots of tokens begin to end - 1 in a group that is not sharded, however they are spread.
+// Writes the slots of tokens [begin, end) in a group that is not sharded, for tokens in any order.
 template <class Slot>
 void map_scattered(const int32_t* table, const TableGroupView& group, const int32_t* rows,
                    const int64_t* positions, int64_t begin, int64_t end, Slot* out) {
@@ -58,10 +58,9 @@ void map_scattered(const int32_t* table, const TableGroupView& group, const int3
 }
 
 #ifdef KV_X86
-// The same for four tokens at a time, as far as whole fours go; returns where it stopped. All
-// factors are below 2^32 and all products below 2^63. A dummy request (all ones in `dummy`) reads
-// the table's first entry, and drops what it read. Measured against the scalar loop on an AMD EPYC,
-// 1024 tokens: see benchmarks/tables.py.
+// The same, four tokens at a time; returns where it stopped. All factors are below 2^32 and all
+// products below 2^63. A dummy request (all ones in `dummy`) reads the table's first entry and
+// ignores it. benchmarks/tables.py compares this with the scalar loop.
 __attribute__((target("avx2"))) int64_t map_scattered_avx2(const int32_t* table,
                                                            const TableGroupView& group,
                                                            const int32_t* rows,
@@ -103,12 +102,12 @@ int64_t map_some_fast(const int32_t* table, const TableGroupView& group, const i
   return 0;
 }
 
-// Tokens first to first + length - 1: one row, positions that follow each other.
+// Tokens [first, first + length): one row, consecutive positions.
 struct TokenRun {
   int64_t first, length;
 };
 
-// The same for runs of tokens: block by block, as prefills have them.
+// The same for runs of tokens, as prefills have them, one block at a time.
 template <class Slot>
 KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, int64_t position,
                               int64_t length, Slot* out) {
@@ -128,7 +127,8 @@ KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, i
   }
 }
 
-// breaks[i]: token i does not follow token i - 1; returns how many. A loop of vectors.
+// Sets breaks[i] where token i does not follow token i - 1, and returns how many there are. The
+// loop is vectorized.
 KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positions, int64_t n,
                                      uint8_t* breaks) {
   int64_t count = 0;
@@ -140,7 +140,7 @@ KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positio
   return count;
 }
 
-// The runs of the tokens, or none where they are too short to be worth it (a decode step).
+// The runs of the tokens; empty where they are too short to be worth it (a decode step).
 std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
   constexpr int64_t kWorthwhile = 8;  // tokens per run, on average
   std::vector<TokenRun> runs;
@@ -173,7 +173,7 @@ bool any_bad(const SlotMapping& m, const int32_t* rows, const std::vector<TokenR
       if (any_behind(counts, tokens, rows, m.positions, m.num_tokens)) return true;
       continue;
     }
-    for (const TokenRun& run : runs) {  // the last of a run is the furthest
+    for (const TokenRun& run : runs) {  // the last token of a run has the highest position
       const int64_t last = run.first + run.length - 1;
       if (any_behind(counts, tokens, rows + last, m.positions + last, 1)) return true;
     }
@@ -209,7 +209,7 @@ void run(const SlotMapping& m, const int32_t* rows, const std::vector<TokenRun>&
   }
 }
 
-// The row of every token, where it was given per request.
+// Expands rows that were given per request to one row per token.
 std::vector<int32_t> rows_of_tokens(const SlotMapping& m) {
   const BadQueryStart bad{m.query_start, m.num_tokens};
   for (int64_t r = 0; r <= m.num_requests; ++r) {
@@ -230,7 +230,8 @@ void slot_mapping(Tensor tables, Tensor groups, int64_t num_rows, Tensor rows,
   std::vector<int32_t> expanded;
   if (m.query_start != nullptr) expanded = rows_of_tokens(m);
   const int32_t* token_rows = m.query_start != nullptr ? expanded.data() : m.rows;
-  // All of them before the first write; also before parallel_for, which would lose the message.
+  // All tokens are checked before the first write, and before parallel_for, which would drop the
+  // message.
   const std::vector<TokenRun> runs = runs_of(token_rows, m.positions, m.num_tokens);
   if (any_bad(m, token_rows, runs)) {
     for (int64_t i = 0; i < m.num_tokens; ++i) {

@@ -7,15 +7,15 @@ namespace {
 
 constexpr unsigned kThreads = 256;
 
-// One thread per entry of a group (y), tokens first, then the tail behind them: parallel over
-// tokens, however they are spread over requests.
+// One thread per output entry of a group (y): first the tokens, then the entries after the last
+// token. Parallel over tokens, so that long and short requests are equal.
 template <class Slot>
 __global__ void slot_mapping_kernel(const SlotMapping m) {
   const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (i >= m.num_out) return;
   const int g = static_cast<int>(blockIdx.y);
   const int32_t row = m.row_of(i);
-  // Of the row's length only this group's counts: the others may hold a block for it.
+  // Only this group's length of the row counts: other groups may hold a block for the position.
   const bool none = row < 0 || m.bad_row(row) || m.outside(i) ||
                     (m.counts != nullptr && m.positions[i] >= m.num_held(g, row));
   static_cast<Slot*>(m.out)[g * m.num_out + i] =
@@ -32,7 +32,7 @@ void check_values(const SlotMapping& m, cudaStream_t stream) {
   if (i < 0) return;
   int64_t at = i;
   if (m.query_start != nullptr) {
-    at = 0;  // on the host again: the request of token i
+    at = 0;  // finds the request of token i again, on the host
     while (at + 1 < m.num_requests && fetch(m.query_start + at + 1, stream) <= i) ++at;
   }
   fail_slot_mapping(m, i, fetch(m.rows + at, stream), fetch(m.positions + i, stream));

@@ -1,9 +1,8 @@
-// Slot mapping: where in the paged cache each token's KV lives, for all groups at once.
+// Slot mapping: the slot of each token's KV in the paged cache, for all groups in one call.
 //
-// The row of a token is given per token, or per request with the place where each request's tokens
+// The row of a token is given per token, or per request with the index where each request's tokens
 // begin. Row -1 is a dummy request. Tokens of dummy requests, tokens that another context-parallel
-// rank holds, and everything behind the last token get slot -1, which every reader and writer
-// skips.
+// rank holds, and entries after the last token get slot -1, which every reader and writer skips.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -18,7 +17,7 @@ namespace kvcache {
 
 inline constexpr int64_t kNoSlot = -1;
 
-// The arguments of one call, checked; plain data, as a kernel takes it.
+// The checked arguments of one call, as plain data that is passed to a kernel.
 struct SlotMapping {
   TableGroups groups;
   const int32_t* tables;
@@ -32,7 +31,8 @@ struct SlotMapping {
   bool wide;        // out is int64, else int32
   void* out;        // [num_groups, num_out]
 
-  // The request that token i belongs to: the last that starts at or before i. -1: behind all.
+  // The request that token i belongs to: the last that starts at or before i. -1 after the last
+  // request.
   KV_HOST_DEVICE int64_t request_of(int64_t i) const {
     if (num_requests == 0 || i < query_start[0] || i >= query_start[num_requests]) return -1;
     int64_t low = 0, high = num_requests;
@@ -74,7 +74,7 @@ struct SlotMapping {
     const int32_t row = row_of(i);
     return bad_row(row) || bad_position(row, i);
   }
-  // Slot of token i, whose row and position are good, in group g.
+  // The slot of token i in group g. Its row and position are valid.
   KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t i) const {
     const TableGroupView& group = groups.group[g];
     const int32_t* ids = tables + group.offset + int64_t{row} * group.num_columns;
@@ -82,7 +82,7 @@ struct SlotMapping {
   }
 };
 
-// Whether the starts of requests are no such: entry r goes back, or beyond the tokens.
+// Finds an entry r of query_start_loc that is below the one before it, or beyond the tokens.
 struct BadQueryStart {
   const int32_t* query_start;
   int64_t num_tokens;
@@ -146,7 +146,7 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
   return m;
 }
 
-// Throws for token i, whose row and position are given (they may have come from a device).
+// Throws for token i. The row and position are arguments, because they may have come from a device.
 [[noreturn]] inline void fail_slot_mapping(const SlotMapping& m, int64_t i, int32_t row,
                                            int64_t position) {
   if (m.bad_row(row)) {

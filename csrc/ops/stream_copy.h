@@ -1,4 +1,4 @@
-// Copying what does not fit into the caches, in fragments that lie apart.
+// Copies of scattered fragments that together do not fit into the processor's caches.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kvcache {
 
-// From this much in one call on, what is written does not stay in the caches anyway.
+// A call that writes at least this much evicts its own output from the caches.
 constexpr int64_t kStreamedBytes = int64_t{4} << 20;
 
 #if defined(__SSE2__)
@@ -35,8 +35,9 @@ inline void line(char* to, const char* from) {
 
 }  // namespace stream
 
-// As memcpy, past the caches: a line that is overwritten whole is not read first. glibc's memcpy
-// does so only for pieces of many megabytes. Call `stream_done` before others may read.
+// Copies as memcpy does, but bypasses the caches: a line that is overwritten whole is not read
+// first. glibc's memcpy does so only from many megabytes on. Call `stream_done` before other
+// threads read the result.
 inline void stream_copy(char* to, const char* from, int64_t n) {
   using namespace stream;
   const int64_t head = -reinterpret_cast<intptr_t>(to) & 15;

@@ -1,8 +1,8 @@
-// What torch does not offer of streams, events, pinning and loading: polling and pinning that
-// disturb no capture, streams of one's own, and loading of all kernels ahead of a capture.
+// Ops for streams, events, pinning and kernel loading that torch does not offer: polling and
+// pinning that disturb no capture, separate streams, and loading of all kernels before a capture.
 //
-// Ops without tensors, so they belong to no device's dispatch key, and only the CUDA library has
-// them. Handles of events and streams are their addresses.
+// These ops take no tensors, so they have no device's dispatch key. Only the CUDA library has them.
+// Handles of events and streams are their addresses.
 #include "ops/device.h"
 
 #ifdef __CUDACC__
@@ -10,10 +10,10 @@
 namespace kvcache {
 namespace {
 
-// While this lives, the calling thread's calls do not end captures, other threads' nor its own.
+// While this lives, the calling thread's calls invalidate no capture, of this or another thread.
 //
-// Thread-local mode would not be enough: a thread that captures itself may poll, too. What is done
-// in here concerns nothing that is being captured.
+// The thread-local mode would not suffice, because a thread that captures may poll as well. The
+// calls made here do not touch captured work.
 class OutsideCapture {
  public:
   OutsideCapture() { exchange(); }
@@ -33,7 +33,8 @@ torch::stable::accelerator::DeviceGuard guard_for(int64_t device) {
       static_cast<torch::stable::accelerator::DeviceIndex>(device));
 }
 
-// Pins host memory for all devices, so that kernels reach it; the CUDA error, 0 for none.
+// Pins host memory for all devices, so that kernels can access it. Returns the CUDA error, 0 for
+// none.
 int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -44,7 +45,7 @@ int64_t host_register(int64_t device, int64_t address, int64_t num_bytes) {
   return error;
 }
 
-// Undoes host_register; the CUDA error, 0 for none.
+// Undoes host_register. Returns the CUDA error, 0 for none.
 int64_t host_unregister(int64_t device, int64_t address) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -53,7 +54,7 @@ int64_t host_unregister(int64_t device, int64_t address) {
   return error;
 }
 
-// Whether all that an event stands for is done.
+// Whether all work that an event recorded is done.
 bool event_query(int64_t event) {
   const OutsideCapture outside;
   const cudaError_t error = cudaEventQuery(reinterpret_cast<cudaEvent_t>(event));
@@ -65,8 +66,8 @@ bool event_query(int64_t event) {
   return true;
 }
 
-// A stream that waits for no other by itself, of the highest priority: what it launches is small,
-// and computing goes on beside.
+// A stream of the highest priority that does not wait for the null stream. Its launches are small,
+// and other streams go on computing.
 int64_t stream_create(int64_t device) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;
@@ -77,7 +78,7 @@ int64_t stream_create(int64_t device) {
   return reinterpret_cast<int64_t>(stream);
 }
 
-// Returns when all that the stream was given is done, or the device has failed.
+// Waits until all work in the stream is done, or the device has failed.
 void stream_synchronize(int64_t device, int64_t stream) {
   const auto guard = guard_for(device);
   const OutsideCapture outside;

@@ -8,7 +8,7 @@
 namespace kvcache {
 
 // Whether a variable is switched on; `otherwise` where it is unset or empty. 0, false, off and no,
-// in capitals or not, switch it off, and anything else on.
+// in upper or lower case, switch it off. Any other value switches it on.
 inline bool switched_on(const char* name, bool otherwise = false) {
   const char* value = std::getenv(name);
   if (value == nullptr || value[0] == '\0') return otherwise;

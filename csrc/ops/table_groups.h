@@ -1,5 +1,5 @@
-// The cache groups of a worker's tables as ops see them: where each group's table lies in the one
-// arena, and how its blocks hold tokens.
+// The cache groups of a worker's tables, as arguments of ops: where each group's table lies in the
+// arena that all share, and how its blocks hold tokens.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -13,24 +13,24 @@
 
 namespace kvcache {
 
-// One group; plain data, as a kernel takes it.
+// One group, as plain data that is passed to a kernel.
 struct TableGroupView {
-  int64_t offset;             // of its table in the arena
+  int64_t offset;             // where its table begins in the arena
   int32_t num_columns;        // kernel blocks per row
   int32_t block_size;         // tokens of a kernel block on one rank
-  int32_t window;             // tokens a query sees, itself included; 0: all
-  int32_t counts_row;         // of the group in num_blocks_per_row
-  uint32_t rank;              // of this worker among `by_world.divisor` context-parallel ones
+  int32_t window;             // tokens that a query sees, its own included; 0: all
+  int32_t counts_row;         // the group's row in num_blocks_per_row
+  uint32_t rank;              // this worker's among `by_world.divisor` context-parallel ranks
   FastDivisor by_column;      // block_size * world: the tokens that one column stands for
   FastDivisor by_interleave;  // consecutive tokens that stay on one rank
   FastDivisor by_world;
 
   KV_HOST_DEVICE int64_t num_positions() const { return int64_t{num_columns} * by_column.divisor; }
 
-  // Slot of the token at `position`, in [0, num_positions()), of the row whose ids are given:
-  // column pos / V with V = block_size * world; of its offset o = pos % V, rank (o / I) % world
-  // holds the token, at offset (o / I / world) * I + o % I of its block. Elsewhere, and where
-  // the entry is no block id: -1.
+  // The slot of the token at `position`, in [0, num_positions()), of the row with these ids. The
+  // token lies in column pos / V with V = block_size * world. With o = pos % V and interleave I,
+  // rank (o / I) % world holds it, at offset (o / I / world) * I + o % I of its block. -1 on other
+  // ranks, and where the entry is no block id.
   KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
     const uint32_t column = by_column.divide(position);
     uint32_t offset = position - column * by_column.divisor;
@@ -44,27 +44,27 @@ struct TableGroupView {
     return block < 0 ? -1 : block * block_size + offset;
   }
 
-  // Tokens that this rank holds of the first `num_tokens`, fewer than a column stands for, of one
-  // column.
+  // How many of the first `num_tokens` tokens of a column this rank holds. `num_tokens` is less
+  // than a column covers.
   KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
     if (by_world.divisor == 1) return num_tokens;
-    const uint32_t chunk = by_interleave.divide(num_tokens);  // that the first token left out is in
+    const uint32_t chunk = by_interleave.divide(num_tokens);  // has the first token not counted
     const uint32_t round = by_world.divide(chunk);
     const uint32_t turn = chunk - round * by_world.divisor;
-    uint32_t of_round = 0;  // tokens of its chunk in the round that is not complete
+    uint32_t of_round = 0;  // this rank's tokens in the incomplete round
     if (turn > rank) of_round = by_interleave.divisor;
     if (turn == rank) of_round = num_tokens - chunk * by_interleave.divisor;
     return round * by_interleave.divisor + of_round;
   }
 
-  // Leading columns that no query at or behind position `first` can see through the window.
+  // Leading columns that the window hides from all queries from position `first` on.
   KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
     const int64_t first_visible = int64_t{first} - window + 1;
     if (window == 0 || first_visible <= 0) return 0;
     return by_column.divide(static_cast<uint32_t>(first_visible));
   }
 
-  // Columns that a row of up to so many tokens has.
+  // Columns of a row of up to this many tokens.
   KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
     if (max_num_tokens <= 0) return 0;
     const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
@@ -73,12 +73,12 @@ struct TableGroupView {
   }
 };
 
-inline constexpr int kMaxGroups = 32;  // they travel as kernel parameters, 4 KiB in all
+inline constexpr int kMaxGroups = 32;  // groups are kernel parameters, of 4 KiB in total
 
 struct TableGroups {
   int32_t num_groups;
   int32_t num_rows;
-  int64_t num_positions;  // that every group has a column for
+  int64_t num_positions;  // positions for which every group has a column
   TableGroupView group[kMaxGroups];
 };
 
@@ -95,7 +95,7 @@ enum GroupField {
   kNumFields
 };
 
-// From the argument `groups`, int64[num_groups, kNumFields] on the CPU.
+// Reads the argument `groups`, int64[num_groups, kNumFields] on the CPU.
 inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, int64_t num_rows) {
   check_dim(tables, "tables", 1, "[entries of all tables]");
   check_dtype(tables, "tables", {ScalarType::Int});
@@ -156,7 +156,7 @@ inline TableGroups checked_groups(const Tensor& groups, const Tensor& tables, in
   return out;
 }
 
-// The argument `num_blocks_per_row`: entries that each row of each group holds.
+// Checks the argument `num_blocks_per_row`: the entries that each row of each group holds.
 inline void check_counts(const Tensor& counts, const TableGroups& groups, const Tensor& tables) {
   check_dim(counts, "num_blocks_per_row", 2, "[num_groups, num_rows]");
   check_dtype(counts, "num_blocks_per_row", {ScalarType::Int});

@@ -1,4 +1,4 @@
-// Device-resident block tables: bringing them up to date, and putting rows into batch order.
+// Device-resident block tables: updating them, and gathering rows in batch order.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace kvcache {
 
-// What `HostTables::pack` wrote: [number of segments, (start, length, place of values) each,
-// values].
+// The buffer that `HostTables::pack` wrote: [number of segments, (start, length, index of the
+// values) each, values].
 struct TableUpdate {
   int32_t* tables;
   int64_t num_ids;
@@ -52,8 +52,8 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   fail("segment " + std::to_string(s) + " of updates lies outside the tables or the buffer");
 }
 
-// A row of one group's table on its way to its place in the batch: null in the first `hidden`
-// columns, which the window has left behind, then the ids. A padded row is hidden as a whole.
+// A row of one group's table as it is written in batch order: null in the first `hidden` columns,
+// which lie before the window, then the ids. A padded row is null in all columns.
 struct GatheredRow {
   const int32_t* from;
   int32_t* to;
@@ -68,7 +68,7 @@ struct TableGather {
   const int32_t* idx_mapping;   // [num_out_rows]; -1: a padded row
   const int32_t* num_computed;  // [num_out_rows] tokens before the row's first query, or null
   int64_t num_out_rows;
-  int64_t max_num_tokens;  // columns behind those of so many tokens are left as they are
+  int64_t max_num_tokens;  // columns beyond those of this many tokens are not written
   int32_t* out;            // laid out as tables
 
   KV_HOST_DEVICE int64_t num_columns(int g) const {
@@ -78,7 +78,7 @@ struct TableGather {
     const TableGroupView& group = groups.group[g];
     const int32_t row = idx_mapping[i];
     const auto columns = static_cast<int32_t>(num_columns(g));
-    int64_t hidden = columns;  // a padded row, or one that is not there (see checked_mode)
+    int64_t hidden = columns;  // a padded row, or one out of range (see checked_mode)
     if (row >= 0 && row < groups.num_rows) {
       hidden = num_computed != nullptr ? group.num_hidden_columns(num_computed[i]) : 0;
     }

@@ -5,7 +5,8 @@
 
 #include <cstring>
 
-// Compiled twice, the processor decides: twice as fast with AVX2 (AMD EPYC, gcc 12).
+// Compiled with and without AVX2, chosen by the processor. AVX2 is twice as fast (AMD EPYC, gcc
+// 12).
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define KV_CLONES __attribute__((target_clones("avx2", "default")))
 #else
@@ -16,9 +17,10 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-constexpr int64_t kGrainBytes = 1 << 18;  // per thread: below it a second thread costs more
+constexpr int64_t kGrainBytes = 1 << 18;  // per thread; with less, a second thread costs more
 
-// Pieces of fixed size: a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12, glibc 2.36).
+// Copies in steps of a fixed size: a memcpy of 2 KiB is 5 to 30 % slower (AMD EPYC, gcc 12, glibc
+// 2.36).
 constexpr size_t kCopyBytes = 1024;
 
 void copy(char* to, const char* from, size_t n) {
@@ -28,17 +30,17 @@ void copy(char* to, const char* from, size_t n) {
   std::memcpy(to, from, n);
 }
 
-// Moves one token of one layer, which has a slot.
+// Moves one token of one layer. The token has a slot.
 using Move = void (*)(const TokenPages& p, int64_t layer, int64_t i, int64_t slot);
 
 template <Direction direction>
 void move_bytes(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
-  const int64_t num_pieces = p.in_one_piece() ? 1 : p.num_heads;
-  const int64_t heads = p.in_one_piece() ? p.num_heads : 1;
+  const int64_t num_runs = p.is_contiguous() ? 1 : p.num_heads;
+  const int64_t heads = p.is_contiguous() ? p.num_heads : 1;
   const auto bytes = static_cast<size_t>(heads * p.head_size * p.token_element);
   char* token = p.token(layer, i);
   char* page = p.page(layer, slot);
-  for (int64_t piece = 0; piece < num_pieces; ++piece) {
+  for (int64_t run = 0; run < num_runs; ++run) {
     if constexpr (direction == Direction::kWrite) {
       copy(page, token, bytes);
     } else {
@@ -51,19 +53,18 @@ void move_bytes(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
 
 template <Direction direction, class Element, class Format>
 KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
-  const int64_t num_pieces = p.in_one_piece() ? 1 : p.num_heads;
-  const int64_t n = p.in_one_piece() ? p.width() : p.head_size;
+  const int64_t num_runs = p.is_contiguous() ? 1 : p.num_heads;
+  const int64_t n = p.is_contiguous() ? p.width() : p.head_size;
   auto* token = reinterpret_cast<Element*>(p.token(layer, i));
   auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot));
-  // Heads lie apart (HND): without this, each waits for its own memory, and gathering takes twice
-  // as long.
-  for (int64_t piece = 0; piece < num_pieces; ++piece) {
+  // Prefetches the heads, which lie apart in HND. Without this, gathering takes twice as long.
+  for (int64_t run = 0; run < num_runs; ++run) {
     for (int64_t j = 0; j < n; j += kCacheLine) {
-      __builtin_prefetch(page + piece * p.page_head_stride + j, direction == Direction::kWrite);
+      __builtin_prefetch(page + run * p.page_head_stride + j, direction == Direction::kWrite);
     }
   }
-  for (int64_t piece = 0; piece < num_pieces; ++piece) {
-    const float scale = p.scale(layer, piece);
+  for (int64_t run = 0; run < num_runs; ++run) {
+    const float scale = p.scale(layer, run);
     for (int64_t j = 0; j < n; ++j) {
       if constexpr (direction == Direction::kWrite) {
         quantize<Format>(token[j], scale, page[j]);
@@ -86,7 +87,8 @@ Move move_of(const TokenPages& p) {
 
 template <Direction direction>
 void run(const TokenIo& io) {
-  // All of them before the first write; also before parallel_for, which would lose the message.
+  // All tokens are checked before the first write, and before parallel_for, which would drop the
+  // message.
   for (int64_t i = 0; i < io.num_tokens; ++i) {
     if (io(i)) fail_token_io(io, i, io.slots[i]);
   }

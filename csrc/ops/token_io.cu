@@ -12,13 +12,13 @@ namespace kvcache {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
-constexpr unsigned kThreads = 128;  // at most, of a thread block
+constexpr unsigned kThreads = 128;  // most threads of a thread block
 constexpr uint32_t kMaxShares =
     32767;                         // thread blocks that share a token; grid.y holds K's and V's
 constexpr unsigned kInFlight = 4;  // tokens whose vectors a thread loads before it stores the first
 
-// A mover makes of a vector of one side one of the other side. `Token` and `Page` are these
-// vectors; a mover is made for one scale.
+// A mover converts vectors between tokens and pages. `Token` and `Page` are the vector types. A
+// mover has one scale.
 template <class Vector>
 struct MoveBytes {
   using Token = Vector;
@@ -31,7 +31,7 @@ struct MoveBytes {
   KV_HOST_DEVICE Vector to_token(const Vector& page) const { return page; }
 };
 
-// n elements of a token, and of a page of fp8.
+// Converts n elements between a token and a page of fp8.
 template <class Element_, int n>
 struct Fp8Vectors {
   using Element = Element_;
@@ -39,8 +39,8 @@ struct Fp8Vectors {
   struct alignas(n * sizeof(Element)) Token {
     Element elements[n];
   };
-  // Codes, two of them in one number where there is more than one: taking bytes out of words costs
-  // an instruction for each.
+  // Codes are handled in pairs where n is above 1: extracting single bytes costs an instruction
+  // each.
   struct alignas(n) Page {
     std::conditional_t<n == 1, uint8_t, uint16_t> codes[(n + 1) / 2];
   };
@@ -99,13 +99,13 @@ struct FromFp8 : Fp8Vectors<Element, n> {
   float scale;
 };
 
-// The vectors of a token, and of a piece of it that is dense in the page.
+// How many vectors a token has, and how many of them are contiguous in the page.
 struct Vectors {
   uint32_t total;
-  FastDivisor per_piece;
+  FastDivisor per_run;
 };
 
-// K and V, and how many thread blocks share a token of K; the rest of grid.y share one of V.
+// K and V, and how many thread blocks share a token of K; the rest of grid.y share a token of V.
 struct TokenLaunch {
   TokenIo io;
   Vectors vectors[2];
@@ -119,12 +119,12 @@ Vectors vectors_of(const TokenPages& p) {
     return static_cast<uint32_t>(elements * p.token_element / kBytes);
   };
   const uint32_t total = count(p.width());
-  return {total, fast_divisor(std::max(p.in_one_piece() ? total : count(p.head_size), 1u))};
+  return {total, fast_divisor(std::max(p.is_contiguous() ? total : count(p.head_size), 1u))};
 }
 
 constexpr int64_t kNoSlot = -1, kSkipped = -2;
 
-// Where token i lies within the pages of a layer, or one of the above.
+// The offset of token i within the pages of a layer, or one of the constants above.
 __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, int64_t i) {
   if (i >= io.num_tokens) return kSkipped;
   const int64_t slot = io.slots[i];
@@ -133,7 +133,8 @@ __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages&
   return p.page_place(slot);
 }
 
-// One vector's elements of kInFlight tokens, divided truly: for the rare scales that need it.
+// Divides the elements of kInFlight vectors by the scale, for the rare scales that need a true
+// division.
 template <class Mover>
 __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float scale,
                                   int64_t first, const char* tokens, char* pages) {
@@ -149,9 +150,9 @@ __device__ void write_by_division(const TokenIo& io, const TokenPages& p, float 
   }
 }
 
-// Grid: groups of tokens, shares of K's and of V's vectors, layers. Thread block: x are vectors of
-// a token, y are tokens. A thread moves one vector of kInFlight tokens: so its scale, and what is
-// derived from it, are the same for all of them.
+// Grid: groups of tokens (x), shares of the vectors of K and V (y), layers (z). Thread block:
+// vectors of a token (x), tokens (y). A thread moves the same vector of kInFlight tokens, so one
+// scale, and the values derived from it, serve them all.
 template <class Mover, Direction direction>
 __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLaunch launch) {
   using Token = typename Mover::Token;
@@ -169,16 +170,16 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
   const uint32_t share = is_v ? blockIdx.y - launch.k_blocks : blockIdx.y;
   const uint32_t shares = is_v ? gridDim.y - launch.k_blocks : launch.k_blocks;
   for (uint32_t j = share * blockDim.x + threadIdx.x; j < vectors.total; j += shares * blockDim.x) {
-    const uint32_t piece = vectors.per_piece.divide(j);
-    const uint32_t column = j - piece * vectors.per_piece.divisor;
+    const uint32_t run = vectors.per_run.divide(j);
+    const uint32_t column = j - run * vectors.per_run.divisor;
     char* const tokens = p.tokens + layer * p.token_layer_stride + int64_t{j} * sizeof(Token);
-    char* const pages = p.pages + layer * p.page_layer_stride + piece * p.page_head_stride +
+    char* const pages = p.pages + layer * p.page_layer_stride + run * p.page_head_stride +
                         int64_t{column} * sizeof(Page);
-    const Mover mover(Mover::kScaled ? p.scale(layer, piece) : 1.0f);
+    const Mover mover(Mover::kScaled ? p.scale(layer, run) : 1.0f);
     if constexpr (direction == Direction::kWrite) {
       if constexpr (Mover::kScaled) {
         if (!mover.is_exact()) {
-          write_by_division<Mover>(io, p, p.scale(layer, piece), first, tokens, pages);
+          write_by_division<Mover>(io, p, p.scale(layer, run), first, tokens, pages);
           continue;
         }
       }
@@ -229,22 +230,22 @@ void launch(const TokenIo& io, const OnDevice& device) {
   KV_LAUNCH((token_io_kernel<Mover, direction>), grid, block, 0, device.stream, launch);
 }
 
-// What all of these bytes are a multiple of: 16, 8, 4, 2 or 1.
+// The largest of 16, 8, 4, 2 and 1 that divides all of these byte counts.
 int64_t alignment_of(const char* address, std::initializer_list<int64_t> strides) {
   uint64_t all = reinterpret_cast<uintptr_t>(address);
   for (int64_t stride : strides) all |= static_cast<uint64_t>(stride);
   return common_vector_bytes(all);
 }
 
-// The launch with the widest vectors that addresses and strides of this side allow.
+// Launches with the widest vectors that the addresses and strides allow.
 template <Direction direction>
 Launch launch_of(const TokenPages& p) {
-  const int64_t piece = p.in_one_piece() ? p.width() : p.head_size;
+  const int64_t run = p.is_contiguous() ? p.width() : p.head_size;
   const int64_t of_token =
-      alignment_of(p.tokens, {p.token_layer_stride, p.token_stride, piece * p.token_element});
+      alignment_of(p.tokens, {p.token_layer_stride, p.token_stride, run * p.token_element});
   const int64_t of_page =
       alignment_of(p.pages, {p.page_layer_stride, p.block_stride, p.offset_stride,
-                             p.in_one_piece() ? 0 : p.page_head_stride, piece * p.page_element});
+                             p.is_contiguous() ? 0 : p.page_head_stride, run * p.page_element});
   if (p.scales != nullptr) {
     return with_formats(p, [&](auto element, auto format) -> Launch {
       using Element = decltype(element);

@@ -1,9 +1,9 @@
-// Token io: K and V of single tokens into the paged cache, and back, in one layer or in all.
+// Token io: copies K and V of single tokens into the paged cache and back, in one layer or in all.
 //
 // Caches are [num_blocks, block_size, num_kv_heads, head_size] with any strides but a dense last
-// dimension, so NHD and HND are the same code; all layers: the same with num_layers in front. Where
-// tokens and cache have one dtype, bytes are moved as they are; an fp8 cache also takes tokens of a
-// wider dtype, divided by a scale (quantize.h).
+// dimension, so one code serves NHD and HND. For all layers, num_layers comes in front. Where
+// tokens and cache have the same dtype, bytes are copied. An fp8 cache also takes tokens of a wider
+// dtype, divided by a scale (quantize.h).
 #pragma once
 
 #include <algorithm>
@@ -19,9 +19,9 @@
 
 namespace kvcache {
 
-// One of K and V: its tokens, its pages, its scales. Strides in bytes, 0 for a dimension of one.
+// The tokens, pages and scales of K or of V. Strides in bytes; 0 for a dimension of one element.
 struct TokenPages {
-  char* tokens;  // [num_layers, num_tokens, num_heads, head_size], heads one after the other
+  char* tokens;  // [num_layers, num_tokens, num_heads, head_size], heads contiguous
   int64_t token_layer_stride, token_stride;
   char* pages;  // [num_layers, num_blocks, block_size, num_heads, head_size]
   int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
@@ -29,13 +29,13 @@ struct TokenPages {
   int64_t num_heads, head_size;
   int64_t token_element, page_element;
   ScalarType token_type, page_type;
-  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: moved as they are
+  const float* scales;  // [num_layers, 1 or num_heads]; nullptr: bytes are copied
   int64_t scale_layer_stride, scale_head_stride;  // in elements; 0: one scale for all heads
 
   KV_HOST_DEVICE char* token(int64_t layer, int64_t i) const {
     return tokens + layer * token_layer_stride + i * token_stride;
   }
-  // The place of a slot, in [0, num_slots), within the pages of its layer.
+  // The offset of a slot, in [0, num_slots), within the pages of its layer.
   KV_HOST_DEVICE int64_t page_place(int64_t slot) const {
     const auto n = static_cast<uint32_t>(slot);
     const uint32_t block = by_block.divide(n);
@@ -49,8 +49,8 @@ struct TokenPages {
   }
   // Elements of a token.
   KV_HOST_DEVICE int64_t width() const { return num_heads * head_size; }
-  // Whether a token is one piece of its page too (NHD), all heads treated alike.
-  KV_HOST_DEVICE bool in_one_piece() const {
+  // Whether a token is contiguous in its page too (NHD), with one scale for all heads.
+  KV_HOST_DEVICE bool is_contiguous() const {
     return scale_head_stride == 0 &&
            (num_heads <= 1 || page_head_stride == head_size * page_element);
   }
@@ -64,13 +64,13 @@ struct TokenIo {
 
   KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
   KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
-  // Whether token i names a slot that is not there.
+  // Whether the slot of token i is out of range.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
 };
 
 enum class Direction { kWrite, kGather };
 
-// f(an element of the tokens' dtype, the fp8 format of the cache), for a side with scales.
+// Calls f(element of the tokens' dtype, fp8 format of the cache), for a side with scales.
 template <class F>
 auto with_formats(const TokenPages& p, F&& f) {
   const auto with_format = [&](auto element) {
@@ -120,7 +120,7 @@ inline void check_scale(const std::optional<Tensor>& scale, const std::string& n
 inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& name,
                                       const Tensor& cache, const std::optional<Tensor>& scale) {
   const std::string cache_name = name + "_cache", scale_name = name.substr(0, 1) + "_scale";
-  const int64_t first = cache.dim() == 5;  // the dimension behind the layers
+  const int64_t first = cache.dim() == 5;  // the dimension after num_layers
   if (first == 0) {
     check_dim(cache, cache_name.c_str(), 4,
               "[num_blocks, block_size, num_kv_heads, head_size], or with num_layers in front");
@@ -224,7 +224,7 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
           num_blocks * block_size};
 }
 
-// Throws for token i, whose slot is given (it may have come from a device).
+// Throws for token i. The slot is an argument, because it may have come from a device.
 [[noreturn]] inline void fail_token_io(const TokenIo& io, int64_t i, int64_t slot) {
   fail("slot_mapping[" + std::to_string(i) + "] is " + std::to_string(slot) +
        ": expected -1 (no slot) to " + std::to_string(io.num_slots - 1));

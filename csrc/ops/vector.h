@@ -9,13 +9,13 @@
 
 namespace kvcache {
 
-// Of values that are all multiples of it (given or-ed together): 16, 8, 4, 2 or 1.
+// The largest of 16, 8, 4, 2 and 1 that divides all values, which are given or-ed together.
 inline int64_t common_vector_bytes(uint64_t all) {
   all |= 16;
   return static_cast<int64_t>(all & (~all + 1));
 }
 
-// Calls f with a value of the type of so many bytes.
+// Calls f with a value of the vector type of this many bytes.
 template <class F>
 void with_vector(int64_t bytes, F&& f) {
   switch (bytes) {

@@ -17,8 +17,8 @@ namespace py = pybind11;
 
 using Int32Array = py::array_t<int32_t, py::array::c_style>;
 
-// A new array. Straight to numpy's constructor: a step makes several of these, and pybind11's
-// general one costs three times as much.
+// A new array, made by numpy's constructor: a step makes several, and pybind11's general
+// constructor costs three times as much.
 template <class T>
 py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   static const py::dtype dtype = py::dtype::of<T>();
@@ -85,7 +85,7 @@ class Int32Input {
   const int32_t* data() const { return data_; }
   py::ssize_t size() const { return size_; }
 
-  // Lets go of memory that a call is about to change.
+  // Copies the values out of memory that a call is about to change.
   void copy_values() {
     copy_.assign(data_, data_ + size_);
     data_ = copy_.data();
@@ -107,7 +107,7 @@ class Int32Input {
                                                : std::to_string(least_) + " to 2147483647"));
   }
 
-  // False, for numpy to judge, when something in it is no Python int.
+  // False where an item is not a Python int; numpy then decides.
   bool copy_ints(const py::handle& value) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());

@@ -61,8 +61,8 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
   return copy_hashes(hashes.data(), hashes.size());
 }
 
-// What `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a string or
-// None, 32 bytes per block.
+// Arguments that `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a
+// string or None, 32 bytes per block.
 ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
                      const py::object& cache_salt, const std::string& embed_digests) {
   std::vector<MmItem> items;
@@ -150,7 +150,7 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::st
   return std::make_unique<BlockPool>(n, make_eviction_policy(eviction, options, n));
 }
 
-// Also where there is no policy that would look at them.
+// Checked also where the policy does not use them.
 void check_ids(const BlockPool& pool, const Int32Input& ids) {
   for (py::ssize_t i = 0; i < ids.size(); ++i) pool.check_id(ids.data()[i], "ids");
 }
@@ -207,11 +207,11 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           },
           py::arg("ids"), "Notifies the policy that these cached blocks were hits of a request.")
       .def(
-          "tell_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"), py::kw_only(),
-          py::arg("tokens_per_block") = 1, py::arg("turn") = 0, py::arg("num_prefix_tokens") = 0,
-          py::arg("num_new_blocks") = 0, py::arg("num_output_tokens") = 0,
-          py::arg("request_class") = -1, py::arg("logical_time") = 0, py::arg("wall_ms") = 0,
-          py::arg("retention") = py::list(),
+          "notify_release", &notify_release, py::arg("ids"), py::arg("prefix_tokens"),
+          py::kw_only(), py::arg("tokens_per_block") = 1, py::arg("turn") = 0,
+          py::arg("num_prefix_tokens") = 0, py::arg("num_new_blocks") = 0,
+          py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
+          py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
           "Notifies the policy, before `release`, what these blocks were: prefix_tokens[i] tokens\n"
           "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).")
       .def(

@@ -34,7 +34,7 @@ class PythonKind : public AttentionKind {
   int64_t first_needed_token(int64_t num_computed_tokens) const override {
     const auto [known, is_new] = answers_.emplace(num_computed_tokens, 0);
     if (!is_new) return known->second;
-    const int64_t answer = ask(num_computed_tokens);  // which may ask again: `known` may be gone
+    const int64_t answer = ask(num_computed_tokens);  // may re-enter and invalidate `known`
     return answers_[num_computed_tokens] = answer;
   }
 
@@ -124,7 +124,7 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
 // The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
 class PlanType {
  public:
-  // What empty sections of all plans share: int32[0], [0, 2] and [0, 3].
+  // Empty arrays that all plans share: int32[0], [0, 2] and [0, 3].
   struct EmptySections {
     py::object ids, pairs, replace;
   };

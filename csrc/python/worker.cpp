@@ -7,7 +7,7 @@
 namespace kvcache {
 namespace {
 
-// An array whose memory the tables work in: never a converted copy.
+// An array in whose memory the tables work, so it must not be a converted copy.
 int32_t* shared_int32(const py::object& value, const char* name, int64_t size) {
   if (!py::isinstance<Int32Array>(value)) {
     throw py::type_error(std::string(name) + ": expected a C-contiguous int32 array");
@@ -51,7 +51,7 @@ struct GroupIds {
   Int32Input splits, ids;
 };
 
-// Values out of the tables themselves are copied before the tables change.
+// Values that lie in the tables are copied before the tables change.
 void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
 }

@@ -98,7 +98,7 @@ inline bool passes(const Test& test) {
   return false;
 }
 
-// Runs the tests whose name contains the first argument, all without one. Is the exit code.
+// Runs the tests whose names contain the first argument, or all tests. Returns the exit code.
 inline int run_all(int argc, char** argv) {
   const char* filter = argc > 1 ? argv[1] : "";
   int num_passed = 0;

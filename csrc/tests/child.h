@@ -1,5 +1,5 @@
-// Runs a test's body in a child process, so that each has a runtime of its own: settings are read
-// once from the environment, a sticky error stays, and a touch of device memory kills.
+// Runs a test's body in a child process, because each needs its own runtime: settings are read once
+// from the environment, a sticky error stays, and an access to device memory kills the process.
 #pragma once
 
 #include <sys/wait.h>
@@ -57,7 +57,7 @@ Ended run_child(const Variables& variables, Body&& body) {
   return ended;
 }
 
-// The body's checks hold in a child process with these variables.
+// Checks that the body passes in a child process with these variables.
 template <class Body>
 void in_child(const Variables& variables, Body&& body) {
   const Ended ended = run_child(variables, body);
@@ -68,7 +68,7 @@ void in_child(Body&& body) {
   in_child({}, body);
 }
 
-// The body dies, and says `text` before.
+// Checks that the body dies after it has printed `text`.
 template <class Body>
 void dies_saying(const char* text, Body&& body) {
   const Ended ended = run_child({}, body);

@@ -1,5 +1,5 @@
 #pragma once
-// What tests of the core's components share: numbered hashes, groups, cached blocks.
+// Helpers for tests of the core's components: numbered hashes, groups, cached blocks.
 
 #include <cstring>
 #include <memory>
@@ -42,7 +42,7 @@ inline std::vector<CacheGroup> full_groups(int64_t block_size) {
   return {group_of(std::make_shared<FullAttention>(), block_size)};
 }
 
-// Held blocks, and what publishes them as a chain under these hashes.
+// Held blocks, and a function that publishes them as a chain with these hashes.
 inline std::vector<BlockId> take(BlockPool* pool, int64_t n) {
   std::vector<BlockId> ids(static_cast<size_t>(n));
   pool->allocate(n, ids.data());

@@ -1,4 +1,4 @@
-// Streams whose work leaves a trace: what tests of the runtime without a GPU share.
+// Helpers for tests of the runtime without a GPU: streams whose work leaves a trace.
 #pragma once
 
 #include <cuda_runtime_api.h>

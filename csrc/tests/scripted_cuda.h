@@ -1,5 +1,5 @@
-// The part of the CUDA 13 runtime that copies, for tests: copies happen at once, calls are counted,
-// and the test says what the runtime answers.
+// The copying part of the CUDA 13 runtime, for tests: copies happen at once, calls are counted, and
+// the test sets the results of calls.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ struct cudaMemcpyAttributes {
   unsigned flags;
 };
 
-// What the runtime does, and what was asked of it.
+// The results that the test has set, and the calls that were made.
 struct Script {
   cudaError_t batch_answer = cudaSuccess;
   std::function<cudaError_t(const void*)> single_answer = [](const void*) { return cudaSuccess; };

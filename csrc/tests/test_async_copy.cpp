@@ -8,9 +8,9 @@
 namespace {
 
 constexpr unsigned kThreads = 4;
-constexpr uint32_t kPoison = 0xCDCDCDCD;  // what dynamic shared memory holds before
+constexpr uint32_t kPoison = 0xCDCDCDCD;  // the initial content of dynamic shared memory
 
-// What each of four threads finds in its place of shared memory after `kernel(place, source)`.
+// The values that four threads find in their shared memory after `kernel(place, source)`.
 template <class F>
 std::vector<uint32_t> found_after(F&& kernel) {
   std::vector<uint32_t> source{10, 11, 12, 13}, found(kThreads);

@@ -278,13 +278,13 @@ TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   CHECK(pool.allocate(2, ids));
   pool.release(ids, 3);
   pool.clear();
-  const EventLog::Drained told = events.drain();
-  CHECK_EQ(told.events.size(), 4);
-  CHECK(told.events[0].kind == EventLog::Kind::kStored && told.events[0].hash == hashes[0]);
-  CHECK(told.events[0].parent == hashes[1] && told.events[1].parent == hashes[0]);
-  CHECK(told.events[2].kind == EventLog::Kind::kRemoved && told.events[2].hash == hashes[1]);
-  CHECK(told.events[3].kind == EventLog::Kind::kCleared);
-  CHECK(told.tokens == std::vector<int32_t>(tokens, tokens + 4));
+  const EventLog::Drained drained = events.drain();
+  CHECK_EQ(drained.events.size(), 4);
+  CHECK(drained.events[0].kind == EventLog::Kind::kStored && drained.events[0].hash == hashes[0]);
+  CHECK(drained.events[0].parent == hashes[1] && drained.events[1].parent == hashes[0]);
+  CHECK(drained.events[2].kind == EventLog::Kind::kRemoved && drained.events[2].hash == hashes[1]);
+  CHECK(drained.events[3].kind == EventLog::Kind::kCleared);
+  CHECK(drained.tokens == std::vector<int32_t>(tokens, tokens + 4));
   CHECK(events.drain().events.empty());
   CHECK_EQ(pool.num_evicted(), 2);
 }
@@ -385,7 +385,7 @@ TEST(reset_needs_every_block_free) {
   pool.check_invariants();
 }
 
-// First in, first out among candidates; notes what it is told.
+// First in, first out among candidates; records its notifications.
 struct Recorder : kvcache::EvictionPolicy {
   explicit Recorder(std::vector<std::string>* log) : log(log) {}
   std::vector<std::string>* log;
@@ -435,7 +435,7 @@ struct Recorder : kvcache::EvictionPolicy {
 TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   std::vector<std::string> log;
   BlockPool pool(4, std::make_unique<Recorder>(&log));
-  const auto told = [&](const std::vector<std::string>& expected) {
+  const auto notified = [&](const std::vector<std::string>& expected) {
     pool.check_invariants();
     const bool same = log == expected;
     if (!same) {
@@ -450,7 +450,7 @@ TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   const Hash hashes[] = {hash_of(1), hash_of(2)};
   publish(&pool, ids, hashes, 2, 3);
   pool.publish_partial(ids[2], hash_of(8), hash_of(1), 3);
-  CHECK(told({"allocate 3 1", "publish 1 3", "publish 2 3", "part 3 3"}));
+  CHECK(notified({"allocate 3 1", "publish 1 3", "publish 2 3", "part 3 3"}));
 
   const int64_t prefix_tokens[] = {16, 32, 40};
   const kvcache::Retention retention{1, 2, 3, 4};
@@ -459,26 +459,26 @@ TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   pool.access(ids, 2, 7.0);
   pool.set_now(99);
   pool.release(ids, 3);  // block 1 has a child, block 3 is no chain's
-  CHECK(told({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7", "now 99", "idle 1",
-              "idle 2", "insert 2", "idle 3", "insert 3"}));
+  CHECK(notified({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7", "now 99", "idle 1",
+                  "idle 2", "insert 2", "idle 3", "insert 3"}));
 
   pool.hit(&ids[1], 1);
   pool.retain(&ids[1], 1);
-  CHECK(told({"hit 1 2", "remove 2"}));
+  CHECK(notified({"hit 1 2", "remove 2"}));
   const BlockId twice[] = {ids[1], ids[1]};
   CHECK_THROWS(pool.release(twice, 2), "more often");
-  CHECK(told({}));
+  CHECK(notified({}));
   pool.release(&ids[1], 1);
-  CHECK(told({"idle 2", "insert 2"}));
+  CHECK(notified({"idle 2", "insert 2"}));
 
   CHECK(pool.allocate(1, &one));
-  CHECK(told({"remove 3", "forget 3 0 3 1", "allocate 1 3"}));
+  CHECK(notified({"remove 3", "forget 3 0 3 1", "allocate 1 3"}));
   CHECK(pool.allocate(1, &one));
-  CHECK(told({"remove 2", "forget 2 1 3 1", "insert 1", "allocate 1 2"}));
+  CHECK(notified({"remove 2", "forget 2 1 3 1", "insert 1", "allocate 1 2"}));
   pool.evict(&ids[0], 1);
-  CHECK(told({"remove 1", "forget 1 1 3 0"}));
+  CHECK(notified({"remove 1", "forget 1 1 3 0"}));
   pool.clear();
-  CHECK(told({"clear"}));
+  CHECK(notified({"clear"}));
 }
 
 TEST(a_child_parks_its_last_free_parent_until_its_last_twin_is_forgotten) {

@@ -9,7 +9,7 @@
 using namespace kvcache;
 namespace {
 
-// What the call throws in a thread of its own; empty where it does not.
+// The message that the call throws in another thread; empty where it does not throw.
 std::string elsewhere(const std::function<void()>& call) {
   std::string message;
   std::thread([&] {

@@ -1,9 +1,9 @@
-// CopyBatch: when it hands over batches, and what it does where the runtime refuses one.
+// CopyBatch: when it uses batches, and how it handles a batch that the runtime refuses.
 
 #include "check.h"
-// The scripted runtime in the place of CUDA's.
+// Replaces CUDA's runtime, so it is included first.
 #include "scripted_cuda.h"
-// After it.
+// Included after the scripted runtime.
 #include "ops/copy_batch.h"
 
 namespace {
@@ -106,7 +106,7 @@ TEST(what_a_batch_refuses_goes_one_by_one) {
     CHECK(memory.has_arrived());
     CHECK_EQ(script.num_batches, 1);
     CHECK_EQ(script.num_singles, kCopies);
-    CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});  // a later launch must not find it
+    CHECK_EQ(int{cudaGetLastError()}, int{cudaSuccess});  // a later launch must not report it
     kvcache::driver_has_no_batches() = false;
   }
 }

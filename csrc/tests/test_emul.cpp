@@ -50,14 +50,14 @@ __global__ void barrier_only_for_first_half() {
   __syncwarp();
 }
 
-// Wrong on a GPU, right where threads run from first to last: a barrier is missing.
+// A barrier is missing: wrong on a GPU, right where threads run from first to last.
 __global__ void previous_without_barrier(int* data) {
   KV_DYN_SHARED(int, buffer);
   buffer[threadIdx.x] = data[threadIdx.x];
   if (threadIdx.x > 0) data[threadIdx.x] = buffer[threadIdx.x - 1];
 }
 
-// The same: nothing keeps a thread from its next round while others still read.
+// A barrier is missing: a thread may begin its next round while others still read.
 __global__ void next_in_rounds(int* data) {
   KV_DYN_SHARED(int, buffer);
   for (int round = 0; round < 2; ++round) {
@@ -67,7 +67,7 @@ __global__ void next_in_rounds(int* data) {
   }
 }
 
-// The same: the barrier is one of the warp, and another warp's values are read.
+// The barrier covers only the warp, but another warp's values are read.
 __global__ void next_warp_after_syncwarp(int* data) {
   KV_DYN_SHARED(int, buffer);
   buffer[threadIdx.x] = int(threadIdx.x);

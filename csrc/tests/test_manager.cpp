@@ -1,6 +1,6 @@
-// The manager under random calls of both drivers, over mixed groups: tables that follow the plans,
-// and the invariants. tests/test_allocator_random.py compares every answer with a model; this one
-// runs under the sanitizers.
+// The manager under random calls of both kinds (steps and single requests), over mixed groups:
+// checks tables that follow the plans, and the invariants. tests/test_allocator_random.py compares
+// every answer with a model; this test runs under the sanitizers.
 #include "core/manager/manager.h"
 
 #include <algorithm>
@@ -447,7 +447,7 @@ class Driver {
   void check() {
     CHECK_EQ(manager_.num_rows(), rows_.size());
     for (const auto& [id, state] : rows_) {
-      // The next plan tells the others, or a later one.
+      // The next plan or a later one has the others.
       if (!state.by_step || manager_.must_resend(id) || manager_.is_on_host(id)) continue;
       for (size_t g = 0; g < options_.groups.size(); ++g) {
         CHECK(tables_[id][g] == manager_.blocks(id, static_cast<int64_t>(g)));
@@ -545,7 +545,7 @@ TEST(calls_from_within_the_digest_are_refused) {
   manager.check_invariants();
 }
 
-// A policy that writes down what it is told; evicts in the order of release.
+// Records its notifications; evicts in the order of release.
 class Recorder : public kvcache::EvictionPolicy {
  public:
   explicit Recorder(std::vector<std::string>* log) : log_(log) {}
@@ -602,7 +602,7 @@ TEST(a_policy_is_told_what_requests_do) {
   options.fence_frees = true;
   Manager manager(options);
   manager.set_now(7);
-  const auto told = [&](const std::vector<std::string>& wanted) {
+  const auto notified = [&](const std::vector<std::string>& wanted) {
     const auto joined = [](const std::vector<std::string>& lines) {
       std::string all;
       for (const std::string& line : lines) all += line + "\n";
@@ -615,7 +615,7 @@ TEST(a_policy_is_told_what_requests_do) {
   const Request first = make_request(10);
   step_new(&manager, {{first.chain, 6}}, /*lookahead=*/4);  // a chunk of 6, and a block for drafts
   serve(&manager, 0, 4, 0);                                 // the rest, and one token comes
-  told({});
+  notified({});
   kvcache::ReleaseFeatures features;
   features.turn = 3;
   features.request_class = 5;
@@ -623,36 +623,38 @@ TEST(a_policy_is_told_what_requests_do) {
   features.retention = retention;
   features.num_retention = 1;
   manager.free(0, features);
-  told(
+  notified(
       {"release 3 2 1",
        "  tokens 12 8 4, turn 3, prefix 0, new 3, output 1, class 5, time 1 7, of 4, retention 1"});
   manager.report(1, /*completed=*/true, {}, {});  // behind the fence; the last one is not cached
-  told({"idle 2", "idle 1"});
+  notified({"idle 2", "idle 1"});
 
   const Request second = make_request(9);
   step_new(&manager, {{second.chain, 100}});
-  told({"hit 1 2"});
+  notified({"hit 1 2"});
   manager.access(0, 11.5);
-  told({"access 4 2 1"});
+  notified({"access 4 2 1"});
   const Request child = make_request(9);
   CHECK(manager.fork(0, child.chain).status == Status::kServed);
-  told({});  // a fork is no hit
+  notified({});  // a fork is no hit
   const int32_t row = 1;
   StepRequest leave;
   leave.swap_out_rows = &row;
   leave.num_swap_out_rows = 1;
   manager.step(leave);
-  told({"release 4 2 1",
-        "  tokens 12 8 4, turn 0, prefix 9, new 0, output 0, class -1, time 2 7, of 4, retention 0"
-        ", swapped"});
+  notified(
+      {"release 4 2 1",
+       "  tokens 12 8 4, turn 0, prefix 9, new 0, output 0, class -1, time 2 7, of 4, retention 0"
+       ", swapped"});
   manager.free(1);  // from the host: no block of the device goes
-  told({});
+  notified({});
   manager.free(0);
-  told({"release 4 2 1",
-        "  tokens 12 8 4, turn 0, prefix 8, new 1, output 0, class -1, time 3 7, of 4, retention "
-        "0"});
+  notified(
+      {"release 4 2 1",
+       "  tokens 12 8 4, turn 0, prefix 8, new 1, output 0, class -1, time 3 7, of 4, retention "
+       "0"});
   manager.report(3, /*completed=*/true, {}, {});
-  told({"idle 2", "idle 1"});
+  notified({"idle 2", "idle 1"});
   manager.check_invariants();
 }
 

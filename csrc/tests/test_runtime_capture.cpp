@@ -1,4 +1,5 @@
-// The CUDA runtime without a GPU: what a capture records, refuses and is broken by.
+// The CUDA runtime without a GPU: the calls that a capture records or refuses, or that invalidate
+// it.
 #include <cuda_runtime_api.h>
 
 #include <string>

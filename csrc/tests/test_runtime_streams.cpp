@@ -1,4 +1,4 @@
-// The CUDA runtime without a GPU: what streams and events order, and what they leave open.
+// The CUDA runtime without a GPU: the orders that streams and events enforce, and those they allow.
 #include <cuda_runtime_api.h>
 
 #include <chrono>
@@ -19,7 +19,7 @@ using kvcache::test::ran;
 using kvcache::test::recorded;
 using kvcache::test::Variables;
 
-// What `body` leaves in `ran`, under several seeds.
+// The values of `ran` after `body`, under several seeds.
 template <class Body>
 std::set<std::string> orders(Body&& body) {
   std::set<std::string> seen;

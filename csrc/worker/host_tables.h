@@ -1,5 +1,5 @@
 // The host side of a worker's block tables: a step's changes for all rows and all groups in one
-// call, and what of them the device has to be told. Plain C++: memory comes from the caller.
+// call, and the list of changes for the device. Plain C++; the caller owns the memory.
 #pragma once
 
 #include <algorithm>
@@ -11,20 +11,20 @@ namespace kvcache {
 
 // One cache group's table in the arena: `num_rows` rows of `width` kernel-block ids.
 struct TableGroup {
-  int64_t offset;  // of its first id in the arena
-  int64_t width;   // columns, kernel blocks
-  int64_t ratio;   // kernel blocks per allocation block: an id b becomes b*ratio .. b*ratio+ratio-1
-  int64_t max_ids;  // allocation blocks are below it: what follows from them fits its type
+  int64_t offset;   // where its first id lies in the arena
+  int64_t width;    // columns, kernel blocks
+  int64_t ratio;    // kernel blocks per allocation block: id b becomes b*ratio .. b*ratio+ratio-1
+  int64_t max_ids;  // bound of allocation block ids, so that kernel block ids fit int32
 };
 
-// Ids for some rows, ragged: row rows[i] gets ids[splits[i]] .. ids[splits[i + 1] - 1].
+// Ids to append, ragged: row rows[i] gets ids[splits[i]] .. ids[splits[i + 1] - 1].
 struct RaggedIds {
   const int32_t* splits;  // [num_rows + 1]
   const int32_t* ids;
   int64_t num_splits, num_ids;
 };
 
-// Entries to overwrite: (row, allocation column, id) each.
+// Table entries to overwrite: (row, allocation column, id) each.
 struct Replacements {
   const int32_t* entries;  // [n, 3]
   int64_t n;
@@ -33,10 +33,11 @@ struct Replacements {
 class HostTables {
  public:
   // `arena`: the tables, num_rows * width ids of each group, then counts [num_groups, num_rows]
-  // (kernel blocks per row); it stays the caller's. `track`: remember changes for `pack`.
+  // (kernel blocks per row); the caller owns it. `track`: record changes for `pack`.
   HostTables(int32_t* arena, int64_t num_rows, std::vector<TableGroup> groups, bool track);
 
-  // Whether these values lie in the arena: a change could overwrite them before they are read.
+  // Whether these values lie in the arena, where a change could overwrite them before they are
+  // read.
   bool overlaps(const int32_t* values, int64_t n) const {
     return values < counts_ + num_groups() * num_rows_ && values + n > arena_;
   }
@@ -44,9 +45,9 @@ class HostTables {
   int64_t num_groups() const { return static_cast<int64_t>(groups_.size()); }
   const TableGroup& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
 
-  // A step: rows in `clear` are emptied, then rows in `append` get ids in every group, then entries
-  // are replaced. Checked as a whole first (std::invalid_argument, nothing changed): rows, widths,
-  // columns a row has, ids of [0, num_blocks) allocation blocks (num_blocks < 0: not known).
+  // Applies a step: empties the rows in `clear`, then appends ids in every group, then replaces
+  // entries. Checks everything first (std::invalid_argument, nothing changed): rows, widths,
+  // columns that a row has, ids in [0, num_blocks) (num_blocks < 0: not known).
   void apply(const int32_t* clear, int64_t num_clear, const int32_t* append, int64_t num_append,
              const std::vector<RaggedIds>& ids, const std::vector<Replacements>& replace,
              int64_t num_blocks);
@@ -54,17 +55,18 @@ class HostTables {
   // One group, one row: reset (where asked), then append.
   void append_row(int64_t group, int64_t row, const int32_t* ids, int64_t n, bool reset);
 
-  // For pairs (source, target) of rows, one after the other; all groups, or the one given.
+  // Pairs (source, target) of rows are applied one after the other, in all groups or the one given.
   void move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group = -1);
   void clear_rows(const int32_t* rows, int64_t n, int64_t group = -1);
   void clear();  // everything
 
-  // Changes since the last pack, for the device: [number of segments, (destination, length, place
-  // of its values in the buffer) each, values]. Returns the int32s needed, and writes them where
-  // `capacity` suffices. More changes than the arena has ids: returns -1, upload the whole arena.
+  // Writes the changes since the last pack, for the device: [number of segments, (destination,
+  // length, index of its values in the buffer) each, values]. Returns how many int32s that takes,
+  // and writes them only where `capacity` suffices. Returns -1 where the whole arena is to be
+  // uploaded, because there are more changes than it has ids.
   int64_t pack(int32_t* out, int64_t capacity) const;
-  void mark_clean();  // what was packed has been sent
+  void mark_clean();  // the packed changes have been sent
 
  private:
   struct Segment {
@@ -75,7 +77,7 @@ class HostTables {
     const TableGroup& group = groups_[static_cast<size_t>(g)];
     return group.offset + row * group.width;
   }
-  // Entries that a row holds. Callers may write them too: never trusted beyond the width.
+  // Entries that a row holds. Callers may write the counts too, so they are clamped to the width.
   int64_t count(int64_t g, int64_t row) const {
     const int64_t width = groups_[static_cast<size_t>(g)].width;
     return std::clamp<int64_t>(counts_[g * num_rows_ + row], 0, width);
@@ -99,7 +101,7 @@ class HostTables {
   void move(int64_t g, int32_t src, int32_t tgt);
   void swap(int64_t g, int32_t src, int32_t tgt);
   void note(int64_t start, int64_t length);
-  void reserve_notes(int64_t num_rows, int64_t num_entries);  // so that noting cannot fail
+  void reserve_notes(int64_t num_rows, int64_t num_entries);  // so that recording cannot fail
   template <class Change>
   void for_groups(int64_t group, const Change& change);
 
@@ -108,12 +110,12 @@ class HostTables {
   int64_t num_ids_;  // of all tables
   std::vector<TableGroup> groups_;
   bool track_;
-  int32_t* counts_;  // behind the tables
+  int32_t* counts_;  // after the tables
   bool all_dirty_ = false;
   bool counts_dirty_ = false;
   std::vector<Segment> dirty_;
   int64_t num_dirty_ids_ = 0;
-  std::vector<int32_t> planned_;  // per row: kernel blocks after the plan, while it is checked
+  std::vector<int32_t> planned_;  // per row: kernel blocks after the step that is being checked
 };
 
 }  // namespace kvcache

@@ -1,8 +1,8 @@
-"""The control plane: which blocks. Works without torch."""
+"""The control plane, which decides the blocks of each request. Works without torch."""
 
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
 from kvcache.allocator.manager import CachedTokens, KVCacheManager
-from kvcache.allocator.options import CacheArguments, CacheOptions
+from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.request import Request
 from kvcache.allocator.sequences.block_space_manager import BlockSpaceManager
 from kvcache.allocator.sequences.demand import AllocStatus
@@ -22,6 +22,7 @@ __all__ = [
     "CacheOptions",
     "CachedTokens",
     "KVCacheManager",
+    "PolicyArguments",
     "PrefixCacheStats",
     "Request",
     "eviction_names",

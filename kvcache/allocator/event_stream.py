@@ -1,4 +1,4 @@
-"""Events of the native log, one per block, joined into those that are emitted."""
+"""Joins the events of the native log, one per block, into the events that are emitted."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import integer
+from kvcache.checks import MAX_INT32, MAX_INT64, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
-from kvcache.specs import ContextParallel, GroupSpec
+from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
@@ -34,7 +34,7 @@ Ids = np.ndarray | Sequence[int]
 
 
 class CachedTokens(NamedTuple):
-    """The cached part of a request: tokens on the device, with the host, and what that would load."""
+    """The cached part of a request: tokens on the device, tokens with the host tier, and the load."""
 
     on_device: int
     with_host: int
@@ -51,20 +51,20 @@ class KVCacheManager:
     further keyword arguments are the fields of `CacheOptions`, which says what each means; `options`
     has them all.
 
-    Two ways to drive a request, the same code below: `step`, a whole batch per call, answered by a
-    `StepPlan` that a worker applies; or `get_computed_blocks`, `allocate_slots` and `append_slots`,
-    which answer block ids to a caller that keeps its own tables. They share the pool, but a request
-    stays with the way that admitted it, because the blocks of `allocate_slots` and `append_slots`
-    stand in no plan: `append_slots` on a request that `step` admitted is a ValueError, and so is the
-    row of one that `allocate_slots` admitted among the rows of `step`. Everything else serves both.
-    Blocks that leave a window become the null block in `block_ids`; only plans say which.
+    A request is served in one of two ways, with the same native code: `step`, which takes a whole batch
+    and returns a `StepPlan` that a worker applies; or `get_computed_blocks`, `allocate_slots` and
+    `append_slots`, which return block ids to a caller that keeps its own tables. Both share the pool. A
+    request stays with the way that admitted it, because no plan contains the blocks of `allocate_slots`
+    and `append_slots`: `append_slots` on a request that `step` admitted is a ValueError, and so is
+    passing a request that `allocate_slots` admitted to `step`. All other methods serve both. Blocks
+    behind a window become the null block in `block_ids`; only plans list them.
 
     Every error is a ValueError or TypeError that names the argument, and changes nothing.
 
-    A manager belongs to the thread that first calls one of its methods (but `stats`, `pool`,
-    `block_ids` and `num_computed_tokens`); called from another thread, or from within one another (a
-    SHA-256 in Python could), all raise RuntimeError and change nothing. A request's tokens are
-    appended by that thread too.
+    A manager belongs to the thread that first calls one of its methods (except `stats`, `pool`,
+    `block_ids` and `num_computed_tokens`). Calls from another thread, and calls from within another call
+    (a SHA-256 in Python could make one), raise RuntimeError and change nothing. The same thread appends
+    a request's tokens.
 
     >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
     >>> plan = manager.step(new=[Request("r1", range(40))])
@@ -92,6 +92,7 @@ class KVCacheManager:
             num_gpu_blocks,
             max_model_len,
             context_parallel=None,
+            max_encoder_tokens=None,
             options=CacheOptions.from_arguments(
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
@@ -107,15 +108,17 @@ class KVCacheManager:
         max_model_len: int,
         *,
         context_parallel: ContextParallel | None = None,
+        max_encoder_tokens: int | None = None,
         enable_caching: bool = True,
         num_preallocate_tokens: int = 64,
         **options: Unpack[CacheArguments],
     ) -> KVCacheManager:
         """A manager of several cache groups over one pool; `plan_cache` gives groups and pages.
 
-        A group's block stands for `block_size * context_parallel.world_size` tokens (`replicated`
-        ones: `block_size`), in allocation, hashing, hits and events alike. A hit is the longest
-        prefix that all groups have what they need of. Options as of the constructor.
+        A group's block holds `block_size * context_parallel.world_size` tokens (in `replicated` groups
+        `block_size`), for allocation, hashing, hits and events. A hit is the longest prefix of which
+        every group has the blocks that it needs. `max_encoder_tokens`: a request with more encoder
+        tokens is refused (None: one with any). Options as for the constructor.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024, num_preallocate_tokens=0)
@@ -129,6 +132,7 @@ class KVCacheManager:
             num_gpu_blocks,
             max_model_len,
             context_parallel=context_parallel,
+            max_encoder_tokens=max_encoder_tokens,
             options=CacheOptions.from_arguments(
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
@@ -144,23 +148,28 @@ class KVCacheManager:
         max_model_len: int,
         *,
         context_parallel: ContextParallel | None,
+        max_encoder_tokens: int | None,
         options: CacheOptions,
     ) -> None:
-        cp = context_parallel or ContextParallel()
+        self.groups = checked_groups(groups)
+        cp = checked_context_parallel(context_parallel)
+        num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks", -MAX_INT64, MAX_INT64)
+        self.max_model_len = integer(max_model_len, "max_model_len", -MAX_INT64, MAX_INT64)
+        self._max_encoder_tokens = MAX_INT32
+        if max_encoder_tokens is not None:
+            self._max_encoder_tokens = integer(max_encoder_tokens, "max_encoder_tokens")
         self.options = options
-        self.groups = tuple(groups)
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
             options.native_of(
-                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, max_model_len
+                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, self.max_model_len
             )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
         if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
-        self.max_model_len = int(max_model_len)
         self._page_bytes = options.page_bytes
         self._chain_key = (
             self._native.hash_block_size,
@@ -186,12 +195,12 @@ class KVCacheManager:
 
     @property
     def host_pool(self) -> PoolView | None:
-        """The same of the host tier; None where there is none."""
+        """The counts of the host tier's pool; None without a host tier."""
         return self._host_pool
 
     @property
     def num_loading_blocks(self) -> int:
-        """Blocks that plans load from the host, of steps that were not reported yet."""
+        """Blocks that plans load from the host, in steps that were not reported yet."""
         return self._native.num_loading
 
     @property
@@ -201,28 +210,28 @@ class KVCacheManager:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """How much of what was asked for was found in the cache, and how long blocks stayed."""
+        """Hit rates, stored and evicted blocks, and residency times."""
         self._native.check_reader()
         return stats_of(self._native.stats(), self._native.pool.num_pins_broken)
 
     def clear_stats(self) -> None:
-        """Starts the counts of `stats` anew."""
+        """Resets the counts of `stats`."""
         self._native.clear_stats()
 
     def drain_events(self) -> list[CacheEvent]:
-        """Events of what entered and left the cache since the last call, in order."""
+        """The events since the last call, in order: blocks that entered or left the cache."""
         return events_of(self._native.drain_events(), self.block_sizes)
 
     def set_now(self, seconds: float) -> None:
-        """Sets the clock of residency times and of priorities that end, for replays.
+        """Sets the clock of residency times and of priorities that expire, for replays.
 
-        Without it the system's is read, counted from when the manager was made. It does not go back:
-        ValueError.
+        By default the system's clock is used, from when the manager was made. ValueError for a time
+        before the current one.
         """
         self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
 
     def block_hashes(self, request: Request) -> np.ndarray:
-        """uint8[n, 32] of the request's full hash blocks, computed now where they are not yet."""
+        """uint8[n, 32]: the hashes of the request's full blocks, computed now where they are missing."""
         return self._native.hashes(self._chain(request))
 
     def block_ids(self, request: Request, group: int = 0) -> np.ndarray:
@@ -230,7 +239,7 @@ class KVCacheManager:
         return self._native.blocks(self.row(request), group)
 
     def num_computed_tokens(self, request: Request) -> int:
-        """Tokens of an admitted request that have a slot: the next ones go behind them."""
+        """The number of an admitted request's tokens that have a slot. The next tokens follow them."""
         self._native.check_reader()
         return self._native.num_computed_tokens(self.row(request))
 
@@ -258,34 +267,34 @@ class KVCacheManager:
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
-        A new request takes its longest cached prefix and slots for at most `new_num_tokens[j]` tokens
-        behind it (default: all it has). Each is served or not, in the order given: a new request may
-        get what a running row before it was too large for, so do not pass new ones while a row waits,
-        if that is not wanted. What does not fit is answered `WAIT` (not now) or `NEVER` (not even
-        alone; row -1 if new) and left exactly as it was: its tokens and rejections are to be passed
-        again. Blocks that fill with known tokens become hits for later plans.
+        A new request gets its longest cached prefix and slots for at most `new_num_tokens[j]` tokens
+        after it (default: all its tokens). Rows and requests are served in the order given, each if it
+        fits. A new request may fit where an earlier row did not: do not pass new requests while a row
+        waits, if that is not wanted. A row or request that does not fit is answered `WAIT` (not now) or
+        `NEVER` (not even alone; row -1 for a new request) and is not changed: pass its tokens and
+        rejections again. Blocks that fill with known tokens become hits for later plans.
 
-        For the running rows: `token_ids`, those that became known since the last step, row after row,
-        `num_token_ids[i]` of each (default: one of each); they are appended to the request unless its
-        row is not served. `num_rejected_tokens[i]`: of the row's last tokens so many were drafts that
-        were not accepted; their slots are the first to be given now.
+        For the running rows, `token_ids` are the tokens that became known since the last step, row after
+        row, `num_token_ids[i]` per row (default: one per row). They are appended to the requests of rows
+        that are served. `num_rejected_tokens[i]`: how many of the row's last tokens were drafts that were
+        not accepted; their slots are used first.
 
-        `num_lookahead_tokens`: slots beyond the tokens, for drafts, never cached and given again to
-        the next tokens; one number, or one for each of rows and new. `num_reserved_blocks`: that new
-        requests leave free besides the watermark.
+        `num_lookahead_tokens`: extra slots for drafts; they are never cached, and the next tokens use
+        them. One number, or one for each of `rows` and `new`. `num_reserved_blocks`: blocks that new
+        requests leave free in addition to the watermark.
 
-        `swap_out`: rows that leave for the host first of all, each if it fits there (`WAIT`: it does
-        not, and stays). A row that is there comes back when it is among `rows` again, behind the
-        watermark like a new request; blocks that rows share move once. A preempted request can also be
-        freed, and come again as a new one: what of it is still cached, on either tier, is a hit.
+        `swap_out`: rows that are swapped out before anything else, each if it fits on the host (`WAIT`:
+        it does not, and stays). A swapped-out row comes back when it is in `rows` again; like a new
+        request it leaves the watermark free. Blocks that rows share move once. A preempted request can
+        also be freed and passed as a new one: its blocks that are still cached, on either tier, are hits.
 
-        `max_host_blocks[j]`: a new request whose hit needs more blocks from the host than that takes
-        what the device has; ask `cached_tokens` before, and refuse what would arrive later than it is
-        computed. The plan answers `rows`, then `swap_out`, then `new`.
+        `max_host_blocks[j]`: a new request whose hit needs more blocks from the host than this uses only
+        the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
+        which would take longer than computing. The plan answers `rows`, then `swap_out`, then `new`.
 
-        Raises ValueError, with nothing changed, on an unknown row, one that `allocate_slots` admitted,
-        a row or request named twice, no tokens, or tokens beyond `max_model_len` (of `token_ids` one
-        more: the last that was sampled).
+        Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
+        a row or request named twice, no tokens, or tokens beyond `max_model_len` (`token_ids` may have
+        one more: the last sampled token).
         """
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
@@ -311,10 +320,11 @@ class KVCacheManager:
         return plan
 
     def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
-        """The answer that admitting a request with its first tokens would get now; changes nothing.
+        """The status that `step` would give a new request now; changes nothing.
 
-        `num_tokens`: as of `new_num_tokens` of `step`; None for all that are known. `NEVER` is said of
-        what was asked: in smaller chunks a request may fit whose window groups hold less at a time.
+        `num_tokens`: as `new_num_tokens` of `step`; None for all known tokens. `NEVER` holds for this
+        number of tokens: with smaller chunks a request may fit, since window groups then hold fewer
+        blocks.
         """
         count = _ALL if num_tokens is None else num_tokens
         return Status(self._native.would_fit(self._new_chain(request), count))
@@ -322,11 +332,11 @@ class KVCacheManager:
     def fork(self, parent: Request, child: Request) -> int:
         """Admits `child` with the blocks of `parent`, which `step` admitted; returns its row, or -1.
 
-        -1: no row is free (`max_num_reqs`), nothing changed. The child has the parent's tokens as far
-        as they are computed, and the same extra keys; it goes on from there. All blocks are shared.
-        Who writes to a shared block first gets its own: the plan copies and replaces it. The next
-        plan sends the child's table. ValueError for other tokens, a parent whose computed tokens are
-        not all known or that is swapped out, and a child that is admitted already.
+        -1: no row is free (`max_num_reqs`), and nothing changed. The child begins with the parent's
+        computed tokens and has the same extra keys. All blocks are shared. The first row that writes to
+        a shared block gets its own: the plan copies and replaces it. The next plan sends the child's
+        table. ValueError where the child's tokens differ, where computed tokens of the parent are not
+        known or the parent is swapped out, and where the child is admitted already.
         """
         row = self.row(parent)
         chain = self._new_chain(child)
@@ -346,32 +356,32 @@ class KVCacheManager:
         return self._native.is_on_host(self.row(request))
 
     def cached_tokens(self, request: Request) -> CachedTokens:
-        """How much of a request each tier has in whole blocks; changes nothing."""
+        """The cached tokens of a request on each tier, in whole blocks; changes nothing."""
         on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
-        """Notifies the eviction policy that the request's blocks are used now, by the caller's clock."""
+        """Notifies the eviction policy of an access to the request's blocks, at the caller's time."""
         self._native.access(self.row(request), checked_seconds(now, "now"))
 
     def pin(self, session: str, request: Request) -> int:
-        """Pins, for a session, what the device's cache has of the request; returns how many blocks.
+        """Pins the request's cached blocks on the device for a session; returns how many.
 
-        Whatever the session had pinned before is not any more. A pin is a wish: a pinned block is
-        evicted when no other cached block is left; `stats.num_pins_broken` says how often.
+        The session's earlier pins end. Pinned blocks are evicted only when no other cached block is
+        left; `stats.num_pins_broken` counts these.
         """
         return self._native.pin(checked_session(session), self._chain(request))
 
     def unpin(self, session: str) -> int:
-        """Ends the pins of a session; returns how many of its blocks were evicted all the same."""
+        """Ends the pins of a session; returns how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
     def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
 
-        At most `num_tokens - 1` tokens: the last one must run. None for `read_cache=False`. Of a
-        manager of several groups, a list of ids with one array per group; in a window's, blocks that
-        are not read any more are null.
+        At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
+        `read_cache=False`. For several groups the ids are a list with one array per group; in window
+        groups, blocks that are not read any more are null.
         """
         ids, num_tokens = self._native.lookup(self._chain(request))
         return self._by_group(ids), num_tokens
@@ -383,12 +393,12 @@ class KVCacheManager:
         computed_blocks: Ids | Sequence[Ids] = NO_IDS,
         num_lookahead_tokens: int = 0,
     ) -> np.ndarray | list[np.ndarray] | None:
-        """Admits a request with these computed blocks and slots for `num_tokens` tokens behind them.
+        """Admits a request with these computed blocks and slots for `num_tokens` more tokens.
 
-        Returns its new blocks (int32[k], without the computed ones; of several groups a list), or
-        None when they do not fit, with nothing changed. Computed blocks that are free do not count as
-        free. ValueError for computed blocks that a request with `read_cache=False`, or caching off,
-        cannot have, and for a manager with a recurrent group.
+        Returns its new blocks (int32[k], without the computed ones; for several groups a list), or None
+        where they do not fit, with nothing changed. Computed blocks without references do not count as
+        free. ValueError for computed blocks with `read_cache=False` or without caching, and for a manager
+        with a recurrent group.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]
@@ -405,18 +415,18 @@ class KVCacheManager:
     def append_slots(
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
     ) -> np.ndarray | list[np.ndarray] | None:
-        """Slots for `num_tokens` more tokens: new blocks, empty when none is needed, None when full.
+        """Allocates slots for `num_tokens` more tokens of a request that `allocate_slots` admitted.
 
-        The request is one that `allocate_slots` admitted.
+        Returns the new blocks (empty where none is needed), or None where they do not fit.
         """
         answer = self._native.append(self.row(request), num_tokens, num_lookahead_tokens)
         return None if answer is None else self._by_group(answer[1])
 
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
-        """Takes back the last `num_tokens` tokens, drafts that were not accepted.
+        """Removes the last `num_tokens` tokens, drafts that were not accepted.
 
-        Their slots go to the next tokens. ValueError where more are taken back than the last call
-        served, tokens that are cached, or any from a recurrent state.
+        The next tokens use their slots. ValueError for more tokens than the last call served, for cached
+        tokens, and for a manager with a recurrent group.
         """
         self._native.reject(self.row(request), num_tokens)
 
@@ -428,13 +438,13 @@ class KVCacheManager:
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
     ) -> None:
-        """Releases a request's blocks, tail first; unknown or already freed is a no-op.
+        """Releases a request's blocks, tail first; does nothing for an unknown or freed request.
 
-        Blocks that filled with tokens appended since the last call are cached first; drafts that were
-        rejected since are to be taken back before (`reject_tokens`). The blocks keep content and hash
-        until taken; the next plan clears the row, if `step` admitted it.
+        Blocks that filled with tokens appended since the last call are cached first; remove rejected
+        drafts before (`reject_tokens`). The blocks keep content and hash until they are allocated again.
+        If `step` admitted the request, the next plan clears its row.
 
-        For eviction policies: `turn` of the conversation, a `request_class` of the caller's, and
+        For eviction policies: `turn` of the conversation, `request_class` (a number of the caller's), and
         `retention`, tuples (first token, stop, priority 0 to 100, seconds or None for ever).
         """
         row = self._rows.get(_id_of(request))
@@ -453,12 +463,12 @@ class KVCacheManager:
         del self._rows[request.request_id]
 
     def report(self, report: StepReport) -> dict[str, int]:
-        """Takes in what a worker says of a step; returns what `abort` and `invalidate` return.
+        """Processes a worker's report of a step; returns the result of `abort` and `invalidate`.
 
-        A completed step, and all before it, are done: what was released until then can be used
+        A completed step, and all steps before it, are done: blocks released until then can be used
         again. A step that did not complete is aborted, unless it was already. Failed pages are
-        invalidated. ValueError, with nothing changed, for a step that never was or a page that is
-        none, and for a step that did not complete but was reported done before.
+        invalidated. ValueError, with nothing changed, for an unknown step, a page out of range, and an
+        incomplete report of a step that was reported as completed before.
         """
         if not isinstance(report, StepReport):
             raise TypeError(f"report is {report!r}: expected a StepReport")
@@ -474,53 +484,54 @@ class KVCacheManager:
         )
 
     def abort(self, step_id: int) -> dict[str, int]:
-        """Withdraws a step and all later ones: their plans are not carried out, or came to nothing.
+        """Withdraws a step and all later ones, whose plans were not carried out or failed.
 
-        What they computed leaves the cache. Returns per affected request (its id) the token from which
-        it goes on; requests stay admitted, and the next plan sends their tables anew. Tokens that
-        became known stay known. A step that was aborted before is none any more: nothing happens.
-        ValueError for a step that was reported done, or is not one of the last 64.
+        What they computed leaves the cache. Returns, by id of each affected request, the token from which
+        it goes on; requests stay admitted, and the next plan sends their whole tables again. Known tokens
+        stay known. Aborting a step again does nothing. ValueError for a step that was reported as
+        completed, or is not among the last 64.
         """
         return self._by_request(self._native.abort(step_id))
 
     def invalidate(self, ids: Ids) -> dict[str, int]:
-        """These blocks do not hold what they should, for example because a load failed.
+        """Marks the content of these blocks as invalid, for example because a load failed.
 
-        They, all blocks under the same hashes, and all that was computed from them leave the cache
-        (groups of unequal block sizes: everything that begins with the same first hash block).
-        Returns per affected request (its id) the token from which it must recompute: as far as its
-        own blocks are right, or the cache has them. Affected is who has such a block, who had one in
-        a step that may be in flight, and whose tokens run through the content of one. Drafts of its
-        last step are lost: none is to be rejected any more. The next plan sends its table anew.
+        These blocks, all blocks with the same hashes, and all that was computed from them leave the
+        cache (in groups of unequal block sizes: everything that begins with the same first hash block).
+        Returns, by id of each affected request, the token from which it must recompute: as far as its own
+        blocks are valid, or the cache has them. A request is affected where it holds such a block, held
+        one in a step that may be in flight, or has tokens that run through the content of one. Drafts of
+        its last step are dropped: do not reject them. The next plan sends its whole table again.
 
-        Ids name what is in the blocks now. Who learns of a failure after further steps were planned
-        needs `fence_frees`: without it, the block may by then be another request's.
+        Ids refer to the current content of the blocks. A caller that learns of a failure after it has
+        planned further steps needs `fence_frees`: without it, the block may belong to another request by
+        then.
         """
         return self._by_request(self._native.invalidate(ids))
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0
     ) -> int:
-        """Leading blocks of a running request that `num_running_requests` requests hold, so all."""
+        """How many leading blocks of a running request `num_running_requests` (all) requests hold."""
         return self._native.num_common_prefix_blocks(self.row(request), num_running_requests, group)
 
     def evict(self, ids: Ids) -> None:
-        """Forgets what these blocks hold, be they held or free; uncached ones stay as they are."""
+        """Removes these blocks from the cache, held or free; blocks that are not cached do not change."""
         self._native.evict(ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets every cached block; False, and nothing changed, while any block is in use."""
+        """Removes every block from the cache; False, with nothing changed, while any block is held."""
         return self._native.reset_prefix_cache()
 
     def start_epoch(self) -> None:
-        """Makes all hashes of before unreachable at once: the weights changed.
+        """Makes all current hashes unreachable at once, because the weights changed.
 
-        Running requests keep their blocks, and leave nothing behind that was computed before.
+        Running requests keep their blocks, and do not publish what was computed before.
         """
         self._native.start_epoch()
 
     def check_invariants(self) -> None:
-        """Walks all state and raises RuntimeError where an invariant fails; for tests."""
+        """Checks all state and raises RuntimeError where an invariant fails; for tests."""
         self._native.check_invariants()
 
     def _chain(self, request: Request) -> core.TokenChain:
@@ -534,6 +545,12 @@ class KVCacheManager:
         chain = self._chain(request)
         if request.request_id in self._rows:
             raise ValueError(f"request {request.request_id!r} is admitted already")
+        if request.num_encoder_tokens > self._max_encoder_tokens:
+            raise ValueError(
+                f"num_encoder_tokens of request {request.request_id!r} is "
+                f"{request.num_encoder_tokens}: expected at most max_encoder_tokens, which is "
+                f"{self._max_encoder_tokens}"
+            )
         return chain
 
     def _by_group(self, ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:

@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.checks import flag, integer
+from kvcache.checks import MAX_INT64, flag, integer, number
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
@@ -19,10 +19,9 @@ HOST_WRITES = {
 }
 
 
-class CacheArguments(TypedDict, total=False):
-    """The options of `CacheOptions` that calls take by keyword, for type checkers and editors."""
+class PolicyArguments(TypedDict, total=False):
+    """The options of `CacheOptions` that no plan and no host tier gives, for type checkers."""
 
-    max_num_reqs: int | None
     hash_block_size: int | None
     watermark: float
     use_eagle: bool
@@ -33,11 +32,17 @@ class CacheArguments(TypedDict, total=False):
     hash_seed: str
     eviction: str
     eviction_options: Mapping[str, float] | None
-    num_host_blocks: int
     host_eviction: str
     host_eviction_options: Mapping[str, float] | None
     host_write: str
     num_hits_to_write: int
+
+
+class CacheArguments(PolicyArguments, total=False):
+    """The options of `CacheOptions` that calls take by keyword, for type checkers and editors."""
+
+    max_num_reqs: int | None
+    num_host_blocks: int
     page_bytes: int
 
 
@@ -159,16 +164,18 @@ class CacheOptions:
     def _native(self) -> core.ManagerOptions:
         native = core.ManagerOptions()
         native.enable_caching = flag(self.enable_caching, "enable_caching")
-        native.num_preallocate_tokens = self.num_preallocate_tokens
-        native.max_num_reqs = self.max_num_reqs
-        native.hash_block_size = self.hash_block_size
+        native.num_preallocate_tokens = self._integer("num_preallocate_tokens")
+        if self.max_num_reqs is not None:
+            native.max_num_reqs = self._integer("max_num_reqs")
+        if self.hash_block_size is not None:
+            native.hash_block_size = self._integer("hash_block_size")
         native.use_eagle = flag(self.use_eagle, "use_eagle")
         native.fence_frees = flag(self.fence_frees, "fence_frees")
         native.enable_events = flag(self.enable_events, "enable_events")
         native.track_residency = flag(self.track_residency, "track_residency")
-        native.stats_window = self.stats_window
+        native.stats_window = self._integer("stats_window")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")
-        native.num_host_blocks = self.num_host_blocks
+        native.num_host_blocks = self._integer("num_host_blocks")
         native.host_eviction = _eviction(
             self.host_eviction,
             self.host_eviction_options,
@@ -176,8 +183,12 @@ class CacheOptions:
             make=core.Eviction.for_host,
         )
         native.host_write = _host_write(self.host_write)
-        native.num_hits_to_write = self.num_hits_to_write
+        native.num_hits_to_write = self._integer("num_hits_to_write")
         return native
+
+    def _integer(self, name: str) -> int:
+        """An option as an integer; its range is checked natively."""
+        return integer(getattr(self, name), name, -MAX_INT64, MAX_INT64)
 
 
 def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
@@ -186,10 +197,11 @@ def watermark_blocks(watermark: float, num_gpu_blocks: int) -> int:
 
 
 def checked_watermark(watermark: float) -> float:
-    """A share of 0 to 1. ValueError."""
-    if not isinstance(watermark, int | float) or not 0 <= watermark <= 1:
+    """A share of 0 to 1. TypeError or ValueError."""
+    share = number(watermark, "watermark", "a share of 0 to 1")
+    if not 0 <= share <= 1:
         raise ValueError(f"watermark is {watermark!r}: expected a share of 0 to 1")
-    return watermark
+    return share
 
 
 def _eviction(
@@ -204,9 +216,9 @@ def _eviction(
         raise TypeError(f"{name}_options is {options!r}: expected a dict of numbers")
     numbers = {}
     for option, value in (options or {}).items():
-        if not isinstance(option, str) or not isinstance(value, int | float):
+        if not isinstance(option, str):
             raise TypeError(f"{name}_options has {option!r}: {value!r}: expected a number by name")
-        numbers[option] = float(value)
+        numbers[option] = number(value, f"{name}_options[{option!r}]")
     return make(policy, numbers)
 
 
@@ -225,11 +237,10 @@ def checked_session(session: str) -> str:
 
 def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:
     """Seconds of a clock, 0 or more and finite."""
-    if not isinstance(value, int | float):
-        raise TypeError(f"{name} is {value!r}: expected a number")
-    if not 0 <= value < most:
+    seconds = number(value, name)
+    if not 0 <= seconds < most:
         raise ValueError(f"{name} is {value!r}: expected 0 or more, and a finite number")
-    return value
+    return seconds
 
 
 def checked_retention(

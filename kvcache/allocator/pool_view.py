@@ -1,4 +1,4 @@
-"""A manager's block pool as others may see it: counts."""
+"""A read-only view of a manager's block pool."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _count(name: str, doc: str) -> property:
 
 
 class PoolView:
-    """Counts of blocks; the pool itself is its manager's alone."""
+    """Counts of blocks. Only the manager changes the pool."""
 
     def __init__(self, pool: core.BlockPool, check: Callable[[], None]) -> None:
         self._pool = pool

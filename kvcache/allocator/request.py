@@ -1,4 +1,4 @@
-"""A request as the prefix cache sees it: tokens, what else its KV depends on, and its hashes."""
+"""A request of the prefix cache: its tokens, the other keys its KV depends on, and its hashes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def _read_only(name: str, doc: str) -> property:
 
 
 class Request:
-    """One request: its known tokens (prompt, then whatever was generated) and their block hashes.
+    """One request: its known tokens (prompt and generated tokens) and their block hashes.
 
-    `request_id` names it in its managers: leave it as it is while one of them has it. `token_ids`:
-    int32[n] or any integers 0 to 2**31 - 1; copied. What else the KV depends on: `lora` (name, path);
-    `mm_items`, (identifier, first token, number of tokens) per image or other item, whose tokens may be
-    known later; `cache_salt`; `prompt_embeds`, a numpy array whose row i stands in for token i, not
-    copied: it must stay as it is. `read_cache=False` (prompt log-probabilities are wanted) takes no
-    hits, `write_cache=False` leaves nothing behind. `num_encoder_tokens`: what cross-attention groups
-    hold for it; such a request neither takes hits nor leaves any. Tokens can be added later; all else
-    that a hash depends on is read-only. Hashes are computed once, stay through preemption, and serve
-    any number of managers. Wrong values raise ValueError, wrong types TypeError.
+    `request_id` identifies it in managers; do not change it while it is admitted. `token_ids`: int32[n]
+    or any integers 0 to 2**31 - 1; copied. The KV also depends on `lora` (name, path); `mm_items`,
+    (identifier, first token, number of tokens) per image or other item, whose tokens may be known later;
+    `cache_salt`; and `prompt_embeds`, a numpy array whose row i replaces token i and must not change (it
+    is not copied). With `read_cache=False` (for prompt log-probabilities) the request takes no hits, with
+    `write_cache=False` its blocks are not cached. `num_encoder_tokens`: tokens that cross-attention
+    groups hold for it; such a request neither takes hits nor is cached. Tokens can be appended; all else
+    that a hash depends on is read-only. Hashes are computed once, survive preemption, and serve any
+    number of managers. Wrong values raise ValueError, wrong types TypeError.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])
@@ -100,7 +100,7 @@ class Request:
         return self._tokens.copy()
 
     def append_tokens(self, token_ids: np.ndarray | Iterable[int]) -> None:
-        """Adds tokens that were sampled or accepted; the next step caches the blocks they fill."""
+        """Appends tokens that were sampled or accepted; the next step caches the blocks they fill."""
         self._tokens.append(token_sequence(token_ids))
 
     def chain(self, key: tuple[int, bytes]) -> core.TokenChain:

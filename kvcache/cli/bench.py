@@ -1,4 +1,4 @@
-"""`kvcache bench`: how fast pages move here, and the calibration of a machine."""
+"""`kvcache bench`: measures page copies on this machine, and calibrates it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add_bench_options(sub: argparse.ArgumentParser) -> None:
-    """What `kvcache bench` can be told."""
+    """The options of `kvcache bench`."""
     sub.add_argument(
         "--device",
         default=None,
@@ -69,7 +69,7 @@ def run_bench(args: argparse.Namespace) -> int:
     num_bytes = args.mib << 20
     try:
         if not args.calibrate:
-            calibration_of(device)  # a broken one is told before anything is measured
+            calibration_of(device)  # raises for an invalid file before anything is measured
         # After a calibration, torch keeps the pinned memory of its contiguous copy.
         check_host_memory(host_rates_bytes(num_bytes) + (num_bytes if args.calibrate else 0))
         if device.type == "cuda":
@@ -82,7 +82,7 @@ def run_bench(args: argparse.Namespace) -> int:
 
 
 def _check_pool(args: argparse.Namespace, device: torch.device) -> None:
-    """ValueError where the pool does not fit, on either side, beside what else is measured with it."""
+    """ValueError where the pool and the other measured memory do not fit, on either side."""
     import torch
 
     from kvcache.worker.pages.pinning import check_host_memory

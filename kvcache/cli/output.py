@@ -12,7 +12,7 @@ from kvcache.cli.errors import OutputError
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """Around what writes to standard output; a full disk becomes an OutputError."""
+    """A context for writes to standard output; a full disk becomes an OutputError."""
     try:
         yield
     except OSError as error:
@@ -24,7 +24,7 @@ def writing() -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    """One line on stderr; where that cannot be written, the exit code has to do."""
+    """Writes one line to stderr; ignores that it cannot be written."""
     with suppress(OSError):
         print(f"kvcache: {message}", file=sys.stderr)
 

@@ -18,7 +18,7 @@ CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 
 def add_replay_options(sub: argparse.ArgumentParser) -> None:
-    """TRACE and all options, their values checked as far as they can be alone."""
+    """TRACE and all options, each value checked by itself."""
     sub.add_argument("trace", nargs="?", metavar="TRACE", help="JSONL file; default: chats")
     block_size = f"tokens; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
     num_blocks = f"null block counted; default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"

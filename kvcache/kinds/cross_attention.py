@@ -12,6 +12,6 @@ from kvcache.native.load import core
 
 @register("cross_attention")
 class CrossAttention(KindProperties, core.CrossAttention):
-    """No options. Planning assumes at most as many encoder tokens as tokens of the request."""
+    """No options. Planning asks `max_pages` with the encoder's tokens (`max_encoder_tokens`)."""
 
     pages = "encoder"

@@ -101,7 +101,7 @@ def cxx() -> str:
 
 
 def cxx_arguments() -> list[str]:
-    """What follows the program: -m64 of "ccache g++ -m64"."""
+    """The arguments after the program: -m64 of "ccache g++ -m64"."""
     return cxx_command()[_place_of_program() + 1 :]
 
 
@@ -137,7 +137,7 @@ def cuda_home() -> Path | None:
 
 @functools.cache
 def toolkit_archs(home: Path) -> tuple[str, ...]:
-    """What a toolkit compiles for ("75", "80", ...), as its nvcc says."""
+    """The architectures that a toolkit compiles for ("75", "80", ...), as its nvcc lists them."""
     nvcc = str(home / "bin" / "nvcc")
     done = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True)
     found = [line.strip().removeprefix("compute_") for line in done.stdout.splitlines()]

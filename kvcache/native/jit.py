@@ -159,7 +159,7 @@ def _sources() -> Path:
 
 
 def _require_ninja() -> None:
-    # pip puts ninja beside the interpreter, which need not be on the PATH of who calls it directly.
+    # pip installs ninja next to the interpreter, which need not be on the PATH.
     beside = str(Path(sys.executable).parent)
     if beside not in os.environ.get("PATH", "").split(os.pathsep):
         os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", ""), beside])

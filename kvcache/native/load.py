@@ -85,7 +85,7 @@ def _load(name: str) -> str:
 
 
 def _advice(error: str) -> str:
-    """What to do about a library that does not load."""
+    """Advice about a library that does not load."""
     import torch
 
     if "undefined symbol: cu" in error or "libcudart" in error:
@@ -97,7 +97,7 @@ def _advice(error: str) -> str:
 
 
 def _driver_problem(compiled: int, driver: int) -> str | None:
-    """What is wrong with a driver too old for the toolkit; versions as CUDA numbers them (13000)."""
+    """The problem of a driver that is too old for the toolkit; versions as CUDA numbers them (13000)."""
     # Any driver of the same major version runs what is compiled; 0: there is no driver.
     if driver == 0 or driver // 1000 >= compiled // 1000:
         return None

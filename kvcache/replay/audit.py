@@ -1,4 +1,4 @@
-"""Drives a verifier through a replay, and sums up what it finds."""
+"""Runs a verifier along a replay, and sums up its results."""
 
 from __future__ import annotations
 

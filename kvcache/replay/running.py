@@ -1,4 +1,4 @@
-"""An admitted request of a replay, and the piece of it that a step computes."""
+"""An admitted request of a replay, and the chunk of it that a step computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcache.replay.workload import WorkloadRequest
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """A request from its first asking until it is freed."""
+    """A request of the workload until it is freed."""
 
     item: WorkloadRequest
     request: Request
@@ -32,9 +32,9 @@ class Running:
 
 
 class Span(NamedTuple):
-    """Tokens start to stop - 1 of an admitted request: those of one step.
+    """Tokens [start, stop) of an admitted request: those that one step computes.
 
-    With start = stop, as one that is to be read: what the next token would attend to.
+    With start = stop no token is computed; reading it reads what the next token would attend to.
     """
 
     request: WorkloadRequest

@@ -1,8 +1,8 @@
-"""One cache group under verification: what its pages must hold of a request, and what they do.
+"""Verifies one cache group: compares the content of its pages with the content that they must hold.
 
-Content is read along two paths: through the block table (and slot mapping, where there are slots), as
-it was written; and by plain indexing, from the blocks that the manager names. An error that writing
-and reading share shows on the second path only.
+Content is read in two ways: through the block table (and slot mapping, where there are slots), as it was
+written; and by plain indexing, from the blocks that the manager names. An error that writing and reading
+share shows only in the second way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class VerifiedGroup:
     chunk_tokens: int
 
     def check_arrival(self, span: Span) -> Found:
-        """Reads what the plan had to bring for these tokens, before they are written."""
+        """Reads content that the plan had to move for these tokens, before they are written."""
         return NOTHING_WRONG
 
     def _mismatch(
@@ -64,7 +64,7 @@ class VerifiedGroup:
     def _wrong(
         self, expected: np.ndarray, slots: torch.Tensor, blocks: np.ndarray, offsets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """bool[n] twice: what differs when read at slots, and in the blocks themselves."""
+        """bool[n] twice: the tokens that differ when read at slots, and when read from the blocks."""
         layers = range(self.storage.num_layers)
         mapped = _differing(expected, [x for i in layers for x in self._gather(i, slots)])
         placed = _differing(expected, [x for i in layers for x in self._read(i, blocks, offsets)])
@@ -75,7 +75,7 @@ class VerifiedGroup:
         return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
 
     def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
-        """Key and value of the tokens at these places, without slot mapping and without our ops."""
+        """Key and value of the tokens at these block offsets, without slot mapping and ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
             # Not by torch: where cores are shared, its threads wait milliseconds for each other.

@@ -117,7 +117,7 @@ class KVVerifier:
         self.worker.apply(plan)
 
     def check_arrival(self, span: Span) -> Found:
-        """Reads what the plan had to bring for these tokens, before the step writes any."""
+        """Reads content that the plan had to move for these tokens, before the step writes."""
         return _all(group.check_arrival(span) for group in self.groups)
 
     def write(self, span: Span) -> None:

@@ -1,4 +1,4 @@
-"""One request of a workload: what the readers and generators make and the replayer takes."""
+"""One request of a workload. Readers and generators make them, the replayer takes them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Between engines: who holds what, what workers report, blocks copied and received.
+"""Transfers between engines: topology, transfer plans, copied and received blocks, workers' reports.
 
-Names are imported when first used: what only counts and compares works where torch is not installed; what
-moves bytes imports it.
+Names are imported when first used, so plans and topology work without torch. Functions that move bytes
+import it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Blocks between an engine's own tensors on a device and in host memory."""
+"""Copies blocks between an engine's own tensors on a device and in host memory."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def copy_kv_blocks(
 ) -> None:
     """Copies blocks of all layers, `src_block_ids[i]` to `dst_block_ids[i]`, in one call.
 
-    Caches: per layer a tensor as `backend` indexes it, a name of `kvcache.layouts` or an
-    `AttentionBackend` of one's own; the two sides alike but for the number of blocks. None: a first
-    dimension of 2 in five means K and V ([2, num_blocks, ...]), else the first counts blocks.
-    direction: "h2d" (src in host memory) or "d2h" (dst in host memory, filled when the call returns).
-    "h2d" from pinned memory is enqueued on the current stream: leave the source as it is until that
-    has come there. No ids: nothing to do.
+    src_kv_caches, dst_kv_caches: a tensor per layer, indexed as `backend` says; both sides are alike
+    except for the number of blocks. backend: a name of `kvcache.layouts` or your own
+    `AttentionBackend`. None: five dimensions with a first one of 2 are [2, num_blocks, ...], K and V;
+    for other shapes the first dimension counts blocks. direction: "h2d" (src in host memory) or "d2h"
+    (dst in host memory, filled when the call returns). "h2d" from pinned memory is enqueued on the
+    current stream: do not change the source before the copy is done. Without ids nothing happens.
 
     ValueError or TypeError, and no byte moves, for another direction or one that the tensors' devices
     do not have, lists of different length, layers that only one side has, tensors of different shape,

@@ -1,8 +1,8 @@
-"""What one engine tells another about its KV cache: who holds what, and where in a page it lies.
+"""The description of a KV cache that engines exchange: which rank holds what, and where in a page.
 
-A page is one fragment in each of several regions (`Pages`). Which regions these are, and
-which byte of them is which element, follows from a dozen numbers: no torch, no addresses. Regions here
-are as few as the memory order allows; `region_addresses` finds them in a storage's `Pages`.
+A page is one fragment in each of several regions (`Pages`). The regions, and the position of each element
+in them, follow from a dozen numbers, without torch and without addresses. There are as few regions as the
+memory order allows; `region_addresses` finds them in a storage's `Pages`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DESCRIPTION_VERSION = 1
 
 
 class Coordinates(NamedTuple):
-    """A rank's place in its engine."""
+    """A rank's coordinates in its engine."""
 
     cp_rank: int
     pp_rank: int
@@ -32,25 +32,25 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheDescription:
-    """An engine's KV cache, the same on all its ranks but for which tokens, layers and heads.
+    """An engine's KV cache. All ranks have the same description, for their own tokens, layers and heads.
 
-    Tokens are spread over context-parallel ranks: N = `cp_world_size` (PCP times DCP), I =
-    `cp_interleave`; the token at position p is on rank `p // I % N`, there the
-    `p // (N * I) * I + p % I`-th, in blocks of `block_size`. Layers are spread over pipeline ranks, heads
-    over tensor-parallel ones (`kvcache.transfer.sharding`). Ranks are numbered
+    Tokens are spread over context-parallel ranks. With N = `cp_world_size` (PCP times DCP) and I =
+    `cp_interleave`, the token at position p is on rank `p // I % N`, as its token number
+    `p // (N * I) * I + p % I`, in blocks of `block_size`. Layers are spread over pipeline ranks, heads
+    over tensor-parallel ranks (`kvcache.transfer.sharding`). A rank's number is
     `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`. `tp_size` counts no rank twice: an engine
     whose context parallelism reuses n of its TP ranks gives `tp_size // n`.
 
     `memory_order`: the dimensions in memory, outermost first, as `AttentionBackend.memory_order` gives
-    them (`kvcache.layouts`): "layer" (left out: each layer lies by itself), "kv" (left out: V of a head
-    follows its K), "block", "token", "head" (left out: one) and "element". What comes before "block"
-    counts regions; `page_stride` is for pages that are padded (shared with other cache groups), where K
-    and V of a page lie in one region. `is_mla`: one latent vector of `head_size` elements per token
-    (its rotary part counted), on every tensor-parallel rank; then `total_num_kv_heads` is 1 and
-    `v_head_size` 0.
+    them (`kvcache.layouts`): "layer" (without it, each layer has its own memory), "kv" (without it, V of
+    a head follows its K), "block", "token", "head" (without it, there is one head) and "element".
+    Dimensions before "block" count regions. `page_stride` is for padded pages (shared with other cache
+    groups), where K and V of a page lie in one region. `is_mla`: one latent vector of `head_size`
+    elements per token (its rotary part included), on every tensor-parallel rank; then
+    `total_num_kv_heads` is 1 and `v_head_size` is 0.
 
-    Plain values: pickles, and goes through JSON by `to_dict`. ValueError or TypeError for values out of
-    range, sizes that do not divide, or another version.
+    Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
+    values out of range, sizes that do not divide, or another version.
 
     >>> from kvcache.layouts import backend
     >>> cache = CacheDescription(engine_id="prefill-0", num_layers=32, total_num_kv_heads=8,
@@ -66,7 +66,7 @@ class CacheDescription:
     num_layers: int
     total_num_kv_heads: int
     head_size: int  # elements
-    block_size: int  # tokens of a page, on one context-parallel rank
+    block_size: int  # tokens of a page on one context-parallel rank
     v_head_size: int | None = None  # elements; None: as head_size, or 0 with MLA
     is_mla: bool = False
     tp_size: int = 1
@@ -74,7 +74,7 @@ class CacheDescription:
     cp_world_size: int = 1
     cp_interleave: int = 1  # tokens
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
-    page_stride: int | None = None  # bytes from page to page; None: what the region's pages take
+    page_stride: int | None = None  # bytes from page to page; None: pages are contiguous
     dtype: str = "bfloat16"
     version: int = DESCRIPTION_VERSION
 
@@ -106,7 +106,7 @@ class CacheDescription:
             )
         heads_of_rank(self.total_num_kv_heads, self.tp_size, 0)
         layers_of_rank(self.num_layers, self.pp_size, 0)
-        least = int(self.placement.region_bytes[0])  # a ValueError for sizes that have no place
+        least = int(self.placement.region_bytes[0])  # ValueError where the sizes cannot be placed
         if self.page_stride is None:
             return
         if not self.placement.has_kv_together:
@@ -117,12 +117,12 @@ class CacheDescription:
         object.__setattr__(self, "page_stride", integer(self.page_stride, "page_stride", least))
 
     def to_dict(self) -> dict[str, int | str | bool | list[str]]:
-        """The fields by name, as JSON can hold them."""
+        """The fields by name, as values for JSON."""
         return {**asdict(self), "memory_order": list(self.memory_order)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
-        """What `to_dict` gave. ValueError for another version, unknown fields or missing ones."""
+        """The inverse of `to_dict`. ValueError for another version, unknown or missing fields."""
         if not isinstance(values, Mapping):
             raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
         if values.get("version") != DESCRIPTION_VERSION:
@@ -139,7 +139,7 @@ class CacheDescription:
         return cls(**values)
 
     def __reduce__(self) -> tuple[Callable, tuple]:
-        return CacheDescription.from_dict, (self.to_dict(),)  # checked where it arrives
+        return CacheDescription.from_dict, (self.to_dict(),)  # unpickling checks the values
 
     @property
     def world_size(self) -> int:
@@ -168,7 +168,7 @@ class CacheDescription:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the elements of a rank's pages lie: layers and heads count among those of a rank.
+        """Where the elements of a rank's pages lie. Layers and heads are numbered within the rank.
 
         >>> from kvcache.layouts import backend
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
@@ -204,12 +204,12 @@ class CacheDescription:
         return _fixed(np.full_like(self.region_bytes, self.page_stride))
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Where a rank is; ValueError for a rank that is not there."""
+        """The coordinates of a rank; ValueError for a rank out of range."""
         rest, tp_rank = divmod(integer(rank, "rank", 0, self.world_size - 1), self.tp_size)
         return Coordinates(*divmod(rest, self.pp_size), tp_rank)
 
     def rank_of(self, at: Coordinates) -> int:
-        """The number of the rank at a place."""
+        """The number of the rank at these coordinates."""
         return (at.cp_rank * self.pp_size + at.pp_rank) * self.tp_size + at.tp_rank
 
     def layers(self, rank: int) -> range:
@@ -223,10 +223,10 @@ class CacheDescription:
     def offset_of(
         self, layer: np.ndarray, kv: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(region, offset) of elements, whatever the arguments' shapes broadcast to.
+        """(region, offset) of the first element of heads; the arguments broadcast.
 
-        layer, head: counted among those of a rank. kv: 0 for K, 1 for V. token: in the page.
-        offset: bytes from where the page begins in the region to the element's first one.
+        layer, head: numbered within the rank. kv: 0 for K, 1 for V. token: within the page. offset: in
+        bytes, from where the page begins in the region.
 
         >>> from kvcache.layouts import backend
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=2, head_size=8,
@@ -256,6 +256,6 @@ _SIZES = (
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:
-    """Read-only: it is handed out again."""
+    """The array made read-only, because all callers get the same one."""
     array.setflags(write=False)
     return array

@@ -1,4 +1,4 @@
-"""A transfer plan and the memory that it speaks of. Needs torch."""
+"""Applies a transfer plan to memory: region addresses and the permutation of pages. Needs torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvcache.worker.pages.storage import KVStorage
 
 
 def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
-    """int64[r]: where each of a description's regions begins, in the pages of one of its ranks.
+    """int64[r]: the address where each region of a description begins, in the pages of one rank.
 
-    What a plan calls byte b of region r is at `addresses[r] + b`. ValueError where the pages are not
-    laid out as described: other layers, bytes or memory order, pages at another distance
-    (`page_stride`), or bytes that a description has no word for, such as scales.
+    Byte b of region r in a plan is at `addresses[r] + b`. ValueError where the pages are not laid out
+    as described: other layers, sizes, memory order or `page_stride`, or bytes that a description does
+    not cover, such as scales.
 
     >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
     >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
@@ -45,9 +45,10 @@ def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
 def permute_pages(
     storage: KVStorage, pages: np.ndarray, permutation: ReceivePermutation | None
 ) -> None:
-    """Puts pages that have arrived in the local order, as the plan says: int[groups, pages per group].
+    """Permutes received pages, int[groups, pages per group], into the local order.
 
-    All layers of the storage, K and V; None: nothing to do. ValueError as `permute_received_blocks`.
+    permutation: that of the transfer plan; None does nothing. Covers K and V of all layers of the
+    storage. ValueError as for `permute_received_blocks`.
     """
     if permutation is None:
         return
@@ -74,18 +75,18 @@ def _matched(
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
     """The runs of a layer, (region, offset, length), each with (address, bytes from page to page).
 
-    Pages have K and V of a layer in fragments of their own, or what of them is contiguous in one.
+    The pages may have K and V of a layer as separate fragments, or as one where they are contiguous.
     """
-    held = np.flatnonzero(pages.layers == layer)
-    sizes = pages.sizes[held].tolist()
-    at = [(pages.base + int(pages.offsets[i]), int(pages.strides[i])) for i in held]
+    own = np.flatnonzero(pages.layers == layer)
+    sizes = pages.sizes[own].tolist()
+    at = [(pages.base + int(pages.offsets[i]), int(pages.strides[i])) for i in own]
     placed = description.placement
     together = placed.layer_runs(layer).tolist()
     apart = [run for p in range(len(placed.head_bytes)) for run in placed.runs(layer, p).tolist()]
     for runs in (together, apart):
         if sizes == [length for _, _, length in runs]:
             return list(zip(map(tuple, runs), at))
-    if len(held) == len(together) == 1 and sizes[0] == description.page_stride:  # padded
+    if len(own) == len(together) == 1 and sizes[0] == description.page_stride:  # padded
         return [(tuple(together[0]), at[0])]
     raise ValueError(
         f"layer {layer} of the pages has fragments of {sizes} bytes: expected "

@@ -1,8 +1,7 @@
-"""Blocks that another engine's bytes were received into, made blocks of this one, in place.
+"""Permutes received blocks of another engine into the local block size and layout, in place.
 
-The names are those of the serving engine this stands in for; its functions collect the blocks, permute
-the copy and scatter it back, three to four times over every byte. `ops.permute_blocks_` moves each byte
-once.
+The function names are vLLM's. There the blocks are gathered, permuted as a copy and scattered back, which
+moves every byte three to four times. `ops.permute_blocks_` moves each byte once.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from kvcache.worker.pages.regions import check_apart, regions_of
 Indices = Sequence[int] | np.ndarray | torch.Tensor
 Caches = torch.Tensor | Sequence[torch.Tensor]
 
-# How an error begins that is about a value: the op names the argument first.
+# Errors of the op about an argument begin with its name. They become a ValueError here.
 _ARGUMENT = re.compile(r"(cache|offsets|indices|remote_block_size)\b")
 
 
 def kv_postprocess_blksize_on_receive(
     cache: Caches, indices: Indices, block_size_ratio: int
 ) -> None:
-    """Remote HND blocks of another size made local HND blocks.
+    """Permutes remote HND blocks of another size into local HND blocks.
 
     cache: as for `permute_received_blocks`, stored as HND. block_size_ratio r > 0: a local block holds
-    r remote ones, `[r, num_kv_heads, block_size / r, head_size]` one after the other. r = -k: k local
-    blocks, neighbours in indices, hold the parts of one remote block. ValueError as there, for NHD
-    storage, and where r does not divide.
+    r remote ones, `[r, num_kv_heads, block_size / r, head_size]`. r = -k: k local blocks, consecutive
+    in indices, hold the bytes of one remote block. ValueError as there, for NHD storage, and where r
+    does not divide the block size.
 
     >>> cache = torch.arange(8.0).view(1, 2, 4, 1).transpose(1, 2)  # one block, 4 tokens, 2 heads: HND
     >>> kv_postprocess_blksize_on_receive(cache, [0], 2)
@@ -45,7 +44,7 @@ def kv_postprocess_blksize_on_receive(
 
 
 def kv_postprocess_layout_on_receive(cache: Caches, indices: Indices) -> None:
-    """Remote HND blocks of the local size made local NHD blocks.
+    """Permutes remote HND blocks of the local size into local NHD blocks.
 
     cache: as for `permute_received_blocks`, stored as NHD. ValueError as there, and for HND storage.
     """
@@ -57,7 +56,7 @@ def kv_postprocess_layout_on_receive(cache: Caches, indices: Indices) -> None:
 def kv_postprocess_blksize_and_layout_on_receive(
     cache: Caches, indices: Indices, block_size_ratio: int
 ) -> None:
-    """Remote HND blocks of another size made local NHD blocks.
+    """Permutes remote HND blocks of another size into local NHD blocks.
 
     As `kv_postprocess_blksize_on_receive`, for a cache stored as NHD.
     """
@@ -73,22 +72,23 @@ def permute_received_blocks(
     remote_block_size: int | None = None,
     remote_layout: str = "HND",
 ) -> None:
-    """Makes the listed blocks local ones, in place; other blocks keep every byte.
+    """Permutes the listed blocks into the local layout, in place; other blocks keep every byte.
 
-    caches: `[num_blocks, block_size, num_kv_heads, head_size]`, any dtype, any strides but 1 in the
-    last dimension; they tell the local layout, NHD or HND. `[num_blocks, block_size, head_size]` is a
-    cache of one head. Or a sequence of these, one per layer (K and V count as two), of the same shape,
-    strides, dtype and device: all in one call. indices: the blocks; integers in a list, an array or a
-    tensor. remote_block_size: tokens of a remote block (None: as here), a divisor or a multiple of
-    block_size. As a multiple, k times as large: k neighbours in indices, `[n, k]` or flat, hold the k
-    parts of the bytes of one remote block. remote_layout: "HND" or "NHD".
+    caches: `[num_blocks, block_size, num_kv_heads, head_size]`, any dtype, any strides, except that the
+    last dimension is dense. The strides determine the local layout, NHD or HND.
+    `[num_blocks, block_size, head_size]` is a cache of one head. A sequence of caches, one per layer (K
+    and V count as two), is permuted in one call; all have the same shape, strides, dtype and device.
+    indices: the blocks; integers in a list, an array or a tensor. remote_block_size: tokens of a remote
+    block (None: block_size), a divisor or a multiple of block_size. Where it is k * block_size, k
+    consecutive indices, `[n, k]` or flat, are the blocks that hold the bytes of one remote block.
+    remote_layout: "HND" or "NHD".
 
-    On a GPU this is enqueued on the current stream. Indices that lie there come to the host first, to
-    be checked, which waits for them; `ops.permute_blocks_` takes them as they are.
+    On a GPU this is enqueued on the current stream. Indices on the device are first copied to the host
+    to be checked, which synchronizes; `ops.permute_blocks_` takes them without that.
 
     ValueError, with nothing changed, for blocks named twice or out of range, sizes of which neither
-    divides the other, indices that are no whole groups of k, layers that differ or share memory, and
-    strides other than the above.
+    divides the other, a number of indices that is not a multiple of k, layers that differ or share
+    memory, and strides other than the above.
     """
     layers = _layers(caches)
     if remote_layout not in ("HND", "NHD"):
@@ -100,7 +100,7 @@ def permute_received_blocks(
 
 
 def _layers(caches: Caches) -> list[torch.Tensor]:
-    """The layers as [num_blocks, block_size, num_kv_heads, head_size] each, all alike."""
+    """The layers as [num_blocks, block_size, num_kv_heads, head_size] each; checks that all are alike."""
     layers = [caches] if isinstance(caches, torch.Tensor) else list(caches)
     if not layers:
         raise ValueError("cache is an empty sequence: expected a layer or more")
@@ -125,15 +125,15 @@ def _layers(caches: Caches) -> list[torch.Tensor]:
 
 
 def _check_apart(layers: list[torch.Tensor]) -> None:
-    """ValueError where layers, which are laid out alike, share memory."""
+    """ValueError where layers of the same shape and strides share memory."""
     first = layers[0]
     if first.numel() == 0 or len(layers) == 1:
         return
     extent = 1 + sum((n - 1) * step for n, step in zip(first.shape, first.stride()))
-    starts = sorted(layer.data_ptr() for layer in layers)
-    if all(b - a >= extent * first.element_size() for a, b in pairwise(starts)):
+    begins = sorted(layer.data_ptr() for layer in layers)
+    if all(b - a >= extent * first.element_size() for a, b in pairwise(begins)):
         return
-    # Packed together, or not apart.
+    # The layers' spans overlap: they are packed together, or share memory.
     found = [(r, i) for i, layer in enumerate(layers) for r in regions_of(layer, 0, f"layer {i}")]
     check_apart(np.array([r for r, _ in found]), [i for _, i in found], first.shape[0])
 
@@ -146,7 +146,7 @@ def _kind(layer: torch.Tensor) -> tuple:
 
 
 def _require_storage(layer: torch.Tensor, layout: str) -> None:
-    """Where block or heads are of one element, NHD and HND are one."""
+    """ValueError for the other layout. With one token or one head, NHD and HND are the same."""
     _, block_size, heads, _ = layer.shape
     _, token, head, _ = layer.stride()
     found = "HND" if head > token else "NHD"

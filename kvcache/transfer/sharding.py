@@ -1,8 +1,9 @@
-"""Which KV heads and which layers a rank of an engine holds: integers only.
+"""Which KV heads and which layers a rank of an engine holds.
 
-Heads lie over tensor-parallel ranks in one of two ways. As many ranks as heads or fewer: *sharded*, equal
-runs of neighbouring heads. More ranks than heads: *replicated*, one head per rank, neighbouring ranks
-holding the same one. MLA's latent is one head, held by every rank.
+Heads are spread over tensor-parallel ranks in one of two ways. With at most as many ranks as heads they
+are *sharded*: each rank holds an equal run of consecutive heads. With more ranks than heads they are
+*replicated*: each rank holds one head, and consecutive ranks hold the same one. MLA's latent is one
+head, which every rank holds.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from kvcache.checks import integer
 
 
 def size_ratio(local: int, remote: int, what: str) -> int:
-    """How many times as large the local side is; negative where the remote side is the larger one.
+    """How many times as large the local size is; negative where the remote size is larger.
 
     1 where both are equal, and never 0 or -1. `what` names the size in the error: ValueError where
     neither divides the other or one is less than 1.
@@ -33,8 +34,8 @@ def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     """The heads that a tensor-parallel rank holds, of all the model's: `range(total_num_kv_heads)`.
 
     Sharded: an equal run for each rank. Replicated (more ranks than heads): rank r holds head
-    `r * total_num_kv_heads // tp_size`. ValueError where neither size divides the other, or for a
-    rank that is not there.
+    `r * total_num_kv_heads // tp_size`. ValueError where neither size divides the other, and for a
+    rank out of range.
 
     >>> heads_of_rank(8, 4, 1), heads_of_rank(2, 8, 5)
     (range(2, 4), range(1, 2))
@@ -58,9 +59,9 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
 
 
 def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """The layers that a pipeline rank holds: equal runs, the first rank the first ones.
+    """The layers that a pipeline rank holds: equal runs, in the order of ranks.
 
-    ValueError where they do not come out even, or for a rank that is not there.
+    ValueError where `pp_size` does not divide `num_layers`, and for a rank out of range.
 
     >>> layers_of_rank(32, 4, 1)
     range(8, 16)
@@ -79,12 +80,11 @@ def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
 def replica_for(
     head: int, total_num_kv_heads: int, tp_size: int, reader: int = 0, num_readers: int = 1
 ) -> int:
-    """The one tensor-parallel rank that a reader takes a head from, among those that hold it.
+    """The tensor-parallel rank that a reader reads a head from, among those that hold it.
 
-    `num_readers` ranks of the other engine read this head from here; `reader` counts them from 0.
-    They are spread evenly: numbers of readers per replica differ by one at most. Every head has a
-    single source however many hold it. ValueError for sizes that do not divide and for a head or
-    reader that is not there.
+    `num_readers` ranks of the other engine read this head; `reader` numbers them from 0. They are
+    spread evenly over the replicas: the numbers of readers differ by at most one. ValueError for sizes
+    that do not divide, and for a head or reader out of range.
 
     >>> [replica_for(1, 2, 8, reader, 2) for reader in (0, 1)]  # ranks 4 to 7 hold head 1
     [4, 6]

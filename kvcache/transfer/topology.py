@@ -1,4 +1,4 @@
-"""What a worker needs to know of itself and of other engines to read their KV: ranks, sizes, shapes."""
+"""A worker's view of its own and other engines, for reading their KV: ranks, sizes, shapes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for,
 
 _T = TypeVar("_T")
 
-# An unregistered backend is asked for the shape of this many blocks and tokens: what no dimension of K
-# and V, heads or elements has, and block sizes that backends accept divide.
+# An unregistered backend is asked for the shape of this many blocks and tokens. No other dimension has
+# these sizes, and 4096 is a multiple of the block sizes that backends accept.
 _PROBE_BLOCKS, _PROBE_TOKENS = 7919, 4096
 
 
@@ -63,7 +63,7 @@ class _Remotes(Mapping):
 
 @dataclass(frozen=True)
 class KVTopology:
-    """One worker's place in its engine, and where what it holds lies in other engines.
+    """One worker's ranks in its engine, and which ranks of other engines hold the same KV.
 
     The worker is rank `tp_rank` of `tp_size`, `pp_rank` of `pp_size`; `total_num_kv_heads` are the
     model's. `backend`: a registered name (None: "FLASH_ATTN", of MLA "MLA"), an `AttentionBackend`, or
@@ -73,10 +73,10 @@ class KVTopology:
     yet; one dimension more than the backend's shape means that layers are packed together.
     `remotes`: other engines by id, copied and read-only; see `with_remote`.
 
-    Questions about a remote side come in pairs: with its sizes, or `..._from_engine_id`. ValueError
-    for ranks and sizes out of range, sizes of which neither divides the other, an unknown backend or
-    engine id, a backend that is MLA where `is_mla` says otherwise, and a `tensor_shape` of another
-    number of dimensions.
+    Most methods about a remote engine come in two forms: with its sizes, and `..._from_engine_id`.
+    ValueError for ranks and sizes out of range, sizes of which neither divides the other, an unknown
+    backend or engine id, a backend that is MLA where `is_mla` is False or the reverse, and a
+    `tensor_shape` of another number of dimensions.
 
     >>> topology = KVTopology("decode", tp_rank=1, tp_size=2, block_size=32, total_num_kv_heads=8)
     >>> topology = topology.with_remote("prefill", RemoteEngine(tp_size=4, block_size=16))
@@ -101,17 +101,17 @@ class KVTopology:
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "block_size", "total_num_kv_heads"):
-            self._settle(name, integer(getattr(self, name), name, 1))
-        self._settle("tp_rank", integer(self.tp_rank, "tp_rank", 0, self.tp_size - 1))
-        self._settle("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
+            self._set(name, integer(getattr(self, name), name, 1))
+        self._set("tp_rank", integer(self.tp_rank, "tp_rank", 0, self.tp_size - 1))
+        self._set("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
         if self.kv_cache_layout not in LAYOUTS:
             raise ValueError(f"kv_cache_layout is {self.kv_cache_layout!r}: expected NHD or HND")
         heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
-        self._settle("remotes", _Remotes(self.remotes))
+        self._set("remotes", _Remotes(self.remotes))
         if self.backend is None:
-            self._settle("backend", "MLA" if self.is_mla else "FLASH_ATTN")
+            self._set("backend", "MLA" if self.is_mla else "FLASH_ATTN")
         described = backend(self.backend) if isinstance(self.backend, str) else self.backend
         if isinstance(described, AttentionBackend) and described.is_mla != self.is_mla:
             raise ValueError(
@@ -122,7 +122,7 @@ class KVTopology:
         packed = False
         if self.tensor_shape is not None:
             shape = tuple(integer(size, "a size in tensor_shape", 0) for size in self.tensor_shape)
-            self._settle("tensor_shape", shape)
+            self._set("tensor_shape", shape)
             if len(shape) not in (len(dims), len(dims) + 1):
                 raise ValueError(
                     f"tensor_shape is {shape}, of {len(shape)} dimensions: expected {len(dims)} as the "
@@ -130,36 +130,36 @@ class KVTopology:
                 )
             packed = len(shape) == len(dims) + 1
         order = _packed_order(described, dims, self.kv_cache_layout) if packed else dims
-        self._settle("_cross_layers_blocks", packed)
-        self._settle("_blocks_first", blocks_first(dims, self.is_mla))
-        self._settle("_block_size_position", order.index("token") - len(order))
+        self._set("_cross_layers_blocks", packed)
+        self._set("_blocks_first", blocks_first(dims, self.is_mla))
+        self._set("_block_size_position", order.index("token") - len(order))
 
-    def _settle(self, name: str, value: object) -> None:
+    def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
     # The cache's shape.
 
     @property
     def is_kv_layout_blocks_first(self) -> bool:
-        """The first dimension counts blocks, and a block holds both K and V. Not MLA: it has no V."""
+        """Whether the first dimension counts blocks and a block holds K and V. False for MLA (no V)."""
         return self._blocks_first
 
     @property
     def cross_layers_blocks(self) -> bool:
-        """Whether `tensor_shape` is that of all layers packed together."""
+        """Whether `tensor_shape` is the shape of all layers packed together."""
         return self._cross_layers_blocks
 
     @property
     def split_k_and_v(self) -> bool:
-        """Whether K and V are regions of their own: not when packed, MLA or blocks first."""
+        """Whether K and V are separate regions: not when packed, MLA or blocks first."""
         return not (self.cross_layers_blocks or self.is_mla or self.is_kv_layout_blocks_first)
 
     @property
     def block_size_position(self) -> int:
-        """The dimension of a block's tokens, negative: counted from the end.
+        """The dimension of a block's tokens, as a negative index.
 
-        Of the shape as the backend indexes it; when packed, of the order in memory, as the one tensor of
-        all layers has it.
+        It refers to the shape as the backend indexes it; when packed, to the order in memory, which is
+        the shape of the tensor of all layers.
 
         >>> KVTopology("a", tp_rank=0, tp_size=1, backend="FLASHINFER").block_size_position
         -3
@@ -169,37 +169,37 @@ class KVTopology:
     # Ratios.
 
     def tp_ratio(self, remote_tp_size: int) -> int:
-        """Local over remote tensor-parallel size; negative where the remote one is the larger."""
+        """Local over remote tensor-parallel size; negative where the remote one is larger."""
         return size_ratio(self.tp_size, remote_tp_size, "tp_size")
 
     def pp_ratio(self, remote_pp_size: int) -> int:
-        """Local over remote pipeline size; negative where the remote one is the larger."""
+        """Local over remote pipeline size; negative where the remote one is larger."""
         return size_ratio(self.pp_size, remote_pp_size, "pp_size")
 
     def block_size_ratio(self, remote_block_size: int) -> int:
-        """Local over remote block size; negative where the remote one is the larger."""
+        """Local over remote block size; negative where the remote one is larger."""
         return size_ratio(self.block_size, remote_block_size, "block_size")
 
     def tp_ratio_from_engine_id(self, engine_id: str) -> int:
-        """As `tp_ratio`, of an engine that is known."""
+        """As `tp_ratio`, for a known engine."""
         return self._of_engine(engine_id, lambda remote: self.tp_ratio(remote.tp_size))
 
     def pp_ratio_from_engine_id(self, engine_id: str) -> int:
-        """As `pp_ratio`, of an engine that is known."""
+        """As `pp_ratio`, for a known engine."""
         return self._of_engine(engine_id, lambda remote: self.pp_ratio(remote.pp_size))
 
     def block_size_ratio_from_engine_id(self, engine_id: str) -> int:
-        """As `block_size_ratio`, of an engine that is known."""
+        """As `block_size_ratio`, for a known engine."""
         return self._of_engine(engine_id, lambda remote: self.block_size_ratio(remote.block_size))
 
     # Engines.
 
     def with_remote(self, engine_id: str, remote: RemoteEngine) -> KVTopology:
-        """This topology with one more engine; the same again changes nothing.
+        """This topology with one more engine. Adding an engine again changes nothing.
 
-        ValueError where the id is known with other sizes, or is this engine's own, and where its
-        tensor-parallel size and the KV heads do not divide (MLA: any size does). Other sizes may fail to
-        divide: that is an error where they are asked for.
+        ValueError where the id is known with other sizes, is this engine's own, or where neither its
+        tensor-parallel size nor the number of KV heads divides the other (with MLA any size is
+        accepted). Other sizes are checked only by the methods that use them.
         """
         known = self.remotes.get(engine_id, remote)
         if known != remote:
@@ -209,7 +209,7 @@ class KVTopology:
         return replace(self, remotes={**self.remotes, engine_id: remote})
 
     def engine(self, engine_id: str) -> RemoteEngine:
-        """The sizes of an engine, this one's own among them. ValueError for an unknown id."""
+        """The sizes of a known engine or of this one. ValueError for an unknown id."""
         if engine_id == self.engine_id:
             return RemoteEngine(self.tp_size, self.pp_size, self.block_size)
         if engine_id not in self.remotes:
@@ -218,21 +218,18 @@ class KVTopology:
         return self.remotes[engine_id]
 
     def is_kv_replicated(self, engine_id: str) -> bool:
-        """Whether an engine has more tensor-parallel ranks than KV heads, so that some hold the same.
-
-        With as many ranks as heads each holds a head of its own: not replicated.
-        """
+        """Whether an engine has more tensor-parallel ranks than KV heads, so that ranks share heads."""
         return self.engine(engine_id).tp_size > self.total_num_kv_heads
 
     def replicates_kv_cache(self, engine_id: str) -> bool:
         """Whether ranks of an engine hold the same KV: `is_kv_replicated`, or MLA."""
         return self.is_mla or self.is_kv_replicated(engine_id)
 
-    # Who holds what.
+    # Which rank holds which heads.
 
     @property
     def heads(self) -> range:
-        """The heads that this worker holds, of all the model's; MLA's latent is head 0.
+        """The KV heads of the model that this worker holds; MLA's latent is head 0.
 
         >>> KVTopology("a", tp_rank=3, tp_size=4, total_num_kv_heads=8).heads
         range(6, 8)
@@ -242,10 +239,10 @@ class KVTopology:
     def remote_tp_rank_of_head(
         self, head: int, remote_tp_size: int, remote_pp_size: int = 1
     ) -> int:
-        """The one remote tensor-parallel rank that this worker reads a head of its own from.
+        """The remote tensor-parallel rank that this worker reads one of its heads from.
 
-        Where several hold the head, the local workers that need it are spread over them. ValueError
-        for a head that this worker does not hold, and for sizes that do not divide.
+        Where several remote ranks hold the head, the local workers that need it are spread over them.
+        ValueError for a head that this worker does not hold, and for sizes that do not divide.
 
         >>> topology = KVTopology("a", tp_rank=1, tp_size=2, total_num_kv_heads=1)
         >>> topology.remote_tp_rank_of_head(0, 8)
@@ -255,8 +252,8 @@ class KVTopology:
         self._check_remote_heads(remote_tp_size)
         if head not in self.heads:
             raise ValueError(f"head is {head}: expected one of {self.heads}, which tp_rank holds")
-        # Local workers that read this head from the same remote stage: tensor-parallel ranks that hold
-        # it, times pipeline ranks whose layers lie there.
+        # The local workers that read this head from the same remote pipeline stage are the
+        # tensor-parallel ranks that hold it, times the pipeline ranks whose layers lie in that stage.
         holders = ranks_of_head(self._num_heads, self.tp_size, head)
         stages = max(1, self.pp_ratio(remote_pp_size))
         reader = holders.index(self.tp_rank) * stages + self.pp_rank % stages
@@ -267,10 +264,9 @@ class KVTopology:
     ) -> list[tuple[int, int, int]]:
         """The remote workers that this one reads from: `(global_rank, pp_rank, tp_rank)`, ascending.
 
-        `global_rank = pp_rank * remote_tp_size + tp_rank`. Together they hold all heads of all layers
-        that this worker holds; each head of a layer is read from exactly one of them, and there is
-        none that nothing is read from. Layers lie evenly over pipeline ranks. ValueError for sizes
-        that do not divide.
+        `global_rank = pp_rank * remote_tp_size + tp_rank`. Each head of each layer that this worker
+        holds is read from exactly one of them, and something is read from each. Layers are spread
+        evenly over pipeline ranks. ValueError for sizes that do not divide.
 
         >>> KVTopology("a", tp_rank=0, tp_size=1, pp_rank=1, pp_size=2, total_num_kv_heads=2,
         ...     ).get_target_remote_ranks(remote_tp_size=4, remote_pp_size=4)  # replicas: one per head
@@ -289,7 +285,7 @@ class KVTopology:
         ]
 
     def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
-        """As `get_target_remote_ranks`, of an engine that is known."""
+        """As `get_target_remote_ranks`, for a known engine."""
         return self._of_engine(
             engine_id,
             lambda remote: self.get_target_remote_ranks(remote.tp_size, remote.pp_size),
@@ -319,7 +315,7 @@ class KVTopology:
         return self._of_sides(engine_id, lambda: ask(remote))
 
     def _of_sides(self, engine_id: str, ask: Callable[[], _T]) -> _T:
-        """The answer; an error says which engines it calls local and remote."""
+        """The answer of `ask`; its errors are extended by the ids of both engines."""
         try:
             return ask()
         except ValueError as error:
@@ -329,7 +325,7 @@ class KVTopology:
 
 
 def _dims_of(described: object) -> tuple[str | None, ...]:
-    """The roles of a backend's dimensions; of an unregistered one, of blocks and tokens only."""
+    """The roles of a backend's dimensions; of an unregistered backend only blocks and tokens."""
     if isinstance(described, AttentionBackend):
         return described.dims
     ask = getattr(described, "get_kv_cache_shape", None) or getattr(described, "shape", None)
@@ -354,7 +350,7 @@ def _dims_of(described: object) -> tuple[str | None, ...]:
 def _packed_order(
     described: object, dims: tuple[str | None, ...], layout: str
 ) -> tuple[str | None, ...]:
-    """The roles in memory of all layers packed. Of a backend that says nothing: layers outermost."""
+    """The roles of dimensions in memory, all layers packed. Layers are outermost by default."""
     if isinstance(described, AttentionBackend):
         return described.memory_order(layout, cross_layers=True)
     packed = ("layer", *dims)

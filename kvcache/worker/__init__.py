@@ -1,4 +1,4 @@
-"""The data plane: tables, storage and the moving of bytes. Needs torch."""
+"""The data plane: tables, storage and page copies. Needs torch."""
 
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage

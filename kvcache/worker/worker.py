@@ -33,10 +33,10 @@ class PendingStep:
         self._in: SwapJob | None = None
 
     def poll(self) -> StepReport | None:
-        """The report, once all bytes of this step and of all before it have moved; None before.
+        """The report, once all bytes of this step and of all earlier ones have moved; None before.
 
-        Pages that do not hold what they should stand in it. (A manager takes the report of a step for
-        all before it, so they come in order.)
+        It lists pages with invalid content. A manager takes a report as one for all earlier steps too, so
+        reports come in order.
         """
         if self._report is not None:
             return self._report
@@ -62,10 +62,10 @@ class PendingStep:
         return self._report
 
     def wait_layer(self, layer: int) -> None:
-        """The calling stream waits until this layer of what the plan swapped in has arrived.
+        """Makes the calling stream wait until this layer of the plan's swap-ins has arrived.
 
-        For workers with `layers_per_event`, before each layer of the step; of others, `start` has made
-        the stream wait for all layers.
+        Call it before each layer of the step if the worker has `layers_per_event`. Without that, `start`
+        has made the stream wait for all layers.
         """
         if self._in is not None:
             self._engine.before_read(self._in, layer)
@@ -78,7 +78,7 @@ class PendingStep:
 
 
 class Worker:
-    """Storage and block tables of one device; brings them to what a plan says.
+    """Applies plans to the storage and block tables of one device.
 
     `tables`: a `MultiGroupBlockTable`, its groups in the manager's order, or one group's `BlockTable`.
     `storage`: one that serves all groups, or one per group, all over the same pages
@@ -132,8 +132,8 @@ class Worker:
         return self.start(plan).wait()
 
     def start(self, plan: StepPlan) -> PendingStep:
-        """As `apply`, but does not wait: whatever is launched next on the calling stream finds pages
-        and tables as the plan says, while swaps may go on beside it."""
+        """As `apply`, but does not wait: work launched next on the calling stream finds pages and tables
+        as the plan says, while swaps may still run."""
         if plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
         for name in ("swap_out", "swap_in"):

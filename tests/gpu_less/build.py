@@ -22,7 +22,7 @@ from pathlib import Path
 REPO = Path(__file__).resolve().parent.parent.parent
 BUILD = REPO / "build" / "gpu-less"
 TREE = BUILD / "tree"
-# What a tree needs to be built, tested and measured in.
+# The files that a tree needs for building, testing and measuring.
 COPIED = [
     *("csrc", "kvcache", "tests", "benchmarks", "examples", "docs"),
     *("setup.py", "pyproject.toml", "README.md", "MANIFEST.in", "Makefile", "CMakeLists.txt"),
@@ -42,7 +42,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Built:
-    """What a process needs to run without a GPU."""
+    """The environment of a process that runs without a GPU."""
 
     python: Path
     runtime: Path  # libcudart.so.13

@@ -18,7 +18,7 @@ PYTEST = ["python", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:c
 
 @dataclass(frozen=True)
 class Job:
-    """A pytest process; `environment` is what it has beside the usual."""
+    """A pytest process; `environment`: variables in addition to the usual ones."""
 
     name: str
     arguments: list[str]
@@ -86,7 +86,7 @@ def _run(built: Built, job: Job) -> subprocess.CompletedProcess:
 def _print(job: Job, done: subprocess.CompletedProcess) -> None:
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode == 0:
-        told = [x for x in lines if re.match(r"SKIPPED|.*s (call|setup) ", x)]
-        print(f"== {job.name}: {lines[-1].strip('= ')}", *told, sep="\n", flush=True)
+        shown = [x for x in lines if re.match(r"SKIPPED|.*s (call|setup) ", x)]
+        print(f"== {job.name}: {lines[-1].strip('= ')}", *shown, sep="\n", flush=True)
     else:
         print(f"== {job.name}: FAILED (exit {done.returncode})", done.stdout, sep="\n", flush=True)

@@ -1,5 +1,5 @@
-// Which cached block follows which: a block whose successor in a chain is cached too should not go
-// before it, because nothing would find the successor any more.
+// The order of cached blocks in their chains. A block should not be evicted before its cached
+// successors, because nothing would find them any more.
 #pragma once
 
 #include <cstddef>
@@ -12,34 +12,33 @@
 
 namespace kvcache {
 
-// A key of 64 bits: equal by accident for one pair in 2**64.
+// A key of 64 bits; different hashes collide with a probability of 2**-64.
 inline uint64_t wide_key(const Hash& hash, uint8_t group) {
   return HashOf()(hash) ^ (uint64_t{group} * 0x9E3779B97F4A7C15ull);
 }
 
-// Per group and tag of a hash: the blocks under it, and how many cached blocks have it as their
-// parent. Where two tags are equal by accident, a block is taken for no leaf, and waits longer, or
-// for one of two under a hash.
+// Per group and tag of a hash: the blocks with that hash, and how many cached blocks have it as
+// their parent. Where two tags collide, a block may wrongly count as having children, and is
+// evicted later, or as one of two blocks with the same hash.
 class CacheTree {
  public:
   explicit CacheTree(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)) {}
 
-  // Whether nothing cached is found through this block alone: it has no cached child, or is not the
-  // only one under its hash.
+  // Whether no cached block is found only through this one: it has no cached child, or another
+  // block has the same hash.
   bool is_leaf(BlockId id) const {
     const Node* own = places_[id].own;
     return own == nullptr || own->num_children == 0 || places_[own->first].next != kNullBlock;
   }
-  // The block is cached under a hash with this tag, behind `parent` (null: behind nothing). Adds
-  // the other blocks that may be leaves now, or no longer, to `changed`.
+  // The block is now cached with a hash of this tag, after `parent` (null: first of a chain). Adds
+  // other blocks that have become leaves, or no longer are, to `changed`.
   void add(BlockId id, uint32_t tag, const uint32_t* parent, uint8_t group,
            std::vector<BlockId>* changed);
   // The block is not cached any more; it need not have been added.
   void remove(BlockId id, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
-  // Throws std::logic_error unless exactly `num_added` blocks are in, and counted where they
-  // belong.
+  // Throws std::logic_error unless exactly `num_added` blocks are present and counted correctly.
   void check_invariants(int64_t num_blocks, int64_t num_added) const;
 
  private:

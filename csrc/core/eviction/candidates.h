@@ -1,4 +1,4 @@
-// The blocks that a policy may choose from: leaf first, whatever the policy.
+// The blocks that a policy may choose from: only leaves, whatever the policy.
 #pragma once
 
 #include <cstddef>

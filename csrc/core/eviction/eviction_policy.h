@@ -1,7 +1,7 @@
-// The interface of eviction policies: which cached block goes next.
+// The interface of eviction policies, which choose the next cached block to evict.
 //
-// The pool keeps what holds for every policy: a block that is held, pinned, or has a cached child
-// is no candidate; uncached blocks go first. A policy ranks candidates, and nothing else.
+// The pool enforces what holds for every policy: a block that is held, pinned, or has a cached
+// child is not a candidate, and uncached blocks are taken first. A policy only ranks candidates.
 #pragma once
 
 #include <cstddef>
@@ -33,8 +33,8 @@ struct ReleaseFeatures {
   bool is_swapped_out = false;  // the request goes on later, from copies on the host
 };
 
-// Is only notified of blocks of its pool. What it learns of a block holds until the block is
-// forgotten or handed out anew.
+// A policy is notified only of blocks of its pool. What it has recorded about a block holds until
+// the block is forgotten or allocated again.
 class EvictionPolicy {
  public:
   virtual ~EvictionPolicy() = default;
@@ -43,15 +43,15 @@ class EvictionPolicy {
   // again when a child or a pin has gone, so a candidate's rank may not depend on when this is
   // called.
   virtual void insert(BlockId id) = 0;
-  virtual void remove(BlockId id) = 0;  // no candidate any more
-  // Which candidate goes next; the null block when there is none. Does not remove it.
+  virtual void remove(BlockId id) = 0;  // no longer a candidate
+  // The next candidate to evict; the null block when there is none. Does not remove it.
   virtual BlockId victim() = 0;
 
   // Notifications to learn from, each before the `insert` or after the `remove` that it causes.
-  virtual void on_allocate(const BlockId*, int64_t) {}  // handed out anew
+  virtual void on_allocate(const BlockId*, int64_t) {}  // allocated for new content
   // Cached from now on; `hash` is null while only a part of the block is, and may follow.
   virtual void on_publish(BlockId, const Hash*, uint8_t /*group*/) {}
-  virtual void on_hit(const BlockId*, int64_t) {}  // cached ones that a request took
+  virtual void on_hit(const BlockId*, int64_t) {}  // cached blocks that a request takes
   // A request releases these blocks; prefix_tokens[i]: tokens of the prefix that ends with block
   // i. Behind a fence they become idle later. Of blocks that leave a request which goes on (out of
   // a window, for a copy, or invalid) only `on_released` is called.

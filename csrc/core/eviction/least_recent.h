@@ -1,5 +1,5 @@
-// The least recently released first: what a pool does by itself, but leaf first whatever the order
-// in which blocks are released. For the host tier, to which heads may come before tails.
+// The least recently released first, as a pool without a policy does, but leaves first whatever the
+// order of release. For the host tier, to which heads may come before tails.
 #pragma once
 
 #include "core/eviction/eviction_policy.h"

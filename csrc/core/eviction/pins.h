@@ -1,5 +1,5 @@
-// Blocks that callers asked to keep. A pin is a wish, not a reference: pinned blocks go when
-// nothing else is left.
+// Blocks that callers asked to keep. A pin is not a reference: pinned blocks are evicted when no
+// other cached block is left.
 #pragma once
 
 #include <cstddef>

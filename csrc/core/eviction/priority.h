@@ -1,9 +1,9 @@
 // By priority, lowest first, then least recently released.
 //
-// A release may name priorities for ranges of its tokens, with a time after which they end. A block
-// takes the highest of those that overlap its tokens (of equal ones, that which lasts longest), in
-// place of what an earlier release gave it; a release that names nothing for a block leaves it as
-// it was. Blocks that were given none, or whose time has passed, have the default.
+// A release may give priorities to ranges of its tokens, with a time after which they end. A block
+// takes the highest of those that overlap its tokens (among equal ones, the one that lasts
+// longest), in place of an earlier one. A release without a priority for a block does not change
+// the block's. Blocks without a priority, or whose priority has ended, have the default.
 #pragma once
 
 #include <algorithm>

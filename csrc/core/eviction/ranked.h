@@ -10,8 +10,7 @@
 
 namespace kvcache {
 
-// O(log n) per change, O(1) for the first. Keys of blocks that are in must differ, or the order of
-// equals is any.
+// O(log n) per change, O(1) for the first. The order of blocks with equal keys is not defined.
 template <class Key>
 class Ranked {
  public:
@@ -22,7 +21,7 @@ class Ranked {
   const Key& top_key() const { return heap_.front().key; }  // of a heap that is not empty
   size_t size() const { return heap_.size(); }
 
-  // Enters the block, or moves it where it is in already.
+  // Inserts the block, or updates its key.
   void set(BlockId id, const Key& key) {
     if (!has(id)) {
       heap_.push_back({key, id});

@@ -22,7 +22,7 @@ struct CacheGroup {
   AttentionKind::Pages pages;
   bool keeps_all;
   bool has_partial;      // hits inside a block, which are copied
-  uint8_t id;            // place among the groups, and group of its blocks in the pool
+  uint8_t id;            // index among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
   int64_t num_hashes;    // per block
   int64_t max_blocks;    // of one request
@@ -32,12 +32,12 @@ struct CacheGroup {
   bool holds_state() const { return pages == AttentionKind::Pages::kState; }
   bool is_cacheable() const { return pages != AttentionKind::Pages::kEncoder; }
 
-  // A kind that came from a user may answer anything.
+  // A user's own kind may return any number, so it is clamped.
   int64_t first_needed_token(int64_t num_computed) const {
     return keeps_all ? 0
                      : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
   }
-  // Blocks below it hold nothing that is still read.
+  // Blocks before this one hold no token that is still read.
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }

@@ -1,8 +1,8 @@
 // The tokens of one request, and the hashes of its full blocks. Both belong to the request, so that
 // hashes computed once survive preemption.
 //
-// One thread at a time. A digest that comes from Python may call back, or let other threads run,
-// while a block is hashed: what must not happen then is refused by name.
+// Used by one thread at a time. A digest in Python may call back, or let other threads run, while a
+// block is hashed; calls that must not happen then are refused.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class TokenIds {
   // Null stands for zeros. Throws std::invalid_argument on a negative id and std::runtime_error
   // while a chain hashes these tokens, with nothing appended.
   void append(const int32_t* tokens, int64_t n);
-  // Forgets the last n: only those that the caller has just appended.
+  // Removes the last n tokens, which the caller has just appended.
   void take_back(int64_t n) { ids_.resize(ids_.size() - static_cast<size_t>(n)); }
 
   int64_t size() const { return static_cast<int64_t>(ids_.size()); }
@@ -35,8 +35,8 @@ class TokenIds {
 // A request's block hashes for one block size and one first parent.
 class TokenChain {
  public:
-  // `read_cache`, `write_cache`: whether the request may take hits, and leave some behind.
-  // `num_encoder_tokens`: what it needs of groups that hold an encoder's KV.
+  // `read_cache`, `write_cache`: whether the request may take hits, and whether its blocks are
+  // cached. `num_encoder_tokens`: tokens that it needs in groups that hold an encoder's KV.
   TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
              ExtraKeys extra_keys, bool read_cache, bool write_cache,
              int64_t num_encoder_tokens = 0);
@@ -52,20 +52,22 @@ class TokenChain {
     return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
   }
 
-  // Hashes of the full blocks; those not hashed yet are hashed now. Throws std::runtime_error while
-  // an earlier call is at it, and what the digest throws; the blocks before keep their hashes then.
+  // Hashes of the full blocks; missing ones are computed now. Throws std::runtime_error while an
+  // earlier call computes them, and whatever the digest throws; blocks before keep their hashes
+  // then.
   const std::vector<Hash>& hashes();
 
-  // Hashes computed so far: calls nothing.
+  // Hashes computed so far; computes none.
   const std::vector<Hash>& known_hashes() const { return hashes_; }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
-  // Whether both stand for the same KV as far as their first num_tokens tokens go.
+  // Whether both have the same KV for their first num_tokens tokens.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
-  // Takes over the hashes of another chain's blocks within num_tokens tokens, which begin like it.
+  // Copies the hashes of another chain's blocks within its first num_tokens tokens, which are
+  // equal.
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
-  // Forgets the last n tokens, which only the caller has seen, and the hashes of their blocks.
+  // Removes the last n tokens, which only the caller has seen, and the hashes of their blocks.
   void take_back(int64_t n);
 
  private:

@@ -1,5 +1,5 @@
-// What every function of the runtime's C interface begins and ends with: the lock, the sticky error
-// and the thread's last error.
+// The begin and end of every function of the runtime's C interface: the lock, the sticky error and
+// the thread's last error.
 //
 // One lock guards all state of the runtime. It is recursive because work that runs on a stream (a
 // host function) runs under it.
@@ -15,8 +15,8 @@ namespace kvcache::gpuless {
 
 std::recursive_mutex& runtime_mutex();
 
-// Holds the lock. A thread of Python that must wait for it lets go of the interpreter meanwhile:
-// the thread that has the lock may need it, to run an operator that a graph captured.
+// Holds the lock. A Python thread that waits for it releases the interpreter's lock, because the
+// thread that holds this lock may need that one, to run an operator that a graph captured.
 class RuntimeLock {
  public:
   RuntimeLock();
@@ -34,7 +34,8 @@ cudaError_t sticky_error();
 // Prints a line that begins with "gpu-less: ", for faults that a return code does not explain.
 void say(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Runs `body`, which returns a cudaError_t, under the lock; is the sticky error where there is one.
+// Runs `body`, which returns a cudaError_t, under the lock; returns the sticky error if there is
+// one.
 template <class Body>
 cudaError_t call(Body&& body) {
   const RuntimeLock lock;

@@ -40,7 +40,7 @@ KV_GPULESS_API cudaError_t cudaStreamIsCapturing(cudaStream_t handle,
   });
 }
 
-// Dependencies are not told: callers here only ask for the status, the id and the graph.
+// Does not report dependencies: its callers only ask for the status, the id and the graph.
 #undef cudaStreamGetCaptureInfo
 KV_GPULESS_API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle,
                                                     cudaStreamCaptureStatus* status,
@@ -101,7 +101,7 @@ KV_GPULESS_API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
   });
 }
 
-// Nodes have no handles: only their number is told.
+// Nodes have no handles, so only their number is returned.
 KV_GPULESS_API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t* nodes,
                                              size_t* count) {
   return call([&] {

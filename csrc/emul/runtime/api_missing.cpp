@@ -1,4 +1,5 @@
-// Functions that torch links against and that are not simulated: each is an error, said aloud.
+// Functions that torch links against but that are not simulated: each prints a line and is an
+// error.
 #include "emul/runtime/api.h"
 
 using namespace kvcache::gpuless;
@@ -12,7 +13,7 @@ cudaError_t missing(const char* name) {
   });
 }
 
-// Of the driver's functions that are asked for by name.
+// For driver functions that are looked up by name.
 int missing_in_driver() {
   say("a function of the driver, asked for by name, is not simulated");
   return cudaErrorNotSupported;

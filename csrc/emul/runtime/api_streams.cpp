@@ -165,7 +165,7 @@ KV_GPULESS_API cudaError_t cudaEventCreate(cudaEvent_t* handle) {
   return cudaEventCreateWithFlags(handle, cudaEventDefault);
 }
 
-// What waits for it holds its completion.
+// Destroying an event is safe: tasks that wait for it hold its completion.
 KV_GPULESS_API cudaError_t cudaEventDestroy(cudaEvent_t handle) {
   return call([&] {
     if (handle == nullptr) return cudaErrorInvalidResourceHandle;

@@ -35,8 +35,9 @@ struct Capture {
   Graph* graph;  // the caller's from the end on
 };
 
-// For calls that are unsafe while a capture is under way (cudaMalloc, cudaEventQuery, ...): where
-// the calling thread may not, invalidates the captures that forbid it and is the error.
+// For calls that are unsafe while a capture is under way (cudaMalloc, cudaEventQuery, ...). Where
+// the calling thread may not make them, invalidates the captures that forbid it and returns the
+// error.
 cudaError_t refuse_while_capturing();
 // For calls on one stream that a capture never allows (a synchronisation).
 cudaError_t refuse_if_capturing(Stream& stream);
@@ -48,7 +49,7 @@ cudaError_t end_capture(Stream& stream, Graph** graph);
 void join_capture(Stream& stream, Capture& capture, const std::vector<int>& leaves);
 cudaError_t exchange_thread_mode(cudaStreamCaptureMode* mode);
 
-// Runs or records `work`: what each operation on a stream comes to.
+// Runs or records `work`. Every operation on a stream ends here.
 cudaError_t submit_or_capture(Stream& stream, Work work);
 // As tasks of the stream, in an order that the dependencies allow.
 void launch_graph(const Graph& graph, Stream& stream);

@@ -55,7 +55,8 @@ Work from_staging(const CopyShape& c) {
   return [c, staged] { move_rows(c, reachable(c.to), c.to_pitch, staged->data(), c.row_bytes); };
 }
 
-// Undefined on a device, which copies in no order. Rows may lie between one another's rows.
+// Overlap is undefined on a device, which copies in no order. Rows of one side may lie between rows
+// of the other.
 bool overlaps(const CopyShape& c) {
   if (c.num_rows != 1) return false;
   const auto to = reinterpret_cast<uintptr_t>(c.to), from = reinterpret_cast<uintptr_t>(c.from);

@@ -38,7 +38,7 @@ struct sigaction previous_action;
 
 void write_text(const char* text) { (void)!write(STDERR_FILENO, text, std::strlen(text)); }
 
-// Says what was touched by whom, and lets the process die as it would have without this handler.
+// Prints the address and who accessed it, then lets the process die as without this handler.
 void on_fault(int, siginfo_t* info, void*) {
   const char* address = static_cast<const char*>(info->si_addr);
   const bool in_device = address >= arena->device && address < arena->device + kArenaBytes;
@@ -52,7 +52,7 @@ void on_fault(int, siginfo_t* info, void*) {
     write_text(in_device ? ": device memory that is freed or was never allocated\n"
                          : ": host memory that is not there, or not by its device pointer\n");
   }
-  sigaction(SIGSEGV, &previous_action, nullptr);  // the access repeats and meets it
+  sigaction(SIGSEGV, &previous_action, nullptr);  // the access repeats with the previous handler
 }
 
 void* reserve(size_t bytes) {

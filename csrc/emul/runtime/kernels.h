@@ -19,7 +19,7 @@ void register_kernel(const void* stub, const char* mangled_name);
 bool is_kernel(const void* stub);
 // As is_kernel; the kernel is loaded from now on.
 bool load_kernel(const void* stub);
-// What cudaFuncSetAttribute allows the kernel beyond 48 KiB.
+// The shared memory beyond 48 KiB that cudaFuncSetAttribute allows the kernel.
 cudaError_t allow_shared_bytes(const void* stub, int bytes);
 cudaError_t launch(const void* stub, dim3 grid, dim3 block, void** arguments, size_t shared_bytes,
                    Stream& stream);

@@ -1,4 +1,4 @@
-// The runtime's lock, and how it gets on with the lock of Python's interpreter, which may be
+// The runtime's lock, and how it works together with the lock of Python's interpreter, which may be
 // absent.
 #include <dlfcn.h>
 

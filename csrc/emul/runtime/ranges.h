@@ -17,7 +17,7 @@ struct Range {
   char* begin;
   size_t bytes;
   RangeKind kind;
-  char* device_begin;  // what a kernel goes by; `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS says
+  char* device_begin;  // kernels use it; `begin` unless KVCACHE_GPULESS_DEVICE_POINTERS says
   unsigned flags;
 };
 

@@ -1,1 +1,1 @@
-"""Requests that are groups of sequences: an engine's own objects, over the same blocks."""
+"""Requests that are groups of sequences, as objects of the engine."""

@@ -6,7 +6,7 @@ from kvcache.allocator.sequences.tokens import Tokens
 
 
 class AllocatedSequence:
-    """Its row, its tokens, and what was said of them.
+    """The row of a sequence, its tokens, and how many of them were marked as computed.
 
     `skips_blocks`: the prompt was computed from its own K and V, and no blocks are held of what its
     end does not read (a sliding window).

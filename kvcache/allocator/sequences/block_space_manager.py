@@ -59,15 +59,14 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     - `enable_events`: `drain_events` returns what entered and left the cache.
     - `hash_seed` gives the parent of first blocks. `max_model_len`: tokens of a sequence.
 
-    Sequences and groups are any objects as `sequences/protocol.py` says. A group's sequences differ
-    by their status, which the caller sets: `can_allocate` and `allocate` are of the WAITING
-    ones, `can_append_slots` and swaps out of the RUNNING ones, swaps in of the SWAPPED ones. Token
-    ids are read only with caching, and of known sequences only the tail. An encoder-decoder group
-    also has a cross-attention table, known by its `request_id`; it neither takes hits nor leaves any.
+    Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
+    the status of sequences: `can_allocate` and `allocate` use the WAITING ones of a group,
+    `can_append_slots` and swap-outs the RUNNING ones, swap-ins the SWAPPED ones. Token ids are read only
+    with caching, and of known sequences only the tail. An encoder-decoder group also has a
+    cross-attention table under its `request_id`; it neither takes hits nor is cached.
 
-    The pairs (source, destination) that calls answer are to be copied in the order of the calls.
-    Every error is a ValueError or TypeError and changes nothing. A manager belongs to the thread that
-    first uses it.
+    Copy the pairs (source, destination) that calls return in the order of the calls. Every error is a
+    ValueError or TypeError and changes nothing. A manager belongs to the thread that first uses it.
 
     >>> class Prompt:
     ...     seq_id, status = 0, "WAITING"
@@ -147,7 +146,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     def can_allocate(
         self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
     ) -> AllocStatus:
-        """Whether the group's prompt fits, not counting on any hit, and leaves the watermark."""
+        """Whether the group's prompt fits without any hit and leaves the watermark free."""
         lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         required = self._num_required(seq_group, some_with(seq_group, WAITING)[0], lookahead)
         most = self._pool.num_total - self.watermark_blocks
@@ -254,11 +253,11 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         return [] if copies is NO_PAIRS else as_pairs(copies)
 
     def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
-        """Gives the child all blocks of the parent; who writes to a shared one first, copies it.
+        """Gives the child all blocks of the parent. The first that writes to a shared block copies it.
 
-        The child begins with all tokens of the parent that have slots, and may have more. Checked
-        are its length and, with caching, `extra_hash()` and the last `block_size` of those tokens;
-        that all before them are the parent's too, is taken on trust.
+        The child begins with all tokens of the parent that have slots, and may have more. Its length is
+        checked and, with caching, `extra_hash()` and the last `block_size` of those tokens. The caller
+        promises that all earlier tokens are the parent's too.
         """
         parent = self._known(parent_seq)
         if child_seq.seq_id in self._allocated:

@@ -1,4 +1,4 @@
-"""Whose blocks are where: the tables of sequences and encoders, on both tiers."""
+"""The tables of sequences and encoders, on both tiers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SequenceTables:
         return self._cross.blocks(seq_group.request_id)
 
     def free(self, seq: SequenceLike) -> None:
-        """Releases a sequence's blocks, on either tier; one without: no-op."""
+        """Releases a sequence's blocks, on either tier; does nothing for a sequence without blocks."""
         known = self._allocated.get(seq.seq_id)
         if known is not None:
             self._native.free(known.row)
@@ -65,11 +65,11 @@ class SequenceTables:
             self._tokens.forget(seq)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
-        """Gives the blocks of a group's encoder back; one without: no-op."""
+        """Releases the blocks of a group's encoder; does nothing without an encoder."""
         self._cross.free(seq_group.request_id)
 
     def check_invariants(self) -> None:
-        """Raises where the pools, or what is said of them here, are not consistent."""
+        """Raises where the pools or these tables are not consistent; for tests."""
         self._native.check_invariants()
         rows = [known.row for known in self._allocated.values()] + self._cross.rows()
         if len({*rows}) != len(rows) or self._native.num_rows != len(rows):

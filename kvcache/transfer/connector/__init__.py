@@ -1,1 +1,1 @@
-"""What a KV connector needs beside the bytes: requests, events, reports of all workers made one."""
+"""Bookkeeping of a KV connector: requests of a step, cache events, and the workers' reports merged."""

@@ -1,4 +1,4 @@
-"""What the workers of an engine report of transfers, one report each per step, made one report."""
+"""Merges the reports that the workers of an engine make of transfers, one each per step."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _EVENTS_METHODS = ("add_events", "get_all_events", "increment_workers", "get_num
 
 @dataclass
 class KVConnectorOutput:
-    """What one worker's connector reports of a step, or all of them together.
+    """A report on the transfers of a step, by one worker's connector or by all workers together.
 
     An engine may pass any object with these attributes; those it lacks count as empty.
 
     `finished_sending`, `finished_recving`: ids of requests. `kv_connector_stats`: an object with
-    `aggregate(other)`, which returns the sum (or None, when it has changed itself), and perhaps
+    `aggregate(other)`, which returns the sum (or None where it has changed itself), and optionally
     `is_empty()`. `kv_cache_events`: `KVCacheEvents`, a list of events, or an object with `add_events`,
     `get_all_events`, `increment_workers` and `get_number_of_workers`. `invalid_block_ids`: blocks that
-    could not be loaded. `expected_finished_count`: how many reports make a request finished, for
-    requests first reported from now on; 0: as before.
+    could not be loaded. `expected_finished_count`: how many reports a request needs to be finished,
+    for requests first reported from now on; 0 keeps the current number.
     """
 
     finished_sending: set[str] | None = None
@@ -37,8 +37,8 @@ class KVConnectorOutput:
 class KVOutputAggregator:
     """Merges the workers' reports, step by step.
 
-    `expected_finished_count`: how many reports make a request finished, sending or receiving counted
-    apart; ValueError below 1.
+    `expected_finished_count`: how many reports a request needs to be finished, counted separately for
+    sending and receiving; ValueError below 1.
 
     >>> from types import SimpleNamespace as Output
     >>> def outputs(*finished):
@@ -57,52 +57,58 @@ class KVOutputAggregator:
         self._expected = integer(expected_finished_count, "expected_finished_count", 1)
         self._remaining_sending: dict[str, int] = {}
         self._remaining_recving: dict[str, int] = {}
-        self._held: _Merged | None = None  # what no output has carried yet
+        self._pending: _Merged | None = None  # merged reports that no output has carried yet
 
     @classmethod
     def from_connector(cls, connector: object, world_size: int) -> KVOutputAggregator:
-        """Expects `connector.get_finished_count()` reports; where that is 0 or None, `world_size`."""
+        """An aggregator for `connector.get_finished_count()` reports, or `world_size` if 0 or None."""
         return cls(connector.get_finished_count() or world_size)
 
     @property
     def expected_finished_count(self) -> int:
-        """Reports that make a request finished which none has reported yet."""
+        """How many reports a request needs to be finished, for requests that are not reported yet."""
         return self._expected
 
     @property
     def remaining_sending(self) -> dict[str, int]:
-        """Requests that some workers have finished sending -> reports that are still to come."""
+        """Requests that some workers have finished sending -> number of reports still missing."""
         return dict(self._remaining_sending)
 
     @property
     def remaining_recving(self) -> dict[str, int]:
-        """Requests that some workers have finished receiving -> reports that are still to come."""
+        """Requests that some workers have finished receiving -> number of reports still missing."""
         return dict(self._remaining_recving)
 
     def aggregate(self, outputs: Sequence[object], output_rank: int = 0) -> object | None:
-        """The output of `output_rank`, its `kv_connector_output` now that of all workers.
+        """Returns the output of `output_rank` with the merged report as its `kv_connector_output`.
 
-        outputs: one per worker, each with an attribute `kv_connector_output`, a report as
-        `KVConnectorOutput` or None. A request is in `finished_sending` (`finished_recving`) of the call
-        in which the last report of it came. An id counts once per report; what is counted over calls are
-        reports, not who they are from: the same worker naming it again in a later call counts again.
-        Reports count in the order of workers, and a worker's `expected_finished_count` from its own
-        report on, for requests that are new. Statistics are added up by type: `kv_connector_stats` is
-        their sum, or `{type: sum}` where they are of several types. Events keep which worker they came
-        from. Whose `kv_cache_events` is None is not counted among their workers; who reports an empty
-        list is: nothing is common to all then. Invalid block ids are united. Empty sets, statistics and
-        events are None. The workers' own reports are not changed, but for the output that is returned.
+        outputs: one per worker, each with an attribute `kv_connector_output`: a report as
+        `KVConnectorOutput`, or None.
 
-        An empty output of `output_rank`, None or false, gives None: what all workers reported comes out
-        with the next one that is not. So does a step in which no worker has an output.
+        - A request is in `finished_sending` (`finished_recving`) of the call in which its last report
+          came. An id counts once per report. Reports are counted, not workers: if a worker names a
+          request again in a later call, that counts again.
+        - Reports are merged in the order of workers. A worker's `expected_finished_count` holds from its
+          own report on, for requests that are new.
+        - Statistics are added up by type: `kv_connector_stats` is their sum, or `{type: sum}` where
+          there are several types.
+        - Events are kept by worker. A worker whose `kv_cache_events` is None is not counted among the
+          workers of the events. One with an empty list is, so then no event is common to all.
+        - Invalid block ids are united.
+
+        Empty sets, statistics and events become None. The workers' reports are not changed, except in
+        the output that is returned.
+
+        Returns None where the output of `output_rank` is None or false. The merged report is then kept,
+        and goes out with the next output that is not.
 
         ValueError, with nothing changed, where another worker's output is missing (None), `output_rank`
-        is no worker, or a report holds what it should not: events of unlike types, statistics that do not
-        add up, a negative count, a string, mapping or number where a set of ids belongs.
+        is not a worker, or a report is invalid: events of different types, statistics that cannot be
+        added, a negative count, or a string, mapping or number in place of a set of ids.
         """
         reports = _reports(outputs, output_rank)
         expected = self._expected
-        merged = _Merged() if self._held is None else copy.deepcopy(self._held)
+        merged = _Merged() if self._pending is None else copy.deepcopy(self._pending)
         sending: dict[str, int] = {}
         recving: dict[str, int] = {}
         for worker, report in reports:
@@ -119,21 +125,21 @@ class KVOutputAggregator:
             output.kv_connector_output = merged.report(expected)
         # Nothing below fails.
         self._expected = expected
-        self._held = merged if output is None else None
-        _settle(self._remaining_sending, sending)
-        _settle(self._remaining_recving, recving)
+        self._pending = merged if output is None else None
+        _update_remaining(self._remaining_sending, sending)
+        _update_remaining(self._remaining_recving, recving)
         return output
 
 
 @dataclass
 class _Merged:
-    """What reports say together."""
+    """The reports merged so far."""
 
     sending: set[str] = field(default_factory=set)
     recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
     stats: dict[type, object] = field(default_factory=dict)
-    events: dict[int, object] = field(default_factory=dict)  # by worker: new ones join held ones
+    events: dict[int, object] = field(default_factory=dict)  # by worker
 
     def add_stats(self, stats: object | None, worker: int) -> None:
         if stats is None:
@@ -145,7 +151,7 @@ class _Merged:
         if _is_empty(stats):
             return
         kind = type(stats)
-        stats = copy.deepcopy(stats)  # a sum may take over parts of what is added to it
+        stats = copy.deepcopy(stats)  # the sum may keep references into it
         if kind not in self.stats:
             self.stats[kind] = stats
             return
@@ -199,7 +205,7 @@ class _Merged:
 
 
 def _reports(outputs: Sequence[object], output_rank: int) -> list[tuple[int, object]]:
-    """(worker, report) of those that report anything."""
+    """(worker, report) of the workers that report anything."""
     if not outputs:
         raise ValueError("outputs is empty: expected one per worker")
     integer(output_rank, "output_rank", 0, len(outputs) - 1)
@@ -231,7 +237,7 @@ def _ids(report: object, name: str, worker: int) -> set:
         return set()
     try:
         if isinstance(ids, str | bytes | bytearray | memoryview | Mapping):
-            raise TypeError("this is no set of ids, though one can iterate over it")
+            raise TypeError("this can be iterated over, but is not a set of ids")
         return set(ids)
     except TypeError as error:
         raise ValueError(
@@ -242,7 +248,7 @@ def _ids(report: object, name: str, worker: int) -> set:
 def _count(
     req_ids: set[str], expected: int, remaining: dict[str, int], changed: dict[str, int]
 ) -> set[str]:
-    """Counts one report of each request, into `changed`; those of which it was the last one."""
+    """Counts one report of each request in `changed`; returns the requests that are finished."""
     finished = set()
     for req_id in req_ids:
         left = (changed.get(req_id, remaining.get(req_id)) or expected) - 1
@@ -252,7 +258,7 @@ def _count(
     return finished
 
 
-def _settle(remaining: dict[str, int], changed: dict[str, int]) -> None:
+def _update_remaining(remaining: dict[str, int], changed: dict[str, int]) -> None:
     for req_id, left in changed.items():
         if left:
             remaining[req_id] = left

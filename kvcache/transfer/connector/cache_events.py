@@ -1,4 +1,4 @@
-"""Cache events of several workers in one: all of them, and those that every worker reported."""
+"""Cache events of several workers: all of them, and those that every worker reported."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 class KVCacheEvents:
     """Cache events by worker, in the order of their reports.
 
-    A new one is of one worker. Events are those of `kvcache.events`, compared by content, or any that
-    compare and hash. No event is copied.
+    A new object has one worker. Events are those of `kvcache.events`, compared by content, or any that
+    compare and hash. Events are not copied.
 
     >>> events = KVCacheEvents(["stored a", "stored b"])
     >>> events.merge(KVCacheEvents(["stored b"])).get_number_of_workers()
@@ -26,11 +26,11 @@ class KVCacheEvents:
         self._by_worker = [list(events)]
 
     def add_events(self, events: Iterable[object]) -> None:
-        """More events of the worker that was added last."""
+        """Adds events of the last worker."""
         self._by_worker[-1].extend(events)
 
     def increment_workers(self, count: int = 1) -> None:
-        """More workers, without events so far: what is added from now on is the last one's.
+        """Adds workers without events. `add_events` then adds to the last of them.
 
         ValueError for a count below 1.
         """
@@ -39,22 +39,22 @@ class KVCacheEvents:
         self._by_worker += [[] for _ in range(count)]
 
     def merge(self, other: KVCacheEvents) -> KVCacheEvents:
-        """Takes in the workers of another, behind its own; returns itself."""
+        """Appends the workers of another object; returns itself."""
         self._by_worker += [list(events) for events in other._by_worker]
         return self
 
     def get_number_of_workers(self) -> int:
-        """Workers whose reports these are."""
+        """The number of workers, those without events included."""
         return len(self._by_worker)
 
     def get_all_events(self) -> list:
-        """Every event as often as it was reported, worker by worker."""
+        """All events, worker by worker, each as often as it was reported."""
         return [event for events in self._by_worker for event in events]
 
     def get_common_events(self) -> list:
-        """What every worker reported, as often as each of them did, in the first one's order.
+        """The events that every worker reported, in the order of the first worker.
 
-        Nothing, where one of them is without events: every worker counts.
+        An event comes as often as every worker reported it. Empty where one worker has no events.
 
         TypeError for events that do not hash.
         """
@@ -90,7 +90,7 @@ class KVCacheEvents:
 
 
 def _content(event: object) -> Hashable:
-    """What two reports of one event have in common."""
+    """A value that is equal for equal events."""
     if not dataclasses.is_dataclass(event):
         return event
     values = (getattr(event, field.name) for field in dataclasses.fields(event))

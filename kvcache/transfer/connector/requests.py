@@ -1,4 +1,4 @@
-"""What a scheduler's step says of requests and their blocks, request by request."""
+"""Reads the requests of a scheduler's step and their new blocks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ def yield_req_data(scheduler_output: object) -> Iterator[tuple]:
 
     scheduler_output: any object with `scheduled_new_reqs`, of objects with `req_id` and `block_ids`, and
     `scheduled_cached_reqs`, one object with `req_ids`, `new_block_ids` (one entry per request) and
-    `resumed_req_ids`. A new request is not resumed. Block ids pass as they are: one sequence per cache
-    group, or None where a request got none.
+    `resumed_req_ids`. A new request is not resumed. Block ids are passed on unchanged: one sequence per
+    cache group, or None where a request got none.
 
     ValueError, before anything is yielded, where req_ids and new_block_ids differ in length.
 

@@ -1,1 +1,1 @@
-"""Who reads which bytes from whom: the fragments of two engines' caches, and their plan."""
+"""Transfer plans: which bytes a local rank reads from which remote rank."""

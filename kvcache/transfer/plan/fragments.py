@@ -1,9 +1,8 @@
-"""A transfer plan carried over to page numbers: factored, never one row per fragment.
+"""The fragments of a transfer plan in factored form, and their application to page numbers.
 
-What repeats is stated once. Every layer (and K and V) of a page moves alike, and so do pages of a kind: a
-plan is a few patterns, each the product of *descriptors* (where in a page's regions) and *runs* (which
-pages).
-Ten thousand blocks of 80 layers are millions of fragments, and a few tens of thousands of runs.
+All layers of a page, and K and V, move in the same way, and so do most pages. So a plan is a few
+patterns, each the product of *descriptors* (where in a page's regions) and *runs* (which pages). Ten
+thousand blocks of 80 layers have millions of fragments, but only tens of thousands of runs.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from kvcache.checks import MAX_INT32
 
 
 class GroupFragments(NamedTuple):
-    """Fragments of one group of pages, a row each; every column int64[n], offsets and length in bytes.
+    """Fragments of one group of pages, one per row; every column int64[n], offsets and length in bytes.
 
-    Pages count from 0 among the group's pages of that rank; offsets from where the page begins in the
-    region.
+    A page is numbered from 0 within the group's pages of its rank. An offset counts from where the page
+    begins in the region.
     """
 
     remote_rank: np.ndarray
@@ -36,7 +35,7 @@ class GroupFragments(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Fragments of given pages, a row each; every column int64[n], in bytes from a region's start."""
+    """Fragments of given pages, one per row; every column int64[n], in bytes from a region's start."""
 
     remote_rank: np.ndarray
     remote_region: np.ndarray
@@ -48,13 +47,14 @@ class Fragments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """Fragments of a group that move alike: each of `descriptors` of each of `runs`, from one rank.
+    """Fragments of a group from one remote rank: the product of `descriptors` and `runs`.
 
     layers: int64[n, 4], (remote region, byte in it, local region, byte in it): K or V of a layer, or
-    several together. offsets: int64[k, 2], (remote, local) bytes on from there. descriptors: each
-    offset of each of `layers`. runs: int64[m, 5], (remote page, byte in it, local page, byte in it,
-    length). The bytes add up. The strides, bytes from page to page, are those of all its regions.
-    `joins`: whether runs of neighbouring pages may meet.
+    several together. offsets: int64[k, 2], (remote, local), bytes that are added to those of `layers`.
+    descriptors: each offset of each of `layers`. runs: int64[m, 5], (remote page, byte in it, local
+    page, byte in it, length). A fragment lies at the sum of the bytes of its descriptor and its run.
+    remote_stride, local_stride: bytes from page to page, equal in all regions of the pattern. joins:
+    whether runs of consecutive pages can be contiguous.
     """
 
     remote_rank: int
@@ -67,35 +67,35 @@ class Pattern:
 
     @cached_property
     def descriptors(self) -> np.ndarray:
-        """int64[d, 4], as layers: all offsets of the first one, then of the next."""
+        """int64[d, 4], columns as in `layers`: all offsets of the first layer, then of the next."""
         descriptors = np.repeat(self.layers, len(self.offsets), axis=0)
         descriptors[:, 1::2] += np.tile(self.offsets, (len(self.layers), 1))
         return descriptors
 
     @property
     def num_fragments(self) -> int:
-        """Fragments of a group."""
+        """The number of fragments of a group."""
         return len(self.layers) * len(self.offsets) * len(self.runs)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a group."""
+        """The bytes of a group."""
         return len(self.layers) * len(self.offsets) * int(self.runs[:, 4].sum())
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment is all that a page has in a region, on both sides."""
+        """Whether each fragment is all bytes of a page in a region, on both sides."""
         length = self.runs[:, 4]
         return bool((length == self.remote_stride).all() and (length == self.local_stride).all())
 
     def apply(self, local_ids: np.ndarray, remote_ids: np.ndarray) -> Runs:
-        """int64[groups, pages] each, made the runs of bytes that they are."""
+        """The runs of bytes for pages int64[groups, pages] of both sides, contiguous ones merged."""
         remote_page, remote_at, local_page, local_at, length = self.runs.T
         remote = _addresses(remote_ids, remote_page, self.remote_stride, remote_at)
         local = _addresses(local_ids, local_page, self.local_stride, local_at)
         size = int(length[0])
         meets = np.empty(0, np.int64)
-        if self.joins:  # all have one length then
+        if self.joins:  # then all runs have the same length
             meets = np.flatnonzero(remote[1:] - remote[:-1] == size)
             meets = meets[local[meets + 1] - local[meets] == size]
         if len(meets) == 0:
@@ -111,7 +111,7 @@ class Pattern:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Fragments of given pages from one rank: each of `descriptors` of each run.
+    """Fragments of given pages from one remote rank: the product of `descriptors` and runs.
 
     descriptors: int64[d, 4], (remote region, byte in it, local region, byte in it). remote_offset,
     local_offset, length: int64[m], bytes. Run m at descriptor d goes from byte
@@ -127,16 +127,16 @@ class Runs:
 
     @property
     def num_fragments(self) -> int:
-        """Fragments that these are."""
+        """The number of fragments."""
         return len(self.descriptors) * len(self.length)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of them all."""
+        """The bytes of all fragments."""
         return len(self.descriptors) * int(self.length.sum())
 
     def expand(self) -> Fragments:
-        """Each fragment: descriptor by descriptor, in the order of runs."""
+        """One row per fragment: descriptor by descriptor, each in the order of runs."""
         num_descriptors, num_runs = len(self.descriptors), len(self.length)
         remote_region, remote_at, local_region, local_at = self.descriptors.T
         return Fragments(
@@ -151,27 +151,27 @@ class Runs:
 
 @dataclass(frozen=True, eq=False)
 class TransferRuns:
-    """What `TransferPlan.apply` gives: runs of bytes, with neighbouring pages merged."""
+    """The result of `TransferPlan.apply`: runs of bytes, those of consecutive pages merged."""
 
-    by_rank: tuple[Runs, ...]  # the same rank may come more than once
+    by_rank: tuple[Runs, ...]  # a rank may come more than once
 
     @property
     def num_fragments(self) -> int:
-        """Fragments over all remote ranks."""
+        """The number of fragments of all remote ranks."""
         return sum(runs.num_fragments for runs in self.by_rank)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes over all remote ranks."""
+        """The bytes of all remote ranks."""
         return sum(runs.num_bytes for runs in self.by_rank)
 
     def expand(self) -> Fragments:
-        """Every fragment a row: as long as there are fragments, so for few pages."""
+        """One row per fragment. The result is long: use it for few pages."""
         return joined(Fragments, [runs.expand() for runs in self.by_rank])
 
 
 def expand_pattern(pattern: Pattern) -> GroupFragments:
-    """Each fragment of a group: descriptor by descriptor, in the order of runs."""
+    """One row per fragment of a group: descriptor by descriptor, each in the order of runs."""
     num_descriptors, num_runs = len(pattern.descriptors), len(pattern.runs)
     remote_region, remote_at, local_region, local_at = pattern.descriptors.T
     remote_page, remote_offset, local_page, local_offset, length = pattern.runs.T
@@ -202,14 +202,14 @@ def _addresses(ids: np.ndarray, page: np.ndarray, stride: int, at: np.ndarray) -
 
 
 def joined(kind: Callable, tables: list[tuple]) -> tuple:
-    """The tables one after the other."""
+    """The tables concatenated."""
     if not tables:
         return kind(*[np.empty(0, np.int64)] * len(kind._fields))
     return kind(*(np.concatenate(columns) for columns in zip(*tables)))
 
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
-    """int64[groups, len(used)]; TypeError or ValueError where a used one is no page."""
+    """ids as int64[groups, len(used)]; TypeError or ValueError where a used entry is not a page."""
     given = np.asarray(ids)
     width = len(used)
     if given.size and given.dtype.kind not in "iu":
@@ -218,13 +218,13 @@ def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
         raise ValueError(f"{name} has shape {list(given.shape)}: expected [groups, {width}]")
     wanted = given if used.all() else given[:, used]
     if wanted.size and (wanted.min() < 1 or wanted.max() > MAX_INT32):
-        wrong = wanted[(wanted < 1) | (wanted > MAX_INT32)][0]
-        raise ValueError(f"{name} holds {wrong}: expected pages, 1 to {MAX_INT32}")
+        invalid = wanted[(wanted < 1) | (wanted > MAX_INT32)][0]
+        raise ValueError(f"{name} holds {invalid}: expected pages, 1 to {MAX_INT32}")
     return given.astype(np.int64)
 
 
 def check_each_once(ids: np.ndarray, name: str) -> None:
-    """ValueError where a page, 0 or more, is named twice."""
+    """ValueError where a page is named twice. Pages are 0 or more."""
     if ids.size == 0:
         return
     most = int(ids.max())
@@ -241,7 +241,8 @@ def check_each_once(ids: np.ndarray, name: str) -> None:
 def remote_page_ids(
     ids: Mapping[int, np.ndarray] | np.ndarray, used: dict[int, np.ndarray], num_groups: int
 ) -> dict[int, np.ndarray]:
-    """Per remote rank int64[groups, pages]; one array serves all. `used`: by rank bool[pages]."""
+    """int64[groups, pages] by remote rank. ids: by rank, or one array for all ranks; `used`: by rank
+    bool[pages]."""
     if not isinstance(ids, Mapping):
         if not used:  # nothing is read
             return {}

@@ -1,8 +1,9 @@
-"""The mathematics of a transfer plan: which runs of a group's pages match, merged as far as they go.
+"""Finds the patterns of a transfer plan: matches and merges the runs of a group's pages on both sides.
 
-One head of one token in K or V of one layer is contiguous in every layout. Counted in units (a head of a
-token, or less where strides are no multiples of it) all layers are alike, and mostly K and V too, so
-heads of tokens are matched and merged once, and only then counted in bytes and repeated over layers.
+One head of one token in K or V of one layer is contiguous in every layout. Offsets are first counted in
+units (a head of a token, or less where strides are not multiples of it). In units all layers are equal,
+and mostly K and V too. So heads of tokens are matched and merged once, then converted to bytes and
+repeated for every layer.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for
 
 
 class UnitRuns(NamedTuple):
-    """Runs that are contiguous on both sides, int64[n] each; units count from the begin of K or V."""
+    """Runs that are contiguous on both sides, int64[n] each; units count from where K or V begins."""
 
     source: np.ndarray  # cp_rank * tp_size + tp_rank of the remote rank
     remote_page: np.ndarray
@@ -28,16 +29,16 @@ class UnitRuns(NamedTuple):
     length: np.ndarray
 
 
-class Shape(NamedTuple):
-    """Page pairs between which the same units move: each of `offsets` from each of `starts` on."""
+class UnitPattern(NamedTuple):
+    """Runs in units that repeat: each of `offsets` added to each of `first_runs`."""
 
-    offsets: np.ndarray  # int64[k, 2]: units on from the start, (remote, local)
-    starts: np.ndarray  # int64[m, 4]: remote page, unit in it, local page, unit in it
+    offsets: np.ndarray  # int64[k, 2]: units after the first run, (remote, local)
+    first_runs: np.ndarray  # int64[m, 4]: remote page, unit in it, local page, unit in it
     length: int  # units of a run
 
 
 class Strides(NamedTuple):
-    """K, V, or both where they are alike, in units: where a page begins, how far what is apart."""
+    """Strides of K, V, or both where they are equal, in units of one head of one token or less."""
 
     remote_begin: int
     remote_token: int
@@ -45,16 +46,16 @@ class Strides(NamedTuple):
     local_begin: int
     local_token: int
     local_head: int
-    length: int  # of a head of a token
+    length: int  # units of a head of a token
 
 
 def find_patterns(
     local: CacheDescription, remote: CacheDescription, local_rank: int, *, received: bool
 ) -> tuple[Pattern, ...]:
-    """How a group's pages of one local rank are filled.
+    """The patterns that fill a group's pages of one local rank.
 
-    `received`: in the remote's order of heads and tokens, for a permutation to follow; else each to
-    its place.
+    `received`: pages arrive in the remote order of heads and tokens, and a permutation follows; else
+    every fragment goes to its final position.
     """
     at = local.coordinates(local_rank)
     if not received and _holds_equal_pages(local, remote):
@@ -66,15 +67,15 @@ def find_patterns(
         first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
         for first, last in zip(first_of_source, [*first_of_source[1:], len(runs.source)]):
             cp_rank, tp_rank = divmod(int(runs.source[first]), remote.tp_size)
-            for shape in _shapes(UnitRuns(*(column[first:last] for column in runs))):
+            for unit_pattern in _unit_patterns(UnitRuns(*(column[first:last] for column in runs))):
                 for pp_rank, descriptors in by_pipeline_rank.items():
                     source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
-                    patterns += _in_bytes(local, remote, source, shape, strides, descriptors)
+                    patterns += _in_bytes(local, remote, source, unit_pattern, strides, descriptors)
     return tuple(patterns)
 
 
 def _holds_equal_pages(local: CacheDescription, remote: CacheDescription) -> bool:
-    """Whether pages, in which K or V is torn, hold the same on both sides: they then move whole."""
+    """Whether K or V is not contiguous in pages that are equal on both sides: these move whole."""
     same = ("block_size", "memory_order", "cp_world_size", "cp_interleave", "pp_size", "tp_size")
     return not local.placement.is_contiguous and all(
         getattr(local, name) == getattr(remote, name) for name in same
@@ -84,7 +85,7 @@ def _holds_equal_pages(local: CacheDescription, remote: CacheDescription) -> boo
 def _whole_pages(
     local: CacheDescription, remote: CacheDescription, at: Coordinates
 ) -> tuple[Pattern, ...]:
-    """Each region of a page, from the rank that holds the same."""
+    """Patterns that copy each region of a page whole, from the remote rank with the same coordinates."""
     patterns = []
     sizes, regions = local.region_bytes, np.arange(len(local.region_bytes))
     for size in np.unique(sizes).tolist():
@@ -110,15 +111,16 @@ def _whole_pages(
 def _units(
     local: CacheDescription, remote: CacheDescription
 ) -> list[tuple[list[Strides], np.ndarray]]:
-    """Strides that are matched together, and int64[p] the bytes of a unit; 0 where K or V does not count.
+    """Groups of strides that are matched together, each with the bytes of a unit, int64[p].
 
-    K and V of equal strides are matched once, and counted twice. Where either is torn, and V lies as
-    far behind K in all layers, they are matched side by side: their descriptors begin where K does.
+    The bytes are 0 where K or V is not part of the group. K and V of equal strides are matched once,
+    for both. Where either is not contiguous in a page, and V lies at the same distance from K in all
+    layers, they are matched jointly: their descriptors begin where K does.
     """
     sides = remote.placement, local.placement
     head_bytes = local.head_bytes.tolist()
-    torn = not all(side.is_contiguous for side in sides)
-    is_joint = torn and all(side.has_equal_layers for side in sides)
+    is_split = not all(side.is_contiguous for side in sides)
+    is_joint = is_split and all(side.has_equal_layers for side in sides)
     in_bytes = []
     for p, length in enumerate(head_bytes):
         row: list[int] = []
@@ -147,7 +149,7 @@ def _matching_runs(
     received: bool,
 ) -> UnitRuns:
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
-    token = np.arange(tokens_per_group // local.cp_world_size)  # of this rank's, in their order
+    token = np.arange(tokens_per_group // local.cp_world_size)  # this rank's tokens
     chunk, in_chunk = np.divmod(token, local.cp_interleave)
     position = (chunk * local.cp_world_size + at.cp_rank) * local.cp_interleave + in_chunk
     chunk, in_chunk = np.divmod(position, remote.cp_interleave)
@@ -185,7 +187,7 @@ def _matching_runs(
 
 
 def _units_of(strides: tuple[int, int, int], token: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """Units of heads of tokens, in a page."""
+    """The unit at which each head of each token begins in a page."""
     begin, token_stride, head_stride = strides
     return begin + token * token_stride + head * head_stride
 
@@ -193,7 +195,7 @@ def _units_of(strides: tuple[int, int, int], token: np.ndarray, head: np.ndarray
 def _received_units(
     local: CacheDescription, remote: CacheDescription, token: np.ndarray, head: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(page, unit in it) in the remote's order; K and V are contiguous, a unit is a head of a token."""
+    """(page, unit in it) in the remote order. K and V are contiguous, and a unit is a head of a token."""
     block, in_block = np.divmod(token, remote.block_size)
     if remote.layout == "NHD":
         unit = token * len(head) + head
@@ -205,10 +207,10 @@ def _received_units(
 def _source_of_head(
     local: CacheDescription, remote: CacheDescription, at: Coordinates, head: int
 ) -> int:
-    """The one remote tensor-parallel rank that a head is read from.
+    """The remote tensor-parallel rank that a head is read from.
 
-    Its readers are the local ranks that hold it, and whose layers lie in the same remote stage: as
-    `KVTopology` counts them, times the context-parallel ranks.
+    Readers of the head are the local ranks that hold it and whose layers lie in the same remote
+    pipeline stage, as `KVTopology` counts them, times the context-parallel ranks.
     """
     holders = ranks_of_head(local.total_num_kv_heads, local.tp_size, head)
     stages = max(1, local.pp_size // remote.pp_size)
@@ -219,7 +221,7 @@ def _source_of_head(
 
 
 def _merged(runs: UnitRuns) -> UnitRuns:
-    """By source, then in the order in which they lie here, neighbours on both sides made one."""
+    """The runs sorted by source and local position, those that are contiguous on both sides merged."""
     page_end = int(runs.local_unit.max()) + 1
     group_end = (int(runs.local_page.max()) + 1) * page_end
     order = np.argsort(
@@ -239,31 +241,32 @@ def _merged(runs: UnitRuns) -> UnitRuns:
     return merged._replace(length=np.add.reduceat(runs.length, first))
 
 
-def _shapes(runs: UnitRuns) -> list[Shape]:
-    """The runs of one source, page pairs of the same form put together."""
+def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
+    """The runs of one source, factored: page pairs with the same offsets share one pattern."""
     pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
-    order = np.lexsort((pair, runs.length))  # stable: within a pair as they lie here
+    order = np.lexsort((pair, runs.length))  # stable: keeps the local order within a pair
     pair, length = pair[order], runs.length[order]
     table = np.stack(runs[1:5], axis=1)[order]
     first = np.flatnonzero((np.diff(pair, prepend=-1) != 0) | (np.diff(length, prepend=-1) != 0))
     found: dict[tuple[int, bytes], tuple[np.ndarray, list[np.ndarray]]] = {}
     for begin, end in zip(first, [*first[1:], len(pair)]):
-        start = table[begin]
-        offsets = np.ascontiguousarray((table[begin:end] - start)[:, [1, 3]])
-        _, starts = found.setdefault((int(length[begin]), offsets.tobytes()), (offsets, []))
-        starts.append(start)
+        first_run = table[begin]
+        offsets = np.ascontiguousarray((table[begin:end] - first_run)[:, [1, 3]])
+        _, first_runs = found.setdefault((int(length[begin]), offsets.tobytes()), (offsets, []))
+        first_runs.append(first_run)
     return [
-        Shape(offsets, np.stack(starts), length) for (length, _), (offsets, starts) in found.items()
+        UnitPattern(offsets, np.stack(first_runs), length)
+        for (length, _), (offsets, first_runs) in found.items()
     ]
 
 
 def _descriptors(
     local: CacheDescription, remote: CacheDescription, pp_rank: int, unit_bytes: np.ndarray
 ) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """By remote pipeline rank the layers that it and the local one hold, K and V each.
+    """By remote pipeline rank, the layers that both it and the local rank hold, K and V each.
 
-    int64[n, 4] where they begin, as `Pattern.layers` has them, and int64[n] the bytes of a unit. Only
-    K or V of which a unit has bytes.
+    int64[n, 4]: where they begin, as in `Pattern.layers`; int64[n]: the bytes of a unit. K or V whose
+    unit has no bytes is left out.
     """
     layer = np.arange(local.layers_per_rank) + pp_rank * local.layers_per_rank
     owner, in_owner = np.divmod(layer, remote.layers_per_rank)
@@ -288,17 +291,17 @@ def _in_bytes(
     local: CacheDescription,
     remote: CacheDescription,
     source: int,
-    shape: Shape,
+    unit_pattern: UnitPattern,
     together: list[Strides],
     descriptors: tuple[np.ndarray, np.ndarray],
 ) -> list[Pattern]:
-    """Units counted in bytes and repeated over layers, K and V; what meets on both sides made one."""
+    """Converts units to bytes and repeats them for all layers, K and V. Contiguous layers are merged."""
     layers, unit_bytes = descriptors
     length = sum(strides.length for strides in together)
     whole = local.block_size * local.heads_per_rank * length
-    if shape.length == whole == remote.block_size * remote.heads_per_rank * length:
+    if unit_pattern.length == whole == remote.block_size * remote.heads_per_rank * length:
         layers, sizes = _merged_layers(layers, whole * unit_bytes)
-        unit_bytes = sizes // whole  # what was merged has wider units
+        unit_bytes = sizes // whole  # merged layers have wider units
     kinds = np.stack(
         [unit_bytes, remote.region_strides[layers[:, 0]], local.region_strides[layers[:, 2]]],
         axis=1,
@@ -306,15 +309,15 @@ def _in_bytes(
     patterns = []
     for kind in sorted({tuple(row) for row in kinds.tolist()}):
         scale, remote_step, local_step = kind
-        runs = np.empty((len(shape.starts), 5), np.int64)
-        runs[:, :4] = shape.starts
+        runs = np.empty((len(unit_pattern.first_runs), 5), np.int64)
+        runs[:, :4] = unit_pattern.first_runs
         runs[:, 1::2] *= scale
-        runs[:, 4] = shape.length * scale
+        runs[:, 4] = unit_pattern.length * scale
         patterns.append(
             Pattern(
                 source,
                 layers[(kinds == kind).all(axis=1)],
-                shape.offsets * scale,
+                unit_pattern.offsets * scale,
                 runs,
                 remote_step,
                 local_step,
@@ -325,7 +328,7 @@ def _in_bytes(
 
 
 def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """K and V that begin where the one before ends, on both sides, made one; their bytes."""
+    """Merges K and V that begin where the one before ends on both sides; with the bytes of each."""
     order = np.lexsort((layers[:, 1], layers[:, 0]))
     layers, sizes = layers[order], sizes[order]
     begins = np.ones(len(layers), bool)
@@ -337,7 +340,7 @@ def _merged_layers(layers: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _may_join(runs: np.ndarray, remote_stride: int, local_stride: int) -> bool:
-    """Whether there are page numbers with which a run begins where the one before it ends."""
+    """Whether some page numbers let a run begin where the one before it ends, on both sides."""
     ends = runs[:, 1:5:2] + runs[:, 4:]
     begins_next = np.concatenate([runs[1:, 1:5:2], runs[:1, 1:5:2]])  # after the last the first
     return bool(((ends - begins_next) % (remote_stride, local_stride) == 0).all(axis=1).any())

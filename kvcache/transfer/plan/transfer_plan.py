@@ -1,4 +1,4 @@
-"""Which bytes of which remote rank's pages fill those of a local rank: exact ranges, or a refusal."""
+"""The transfer plan of a local rank: which bytes of which remote rank's pages fill its pages."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ from kvcache.transfer.plan.fragments import (
 )
 from kvcache.transfer.plan.patterns import find_patterns
 
-_MOST_HEADS = 1 << 22  # of all tokens in a group; every one is looked at once
-# What both engines must agree on, the most telling first.
+_MOST_HEADS = 1 << 22  # heads of all tokens in a group; planning looks at each once
+# Fields that must be equal in both engines. The first difference is reported.
 _SAME = ("is_mla", "num_layers", "total_num_kv_heads", "head_size", "v_head_size", "dtype")
 
 
 class ReceivePermutation(NamedTuple):
-    """What `permute_received_blocks` takes besides caches and pages; `permute_pages` calls it.
-
-    For K of all layers and for V of all layers: together, where their head sizes are the same.
-    """
+    """Arguments of `permute_received_blocks` for pages that have arrived; see `permute_pages`."""
 
     remote_block_size: int  # tokens
     remote_layout: str
@@ -42,13 +39,13 @@ class ReceivePermutation(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TransferPlan:
-    """How one local rank gets a group of pages from a remote engine; made by `plan_transfer`.
+    """How one local rank fills groups of pages from a remote engine; made by `plan_transfer`.
 
-    A *group* is the fewest pages of both sides that hold the same tokens: `tokens_per_group` of a
-    request, counted from its beginning, in `local_pages_per_group` pages of this rank and
-    `remote_pages_per_group` of each remote rank. `patterns` are the fragments of one group, factored;
-    `fragments` lists them. `permutation`: what is to be done to the pages once they have arrived, None
-    if nothing; the pages are then given to it as `[groups, local_pages_per_group]`.
+    A *group* is the smallest number of pages on both sides that hold the same tokens:
+    `tokens_per_group` tokens of a request, counted from its beginning, in `local_pages_per_group` pages
+    of this rank and `remote_pages_per_group` pages of each remote rank. `patterns` are the fragments of
+    one group, factored; `fragments` lists them. `permutation`: to be applied (`permute_pages`) to the
+    pages `[groups, local_pages_per_group]` once they have arrived; None where none is needed.
     """
 
     local: CacheDescription
@@ -59,23 +56,23 @@ class TransferPlan:
     tokens_per_group: int
     local_pages_per_group: int
     remote_pages_per_group: int
-    # For groups of which only some pages are there: each head of a token to its place.
+    # Patterns without a permutation, for groups of which only some pages exist.
     exact_patterns: tuple[Pattern, ...]
     is_partial: bool = False  # made by `for_tokens`
 
     @cached_property
     def remote_ranks(self) -> tuple[int, ...]:
-        """The remote ranks that are read, ascending."""
+        """The remote ranks that are read, in ascending order."""
         return tuple(sorted({pattern.remote_rank for pattern in self.patterns}))
 
     @property
     def num_fragments(self) -> int:
-        """Fragments of a group, over all remote ranks."""
+        """The number of fragments of a group, of all remote ranks."""
         return sum(pattern.num_fragments for pattern in self.patterns)
 
     @property
     def bytes_per_group(self) -> dict[int, int]:
-        """Bytes of a group by the remote rank that they come from."""
+        """The bytes of a group by remote rank."""
         count = Counter()
         for pattern in self.patterns:
             count[pattern.remote_rank] += pattern.num_bytes
@@ -83,9 +80,9 @@ class TransferPlan:
 
     @property
     def is_whole_pages(self) -> bool:
-        """Whether each fragment is all that a page has in a region on both sides.
+        """Whether each fragment is all bytes of a page in a region, on both sides.
 
-        Then runs of neighbouring pages are one fragment, however long.
+        Then a run of consecutive pages is one fragment, however long.
         """
         return all(pattern.is_whole_pages for pattern in self.patterns)
 
@@ -97,16 +94,16 @@ class TransferPlan:
     def apply(
         self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
     ) -> TransferRuns:
-        """The runs of bytes for given pages; those of pages that follow each other are merged.
+        """The runs of bytes for given pages; those of consecutive pages are merged.
 
         local_pages: int[groups, local_pages_per_group]; remote_pages: by remote rank
         int[groups, remote_pages_per_group], or one array where all ranks use the same numbers. Pages
-        that a partial plan leaves out may have any number. Costs by the page, not by the fragment;
-        `expand` lists fragments, for a transport that takes nothing else.
+        that a partial plan leaves out may have any number. The cost grows with the pages, not with the
+        fragments; `expand` lists fragments, for a transport that needs them.
 
-        TypeError or ValueError for other shapes, a rank of `remote_ranks` that is missing, pages below 1
-        (0 is the null block: tokens that slid out of a window are not fetched), and a local page
-        that is named twice.
+        TypeError or ValueError for other shapes, a missing rank of `remote_ranks`, pages below 1 (0 is
+        the null block: tokens behind a sliding window are not fetched), and a local page that is named
+        twice.
 
         >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
         ...     block_size=4)
@@ -124,7 +121,7 @@ class TransferPlan:
         remote_ids = remote_page_ids(remote_pages, remote_used, len(local_ids))
         if any(pattern.joins for pattern in self.patterns):
             first = local_ids[:, 0]
-            if (first[1:] < first[:-1]).any():  # neighbours meet only if they follow each other
+            if (first[1:] < first[:-1]).any():  # only neighbours in the list are merged
                 order = np.argsort(first)
                 local_ids = local_ids[order]
                 remote_ids = {rank: ids[order] for rank, ids in remote_ids.items()}
@@ -133,11 +130,11 @@ class TransferPlan:
         )
 
     def for_tokens(self, num_tokens: int, *, first_token: int = 0) -> TransferPlan:
-        """The plan for a group of which only some tokens are wanted: a request's last one, or first.
+        """The plan for a group of which only some tokens are needed: a request's last group, or first.
 
         The group's first `num_tokens` tokens exist; those before `first_token`, a multiple of the
-        local `tokens_per_page`, are here already (a prefix hit). Fragments stay whole; those of pages
-        that hold no wanted token, on either side, are left out: such pages may be given any number.
+        local `tokens_per_page`, are already local (a prefix hit). Fragments are not cut; those of pages
+        without a needed token on either side are left out, and such pages may be given any number.
         `tokens_per_group` and the pages per group become those that exist. ValueError for tokens that
         a group does not have.
 
@@ -158,7 +155,7 @@ class TransferPlan:
             )
         wanted = (first_token, num_tokens)
         mine = _pages_with(self.local, self.local_rank, wanted, self.local_pages_per_group)
-        # The permutation needs all local pages that a remote one fills.
+        # The permutation needs all local pages that a remote page fills.
         permutes = self.permutation is not None and bool(mine.all())
 
         def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
@@ -202,16 +199,16 @@ def plan_transfer(
     *,
     allow_permutation: bool = True,
 ) -> TransferPlan:
-    """What a local rank fetches from a remote engine so that its pages hold the same tokens.
+    """The plan by which a local rank fills its pages with the same tokens of a remote engine.
 
-    Parallel sizes, block size and memory order may differ. Each head is read from one remote rank
-    where several hold it; local ranks take turns over them. `allow_permutation`: where it makes fewer
-    fragments, pages arrive in the remote's order of heads and tokens, to be put right by
-    `permute_received_blocks`; else every fragment goes to its place.
+    Parallel sizes, block size and memory order may differ. Where several remote ranks hold a head, it is
+    read from one of them, and local ranks are spread over them. `allow_permutation`: where that makes
+    fewer fragments, pages arrive in the remote order of heads and tokens and are then permuted by
+    `permute_received_blocks`; else every fragment goes to its final position.
 
-    ValueError where the two cannot hold the same: MLA or not, other layers, heads, head sizes or
-    dtype; for block sizes that only meet after millions of tokens; or for a rank that is not there. Of
-    the same descriptions always the same plan; the time does not depend on the number of blocks.
+    ValueError where `is_mla`, layers, heads, head sizes or dtype differ, for block sizes whose least
+    common multiple is millions of tokens, and for a rank out of range. The plan depends only on the
+    arguments, and the time does not depend on the number of blocks.
 
     >>> from kvcache.layouts import backend
     >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
@@ -265,7 +262,8 @@ def plan_transfer(
 
 
 def _permutable(local: CacheDescription, remote: CacheDescription) -> bool:
-    """Whether remote pages could arrive whole: the same tokens on a rank, one size dividing the other."""
+    """Whether remote pages can arrive whole: ranks hold the same tokens, one block size divides the
+    other."""
     same_tokens = local.cp_world_size == remote.cp_world_size and (
         local.cp_interleave == remote.cp_interleave or local.cp_world_size == 1
     )
@@ -290,7 +288,7 @@ def _pages_with(
 
 
 def _tokens_on_rank(cache: CacheDescription, rank: int, num_tokens: int) -> int:
-    """How many of a request's first tokens a rank holds."""
+    """How many of a request's first `num_tokens` tokens a rank holds."""
     chunk = cache.cp_interleave
     whole, rest = divmod(num_tokens, chunk * cache.cp_world_size)
     before = cache.coordinates(rank).cp_rank * chunk

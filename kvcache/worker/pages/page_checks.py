@@ -1,4 +1,4 @@
-"""Checks of a plan's page moves: before a byte moves, all pages are there and each is written once."""
+"""Checks a plan's page moves before a byte moves: pages are in range, and each is written once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvcache.step import StepPlan
 
 @dataclass(frozen=True)
 class PageMoves:
-    """A plan's sections that move pages, checked: int64[n, 2] and int64[n]."""
+    """The checked sections of a plan that move pages: int64[n, 2] and int64[n]."""
 
     swap_out: np.ndarray
     copy: np.ndarray
@@ -21,11 +21,11 @@ class PageMoves:
 
 
 def checked_page_moves(plan: StepPlan, num_blocks: int, num_host_blocks: int) -> PageMoves:
-    """ValueError or TypeError unless the plan's pages are there, and each is written at most once.
+    """ValueError or TypeError unless the plan's pages are in range and each is written at most once.
 
-    Within a section the order does not matter, and what is written is read by no section but swap_out:
-    copies, clearing and swap-ins do not depend on each other. A page of the host is not both written and
-    read: no plan needs it, and it would have to wait for itself.
+    Within a section the order does not matter. Only swap_out may read a page that another section
+    writes, so copies, clearing and swap-ins do not depend on each other. A host page is not both written
+    and read: no plan needs that.
     """
     moves = PageMoves(
         integers(plan.swap_out, "swap_out", (2,)),

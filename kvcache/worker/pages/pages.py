@@ -1,4 +1,4 @@
-"""Where the bytes of a pool's pages lie, and how pages move."""
+"""The memory of a pool's pages, as regions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
 Tensors = torch.Tensor | Sequence[torch.Tensor]
-ALIGNMENT = 256  # bytes; of what begins a layer, as an allocator would give it
+ALIGNMENT = 256  # bytes: the alignment of each layer's memory
 
 
 class Pages:
-    """Pages of a pool, over all layers: one page is a fragment in each of several regions.
+    """The pages of a pool, over all layers: one page is a fragment in each of several regions.
 
-    A region is a stretch of memory with one fragment per page, at equal distances: K of a layer where
-    K and V lie apart, K and V of a layer where they lie together, a page's bytes of all layers where
-    those are packed together. `copy_blocks` moves pages by their numbers between any two `Pages` whose
-    regions have the same bytes, wherever these lie.
+    A region is memory with one fragment per page, at equal distances: K of a layer where K and V are
+    separate, K and V of a layer where they are contiguous, or a page's bytes of all layers where those
+    are packed together. `copy_blocks` moves pages by number between any two `Pages` whose regions have
+    fragments of the same sizes.
 
-    memory: a tensor that the regions' offsets count from. offsets, strides, sizes: int64[r], in bytes:
-    from memory's first byte to the region's page 0, from page to page, of a fragment. layers:
-    int32[r], ascending: whose region it is. owners: per region the tensor it lies in (default: memory).
-    keep: what must live as long as this.
+    memory: the tensor from which the regions' offsets count. offsets, strides, sizes: int64[r], in bytes:
+    where the region's page 0 begins, from page to page, and of a fragment. layers: int32[r], ascending:
+    the layer of each region. owners: per region the tensor in which it lies (default: memory). keep: an
+    object that is kept alive.
 
     >>> pages = Pages.allocate(num_blocks=9, sizes=[[512, 512]] * 4)
     >>> pages.num_layers, pages.page_bytes, len(pages.sizes)
@@ -55,8 +55,8 @@ class Pages:
         self.strides = np.asarray(strides, np.int64)
         self.sizes = np.asarray(sizes, np.int64)
         self.layers = np.asarray(layers, np.int32)
-        self.pages_per_chunk = pages_per_chunk  # that were pinned in one piece; 0: all
-        self.formats = formats  # what lies in a page, where that is known; compared by `PageCopy`
+        self.pages_per_chunk = pages_per_chunk  # pages that were pinned with one call; 0: all
+        self.formats = formats  # the formats of blocks where known; `PageCopy` compares them
         self.base = memory.data_ptr()
         self._owners = list(owners) or [memory] * len(self.sizes)
         self._keep = keep
@@ -72,8 +72,8 @@ class Pages:
     ) -> Pages:
         """New memory for pages; not initialised, except page 0, the null block, which is zero.
 
-        sizes: per layer the bytes of each of its fragments in a page, which lie apart, each with all its
-        blocks; with `block_major` a page's bytes of all layers lie together.
+        sizes: per layer the bytes of each of its fragments in a page. Each fragment has its own region;
+        with `block_major` all bytes of a page are contiguous.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
@@ -99,15 +99,14 @@ class Pages:
 
     @classmethod
     def over(cls, layers: Sequence[Tensors], block_dim: int | Sequence[int] = 0) -> Pages:
-        """An engine's own tensors, as they are: per layer one, or several (K and V, states).
+        """Pages over an engine's own tensors: per layer one, or several (K and V, states).
 
-        `block_dim`: the dimension that counts blocks, of all tensors or per layer. Any dtypes and
-        strides; what of a block is not contiguous becomes several regions. The tensors must lie on one
-        device, with one number of blocks and memory that no two of their elements share; else a
-        ValueError.
+        `block_dim`: the dimension that counts blocks, for all tensors or per layer. Dtypes and strides
+        are free; a block that is not contiguous in a tensor becomes several regions. ValueError unless
+        the tensors are on one device, have the same number of blocks, and no two elements share memory.
 
-        Host memory must not have been pinned in several pieces, since copies across their borders
-        fail: this does not know of pieces. `on_host` pins large memory so; use its pages themselves.
+        Host memory must not have been pinned in several chunks: this does not know their borders, and
+        copies across them fail. `on_host` pins large memory in chunks; use the pages that it returns.
         """
         flat = [
             (number, tensor)
@@ -158,12 +157,12 @@ class Pages:
         pin_memory: bool | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Pages:
-        """New pages in host memory that these can be swapped to and from.
+        """New pages in host memory to which these pages can be swapped.
 
-        Page-major: all bytes of a page lie together. Pinned, in parallel pieces, unless
-        `pin_memory` says no (the usual for pages of the CPU); where pinning fails, a warning says so
-        and the memory stays pageable. `progress(done, total)` is told bytes; without it, what takes
-        long is logged. MemoryError where the host has less memory.
+        All bytes of a page are contiguous. The memory is pinned in parallel chunks unless `pin_memory` is
+        False (None: pinned for pages on a CUDA device). Where pinning fails, a warning says so and the
+        memory stays pageable. `progress(done, total)` is called with bytes; without it, slow progress is
+        logged. MemoryError where the host has less memory.
         """
         if num_blocks < 1:
             raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
@@ -177,7 +176,7 @@ class Pages:
         return host
 
     def staging(self, num_bytes: int) -> Pages:
-        """Pages on the same device, page-major as those of the host, in `num_bytes` or two pages."""
+        """Pages on this device in the layout of host pages, in `num_bytes`, but at least two."""
         stride = self._packed_bytes
         num_blocks = max(num_bytes // max(stride, 1), 2)
         memory = torch.empty(num_blocks * stride, dtype=torch.uint8, device=self.device)
@@ -185,13 +184,13 @@ class Pages:
 
     @property
     def _packed_bytes(self) -> int:
-        """From page to page where they are packed: whole cache lines, so that no two share one."""
+        """Bytes from page to page in packed pages: a multiple of a cache line, so that none is shared."""
         return -(-self.page_bytes // 64) * 64
 
     def _packed(
         self, memory: torch.Tensor, num_blocks: int, stride: int, **options: object
     ) -> Pages:
-        """The same regions, all of a page together, pages `stride` bytes apart."""
+        """The same regions in `memory`, all bytes of a page contiguous, pages `stride` bytes apart."""
         offsets = np.cumsum(self.sizes) - self.sizes
         strides = np.full(len(self.sizes), stride)
         return Pages(
@@ -227,7 +226,7 @@ class Pages:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether a device can reach it by itself: host memory, all of which is pinned."""
+        """Whether kernels can access the pages in host memory: all of it is pinned."""
         tensors = {id(tensor): tensor for tensor in (self.memory, *self._owners)}
         return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
 
@@ -239,7 +238,7 @@ class Pages:
     def layer(self, number: int) -> torch.Tensor:
         """uint8[num_blocks, bytes]: a layer's bytes of each page, a view.
 
-        ValueError for a layer whose bytes of a page do not lie together.
+        ValueError where the layer's bytes of a page are not contiguous.
         """
         regions = np.flatnonzero(self.layers == number)
         if len(regions) == 0:
@@ -254,7 +253,8 @@ class Pages:
         return self._view(int(regions[0]), (self.num_blocks, int(self.sizes[regions].sum())))
 
     def _view(self, region: int, shape: tuple[int, int]) -> torch.Tensor:
-        """uint8 of the memory that the region lies in; never beyond it (torch would enlarge it)."""
+        """A uint8 view of the region's memory. Beyond its end torch would enlarge the storage, so that is
+        refused."""
         storage = self._owners[region].untyped_storage()
         start = self.base + int(self.offsets[region]) - storage.data_ptr()
         strides = (int(self.strides[region]), 1)
@@ -267,6 +267,6 @@ class Pages:
 
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages; ids: int32[n]."""
-        from kvcache.worker.swap.page_copy import PageCopy  # which is made of Pages
+        from kvcache.worker.swap.page_copy import PageCopy  # imports this module
 
         PageCopy(self, self).zero(ids)

@@ -1,4 +1,4 @@
-"""Host memory that a device can reach: mapped on page boundaries, pinned in parallel pieces."""
+"""Host memory that a device can access: mapped on page boundaries, pinned in parallel chunks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK_BYTES = 256 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 _PAGES_PER_STEP = 64  # 64 pages of whole cache lines end where a page of the system does
 _SECONDS_BETWEEN_LOGS = 5.0
-_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: of the host, or of what may be locked
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation: too little host memory, or too little may be locked
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -33,12 +33,13 @@ def allocate_host(
     pin_for: torch.device | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[torch.Tensor, int, object]:
-    """uint8[num_blocks * block_bytes] in host memory, blocks per pinned piece (0: one), what to keep.
+    """Allocates host memory: (uint8[num_blocks * block_bytes], blocks per pinned chunk, an owner).
 
-    Pinning is slow (the system touches and locks every page), and one call does it on one thread:
-    pieces are pinned by several. `block_bytes` is a multiple of 64. MemoryError where the host has
-    less memory; a warning, and pageable memory, where it cannot be pinned. `pin_for`: the device that
-    is to reach it; None: nothing is pinned.
+    The number of blocks is 0 where there is one chunk. The owner must be kept: the memory is unpinned
+    when it is freed. Pinning is slow (the system touches and locks every page) and one call uses one
+    thread, so chunks are pinned by several threads. `block_bytes` is a multiple of 64. `pin_for`: the
+    device that accesses the memory; None: nothing is pinned. MemoryError where the host has less memory.
+    Where it cannot be pinned, a warning says so and the memory stays pageable.
     """
     total = num_blocks * block_bytes
     check_host_memory(total)
@@ -47,7 +48,7 @@ def allocate_host(
         return memory, 0, None
     steps = max(_CHUNK_BYTES // (block_bytes * _PAGES_PER_STEP), 1)
     per_chunk = steps * _PAGES_PER_STEP
-    # A fork would copy all pinned pages at once, as they must not move.
+    # Pinned pages must not move, so a fork would copy them all at once.
     _advise(mapping, "MADV_DONTFORK")
     try:
         keep = _Pinned(memory, per_chunk * block_bytes, progress or _Logged(), pin_for)
@@ -63,12 +64,10 @@ def allocate_host(
 
 
 def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
-    """uint8[num_bytes] at the start of a huge page, and its mapping (None: there are no bytes).
+    """uint8[num_bytes] at the start of a huge page, and its mapping (None for 0 bytes).
 
-    The tensor's storage begins at the huge page as well.
-
-    Torch and the ops ask about a storage's first byte whether memory is pinned, so nothing may lie
-    before the first pinned byte. The memory is mapped, not touched, and the tensor keeps the mapping.
+    The tensor's storage begins there too: torch and the ops look at a storage's first byte to find
+    whether it is pinned. The memory is mapped, not touched, and the tensor keeps the mapping alive.
     """
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu"), None
@@ -90,14 +89,14 @@ def _mapped(num_bytes: int) -> tuple[torch.Tensor, mmap.mmap | None]:
 
 
 def _advise(mapping: mmap.mmap, name: str) -> None:
-    """madvise by name, where the system knows it."""
+    """Calls madvise with the named advice, where the system knows it."""
     if hasattr(mmap, name):
         with contextlib.suppress(OSError):  # a kernel without huge pages
             mapping.madvise(getattr(mmap, name))
 
 
 class _Pinned:
-    """Pins memory piece by piece on several threads; unpins it when this is let go of."""
+    """Pins memory in chunks on several threads; unpins it when this object is freed."""
 
     def __init__(
         self,
@@ -130,11 +129,11 @@ class _Pinned:
 
 
 class _PinningError(Exception):
-    """The system, or the device, does not pin this memory."""
+    """The system or the device refused to pin memory."""
 
 
 def _register(address: int, num_bytes: int, device: torch.device) -> None:
-    # The op, unlike torch's cudart, disturbs no capture of another thread.
+    # The op, unlike torch's cudart, does not invalidate captures of other threads.
     problem = load.why_no_cuda()
     if problem is None and device.type != "cuda":
         problem = f"device is {device}: expected a CUDA device"
@@ -155,7 +154,7 @@ def _error_text(error: int) -> str:
 
 
 def _advice() -> str:
-    """What to do about memory that the system does not lock."""
+    """Advice for an error message about memory that the system does not lock."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fewer = "or ask for fewer host pages (pin_memory=False keeps them pageable)"
     if limit == resource.RLIM_INFINITY:
@@ -174,7 +173,7 @@ def _unpin(addresses: list[int], device: torch.device, _: torch.Tensor) -> None:
 
 
 class _Logged:
-    """Progress to the log, every few seconds."""
+    """Logs progress every few seconds."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _SECONDS_BETWEEN_LOGS
@@ -186,7 +185,7 @@ class _Logged:
 
 
 def host_memory_bytes() -> int | None:
-    """What the host has, or its container may have; None where the system does not say."""
+    """Memory of the host, or the limit of its container if that is less; None where unknown."""
     limits = []
     if "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
@@ -196,7 +195,7 @@ def host_memory_bytes() -> int | None:
 
 
 def check_host_memory(num_bytes: int) -> None:
-    """MemoryError where the host, or the container, has less."""
+    """MemoryError where the host or the container has less than `num_bytes`."""
     limit = host_memory_bytes()
     if limit is not None and num_bytes > limit:
         raise MemoryError(

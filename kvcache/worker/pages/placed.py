@@ -12,8 +12,8 @@ from kvcache.worker.pages.pages import ALIGNMENT, Pages
 def region_starts(placed: Placement, num_blocks: int) -> np.ndarray:
     """int64[r + 1]: the byte at which each region of pages begins, and the end of all.
 
-    K and V that have regions of their own lie side by side, so that both are one tensor; each layer
-    begins as aligned as an allocator would have it.
+    Separate regions of K and V are contiguous, so that both are one tensor. Each layer begins at a
+    multiple of `ALIGNMENT`.
     """
     sizes = placed.region_bytes * num_blocks
     own = np.arange(len(sizes))
@@ -37,8 +37,8 @@ def placed_pages(
 ) -> Pages:
     """Pages in new memory; not initialised, except page 0, the null block, which is zero.
 
-    K, V and scales of a layer are a fragment each where they are contiguous in a page; else its
-    fragments are the runs that K and V have together.
+    K, V and scales of a layer are one fragment each where they are contiguous in a page. Otherwise the
+    fragments of a layer are the contiguous runs of K and V together.
     """
     runs, layers = [], []
     for layer in range(len(placed.regions)):

@@ -1,4 +1,4 @@
-"""Tensors as regions: where each contiguous piece that a tensor has of a block lies."""
+"""The regions of a tensor: where each contiguous fragment that it has of a block lies."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-Region = tuple[
-    int, int, int
-]  # address of block 0's piece, bytes from block to block, bytes of a piece
-_MOST_PIECES = 4096  # of a block; more are a dimension mistaken for that of blocks
+# (address of block 0's fragment, bytes from block to block, bytes of a fragment)
+Region = tuple[int, int, int]
+# Fragments of a block. With more, block_dim is probably the wrong dimension.
+_MAX_FRAGMENTS = 4096
 
 
 def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
-    """The pieces of a block, in the order of memory. ValueError where elements share memory."""
+    """The regions of a tensor, in memory order. ValueError where elements share memory."""
     item = tensor.element_size()
     block_dim %= tensor.ndim
     if math.prod(tensor.shape) == 0:
         return []
-    # Dimensions of one element have no stride.
+    # The stride of a dimension of one element has no meaning.
     dims = sorted(
         (tensor.stride(d), tensor.shape[d])
         for d in range(tensor.ndim)
@@ -41,23 +41,23 @@ def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
                 f"{name} has elements that share memory (stride {stride}): expected none"
             )
         extent += stride * (count - 1)
-    if math.prod(count for _, count in outer) > _MOST_PIECES:
+    if math.prod(count for _, count in outer) > _MAX_FRAGMENTS:
         raise ValueError(
             f"{name} has shape {list(tensor.shape)} and strides {tensor.stride()}: expected blocks "
-            f"in dimension {block_dim} of at most {_MOST_PIECES} pieces each"
+            f"in dimension {block_dim} of at most {_MAX_FRAGMENTS} fragments each"
         )
-    pieces = np.zeros(1, np.int64)
+    offsets = np.zeros(1, np.int64)
     for stride, count in reversed(outer):
-        pieces = (pieces[:, None] + np.arange(count) * stride).ravel()
+        offsets = (offsets[:, None] + np.arange(count) * stride).ravel()
     step = blocks[0] * item if blocks[1] > 1 else size * item
-    return [(tensor.data_ptr() + int(at) * item, step, size * item) for at in pieces]
+    return [(tensor.data_ptr() + int(at) * item, step, size * item) for at in offsets]
 
 
 def check_apart(regions: np.ndarray, layers: Sequence[int], num_blocks: int) -> None:
-    """ValueError where two regions share memory; int64[r, 3] as `regions_of` gives them."""
+    """ValueError where two regions share memory. regions: int64[r, 3], as `regions_of` returns them."""
     ends = regions[:, 0] + (num_blocks - 1) * regions[:, 1] + regions[:, 2]
     order = np.argsort(regions[:, 0], kind="stable")
-    # Regions whose spans meet, as those of a packed page do, must lie beside each other in every page.
+    # Regions whose spans overlap, as those of packed pages do, must be disjoint within every page.
     together = [int(order[0])]
     reach = ends[order[0]]
     for i in map(int, order[1:]):
@@ -74,9 +74,9 @@ def _check_together(regions: np.ndarray, layers: Sequence[int], which: list[int]
         return
     first = which[0]
     step = int(regions[first, 1])
-    places = sorted(((int(regions[i, 0]) - int(regions[first, 0])) % step, i) for i in which)
-    places.append((places[0][0] + step, places[0][1]))
-    for (at, i), (following, j) in pairwise(places):
+    offsets = sorted(((int(regions[i, 0]) - int(regions[first, 0])) % step, i) for i in which)
+    offsets.append((offsets[0][0] + step, offsets[0][1]))
+    for (at, i), (following, j) in pairwise(offsets):
         if regions[j, 1] != step or at + regions[i, 2] > following:
             raise ValueError(
                 f"layer {layers[i]} and layer {layers[j]} share memory: expected memory of their own"
@@ -84,10 +84,10 @@ def _check_together(regions: np.ndarray, layers: Sequence[int], which: list[int]
 
 
 def format_of(tensor: torch.Tensor, block_dim: int) -> tuple:
-    """What a block is: dtype, shape, and the order of its dimensions in memory."""
+    """The format of a block: dtype, shape, and the order of its dimensions in memory."""
     block_dim %= tensor.ndim
     dims = [d for d in range(tensor.ndim) if d != block_dim]
-    # Those of one element have no place in the order.
+    # Dimensions of one element are left out of the order.
     order = sorted((d for d in dims if tensor.shape[d] > 1), key=tensor.stride)
-    places = [dims.index(d) for d in order]
-    return (str(tensor.dtype), tuple(tensor.shape[d] for d in dims), tuple(places))
+    indices = [dims.index(d) for d in order]
+    return (str(tensor.dtype), tuple(tensor.shape[d] for d in dims), tuple(indices))

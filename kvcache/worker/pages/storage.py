@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.checks import integer
 from kvcache.layouts import AttentionBackend, Placement, described_backend, place_elements
 from kvcache.memory_plan import CachePlan
 from kvcache.specs import LayerSpec
@@ -18,28 +19,29 @@ from kvcache.worker.pages.views import as_indexed, key_and_value, stacked
 
 
 class KVStorage:
-    """K and V of all layers in pages, as attention kernels see them: views, never copies.
+    """K and V of all layers in pages, as views for attention kernels.
 
     `backend` says how a kernel indexes a layer's cache and in which order its dimensions lie in memory:
-    a name of `kvcache.layouts`, or an `AttentionBackend` of one's own. `layout` is the order in memory
-    of tokens (N), heads (H) and head elements (D) within a block; the shape seen is the same for both,
-    strides tell them apart. With `cross_layers` all layers of a page lie together, in the backend's
-    order for that. `memory_order` is what follows, `kv_caches[layer]` what a kernel takes:
+    a name of `kvcache.layouts`, or your own `AttentionBackend`. `layout` is the order in memory of tokens
+    (N), heads (H) and head elements (D) within a block; the views have the same shape for both, but
+    different strides. With `cross_layers` all layers of a page are contiguous, in the backend's order
+    for that. `memory_order` is the resulting order, and `kv_caches[layer]` is the tensor for a kernel:
 
     - FLASH_ATTN: [2, num_blocks, block_size, num_kv_heads, head_size];
     - FLASHINFER, TRITON_ATTN, BLOCK_MAJOR: [num_blocks, 2, block_size, num_kv_heads, head_size];
     - MLA: [num_blocks, block_size, head_size + v_head_size], K (the latent) and V (its rotary part,
-      maybe none) of a token side by side; one head;
+      which may be empty) of a token next to each other; one head;
     - FLASH_ATTN_DIFFKV: [num_blocks, block_size, num_kv_heads, head_size + v_head_size];
     - K and V of unequal head size in a backend with a dimension of both: the pair (K, V), each
       [num_blocks, block_size, num_kv_heads, ...].
 
-    `scale_bytes_per_token` > 0 gives every token room for scales of one's own quantisation
-    (`scale_cache`), which moves with its page. Scales of a layer (fp8): `set_scales`.
+    `scale_bytes_per_token` > 0 gives every token room for the scales of your own quantisation
+    (`scale_cache`), which move with its page. For the scales of a layer (fp8) use `set_scales`.
 
-    Memory is not initialised, except block 0, the null block, which is zero: padded and slid-out table
-    entries read it. `over` is how one of several groups sees pages that they share, `for_plan` makes
-    all groups of a plan, `from_tensors` takes an engine's own. `pages` is the memory by page.
+    Memory is not initialised, except block 0, the null block, which is zero: padded table entries, and
+    those behind a sliding window, read it. `over` makes the storage of one group over pages that several
+    groups share, `for_plan` the storages of all groups of a plan, `from_tensors` a storage over an
+    engine's own tensors. `pages` is the memory by page.
 
     ValueError for an order that has no pages of blocks (`kvcache.layouts.check_memory_order`), and for
     sizes that the backend cannot hold.
@@ -68,8 +70,9 @@ class KVStorage:
         cross_layers: bool = False,
         scale_bytes_per_token: int = 0,
     ) -> None:
-        _check_least(1, num_blocks=num_blocks, num_layers=num_layers)
-        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
+        num_blocks = integer(num_blocks, "num_blocks", 1)
+        num_layers = integer(num_layers, "num_layers", 1)
+        scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         self._describe(
             num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout, backend
         )
@@ -100,13 +103,12 @@ class KVStorage:
         layers: Sequence[int] | None = None,
         scale_bytes_per_token: int = 0,
     ) -> KVStorage:
-        """One group's view of pages that all groups share; a page belongs to one group at a time.
+        """The storage of one group over pages that all groups share; a page has one group at a time.
 
-        The bytes that a page has of a layer lie together; they begin with K and V of the block in the
-        order of `backend`, then the scales, and what remains is padding. ValueError where a block does
-        not fit, and for a backend that keeps K and V of a block apart. `layers`: which of the pages'
-        layers the group's layers are (default: all). A recurrent state is one token as wide as the
-        state.
+        A layer's bytes of a page are contiguous: K and V of the block in the order of `backend`, then the
+        scales, then padding. ValueError where a block does not fit, and for a backend that keeps K and V
+        of a block in separate regions. `layers`: the pages' layers that the group uses (default: all). A
+        recurrent state is stored as one token that is as wide as the state.
 
         >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
         >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
@@ -117,7 +119,7 @@ class KVStorage:
         if not isinstance(pages, Pages):
             raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
         self = cls.__new__(cls)
-        _check_least(0, scale_bytes_per_token=scale_bytes_per_token)
+        scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         self._describe(
             pages.num_blocks,
             block_size,
@@ -201,15 +203,15 @@ class KVStorage:
         backend: str | AttentionBackend | None = None,
         v_head_size: int | None = None,
     ) -> KVStorage:
-        """An engine's own tensors, as they are; one entry per layer, all alike.
+        """A storage over an engine's own tensors; one entry per layer, all with the same format.
 
-        Each is as `backend` indexes it, in NHD or HND by strides. None: what the shape tells,
-        [2, num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...],
+        Each is indexed as `backend` says; its strides determine NHD or HND. `backend` None: determined by
+        the shape, [2, num_blocks, block_size, num_kv_heads, head_size], [num_blocks, 2, ...],
         [num_blocks, block_size, head_size] (MLA), or a pair (K, V) of
-        [num_blocks, block_size, num_kv_heads, (v_)head_size]. `v_head_size`: of a backend that keeps K
-        and V of a head in one dimension (default: half of it is V's; of MLA nothing). ValueError where
-        the shape is not the backend's or could be two, or layers differ. For anything else (recurrent
-        states) `Pages.over` suffices: it moves any bytes.
+        [num_blocks, block_size, num_kv_heads, (v_)head_size]. `v_head_size`: for a backend that keeps K
+        and V of a head in one dimension (default: half of it; 0 for MLA). ValueError where the shape does
+        not fit the backend or fits two, or layers differ. For other content (recurrent states) use
+        `Pages.over`, which moves any bytes.
         """
         if isinstance(kv_caches, Mapping):
             raise TypeError("kv_caches is a mapping: expected a sequence, one entry per layer")
@@ -246,7 +248,7 @@ class KVStorage:
             num_blocks, block_size, num_kv_heads, head_size, value.shape[3], key.dtype, layout
         )
         self.backend = described
-        self.memory_order = None  # the engine's: strides say it
+        self.memory_order = None  # not known; the strides are the engine's
         self.pages = Pages.over(kv_caches, dims)
         return self
 
@@ -267,12 +269,21 @@ class KVStorage:
         layout: str,
         backend: str | AttentionBackend,
     ) -> None:
-        """Sizes as given, of caches that a backend describes."""
+        """Sets the sizes of caches that a backend describes."""
         self._start()
         self.backend = described_backend(backend)
-        _check_least(1, block_size=block_size, num_kv_heads=num_kv_heads, head_size=head_size)
-        sizes = num_blocks, block_size, num_kv_heads, head_size
-        self._set_sizes(*sizes, self.backend.v_size(head_size, v_head_size), dtype, layout)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}: expected a torch.dtype")
+        head_size = integer(head_size, "head_size", 1)
+        self._set_sizes(
+            num_blocks,
+            integer(block_size, "block_size", 1),
+            integer(num_kv_heads, "num_kv_heads", 1),
+            head_size,
+            self.backend.v_size(head_size, v_head_size),
+            dtype,
+            layout,
+        )
 
     def _set_sizes(
         self,
@@ -307,7 +318,7 @@ class KVStorage:
 
     @property
     def device(self) -> torch.device:
-        """Where the pages lie."""
+        """The device of the pages."""
         return self.pages.device
 
     @property
@@ -336,7 +347,7 @@ class KVStorage:
         return self._scale_caches[self._checked(layer)]
 
     def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-        """What fp8 values are multiplied by: float32[num_layers, 1], or [num_layers, num_kv_heads]."""
+        """Sets the scales of fp8 values: float32[num_layers, 1], or [num_layers, num_kv_heads]."""
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor):
                 raise TypeError(f"{name} is {scale!r}: expected a tensor")
@@ -358,8 +369,8 @@ class KVStorage:
     ) -> None:
         """Writes key, value [n, num_kv_heads, (v_)head_size] at slots int64[n]; see `ops.write_kv`.
 
-        Of fp8 storage they may be bfloat16, float16 or float32, and are divided by the scales. value
-        is None where V has no elements (MLA without a part of its own).
+        For fp8 storage they may be bfloat16, float16 or float32, and are divided by the scales. value
+        is None where V has no elements (MLA without a rotary part).
         """
         cache = self.key_cache(layer)
         if value is None:
@@ -372,7 +383,8 @@ class KVStorage:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(key, value), [n, num_kv_heads, (v_)head_size], of the tokens at slots int64[n].
 
-        `dtype`: of the answer, for fp8 storage (then times the scales); default the storage's.
+        `dtype`: the dtype of the result, for fp8 storage (values are multiplied by the scales); default
+        the storage's.
         """
         shape = (len(slot_mapping), self.num_kv_heads)
         dtype = dtype or self.dtype
@@ -385,7 +397,7 @@ class KVStorage:
     def write_layers(
         self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """As `write`, of all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
+        """As `write`, for all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
         for layers, *caches in self._stacks():
             scales = self._scales(layers, key.dtype)
             ops.write_kv(key[layers], value[layers], *caches, slot_mapping, *scales)
@@ -393,9 +405,9 @@ class KVStorage:
     def gather_layers(
         self, slot_mapping: torch.Tensor, dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `gather`, of all layers: (key, value), [num_layers, n, num_kv_heads, (v_)head_size].
+        """As `gather`, for all layers: (key, value), [num_layers, n, num_kv_heads, (v_)head_size].
 
-        What an offload by tokens takes: one launch where layers lie at equal distances.
+        For offloading single tokens. One launch where layers lie at equal distances.
         """
         dtype = dtype or self.dtype
         shape = (self.num_layers, len(slot_mapping), self.num_kv_heads)
@@ -432,7 +444,7 @@ class KVStorage:
         placed: Placement,
         layer: int,
     ) -> None:
-        """Views of a layer; regions start `starts` bytes behind byte `begin` of memory's storage."""
+        """Adds the views of a layer; regions begin at byte `begin + starts` of memory's storage."""
         storage = memory.untyped_storage()
         caches = []
         for p in range(len(placed.head_bytes)):
@@ -460,9 +472,7 @@ class KVStorage:
             self._scale_caches.append(view.set_(storage, offset, shape, (stride, scale_bytes, 1)))
 
     def _checked(self, layer: int) -> int:
-        if not 0 <= layer < self.num_layers:
-            raise ValueError(f"layer is {layer}: expected 0 to {self.num_layers - 1}")
-        return layer
+        return integer(layer, "layer", most=self.num_layers - 1)
 
 
 def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:
@@ -497,9 +507,3 @@ def _shape_of_layer(layer: LayerSpec, block_size: int) -> dict[str, object]:
         "dtype": dtype,
         "scale_bytes_per_token": layer.scale_bytes_per_token,
     }
-
-
-def _check_least(least: int, **sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < least:
-            raise ValueError(f"{name} is {value}: expected {least} or more")

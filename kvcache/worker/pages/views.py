@@ -1,4 +1,4 @@
-"""Caches of attention backends, seen as K and V."""
+"""Views of an attention backend's cache as K and V, and the reverse."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _ROLES = ("block", "token", "head", "element")
 
 
 def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) -> Tensors:
-    """K and V [num_blocks, block_size, num_kv_heads, ...] as a backend indexes them: by `dims`.
+    """K and V [num_blocks, block_size, num_kv_heads, ...] as one view that a backend indexes by `dims`.
 
-    One view; the pair (K, V) where there is a dimension of both and they are of unequal shape.
+    The pair (K, V) where `dims` has "kv" and their shapes differ.
     """
     sizes = dict(zip(_ROLES, key.shape))
     strides = dict(zip(_ROLES, key.stride()))
@@ -31,10 +31,10 @@ def as_indexed(key: torch.Tensor, value: torch.Tensor, dims: tuple[str, ...]) ->
 
 
 def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
-    """One view [num_layers, ...] of tensors of one memory at equal distances; None for others."""
+    """One view [num_layers, ...] of tensors that lie at equal distances in one storage; else None."""
     first = caches[0]
-    starts = [cache.data_ptr() for cache in caches]
-    steps = {later - earlier for earlier, later in pairwise(starts)}
+    begins = [cache.data_ptr() for cache in caches]
+    steps = {later - earlier for earlier, later in pairwise(begins)}
     same = all(
         cache.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         and cache.stride() == first.stride()
@@ -50,7 +50,7 @@ def stacked(caches: list[torch.Tensor]) -> torch.Tensor | None:
 def key_and_value(
     cache: Tensors, described: AttentionBackend | None, v_head_size: int | None, name: str
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """K, V and the dimension of blocks of what an engine has for one layer."""
+    """K, V and the block dimension of an engine's cache of one layer."""
     if not isinstance(cache, torch.Tensor):
         if len(cache) != 2 or any(each.ndim != 4 for each in cache):
             shapes = [list(each.shape) for each in cache]

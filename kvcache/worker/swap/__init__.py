@@ -1,1 +1,1 @@
-"""Page copies between device and host beside the computing, and how fast they are."""
+"""Page copies between device and host that overlap with computing, and their bandwidth."""

@@ -1,4 +1,4 @@
-"""How fast pages move on a machine, beside one contiguous copy of the same bytes in the same run."""
+"""Measures page copies on a machine, and in the same run one contiguous copy of the same bytes."""
 
 from __future__ import annotations
 
@@ -28,19 +28,22 @@ from kvcache.worker.swap.page_copy import PageCopy
 
 FRAGMENTS = tuple(2**n for n in range(12, 23))  # 4 KiB to 4 MiB
 BOTH, HOST = "both", "host"  # both directions at once; from host memory to host memory
-POOL_BYTES = 2 << 30  # that pages lie scattered over: more than address caches of a device hold
-_COUNTS = (32, 256, 2048)  # fragments per swap, that a calibration tells apart
+POOL_BYTES = 2 << 30  # pages are scattered over so much: more than a device's address caches cover
+_COUNTS = (32, 256, 2048)  # numbers of fragments per swap that a calibration measures
 _THREAD_BLOCKS = (1, 2, 4, 8, 12, 16, 24, 32)
 _RUN = 16  # neighbouring pages
 _PATTERNS = ("scattered", "runs")
-_STAGING_BYTES = 64 << 20  # per direction, as by default
+_STAGING_BYTES = 64 << 20  # per direction: SwapEngine's default
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One measurement. `direction`: out, in, both or host; `fragment`: bytes of a piece, before runs of
-    neighbouring pages are merged; `pattern`: pages "scattered", or in "runs" of 16; `num_fragments`: of
-    a swap, before runs are merged."""
+    """One measurement.
+
+    `direction`: out, in, both or host. `fragment`: bytes of a fragment. `num_fragments`: fragments per
+    swap. Both count before fragments of consecutive pages are merged. `pattern`: pages "scattered", or in
+    "runs" of 16.
+    """
 
     direction: str
     fragment: int
@@ -48,7 +51,7 @@ class Rate:
     method: str
     gb_per_s: float
     contiguous_gb_per_s: float
-    num_thread_blocks: int | None = None  # where a kernel reads or writes the host's memory
+    num_thread_blocks: int | None = None  # None: no kernel accesses the host's memory
     num_fragments: int | None = None
 
     @property
@@ -58,7 +61,7 @@ class Rate:
 
 
 def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[float]:
-    """Median seconds per call of each function, measured in turns so that noise meets all alike."""
+    """Median seconds per call of each function, measured in turns so that noise affects all equally."""
     times: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()  # warm caches, allocator and branch predictor
@@ -71,17 +74,17 @@ def median_times(*functions: Callable[[], object], rounds: int = 7) -> list[floa
 
 
 def host_rates(num_bytes: int, fragments: tuple[int, ...] = FRAGMENTS) -> Iterator[Rate]:
-    """From host memory to host memory, with as many threads as torch has, scattered pages."""
+    """Copies of scattered pages within host memory, with as many threads as torch has."""
     whole = _memcpy(num_bytes, torch.get_num_threads())
     for fragment in fragments:
         yield _host_rate(fragment, num_bytes, whole)
 
 
 def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate:
-    """One fragment size; its pages are gone when this returns, before the next are made."""
+    """The rate for one fragment size. Its pages are freed before those of the next are made."""
     source, pairs = _pages(fragment, num_bytes, "scattered", "cpu")
     host = source.on_host(source.num_blocks)
-    # Memory that was never written is one page of zeros, which the caches hold.
+    # Memory that was never written is one physical page of zeros, which stays in the caches.
     source.memory.random_(0, 256)
     host.memory.fill_(1)
     page_copy = PageCopy(source, host)
@@ -91,16 +94,16 @@ def _host_rate(fragment: int, num_bytes: int, whole: Callable[[], None]) -> Rate
 
 
 def host_rates_bytes(num_bytes: int) -> int:
-    """Host memory that `host_rates` has at a time: both sides' pages, and both of the contiguous copy."""
+    """Bytes that `host_rates` needs at a time: both sides of the pages and of the contiguous copy."""
     pool, _ = _largest_pool(num_bytes, 0, ("scattered",))
     return 2 * pool + 2 * num_bytes
 
 
 def device_rates_bytes(num_bytes: int, pool_bytes: int = POOL_BYTES) -> tuple[int, int]:
-    """Memory that `device_rates` has at a time, of the device and of the host.
+    """Bytes that `device_rates` needs at a time, (of the device, of the host).
 
-    The contiguous copy's memory counts on both sides: torch's allocators keep it. So does staging of
-    both directions on the device.
+    They include the memory of the contiguous copy, which torch's allocators keep, and on the device the
+    staging memory of both directions.
     """
     pool, page = _largest_pool(num_bytes, pool_bytes, _PATTERNS)
     return pool + num_bytes + 2 * max(_STAGING_BYTES, 2 * page), pool + num_bytes
@@ -118,15 +121,15 @@ def device_rates(
     pool_bytes: int = POOL_BYTES,
     counts: tuple[int, ...] = (),
 ) -> Iterator[Rate]:
-    """Between a device and pinned host memory; method None: as the calibration says.
+    """Swaps between a device and pinned host memory. Method None: the one that the calibration chooses.
 
-    `num_bytes` move per swap, in pages from all over `pool_bytes` on either side. `counts`: swaps of so
-    many fragments instead, as far as `num_bytes` allow.
+    A swap moves `num_bytes`, in pages that are scattered over `pool_bytes` on both sides. `counts`: swaps
+    of these numbers of fragments instead, as far as `num_bytes` suffices.
     """
     limits = _contiguous_gb_per_s(device, num_bytes, directions)
 
     def of_one_pool(fragment: int, pattern: str) -> Iterator[Rate]:
-        """One pool's measurements; it is gone after the last of them, before the next pool is made."""
+        """The rates for one pool. It is freed before the next pool is made."""
         pages, pairs = _pages(fragment, num_bytes, pattern, device, pool_bytes)
         host = pages.on_host(pages.num_blocks)
         pages.memory.random_(0, 256)
@@ -140,7 +143,7 @@ def device_rates(
                 for number in sorted(numbers or {len(pairs)}):
                     some = pairs[:number]
                     seconds = _swap_seconds(engine, some, direction, rounds)
-                    # Both: one half each way.
+                    # With both directions, each moves one half.
                     rate = number * pages.page_bytes / seconds / 1e9
                     used = method or engine.method_for(IN if direction == BOTH else direction, some)
                     blocks = engine.calibration.num_thread_blocks if used == KERNEL else None
@@ -154,7 +157,7 @@ def device_rates(
                         blocks,
                         number * per_page,
                     )
-            del engine  # its staging memory too, before the next engine's
+            del engine  # frees its staging memory before the next engine is made
 
     for pattern in patterns:
         for fragment in fragments:
@@ -167,8 +170,8 @@ def calibrate(
     progress: Callable[[Rate], None] = lambda rate: None,
     pool_bytes: int = POOL_BYTES,
 ) -> Calibration:
-    """Measures which method is the fastest for how many fragments of which size, and how few thread
-    blocks do."""
+    """Measures the fastest method by number and size of fragments, and the fewest thread blocks that
+    suffice."""
     one = {"directions": (IN,), "patterns": ("scattered",), "rounds": 5, "pool_bytes": pool_bytes}
     by_blocks = {}
     for blocks in _THREAD_BLOCKS:
@@ -194,12 +197,12 @@ def calibrate(
     ):
         progress(rate)
         case = (rate.direction, rate.fragment, rate.num_fragments)
-        # Another method must be clearly faster: noise should not make steps.
+        # Another method must be clearly faster, so that noise makes no steps.
         if case not in best or rate.gb_per_s > 1.03 * best[case].gb_per_s:
             best[case] = rate
 
     def method(direction: str, size: int, count: int) -> str:
-        """The best method measured, with the number of fragments next to `count`."""
+        """The best method measured at the number of fragments nearest to `count`."""
         numbers = [n for way, fragment, n in best if (way, fragment) == (direction, size)]
         return best[direction, size, min(numbers, key=lambda n: abs(n - count))].method
 
@@ -217,9 +220,9 @@ def calibrate(
 def _pages(
     fragment: int, num_bytes: int, pattern: str, device: torch.device | str, pool_bytes: int = 0
 ) -> tuple[Pages, np.ndarray]:
-    """Pages whose pieces have so many bytes, and pairs that move `num_bytes` of them.
+    """Pages with fragments of this size, and pairs that move `num_bytes` of them.
 
-    They come from all over a pool of `pool_bytes`, or of no more than what moves.
+    The pairs are scattered over a pool of `pool_bytes`, or of `num_bytes` if that is more.
     """
     chance = np.random.default_rng(0)
     sizes, unit, in_pool, num_moved = _shape(fragment, num_bytes, pattern, pool_bytes)
@@ -232,10 +235,12 @@ def _pages(
 def _shape(
     fragment: int, num_bytes: int, pattern: str, pool_bytes: int
 ) -> tuple[list[list[int]], int, int, int]:
-    """A page's sizes, pages that lie together, how many such groups a pool has, how many of them move."""
-    if pattern == "runs":  # a page is one piece, and 16 neighbours lie together on both sides
+    """(a page's sizes, pages per group, groups in the pool, groups that move); groups are contiguous."""
+    if (
+        pattern == "runs"
+    ):  # a page is one fragment, and groups of 16 pages are contiguous on both sides
         sizes, unit = [[fragment]], _RUN
-    else:  # K and V of up to 16 layers, apart
+    else:  # separate K and V of up to 16 layers
         sizes, unit = [[fragment] * 2] * int(np.clip(num_bytes // (32 * fragment), 1, 16)), 1
     group_bytes = unit * sum(map(sum, sizes))
     num_moved = max(num_bytes // group_bytes, 2)
@@ -243,7 +248,7 @@ def _shape(
 
 
 def _largest_pool(num_bytes: int, pool_bytes: int, patterns: tuple[str, ...]) -> tuple[int, int]:
-    """Bytes of the largest pool of `FRAGMENTS` on one side, and of the largest page."""
+    """Bytes of the largest pool for any of `FRAGMENTS` on one side, and of the largest page."""
     pool = page = 0
     for pattern in patterns:
         for fragment in FRAGMENTS:
@@ -273,8 +278,10 @@ def _swap_seconds(engine: SwapEngine, pairs: np.ndarray, direction: str, rounds:
 
 
 def _device_seconds(device: torch.device, launch: Callable[[], None], rounds: int) -> float:
-    """Median seconds of what `launch` launches and the current stream waits for, by the device's clock:
-    how often the host looks whether it is over does not count."""
+    """Median seconds of the work that `launch` launches and the current stream waits for.
+
+    Measured by the device's clock, so polling by the host does not count.
+    """
     stream = torch.cuda.current_stream(device)
     taken = []
     for _ in range(1 + rounds):
@@ -291,7 +298,7 @@ def _device_seconds(device: torch.device, launch: Callable[[], None], rounds: in
 def _contiguous_gb_per_s(
     device: torch.device, num_bytes: int, directions: tuple[str, ...]
 ) -> dict[str, float]:
-    """One copy of all bytes, pinned; both: two copies of half of them on two streams."""
+    """GB/s of one pinned copy of all bytes; for both directions, of two copies of half on two streams."""
     host = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     current = torch.cuda.current_stream(device)
@@ -321,14 +328,14 @@ def _contiguous_gb_per_s(
 
 
 def _memcpy(num_bytes: int, num_threads: int) -> Callable[[], None]:
-    """One contiguous copy by the C library, shared out to threads."""
+    """A function that makes one contiguous copy with the C library, divided among threads."""
     source, target = (torch.ones(num_bytes, dtype=torch.uint8, device="cpu") for _ in range(2))
     cuts = np.linspace(0, num_bytes, num_threads + 1).astype(np.int64).tolist()
     pool = ThreadPoolExecutor(num_threads)
 
     def copy_part(part: int) -> None:
         begin, end = cuts[part], cuts[part + 1]
-        # ctypes lets go of the interpreter's lock.
+        # ctypes releases the interpreter's lock.
         ctypes.memmove(target.data_ptr() + begin, source.data_ptr() + begin, end - begin)
 
     def copy() -> None:

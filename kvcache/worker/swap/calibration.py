@@ -1,4 +1,4 @@
-"""Which way of moving pages is the fastest on a machine: by direction, number and size of fragments."""
+"""The fastest method of moving pages on a machine, by direction, number and size of fragments."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import TypeVar
 
 import torch
 
-# A kernel over pinned memory; the copy engine, piece by piece; relayout on the device into pages as the
-# host has them, and the copy engine between those.
+# kernel: a kernel that accesses pinned host memory. copy_engine: the copy engine, fragment by fragment.
+# staging: a kernel that gathers pages into the host's layout on the device, and the copy engine.
 KERNEL, COPY_ENGINE, STAGING = METHODS = ("kernel", "copy_engine", "staging")
 OUT, IN = DIRECTIONS = ("out", "in")  # device to host, host to device
 
 Steps = tuple[tuple[int, str], ...]  # (smallest fragment in bytes, method), ascending from 0
 Table = tuple[tuple[int, Steps], ...]  # (fewest fragments, steps), ascending from 0
-VERSION = 2  # of the file; 1 knew nothing of the number of fragments
+VERSION = 2  # file version; version 1 had no numbers of fragments
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """For each direction, by number of fragments and then by their size, the method; the machine's name.
+    """The method of swaps by direction, number of fragments and their size, measured on `machine`.
 
     `out`, `in_`: (fewest fragments, ((smallest fragment in bytes, method), ...)), both ascending from
-    0. `num_thread_blocks`: of the kernel, where the host is one side.
+    0. `num_thread_blocks`: of a kernel that accesses the host's memory.
 
     >>> DEFAULT.method("in", 16 * 1024, 1000), DEFAULT.method("in", 64 * 1024, 1000)
     ('kernel', 'copy_engine')
@@ -55,18 +55,18 @@ class Calibration:
             raise ValueError(f"num_thread_blocks is {self.num_thread_blocks}: expected 1 or more")
 
     def method(self, direction: str, fragment_bytes: float, num_fragments: int) -> str:
-        """The method for so many fragments of so many bytes."""
+        """The method for `num_fragments` fragments of `fragment_bytes` bytes."""
         return _last_up_to(_last_up_to(self._table(direction), num_fragments), fragment_bytes)
 
     def methods(self, direction: str) -> set[str]:
-        """All that may be chosen."""
+        """All methods that may be chosen for a direction."""
         return {method for _, steps in self._table(direction) for _, method in steps}
 
     def _table(self, direction: str) -> Table:
         return self.out if direction == OUT else self.in_
 
     def save(self, path: Path) -> None:
-        """Writes it, whole or not at all."""
+        """Writes the calibration to a file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_suffix(f".{os.getpid()}.tmp")
         content = {"version": VERSION, **asdict(self)}
@@ -92,11 +92,11 @@ def _last_up_to(steps: tuple, number: float) -> object:
     return steps[max(bisect_right([start for start, _ in steps], number) - 1, 0)][1]
 
 
-# Published figures, not our own. Of an H100 (PCIe Gen5): below about 28 KiB per fragment the copy engine
-# falls from 40 to 6 GB/s host to device, and a kernel reaches the bus; device to host the copy engine is
-# the faster, so that small fragments are first put together. Of an H100 and an A30
-# (vllm-project/vllm#57555), host to device: below some 32 fragments the copy engine is the faster at
-# every size.
+# Published figures, not measured by this project. On an H100 (PCIe Gen5), host to device, the copy engine
+# falls from 40 to 6 GB/s below about 28 KiB per fragment, while a kernel fills the bus. Device to host
+# the copy engine is faster than the kernel, so small fragments are first gathered by staging. On an H100
+# and an A30 (vllm-project/vllm#57555), host to device, the copy engine is faster at every size below
+# about 32 fragments.
 DEFAULT = Calibration(
     machine="NVIDIA H100, PCIe Gen5 (published figures)",
     out=((0, ((0, COPY_ENGINE),)), (32, ((0, STAGING), (28 * 1024, COPY_ENGINE)))),
@@ -108,7 +108,7 @@ T = TypeVar("T")
 
 
 def steps_of(measured: Iterable[tuple[int, T]]) -> tuple[tuple[int, T], ...]:
-    """(size or number, what is best for it), ascending, as steps: from the middle between two on."""
+    """Steps of measured (size or number, best choice), ascending; a step begins midway between two."""
     steps: list[tuple[int, T]] = []
     before = 0
     for size, best in measured:
@@ -131,7 +131,7 @@ def path_for(machine: str) -> Path:
 
 
 def load(path: Path) -> Calibration:
-    """A calibration that was saved. ValueError, naming the file, for anything else."""
+    """Reads a calibration that was saved. ValueError, naming the file, where it holds none."""
     try:
         found = json.loads(path.read_text())
         version = found.pop("version", 1) if isinstance(found, dict) else None
@@ -147,7 +147,7 @@ def load(path: Path) -> Calibration:
 def calibration_of(device: torch.device) -> Calibration:
     """The calibration measured on this machine, else the built-in one.
 
-    A warning where it was measured on another one; ValueError for a file that holds none.
+    Warns where the file was measured on another machine. ValueError for a file without a calibration.
     """
     if device.type != "cuda":
         return DEFAULT

@@ -1,4 +1,4 @@
-"""Pages between a device and the host, beside the engine's computing."""
+"""Swaps pages between a device and the host while the engine computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 
 from kvcache import ops
-from kvcache.checks import check_once, check_range, integers
+from kvcache.checks import MAX_INT64, check_once, check_range, flag, integer, integers
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     COPY_ENGINE,
@@ -29,30 +29,30 @@ _NAMES = {OUT: "swap-out", IN: "swap-in"}
 
 
 class SwapEngine:
-    """Swaps pages between a device and the host on streams of its own, one per direction.
+    """Swaps pages between a device and the host on its own streams, one per direction.
 
-    What is ordered, and against what: a swap-out reads what the calling stream has computed so far, and
-    `before_write` holds the calling stream back until pages that are to be written have been read; a
-    swap-in begins when all that the calling stream was given so far is done, and `before_read` holds the
-    calling stream back until pages have arrived. Jobs of the two directions that touch the same page,
-    on either side, come one after the other. A job's pages must not be written otherwise.
+    Ordering: a swap-out reads what the calling stream has computed so far, and `before_write` makes the
+    calling stream wait until pages have been read, so that it may overwrite them. A swap-in begins after
+    the work that is in the calling stream so far, and `before_read` makes the calling stream wait until
+    pages have arrived. Jobs of the two directions that share a page, on either side, run one after the
+    other. Nothing else may write to a job's pages.
 
-    `method`: "kernel", "copy_engine" or "staging"; None chooses by `calibration` (default: what `kvcache
-    bench --calibrate` has measured here) from direction, number and mean size of what lies together on
-    both sides. Staging puts pages together in `staging_bytes` of device memory, so that one piece per
-    page crosses the bus, and a swapped-out page may be written as soon as it lies there; one half of
-    that memory is filled while the other is emptied. `batch_copies` False hands pieces to the copy
+    `method`: "kernel", "copy_engine" or "staging"; None chooses by `calibration` (default: the one that
+    `kvcache bench --calibrate` measured on this machine) from direction, number and mean size of the
+    fragments. Staging gathers pages in `staging_bytes` of device memory, so that one fragment per page
+    crosses the bus, and a swapped-out page may be written once it has been copied there. One half of
+    that memory is filled while the other is emptied. `batch_copies=False` passes fragments to the copy
     engine one by one (as KVCACHE_BATCH_COPIES=0 does for the process), for drivers that hang in batches.
     `layers_per_event` > 0 lets swapped-in layers be used while later ones still arrive (not with
     `method` "staging", which brings whole pages).
 
-    On the CPU everything has happened when a call returns. Swaps are not captured in CUDA graphs:
-    `swap_out`, `swap_in`, `before_read`, `before_write` and `order_after_swap_ins` raise RuntimeError on
-    a stream that is being captured, and launch nothing. Jobs may be polled while any thread captures a
-    graph. One thread at a time may call an engine's methods; `poll` of a job may be called by any. The
-    engine's streams are its own, of high priority; they are destroyed, after they have done all, when the
-    engine is garbage-collected. ValueError where the two sides do not fit, or the kernel is asked for and
-    the host's pages are not pinned.
+    On the CPU a job is done when the call returns. Swaps are not captured in CUDA graphs: `swap_out`,
+    `swap_in`, `before_read`, `before_write` and `order_after_swap_ins` raise RuntimeError on a stream
+    that is being captured, and launch nothing. Jobs may be polled while any thread captures a graph. One
+    thread at a time may call an engine's methods; any thread may call `poll` of a job. The engine's
+    streams have high priority. They are destroyed, after their work is done, when the engine is
+    garbage-collected. ValueError where the pages of the two sides do not match, or `method` is "kernel"
+    and the host's pages are not pinned.
 
     >>> device = Pages.allocate(9, [[512, 512]] * 4)
     >>> engine = SwapEngine(device, device.on_host(100))
@@ -77,8 +77,9 @@ class SwapEngine:
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
         if method not in (None, *METHODS):
             raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
-        if layers_per_event < 0:
-            raise ValueError(f"layers_per_event is {layers_per_event}: expected 0 or more")
+        layers_per_event = integer(layers_per_event, "layers_per_event")
+        staging_bytes = integer(staging_bytes, "staging_bytes", most=MAX_INT64)
+        batch_copies = flag(batch_copies, "batch_copies")
         on_cuda = device.device.type == "cuda"
         if method == KERNEL and on_cuda and not host.is_pinned:
             raise ValueError(
@@ -89,7 +90,7 @@ class SwapEngine:
         self.calibration = calibration or calibration_of(device.device)
         self._streams = streams or streams_of(device.device)
         self._method = method
-        self._is_cpu = isinstance(self._streams, CpuStreams)  # where there is one way
+        self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has one method
         self._kernel_reaches_host = host.is_pinned or not on_cuda
         self.layers_per_event = layers_per_event
         by_layer = layers_per_event > 0
@@ -111,26 +112,27 @@ class SwapEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is under way, as of the last look at each."""
+        """Whether no job was under way when jobs were last polled."""
         return not any(swap_stream.in_flight for swap_stream in self._swap_streams.values())
 
     def swap_out(self, pairs: np.ndarray) -> SwapJob:
-        """pairs: int[n, 2], device page and host page. ValueError, and nothing moves, for wrong pages;
-        RuntimeError, and nothing moves, while the calling stream is captured.
+        """Starts a swap-out. pairs: int[n, 2], device page and host page.
 
-        A failure of the device does not raise here: the job has it (`error`).
+        ValueError, and nothing moves, for pages out of range or written twice; RuntimeError, and nothing
+        moves, while the calling stream is captured. A failure of the device does not raise here; it is
+        the job's `error`.
         """
         return self._start(OUT, pairs)
 
     def swap_in(self, pairs: np.ndarray) -> SwapJob:
-        """pairs: int[n, 2], host page and device page; else as `swap_out`."""
+        """Starts a swap-in. pairs: int[n, 2], host page and device page. Errors as for `swap_out`."""
         return self._start(IN, pairs)
 
     def before_write(self, pages: np.ndarray) -> None:
-        """The calling stream waits until no job reads or writes these device pages (int[n]) any more.
+        """Makes the calling stream wait until no job reads or writes these device pages (int[n]).
 
-        ValueError for wrong pages. RuntimeError while the calling stream is captured, unless no job is
-        under way.
+        ValueError for pages out of range. RuntimeError while the calling stream is captured, unless no
+        job is under way.
         """
         pages = integers(pages, "before_write", ())
         check_range("before_write", "is page", pages, 0, self.device.num_blocks)
@@ -142,9 +144,9 @@ class SwapEngine:
         self._after(stream, self._swap_streams[IN].last_writing(pages), "done")
 
     def before_read(self, job: SwapJob, layer: int | None = None) -> None:
-        """The calling stream waits until a swapped-in layer (None: all of them) has arrived.
+        """Makes the calling stream wait until a swapped-in layer (None: all layers) has arrived.
 
-        ValueError for a layer that is not there; RuntimeError while the calling stream is captured.
+        ValueError for a layer out of range; RuntimeError while the calling stream is captured.
         """
         if layer is not None and not 0 <= layer < self.device.num_layers:
             raise ValueError(f"layer is {layer}: expected 0 to {self.device.num_layers - 1}")
@@ -156,8 +158,10 @@ class SwapEngine:
             self._streams.wait(self._streams.current(), event)
 
     def order_after_swap_ins(self) -> None:
-        """The calling stream waits for all swap-ins so far. RuntimeError while it is captured, unless no
-        swap-in is under way."""
+        """Makes the calling stream wait for all swap-ins so far.
+
+        RuntimeError while the calling stream is captured, unless no swap-in is under way.
+        """
         swap_stream = self._swap_streams[IN]
         job = swap_stream.in_flight.get(swap_stream.last)
         if job is None:
@@ -168,7 +172,8 @@ class SwapEngine:
     def check_not_captured(self, name: str) -> None:
         """RuntimeError, naming the call, while the calling stream is captured in a CUDA graph.
 
-        An event of a capture cannot be waited for outside of it, nor one from outside within it.
+        A capture cannot wait for an event recorded outside it, and nothing outside can wait for its
+        events.
         """
         if self._streams.is_capturing():
             raise RuntimeError(
@@ -177,8 +182,11 @@ class SwapEngine:
             )
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when no job is under way. SwapError where one failed since the last time; TimeoutError
-        where they take longer in all."""
+        """Waits until no job is under way.
+
+        SwapError where a job failed since the last call; TimeoutError where the jobs together take longer
+        than `timeout_s`.
+        """
         jobs = [
             job
             for swap_stream in self._swap_streams.values()
@@ -192,11 +200,11 @@ class SwapEngine:
                 raise job.error
 
     def fragment_bytes(self, direction: str, pairs: np.ndarray) -> float:
-        """Mean bytes that lie together on both sides, neighbouring pages merged; direction: out, in."""
+        """Mean bytes of the fragments, those of consecutive pages merged. direction: "out" or "in"."""
         return len(pairs) * self.device.page_bytes / self.num_fragments(direction, pairs)
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
-        """Pieces that lie together on both sides, neighbouring pages merged; at least 1."""
+        """The number of fragments, those of consecutive pages merged; at least 1."""
         page_copy = self._swap_streams[direction].page_copy
         num_runs = len(pairs)
         if page_copy.is_dense and len(pairs) > 1:
@@ -205,7 +213,7 @@ class SwapEngine:
         return max(num_runs * len(page_copy.regions), 1)
 
     def method_for(self, direction: str, pairs: np.ndarray) -> str:
-        """How these pages would move."""
+        """The method by which these pages would move."""
         if self._method is not None or self._is_cpu:
             return self._method or KERNEL
         num_fragments = self.num_fragments(direction, pairs)
@@ -213,7 +221,7 @@ class SwapEngine:
         method = self.calibration.method(direction, fragment_bytes, num_fragments)
         swap_stream = self._swap_streams[direction]
         by_layer = direction == IN and self.layers_per_event > 0
-        # Staged pages arrive as a whole; a page that is one piece already has nothing to gain.
+        # Staged pages arrive whole, and staging does not help pages that are one fragment already.
         if method == STAGING and (
             by_layer or swap_stream.staging is None or len(swap_stream.page_copy.regions) == 1
         ):
@@ -236,10 +244,10 @@ class SwapEngine:
     def _make_staging(
         self, direction: str, swap_stream: SwapStream, num_bytes: int
     ) -> Pages | None:
-        """The staging memory of one direction; without it, pages go another way."""
+        """The staging memory of one direction. None where there is too little: another method is used."""
         try:
             memory = self.device.staging(num_bytes)
-        except RuntimeError as error:  # of which torch's out-of-memory error is one
+        except RuntimeError as error:  # torch's out-of-memory error is a RuntimeError
             if self._method == STAGING:
                 raise
             warnings.warn(
@@ -279,13 +287,13 @@ class SwapEngine:
         try:
             streams.wait(begin, streams.record(streams.current()))
             self._after_the_job_before(swap_stream, begin, end)
-            # The other direction's: it writes what this one reads, and reads what this one writes.
+            # Jobs of the other direction that write what this one reads, or read what this one writes.
             self._after(begin, other.last_writing(pairs[:, 0]), "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
             self._carry(direction, swap_stream, job, method)
         except RuntimeError as error:
             job.fail(error)
-        # Behind whatever was launched, also of a job that failed half-way.
+        # The event comes after everything that was launched, also of a job that failed half-way.
         try:
             if job.error is not None and staging is not None:
                 staging.join()
@@ -297,14 +305,17 @@ class SwapEngine:
         return job
 
     def invalid_pages(self, job: SwapJob) -> np.ndarray:
-        """Destination pages that do not hold what they should, of a job that is over: all of one that
-        failed; of a swap-in also those whose host page a failed swap-out was to fill."""
+        """Destination pages of a finished job whose content is invalid.
+
+        All pages of a job that failed; of a swap-in also those whose host page a failed swap-out should
+        have filled.
+        """
         if job.error is not None:
             return job.pairs[:, 1]
         if job.fillers is None:
             return job.pairs[:0, 1]
         out = self._swap_streams[OUT]
-        out.forget()  # a swap-out that failed late may not have been polled since
+        out.forget()  # polls swap-outs, which may have failed since they were last polled
         return job.pairs[np.isin(job.fillers, list(out.failed)), 1]
 
     def _after(self, stream: object, job: SwapJob | None, what: str) -> None:
@@ -313,8 +324,8 @@ class SwapEngine:
             self._streams.wait(stream, event)
 
     def _after_the_job_before(self, swap_stream: SwapStream, begin: object, end: object) -> None:
-        """Jobs of one direction run one after the other; where a job uses other CUDA streams than the one
-        before, the streams alone do not order them."""
+        """Orders a job after the last one of its direction. Where both use the same CUDA streams, the
+        streams do that."""
         if swap_stream.begin is not begin or swap_stream.end is not end:
             self._after(begin, swap_stream.in_flight.get(swap_stream.last), "done")
         swap_stream.begin, swap_stream.end = begin, end
@@ -356,6 +367,6 @@ class SwapEngine:
 
 
 def _close(streams: CudaStreams | CpuStreams, own: list[object], kept: list[object]) -> None:
-    """Destroys an engine's streams once they have done all; until then its memories are kept."""
+    """Destroys an engine's streams once their work is done; until then keeps the memory they use."""
     streams.close(own)
     kept.clear()

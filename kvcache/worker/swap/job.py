@@ -1,4 +1,4 @@
-"""Jobs of a swap engine, and the two directions that they are done in."""
+"""The jobs of a swap engine, and the jobs of each direction in order."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.page_copy import PageCopy
 from kvcache.worker.swap.staging import Staging
 
-_SECONDS_BETWEEN_LOOKS = 50e-6
+_POLL_SECONDS = 50e-6
 
 
 class SwapError(RuntimeError):
-    """A swap that failed: names the job; its pages do not hold what they should."""
+    """A swap failed: the message names the job, and the content of its pages is invalid."""
 
 
 class SwapJob:
-    """Pages on their way in one direction. `pairs`: int64[n, 2], source page and destination page.
+    """A swap of pages in one direction. `pairs`: int64[n, 2], source page and destination page.
 
-    number: in its direction. failed: where the number is noted when the job fails.
+    number: counts the jobs of a direction. failed: the set to which the number is added where the job
+    fails.
     """
 
     def __init__(self, name: str, pairs: np.ndarray, number: int, failed: set[int]) -> None:
@@ -29,15 +30,14 @@ class SwapJob:
         self.pairs = pairs
         self.number = number
         self._failed = failed
-        self.fillers: np.ndarray | None = (
-            None  # of a swap-in: the swap-outs that filled its sources
-        )
+        # For a swap-in: the numbers of the swap-outs that filled its source pages.
+        self.fillers: np.ndarray | None = None
         self.error: SwapError | None = None
-        self.released = self.done = None  # events: the sources may be written; all has arrived
-        self.layers: list[tuple[int, object]] = []  # (first layer behind these, event)
+        self.released = self.done = None  # events: sources may be written; all pages have arrived
+        self.layers: list[tuple[int, object]] = []  # (end of the layers, event of their arrival)
 
     def poll(self) -> bool:
-        """Whether it is over: all has arrived, or it has failed (`error`)."""
+        """Whether the job is over: all pages have arrived, or it has failed (`error`)."""
         try:
             return self.done is None or self.done.query()
         except RuntimeError as error:
@@ -45,13 +45,16 @@ class SwapJob:
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when all has arrived. SwapError where it failed, TimeoutError where it takes longer."""
+        """Waits until all pages have arrived.
+
+        SwapError where the job failed, TimeoutError where it takes longer than `timeout_s`.
+        """
         until(self.poll, timeout_s, self.name)
         if self.error is not None:
             raise self.error
 
     def fail(self, error: Exception) -> None:
-        """Notes what went wrong first."""
+        """Records the first error."""
         if self.error is not None:
             return
         self.error = SwapError(f"{self.name} of {len(self.pairs)} pages failed: {error}")
@@ -60,9 +63,9 @@ class SwapJob:
 
 
 class SwapStream:
-    """One direction: its stream, its jobs in order, and the last of them that touches each page.
+    """One direction: its stream, its jobs in order, and per page the last jobs that use it.
 
-    Jobs end in the order of their numbers, and release their sources in that order.
+    Jobs end, and release their sources, in the order of their numbers.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class SwapStream:
         self.source, self.destination, self.stream = source, destination, stream
         self.page_copy = PageCopy(source, destination, by_layer=by_layer)
         self.staging: Staging | None = None
-        self.begin = self.end = stream  # where its last job begins and ends
+        self.begin = self.end = stream  # streams in which the last job begins and ends
         self.in_flight: dict[int, SwapJob] = {}  # in the order of the stream
         self.last = 0
         self.failed: set[int] = set()  # numbers of jobs that did not fill their pages
@@ -79,11 +82,11 @@ class SwapStream:
         self._writes = np.zeros(destination.num_blocks, np.int64)
 
     def new_job(self, name: str, pairs: np.ndarray) -> SwapJob:
-        """The job that `add` is given next."""
+        """Makes the job that is passed to `add` once it is launched."""
         return SwapJob(name, pairs, self.last + 1, self.failed)
 
     def add(self, job: SwapJob) -> None:
-        """Notes a job that was launched."""
+        """Records a job that was launched."""
         self.forget()
         self.last = job.number
         self.in_flight[self.last] = job
@@ -91,22 +94,22 @@ class SwapStream:
         self._writes[job.pairs[:, 1]] = self.last
 
     def forget(self) -> None:
-        """Drops jobs that are over, oldest first; behind one under way, none is over."""
+        """Drops jobs that are over, oldest first. After a job under way no later one is over."""
         for number, job in list(self.in_flight.items()):
             if not job.poll():
                 break
-            self.in_flight.pop(number, None)  # another thread may have looked at the same time
+            self.in_flight.pop(number, None)  # another thread may have removed it
 
     def last_reading(self, pages: np.ndarray) -> SwapJob | None:
-        """The last job under way that reads these pages; once it is over, all earlier ones are."""
+        """The last job under way that reads these pages. Once it is over, all earlier ones are."""
         return self._last(self._reads, pages)
 
     def last_writing(self, pages: np.ndarray) -> SwapJob | None:
-        """As `last_reading`, of the jobs that write these pages."""
+        """As `last_reading`, for jobs that write these pages."""
         return self._last(self._writes, pages)
 
     def writers(self, pages: np.ndarray) -> np.ndarray:
-        """Numbers of the last jobs that wrote to these pages; 0: none has."""
+        """Numbers of the last jobs that wrote to these pages; 0 where there is none."""
         return self._writes[pages]
 
     def _last(self, jobs: np.ndarray, pages: np.ndarray) -> SwapJob | None:
@@ -116,9 +119,9 @@ class SwapStream:
 
 
 def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
-    """Looks until it is over. TimeoutError, naming it, after `timeout_s`."""
+    """Polls until `is_over()`. TimeoutError with `name` after `timeout_s`."""
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     while not is_over():
         if deadline is not None and time.monotonic() >= deadline:
             raise TimeoutError(f"{name} is not over after {timeout_s} s")
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+        time.sleep(_POLL_SECONDS)

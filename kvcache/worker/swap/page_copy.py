@@ -12,8 +12,8 @@ from kvcache.worker.pages.pages import Pages
 class PageCopy:
     """Copies between two pools' pages, or within one; prepared once for `ops.copy_blocks`.
 
-    Regions that lie side by side on both sides are one; with `by_layer`, only those of one layer, so
-    that single layers can be copied.
+    Regions that are contiguous on both sides are merged; with `by_layer` only within a layer, so that
+    single layers can be copied.
     """
 
     def __init__(self, source: Pages, destination: Pages, *, by_layer: bool = False) -> None:
@@ -23,11 +23,11 @@ class PageCopy:
                 f"layers, the destination's {len(destination.sizes)} over "
                 f"{destination.num_layers}: expected the same"
             )
-        wrong = np.flatnonzero(
+        unequal = np.flatnonzero(
             (source.sizes != destination.sizes) | (source.layers != destination.layers)
         )
-        if len(wrong):
-            at = wrong[0]
+        if len(unequal):
+            at = unequal[0]
             raise ValueError(
                 f"fragment {at} has {source.sizes[at]} bytes of layer {source.layers[at]} in the "
                 f"source, {destination.sizes[at]} of layer {destination.layers[at]} in the "
@@ -38,7 +38,7 @@ class PageCopy:
         self._within = source is destination or _share_memory(source, destination)
         table, self._layers = _merged(source, destination, by_layer)
         self.regions = torch.from_numpy(table)
-        # Whether neighbouring pages lie side by side on both sides.
+        # Whether consecutive pages are contiguous on both sides.
         self.is_dense = bool(((table[:, 1] == table[:, 4]) & (table[:, 3] == table[:, 4])).all())
         on_host = source if source.device.type == "cpu" else destination
         self._pages_per_run = on_host.pages_per_chunk
@@ -52,7 +52,7 @@ class PageCopy:
         num_thread_blocks: int = 0,
         layers: slice | None = None,
     ) -> None:
-        """Copies pages, of all layers or (`by_layer`) of those; see `ops.copy_blocks`."""
+        """Copies pages: all layers, or (with `by_layer`) the given ones. See `ops.copy_blocks`."""
         regions = self.regions
         if layers is not None and not self._by_layer:
             raise ValueError("layers is given: expected it only of a PageCopy made with by_layer")
@@ -78,7 +78,7 @@ class PageCopy:
 
 
 def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """int32[n, 2]; tensors as they are. ValueError or TypeError for anything but integers."""
+    """pairs as int32[n, 2]; tensors are returned unchanged. ValueError or TypeError unless integers."""
     if isinstance(pairs, torch.Tensor):
         return pairs
     array = np.asarray(pairs)
@@ -90,16 +90,16 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
         raise TypeError(f"pairs has dtype {array.dtype}: expected integers")
     limits = np.iinfo(np.int32)
     if array.dtype != np.int32 and array.size:
-        wrong = np.argwhere((array < limits.min) | (array > limits.max))
-        if len(wrong):
-            i, j = wrong[0]
+        out_of_range = np.argwhere((array < limits.min) | (array > limits.max))
+        if len(out_of_range):
+            i, j = out_of_range[0]
             raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
     array = np.ascontiguousarray(array, np.int32)
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarray, np.ndarray]:
-    """int64[r, 5] as the op takes it, neighbours merged; and the layer in which each begins."""
+    """int64[r, 5], the op's table of regions, contiguous ones merged; and the first layer of each."""
     table = np.stack(
         [source.offsets, source.strides, destination.offsets, destination.strides, source.sizes], 1
     )
@@ -111,15 +111,15 @@ def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarr
     )
     if by_layer:
         joined &= source.layers[:-1] == source.layers[1:]
-    starts = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
-    merged = table[starts]
-    if len(starts):
-        merged[:, 4] = np.add.reduceat(table[:, 4], starts)
-    return merged, source.layers[starts]
+    first = np.flatnonzero(np.concatenate([np.ones(min(len(table), 1), bool), ~joined]))
+    merged = table[first]
+    if len(first):
+        merged[:, 4] = np.add.reduceat(table[:, 4], first)
+    return merged, source.layers[first]
 
 
 def _check_formats(source: Pages, destination: Pages) -> None:
-    """ValueError where both say what lies in a page, in the same terms, and it differs."""
+    """ValueError where both sides describe their pages in the same terms, and differ."""
     mine, other = source.formats, destination.formats
     if mine is None or other is None or mine[0] != other[0]:
         return
@@ -132,7 +132,7 @@ def _check_formats(source: Pages, destination: Pages) -> None:
 
 
 def _share_memory(source: Pages, destination: Pages) -> bool:
-    """Whether the two are one memory. ValueError where they share it otherwise than page by page."""
+    """Whether both are the same pages. ValueError where they share memory in another way."""
     if source.device != destination.device:
         return False
     spans = [_span(pages) for pages in (source, destination)]
@@ -147,7 +147,7 @@ def _share_memory(source: Pages, destination: Pages) -> bool:
 
 
 def _span(pages: Pages) -> tuple[int, int]:
-    """First byte of all regions, and the one behind the last."""
+    """The first byte of all regions, and the byte after the last."""
     if len(pages.sizes) == 0 or pages.page_bytes == 0:
         return pages.base, pages.base
     ends = pages.offsets + (pages.num_blocks - 1) * pages.strides + pages.sizes
@@ -155,7 +155,7 @@ def _span(pages: Pages) -> tuple[int, int]:
 
 
 def _meet(source: Pages, destination: Pages) -> bool:
-    """Whether any region's span meets one of the other side."""
+    """Whether the span of any region overlaps one of the other side."""
     starts = source.base + source.offsets
     ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
     others = destination.base + destination.offsets

@@ -1,4 +1,4 @@
-"""Staging memory on the device: pages are put together in one half while the other crosses the bus."""
+"""Staging memory on the device: one half is filled with pages while the other crosses the bus."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvcache.worker.swap.streams import CpuStreams, CudaStreams
 
 
 class Staging:
-    """Two halves of staging memory between `source` and `destination`, and a stream on either side.
+    """Two halves of staging memory between `source` and `destination`, with one stream for each side.
 
-    Parts of a job take the halves in turn. On stream `first` a part is copied into its half, on `last`
-    out of it. A half is filled once it was emptied, and emptied once it was filled; events say so. The
-    memory belongs to the stream that is current when this is made: it may be freed when both streams
-    have done all.
+    Chunks of a job use the halves in turn. Stream `first` copies a chunk into its half, `last` copies it
+    out. Events order this: a half is filled after it was emptied, and emptied after it was filled. The
+    memory belongs to the stream that is current when this is made. It may be freed when the work of both
+    streams is done.
     """
 
     def __init__(
@@ -34,32 +34,32 @@ class Staging:
         self._memory = memory
         self._pages_per_half = memory.num_blocks // 2
         self._streams = streams
-        self._emptied: list[object] = [None, None]  # per half the last event
+        self._emptied: list[object] = [None, None]  # per half, the event after which it is empty
         self._half = 0
         streams.wait(first, streams.record(streams.current()))
 
     def carry(
         self, pairs: np.ndarray, copy: Callable[[object, PageCopy, np.ndarray], None]
     ) -> object:
-        """Launches copies of all pages, by `copy(stream, page_copy, pairs)`.
+        """Launches the copies of all pages with `copy(stream, page_copy, pairs)`.
 
-        The event after which no copy reads the sources any more.
+        Returns the event after which no copy reads the sources any more.
         """
         read = None
         for at in range(0, len(pairs), self._pages_per_half):
-            part = pairs[at : at + self._pages_per_half]
-            slots = self._half * self._pages_per_half + np.arange(len(part))
+            chunk = pairs[at : at + self._pages_per_half]
+            slots = self._half * self._pages_per_half + np.arange(len(chunk))
             self._wait_until_emptied(self._half)
-            copy(self.first, self._into, np.stack([part[:, 0], slots], 1))
+            copy(self.first, self._into, np.stack([chunk[:, 0], slots], 1))
             read = self._streams.record(self.first)
             self._wait_until_filled(read)
-            copy(self.last, self._out_of, np.stack([slots, part[:, 1]], 1))
+            copy(self.last, self._out_of, np.stack([slots, chunk[:, 1]], 1))
             self._emptied[self._half] = self._streams.record(self.last)
             self._half = 1 - self._half
         return read
 
     def join(self) -> None:
-        """After a failure: `last`, and whoever fills a half next, come behind all that was launched."""
+        """After a failure: orders `last`, and the next use of each half, after all launched copies."""
         self._wait_until_filled(self._streams.record(self.first))
         self._emptied = [self._streams.record(self.last)] * 2
 

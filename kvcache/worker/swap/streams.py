@@ -1,7 +1,7 @@
-"""The streams and events that moving pages needs: of a CUDA device, or of the CPU.
+"""Streams and events for moving pages, on a CUDA device or on the CPU.
 
-`SwapEngine` says through these what must come before what; the tests put a third one in their place,
-which carries work out in any order that the calls allow.
+`SwapEngine` orders its work with these. The tests use a third implementation, which runs the work in any
+order that the calls allow.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ import torch
 
 
 class CudaStreams:
-    """One CUDA device."""
+    """The streams of one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)
 
     def new_stream(self) -> torch.cuda.ExternalStream:
-        """A stream beside the current one, of high priority; `close` destroys it.
+        """A new stream of high priority; `close` destroys it.
 
-        Not one of torch's pool: that hands 32 streams out in turn, so that swaps would soon share
-        theirs with others' work.
+        It is not from torch's pool, which hands out 32 streams in turn: swaps would soon share theirs
+        with other work.
         """
         handle = torch.ops.kvcache._stream_create(self._device.index)
         return torch.cuda.ExternalStream(handle, device=self._device)
 
     def close(self, streams: Iterable[torch.cuda.ExternalStream]) -> None:
-        """Waits until the streams have done all, and destroys them."""
+        """Waits until the work in the streams is done, and destroys them."""
         for step in (torch.ops.kvcache._stream_synchronize, torch.ops.kvcache._stream_destroy):
             for stream in streams:
                 step(self._device.index, stream.cuda_stream)
@@ -43,12 +43,12 @@ class CudaStreams:
             return torch.cuda.is_current_stream_capturing()
 
     def launch(self, stream: torch.cuda.Stream, work: Callable[[], None]) -> None:
-        """Runs `work`; its launches come behind all that the stream already holds."""
+        """Runs `work`; its launches come after the work that is in the stream."""
         with torch.cuda.stream(stream):
             work()
 
     def record(self, stream: torch.cuda.Stream) -> PolledEvent:
-        """An event behind all that the stream holds now."""
+        """An event after the work that is in the stream now."""
         event = PolledEvent()
         event.record(stream)
         return event
@@ -66,7 +66,7 @@ class PolledEvent(torch.cuda.Event):
     """
 
     def query(self) -> bool:
-        """Whether it has happened. RuntimeError where the device has failed."""
+        """Whether the event has happened. RuntimeError where the device has failed."""
         return torch.ops.kvcache._event_query(self.cuda_event)
 
 
@@ -81,7 +81,7 @@ class _Past:
 
 
 class CpuStreams:
-    """The CPU: whatever is launched has happened when the call returns."""
+    """The CPU: launched work is done when the call returns."""
 
     def new_stream(self) -> None:
         """No stream is needed."""

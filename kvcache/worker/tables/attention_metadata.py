@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.checks import integer
+from kvcache.checks import MAX_INT64, integer
 from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
@@ -63,14 +63,16 @@ class AttentionMetadataBuilder:
     """Builds `AttentionMetadata` of batches over the rows of `tables`, in buffers of its own.
 
     Room for `max_num_reqs` requests with padding (default: as many as the tables serve). `groups`: the
-    groups to serve (default: those with a slot mapping, so none of recurrent state). `flash_attn`,
+    groups to serve (default: those with a slot mapping, so none of recurrent state, but encoders).
+    `flash_attn`,
     `flashinfer`: which backend's tensors to build; with neither, `query_start_loc` and `seqused_k`
     alone. TypeError or ValueError for groups that are not there, and for a group that has a window
     while its tokens are spread over context-parallel ranks: a kernel counts its window in the tokens
     of one rank, of which a window over all ranks' tokens covers sometimes more and sometimes fewer.
 
-    A group whose sequences have other lengths (cross-attention) needs a builder of its own. Not for
-    chunked local attention, whose chunks a backend takes as requests of their own.
+    Groups of encoders (cross-attention), whose sequences have other lengths, need a builder of their
+    own: ValueError for `groups` with such and others. Not for chunked local attention, whose chunks a
+    backend takes as requests of their own.
 
     >>> from kvcache import GroupSpec
     >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 20})]
@@ -112,8 +114,14 @@ class AttentionMetadataBuilder:
             serves if max_num_reqs is None else max_num_reqs, "max_num_reqs", least=1
         )
         if groups is None:
-            groups = [tables._group] if one else [g for g, x in enumerate(layouts) if x.has_slots]
+            shared = [g for g, x in enumerate(layouts) if x.has_slots and not x.is_encoder]
+            groups = [tables._group] if one else shared
         self.groups = _checked_groups(groups, len(layouts))
+        encoders = [g for g in self.groups if layouts[g].is_encoder]
+        if len(encoders) not in (0, len(self.groups)):
+            raise ValueError(
+                f"groups is {self.groups}: expected a builder of their own for the encoders {encoders}"
+            )
         self._layouts = [layouts[g] for g in self.groups]
         for g, layout in zip(self.groups, self._layouts):
             if layout.window and layout.world_size > 1:
@@ -418,10 +426,9 @@ def _checked_groups(groups: Sequence[int], num_groups: int) -> list[int]:
 def _at_least(value: int | None, least: int, default: int, name: str) -> int:
     if value is None:
         return default
-    if not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
+    value = integer(value, name, -MAX_INT64, MAX_INT64)
     if value < least:
         raise ValueError(f"{name} is {value}: expected at least {least}, as the batch has")
     if value >= 2**31:
         raise ValueError(f"{name} is {value}: expected fewer than 2^31")
-    return int(value)
+    return value

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.checks import integer
-from kvcache.specs import ContextParallel
+from kvcache.checks import flag, integer
+from kvcache.specs import ContextParallel, checked_context_parallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
 from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
@@ -75,12 +75,13 @@ class BlockTable:
         pcp_padding: bool = False,
     ) -> None:
         check_by_keyword(others, 8, BY_KEYWORD)
-        cp = context_parallel or ContextParallel()
+        cp = checked_context_parallel(context_parallel)
+        block_size = integer(block_size, "block_size", least=1)
         layout = layout_of(
-            integer(block_size, "block_size", least=1),
+            block_size,
             kernel_size_of(block_size, kernel_block_size, kernel_sizes),
             integer(max_num_blocks_per_req, "max_num_blocks_per_req", least=1),
-            ContextParallel() if replicated else cp,
+            ContextParallel() if flag(replicated, "replicated") else cp,
             cp_kv_cache_interleave_size,
             window,
             slot_mapping,
@@ -98,17 +99,16 @@ class BlockTable:
                 pcp_padding,
             ),
             0,
-            max_num_reqs,
         )
 
     @classmethod
-    def _of(cls, tables: TableSet, group: int, max_num_reqs: int) -> BlockTable:
+    def _of(cls, tables: TableSet, group: int) -> BlockTable:
         self = cls.__new__(cls)
-        self._bind(tables, group, max_num_reqs)
+        self._bind(tables, group)
         return self
 
-    def _bind(self, tables: TableSet, group: int, max_num_reqs: int) -> None:
-        self.max_num_reqs = max_num_reqs
+    def _bind(self, tables: TableSet, group: int) -> None:
+        self.max_num_reqs = tables.max_num_reqs
         self._tables, self._group = tables, group
         self.layout = tables.layouts[group]
         self.block_size = self.layout.block_size
@@ -123,6 +123,15 @@ class BlockTable:
     def slot_mapping(self) -> BufferView:
         """[max_num_batched_tokens]; ValueError for a group without slot mapping."""
         return self._tables.slot_mapping(self._group)
+
+    @property
+    def num_computed_slots(self) -> int | None:
+        """Tokens of the last `compute_slot_mapping`, padded ones among them, whose slots the device has.
+
+        None where the replay of a captured CUDA graph may have computed others. ValueError for a
+        group without slot mapping.
+        """
+        return self._tables.num_computed_slots(self._group)
 
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
         """The table part of a step's plan; see `MultiGroupBlockTable.apply`."""
@@ -226,7 +235,7 @@ class BlockTable:
         >>> BlockTable.map_to_kernel_blocks([0, 2], 4)
         array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
         """
-        integer(blocks_per_kv_block, "blocks_per_kv_block", least=1)
+        blocks_per_kv_block = integer(blocks_per_kv_block, "blocks_per_kv_block", least=1)
         ids = np.asarray(block_ids)
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"block_ids has dtype {ids.dtype}: expected a list of integers")

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.checks import integer
+from kvcache.checks import flag, integer
 from kvcache.kinds import make_kind
-from kvcache.specs import ContextParallel, GroupSpec
+from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
 from kvcache.worker.tables.block_table import BlockTable, given
-from kvcache.worker.tables.table_layout import check_by_keyword, kernel_size_of, layout_of
-from kvcache.worker.tables.table_set import Ids, make_table_set
+from kvcache.worker.tables.table_layout import (
+    check_by_keyword,
+    checked_candidates,
+    kernel_size_of,
+    layout_of,
+)
+from kvcache.worker.tables.table_set import Ids, checked_device, make_table_set
 
 # Where other engines pass them by position.
 BY_KEYWORD = "num_speculative_tokens, max_num_blocks, kernel_sizes"
@@ -26,7 +31,8 @@ class MultiGroupBlockTable:
     1 + num_speculative_tokens)` allocation blocks, or `max_num_blocks[g]`. Per group: `kernel_sizes`
     (a list of candidates; one list serves all groups), `slot_mapping=False` (recurrent state has no
     slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
-    query sees, None for all). Everything else as for `BlockTable`.
+    query sees, None for all), `encoder=True` (holds an encoder's tokens, for cross-attention: calls for
+    all groups leave its slots alone). Everything else as for `BlockTable`.
 
     `for_groups` takes all of these from the groups of a plan. Pass arguments by keyword: engines order
     them differently.
@@ -59,6 +65,7 @@ class MultiGroupBlockTable:
         slot_mapping: Sequence[bool] | None = None,
         replicated: Sequence[bool] | None = None,
         windows: Sequence[int | None] | None = None,
+        encoder: Sequence[bool] | None = None,
         slot_mapping_dtype: torch.dtype = torch.int64,
         pcp_padding: bool = False,
     ) -> None:
@@ -75,7 +82,7 @@ class MultiGroupBlockTable:
                 f"num_speculative_tokens is {num_speculative_tokens!r}: expected an integer; "
                 f"pass {BY_KEYWORD} by keyword"
             )
-        integer(num_speculative_tokens, "num_speculative_tokens")
+        num_speculative_tokens = integer(num_speculative_tokens, "num_speculative_tokens")
         num_groups = len(block_sizes)
         if num_groups == 0:
             raise ValueError("block_sizes is empty: expected one size per group")
@@ -100,23 +107,26 @@ class MultiGroupBlockTable:
         with_slots = per_group(slot_mapping, "slot_mapping", True)
         whole = per_group(replicated, "replicated", False)
         seen = per_group(windows, "windows", None)
-        integer(max_model_len, "max_model_len", least=1)
-        cp = context_parallel or ContextParallel()
+        encoders = per_group(encoder, "encoder", False)
+        max_model_len = integer(max_model_len, "max_model_len", least=1)
+        cp = checked_context_parallel(context_parallel)
         layouts = []
         for g, block_size in enumerate(block_sizes):
-            spread = ContextParallel() if whole[g] else cp
-            tokens = integer(block_size, f"block_sizes[{g}]", least=1) * spread.world_size
+            spread = ContextParallel() if flag(whole[g], f"replicated[{g}]") else cp
+            block_size = integer(block_size, f"block_sizes[{g}]", least=1)
+            tokens = block_size * spread.world_size
             derived = max(-(-max_model_len // tokens), 1 + num_speculative_tokens)
             width = derived if widths[g] is None else widths[g]
             layouts.append(
                 layout_of(
                     block_size,
-                    kernel_size_of(block_size, single[g], candidates[g]),
+                    kernel_size_of(block_size, single[g], candidates[g], f"kernel_sizes[{g}]"),
                     integer(width, f"max_num_blocks[{g}]", least=1),
                     spread,
                     cp_kv_cache_interleave_size,
                     seen[g],
                     with_slots[g],
+                    encoders[g],
                 )
             )
         self._tables = make_table_set(
@@ -130,9 +140,7 @@ class MultiGroupBlockTable:
             slot_mapping_dtype,
             pcp_padding,
         )
-        self.block_tables = [
-            BlockTable._of(self._tables, g, max_num_reqs) for g in range(num_groups)
-        ]
+        self.block_tables = [BlockTable._of(self._tables, g) for g in range(num_groups)]
 
     @classmethod
     def for_groups(
@@ -146,14 +154,18 @@ class MultiGroupBlockTable:
         pin_memory: bool | None = None,
         kernel_sizes: Sequence[int] | None = None,
         context_parallel: ContextParallel | None = None,
-        **options: object,
+        max_encoder_tokens: int | None = None,
+        num_speculative_tokens: int = 0,
+        cp_kv_cache_interleave_size: int = 1,
+        slot_mapping_dtype: torch.dtype = torch.int64,
+        pcp_padding: bool = False,
     ) -> MultiGroupBlockTable:
         """The tables of a manager's groups (`CachePlan.groups`), in their order.
 
         Block sizes, windows, slot mappings and replication follow from the groups and their kinds.
-        `kernel_sizes`: candidates for all groups that have slots. `pin_memory` None: on a GPU. Options
-        as of the constructor: `num_speculative_tokens`, `cp_kv_cache_interleave_size`,
-        `slot_mapping_dtype`, `pcp_padding`. Raises TypeError or ValueError.
+        `kernel_sizes`: candidates for all groups that have slots. `pin_memory` None: on a GPU.
+        `max_encoder_tokens`: the most encoder tokens of a request (`CachePlan.max_encoder_tokens`), by
+        default `max_model_len`. The others as of the constructor. Raises TypeError or ValueError.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 32, {"window": 64})]
         >>> tables = MultiGroupBlockTable.for_groups(
@@ -162,24 +174,39 @@ class MultiGroupBlockTable:
         >>> [(table.block_size, table.layout.window) for table in tables.block_tables]
         [(16, 0), (32, 64)]
         """
-        for group in groups:
-            if not isinstance(group, GroupSpec):
-                raise TypeError(f"a group is {group!r}: expected a GroupSpec")
+        groups = checked_groups(groups)
+        cp = checked_context_parallel(context_parallel)
+        device = checked_device(device)
+        if kernel_sizes is not None:
+            kernel_sizes = checked_candidates(kernel_sizes, "kernel_sizes")
         kinds = [make_kind(group.kind, group.options) for group in groups]
         has_slots = [kind.pages != "state" for kind in kinds]
+        is_encoder = [kind.pages == "encoder" for kind in kinds]
+        widths: list[int | None] = [None] * len(groups)
+        if max_encoder_tokens is not None and any(is_encoder):
+            most = integer(max_encoder_tokens, "max_encoder_tokens", least=1)
+            widths = [
+                -(-most // group.tokens_per_block(cp)) if encoder else None
+                for group, encoder in zip(groups, is_encoder)
+            ]
         return cls(
             max_num_reqs,
             max_model_len,
             max_num_batched_tokens,
-            torch.device(device).type == "cuda" if pin_memory is None else pin_memory,
+            device.type == "cuda" if pin_memory is None else pin_memory,
             device,
             [group.block_size for group in groups],
             kernel_sizes=[kernel_sizes if slots else None for slots in has_slots],
-            context_parallel=context_parallel,
+            context_parallel=cp,
+            max_num_blocks=widths,
             slot_mapping=has_slots,
             replicated=[group.replicated for group in groups],
             windows=[kind.window for kind in kinds],
-            **options,
+            encoder=is_encoder,
+            num_speculative_tokens=num_speculative_tokens,
+            cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
+            slot_mapping_dtype=slot_mapping_dtype,
+            pcp_padding=pcp_padding,
         )
 
     def __getitem__(self, group: int) -> BlockTable:
@@ -244,12 +271,16 @@ class MultiGroupBlockTable:
         *,
         query_start_loc: np.ndarray | torch.Tensor | None = None,
     ) -> None:
-        """Slots of all groups that have them, in one call (on a GPU one launch); see `BlockTable`."""
+        """Slots of all groups that have them, in one call (on a GPU one launch); see `BlockTable`.
+
+        Groups of an encoder's tokens are left out: their positions are others. Call `[g]`'s own
+        `compute_slot_mapping` and `commit_slot_mapping` where an encoder's output is written.
+        """
         given(positions, "positions")
         self._tables.compute_slots(req_indices, positions, query_start_loc)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
-        """Uploads the slot mappings of all groups, in one copy."""
+        """Uploads the slot mappings that `compute_slot_mapping` fills, in one copy."""
         self._tables.commit_slots(num_tokens)
 
     def gather(
@@ -264,7 +295,8 @@ class MultiGroupBlockTable:
         whose row is all null. num_computed_tokens: int32[n], tokens before each request's first query:
         entries that have left a group's window become the null block (kernels that read masked tiles
         would meet other requests' NaN there). max_num_tokens: how long rows can be; by default as long
-        as they are now, but give `max_model_len` where a CUDA graph is captured. The result is at one
+        as they are now, but give `max_model_len` (or the encoder's tokens, if they are more) where a CUDA
+        graph is captured. The result is at one
         address, and is overwritten by the next call.
         """
         return self._tables.gather(idx_mapping, num_computed_tokens, max_num_tokens)

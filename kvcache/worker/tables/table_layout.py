@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.checks import integer
+from kvcache.checks import MAX_INT32, flag, integer
 from kvcache.specs import ContextParallel
 
 
@@ -21,6 +21,7 @@ class TableLayout:
     interleave: int = 1  # consecutive tokens on one of them; divides kernel_block_size
     window: int = 0  # tokens that a query sees, 0 for all
     has_slots: bool = True
+    is_encoder: bool = False  # its positions are those of an encoder's tokens
 
     @property
     def ratio(self) -> int:
@@ -39,12 +40,15 @@ class TableLayout:
 
 
 def kernel_size_of(
-    block_size: int, kernel_block_size: int | None, kernel_sizes: Sequence[int] | None
+    block_size: int,
+    kernel_block_size: int | None,
+    kernel_sizes: Sequence[int] | None,
+    name: str = "kernel_sizes",
 ) -> int:
-    """The kernel's block, from the one size given or from candidates."""
+    """The kernel's block, from the one size given or from candidates, which the caller calls `name`."""
     if kernel_block_size is not None and kernel_sizes is not None:
         raise ValueError(
-            f"kernel_block_size is {kernel_block_size} and kernel_sizes {list(kernel_sizes)}: "
+            f"kernel_block_size is {kernel_block_size} and kernel_sizes {kernel_sizes}: "
             "expected one of the two"
         )
     if kernel_block_size is not None:
@@ -53,7 +57,7 @@ def kernel_size_of(
                 f"kernel_block_size is {kernel_block_size!r}: expected an integer; pass candidates by "
                 f"keyword: kernel_sizes={kernel_block_size!r}"
             )
-        integer(kernel_block_size, "kernel_block_size", least=1)
+        kernel_block_size = integer(kernel_block_size, "kernel_block_size", least=1)
         if block_size % kernel_block_size:
             raise ValueError(
                 f"kernel_block_size {kernel_block_size} does not divide block_size {block_size}"
@@ -61,17 +65,22 @@ def kernel_size_of(
         return kernel_block_size
     if kernel_sizes is None:
         return block_size
-    if not isinstance(kernel_sizes, Iterable) or isinstance(kernel_sizes, str):
-        raise TypeError(
-            f"kernel_sizes is {kernel_sizes!r}: expected a list of candidates; pass one size by "
-            f"keyword: kernel_block_size={kernel_sizes!r}"
-        )
-    if list(kernel_sizes) == [0]:
+    candidates = checked_candidates(kernel_sizes, name)
+    if candidates == [0]:
         return block_size
-    for size in kernel_sizes:
+    for size in candidates:
         if size > 0 and block_size % size == 0:
             return size
-    raise ValueError(f"none of kernel_sizes {list(kernel_sizes)} divides block_size {block_size}")
+    raise ValueError(f"none of kernel_sizes {candidates} divides block_size {block_size}")
+
+
+def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
+    """Candidates for the kernel's block, in tokens. TypeError or ValueError."""
+    if not isinstance(kernel_sizes, Iterable) or isinstance(kernel_sizes, str):
+        raise TypeError(
+            f"{name} is {kernel_sizes!r}: expected a list of candidates, such as [{kernel_sizes}]"
+        )
+    return [integer(size, f"{name}[{i}]", -MAX_INT32) for i, size in enumerate(kernel_sizes)]
 
 
 def layout_of(
@@ -82,15 +91,16 @@ def layout_of(
     interleave: int,
     window: int | None,
     has_slots: bool,
+    is_encoder: bool = False,
 ) -> TableLayout:
-    integer(interleave, "cp_kv_cache_interleave_size", least=1)
+    """A group's table, from what its arguments say, the sizes already checked but for two."""
+    interleave = integer(interleave, "cp_kv_cache_interleave_size", least=1)
     if cp.world_size > 1 and kernel_block_size % interleave:
         raise ValueError(
             f"cp_kv_cache_interleave_size {interleave} does not divide "
             f"the kernel block size {kernel_block_size}"
         )
-    if window is not None:
-        integer(window, "window", least=1)
+    window = 0 if window is None else integer(window, "window", least=1)
     return TableLayout(
         block_size,
         kernel_block_size,
@@ -98,8 +108,9 @@ def layout_of(
         cp.world_size,
         cp.rank,
         interleave if cp.world_size > 1 else 1,
-        window or 0,
-        bool(has_slots),
+        window,
+        flag(has_slots, "slot_mapping"),
+        flag(is_encoder, "encoder"),
     )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import integer
+from kvcache.checks import flag, integer
 from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS, ContextParallel
 from kvcache.step import StepPlan
@@ -17,6 +18,15 @@ from kvcache.worker.tables.table_layout import TableLayout
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
+
+
+class _SlotCall(NamedTuple):
+    """The part of the slot mappings that a call for one group, or for all, fills."""
+
+    fields: torch.Tensor  # the op's argument `groups`
+    slots: BufferView
+    places: slice  # of these groups, in the buffer of slots
+    num_groups: int
 
 
 class TableSet:
@@ -30,6 +40,7 @@ class TableSet:
     def __init__(
         self,
         layouts: Sequence[TableLayout],
+        max_num_reqs: int,
         num_rows: int,
         num_slots: int,
         pin_memory: bool,
@@ -37,6 +48,7 @@ class TableSet:
         slot_dtype: torch.dtype,
     ) -> None:
         self.layouts = list(layouts)
+        self.max_num_reqs = max_num_reqs
         self.num_rows = num_rows
         self.num_slots = num_slots
         self.device = device
@@ -88,9 +100,7 @@ class TableSet:
         self._fields = torch.tensor(fields, dtype=torch.int64)
         self._identity = torch.arange(num_rows, dtype=torch.int32)
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
-        self._make_slots(
-            [g for g, each in enumerate(layouts) if each.has_slots], slot_dtype, pin_memory
-        )
+        self._make_slots(slot_dtype, pin_memory)
         # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
         # buffers, in turns: packing the next step does not wait for the last one's launch.
         capacity = max(shape[0] // 4, 1024)
@@ -111,24 +121,41 @@ class TableSet:
         self._stale = False  # a device without kernels of ours lacks changes
         self._uncommitted = np.zeros(num_groups, bool)  # groups of which a GPU lacks changes
 
-    def _make_slots(self, groups: list[int], dtype: torch.dtype, pin_memory: bool) -> None:
+    def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
         """Slot mappings of the groups that have one, and what the op takes for each choice of them."""
         n = self.num_slots
+        with_slots = [g for g, each in enumerate(self.layouts) if each.has_slots]
+        # The groups that share positions come first: calls for all groups serve these.
+        shared = [g for g in with_slots if not self.layouts[g].is_encoder]
+        groups = shared + [g for g in with_slots if self.layouts[g].is_encoder]
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
         self._slots.gpu.fill_(-1)
-        every = BufferView(self._slots, 0, (len(groups), n))
+        every = BufferView(self._slots, 0, (len(shared), n))
         self._slot_views = {}
-        self._slot_calls = {ALL_GROUPS: (self.fields(groups), every)}
+        places = slice(0, len(shared))
+        self._slot_calls = {ALL_GROUPS: _SlotCall(self.fields(shared), every, places, len(shared))}
         for i, g in enumerate(groups):
             view = BufferView(self._slots, i * n, (1, n))
-            self._slot_calls[g] = (self._fields[g : g + 1].clone(), view)
+            fields = self._fields[g : g + 1].clone()
+            self._slot_calls[g] = _SlotCall(fields, view, slice(i, i + 1), 1)
             self._slot_views[g] = BufferView(self._slots, i * n, (n,))
+        # Tokens of the last call, by place in the buffer, as each side has their slots.
+        self._host_tokens = [0] * len(groups)
+        one_memory = self._slots.gpu is self._slots.cpu
+        self._device_tokens = self._host_tokens if one_memory else [0] * len(groups)
+        self._replayed = [False] * len(groups)  # a captured graph may compute them again
 
     def slot_mapping(self, group: int) -> BufferView:
         """[num_slots] of a group; ValueError for a group without slot mapping."""
         self._slot_call(group)  # raises for a group without
         return self._slot_views[group]
+
+    def num_computed_slots(self, group: int) -> int | None:
+        """Tokens whose slots the device has of a group; None where a graph's replay may have changed
+        them. ValueError for a group without slot mapping."""
+        at = self._slot_call(group).places.start
+        return None if self._replayed[at] else self._device_tokens[at]
 
     # Rows ------------------------------------------------------------------------------------------
 
@@ -218,7 +245,7 @@ class TableSet:
 
     def commit_rows(self, group: int, num_rows: int) -> None:
         """Uploads the first rows of one group whole, and the counts."""
-        self.tables[group].upload(_count(num_rows, "num_reqs", self.num_rows))
+        self.tables[group].upload(integer(num_rows, "num_reqs", most=self.num_rows))
         self._counts.upload(len(self.layouts))
         self._uncommitted[group] = False  # the caller knows which rows it needs
 
@@ -235,11 +262,14 @@ class TableSet:
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
         """Uploads slot mappings whole, -1 behind `num_tokens`."""
-        _count(num_tokens, "num_tokens", self.num_slots)
-        view = self._slot_call(group)[1]
+        num_tokens = integer(num_tokens, "num_tokens", most=self.num_slots)
+        call = self._slot_call(group)
+        view, at = call.slots, call.places
         self._slots.before_write()
         view.np[:, num_tokens:] = -1
         view.upload(len(view.cpu))
+        left = [min(n, num_tokens) for n in self._host_tokens[at]]
+        self._host_tokens[at] = self._device_tokens[at] = left
 
     # Slots and batch order -------------------------------------------------------------------------
 
@@ -269,12 +299,12 @@ class TableSet:
                     f"expected 1 to {self.num_rows + 1}"
                 )
             rows = self.identity(num_requests, on_host=not on_device)
-        fields, slots = self._slot_call(group)
+        call = self._slot_call(group)
         if not on_device:
             self._slots.before_write()
         ops.slot_mapping(
             self._arena.gpu if on_device else self._arena.cpu,
-            fields,
+            call.fields,
             self.num_rows,
             _tensor(rows, torch.int32, "req_indices"),
             None
@@ -282,8 +312,16 @@ class TableSet:
             else _tensor(query_start_loc, torch.int32, "query_start_loc"),
             _tensor(positions, torch.int64, "positions"),
             self._counts.gpu if on_device else self._counts.cpu,
-            slots.gpu if on_device else slots.cpu,
+            call.slots.gpu if on_device else call.slots.cpu,
         )
+        computed = [len(positions)] * call.num_groups
+        if on_device:
+            self._device_tokens[call.places] = computed
+            if torch.cuda.is_current_stream_capturing():
+                self._replayed[call.places] = [True] * call.num_groups
+        else:
+            self._device_tokens[call.places] = [0] * call.num_groups  # until they are committed
+            self._host_tokens[call.places] = computed
 
     def gather(
         self,
@@ -362,7 +400,7 @@ class TableSet:
             )
         return (self._identity if on_host else self._device_identity)[:n]
 
-    def _slot_call(self, group: int) -> tuple[torch.Tensor, BufferView]:
+    def _slot_call(self, group: int) -> _SlotCall:
         if group not in self._slot_calls:
             raise ValueError(f"group {group} has no slot mapping")
         return self._slot_calls[group]
@@ -380,12 +418,6 @@ def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
                 f"group {g} has {layout.tokens_per_column} tokens per block over all ranks: "
                 "expected fewer than 2^31"
             )
-
-
-def _count(count: int, name: str, most: int) -> int:
-    if not 0 <= count <= most:
-        raise ValueError(f"{name} is {count}: expected 0 to {most}")
-    return count
 
 
 def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -422,28 +454,38 @@ def make_table_set(
     pcp_padding: bool,
 ) -> TableSet:
     """The tables of all groups, rows and slots counted from what an engine says of itself."""
-    integer(max_num_reqs, "max_num_reqs", least=1)
-    integer(max_num_batched_tokens, "max_num_batched_tokens", least=1)
-    integer(num_speculative_tokens, "num_speculative_tokens")
+    max_num_reqs = integer(max_num_reqs, "max_num_reqs", least=1)
+    max_num_batched_tokens = integer(max_num_batched_tokens, "max_num_batched_tokens", least=1)
+    num_speculative_tokens = integer(num_speculative_tokens, "num_speculative_tokens")
     if not isinstance(pin_memory, bool):
         raise TypeError(
             f"pin_memory is {pin_memory!r}: expected True or False (by position, pin_memory and device "
             "follow max_num_batched_tokens)"
         )
-    if not isinstance(device, str | torch.device):
-        raise TypeError(
-            f"device is {device!r}: expected a torch.device or its name (by position, device follows "
-            "pin_memory)"
-        )
+    device = checked_device(device)
     if slot_mapping_dtype not in (torch.int64, torch.int32):
         raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
     rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
-    padding = 2 * cp.pcp_world_size * max_num_reqs if pcp_padding else 0
+    padding = 2 * cp.pcp_world_size * max_num_reqs if flag(pcp_padding, "pcp_padding") else 0
     return TableSet(
         layouts,
+        max_num_reqs,
         rows,
         max_num_batched_tokens + padding,
         pin_memory,
-        torch.device(device),
+        device,
         slot_mapping_dtype,
     )
+
+
+def checked_device(device: torch.device | str) -> torch.device:
+    """A device by its name or as it is. TypeError or ValueError."""
+    expected = "expected a torch.device or its name"
+    if not isinstance(device, str | torch.device):
+        raise TypeError(
+            f"device is {device!r}: {expected} (by position, device follows pin_memory)"
+        )
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device is {device!r}: {expected}") from None
