@@ -99,6 +99,7 @@ def test_parts_before_a_hit_that_needs_none_of_them_are_not_published():
     assert report.mismatches == 0, report.mismatched_requests
 
 
+@pytest.mark.exhaustive
 def test_the_published_trace_verifies_with_a_window_and_chunks():
     requests = itertools.islice(read_mooncake(shared_file(TRACE)), 100)
     specs = parse_groups("full_attention,sliding_window:window=2048", 512)
