@@ -51,6 +51,9 @@ class CacheOptions:
     """How a manager caches, evicts, reserves and counts; its sizes and groups are not here.
 
     All sizes are at most 2**31 - 1. A wrong value is a ValueError or TypeError that names the option.
+    A new option is a field here with a line in `_native`, one of `PolicyArguments` or `CacheArguments`,
+    one of `ManagerOptions` (csrc/core/manager/options.h, its range in options.cpp) and a line of
+    csrc/python/options.cpp.
 
     >>> CacheOptions(num_host_blocks=1)
     Traceback (most recent call last):

@@ -4,9 +4,10 @@ Works without torch unless `verify` is asked for.
 """
 
 from kvcache.replay.chat import ChatShape, chat_workload
+from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.mooncake import TraceError, read_mooncake
 from kvcache.replay.replayer import Replayer, Series
-from kvcache.replay.report import Mismatch, ReplayReport
+from kvcache.replay.report import ReplayReport
 from kvcache.replay.workload import WorkloadRequest
 
 __all__ = [

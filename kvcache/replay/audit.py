@@ -8,7 +8,7 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING
 
 from kvcache.allocator import KVCacheManager
-from kvcache.replay.report import Mismatch
+from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.running import Running, Span
 from kvcache.step import StepPlan
 

@@ -14,7 +14,7 @@ import torch
 
 from kvcache.kinds import KindProperties, checked_first_live_token
 from kvcache.replay.content import kv_of_content
-from kvcache.replay.report import Mismatch
+from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.running import Span
 from kvcache.replay.workload import WorkloadRequest
 from kvcache.worker import BlockTable, KVStorage

@@ -3,7 +3,7 @@
 // A cached block is on probation until it is hit, then protected. The protected ones, whether held,
 // with cached children or candidates, are at most a share of the pool's blocks: beyond that the
 // least recently hit or released of them goes back on probation, as its most recent. Probation goes
-// first, and within a segment the least recently released.
+// first, and within a segment the least recently released. The share's default is in registry.cpp.
 #pragma once
 
 #include <utility>
