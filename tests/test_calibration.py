@@ -292,6 +292,7 @@ def test_a_calibration_tells_numbers_of_fragments_apart(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.exhaustive  # minutes on the runtime without a GPU, where `make gpu-rehearsal` does it too
 def test_a_machine_is_calibrated_and_swaps_follow_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("KVCACHE_CALIBRATION", str(tmp_path / "here.json"))
     monkeypatch.setattr(bandwidth, "FRAGMENTS", (16 * KIB, 1024 * KIB))

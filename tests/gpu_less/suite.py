@@ -1,9 +1,10 @@
-"""All tests marked `gpu`, then swaps under many orders of streams, each order in its own process."""
+"""Tests marked `gpu` and not `exhaustive`, then swaps under many orders of streams, a process for each."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -13,7 +14,17 @@ from tests.gpu_less.build import TREE, Built
 
 NUM_SHARES = 4  # of the test files, each in its own process
 SWAP_STEPS = 12  # of each race and seed
-PYTEST = ["python", "-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
+PYTEST = [
+    "python",
+    "-m",
+    "pytest",
+    "-m",
+    "gpu and not exhaustive",
+    "-q",
+    "--tb=short",
+    "-p",
+    "no:cacheprovider",
+]
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Job:
         """For a reader to repeat it."""
         variables = [f"{name}={value}" for name, value in self.environment.items()]
         words = ["python3", "-m", "tests.gpu_less", "run", "--", *PYTEST, *self.arguments]
-        return " ".join([*variables, *words])
+        return " ".join([*variables, shlex.join(words)])
 
 
 def run_suite(built: Built, num_seeds: int) -> int:
