@@ -1,4 +1,4 @@
-"""Tests marked `gpu` and not `exhaustive`, then swaps under many orders of streams, a process for each."""
+"""Tests marked `gpu`, but not `exhaustive`; then swaps under many orders of streams, a process each."""
 
 from __future__ import annotations
 
