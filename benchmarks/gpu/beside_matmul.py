@@ -17,8 +17,9 @@ import torch
 from benchmarks.gpu import say, sizes
 from benchmarks.gpu.timing import stream_seconds
 from kvcache.worker.pages.pages import Pages
+from kvcache.worker.swap import calibration
 from kvcache.worker.swap.calibration import METHODS, Calibration
-from kvcache.worker.swap.engine import SwapEngine, calibration
+from kvcache.worker.swap.engine import SwapEngine
 
 _WIDTH = 8192  # of the square matrices
 _NUM_PRODUCTS = 60  # some 80 ms at 800 TFLOP/s
