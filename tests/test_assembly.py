@@ -332,6 +332,10 @@ def test_tables_of_encoders_alone():
     tables = MultiGroupBlockTable.for_groups(groups, **sizes, max_encoder_tokens=33)
     assert tables[0].block_table.np.shape == (2, 3)
     assert MultiGroupBlockTable.for_groups(groups, **sizes)[0].block_table.np.shape == (2, 4)
+    with pytest.raises(ValueError, match="max_encoder_tokens is 5: expected None, as no group's"):
+        MultiGroupBlockTable.for_groups(
+            [GroupSpec("full_attention", 16)], **sizes, max_encoder_tokens=5
+        )
     tables.add_row([[5]], 1)
     tables[0].compute_slot_mapping(np.array([1]), np.array([3]))
     assert tables[0].slot_mapping.np[0] == 5 * 16 + 3
@@ -398,6 +402,9 @@ def test_tokens_without_slots_are_not_dropped():
     with pytest.raises(RuntimeError, match="positions"):  # nothing written, nothing counted
         cache.tables.compute_slot_mapping(np.full(2, step.rows[0]), np.array([0, 10**6]))
     assert cache.tables[0].num_computed_slots == 12
+    cache.worker.apply(cache.manager.step(step.rows, [1], token_ids=[7]))
+    with pytest.raises(ValueError, match="num_tokens is 12: expected at most 0"):
+        cache.write("full.0", key[:12], value[:12])  # with slots of the step before
 
 
 def test_wrong_calls_are_named():

@@ -498,6 +498,25 @@ def test_a_kind_of_a_user_that_keeps_all_is_planned_as_full_attention():
     assert plan.pages_per_request(5000) == 313
 
 
+def test_a_window_shorter_than_what_a_kind_reads_is_not_planned(monkeypatch):
+    class Wrong(AttentionKind):
+        window = 8
+
+        def first_needed_token(self, num_computed_tokens):
+            return max(0, num_computed_tokens - 8)
+
+    monkeypatch.setitem(registry._KINDS, "test_wrong", Wrong)
+    layer = LayerSpec("a", "test_wrong", 4, num_kv_heads=1, head_size=4)
+    says = r"Wrong.window is 8: expected 9 or more, as first_needed_token\(8\) is 0$"
+    with pytest.raises(KindError, match=says):
+        plan_cache([layer], 2**16, max_model_len=64)
+    monkeypatch.setattr(Wrong, "window", "x")
+    with pytest.raises(KindError, match=r"Wrong.window is 'x': expected an integer"):
+        plan_cache([layer], 2**16, max_model_len=64)
+    monkeypatch.setattr(Wrong, "window", 9)
+    plan_cache([layer], 2**16, max_model_len=64)
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

@@ -96,12 +96,23 @@ class AttentionKind(KindProperties, core.AttentionKind):
     def check_rule(self, num_tokens: int) -> None:
         """As in `KindProperties`; asks each position once."""
         reach = self._longest_reach
+        window = self.window
+        if window is not None and len(reach) < num_tokens:
+            try:
+                window = integer(window, f"{type(self).__name__}.window", least=1)
+            except (TypeError, ValueError) as error:
+                raise KindError(str(error)) from None
         for position in range(len(reach), num_tokens):
             first = _first_needed_token(self, position)
             if first < self._last_first:
                 raise KindError(
                     f"{type(self).__name__}.first_needed_token({position}) is {first}: "
                     f"expected {self._last_first} or more, the answer for {position - 1}"
+                )
+            if window is not None and position - first >= window:
+                raise KindError(
+                    f"{type(self).__name__}.window is {window}: expected {position - first + 1} or more, "
+                    f"as first_needed_token({position}) is {first}"
                 )
             self._last_first = first
             reach.append(max(position - first, reach[-1] if reach else 0))

@@ -183,8 +183,12 @@ class MultiGroupBlockTable:
         has_slots = [kind.pages != "state" for kind in kinds]
         is_encoder = [kind.pages == "encoder" for kind in kinds]
         widths: list[int | None] = [None] * len(groups)
-        if max_encoder_tokens is not None and any(is_encoder):
+        if max_encoder_tokens is not None:
             most = integer(max_encoder_tokens, "max_encoder_tokens", least=1)
+            if not any(is_encoder):
+                raise ValueError(
+                    f"max_encoder_tokens is {most}: expected None, as no group's kind has an encoder"
+                )
             widths = [
                 -(-most // group.tokens_per_block(cp)) if encoder else None
                 for group, encoder in zip(groups, is_encoder)

@@ -171,6 +171,8 @@ class TableSet:
             plan.replace,
             num_blocks,
         )
+        # Slots of the step before are not those of the next.
+        self._host_tokens[:] = self._device_tokens[:] = [0] * len(self._host_tokens)
         self._changed(ALL_GROUPS)
 
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
