@@ -25,7 +25,7 @@ test: setup
 test-exhaustive: setup
 	HYPOTHESIS_PROFILE=exhaustive $(BIN)/python -m pytest -n auto --dist worksteal -m "exhaustive or hypothesis"
 
-# Plants twenty defects, one at a time; each must be noticed by the tests of `make test`.
+# Plants defects, one at a time; each must be noticed by the tests of `make test`.
 planted-breaks: setup
 	$(BIN)/python -m tests.planted_breaks
 
