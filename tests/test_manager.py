@@ -173,6 +173,9 @@ def test_chunked_prefill_caches_what_was_computed():
 def test_a_request_may_opt_out_of_reading_and_of_writing():
     manager = make()
     manager.step(new=[Request("a", range(10))])
+    for name in ("read_cache", "write_cache"):
+        with pytest.raises(TypeError, match=f"{name} is 'no': expected True or False"):
+            Request("b", range(10), **{name: "no"})
     blind = Request("b", range(10), read_cache=False)
     assert manager.get_computed_blocks(blind)[1] == 0
     assert manager.step(new=[blind]).num_computed_tokens.tolist() == [0]

@@ -187,6 +187,23 @@ def test_scales_of_another_shape_are_named(shape):
     assert kv.k_scale is None
 
 
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_are_above_0_and_finite(value):
+    kv = storage("apart", "NHD", dtype=torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"v_scale is .*: expected finite numbers above 0"):
+        kv.set_scales(torch.ones(3, 1), torch.tensor([[1.0], [value], [1.0]]))
+    assert kv.k_scale is None
+
+
+def test_only_fp8_storage_has_scales():
+    kv = storage("apart", "NHD", dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"dtype torch.bfloat16: expected an fp8 one to have scales"
+    ):
+        kv.set_scales(*torch.ones(2, 3, 1))
+    assert kv.k_scale is None
+
+
 def test_a_page_of_a_packed_storage_is_one_fragment():
     fragments = {
         form: len(PageCopy(kv.pages, kv.pages.on_host(3)).regions)

@@ -560,6 +560,8 @@ def test_wrong_options_are_named():
         ValueError, match="method is 'dma': expected None or one of kernel, copy_eng"
     ):
         engine(method="dma")
+    with pytest.raises(TypeError, match="calibration is 'fast': expected a Calibration or None"):
+        engine(calibration="fast")
     with pytest.raises(ValueError, match="layers_per_event is -1: expected 0 to"):
         engine(layers_per_event=-1)
     pages = Pages.allocate(6, [[16]] * 2)

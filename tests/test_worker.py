@@ -477,3 +477,12 @@ def test_storage_and_tables_of_different_block_size_are_refused():
     storage = KVStorage(num_blocks=20, block_size=8, num_kv_heads=1, head_size=2)
     with pytest.raises(ValueError, match="storage has block_size 8, group 0 4: expected the same"):
         Worker(storage, BlockTable(4, 4, 5, 16, False, "cpu", 4))
+
+
+def test_swap_options_without_host_pages_are_named():
+    storage = KVStorage.over(Pages.allocate(5, [[128]]), 4, 1, 8)
+    table = BlockTable(
+        block_size=4, max_num_reqs=1, max_num_blocks_per_req=2, max_num_batched_tokens=8
+    )
+    with pytest.raises(TypeError, match="layers_per_event is given without host pages"):
+        Worker(storage, table, layers_per_event=2)

@@ -9,7 +9,7 @@ from operator import attrgetter, index
 import numpy as np
 
 from kvcache.allocator.hashing import token_sequence
-from kvcache.checks import MAX_INT32, integer
+from kvcache.checks import MAX_INT32, flag, integer
 from kvcache.native.load import core
 
 
@@ -81,8 +81,8 @@ class Request:
         self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
         self._num_encoder_tokens = integer(num_encoder_tokens, "num_encoder_tokens")
-        self._read_cache = bool(read_cache) and not num_encoder_tokens
-        self._write_cache = bool(write_cache) and not num_encoder_tokens
+        self._read_cache = flag(read_cache, "read_cache") and not num_encoder_tokens
+        self._write_cache = flag(write_cache, "write_cache") and not num_encoder_tokens
         self._has_extra_keys = not (
             lora is None and not self._mm_items and cache_salt is None and prompt_embeds is None
         )

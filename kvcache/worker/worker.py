@@ -116,6 +116,11 @@ class Worker:
                     f"storage of group {g} is not over the pages of the other groups: "
                     "expected KVStorage.over of the same ones"
                 )
+        unused = [name for name in swap_options if name != "streams"] if host is None else []
+        if unused:
+            raise TypeError(
+                f"{unused[0]} is given without host pages, for which it says how to swap"
+            )
         self.tables = tables
         self.host = host
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)

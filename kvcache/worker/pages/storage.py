@@ -347,7 +347,14 @@ class KVStorage:
         return self._scale_caches[self._checked(layer)]
 
     def set_scales(self, k_scale: torch.Tensor, v_scale: torch.Tensor) -> None:
-        """Sets the scales of fp8 values: float32[num_layers, 1], or [num_layers, num_kv_heads]."""
+        """Sets the scales of fp8 values: float32[num_layers, 1], or [num_layers, num_kv_heads].
+
+        ValueError for storage of another dtype, and for scales that are not above 0.
+        """
+        if self.dtype.itemsize != 1 or not self.dtype.is_floating_point:
+            raise ValueError(
+                f"the storage has dtype {self.dtype}: expected an fp8 one to have scales"
+            )
         for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
             if not isinstance(scale, torch.Tensor):
                 raise TypeError(f"{name} is {scale!r}: expected a tensor")
@@ -357,6 +364,8 @@ class KVStorage:
                     f"{name} is {scale.dtype}{list(scale.shape)}: "
                     f"expected torch.float32{wanted[0]} or {wanted[1]}"
                 )
+            if not (torch.isfinite(scale) & (scale > 0)).all():
+                raise ValueError(f"{name} is {scale.tolist()}: expected finite numbers above 0")
         self.k_scale = k_scale.to(self.device).contiguous()
         self.v_scale = v_scale.to(self.device).contiguous()
 

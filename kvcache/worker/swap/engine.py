@@ -77,6 +77,8 @@ class SwapEngine:
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
         if method not in (None, *METHODS):
             raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
+        if not isinstance(calibration, Calibration | None):
+            raise TypeError(f"calibration is {calibration!r}: expected a Calibration or None")
         layers_per_event = integer(layers_per_event, "layers_per_event")
         staging_bytes = integer(staging_bytes, "staging_bytes", most=MAX_INT64)
         batch_copies = flag(batch_copies, "batch_copies")
