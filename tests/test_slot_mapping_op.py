@@ -92,6 +92,10 @@ def test_tokens_behind_the_last_request_get_no_slot(backend):
     call["query_start_loc"] = backend.tensor([0, 1, 2, 3], dtype=INT32)
     backend.ops.slot_mapping(**call)
     assert call["out"].tolist() == [[12, 25, -1, -1]]
+    call["rows"] = backend.tensor([0, 1], dtype=INT32)  # the last request is no dummy
+    call["query_start_loc"] = backend.tensor([0, 1, 2], dtype=INT32)
+    backend.ops.slot_mapping(**call)
+    assert call["out"].tolist() == [[12, 25, -1, -1]]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
