@@ -169,7 +169,7 @@ DEFECTS = [
         OPS + "block_copy.cpp",
         "run.source == kCleared ? r.destination_stride == r.num_bytes : r.is_dense()",
         "run.source == kCleared || r.is_dense()",  # clears what lies between pages
-        "block_copy_op",
+        "block_copy_op pages worker",
     ),
     Defect(
         "permute",

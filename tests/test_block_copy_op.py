@@ -404,3 +404,15 @@ def test_a_compiled_function_copies_pages(backend):
 
     after = step(call["src"], call["dst"])
     assert call["dst"][32:48].tolist() == list(range(16, 32)) and int(after[32]) == 17
+
+
+@each_backend
+def test_pages_that_follow_each_other_are_cleared_and_nothing_between_them(backend):
+    dst = torch.full((6 * 64,), 7, dtype=torch.uint8, device=backend.device)
+    # Fragments of 32 bytes at the beginning of 64: what lies behind each is of nothing that is cleared.
+    regions = torch.tensor([[0, 0, 0, 64, 32]])
+    pairs = torch.tensor([[-1, 1], [-1, 2], [-1, 3]], dtype=torch.int32)
+    backend.ops.copy_blocks(None, dst, regions, pairs, 0, 6, 0, 0, 0)
+    expected = torch.full((6, 64), 7, dtype=torch.uint8)
+    expected[1:4, :32] = 0
+    assert torch.equal(dst.cpu().view(6, 64), expected)
