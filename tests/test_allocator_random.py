@@ -14,7 +14,7 @@ from tests.allocator_driver import MIXES, OPERATIONS_PER_SEED, Chooser, Driver, 
 from tests.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST = 880, 22  # 440,000 operations, exhaustive ones included
-NUM_CASES = 1  # that are not
+NUM_CASES = 2  # that are not
 
 
 @pytest.mark.parametrize("first", sampled(range(0, NUM_SEEDS, SEEDS_PER_TEST), NUM_CASES))
