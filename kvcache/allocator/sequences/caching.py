@@ -8,16 +8,13 @@ from enum import Enum
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.sequences.checks import device_name
 from kvcache.allocator.sequences.protocol import (
-    FINISHED,
-    SWAPPED,
     SequenceGroupLike,
     SequenceLike,
-    status_name,
 )
 from kvcache.allocator.sequences.tables import SequenceTables
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import integer
 from kvcache.events import CacheEvent
+from kvcache.native.load import core
 
 
 class SequenceCaching(SequenceTables):
@@ -37,17 +34,14 @@ class SequenceCaching(SequenceTables):
         """Events of what entered and left the cache since the last call; see `enable_events`."""
         return events_of(self._native.drain_events(), [self.block_size])
 
+    @core.native_method
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:
         """The sequence's blocks are used at `now`, any clock's: older ones are evicted first.
 
         So with `eviction="last_access"`; other policies do not ask for it.
         """
-        known = self._on_device(seq)
-        try:
-            self._native.access(known.row, now)
-        except TypeError:
-            raise TypeError(f"now is {now!r}: expected a number") from None
 
+    @core.native_method
     def mark_blocks_as_computed(self, seq_group: SequenceGroupLike, token_chunk_size: int) -> None:
         """`token_chunk_size` more tokens of the group's sequences, cached ones among them, have KV.
 
@@ -59,30 +53,13 @@ class SequenceCaching(SequenceTables):
         With a sliding window there is no chunked prefill: a prompt without a hit of which blocks were
         skipped, because it is longer than the window, is marked in one call, else ValueError.
         """
-        count = integer(token_chunk_size, "token_chunk_size")
-        if not self.enable_caching and self.sliding_window is None:
-            return
-        marks = []
-        for seq in seq_group.get_seqs():
-            known = self._allocated.get(seq.seq_id)
-            name = status_name(seq)
-            if known is None or name == SWAPPED or name.startswith(FINISHED):
-                continue
-            marks.append((known, known.marks_with(count, seq.seq_id)))
-        for known, num_marked in marks:
-            if self.enable_caching:
-                self._native.mark_computed(known.row, known.num_computed(num_marked))
-            known.num_marked = num_marked
 
+    @core.native_method
     def get_common_computed_block_ids(self, seqs: Sequence[SequenceLike]) -> list[int]:
-        """Leading blocks that were hits of all these sequences when they were allocated."""
-        common: list[int] | None = None
-        for seq in seqs:
-            known = self._on_device(seq)
-            hits = self._native.blocks(known.row, 0).tolist()
-            hits = hits[: known.num_cached // self.block_size]
-            common = hits if common is None else _common_prefix(common, hits)
-        return common or []
+        """Leading blocks that were hits of all these sequences when they were allocated.
+
+        The manager's own list: copy it to change it.
+        """
 
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Tokens that were hits when the sequence was allocated; before, those that are now."""
@@ -121,8 +98,3 @@ class SequenceCaching(SequenceTables):
         for pool in pools:
             pool.reset()
         return True
-
-
-def _common_prefix(a: list[int], b: list[int]) -> list[int]:
-    n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-    return a[:n]
