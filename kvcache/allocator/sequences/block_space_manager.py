@@ -40,8 +40,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     free. `sliding_window`: tokens; at most `sliding_window // block_size + 2` blocks are held,
     earlier entries of a table are the null block. A prompt is computed at once, from its own K and V,
     so that what lies before the window of its end is never held: no chunked prefill with a window.
-    But behind a cached prefix all of it is held, until the first append. `enable_caching`: full blocks
-    that were marked as computed are hits for later sequences. Further options:
+    Behind a cached prefix all of it is held; where that is more, the hit is not taken. `enable_caching`:
+    full blocks that were marked as computed are hits for later sequences. Further options:
 
     - `eviction`, `eviction_options`: with caching, which cached block of the device goes first when
       its space is needed, one of `eviction_names()`. "last_access": the one accessed least recently,
@@ -163,7 +163,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
     def _allocate_behind_hit(self, seq: SequenceLike) -> core.AllocatedSequence | None:
         tokens = self._tokens.read(seq)
-        hits, num_cached = self._native.lookup(tokens.chain)
+        hits, num_cached = self._hit_of(tokens)
         known = self._row_for(tokens, hits, num_cached)
         if known is None and num_cached:
             # With a window, more is held behind a hit than without.

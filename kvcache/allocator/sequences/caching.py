@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+import numpy as np
+
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.sequences.checks import device_name
+from kvcache.allocator.sequences.demand import num_skipped_blocks
 from kvcache.allocator.sequences.protocol import (
     SequenceGroupLike,
     SequenceLike,
 )
 from kvcache.allocator.sequences.tables import SequenceTables
+from kvcache.allocator.sequences.tokens import Tokens
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
+from kvcache.step import NO_IDS
 
 
 class SequenceCaching(SequenceTables):
@@ -70,7 +75,21 @@ class SequenceCaching(SequenceTables):
             return 0
         tokens = self._tokens.read(seq)
         self._tokens.keep(seq, tokens)
-        return self._native.lookup(tokens.chain)[1]
+        return self._hit_of(tokens)[1]
+
+    def _hit_of(self, tokens: Tokens) -> tuple[list[np.ndarray], int]:
+        """The cached prefix that `allocate` takes: its blocks, and how many tokens.
+
+        All is held from what the hit's end reads to the end of the prompt. With a window that is
+        taken only where it is no more than a sequence may hold.
+        """
+        hits, num_cached = self._native.lookup(tokens.chain)
+        window, num_tokens = self.sliding_window, len(tokens.ids)
+        if window is not None and num_cached:
+            first = num_skipped_blocks(num_cached, self.block_size, window)
+            if -(-num_tokens // self.block_size) - first > window // self.block_size + 2:
+                return [NO_IDS], 0
+        return hits, num_cached
 
     def remove_seq_from_computed_blocks_tracker(self, seq: SequenceLike) -> None:
         """Forgets the hashes of a sequence that was asked for and will not be allocated."""
