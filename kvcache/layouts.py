@@ -13,7 +13,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -301,6 +301,25 @@ class Placement:
         """Whether V of a page lies in the region of its K, equally far behind it in all layers."""
         behind = self.kv_offsets - self.kv_offsets[:, :1]
         return self.has_kv_together and bool((behind == behind[0]).all())
+
+    def with_scales_as_part(self) -> Placement:
+        """The same with the scales as one more p, of which each head of a token has an equal share."""
+        size = self.scale_bytes_per_token // self.head_count
+
+        def appended(array: np.ndarray, value: object) -> np.ndarray:
+            return _read_only(np.concatenate([array, np.atleast_1d(value)]))
+
+        def beside(array: np.ndarray, column: np.ndarray) -> np.ndarray:
+            return _read_only(np.concatenate([array, column[:, None]], axis=1))
+
+        return replace(
+            self,
+            regions=beside(self.regions, self.scale_regions),
+            kv_offsets=beside(self.kv_offsets, self.scale_offsets),
+            token_strides=appended(self.token_strides, self.scale_bytes_per_token),
+            head_strides=appended(self.head_strides, size),
+            head_bytes=appended(self.head_bytes, size),
+        )
 
     def runs(self, layer: int, p: int) -> np.ndarray:
         """int64[n, 3]: (region, offset, length) of the stretches of K or V of a layer, merged."""
