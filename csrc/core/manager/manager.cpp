@@ -107,6 +107,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   intake_.take_in(request);
   // From here on nothing is refused.
   steps_.begin();
+  steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
   tiers_.offload_queued();  // behind the rows, which must go there
   server_.serve_rows(request);

@@ -77,7 +77,7 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
   for (size_t i = 0; i < have_left.size(); ++i) {
     const int32_t row = request.swap_out_rows[i];
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
-                    (*c_.rows)[row].num_computed);
+                    (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
 }
 
