@@ -57,6 +57,16 @@ class UnitGroup(NamedTuple):
     is_scales: bool
 
 
+class TokensOfGroup(NamedTuple):
+    """int64[n] each: a token's page in the group, and its number in the page, on both sides."""
+
+    local_page: np.ndarray
+    local_token: np.ndarray
+    remote_cp_rank: np.ndarray
+    remote_page: np.ndarray
+    remote_token: np.ndarray
+
+
 class Sides(NamedTuple):
     """A local rank and one remote pipeline stage that has layers of it."""
 
@@ -246,15 +256,7 @@ def _matching_runs(
     sides: Sides, sources: list[int], strides: np.ndarray, received: bool
 ) -> UnitRuns:
     local, remote, at = sides[:3]
-    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
-    token = np.arange(tokens_per_group // local.cp_world_size)  # this rank's tokens
-    chunk, in_chunk = np.divmod(token, local.cp_interleave)
-    position = (chunk * local.cp_world_size + at.cp_rank) * local.cp_interleave + in_chunk
-    chunk, in_chunk = np.divmod(position, remote.cp_interleave)
-    chunk, cp_rank = np.divmod(chunk, remote.cp_world_size)
-    remote_token = chunk * remote.cp_interleave + in_chunk
-    remote_page, remote_token = np.divmod(remote_token, remote.block_size)
-
+    tokens = tokens_of_group(local, remote, at.cp_rank)
     mine, theirs = sides.mine, sides.theirs
     heads = heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank)
     tp_rank = np.array(sources)
@@ -262,18 +264,36 @@ def _matching_runs(
     remote_head = np.array(heads) - first_head
 
     head = np.arange(len(heads))
-    local_page, in_page = np.divmod(token[:, None], local.block_size)
-    source = cp_rank[:, None] * theirs.tp_size + tp_rank
-    remote_unit = _units_of(strides[:, :3], remote_token, remote_head)
+    source = tokens.remote_cp_rank[:, None] * theirs.tp_size + tp_rank
+    remote_unit = _units_of(strides[:, :3], tokens.remote_token, remote_head)
     if received:
-        local_page, local_unit = _received_units(local, remote, token[:, None], head)
+        of_rank = np.arange(len(tokens.local_page))[:, None]
+        local_page, local_unit = _received_units(local, remote, of_rank, head)
     else:
-        local_unit = _units_of(strides[:, 3:6], in_page[:, 0], head)
+        local_page = tokens.local_page[:, None]
+        local_unit = _units_of(strides[:, 3:6], tokens.local_token, head)
     length = strides[:, 6, None, None]
-    columns = (source, remote_page[:, None], remote_unit, local_page, local_unit, length)
+    columns = (source, tokens.remote_page[:, None], remote_unit, local_page, local_unit, length)
     return _merged(
         UnitRuns(*(np.broadcast_to(column, remote_unit.shape).ravel() for column in columns))
     )
+
+
+def tokens_of_group(
+    local: CacheDescription, remote: CacheDescription, cp_rank: int
+) -> TokensOfGroup:
+    """The tokens of a group that a local context-parallel rank holds, in order, and where they are."""
+    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
+    token = np.arange(tokens_per_group // local.cp_world_size)
+    local_page, local_token = np.divmod(token, local.block_size)
+    chunk, in_chunk = np.divmod(token, local.cp_interleave)
+    position = (chunk * local.cp_world_size + cp_rank) * local.cp_interleave + in_chunk
+    chunk, in_chunk = np.divmod(position, remote.cp_interleave)
+    chunk, remote_cp_rank = np.divmod(chunk, remote.cp_world_size)
+    remote_page, remote_token = np.divmod(
+        chunk * remote.cp_interleave + in_chunk, remote.block_size
+    )
+    return TokensOfGroup(local_page, local_token, remote_cp_rank, remote_page, remote_token)
 
 
 def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.ndarray:
