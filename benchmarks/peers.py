@@ -125,6 +125,10 @@ class SequenceBlocks:
         self.free_blocks = deque(range(1, num_blocks))
         self.free_pages = deque(range(1, num_host_blocks))
         self.tables: dict[int, list[Block]] = {}
+        self.lengths: dict[int, int] = {}
+        self.accesses: dict[int, float] = {}
+        self.computed: set[int] = set()
+        self.touched: list[int] = []  # since the last mark
 
     def _take(self) -> int:
         block_id = self.free_blocks.popleft()
@@ -142,6 +146,7 @@ class SequenceBlocks:
             prev = table[-1] if table else None
             table.append(Block(prev, token_ids[start : start + self.size], self._take()))
         self.tables[seq_id] = table
+        self.lengths[seq_id] = len(token_ids)
 
     def fork(self, parent: int, child: int) -> None:
         table: list[Block] = []
@@ -150,6 +155,7 @@ class SequenceBlocks:
             prev = table[-1] if table else None
             table.append(Block(prev, [*block.token_ids], block.block_id))
         self.tables[child] = table
+        self.lengths[child] = self.lengths[parent]
 
     def append(self, seq_id: int, token_ids: list[int]) -> list[tuple[int, int]]:
         table, pairs = self.tables[seq_id], []
@@ -163,9 +169,46 @@ class SequenceBlocks:
                 self._release(old)
                 pairs.append((old, last.block_id))
             last.token_ids.append(token)
+            self.touched.append(last.block_id)
+        self.lengths[seq_id] += len(token_ids)
         return pairs
 
+    def can_allocate(self, num_tokens: int, lookahead: int, watermark: int) -> str:
+        required = -(-(num_tokens + lookahead) // self.size)
+        if len(self.refs) - 1 - required < watermark:
+            return "NEVER"
+        return "OK" if len(self.free_blocks) - required >= watermark else "LATER"
+
+    def can_append(self, lengths: dict[int, int], lookahead: int) -> bool:
+        touched = 0
+        for seq_id, length in lengths.items():
+            table, known = self.tables[seq_id], self.lengths[seq_id]
+            num_empty = self.size - len(table[-1].token_ids)
+            num_new = length - known + lookahead
+            touched += 1 + -(-max(num_new - num_empty, 0) // self.size)
+        return touched <= len(self.free_blocks)
+
+    def block_table(self, seq_id: int) -> list[int]:
+        return [block.block_id for block in self.tables[seq_id]]
+
+    def access(self, seq_id: int, now: float) -> None:
+        self.accesses[seq_id] = now
+
+    def mark_computed(self) -> None:
+        self.computed.update(self.touched)
+        self.touched.clear()
+
+    def common_computed(self, seq_ids: list[int]) -> list[int]:
+        tables = [self.block_table(seq_id) for seq_id in seq_ids]
+        common = []
+        for ids in zip(*tables):
+            if len({*ids}) > 1 or ids[0] not in self.computed:
+                break
+            common.append(ids[0])
+        return common
+
     def free(self, seq_id: int) -> None:
+        del self.lengths[seq_id]
         for block in reversed(self.tables.pop(seq_id)):
             self._release(block.block_id)
 

@@ -246,11 +246,9 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
 }
 
 void Manager::access(int32_t row, double now) {
-  const Call call(this);
+  const CallGuard::Scope scope(&guard_);
   checks_.check_on_device(row);
-  if (!tiers_.pool().has_policy()) return;
-  const std::vector<BlockId> ids = rows_.tail_first(row, /*with_encoder=*/false);
-  tiers_.pool().access(ids.data(), static_cast<int64_t>(ids.size()), now);
+  rows_.info(row).access = tiers_.pool().begin_access(now);
 }
 
 // All of it is checked before anything changes.

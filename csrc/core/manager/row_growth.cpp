@@ -157,6 +157,7 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     if (!holders_.is_shared(id)) continue;
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
+    c_.note_access(row, &shared, 1);
     each.num_hits = std::min(each.num_hits, b);
     c_.plan->replace(row, group.id, b, id);
     if (group.holds_state() || b * group.block_size < span.start) {
@@ -183,6 +184,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
   each.num_dropped = drop_to;
+  c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }
 
@@ -210,6 +212,7 @@ void RowGrowth::release_left_states() {
     RowBlocks& each = c_.rows->blocks(move.row)[move.group];
     BlockId& id = each[move.block];
     note_dropped(move.row, group, move.block, id);
+    c_.note_access(move.row, &id, 1);
     c_.frees->release_or_defer(&id, 1, c_.journal->numbers().num_steps);
     id = kNullBlock;
     each.num_dropped = each.size() - 1;
