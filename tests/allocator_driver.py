@@ -103,6 +103,8 @@ MIXES = [
     ([(FULL, 8), (FULL, 12)], 2),
     ([(FULL, 6), (_window(7), 4)], None),
     ([(FULL, 12), (RECURRENT, 8)], 2),
+    ([(RECURRENT, 12), (_window(5), 4), (FULL, 8)], 2),
+    ([(RECURRENT, 8), (RECURRENT, 6)], 2),
 ]
 
 
@@ -480,6 +482,14 @@ class Driver:
         tokens = self.manager.cached_tokens(request)
         assert tokens.on_device == self.model.hit_length(model)
         assert tokens.with_host == self.model.hit_length(model, with_host=True)
+        count = self.choose.integer(1, LONGEST)
+        found = self.manager.checkpoint_tokens(request, count)
+        assert found == self.model.checkpoint_tokens(model, None, count)
+        if self.requests:
+            row = self.choose.pick(sorted(self.requests))
+            running, known = self.requests[row]
+            found = self.manager.checkpoint_tokens(running, count)
+            assert found == self.model.checkpoint_tokens(known, row, count)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
         status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
         assert self.manager.would_fit(request, chunk) == status

@@ -338,6 +338,25 @@ class KVCacheManager:
         count = _ALL if num_tokens is None else num_tokens
         return Status(self._native.would_fit(self._new_chain(request), count))
 
+    def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
+        """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
+
+        1 to `num_tokens`; None: all that are known. A recurrent state can be hit only where a step
+        ended. In this order: the end of the prefix that the other groups share with earlier requests;
+        the last multiple of the states' block size, or of the hash block before the prompt's last token,
+        that the tokens reach; else, and for a manager without a recurrent group, `num_tokens`. The
+        request is admitted, or is to be: then the tokens come behind its hit. Changes nothing.
+
+        >>> groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 64)]
+        >>> manager = KVCacheManager.for_groups(groups, 100, 1024)
+        >>> manager.checkpoint_tokens(Request("r1", range(300)), 200)
+        192
+        """
+        chain, row = self._chain(request), self._rows.get(request.request_id, -1)
+        return self._native.checkpoint_tokens(
+            chain, row, _ALL if num_tokens is None else num_tokens
+        )
+
     def fork(self, parent: Request, child: Request) -> int:
         """Admits `child` with the blocks of `parent`, which `step` admitted; returns its row, or -1.
 

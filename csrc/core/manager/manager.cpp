@@ -25,6 +25,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(setup_.groups), options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
               options),
+      checkpoints_(setup_.groups, finder_.unit()),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  options),
@@ -82,6 +83,24 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   checks_.check_new(chain);
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
   return server_.would_fit(chain, num_tokens);
+}
+
+int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens) {
+  const Call call(this);
+  checked_size("num_tokens", num_tokens, 1);
+  Checkpoints::Prompt prompt{0, chain.num_tokens(), 0,
+                             setup_.options.enable_caching && chain.write_cache()};
+  if (row >= 0) {
+    prompt.num_computed = rows_.at(row).num_computed;
+    prompt.num_shared = rows_.info(row).num_shared;
+  } else {
+    checks_.check_new(chain);
+    if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
+    const PrefixHit& hit = finder_.find(chain, /*with_partial=*/true, /*with_host=*/true);
+    prompt.num_computed = hit.num_tokens;
+    prompt.num_shared = hit.num_shared_tokens;
+  }
+  return checkpoints_.num_tokens_to_next(prompt, num_tokens);
 }
 
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {

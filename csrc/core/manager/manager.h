@@ -25,6 +25,7 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
+#include "core/manager/checkpoints.h"
 #include "core/manager/options.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
@@ -78,6 +79,10 @@ class Manager {
   // The answer that admitting a request with at most num_tokens tokens behind its hit would get
   // now.
   Status would_fit(TokenChain& chain, int64_t num_tokens);
+
+  // How many of the next num_tokens tokens of a request, in this row or -1, a step is to compute so
+  // that it ends where recurrent states are kept; see Checkpoints.
+  int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
@@ -190,6 +195,7 @@ class Manager {
   CacheTiers tiers_;
   CacheStats stats_;
   PrefixFinder finder_;
+  Checkpoints checkpoints_;
   Publisher publisher_;
   RequestChecks checks_;
   TokenIntake intake_;

@@ -64,7 +64,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.keeps_all = each.kind->keeps_all();
     group.drafts = each.drafts;
     group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
-                        group.pages == AttentionKind::Pages::kTokens;
+                        group.pages != AttentionKind::Pages::kEncoder;
     group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;

@@ -25,8 +25,10 @@ int64_t Publisher::next_publish(int32_t row) const {
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = blocks[group.id];
     if (!group.is_cacheable()) continue;
-    next = std::min(next, group.has_partial ? (each.num_partial + 1) * c_.hash_block_size
-                                            : (each.num_published + 1) * group.block_size);
+    const int64_t partial = (each.num_partial + 1) * c_.hash_block_size;
+    const bool has_partial =
+        group.has_partial && (!group.holds_state() || partial <= c_.rows->info(row).num_prompt);
+    next = std::min(next, has_partial ? partial : (each.num_published + 1) * group.block_size);
   }
   return next;
 }
@@ -36,9 +38,13 @@ void Publisher::publish_filled(int32_t row) {
   const int64_t num_hashed = std::min(num_with_kv(row) / c_.hash_block_size,
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : *c_.groups) {
-    if (group.has_partial) publish_partial(row, group, num_hashed);
-    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
-    if (group.holds_state()) publish_state(row, group, r.num_computed);
+    if (group.holds_state()) {
+      publish_state(row, group, r.num_computed);
+      if (group.has_partial) keep_state(row, group);
+    } else if (group.holds_tokens()) {
+      if (group.has_partial) publish_partial(row, group, num_hashed);
+      publish_whole(row, group, num_hashed);
+    }
   }
   r.next_publish = next_publish(row);
 }
@@ -64,7 +70,7 @@ void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t nu
   }
 }
 
-// A state stays only where a step ended at a block boundary.
+// A state at a block boundary stays where a step ended there.
 void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens) {
   const Row& r = (*c_.rows)[row];
   RowBlocks& each = c_.rows->blocks(row)[group.id];
@@ -78,6 +84,27 @@ void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
   publish_run(row, group, num_passed - 1, 1);
   each.num_published = num_passed;
+}
+
+// A state inside a block stays where a step of the prompt ended at a hash boundary, unless the
+// cache has it: the row's next step leaves the page to it.
+void Publisher::keep_state(int32_t row, const CacheGroup& group) {
+  const Row& r = (*c_.rows)[row];
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const int64_t num_hashed = r.num_computed / c_.hash_block_size;
+  if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
+  each.num_partial = num_hashed;
+  if (r.num_computed % c_.hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
+      r.num_computed > c_.rows->info(row).num_prompt) {
+    return;
+  }
+  const std::vector<Hash>& hashes = r.chain->known_hashes();
+  const Hash& hash = hashes[static_cast<size_t>(num_hashed - 1)];
+  if (c_.pool->find_partial(hash, group.id) != kNullBlock) return;
+  const BlockId page = each.blocks.back();
+  c_.pool->publish_partial(page, hash, hashes[0], group.id);
+  note(row, group, each.size() - 1, page);
+  each.keeps_state = true;
 }
 
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
@@ -142,6 +169,9 @@ void Publisher::check_invariants() const {
       const RowBlocks& each = c_.rows->blocks(row)[group.id];
       if (each.num_published * group.block_size > r.num_computed) {
         fail("has published blocks that are not full");
+      }
+      if (each.keeps_state && !(group.holds_state() && r.num_computed % c_.hash_block_size == 0)) {
+        fail("keeps a state that is not at a hash boundary");
       }
     }
   }

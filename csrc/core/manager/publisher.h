@@ -40,7 +40,8 @@ class Publisher {
   void publish(int32_t row) {
     if (may_publish(row)) publish_filled(row);  // few rows of a step
   }
-  // The state after num_tokens tokens, which the row's last page holds, if that is a boundary.
+  // The state after num_tokens tokens, which the row's last page holds or held before this step, if
+  // that is a block boundary.
   void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
   // Pages of the host that the plan at hand writes.
   void publish_offloaded();
@@ -58,6 +59,7 @@ class Publisher {
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
+  void keep_state(int32_t row, const CacheGroup& group);
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n);
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
                    const BlockId* ids, int64_t n);

@@ -132,6 +132,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
+    each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
       // Had, and not kept.
