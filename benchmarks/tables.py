@@ -86,8 +86,8 @@ def rows() -> Iterator[Result]:
     splits = [np.arange(num_rows + 1, dtype=np.int32)] * GROUPS
     ids = [np.full(num_rows, 7, np.int32)] * GROUPS
     plan = StepPlan(
-        0, all_rows, np.zeros(num_rows, np.uint8), all_rows, all_rows[:0], all_rows, splits, ids,
-        [NO_REPLACE] * GROUPS,
+        0, all_rows, np.zeros(num_rows, np.uint8), all_rows,
+        append_rows=all_rows, append_splits=splits, append_ids=ids, replace=[NO_REPLACE] * GROUPS,
     )  # fmt: skip
 
     def ours() -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import integer
+from kvcache.checks import dtype_name, integer
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES
 from kvcache.transfer.sharding import heads_of_rank, layers_of_rank
@@ -46,8 +46,8 @@ class CacheDescription:
     a head follows its K), "block", "token", "head" (without it, there is one head) and "element".
     Dimensions before "block" count regions. `page_stride` is for padded pages (shared with other cache
     groups), where K and V of a page lie in one region. `is_mla`: one latent vector of `head_size`
-    elements per token (its rotary part included), on every tensor-parallel rank; then
-    `total_num_kv_heads` is 1 and `v_head_size` is 0.
+    elements per token, on every tensor-parallel rank; then `total_num_kv_heads` is 1. A rotary part
+    that is given as `v_head_size` is counted in `head_size`, and `v_head_size` becomes 0.
 
     Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
     values out of range, sizes that do not divide, or another version.
@@ -75,7 +75,7 @@ class CacheDescription:
     cp_interleave: int = 1  # tokens
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
     page_stride: int | None = None  # bytes from page to page; None: pages are contiguous
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # or the torch.dtype of that name
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
@@ -86,8 +86,7 @@ class CacheDescription:
             )
         if not isinstance(self.is_mla, bool):
             raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.engine_id, str):
             raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
@@ -96,9 +95,13 @@ class CacheDescription:
         for name in _SIZES:
             least = 0 if name == "v_head_size" else 1
             object.__setattr__(self, name, integer(getattr(self, name), name, least))
-        for name, wanted in (("total_num_kv_heads", 1), ("v_head_size", 0)):
-            if self.is_mla and getattr(self, name) != wanted:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected {wanted} with is_mla")
+        if self.is_mla:
+            if self.total_num_kv_heads != 1:
+                raise ValueError(
+                    f"total_num_kv_heads is {self.total_num_kv_heads}: expected 1 with is_mla"
+                )
+            object.__setattr__(self, "head_size", self.head_size + self.v_head_size)
+            object.__setattr__(self, "v_head_size", 0)
         if self.block_size % self.cp_interleave:
             raise ValueError(
                 f"cp_interleave is {self.cp_interleave}: "
