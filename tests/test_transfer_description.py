@@ -26,7 +26,6 @@ from tests.transfer_plan_checker import ORDERS, PACKINGS, Memory, cache, of
         (of(memory_order=("block", "token", "element")), "num_kv_heads is 4: expected 1 with the"),
         (of(dtype="int3"), "dtype is 'int3'"),
         (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
-        (of(is_mla=True, total_num_kv_heads=1, v_head_size=2), "v_head_size is 2: expected 0"),
         (of(version=2), "version is 2, of engine .*: expected 1"),
     ],
 )

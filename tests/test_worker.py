@@ -301,7 +301,7 @@ def test_sections_may_be_lists_and_empty_ones_of_any_shape():
     w = swapping()
     w.apply(plan(swap_out=[(3, 1)], copy=[[7, 8]], zero=[9], swap_in=[]))
     assert host_numbers(w)[1] == 3 and numbers(w.storages[0])[7:10] == [7, 7, 0]
-    w.apply(plan(swap_out=np.zeros(0, np.int32), copy=np.zeros(0), zero=[], swap_in=()))
+    w.apply(plan(8, swap_out=np.zeros(0, np.int32), copy=np.zeros(0), zero=[], swap_in=()))
 
 
 @pytest.mark.parametrize("section", ["swap_out", "swap_in"])
@@ -643,7 +643,7 @@ def test_a_plan_answers_the_three_lists_apart():
     assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 4], [5, 0]]  # a's first block
     assert given.answers.new.num_tokens.base is not None  # a view
     assert given.num_tokens.tolist() == [2, 0, 5, 0]
-    waiting = manager.step([0, 2], [40, 1])
+    waiting = manager.step([0, 2], [30, 1])
     assert waiting.status.tolist() == [1, 0] and waiting.num_tokens.tolist() == [0, 1]
 
 

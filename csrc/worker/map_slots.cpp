@@ -49,20 +49,30 @@ struct Places {
   const int32_t* offsets;
 };
 
-KV_VECTOR_CLONES void find_places(const int64_t* positions, int64_t n, FastDivisor by_column,
+// Finds the places of tokens; whether any of them cannot be served, as `any_bad` says it. In one
+// loop, so that both are read once.
+KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
+                                  const int64_t* __restrict positions, int64_t n, int32_t num_rows,
+                                  int64_t num_positions, FastDivisor by_column,
                                   int32_t* __restrict columns, int32_t* __restrict offsets) {
+  int32_t bad = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const auto position = static_cast<uint32_t>(positions[i]);
+    const int32_t row = rows[i];
+    const auto wide = static_cast<uint64_t>(positions[i]);
+    const int32_t outside = wide >= static_cast<uint64_t>(num_positions);
+    bad |= (row < -1) | (row >= num_rows) | ((row >= 0) & outside);
+    const auto position = static_cast<uint32_t>(wide);
     const uint32_t column = by_column.divide(position);
     columns[i] = static_cast<int32_t>(column);
     offsets[i] = static_cast<int32_t>(position - column * by_column.divisor);
   }
+  return bad != 0;
 }
 
 // The places of all groups, made once for groups whose columns stand for as many tokens.
 class PlacesByGroup {
  public:
-  explicit PlacesByGroup(const SlotMapping& m) {
+  PlacesByGroup(const SlotMapping& m, const int32_t* rows) {
     static thread_local std::vector<int32_t> memory;
     const auto n = static_cast<size_t>(m.num_tokens);
     memory.resize(2 * n * static_cast<size_t>(m.groups.num_groups));
@@ -72,12 +82,17 @@ class PlacesByGroup {
       while (m.groups.group[same].by_column.divisor != by_column.divisor) ++same;
       int32_t* columns = memory.data() + 2 * n * static_cast<size_t>(same);
       places_[g] = {columns, columns + n};
-      if (same == g) find_places(m.positions, m.num_tokens, by_column, columns, columns + n);
+      if (same != g) continue;
+      any_bad_ = find_places(rows, m.positions, m.num_tokens, m.groups.num_rows,
+                             m.groups.num_positions, by_column, columns, columns + n);
     }
   }
+  // Whether any token cannot be served, whatever its row holds.
+  bool any_bad() const { return any_bad_; }
   const Places& operator[](int g) const { return places_[g]; }
 
  private:
+  bool any_bad_ = false;
   Places places_[kMaxGroups];
 };
 
@@ -317,12 +332,14 @@ std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_t
     }
     rows = rows_of_tokens(m);
   }
-  if (any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions)) {
-    return first_wrong(m, rows);
-  }
   const std::vector<TokenRun> runs = runs_of(rows, m.positions, m.num_tokens);
   std::optional<PlacesByGroup> places;
-  if (runs.empty()) places.emplace(m);
+  if (runs.empty() && m.groups.num_groups > 0) places.emplace(m, rows);
+  if (places ? places->any_bad()
+             : any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows,
+                       m.groups.num_positions)) {
+    return first_wrong(m, rows);
+  }
   for (int g = 0; g < m.groups.num_groups && m.counts != nullptr; ++g) {
     const int32_t* counts = m.counts + int64_t{m.groups.group[g].counts_row} * m.groups.num_rows;
     const bool behind = places ? any_behind(counts, rows, (*places)[g].columns, m.num_tokens)

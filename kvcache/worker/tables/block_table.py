@@ -197,7 +197,6 @@ class BlockTable:
         KVCACHE_CHECKED=1, else such tokens get -1). Entries behind the last token are -1 from the
         beginning, and only those that an earlier call has filled are written again.
         """
-        given(positions, "positions")
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
 
     def slots_of(
@@ -213,7 +212,6 @@ class BlockTable:
         is. Tokens on the host are looked up in the tables there, tokens on the device in those of the
         device.
         """
-        given(positions, "positions")
         return self._tables.slots_of(req_indices, positions, query_start_loc, self._group)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
@@ -264,8 +262,3 @@ class BlockTable:
             )
         ids = ids.astype(np.int32).reshape(-1, 1) * np.int32(blocks_per_kv_block)
         return (ids + np.arange(blocks_per_kv_block, dtype=np.int32)).reshape(-1)
-
-
-def given(value: object, name: str) -> None:
-    if value is None:
-        raise TypeError(f"{name} is missing: expected int64[num_tokens]")

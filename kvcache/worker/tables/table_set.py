@@ -150,6 +150,7 @@ class TableSet:
             n,
             self._slots_in_one_memory,
         )
+        self._compute = self._host_slots.compute  # looked up once: a decode step is short
         self._num_shared = len(shared)
         self._replayed: set[int] = set()  # places that a captured graph may compute again
 
@@ -295,11 +296,13 @@ class TableSet:
         group: int = ALL_GROUPS,
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
-        if type(positions) is np.ndarray:
+        call = self._slot_calls.get(group)
+        if call is not None and type(positions) is np.ndarray:
             self._slots.before_write()
-            place = self._slot_call(group).place
-            if self._host_slots.compute(place, rows, positions, query_start_loc):
+            if self._compute(call.place, rows, positions, query_start_loc):
                 return
+        if positions is None:
+            raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
         on_device = any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given)
         if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
@@ -327,6 +330,8 @@ class TableSet:
         group: int,
     ) -> torch.Tensor:
         """Slots of one group in memory of their own; see `BlockTable.slots_of`."""
+        if positions is None:
+            raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
         call = self._slot_call(group)
         if self._on_cuda and any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
