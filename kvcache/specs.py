@@ -92,7 +92,10 @@ class _Options(Mapping[str, int]):
 class GroupSpec:
     """A cache group: layers of one attention kind that share block tables.
 
-    `kind` and `options` are checked where the kind is used (`kvcache.kinds.make_kind`). Raises
+    `kind` and `options` are checked where the kind is used (`kvcache.kinds.make_kind`). A group that
+    `drafts` must find one block more than a hit takes (where hits end inside blocks, one hash block):
+    a drafter such as EAGLE or MTP needs the hidden states of the tokens in it, so it is computed anew.
+    The other groups lose nothing. Only groups whose pages hold K and V of tokens draft. Raises
     TypeError or ValueError.
 
     >>> group = GroupSpec("sliding_window", block_size=16, options={"window": 1024})
@@ -105,11 +108,13 @@ class GroupSpec:
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
     replicated: bool = False  # held whole by every context-parallel rank
     layers: tuple[str, ...] = ()
+    drafts: bool = False  # has layers of a drafter: the last block of a hit is computed anew
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
         _set_flag(self, "replicated")
+        _set_flag(self, "drafts")
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -155,16 +160,24 @@ class LayerSpec:
     state_bytes: int = 0  # of one request
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
     is_mla: bool = False
+    drafts: bool = False  # a drafter's layer: see `GroupSpec`
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
-        has_state = self._make_kind().pages == "state"
+        pages = self._make_kind().pages
         _set_flag(self, "replicated")
+        _set_flag(self, "drafts")
         _set_flag(self, "is_mla")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
+        if self.drafts and pages != "tokens":
+            raise ValueError(
+                f"drafts is True: expected False for kind {self.kind!r}, whose pages hold no K and V of "
+                "tokens"
+            )
+        has_state = pages == "state"
         self._check_sizes(has_state)
         if self.is_mla:
             if has_state or self.num_kv_heads != 1:

@@ -165,7 +165,12 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
             options.native_of(
-                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, self.max_model_len
+                [
+                    (kind, size, group.drafts)
+                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+                ],
+                num_gpu_blocks,
+                self.max_model_len,
             )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)

@@ -189,6 +189,13 @@ int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   return swap_.num_unique_blocks(rows);
 }
 
+int64_t Manager::num_blocks_back(const std::vector<int32_t>& rows,
+                                 const std::vector<int64_t>& num_slots) const {
+  check_reader();
+  checks_.check_swap(rows, /*on_host=*/true);
+  return swap_.num_blocks_back(rows, num_slots);
+}
+
 std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {
   const Call call(this);
   checks_.check_has_host("swap_out was called");
