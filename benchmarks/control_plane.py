@@ -79,6 +79,44 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
     yield Result(name, "us/row", ours * to_us, peer * to_us, "Python, row by row", bar, goal)
 
 
+def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
+    """All calls of a decode step of both planes, one token per row and no row that needs a block."""
+    from kvcache import BlockTable, KVStorage, Worker
+
+    num_steps = 65
+    num_blocks = num_rows * 16 + 1
+    manager = KVCacheManager(16, num_blocks, 256, num_preallocate_tokens=100, max_num_reqs=num_rows)
+    tables = BlockTable(16, num_rows, 16, max(num_rows, 512))
+    worker = Worker(KVStorage(num_blocks, 16, 1, 8), tables)
+    new = [Request(str(i), np.arange(20, dtype=np.int32) + i) for i in range(num_rows)]
+    plan = manager.step(new=new)
+    worker.apply(plan)
+    rows, ones = plan.rows, np.ones(num_rows, np.int32)
+    positions = np.full(num_rows, 20)
+    times: dict[str, list[float]] = {name: [] for name in ("step", "apply", "slots", "report")}
+    for _ in range(num_steps):
+        marks = [perf_counter()]
+        plan = manager.step(rows, ones, token_ids=ones)
+        marks.append(perf_counter())
+        report = worker.apply(plan)
+        marks.append(perf_counter())
+        tables.compute_slot_mapping(rows, positions)
+        tables.commit_slot_mapping(num_rows)
+        marks.append(perf_counter())
+        manager.report(report)
+        marks.append(perf_counter())
+        positions += 1
+        for name, start, end in zip(times, marks, marks[1:], strict=False):
+            times[name].append(end - start)
+        assert plan.is_empty and report.completed
+    us = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
+    yield Result(f"all calls of a decode step, {num_rows} rows", "us", sum(us.values()), bar=bar)
+    yield Result("  manager.step", "us", us["step"])
+    yield Result("  worker.apply of a plan that changes nothing", "us", us["apply"], bar=3)
+    yield Result("  slot mapping, computed and committed", "us", us["slots"])
+    yield Result("  manager.report", "us", us["report"])
+
+
 def cold_lookup() -> Iterator[Result]:
     """A prompt of 131,072 tokens that is not cached: its hashing, and one miss."""
     tokens = np.random.default_rng(1).integers(0, 152_000, 131_072).astype(np.int32)
@@ -152,6 +190,8 @@ def all_results() -> Iterator[Result]:
     for num_rows in (64, 1024, 8192):
         yield from decode(num_rows, with_tokens=False)
         yield from decode(num_rows, with_tokens=True)
+    yield from decode_calls(8, bar=30)
+    yield from decode_calls(256, bar=100)
     yield from cold_lookup()
     if not TRACE.exists():
         print("trace replay: SKIPPED, no ../shared/traces beside the project")

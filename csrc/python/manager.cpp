@@ -159,11 +159,15 @@ class PlanType {
 
   // TypeError for a dataclass that lacks a field, or has another one without a default.
   void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {
-        "step_id",    "previous_step_id", "num_running",         "num_leaving", "is_empty",
-        "rows",       "status",           "num_computed_tokens", "num_tokens",  "clear_rows",
-        "append_rows", "append_splits",   "append_ids",          "replace",     "swap_out",
-        "copy",       "zero",             "swap_in"};
+    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
+                                                       "num_running", "num_leaving",
+                                                       "is_empty",    "rows",
+                                                       "status",      "num_computed_tokens",
+                                                       "num_tokens",  "clear_rows",
+                                                       "append_rows", "append_splits",
+                                                       "append_ids",  "replace",
+                                                       "swap_out",    "copy",
+                                                       "zero",        "swap_in"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<py::object, py::object>> defaults;
     std::array<py::object, kNumFields> names;
@@ -408,9 +412,8 @@ void bind_manager(py::module_& m) {
   m.def(
       "use_plan_type",
       [](const py::type& plan, const py::object& ids, const py::object& splits,
-         const py::object& pairs, const py::object& replace) {
-        PlanType::get().use(plan, {ids, splits, pairs, replace});
-      },
+         const py::object& pairs,
+         const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
       py::arg("no_replace"));
   py::class_<Manager>(m, "Manager")

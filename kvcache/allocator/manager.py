@@ -94,6 +94,7 @@ class KVCacheManager:
             context_parallel=None,
             max_encoder_tokens=None,
             options=CacheOptions.from_arguments(
+                "KVCacheManager",
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
                 **options,
@@ -134,6 +135,7 @@ class KVCacheManager:
             context_parallel=context_parallel,
             max_encoder_tokens=max_encoder_tokens,
             options=CacheOptions.from_arguments(
+                "KVCacheManager.for_groups",
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
                 **options,
