@@ -6,10 +6,13 @@ pickle, so the planes may live in two processes. No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copyreg
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 
 import numpy as np
+
+from kvcache.native.load import core
 
 PLAN_VERSION = 2
 
@@ -34,8 +37,22 @@ NO_PAIRS = _empty(0, 2)
 NO_REPLACE = _empty(0, 3)
 
 
+class _HeldArrays:
+    """Arrays that the native step has made: numpy's form of them comes when one is asked for."""
+
+    __slots__ = ("_held",)
+
+    def __getattr__(self, name: str) -> object:
+        # Asked only for what is not set yet.
+        return core.fill_plan(self, name)
+
+    def __reduce__(self) -> tuple:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return copyreg.__newobj__, (type(self),), (None, values)
+
+
 @dataclass(slots=True, eq=False)
-class StepPlan:
+class StepPlan(_HeldArrays):
     """The work of a worker before it runs a step.
 
     Order of application: swap-out, copy, zero, swap-in, tables (clear, append, replace), slot

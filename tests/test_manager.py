@@ -498,7 +498,7 @@ def bad_calls():
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
     yield lambda m, a: m.step(new=[unknown], new_num_tokens=[0]), "new_num_tokens is 0"
-    yield lambda m, a: m.step(new=[unknown, unknown]), "new names a request twice"
+    yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"
     yield (
         lambda m, a: m.step(new=[unknown], new_num_tokens=[1, 2]),
         "new has 1 entries, new_num_t",
@@ -592,7 +592,7 @@ def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
             "num_tokens is '1': expected an integer",
         ),
         (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
-        (lambda m: m.step(new=["b"]), "request is 'b': expected a Request"),
+        (lambda m: m.step(new=["b"]), r"new\[0\] is 'b': expected a Request"),
         (lambda m: make(block_size=4.0), "block_size is 4.0: expected an integer"),
         (lambda m: make(max_model_len=None), "max_model_len is None: expected an integer"),
         (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <utility>
@@ -29,6 +30,23 @@ py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
                                               nullptr, 0, nullptr);
   if (array == nullptr) throw py::error_already_set();
   return py::reinterpret_steal<py::array_t<T, py::array::c_style>>(array);
+}
+
+// An array over memory that `owner` keeps; writable.
+template <class T>
+py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::object& owner) {
+  static const py::dtype dtype = py::dtype::of<T>();
+  const auto& api = py::detail::npy_api::get();
+  dtype.inc_ref();  // the constructor takes a reference
+  PyObject* array =
+      api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), static_cast<int>(shape.size()),
+                                reinterpret_cast<const Py_intptr_t*>(shape.begin()), nullptr, data,
+                                py::detail::npy_api::NPY_ARRAY_WRITEABLE_, nullptr);
+  if (array == nullptr) throw py::error_already_set();
+  auto out = py::reinterpret_steal<py::object>(array);
+  owner.inc_ref();  // the array takes a reference
+  if (api.PyArray_SetBaseObject_(array, owner.ptr()) != 0) throw py::error_already_set();
+  return out;
 }
 
 template <class T>

@@ -22,6 +22,8 @@
 #include "core/limits.h"
 #include "python/arrays.h"
 #include "python/hashes.h"
+#include "python/held_plan.h"
+#include "python/request_rows.h"
 
 namespace kvcache {
 namespace {
@@ -108,14 +110,12 @@ class OptionalInput {
   std::optional<Int32Input> input_;
 };
 
-std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens,
+std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& num_tokens,
                              const OptionalInput& max_host_blocks) {
-  require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
-                      "new_num_tokens");
-  std::vector<NewRow> out(chains.size());
+  std::vector<NewRow> out(asking->chains.size());
   for (size_t i = 0; i < out.size(); ++i) {
-    out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
-    out[i].num_tokens = num_tokens.data()[i];
+    out[i].chain = std::move(asking->chains[i]);
+    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : kMaxSize;
     if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
   }
   return out;
@@ -129,13 +129,17 @@ class PlanType {
     py::object ids, pairs, replace;
   };
 
-  // One per field that the native step sets.
+  // One per field that the native step sets: some at once, those of arrays when the first of their
+  // kind is asked for. A plan is mostly asked for its answers, and a plan that changes nothing for
+  // nothing else.
   enum Field {
     kStepId,
-    kRows,
+    kFirstAnswer,
+    kRows = kFirstAnswer,
     kStatus,
     kNumComputedTokens,
-    kClearRows,
+    kFirstChange,
+    kClearRows = kFirstChange,
     kAppendRows,
     kAppendSplits,
     kAppendIds,
@@ -181,6 +185,7 @@ class PlanType {
     }
     type_ = dataclass;
     no_arguments_ = py::tuple();
+    held_ = intern("_held");
     names_ = std::move(names);
     defaults_ = std::move(defaults);
     empty = std::move(sections);
@@ -199,6 +204,23 @@ class PlanType {
     set(plan, names_[field], value);
   }
 
+  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
+  // What was held; AttributeError for a plan that no step has made.
+  py::object held(const py::object& plan) const {
+    // Not `getattr`, which would ask the plan's own __getattr__ again.
+    PyObject* capsule = PyObject_GenericGetAttr(plan.ptr(), held_.ptr());
+    if (capsule == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(capsule);
+  }
+  // The field of this name; kNumFields for another.
+  Field field_of(const py::str& name) const {
+    const auto is_it = [&](const py::object& known) {
+      return known.is(name) || PyUnicode_Compare(known.ptr(), name.ptr()) == 0;
+    };
+    const auto* const known = std::find_if(names_.begin(), names_.end(), is_it);
+    return static_cast<Field>(known - names_.begin());
+  }
+
   EmptySections empty;
 
  private:
@@ -206,7 +228,11 @@ class PlanType {
     if (PyObject_SetAttr(plan.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
   }
 
-  py::object type_;
+  static py::object intern(const char* name) {
+    return py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name));
+  }
+
+  py::object type_, held_;
   py::tuple no_arguments_;
   std::array<py::object, kNumFields> names_;
   std::vector<std::pair<py::object, py::object>> defaults_;  // of the other fields
@@ -221,47 +247,72 @@ py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const 
   return std::move(out);
 }
 
-py::object ids_of(const std::vector<int32_t>& ids) {
-  if (ids.empty()) return PlanType::get().empty.ids;
-  return copy_int32(ids);
-}
-
+// A plan whose arrays are made when they are asked for, by `fill_plan`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
-  const PlanType::EmptySections& empty = type.empty;
-  const size_t num_groups = plan.groups.size();
-  py::list splits(num_groups), ids(num_groups), replace(num_groups);
-  for (size_t g = 0; g < num_groups; ++g) {
-    splits[g] = copy_int32(plan.groups[g].append_splits);
-    ids[g] = ids_of(plan.groups[g].append_ids);
-    replace[g] = rows_of(plan.groups[g].replace, 3, empty.replace);
-  }
   py::object out = type.make();
   type.set(out, PlanType::kStepId, py::int_(plan.step_id));
-  type.set(out, PlanType::kRows, copy_int32(plan.rows));
-  type.set(out, PlanType::kStatus, copy_array(plan.status));
-  type.set(out, PlanType::kNumComputedTokens, copy_int32(plan.num_computed_tokens));
-  type.set(out, PlanType::kClearRows, ids_of(plan.clear_rows));
-  type.set(out, PlanType::kAppendRows, ids_of(plan.append_rows));
-  type.set(out, PlanType::kAppendSplits, splits);
-  type.set(out, PlanType::kAppendIds, ids);
-  type.set(out, PlanType::kReplace, replace);
-  type.set(out, PlanType::kSwapOut, rows_of(plan.swap_out, 2, empty.pairs));
-  type.set(out, PlanType::kCopy, rows_of(plan.copy, 2, empty.pairs));
-  type.set(out, PlanType::kZero, ids_of(plan.zero));
-  type.set(out, PlanType::kSwapIn, rows_of(plan.swap_in, 2, empty.pairs));
+  type.hold(out, HeldPlan::capsule_of(plan));
   return out;
 }
 
+void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
+  HeldPlan& held = HeldPlan::of(capsule);
+  type.set(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
+  type.set(out, PlanType::kStatus, held.status_view(capsule));
+  type.set(out, PlanType::kNumComputedTokens, held.view(capsule, HeldPlan::kNumComputedTokens));
+}
+
+void set_changes(const PlanType& type, const py::object& out, const py::object& capsule) {
+  HeldPlan& held = HeldPlan::of(capsule);
+  const PlanType::EmptySections& empty = type.empty;
+  const auto ids = [&](int section) {
+    return held.is_empty(section) ? empty.ids : held.view(capsule, section);
+  };
+  const auto pairs = [&](int section) {
+    return held.is_empty(section) ? empty.pairs : held.view(capsule, section, 2);
+  };
+  py::list splits(held.num_groups()), new_ids(held.num_groups()), replace(held.num_groups());
+  for (size_t g = 0; g < held.num_groups(); ++g) {
+    const int replaced = HeldPlan::in_group(g, HeldPlan::kReplace);
+    splits[g] = held.view(capsule, HeldPlan::in_group(g, HeldPlan::kAppendSplits));
+    new_ids[g] = ids(HeldPlan::in_group(g, HeldPlan::kAppendIds));
+    replace[g] = held.is_empty(replaced) ? empty.replace : held.view(capsule, replaced, 3);
+  }
+  type.set(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
+  type.set(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
+  type.set(out, PlanType::kAppendSplits, splits);
+  type.set(out, PlanType::kAppendIds, new_ids);
+  type.set(out, PlanType::kReplace, replace);
+  type.set(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
+  type.set(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
+  type.set(out, PlanType::kZero, ids(HeldPlan::kZero));
+  type.set(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
+}
+
+// An array of a plan that was not asked for before, with all of its kind. AttributeError for what
+// is none, and for a plan that no step has made.
+py::object fill_plan(const py::object& plan, const py::str& name) {
+  const PlanType& type = PlanType::get();
+  const PlanType::Field field = type.field_of(name);
+  if (field >= PlanType::kFirstAnswer && field < PlanType::kNumFields) {
+    const py::object capsule = type.held(plan);
+    (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
+  }
+  PyObject* value = PyObject_GenericGetAttr(plan.ptr(), name.ptr());
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
-                const py::list& new_chains, const py::object& new_num_tokens,
-                const py::object& token_ids, const py::object& num_token_ids,
-                const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
-                const py::object& num_reserved_blocks, const py::object& swap_out,
-                const py::object& max_host_blocks) {
+                RequestRows& requests, const py::object& new_requests,
+                const py::object& new_num_tokens, const py::object& token_ids,
+                const py::object& num_token_ids, const py::object& num_rejected_tokens,
+                const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
+                const py::object& swap_out, const py::object& max_host_blocks) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
-  const Int32Input limits(new_num_tokens, "new_num_tokens");
+  const OptionalInput limits(new_num_tokens, "new_num_tokens");
   OptionalInput ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids");
   OptionalInput rejected(num_rejected_tokens, "num_rejected_tokens");
   require_same_length(r.size(), "rows", n.size(), "num_tokens");
@@ -271,16 +322,17 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   }
   StepRequest request;
   const OptionalInput most(max_host_blocks, "max_host_blocks");
-  if (most.is_given()) {
-    require_same_length(static_cast<py::ssize_t>(new_chains.size()), "new", most.size(),
-                        "max_host_blocks");
+  RequestRows::Asking asking = requests.asking(new_requests);
+  const auto num_new = static_cast<py::ssize_t>(asking.ids.size());
+  if (limits.is_given()) {
+    require_same_length(num_new, "new", limits.size(), "new_num_tokens");
   }
-  request.new_rows = new_rows(new_chains, limits, most);
+  if (most.is_given()) require_same_length(num_new, "new", most.size(), "max_host_blocks");
+  request.new_rows = new_rows(&asking, limits, most);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
-    require_same_length(lookahead.size(), "num_lookahead_tokens",
-                        r.size() + static_cast<py::ssize_t>(request.new_rows.size()),
+    require_same_length(lookahead.size(), "num_lookahead_tokens", r.size() + num_new,
                         "rows and new together");
   } else {
     request.num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
@@ -301,7 +353,9 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
-  return as_plan(self.step(request));
+  const StepPlan& plan = self.step(request);
+  requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
+  return as_plan(plan);
 }
 
 py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
@@ -382,6 +436,14 @@ py::tuple drained_events(Manager& self) {
   return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens));
 }
 
+void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
+                   const ReleaseFeatures& features) {
+  self.check_caller();  // also where there is nothing to free
+  const RequestRows::Leaving leaving = requests.leaving(named);
+  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features);
+  requests.forget(leaving);
+}
+
 std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
   std::vector<std::vector<BlockId>> out;
   for (const py::handle& each : computed) {
@@ -400,6 +462,10 @@ void bind_manager(py::module_& m) {
       [](const py::type& plan, const py::object& ids, const py::object& pairs,
          const py::object& replace) { PlanType::get().use(plan, {ids, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_pairs"), py::arg("no_replace"));
+  m.def("fill_plan", &fill_plan, py::arg("plan"), py::arg("name"));
+  py::class_<RequestRows>(m, "RequestRows")
+      .def(py::init<py::dict, py::tuple, int64_t>(), py::arg("rows"), py::arg("chain_key"),
+           py::arg("max_encoder_tokens"));
   py::class_<Manager>(m, "Manager")
       .def(py::init<const ManagerOptions&>(), py::arg("options"))
       .def("check_caller", &Manager::check_caller)
@@ -444,8 +510,13 @@ void bind_manager(py::module_& m) {
              self.reject(row, int_argument(num_tokens, "num_tokens"));
            })
       .def("free", [](Manager& self, int32_t row) { self.free(row); })
-      .def("free",
-           [](Manager& self, int32_t row, const py::object& turn, const py::object& request_class,
+      .def("free_requests",
+           [](Manager& self, RequestRows& requests, const py::tuple& named) {
+             free_requests(self, requests, named, {});
+           })
+      .def("free_requests",
+           [](Manager& self, RequestRows& requests, const py::tuple& named, const py::object& turn,
+              const py::object& request_class,
               const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention) {
              ReleaseFeatures features;
              features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
@@ -457,7 +528,7 @@ void bind_manager(py::module_& m) {
              }
              features.retention = ranges.data();
              features.num_retention = static_cast<int64_t>(ranges.size());
-             self.free(row, features);
+             free_requests(self, requests, named, features);
            })
       .def("fork",
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
