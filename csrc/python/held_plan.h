@@ -22,6 +22,7 @@ class HeldPlan {
   enum Section {
     kRows,
     kNumComputedTokens,
+    kNumTokens,
     kClearRows,
     kAppendRows,
     kSwapOut,
@@ -84,8 +85,8 @@ class HeldPlan {
   template <class Visit>
   static void for_each(const StepPlan& plan, const Visit& visit) {
     for (const auto* values :
-         {&plan.rows, &plan.num_computed_tokens, &plan.clear_rows, &plan.append_rows,
-          &plan.swap_out, &plan.copy, &plan.zero, &plan.swap_in}) {
+         {&plan.rows, &plan.num_computed_tokens, &plan.num_tokens, &plan.clear_rows,
+          &plan.append_rows, &plan.swap_out, &plan.copy, &plan.zero, &plan.swap_in}) {
       visit(*values);
     }
     for (const StepPlan::Group& group : plan.groups) {

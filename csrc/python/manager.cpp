@@ -124,9 +124,9 @@ std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& n
 // The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
 class PlanType {
  public:
-  // Empty arrays that all plans share: int32[0], [0, 2] and [0, 3].
+  // Arrays that all plans without entries share: int32[0], [1] (a 0), [0, 2] and [0, 3].
   struct EmptySections {
-    py::object ids, pairs, replace;
+    py::object ids, splits, pairs, replace;
   };
 
   // One per field that the native step sets: some at once, those of arrays when the first of their
@@ -134,10 +134,15 @@ class PlanType {
   // nothing else.
   enum Field {
     kStepId,
+    kPreviousStepId,
+    kNumRunning,
+    kNumLeaving,
+    kIsEmpty,
     kFirstAnswer,
     kRows = kFirstAnswer,
     kStatus,
     kNumComputedTokens,
+    kNumTokens,
     kFirstChange,
     kClearRows = kFirstChange,
     kAppendRows,
@@ -158,11 +163,15 @@ class PlanType {
 
   // TypeError for a dataclass that lacks a field, or has another one without a default.
   void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {
-        "step_id",    "rows",        "status",        "num_computed_tokens",
-        "clear_rows", "append_rows", "append_splits", "append_ids",
-        "replace",    "swap_out",    "copy",          "zero",
-        "swap_in"};
+    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
+                                                       "num_running", "num_leaving",
+                                                       "is_empty",    "rows",
+                                                       "status",      "num_computed_tokens",
+                                                       "num_tokens",  "clear_rows",
+                                                       "append_rows", "append_splits",
+                                                       "append_ids",  "replace",
+                                                       "swap_out",    "copy",
+                                                       "zero",        "swap_in"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<py::object, py::object>> defaults;
     std::array<py::object, kNumFields> names;
@@ -252,6 +261,10 @@ py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
   py::object out = type.make();
   type.set(out, PlanType::kStepId, py::int_(plan.step_id));
+  type.set(out, PlanType::kPreviousStepId, py::int_(plan.previous_step_id));
+  type.set(out, PlanType::kNumRunning, py::int_(plan.num_running));
+  type.set(out, PlanType::kNumLeaving, py::int_(plan.num_leaving));
+  type.set(out, PlanType::kIsEmpty, py::bool_(plan.is_empty()));
   type.hold(out, HeldPlan::capsule_of(plan));
   return out;
 }
@@ -261,6 +274,7 @@ void set_answers(const PlanType& type, const py::object& out, const py::object& 
   type.set(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
   type.set(out, PlanType::kStatus, held.status_view(capsule));
   type.set(out, PlanType::kNumComputedTokens, held.view(capsule, HeldPlan::kNumComputedTokens));
+  type.set(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
 }
 
 void set_changes(const PlanType& type, const py::object& out, const py::object& capsule) {
@@ -275,7 +289,9 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
   py::list splits(held.num_groups()), new_ids(held.num_groups()), replace(held.num_groups());
   for (size_t g = 0; g < held.num_groups(); ++g) {
     const int replaced = HeldPlan::in_group(g, HeldPlan::kReplace);
-    splits[g] = held.view(capsule, HeldPlan::in_group(g, HeldPlan::kAppendSplits));
+    splits[g] = held.is_empty(HeldPlan::kAppendRows)
+                    ? empty.splits
+                    : held.view(capsule, HeldPlan::in_group(g, HeldPlan::kAppendSplits));
     new_ids[g] = ids(HeldPlan::in_group(g, HeldPlan::kAppendIds));
     replace[g] = held.is_empty(replaced) ? empty.replace : held.view(capsule, replaced, 3);
   }
@@ -459,9 +475,11 @@ void bind_manager(py::module_& m) {
   bind_kinds(m);
   m.def(
       "use_plan_type",
-      [](const py::type& plan, const py::object& ids, const py::object& pairs,
-         const py::object& replace) { PlanType::get().use(plan, {ids, pairs, replace}); },
-      py::arg("plan"), py::arg("no_ids"), py::arg("no_pairs"), py::arg("no_replace"));
+      [](const py::type& plan, const py::object& ids, const py::object& splits,
+         const py::object& pairs,
+         const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
+      py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
+      py::arg("no_replace"));
   m.def("fill_plan", &fill_plan, py::arg("plan"), py::arg("name"));
   py::class_<RequestRows>(m, "RequestRows")
       .def(py::init<py::dict, py::tuple, int64_t>(), py::arg("rows"), py::arg("chain_key"),
@@ -545,6 +563,7 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
+      .def("num_blocks_back", &Manager::num_blocks_back)
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
       // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",
