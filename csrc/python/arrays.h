@@ -62,6 +62,16 @@ inline Int32Array copy_int32(const std::vector<int32_t>& values) { return copy_a
 inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
+// What came, for an error; cut off where it is long.
+inline std::string short_repr(const py::handle& value) {
+  constexpr size_t kMost = 100;
+  const auto text = py::cast<std::string>(py::repr(value));
+  if (text.size() <= kMost) return text;
+  size_t end = kMost;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // of UTF-8
+  return text.substr(0, end) + "...";
+}
+
 // A Python int, or what has __index__. TypeError for anything else; ValueError for what is beyond
 // int64, and so beyond every bound that C++ checks.
 inline int64_t int_argument(const py::handle& value, const char* name) {
@@ -148,6 +158,10 @@ class Int32Input {
       throw py::type_error(std::string(name_) + ": expected a one-dimensional array of integers");
     }
     const char kind = array.dtype().kind();
+    if (kind == 'O') {
+      throw py::type_error(std::string(name_) + " is " + short_repr(value) +
+                           ": expected a sequence of integers");
+    }
     if (array.size() > 0 && kind != 'i' && kind != 'u') {
       throw py::type_error(std::string(name_) + " has dtype " +
                            py::cast<std::string>(py::str(array.dtype())) + ": expected integers");

@@ -49,7 +49,10 @@ class HeldPlan {
   }
 
   explicit HeldPlan(const StepPlan& plan)
-      : num_groups_(plan.groups.size()), num_status_(plan.status.size()) {
+      : num_groups_(plan.groups.size()),
+        num_status_(plan.status.size()),
+        num_running_(plan.num_running),
+        num_leaving_(plan.num_leaving) {
     const size_t num_sections = kFirstOfGroup + num_groups_ * kNumOfGroup;
     size_t size = num_sections + 1;
     for_each(plan, [&](const std::vector<int32_t>& values) { size += values.size(); });
@@ -65,6 +68,8 @@ class HeldPlan {
   }
 
   size_t num_groups() const { return num_groups_; }
+  int64_t num_running() const { return num_running_; }
+  int64_t num_leaving() const { return num_leaving_; }
   static int in_group(size_t group, GroupSection section) {
     return kFirstOfGroup + static_cast<int>(group) * kNumOfGroup + section;
   }
@@ -101,6 +106,7 @@ class HeldPlan {
   }
 
   size_t num_groups_, num_status_;
+  int64_t num_running_, num_leaving_;
   std::unique_ptr<int32_t[]> words_;  // where each section starts, the sections, the status bytes
 };
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/hashing/token_chain.h"
+#include "python/arrays.h"
 
 namespace kvcache {
 
@@ -89,16 +90,23 @@ class RequestRows {
   }
 
  private:
-  static std::string repr(const py::handle& value) {
-    return py::cast<std::string>(py::repr(value));
+  static std::string repr(const py::handle& value) { return short_repr(value); }
+  // Leaked: it must outlive the interpreter.
+  static const py::str& interned(const char* text) {
+    return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)));
   }
   static const py::str& id_name() {
-    static const auto* name = new py::str(py::str("request_id"));  // leaked
-    return *name;
+    static const py::str& name = interned("request_id");
+    return name;
   }
   static const py::str& chain_name() {
-    static const auto* name = new py::str(py::str("chain"));  // leaked
-    return *name;
+    static const py::str& name = interned("chain");
+    return name;
+  }
+
+  static const py::str& last_name() {
+    static const py::str& name = interned("_last");
+    return name;
   }
 
   // A list or tuple as it is, any other iterable as a list.
@@ -107,7 +115,8 @@ class RequestRows {
     if (out) return out;
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
     PyErr_Clear();
-    throw py::type_error(std::string(name) + " is " + repr(values) + ": expected requests");
+    throw py::type_error(std::string(name) + " is " + repr(values) +
+                         ": expected a sequence of requests");
   }
 
   static py::object item(const py::object& sequence, py::ssize_t i, py::ssize_t n) {
@@ -132,8 +141,18 @@ class RequestRows {
     fail_no_request(request, name());
   }
 
+  // `name()` says which argument the request is.
   template <class Name>
   std::shared_ptr<TokenChain> chain_of(const py::handle& request, const Name& name) const {
+    // The chain that was asked for last, without calling Python.
+    const auto last =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), last_name().ptr()));
+    if (!last) {
+      PyErr_Clear();
+    } else if (PyTuple_Check(last.ptr()) && PyTuple_GET_SIZE(last.ptr()) == 2 &&
+               PyTuple_GET_ITEM(last.ptr(), 0) == chain_key_.ptr()) {
+      return py::cast<std::shared_ptr<TokenChain>>(PyTuple_GET_ITEM(last.ptr(), 1));
+    }
     PyObject* arguments[] = {request.ptr(), chain_key_.ptr()};
     const auto chain = py::reinterpret_steal<py::object>(
         PyObject_VectorcallMethod(chain_name().ptr(), arguments, 2, nullptr));
@@ -146,8 +165,10 @@ class RequestRows {
   // Borrowed; null where it has none.
   PyObject* row_of(const py::object& id) const {
     PyObject* row = PyDict_GetItemWithError(rows_.ptr(), id.ptr());
-    if (row == nullptr && PyErr_Occurred()) throw py::error_already_set();
-    return row;
+    if (row != nullptr || !PyErr_Occurred()) return row;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    PyErr_Clear();
+    throw py::type_error("request_id is " + repr(id) + ": expected a string");
   }
 
   void check_encoder_tokens(const TokenChain& chain, const py::object& id) const {

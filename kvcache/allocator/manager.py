@@ -159,16 +159,21 @@ class KVCacheManager:
         self.options = options
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
-        self._native = core.Manager(
-            options.native_of(
-                [
-                    (kind, size, group.drafts)
-                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
-                ],
-                num_gpu_blocks,
-                self.max_model_len,
-            )
+        native_options = options.native_of(
+            [
+                (kind, size, group.drafts)
+                for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+            ],
+            num_gpu_blocks,
+            self.max_model_len,
         )
+        try:
+            self._native = core.Manager(native_options)
+        except MemoryError:
+            raise MemoryError(
+                f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
+                "expected no more blocks than the system gives memory for, about 100 bytes each"
+            ) from None
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
         if options.num_host_blocks:
@@ -296,13 +301,13 @@ class KVCacheManager:
         the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
         which would take longer than computing.
 
-        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what each
-        field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
+        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what
+        each field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
         rejections are taken.
 
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, a request without tokens, or tokens beyond `max_model_len` (`token_ids` may have
-        one more: the last sampled token).
+        a row or request named twice, a request without tokens, or tokens beyond `max_model_len`
+        (`token_ids` may have one more: the last sampled token).
         """
         plan = self._native.step(
             rows,
