@@ -418,10 +418,12 @@ class Driver:
             model.tokens.extend(tokens)
 
     def free(self) -> None:
-        if self.requests:
+        pairs = []
+        for _ in range(min(len(self.requests), self.choose.pick([1, 1, 1, 2, 3]))):
             row = self.choose.pick(sorted(self.requests))
-            pair = self.requests.pop(row)
-            self.manager.free(pair[0])
+            pairs.append((row, self.requests.pop(row)))
+        self.manager.free(*(pair[0] for _, pair in pairs))
+        for row, pair in pairs:
             self.model.free(row)
             self.waiting.append(pair)
 
