@@ -49,6 +49,9 @@ class CacheDescription:
     elements per token (its rotary part included), on every tensor-parallel rank; then
     `total_num_kv_heads` is 1 and `v_head_size` is 0.
 
+    `hash_algorithm`: how the engine hashes blocks (`CacheOptions.hash_algorithm`), so that both sides
+    know whether a hash of one names a block of the other.
+
     Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
     values out of range, sizes that do not divide, or another version.
 
@@ -76,6 +79,7 @@ class CacheDescription:
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
     page_stride: int | None = None  # bytes from page to page; None: pages are contiguous
     dtype: str = "bfloat16"
+    hash_algorithm: str = "sha256_cbor"
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
@@ -91,6 +95,8 @@ class CacheDescription:
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.engine_id, str):
             raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
+        if not isinstance(self.hash_algorithm, str):
+            raise TypeError(f"hash_algorithm is {self.hash_algorithm!r}: expected a string")
         if self.v_head_size is None:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
         for name in _SIZES:
