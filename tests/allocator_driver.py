@@ -124,6 +124,7 @@ class Driver:
             "use_eagle": choose.chance(4),
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
+            "announce_reused": choose.chance(3),
         }
         if choose.chance(2):
             options |= {
@@ -542,7 +543,6 @@ class Driver:
                 lambda: manager.step([row, row], [1, 1]),
                 lambda: manager.step([row], [0]),
                 lambda: manager.step([row], [rows[row] + 1]),
-                lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
@@ -551,6 +551,8 @@ class Driver:
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
+            if self.algorithm != ENGINE:  # else the given hashes say what they stand for
+                calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)
         if others:
             row2 = self.choose.pick([*others])
@@ -616,7 +618,7 @@ class Driver:
                 continue
             group, prefix = rest
             event = (kind, medium, group, self.hash_of(prefix))
-            if kind == "stored" and medium == "gpu":
+            if kind in ("stored", "reused") and medium == "gpu":
                 size = self.model.groups[group].block_size
                 event += (self.parent_of(prefix[:-size]), prefix[-size:])
             want.append(event)
@@ -629,7 +631,8 @@ class Driver:
         assert event.hash_algorithm == self.algorithm
         for i, each in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
+            what = "reused" if event.is_reused else "stored"
+            found.append((what, "gpu", event.group, each.tobytes(), parent, tokens))
             parent = each.tobytes()
         return found
 
