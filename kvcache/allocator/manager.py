@@ -24,11 +24,11 @@ from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
-from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
 
-core.use_plan_type(StepPlan, NO_IDS, NO_PAIRS, NO_REPLACE)
+core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
@@ -177,7 +177,12 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
             options.native_of(
-                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, self.max_model_len
+                [
+                    (kind, size, group.drafts)
+                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+                ],
+                num_gpu_blocks,
+                self.max_model_len,
             )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
@@ -358,10 +363,14 @@ class KVCacheManager:
 
         `max_host_blocks[j]`: a new request whose hit needs more blocks from the host than this uses only
         the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
-        which would take longer than computing. The plan answers `rows`, then `swap_out`, then `new`.
+        which would take longer than computing.
+
+        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what each
+        field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
+        rejections are taken.
 
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, no tokens, or tokens beyond `max_model_len` (`token_ids` may have
+        a row or request named twice, a request without tokens, or tokens beyond `max_model_len` (`token_ids` may have
         one more: the last sampled token).
         """
         chains = [self._new_chain(request) for request in new]
@@ -631,6 +640,8 @@ class KVCacheManager:
         return ids[0] if len(ids) == 1 else ids
 
     def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
+        if not recompute[0]:  # most reports
+            return {}
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
 
