@@ -555,7 +555,7 @@ class Driver:
             most = self.model.most_rejected(row)
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
-                lambda: manager.step([row], [0]),
+                lambda: manager.step([row], [-1]),
                 lambda: manager.step([row], [rows[row] + 1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),

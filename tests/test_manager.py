@@ -10,7 +10,7 @@ import pytest
 
 from kvcache import KVCacheManager, Request, Status, StepPlan, hash_blocks
 from kvcache.native.load import core
-from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, PLAN_VERSION
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, PLAN_VERSION
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -493,7 +493,7 @@ def bad_calls():
     yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
     yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
     yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
-    yield lambda m, a: m.step([0], [0]), "num_tokens is 0: expected 1 to 2147483647"
+    yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
@@ -795,5 +795,5 @@ def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, mes
     names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version", "page_bytes")]
     plan = make_dataclass("Plan", [*names, *filter(None, [added])])
     with pytest.raises(TypeError, match=message):
-        core.use_plan_type(plan, NO_IDS, NO_PAIRS, NO_REPLACE)
+        core.use_plan_type(plan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
     assert isinstance(make().step(), StepPlan)
