@@ -337,7 +337,14 @@ class Driver:
 
     @staticmethod
     def changes_nothing(plan) -> bool:
-        sections = plan.clear_rows, plan.append_rows, plan.swap_out, plan.copy, plan.zero, plan.swap_in
+        sections = (
+            plan.clear_rows,
+            plan.append_rows,
+            plan.swap_out,
+            plan.copy,
+            plan.zero,
+            plan.swap_in,
+        )
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def check_destinations(self, plan) -> None:

@@ -422,7 +422,7 @@ class KVCacheManager:
         """
         chain, row = self._chain(request), self._rows.get(request.request_id, -1)
         return self._native.checkpoint_tokens(
-            chain, row, _ALL if num_tokens is None else num_tokens
+            chain, row, MAX_INT32 if num_tokens is None else num_tokens
         )
 
     def fork(self, parent: Request, child: Request) -> int:

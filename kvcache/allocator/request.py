@@ -106,7 +106,7 @@ class Request:
                 f"block_hashes has type {type(block_hashes).__name__}: expected a list of bytes"
             )
         self._block_hashes = block_hashes
-        self._session = None if session is None else _text(session, "session")
+        self._session = None if session is None else text(session, "session")
         has_placeholders = bool(self._mm_items) or not (
             prompt_embeds is None and block_hashes is None
         )
