@@ -136,7 +136,7 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
   for (size_t i = 0; i < have_left.size(); ++i) {
     const int32_t row = request.swap_out_rows[i];
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
-                    (*c_.rows)[row].num_computed);
+                    (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
 }
 
@@ -191,6 +191,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
+    each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
       // Had, and not kept.

@@ -40,6 +40,7 @@ struct AdmissionInfo {     // for those who ask later
   int64_t num_prompt = 0;  // tokens known when it was admitted
   int64_t num_hit = 0;     // of these
   int64_t num_marked = 0;  // tokens that were marked as computed
+  int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
   Access access;           // the last one, which its blocks have not been said to have had
 };
 
