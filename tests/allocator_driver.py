@@ -298,6 +298,7 @@ class Driver:
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
+        reads, own_reads = self.reads_of_call(pairs)
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         for row, new_ids in zip(rows, ids):
             request, model = self.requests[row]
@@ -314,11 +315,14 @@ class Driver:
             num_reserved_blocks=reserved,
             swap_out=leaving,
             max_host_blocks=most,
+            read_cache=reads,
         )
         models = [model for _, model in pairs]
         want = self.model.step(
             rows, counts, ids, rejected, models, limits, ahead, reserved, leaving, most
         )
+        for model, own in zip(models, own_reads):
+            model.reads = own
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
@@ -346,6 +350,17 @@ class Driver:
             plan.swap_in,
         )
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
+
+    def reads_of_call(self, pairs: list[tuple]) -> tuple[list[bool | None] | None, list[bool]]:
+        """`read_cache` of a call, which the models are told of, and what they said themselves."""
+        own = [model.reads for _, model in pairs]
+        if not self.choose.chance(4):
+            return None, own
+        reads = [self.choose.pick([None, True, False]) for _ in pairs]
+        for (_, model), value in zip(pairs, reads):
+            if value is not None:
+                model.reads = value and not model.num_encoder_tokens
+        return reads, own
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""

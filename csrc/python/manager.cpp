@@ -348,7 +348,8 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
                 const py::object& new_num_tokens, const py::object& token_ids,
                 const py::object& num_token_ids, const py::object& num_rejected_tokens,
                 const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
-                const py::object& swap_out, const py::object& max_host_blocks) {
+                const py::object& swap_out, const py::object& max_host_blocks,
+                const std::optional<std::vector<std::optional<bool>>>& read_cache) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const OptionalInput limits(new_num_tokens, "new_num_tokens");
@@ -368,6 +369,12 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   }
   if (most.is_given()) require_same_length(num_new, "new", most.size(), "max_host_blocks");
   request.new_rows = new_rows(&asking, limits, most);
+  if (read_cache) {
+    require_same_length(num_new, "new", static_cast<py::ssize_t>(read_cache->size()), "read_cache");
+    for (size_t i = 0; i < read_cache->size(); ++i) {
+      request.new_rows[i].read_cache = (*read_cache)[i];
+    }
+  }
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
@@ -545,17 +552,22 @@ void bind_manager(py::module_& m) {
              return py::make_tuple(copy_hashes(hashes.data(), hashes.size(), self.hash_bytes()),
                                    groups);
            })
-      .def("lookup",
-           [](Manager& self, TokenChain& chain) {
-             const PrefixHit& hit = self.lookup(chain);
-             return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
-           })
-      .def("lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
-           [](Manager& self, TokenChain& chain) {
-             const int64_t on_device = self.lookup(chain).num_tokens;
-             const PrefixHit& hit = self.lookup(chain, /*with_host=*/true);
-             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
-           })
+      .def(
+          "lookup",
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, read_cache);
+            return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
+          },
+          py::arg("chain"), py::arg("read_cache") = py::none())
+      .def(
+          "lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
+            const int64_t on_device =
+                self.lookup(chain, /*with_host=*/false, read_cache).num_tokens;
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/true, read_cache);
+            return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
+          },
+          py::arg("chain"), py::arg("read_cache") = py::none())
       .def("would_fit",
            [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
              return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
@@ -565,13 +577,17 @@ void bind_manager(py::module_& m) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
            })
       .def("step", &step)
-      .def("allocate",
-           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              const py::list& computed, const py::object& num_lookahead_tokens) {
-             return as_answer(self.allocate(
-                 chain, int_argument(num_tokens, "num_tokens"), computed_blocks(computed),
-                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
-           })
+      .def(
+          "allocate",
+          [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+             const py::list& computed, const py::object& num_lookahead_tokens,
+             const std::optional<bool>& read_cache) {
+            return as_answer(self.allocate(
+                chain, int_argument(num_tokens, "num_tokens"), computed_blocks(computed),
+                int_argument(num_lookahead_tokens, "num_lookahead_tokens"), read_cache));
+          },
+          py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
+          py::arg("num_lookahead_tokens"), py::arg("read_cache") = py::none())
       .def("append",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {

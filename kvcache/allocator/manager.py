@@ -19,7 +19,7 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import MAX_INT32, MAX_INT64, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -343,6 +343,7 @@ class KVCacheManager:
         num_reserved_blocks: int = 0,
         swap_out: Ids | None = None,
         max_host_blocks: Ids | None = None,
+        read_cache: bool | Sequence[bool | None] | None = None,
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
@@ -375,6 +376,10 @@ class KVCacheManager:
         each field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
         rejections are taken.
 
+        `read_cache`: whether new requests take hits in this call, whatever their own `read_cache` says;
+        one for all, or one for each of `new`, in which None leaves it to the request. A request with
+        encoder tokens takes none.
+
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
         a row or request named twice, a request without tokens, or tokens beyond `max_model_len`
         (`token_ids` may have one more: the last sampled token).
@@ -392,6 +397,7 @@ class KVCacheManager:
             num_reserved_blocks,
             swap_out,
             max_host_blocks,
+            None if read_cache is None else _choices(read_cache, len(new)),
         )
         plan.page_bytes = self._page_bytes
         return plan
@@ -451,9 +457,13 @@ class KVCacheManager:
         self._native.check_reader()
         return self._native.is_on_host(self.row(request))
 
-    def cached_tokens(self, request: Request) -> CachedTokens:
-        """The cached tokens of a request on each tier, in whole blocks; changes nothing."""
-        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
+    def cached_tokens(self, request: Request, *, read_cache: bool | None = None) -> CachedTokens:
+        """The cached tokens of a request on each tier, in whole blocks; changes nothing.
+
+        `read_cache`: as for `get_computed_blocks`.
+        """
+        reads = _choice(read_cache, "read_cache")
+        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
@@ -472,14 +482,17 @@ class KVCacheManager:
         """Ends the pins of a session; returns how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
-    def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
+    def get_computed_blocks(
+        self, request: Request, *, read_cache: bool | None = None
+    ) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
 
         At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
-        `read_cache=False`. For several groups the ids are a list with one array per group; in window
+        `read_cache=False`, be it this call's or, where that is None, the request's. For several groups the ids are a list with one array per group; in window
         groups, blocks that are not read any more are null.
         """
-        ids, num_tokens = self._native.lookup(self._chain(request))
+        reads = _choice(read_cache, "read_cache")
+        ids, num_tokens = self._native.lookup(self._chain(request), reads)
         return self._by_group(ids), num_tokens
 
     def allocate_slots(
@@ -488,20 +501,28 @@ class KVCacheManager:
         num_tokens: int,
         computed_blocks: Ids | Sequence[Ids] = NO_IDS,
         num_lookahead_tokens: int = 0,
+        *,
+        read_cache: bool | None = None,
     ) -> np.ndarray | list[np.ndarray] | None:
         """Admits a request with these computed blocks and slots for `num_tokens` more tokens.
 
         Returns its new blocks (int32[k], without the computed ones; for several groups a list), or None
         where they do not fit, with nothing changed. Computed blocks without references do not count as
-        free. ValueError for computed blocks with `read_cache=False` or without caching, and for a manager
-        with a recurrent group.
+        free. `read_cache`: as `get_computed_blocks` was called.
+
+        ValueError for computed blocks with `read_cache=False` or without caching, and for a manager with
+        a recurrent group.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]
         else:
             computed = list(computed_blocks) if len(computed_blocks) else self._no_computed
         answer = self._native.allocate(
-            self._new_chain(request), num_tokens, computed, num_lookahead_tokens
+            self._new_chain(request),
+            num_tokens,
+            computed,
+            num_lookahead_tokens,
+            read_cache=_choice(read_cache, "read_cache"),
         )
         if answer is None:
             return None
@@ -660,6 +681,17 @@ class KVCacheManager:
             return {}
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
+
+
+def _choice(value: bool | None, name: str) -> bool | None:
+    """True or False of a call, or None where it leaves it to the request."""
+    return None if value is None else flag(value, name)
+
+
+def _choices(values: bool | Sequence[bool | None], n: int) -> list[bool | None]:
+    if not isinstance(values, list | tuple):
+        return [_choice(values, "read_cache")] * n
+    return [_choice(value, f"read_cache[{i}]") for i, value in enumerate(values)]
 
 
 def _id_of(request: Request) -> str:

@@ -93,10 +93,12 @@ const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
   return hash;
 }
 
-const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
+const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host,
+                                 std::optional<bool> read_cache) {
   const Call call(this);
-  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  return finder_.find(chain, /*with_partial=*/false, with_host);
+  const bool reads = chain.reads(read_cache);
+  if (reads) intake_.hash_ahead(chain, /*reads=*/true);
+  return finder_.find(chain, /*with_partial=*/false, with_host, reads);
 }
 
 Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
@@ -162,7 +164,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
 
 Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
                         const std::vector<std::vector<BlockId>>& computed,
-                        int64_t num_lookahead_tokens) {
+                        int64_t num_lookahead_tokens, std::optional<bool> read_cache) {
   const Call call(this);
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
@@ -173,10 +175,13 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
   checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
-  const int64_t num_computed = checks_.check_computed(*chain, computed);
+  const bool reads = chain->reads(read_cache);
+  const int64_t num_computed = checks_.check_computed(*chain, computed, reads);
   const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
   checks_.check_length(span.stop, "a new request");
-  return server_.allocate(chain, PrefixHit::of_device(num_computed, computed), span);
+  PrefixHit hit = PrefixHit::of_device(num_computed, computed);
+  hit.reads = reads;
+  return server_.allocate(chain, hit, span);
 }
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {

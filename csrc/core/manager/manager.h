@@ -81,7 +81,9 @@ class Manager {
 
   // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
   // None where the request opted out of reading. Changes nothing; valid until the next call.
-  const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
+  // `read_cache`: of this call, else the chain's.
+  const PrefixHit& lookup(TokenChain& chain, bool with_host = false,
+                          std::optional<bool> read_cache = std::nullopt);
 
   // The answer that admitting a request with at most num_tokens tokens behind its hit would get
   // now.
@@ -99,7 +101,8 @@ class Manager {
   // A row with these blocks per group, which the caller looked up, and slots for num_tokens tokens
   // more. `new_blocks` are without the computed ones.
   Slots allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
-                 const std::vector<std::vector<BlockId>>& computed, int64_t num_lookahead_tokens);
+                 const std::vector<std::vector<BlockId>>& computed, int64_t num_lookahead_tokens,
+                 std::optional<bool> read_cache = std::nullopt);
 
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);

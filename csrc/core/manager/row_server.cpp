@@ -49,9 +49,10 @@ void RowServer::serve_new(const StepRequest& request) {
     Status status = Status::kWait;
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
-      const PrefixHit* hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
+      const PrefixHit* hit =
+          &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, asked.reads());
       if (hit->num_host_blocks > asked.max_host_blocks) {
-        hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
+        hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, asked.reads());
       }
       const int64_t start = hit->num_tokens;
       served.span = {start, std::min(start + asked.num_tokens, asked.chain->num_tokens()),
@@ -151,7 +152,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
   parts_.publisher->announce_hit(*chain, hit);
-  if (chain->read_cache()) {
+  if (hit.reads) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
   }

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/hashing/token_chain.h"
@@ -16,6 +17,9 @@ struct NewRow {
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
   int64_t max_host_blocks =
       kMaxSize;  // a hit that takes more from the host is not taken from there
+  std::optional<bool> read_cache = std::nullopt;  // of this call, else the chain's
+
+  bool reads() const { return chain->reads(read_cache); }
 };
 
 // The request to a step. Arrays of running rows have num_rows entries.
