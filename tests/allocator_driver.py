@@ -8,19 +8,20 @@ wanted: `make soak SECONDS=600`.
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
-from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
-from tests.model import ENCODER, STATE, ModelGroup, ModelManager, ModelRequest
+from tests.model import ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
 
 
 @register("test_sinks_and_stride")
@@ -103,7 +104,25 @@ MIXES = [
     ([(FULL, 8), (FULL, 12)], 2),
     ([(FULL, 6), (_window(7), 4)], None),
     ([(FULL, 12), (RECURRENT, 8)], 2),
+    ([(RECURRENT, 12), (_window(5), 4), (FULL, 8)], 2),
+    ([(RECURRENT, 8), (RECURRENT, 6)], 2),
 ]
+
+
+def groups_of(
+    choose: Chooser, kinds: Sequence[tuple[Kind, int]]
+) -> tuple[list[GroupSpec], list[ModelGroup]]:
+    """The groups of a mix, and of its model; some of those that hold tokens draft."""
+    specs, groups = [], []
+    for kind, size in kinds:
+        group = kind.model(size)
+        drafts = group.pages == TOKENS and choose.chance(8)
+        specs.append(replace(kind.spec(size), drafts=drafts))
+        groups.append(replace(group, drafts=drafts))
+    return specs, groups
+
+
+ENGINE = "engine:blake2b"  # hashes that the requests come with
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
@@ -119,9 +138,9 @@ class Driver:
             "max_num_reqs": choose.integer(2, 6),
             "num_preallocate_tokens": choose.pick([0, 0, 5, 12]),
             "hash_block_size": hash_block_size,
-            "use_eagle": choose.chance(4),
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
+            "announce_reused": choose.chance(3),
         }
         if choose.chance(2):
             options |= {
@@ -129,18 +148,23 @@ class Driver:
                 "host_write": choose.pick(["back", "back", "through", "selective"]),
                 "num_hits_to_write": choose.integer(1, 2),
             }
+        self.algorithm = choose.pick([DEFAULT_ALGORITHM, "xxh3_128_cbor", ENGINE])
+        self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
+        specs, groups = groups_of(choose, kinds)
         self.manager = KVCacheManager.for_groups(
-            [kind.spec(size) for kind, size in kinds],
+            specs,
             num_blocks,
             LONGEST,
             watermark=watermark,
             enable_events=True,
             track_residency=True,
+            hash_algorithm=self.algorithm,
+            hash_bytes=self.hash_bytes,
             **options,
         )
         self.model = ModelManager(
-            [kind.model(size) for kind, size in kinds],
+            groups,
             num_blocks,
             LONGEST,
             watermark_blocks=int(watermark * num_blocks),
@@ -191,9 +215,7 @@ class Driver:
         tokens = [self.token(i, differs) for i in range(length)]
         reads, writes = choose.pick([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)])
         encoder = choose.pick([0, 3, 5]) if self.has_encoder else 0
-        self.count += 1
-        request = Request(
-            f"r{self.count}",
+        request = self.make_request(
             tokens,
             read_cache=bool(reads),
             write_cache=bool(writes),
@@ -201,6 +223,21 @@ class Driver:
         )
         can = not encoder
         return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
+
+    def make_request(self, tokens: list[int], **options) -> Request:
+        """A request, with its hashes where they are the engine's."""
+        self.count += 1
+        hashes = [] if self.algorithm == ENGINE else None
+        request = Request(f"r{self.count}", tokens, block_hashes=hashes, **options)
+        self.extend_hashes(request, tokens)
+        return request
+
+    def extend_hashes(self, request: Request, tokens: list[int]) -> None:
+        """As an engine does when tokens come, before it appends them here."""
+        if request.block_hashes is not None:
+            size = self.model.hash_size
+            for n in range(len(request.block_hashes) + 1, len(tokens) // size + 1):
+                request.block_hashes.append(self.hash_of(tuple(tokens[: n * size])))
 
     @staticmethod
     def token(position: int, differs: int) -> int:
@@ -246,7 +283,7 @@ class Driver:
         if choose.chance(2):
             rows.reverse()
         counts = [
-            choose.integer(1, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
+            choose.integer(0, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
         ]
         rejected = [0] * len(rows)
         if choose.chance(3):
@@ -262,6 +299,9 @@ class Driver:
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
+        for row, new_ids in zip(rows, ids):
+            request, model = self.requests[row]
+            self.extend_hashes(request, model.tokens + new_ids)
         plan = self.manager.step(
             rows,
             counts,
@@ -282,6 +322,9 @@ class Driver:
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
+        assert plan.num_tokens.tolist() == want.tokens
+        assert (plan.num_running, plan.num_leaving) == (len(rows), len(leaving))
+        assert plan.is_empty == self.changes_nothing(plan)
         assert plan.clear_rows.tolist() == sorted(want.clear)
         assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
         assert plan.zero.tolist() == want.zero
@@ -291,6 +334,18 @@ class Driver:
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    @staticmethod
+    def changes_nothing(plan) -> bool:
+        sections = (
+            plan.clear_rows,
+            plan.append_rows,
+            plan.swap_out,
+            plan.copy,
+            plan.zero,
+            plan.swap_in,
+        )
+        return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
@@ -330,10 +385,9 @@ class Driver:
         length = max(1, min(num_shared + self.choose.integer(0, 5), LONGEST))
         tokens = known.tokens[:num_shared]
         tokens += [self.token(i, differs) for i in range(len(tokens), length)]
-        self.count += 1
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
-        request = Request(f"r{self.count}", tokens, write_cache=writes, num_encoder_tokens=encoder)
+        request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
         if len(known.tokens) < num_shared:  # drafts that are not confirmed
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
@@ -347,7 +401,7 @@ class Driver:
     def allocate_slots(self) -> None:
         request, model = pair = self.new_request()
         ids, num_hit = self.manager.get_computed_blocks(request)
-        assert num_hit == self.model.hit_length(model, self.model.whole_unit)
+        assert num_hit == self.model.hit_length(model)
         want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
         ids = [ids] if self.num_groups == 1 else ids
         assert [each.tolist() for each in ids] == want
@@ -389,14 +443,17 @@ class Driver:
         if pairs:
             request, model = self.choose.pick(pairs)
             tokens = self.later_tokens(model, self.choose.integer(1, 4))
+            self.extend_hashes(request, model.tokens + tokens)
             request.append_tokens(tokens)
             model.tokens.extend(tokens)
 
     def free(self) -> None:
-        if self.requests:
+        pairs = []
+        for _ in range(min(len(self.requests), self.choose.pick([1, 1, 1, 2, 3]))):
             row = self.choose.pick(sorted(self.requests))
-            pair = self.requests.pop(row)
-            self.manager.free(pair[0])
+            pairs.append((row, self.requests.pop(row)))
+        self.manager.free(*(pair[0] for _, pair in pairs))
+        for row, pair in pairs:
             self.model.free(row)
             self.waiting.append(pair)
 
@@ -461,15 +518,22 @@ class Driver:
         """Questions: they change nothing, which `compare` sees."""
         request, model = pair = self.new_request()
         self.waiting.append(pair)
-        num_hit = self.model.hit_length(model, self.model.unit)
+        num_hit = self.model.hit_length(model, partial=True)
         tokens = self.manager.cached_tokens(request)
-        whole = self.model.whole_unit
-        assert tokens.on_device == self.model.hit_length(model, whole)
-        assert tokens.with_host == self.model.hit_length(model, whole, with_host=True)
+        assert tokens.on_device == self.model.hit_length(model)
+        assert tokens.with_host == self.model.hit_length(model, with_host=True)
+        count = self.choose.integer(1, LONGEST)
+        found = self.manager.checkpoint_tokens(request, count)
+        assert found == self.model.checkpoint_tokens(model, None, count)
+        if self.requests:
+            row = self.choose.pick(sorted(self.requests))
+            running, known = self.requests[row]
+            found = self.manager.checkpoint_tokens(running, count)
+            assert found == self.model.checkpoint_tokens(known, row, count)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
         status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
         assert self.manager.would_fit(request, chunk) == status
-        assert self.model.hit_length(model, self.model.unit) == num_hit
+        assert self.model.hit_length(model, partial=True) == num_hit
         rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
         if rows:
             row = self.choose.pick(rows)
@@ -496,6 +560,8 @@ class Driver:
             lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
             lambda: manager.report(StepReport(0, completed=True, failed_pages=[0])),
             lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
+            lambda: manager.step(new=[Request("odd", [1], block_hashes=[bytes(32)] * 9)]),
+            lambda: manager.step(new=[Request("none yet", [])]),
             lambda: manager.step(swap_out=[len(self.tables) + 50]),
             lambda: manager.step(new=[stranger], max_host_blocks=[-1]),
             lambda: manager.fork(stranger, Request("child", [1, 2])),
@@ -516,9 +582,8 @@ class Driver:
             most = self.model.most_rejected(row)
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
-                lambda: manager.step([row], [0]),
+                lambda: manager.step([row], [-1]),
                 lambda: manager.step([row], [rows[row] + 1]),
-                lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
@@ -527,6 +592,8 @@ class Driver:
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
+            if self.algorithm != ENGINE:  # else the given hashes say what they stand for
+                calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)
         if others:
             row2 = self.choose.pick([*others])
@@ -592,9 +659,9 @@ class Driver:
                 continue
             group, prefix = rest
             event = (kind, medium, group, self.hash_of(prefix))
-            if kind == "stored" and medium == "gpu":
+            if kind in ("stored", "reused") and medium == "gpu":
                 size = self.model.groups[group].block_size
-                event += (self.hash_of(prefix[:-size]), prefix[-size:])
+                event += (self.parent_of(prefix[:-size]), prefix[-size:])
             want.append(event)
         assert found == want
         self.model.events.clear()
@@ -602,18 +669,31 @@ class Driver:
     def stored(self, event: BlockStored) -> list[tuple]:
         found, size, parent = [], event.block_size, event.parent_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
+        assert event.hash_algorithm == self.algorithm
         for i, each in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
+            what = "reused" if event.is_reused else "stored"
+            found.append((what, "gpu", event.group, each.tobytes(), parent, tokens))
             parent = each.tobytes()
         return found
 
+    def parent_of(self, before: tuple) -> bytes | None:
+        """Parent of a block behind these tokens; none of first blocks that the engine hashes."""
+        if before:
+            return self.hash_of(before)
+        if self.algorithm == ENGINE:
+            return None
+        return hash_seed(DEFAULT_SEED, "seed", self.algorithm)
+
     def hash_of(self, prefix: tuple) -> bytes:
-        if not prefix:
-            return hash_seed(DEFAULT_SEED, "seed")
         if prefix not in self.hashes:
-            self.hashes[prefix] = hash_blocks(prefix, self.model.hash_size)[-1].tobytes()
+            self.hashes[prefix] = self.make_hash(prefix)
         return self.hashes[prefix]
+
+    def make_hash(self, prefix: tuple) -> bytes:
+        if self.algorithm == ENGINE:
+            return hashlib.blake2b(repr(prefix).encode(), digest_size=self.hash_bytes).digest()
+        return hash_blocks(prefix, self.model.hash_size, algorithm=self.algorithm)[-1].tobytes()
 
 
 def drive(seed: int, num_operations: int) -> None:

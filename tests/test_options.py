@@ -22,12 +22,14 @@ OTHERS = {
     "max_num_reqs": 7,
     "hash_block_size": 2,
     "watermark": 0.25,
-    "use_eagle": True,
     "fence_frees": True,
     "enable_events": True,
+    "announce_reused": True,
     "track_residency": True,
     "stats_window": 9,
     "hash_seed": "other",
+    "hash_algorithm": "xxh3_128_cbor",
+    "hash_bytes": 16,
     "eviction": "segmented_lru",
     "eviction_options": {"protected_share": 0.5},
     "num_host_blocks": 11,
@@ -37,13 +39,20 @@ OTHERS = {
     "num_hits_to_write": 3,
     "page_bytes": 4096,
 }
-ELSEWHERE = {"hash_seed", "page_bytes", "eviction_options", "host_eviction_options"}
+ELSEWHERE = {
+    "hash_seed",
+    "hash_algorithm",
+    "hash_bytes",
+    "page_bytes",
+    "eviction_options",
+    "host_eviction_options",
+}
 FULL = GroupSpec("full_attention", 4)
 
 
 def native_of(options):
     kind = make_kind("full_attention", {})
-    return options.native_of([(kind, 4)], num_gpu_blocks=40, max_model_len=64)
+    return options.native_of([(kind, 4, False)], num_gpu_blocks=40, max_model_len=64)
 
 
 def test_arguments_are_the_fields():
@@ -57,7 +66,8 @@ def test_arguments_are_the_fields():
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
 def test_a_field_reaches_the_native_options(name):
-    needed = {"num_host_blocks": 11} if name == "host_eviction" else {}
+    needed = {"host_eviction": {"num_host_blocks": 11}, "announce_reused": {"enable_events": True}}
+    needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)
     assert getattr(default, name) != OTHERS[name] == getattr(other, name)
     name = {"watermark": "watermark_blocks"}.get(name, name)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.checks import MAX_INT64, flag, integer, number
 from kvcache.native.load import core
@@ -24,12 +24,14 @@ class PolicyArguments(TypedDict, total=False):
 
     hash_block_size: int | None
     watermark: float
-    use_eagle: bool
     fence_frees: bool
     enable_events: bool
+    announce_reused: bool
     track_residency: bool
     stats_window: int
     hash_seed: str
+    hash_algorithm: str
+    hash_bytes: int | None
     eviction: str
     eviction_options: Mapping[str, float] | None
     host_eviction: str
@@ -78,9 +80,6 @@ class CacheOptions:
     watermark: float = 0.0
     """Share of the blocks, 0 to 1, that admissions and preallocation leave free."""
 
-    use_eagle: bool = False
-    """The last hit block is computed anew, for drafters that need its hidden states."""
-
     fence_frees: bool = False
     """Blocks that a request releases can be used again only when `report` has said that the steps
     planned so far are done. For workers that read a step's pages outside its stream, and where loads
@@ -88,6 +87,10 @@ class CacheOptions:
 
     enable_events: bool = False
     """`drain_events` returns what entered and left the cache."""
+
+    announce_reused: bool = False
+    """Events also name the blocks of the device that a request hits, for readers that join late or keep
+    only what is used. Only with `enable_events`."""
 
     track_residency: bool = False
     """`stats` says how long blocks stayed."""
@@ -97,6 +100,14 @@ class CacheOptions:
 
     hash_seed: str = DEFAULT_SEED
     """Gives the parent of first blocks."""
+
+    hash_algorithm: str = DEFAULT_ALGORITHM
+    """How blocks are hashed: "sha256_cbor", or "xxh3_128_cbor", which is faster, but not cryptographic:
+    who can choose tokens can then make two prompts of one hash. "engine:NAME" is an algorithm that only
+    the engine knows: every request comes with its hashes (`Request.block_hashes`). Events name it."""
+
+    hash_bytes: int | None = None
+    """Bytes of every hash, 1 to 32, where the algorithm is the engine's (None: 32)."""
 
     eviction: str = "lru"
     """Which cached block goes first when its space is needed: "lru" (least recently released), or
@@ -139,21 +150,28 @@ class CacheOptions:
         self._native().check_optional()
 
     @classmethod
-    def from_arguments(cls, **options: object) -> CacheOptions:
-        """The options of a call; TypeError that lists the known ones for a name that is none."""
+    def from_arguments(cls, caller: str, /, **options: object) -> CacheOptions:
+        """The options of a call of `caller`; TypeError as `check_names` raises it."""
+        cls.check_names(caller, options)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, caller: str, options: Iterable[str]) -> None:
+        """TypeError that names the public function and the known options for a name that is none."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise TypeError(f"option {name!r} is unknown: expected one of {', '.join(names)}")
-        return cls(**options)
+                raise TypeError(
+                    f"{caller}: option {name!r} is unknown: expected one of {', '.join(names)}"
+                )
 
     def native_of(
         self,
-        groups: Sequence[tuple[core.AttentionKind, int]],
+        groups: Sequence[tuple[core.AttentionKind, int, bool]],
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
-        """The native options of a manager with these groups, (kind, tokens per block) each.
+        """The native options of a manager with these groups, (kind, tokens per block, drafts) each.
 
         `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
         """
@@ -172,9 +190,12 @@ class CacheOptions:
             native.max_num_reqs = self._integer("max_num_reqs")
         if self.hash_block_size is not None:
             native.hash_block_size = self._integer("hash_block_size")
-        native.use_eagle = flag(self.use_eagle, "use_eagle")
+        native.hash_bytes = hash_bytes_of(self.hash_algorithm, self.hash_bytes)
         native.fence_frees = flag(self.fence_frees, "fence_frees")
         native.enable_events = flag(self.enable_events, "enable_events")
+        native.announce_reused = flag(self.announce_reused, "announce_reused")
+        if self.announce_reused and not self.enable_events:
+            raise ValueError("announce_reused is True: expected False without enable_events")
         native.track_residency = flag(self.track_residency, "track_residency")
         native.stats_window = self._integer("stats_window")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")

@@ -11,6 +11,10 @@ namespace kvcache {
 
 void check_optional(const ManagerOptions& options) {
   checked_size("hash_block_size", options.hash_block_size, 0);
+  if (options.hash_bytes < 1 || options.hash_bytes > static_cast<int64_t>(sizeof(Hash))) {
+    throw std::invalid_argument("hash_bytes is " + std::to_string(options.hash_bytes) +
+                                ": expected 1 to 32");
+  }
   checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
   checked_size("max_num_reqs", options.max_num_reqs, 0);
   checked_size("watermark_blocks", options.watermark_blocks, 0);
@@ -29,7 +33,14 @@ ManagerOptions checked(const ManagerOptions& options) {
     throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
                                 " entries: expected 1 to " + std::to_string(kMaxGroups));
   }
-  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    const GroupOptions& group = options.groups[g];
+    checked_size("block_size", group.block_size, 1);
+    if (!group.drafts || group.kind->pages() == AttentionKind::Pages::kTokens) continue;
+    throw std::invalid_argument("groups[" + std::to_string(g) +
+                                "] drafts, and its kind keeps no K and V of tokens: expected a "
+                                "drafter's layers in a group of another kind");
+  }
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
@@ -55,8 +66,9 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.kind = each.kind;
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
+    group.drafts = each.drafts;
     group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
-                        group.pages == AttentionKind::Pages::kTokens;
+                        group.pages != AttentionKind::Pages::kEncoder;
     group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;
