@@ -619,7 +619,12 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
-      .def("num_blocks_back", &Manager::num_blocks_back)
+      .def("num_blocks_back",
+           [](const Manager& self, const std::vector<int32_t>& rows,
+              const std::vector<int64_t>& num_slots) {
+             const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
+             return py::make_tuple(back.num_taken, back.alone);
+           })
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
       // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",

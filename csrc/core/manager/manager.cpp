@@ -231,8 +231,8 @@ int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   return swap_.num_unique_blocks(rows);
 }
 
-int64_t Manager::num_blocks_back(const std::vector<int32_t>& rows,
-                                 const std::vector<int64_t>& num_slots) const {
+RowSwap::BlocksBack Manager::num_blocks_back(const std::vector<int32_t>& rows,
+                                             const std::vector<int64_t>& num_slots) const {
   check_reader();
   checks_.check_swap(rows, /*on_host=*/true);
   return swap_.num_blocks_back(rows, num_slots);

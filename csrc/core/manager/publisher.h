@@ -56,11 +56,13 @@ class Publisher {
   // To be called when the row's blocks, or what is published of them, have changed otherwise.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
+  // Tokens of the row that have KV, as far as that is known.
+  int64_t num_with_kv(int32_t row) const;
+
   void check_invariants() const;
 
  private:
   int64_t next_publish(int32_t row) const;
-  int64_t num_with_kv(int32_t row) const;
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
