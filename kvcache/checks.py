@@ -56,6 +56,17 @@ def dtype_name(dtype: object, known: Iterable[str]) -> str:
     return name
 
 
+def text(value: str, name: str) -> str:
+    """A string that UTF-8 can hold: no lone surrogate. TypeError or ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}: expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
+    return value
+
+
 def check_name(value: str, name: str) -> None:
     """A string that is not empty. TypeError or ValueError."""
     if not isinstance(value, str):

@@ -140,7 +140,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   const int32_t row = served->row = c_.rows->take();
   served->safe_start = hit.num_tokens;
   Row& r = (*c_.rows)[row];
-  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0};
+  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
   r.chain = chain;
   r.start = hit.num_tokens;
   r.num_computed = served->span.stop;
@@ -150,6 +150,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   growth_.serve(served, demand);
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
+  parts_.publisher->announce_hit(*chain, hit);
   if (chain->read_cache()) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
@@ -227,7 +228,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.chain = child;
   r.start = r.num_computed;
   r.admission = admission;
-  c_.rows->info(other) = {child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked};
+  c_.rows->info(other) = {
+      child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];

@@ -10,7 +10,6 @@ import torch
 
 from kvcache.worker.swap.streams import PolledEvent
 
-
 _MOST_IN_HUGE_PAGES = 1 << 26  # bytes
 
 
@@ -27,7 +26,9 @@ class HostDeviceBuffer:
         on_cpu = device.type == "cpu"
         # Where nothing is uploaded, nothing needs pinning.
         pinned = pin_memory and not on_cpu
-        self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _zeros(shape, dtype)
+        self.cpu = (
+            torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _zeros(shape, dtype)
+        )
         self.np: np.ndarray = self.cpu.numpy()
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
         self._uploaded = PolledEvent() if device.type == "cuda" else None
