@@ -485,7 +485,8 @@ def test_the_context_of_rows_is_read_with_slots_of_its_own():
     cache = kvcache.build(plan, max_num_reqs=3, num_preallocate_tokens=0)
     written = {name: torch.randn(2, 2, 40, 2, 8) for name in ("full", "local")}
     rows, first = np.array([0, 1], np.int32), 0
-    step = cache.manager.step(new=[Request(str(i), range(i, 40)) for i in range(2)], new_num_tokens=[8, 8])
+    requests = [Request(str(i), range(i, 40)) for i in range(2)]
+    step = cache.manager.step(new=requests, new_num_tokens=[8, 8])
     while True:
         cache.worker.apply(step)
         starts = np.array([0, 8, 16], np.int32)
@@ -518,13 +519,25 @@ def test_the_context_of_rows_is_read_with_slots_of_its_own():
     assert len(long) == 500 and long.dtype == torch.int64  # longer than a step
     assert torch.equal(long[:20], tables.slots_of(None, torch.arange(20), query_start_loc=[0, 20]))
     for call, error, message in (
-        (lambda: cache.gather_context("full", [0], [33]), ValueError, "expected less, as row 0 holds no"),
+        (
+            lambda: cache.gather_context("full", [0], [33]),
+            ValueError,
+            "expected less, as row 0 holds no",
+        ),
         (lambda: cache.gather_context("full", [3], [1]), ValueError, r"req_indices\[0\] is 3"),
-        (lambda: cache.gather_context("full", [0], [-1]), ValueError, "num_tokens is .-1.: expected 0"),
+        (
+            lambda: cache.gather_context("full", [0], [-1]),
+            ValueError,
+            "num_tokens is .-1.: expected 0",
+        ),
         (lambda: cache.gather_context("full", [0, 1], [1]), ValueError, "for each of the 2 rows"),
         (lambda: cache.gather_context("no", [0], [1]), ValueError, "layer_name is 'no'"),
         (lambda: tables.slots_of(np.zeros(1)), TypeError, "positions is missing"),
-        (lambda: tables.slots_of(None, np.zeros(1, np.int64)), ValueError, "neither req_indices nor"),
+        (
+            lambda: tables.slots_of(None, np.zeros(1, np.int64)),
+            ValueError,
+            "neither req_indices nor",
+        ),
         (lambda: tables.slots_of([0], [1.5]), TypeError, "positions has dtype float64"),
     ):
         with pytest.raises(error, match=message):
@@ -542,7 +555,9 @@ def test_unknown_options_name_the_public_function():
         ),
         (lambda: kvcache.build(plan, max_num_reqs=4, max_reqs=4), "kvcache.build"),
     ):
-        with pytest.raises(TypeError, match=rf"^{name}: option 'max_reqs' is unknown: expected one of"):
+        with pytest.raises(
+            TypeError, match=rf"^{name}: option 'max_reqs' is unknown: expected one of"
+        ):
             call()
     with pytest.raises(ValueError, match=r"options of kind 'full_attention' are {'window': 16}"):
         LayerSpec("a", "full_attention", 16, 1, 8, options={"window": 16})

@@ -666,5 +666,5 @@ def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
         sizes = {"num_kv_heads": 1, "head_size": 8, "is_mla": True, **wrong}
         with pytest.raises(ValueError, match=message):
             LayerSpec("a", "full_attention", 16, **sizes)
-    with pytest.raises(TypeError, match="dtype is 3: expected a torch.dtype or its name"):
+    with pytest.raises(TypeError, match=r"dtype is 3: expected a torch\.dtype or its name"):
         KVStorage(4, 16, 1, 8, dtype=3)
