@@ -49,13 +49,32 @@ struct Fixture : Serving {
   }
 };
 
+TEST(a_row_that_is_asked_with_no_tokens_gets_nothing) {
+  Fixture f;
+  const int32_t row = f.add_row(20);
+  f.serve(row, 0, 8);
+  const int32_t none = 0, rejected = 1;
+  StepRequest request;
+  request.rows = &row;
+  request.num_tokens = &none;
+  request.num_rows = 1;
+  request.num_rejected = &rejected;
+  request.num_lookahead = 9;
+  f.server.serve_rows(request);
+  const StepPlan& plan = f.end();
+  CHECK(plan.status == Statuses({kServed}) && plan.num_tokens == Ids({0}));
+  CHECK(plan.num_computed_tokens == Ids({7}) && plan.is_empty());
+  CHECK_EQ(f.rows[row].num_computed, 7);
+  CHECK_EQ(f.ids(row).size(), 2);
+}
+
 TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
   Fixture f;
   const Ids cached = f.cache(2);
   f.admit({{hashed_chain(14), 100}});
   const StepPlan& plan = f.end();
   CHECK(plan.rows == Ids({0}) && plan.status == Statuses({kServed}));
-  CHECK(plan.num_computed_tokens == Ids({8}));
+  CHECK(plan.num_computed_tokens == Ids({8}) && plan.num_tokens == Ids({6}));
   CHECK(plan.clear_rows == Ids({0}) && plan.append_rows == Ids({0}));
   CHECK_EQ(f.ids(0).size(), 4);
   CHECK(f.ids(0)[0] == cached[0] && f.ids(0)[1] == cached[1]);
