@@ -67,14 +67,10 @@ class StepAnswers(NamedTuple):
     new: Answers
 
 
-class _HeldArrays:
+class _HeldArrays(core.HeldArrays):
     """Arrays that the native step has made: numpy's form of them comes when one is asked for."""
 
     __slots__ = ("_held",)
-
-    def __getattr__(self, name: str) -> object:
-        # Asked only for what is not set yet.
-        return core.fill_plan(self, name)
 
     def __reduce__(self) -> tuple:
         values = {each.name: getattr(self, each.name) for each in fields(self)}

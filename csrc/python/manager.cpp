@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -214,21 +215,21 @@ class PlanType {
     set(plan, slots_[field], value);
   }
 
-  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // What was held; AttributeError for a plan that no step has made.
-  py::object held(const py::object& plan) const {
-    // Not `getattr`, which would ask the plan's own __getattr__ again.
-    PyObject* capsule = PyObject_GenericGetAttr(plan.ptr(), held_.name.ptr());
-    if (capsule == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(capsule);
+  // The same where nobody has set it.
+  void set_missing(const py::object& plan, Field field, const py::object& value) const {
+    if (value_of(plan.ptr(), slots_[field]) == nullptr) set(plan, slots_[field], value);
   }
-  // The field of this name; kNumFields for another.
-  Field field_of(const py::str& name) const {
-    const auto is_it = [&](const Slot& slot) {
-      return slot.name.is(name) || PyUnicode_Compare(slot.name.ptr(), name.ptr()) == 0;
-    };
-    const auto* const known = std::find_if(slots_.begin(), slots_.end(), is_it);
-    return static_cast<Field>(known - slots_.begin());
+
+  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
+  // What was held, borrowed; null for a plan that no step has made.
+  PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
+  // The answer or change of this name that is missing; kNumFields where none is.
+  Field missing(PyObject* plan, PyObject* name) const {
+    for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
+      if (slots_[i].name.ptr() != name) continue;
+      return value_of(plan, slots_[i]) == nullptr ? static_cast<Field>(i) : kNumFields;
+    }
+    return kNumFields;
   }
 
   EmptySections empty;
@@ -249,6 +250,12 @@ class PlanType {
       out.offset = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
     }
     return out;
+  }
+
+  // Borrowed; null where it is not set.
+  static PyObject* value_of(PyObject* plan, const Slot& slot) {
+    if (slot.offset < 0) return nullptr;
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan) + slot.offset);
   }
 
   // Written in place, which takes a tenth of the time of an attribute.
@@ -279,7 +286,7 @@ py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const 
   return std::move(out);
 }
 
-// A plan whose arrays are made when they are asked for, by `fill_plan`.
+// A plan whose arrays are made when they are asked for, by `plan_attribute`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
   py::object out = type.make();
@@ -292,12 +299,13 @@ py::object as_plan(const StepPlan& plan) {
 
 void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
   HeldPlan& held = HeldPlan::of(capsule);
-  type.set(out, PlanType::kNumRunning, py::int_(held.num_running()));
-  type.set(out, PlanType::kNumLeaving, py::int_(held.num_leaving()));
-  type.set(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
-  type.set(out, PlanType::kStatus, held.status_view(capsule));
-  type.set(out, PlanType::kNumComputedTokens, held.view(capsule, HeldPlan::kNumComputedTokens));
-  type.set(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
+  type.set_missing(out, PlanType::kNumRunning, py::int_(held.num_running()));
+  type.set_missing(out, PlanType::kNumLeaving, py::int_(held.num_leaving()));
+  type.set_missing(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
+  type.set_missing(out, PlanType::kStatus, held.status_view(capsule));
+  type.set_missing(out, PlanType::kNumComputedTokens,
+                   held.view(capsule, HeldPlan::kNumComputedTokens));
+  type.set_missing(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
 }
 
 void set_changes(const PlanType& type, const py::object& out, const py::object& capsule) {
@@ -318,29 +326,45 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
     new_ids[g] = ids(HeldPlan::in_group(g, HeldPlan::kAppendIds));
     replace[g] = held.is_empty(replaced) ? empty.replace : held.view(capsule, replaced, 3);
   }
-  type.set(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
-  type.set(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
-  type.set(out, PlanType::kAppendSplits, splits);
-  type.set(out, PlanType::kAppendIds, new_ids);
-  type.set(out, PlanType::kReplace, replace);
-  type.set(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
-  type.set(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
-  type.set(out, PlanType::kZero, ids(HeldPlan::kZero));
-  type.set(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
+  type.set_missing(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
+  type.set_missing(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
+  type.set_missing(out, PlanType::kAppendSplits, splits);
+  type.set_missing(out, PlanType::kAppendIds, new_ids);
+  type.set_missing(out, PlanType::kReplace, replace);
+  type.set_missing(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
+  type.set_missing(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
+  type.set_missing(out, PlanType::kZero, ids(HeldPlan::kZero));
+  type.set_missing(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
 }
 
-// An array of a plan that was not asked for before, with all of its kind. AttributeError for what
-// is none, and for a plan that no step has made.
-py::object fill_plan(const py::object& plan, const py::str& name) {
+// An attribute of a plan: of its arrays, the first that is asked for comes with all of its kind.
+PyObject* plan_attribute(PyObject* self, PyObject* name) {
   const PlanType& type = PlanType::get();
-  const PlanType::Field field = type.field_of(name);
-  if (field >= PlanType::kFirstAnswer && field < PlanType::kNumFields) {
-    const py::object capsule = type.held(plan);
-    (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
+  const PlanType::Field field = type.missing(self, name);
+  PyObject* const held = field == PlanType::kNumFields ? nullptr : type.held(self);
+  if (held != nullptr) {
+    try {
+      const auto plan = py::reinterpret_borrow<py::object>(self);
+      const auto capsule = py::reinterpret_borrow<py::object>(held);
+      (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return nullptr;
+    } catch (const std::bad_alloc&) {
+      return PyErr_NoMemory();
+    }
   }
-  PyObject* value = PyObject_GenericGetAttr(plan.ptr(), name.ptr());
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(value);
+  return PyObject_GenericGetAttr(self, name);
+}
+
+// The base of StepPlan.
+py::object held_arrays_type() {
+  PyType_Slot slots[] = {{Py_tp_getattro, reinterpret_cast<void*>(&plan_attribute)}, {0, nullptr}};
+  PyType_Spec spec{"kvcache._core.HeldArrays", sizeof(PyObject), 0,
+                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+  auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+  if (!type) throw py::error_already_set();
+  return type;
 }
 
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
@@ -510,7 +534,7 @@ void bind_manager(py::module_& m) {
          const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
       py::arg("no_replace"));
-  m.def("fill_plan", &fill_plan, py::arg("plan"), py::arg("name"));
+  m.attr("HeldArrays") = held_arrays_type();
   py::class_<RequestRows>(m, "RequestRows")
       .def(py::init<py::dict, py::tuple, int64_t>(), py::arg("rows"), py::arg("chain_key"),
            py::arg("max_encoder_tokens"));
