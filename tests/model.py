@@ -61,6 +61,9 @@ class ModelRow:
     stale: bool = False
     forked: bool = False
     on_host: bool = False
+    receiving: bool = False
+    num_hit: int = 0  # external tokens follow it
+    num_valid: int = FOREVER  # while it receives: tokens that are valid at most
 
 
 @dataclass
@@ -232,6 +235,7 @@ class ModelManager:
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
         self.fences: list[tuple[int, list[int]]] = []
+        self.kept: dict[str, list[int]] = {}  # by name
         self.loads: list[dict] = []  # in flight
         self.pending_writes: list[int] = []
         self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
@@ -259,11 +263,18 @@ class ModelManager:
         reserved=0,
         leaving=(),
         most=None,
+        external=None,
+        delays=None,
     ):
         """`ids`: per row, tokens that became known. `lookahead`: per row, then per request.
 
-        `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host.
+        `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host;
+        `external`: tokens behind its hit that come from elsewhere; `delays`: whether they come later.
         """
+        most = most or [FOREVER] * len(requests)
+        external = external or [0] * len(requests)
+        delays = delays or [False] * len(requests)
+        hits = [self.capped_hit(request, cap) for request, cap in zip(requests, most)]
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
         journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
@@ -290,24 +301,24 @@ class ModelManager:
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
             answer.computed.append(self.rows[row].num_computed)
-        most = most or [FOREVER] * len(requests)
-        for request, limit, ahead, cap in zip(requests, limits, lookahead[len(rows) :], most):
+        asked = zip(requests, limits, lookahead[len(rows) :], most, external, delays, hits)
+        for request, limit, ahead, cap, num_external, delay, hit in asked:
             # A hit inside a block takes that block and the copy: without it, less may do.
-            for unit in (self.unit, self.whole_unit):
-                num_hit = self.hit_length(request, unit, with_host=True)
-                held = self.hit_blocks(request, num_hit)
-                num_loads = sum(b < 0 for h in held for b in h.blocks)
-                num_loads += sum(h.host_source > 0 for h in held)
-                if num_loads > cap:
-                    num_hit = self.hit_length(request, unit)
-                    held = self.hit_blocks(request, num_hit)
-                after = min(num_hit + limit, len(request.tokens))
-                copies = any(each.source for each in held)
-                status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
+            for unit in (self.whole_unit,) if num_external else (self.unit, self.whole_unit):
+                num_hit = self.capped_hit(request, cap, unit)
+                start = num_hit + num_external
+                after = start if delay else min(start + limit, len(request.tokens))
+                copies = any(each.source for each in self.hit_blocks(request, num_hit))
+                status, row = WAIT, -1
+                if num_external and num_hit != hit:
+                    break  # the load would be of other tokens
+                status, row = self._admit(
+                    request, num_hit, start, after, ahead, reserved, by_step=True, delay=delay
+                )
                 if status != WAIT or not copies:
                     break
             answer.status.append(status)
-            answer.computed.append(num_hit)
+            answer.computed.append(start)
             answer.rows.append(row)
             if status == SERVED:
                 answer.clear.add(row)
@@ -340,9 +351,12 @@ class ModelManager:
         entry = (row, self.rows[row].admission, self.safe_start)
         self.in_flight[-1]["rows"].append(entry)
 
-    def allocate(self, request, count, num_hit, lookahead):
+    def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
         """The row and its blocks behind the hits, per group, or None."""
-        status, row = self._admit(request, num_hit, num_hit + count, lookahead, 0, by_step=False)
+        start = num_hit + num_external
+        status, row = self._admit(
+            request, num_hit, start, start + count, lookahead, 0, by_step=False, delay=delay
+        )
         if status != SERVED:
             return None
         self._publish(self.rows[row])
@@ -371,7 +385,25 @@ class ModelManager:
     def reject(self, row, count):
         self.rows[row].num_computed -= count
 
-    def free(self, row):
+    def finish_receiving(self, row, num_tokens):
+        """Where the row goes on."""
+        state = self.rows[row]
+        limit = min(state.num_hit + num_tokens, state.num_valid)
+        state.receiving, state.num_valid = False, FOREVER
+        if limit < state.num_computed:
+            state.resend |= state.by_step
+            if self._can_resume(state, limit):
+                self._truncate(state, limit)
+            else:
+                self._release_row(state, with_encoder=False)
+                self._restart(state)
+        self._publish(state)
+        return state.num_computed
+
+    def release_kept(self, name):
+        self._release(self.kept.pop(name), self.last_issued)
+
+    def free(self, row, after_step=None, keep_as=None):
         state = self.rows.pop(row)
         if not state.on_host:
             self._publish(state)
@@ -385,7 +417,7 @@ class ModelManager:
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
                     if group.pages != ENCODER and block and not is_found:
                         self._note_dropped(state, g, column, block)
-        self._release_row(state, with_encoder=True)
+        self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
         if state.by_step:
             self.to_clear.add(row)
 
@@ -456,8 +488,21 @@ class ModelManager:
             best = max(n for n in lengths if n <= best - unit)
         return best
 
-    def hit_blocks(self, request, num_tokens):
-        """Per group what a row with this hit begins with; a page of the host is negative."""
+    def capped_hit(self, request, cap, unit=None):
+        """The hit's length, of whole blocks unless `unit` says more, with at most `cap` loads."""
+        unit = unit or self.whole_unit
+        num_hit = self.hit_length(request, unit, with_host=True)
+        held = self.hit_blocks(request, num_hit)
+        num_loads = sum(b < 0 for h in held for b in h.blocks)
+        num_loads += sum(h.host_source > 0 for h in held)
+        return num_hit if num_loads <= cap else self.hit_length(request, unit)
+
+    def hit_blocks(self, request, num_tokens, start=None):
+        """Per group what a row with this hit begins with; a page of the host is negative.
+
+        It goes on at `start`: what lies between comes from elsewhere, and is held as far as it is read.
+        """
+        start = num_tokens if start is None else start
         held = []
         for g, group in enumerate(self.groups):
             size, each = group.block_size, ModelHeld()
@@ -465,7 +510,7 @@ class ModelManager:
                 first = group.reads_from(num_tokens)
                 for column in range(num_tokens // size):
                     prefix = tuple(request.tokens[: (column + 1) * size])
-                    is_read = column >= first // size
+                    is_read = column >= group.reads_from(start) // size
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
                 each.num_hits = each.num_published
@@ -477,6 +522,9 @@ class ModelManager:
                     each.source = self.pool.find(g, prefix, partial=True)
                 if group.pages == STATE and each.blocks and each.blocks[-1] < 0:
                     each.host_source, each.blocks[-1] = -each.blocks[-1], 0
+                if group.pages == TOKENS and each.num_dropped == len(each.blocks):
+                    skipped = group.reads_from(start) // size - len(each.blocks)
+                    each.blocks += [0] * skipped
             held.append(each)
         return held
 
@@ -521,12 +569,15 @@ class ModelManager:
         return found
 
     def _is_shared(self, block):
-        return self._num_holders(block) - self.held_for_step.count(block) > 1
+        """A connector that may still read the block counts like a row."""
+        count = self._num_holders(block) - self.held_for_step.count(block)
+        return count + sum(blocks.count(block) for blocks in self.kept.values()) > 1
 
     def _num_holders(self, block):
         """References of rows: not those of requests that have left, nor of loads."""
         count = self.pool.refs.get(block, 0)
         count -= sum(blocks.count(block) for _, blocks in self.fences)
+        count -= sum(blocks.count(block) for blocks in self.kept.values())
         return count - sum(load["device"] == block for load in self.loads)
 
     def _is_fenced(self, step_id):
@@ -606,13 +657,13 @@ class ModelManager:
         self._own_what_is_written(state, start, after)
         return SERVED
 
-    def _admit(self, request, num_hit, after, lookahead, reserved, by_step):
-        held = self.hit_blocks(request, num_hit)
+    def _admit(self, request, num_hit, start, after, lookahead, reserved, by_step, delay=False):
+        held = self.hit_blocks(request, num_hit, start)
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free()
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
-        needs = self._needs(held, num_hit, after, lookahead)
+        needs = self._needs(held, start, after, lookahead)
         for g, group in enumerate(self.groups):
             if group.pages == ENCODER:
                 needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
@@ -623,23 +674,34 @@ class ModelManager:
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
-        self.safe_start, self.copies = num_hit, []
+        self.safe_start, self.copies = start if delay else num_hit, []
+        first_on_host = self._first_on_host(request, num_hit)
         for source in sources:
             self.pool.retain(source)
             self.held_for_step.append(source)
         self.num_admissions += 1
-        state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
+        state = ModelRow(request, held, by_step, start, after, self.num_admissions)
+        state.receiving, state.num_hit = delay, num_hit
         self.rows[row] = state
-        first_on_host = self._take_hits(state, num_hit)
-        self._allocate_blocks(state, row, num_hit, after, needs, room)
+        self._take_hits(state)
+        self._allocate_blocks(state, row, start, after, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
             self.host_hit_tokens += num_hit - first_on_host
         return SERVED, row
 
-    def _take_hits(self, state, num_hit):
-        """Holds them, and loads those on the host; the token from which on it rests on these."""
+    def _first_on_host(self, request, num_hit):
+        """The token from which on a hit rests on pages of the host."""
+        first = num_hit
+        for group, each in zip(self.groups, self.hit_blocks(request, num_hit)):
+            columns = [column for column, block in enumerate(each.blocks) if block < 0]
+            columns += [len(each.blocks) - 1] if each.host_source else []
+            first = min([first, *(column * group.block_size for column in columns)])
+        return first
+
+    def _take_hits(self, state):
+        """Holds them, and loads those on the host."""
         for each in state.held:
             taken = [block for block in each.blocks if block > 0]
             for block in taken:
@@ -648,16 +710,11 @@ class ModelManager:
             for page in [-block for block in each.blocks if block < 0] + [each.host_source]:
                 if page:
                     self.host.retain(page)
-        first = num_hit
         for g, each in enumerate(state.held):
             for column, block in enumerate(each.blocks):
                 if block < 0:
                     each.blocks[column] = self.pool.take()
                     self._load(state, g, column, -block, each.blocks[column], is_hit=True)
-                    first = min(first, column * self.groups[g].block_size)
-            if each.host_source:
-                first = min(first, (len(each.blocks) - 1) * self.groups[g].block_size)
-        return first
 
     def _count_hits(self, blocks):
         for block in blocks:
@@ -738,18 +795,18 @@ class ModelManager:
             column = (after - 1) // self.groups[g].block_size
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
             held.host_source = 0
-        elif start > 0:
+        elif held.blocks and held.blocks[-1]:
             self.step_answer.copy.append((held.blocks[-1], page))
             self.moves.append((row, g, len(held.blocks) - 1, start))
-        else:
+        elif start == 0:
             self.step_answer.zero.append(page)
         column = (after - 1) // self.groups[g].block_size
         held.blocks += [0] * (column - len(held.blocks)) + [page]
 
     # Blocks ----------------------------------------------------------------------------------------
 
-    def _release(self, blocks, step_id):
-        if self._is_fenced(step_id):
+    def _release(self, blocks, step_id, is_fenced=None):
+        if self._is_fenced(step_id) if is_fenced is None else is_fenced:
             if blocks:
                 later = sum(step > step_id for step, _ in self.fences)
                 self.fences.insert(len(self.fences) - later, (step_id, list(blocks)))
@@ -773,11 +830,16 @@ class ModelManager:
                     last.append((-column * group.block_size, g, block))
         return first + [block for _, _, block in sorted(last)]
 
-    def _release_row(self, state, with_encoder):
+    def _release_row(self, state, with_encoder, after_step=None, keep_as=None):
         blocks = self._tail_first(state, with_encoder)
         if state.on_host:
             for page in blocks:
                 self.host.release(page)
+        elif keep_as is not None:
+            self.kept[keep_as] = blocks
+        elif after_step is not None:
+            step = max(after_step, self.last_issued) if self.fence_frees else after_step
+            self._release(blocks, step, is_fenced=step >= self.num_completed)
         else:
             self._release(blocks, self.last_issued)
         for g, group in enumerate(self.groups):
@@ -942,7 +1004,7 @@ class ModelManager:
     # Publishing ------------------------------------------------------------------------------------
 
     def _publish(self, state):
-        if not state.request.writes or state.stale or not self.caching:
+        if not state.request.writes or state.stale or state.receiving or not self.caching:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -1131,6 +1193,9 @@ class ModelManager:
         for row in sorted(limits):
             state, limit = self.rows.get(row), limits[row]
             if state is None or limit >= state.num_computed:
+                continue
+            if state.receiving:  # it waits for those who write to its blocks
+                state.num_valid = min(state.num_valid, limit)
                 continue
             state.resend |= state.by_step
             if not state.on_host and self._can_resume(state, limit):

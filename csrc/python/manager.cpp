@@ -109,7 +109,8 @@ class OptionalInput {
 };
 
 std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens,
-                             const OptionalInput& max_host_blocks) {
+                             const OptionalInput& max_host_blocks,
+                             const OptionalInput& num_external, const OptionalInput& receives) {
   require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
                       "new_num_tokens");
   std::vector<NewRow> out(chains.size());
@@ -117,6 +118,8 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
     out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
     out[i].num_tokens = num_tokens.data()[i];
     if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
+    if (num_external.is_given()) out[i].num_external = num_external.data()[i];
+    if (receives.is_given()) out[i].receives = receives.data()[i] != 0;
   }
   return out;
 }
@@ -258,7 +261,8 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
                 const py::object& token_ids, const py::object& num_token_ids,
                 const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
                 const py::object& num_reserved_blocks, const py::object& swap_out,
-                const py::object& max_host_blocks) {
+                const py::object& max_host_blocks, const py::object& num_external,
+                const py::object& receives) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const Int32Input limits(new_num_tokens, "new_num_tokens");
@@ -271,11 +275,16 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   }
   StepRequest request;
   const OptionalInput most(max_host_blocks, "max_host_blocks");
-  if (most.is_given()) {
-    require_same_length(static_cast<py::ssize_t>(new_chains.size()), "new", most.size(),
-                        "max_host_blocks");
-  }
-  request.new_rows = new_rows(new_chains, limits, most);
+  const OptionalInput external(num_external, "num_external_computed_tokens");
+  const OptionalInput delays(receives, "delay_cache_blocks");
+  const auto check_per_request = [&](const OptionalInput& each, const char* name) {
+    if (!each.is_given()) return;
+    require_same_length(static_cast<py::ssize_t>(new_chains.size()), "new", each.size(), name);
+  };
+  check_per_request(most, "max_host_blocks");
+  check_per_request(external, "num_external_computed_tokens");
+  check_per_request(delays, "delay_cache_blocks");
+  request.new_rows = new_rows(new_chains, limits, most, external, delays);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
@@ -427,11 +436,25 @@ void bind_manager(py::module_& m) {
       .def("step", &step)
       .def("allocate",
            [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              const py::list& computed, const py::object& num_lookahead_tokens) {
-             return as_answer(self.allocate(
-                 chain, int_argument(num_tokens, "num_tokens"), computed_blocks(computed),
-                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+              const py::list& computed, const py::object& num_lookahead_tokens,
+              const py::object& num_external, bool receives) {
+             NewRow asked;
+             asked.chain = chain;
+             asked.num_tokens = int_argument(num_tokens, "num_tokens");
+             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+             asked.receives = receives;
+             return as_answer(
+                 self.allocate(asked, computed_blocks(computed),
+                               int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
            })
+      .def("finish_receiving",
+           [](Manager& self, int32_t row, const py::object& num_tokens) {
+             const int64_t n = num_tokens.is_none() ? self.num_external(row)
+                                                    : int_argument(num_tokens, "num_tokens");
+             return self.finish_receiving(row, n);
+           })
+      .def("is_receiving", &Manager::is_receiving)
+      .def("release_kept", &Manager::release_kept)
       .def("append",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {
@@ -446,7 +469,8 @@ void bind_manager(py::module_& m) {
       .def("free", [](Manager& self, int32_t row) { self.free(row); })
       .def("free",
            [](Manager& self, int32_t row, const py::object& turn, const py::object& request_class,
-              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention) {
+              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention,
+              const py::object& after_step, const std::optional<std::string>& keep_as) {
              ReleaseFeatures features;
              features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
              features.request_class =
@@ -457,7 +481,13 @@ void bind_manager(py::module_& m) {
              }
              features.retention = ranges.data();
              features.num_retention = static_cast<int64_t>(ranges.size());
-             self.free(row, features);
+             Departure departure;
+             if (!after_step.is_none()) {
+               departure.after_step =
+                   checked_size("after_step", int_argument(after_step, "after_step"), 0);
+             }
+             if (keep_as) departure.keep_as = &*keep_as;
+             self.free(row, features, departure);
            })
       .def("fork",
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
@@ -540,6 +570,7 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
       .def_property_readonly("num_rows", &Manager::num_rows)
       .def_property_readonly("num_fenced", &Manager::num_fenced)
+      .def_property_readonly("num_kept", &Manager::num_kept)
       .def_property_readonly("num_loading", &Manager::num_loading)
       .def_property_readonly(
           "host", [](Manager& self) { return self.host(); },

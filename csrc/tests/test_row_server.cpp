@@ -67,6 +67,29 @@ TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
   f.server.check_invariants();
 }
 
+TEST(external_tokens_have_slots_behind_the_hit) {
+  Fixture f;
+  f.cache(2);
+  NewRow asked{hashed_chain(18), 3};
+  asked.num_external = 6;
+  NewRow later{hashed_chain(18), 0};
+  later.num_external = 9;
+  later.receives = true;
+  StepRequest request;
+  request.new_rows = {asked, later, asked};
+  f.server.serve_new(request, {8, 8, 4});
+  f.server.publish_served();
+  const StepPlan& plan = f.end();
+  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // the last one counted from 4
+  CHECK(plan.num_computed_tokens == Ids({14, 17, 14}));
+  CHECK_EQ(f.rows[0].num_computed, 17);
+  CHECK_EQ(f.ids(0).size(), 5);
+  CHECK_EQ(f.ids(1).size(), 5);
+  CHECK(f.rows[1].is_receiving);
+  CHECK_EQ(f.journal.last().rows[0].start, 8);   // loaded within the step
+  CHECK_EQ(f.journal.last().rows[1].start, 17);  // comes whatever becomes of it
+}
+
 TEST(a_step_computes_no_hit_of_its_own) {
   Fixture f;
   f.admit({{hashed_chain(9), 9}, {hashed_chain(9), 9}});
@@ -202,7 +225,7 @@ TEST(allocate_and_append_answer_the_new_blocks) {
   f.end();
   const Ids cached = f.cache(2);
   const Slots slots =
-      f.server.allocate(hashed_chain(14), PrefixHit::of_device(8, {cached}), {8, 11, 0});
+      f.server.allocate({hashed_chain(14), 3}, PrefixHit::of_device(8, {cached}), 0);
   CHECK(slots.status == Status::kServed && slots.row == 0);
   CHECK(slots.new_blocks == std::vector<Ids>({{f.ids(0)[2]}}));
   CHECK(!f.rows[0].by_step);
@@ -216,7 +239,7 @@ TEST(allocate_and_append_answer_the_new_blocks) {
 TEST(a_fork_shares_blocks_until_one_of_both_writes) {
   Fixture f;
   f.end();
-  f.server.allocate(hashed_chain(6), PrefixHit::of_device(0, {{}}), {0, 6, 0});
+  f.server.allocate({hashed_chain(6), 6}, PrefixHit::of_device(0, {{}}), 0);
   const Slots child = f.server.fork(0, hashed_chain(6));
   CHECK(child.status == Status::kServed && child.row == 1);
   CHECK(f.ids(0) == f.ids(1));

@@ -19,7 +19,7 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import MAX_INT32, MAX_INT64, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -204,6 +204,11 @@ class KVCacheManager:
         return self._native.num_loading
 
     @property
+    def num_kept_blocks(self) -> int:
+        """References of blocks that wait for `release_blocks`."""
+        return self._native.num_kept
+
+    @property
     def num_fenced_blocks(self) -> int:
         """References of blocks that wait for a report; see `fence_frees`."""
         return self._native.num_fenced
@@ -264,6 +269,8 @@ class KVCacheManager:
         num_reserved_blocks: int = 0,
         swap_out: Ids | None = None,
         max_host_blocks: Ids | None = None,
+        num_external_computed_tokens: Ids | None = None,
+        delay_cache_blocks: Sequence[bool] | None = None,
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
@@ -292,18 +299,32 @@ class KVCacheManager:
         the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
         which would take longer than computing. The plan answers `rows`, then `swap_out`, then `new`.
 
+        `num_external_computed_tokens[j]`: the KV of so many tokens of a new request, behind its hit (as
+        `cached_tokens` counts it), comes from elsewhere: they get slots, are computed tokens of the plan,
+        and the request's own tokens follow. Without `delay_cache_blocks[j]` they are loaded within this
+        step, and their blocks are hits for later plans like all that it fills. With it, they come some
+        time later: the request gets no further slots (`new_num_tokens[j]` is 0), is not served, and none
+        of its blocks is a hit, until `finish_receiving`. In window groups only what the next token reads
+        has slots. Where other rows of the step change the hit, the request waits (`WAIT`).
+
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, no tokens, or tokens beyond `max_model_len` (`token_ids` may have
-        one more: the last sampled token).
+        a row or request named twice, no tokens, tokens beyond `max_model_len` (`token_ids` may have one
+        more: the last sampled token), a row that is receiving, or external tokens that leave none of the
+        request to be computed.
         """
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
             raise ValueError("new names a request twice")
+        delays = None if delay_cache_blocks is None else _flags(delay_cache_blocks)
+        if new_num_tokens is None:
+            new_num_tokens = [_ALL] * len(chains)
+            if delays is not None:
+                new_num_tokens = [0 if delay else _ALL for delay in delays]
         plan = self._native.step(
             rows,
             num_tokens,
             chains,
-            [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
+            new_num_tokens,
             token_ids,
             num_token_ids,
             num_rejected_tokens,
@@ -311,6 +332,8 @@ class KVCacheManager:
             num_reserved_blocks,
             swap_out,
             max_host_blocks,
+            num_external_computed_tokens,
+            delays,
         )
         plan.page_bytes = self._page_bytes
         if chains:
@@ -392,25 +415,56 @@ class KVCacheManager:
         num_tokens: int,
         computed_blocks: Ids | Sequence[Ids] = NO_IDS,
         num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
     ) -> np.ndarray | list[np.ndarray] | None:
         """Admits a request with these computed blocks and slots for `num_tokens` more tokens.
 
         Returns its new blocks (int32[k], without the computed ones; for several groups a list), or None
         where they do not fit, with nothing changed. Computed blocks without references do not count as
-        free. ValueError for computed blocks with `read_cache=False` or without caching, and for a manager
-        with a recurrent group.
+        free. A cross-attention group gets the blocks of the request's `num_encoder_tokens`.
+
+        `num_external_computed_tokens`: the KV of so many tokens behind the computed blocks comes from
+        elsewhere; they get slots besides. With `delay_cache_blocks` it comes later: `num_tokens` is 0, and
+        nothing is cached nor appended until `finish_receiving`. In window groups what the next token does
+        not read is null, computed blocks included: `block_ids` has the whole table.
+
+        ValueError for computed blocks with `read_cache=False` or without caching, for external tokens
+        that leave none of the request to be computed, and for a manager with a recurrent group.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]
         else:
             computed = list(computed_blocks) if len(computed_blocks) else self._no_computed
         answer = self._native.allocate(
-            self._new_chain(request), num_tokens, computed, num_lookahead_tokens
+            self._new_chain(request),
+            num_tokens,
+            computed,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            flag(delay_cache_blocks, "delay_cache_blocks"),
         )
         if answer is None:
             return None
         self._rows[request.request_id], ids = answer
         return self._by_group(ids)
+
+    def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
+        """Ends the wait of a request that was admitted with `delay_cache_blocks`.
+
+        `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A load
+        that failed is one of 0 or a few tokens, and must be over: nobody writes to the blocks any more.
+        Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
+        tokens: it goes on behind them. That is less than what has arrived where an abort or an
+        invalidation took away what came before, or where a window or a state begins behind it. ValueError
+        for a request that is not receiving, and for more tokens than it was to receive.
+        """
+        return self._native.finish_receiving(self.row(request), num_tokens)
+
+    def is_receiving(self, request: Request) -> bool:
+        """Whether an admitted request waits for `finish_receiving`."""
+        self._native.check_reader()
+        return self._native.is_receiving(self.row(request))
 
     def append_slots(
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
@@ -437,6 +491,8 @@ class KVCacheManager:
         turn: int = 0,
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
+        after_step: int | None = None,
+        keep_blocks: bool = False,
     ) -> None:
         """Releases a request's blocks, tail first; does nothing for an unknown or freed request.
 
@@ -446,21 +502,41 @@ class KVCacheManager:
 
         For eviction policies: `turn` of the conversation, `request_class` (a number of the caller's), and
         `retention`, tuples (first token, stop, priority 0 to 100, seconds or None for ever).
+
+        `after_step`: the blocks are released when a report says that this step is done, with or without
+        `fence_frees`. `keep_blocks`: they are handed to a connector, which may read them, or still write
+        to those of a request that is receiving, until `release_blocks`; the row is free at once. Cached
+        ones are hits meanwhile. ValueError for both together, for a step that there was not, for a
+        request that is receiving without `keep_blocks`, for one that is swapped out with it, and while
+        blocks of an earlier request with this id are kept.
         """
         row = self._rows.get(_id_of(request))
         if row is None:
             self._native.check_caller()
             return
-        if turn != 0 or request_class != -1 or retention != ():
+        keep_blocks = flag(keep_blocks, "keep_blocks")
+        if keep_blocks and after_step is not None:
+            raise ValueError(f"after_step is {after_step} with keep_blocks: expected one of them")
+        is_plain = turn == 0 and request_class == -1 and retention == ()
+        if not is_plain or keep_blocks or after_step is not None:
             self._native.free(
                 row,
                 integer(turn, "turn"),
                 integer(request_class, "request_class", least=-1),
                 checked_retention(retention),
+                after_step,
+                request.request_id if keep_blocks else None,
             )
         else:
             self._native.free(row)
         del self._rows[request.request_id]
+
+    def release_blocks(self, request: Request) -> None:
+        """Releases the blocks of a request that was freed with `keep_blocks`: the connector is done.
+
+        With `fence_frees` they wait for the steps in flight. ValueError for any other request.
+        """
+        self._native.release_kept(_id_of(request))
 
     def report(self, report: StepReport) -> dict[str, int]:
         """Processes a worker's report of a step; returns the result of `abort` and `invalidate`.
@@ -559,6 +635,10 @@ class KVCacheManager:
     def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
+
+
+def _flags(values: Sequence[bool]) -> list[int]:
+    return [int(flag(value, f"delay_cache_blocks[{i}]")) for i, value in enumerate(values)]
 
 
 def _id_of(request: Request) -> str:

@@ -28,10 +28,11 @@ struct Basis {
   bool frees_at_once;
 };
 
-// Inlined, as every row of a step asks it: most of it is known to be false where it is called.
+// `skip_for`: of a row that begins, the token that is read for; blocks before what it reads stay
+// null. Inlined, as every row of a step asks it: most of it is known where it is called.
 [[gnu::always_inline]] inline Demand demand_of(const Basis& on, const RowBlocks* held,
                                                const Span& span, const Supply& supply,
-                                               bool may_skip, bool may_share) {
+                                               int64_t skip_for, bool may_share) {
   Demand demand;
   const int64_t start = span.start, last = span.stop, stop = span.stop + span.lookahead;
   int64_t num_new = 0, num_free = supply.num_free;
@@ -50,9 +51,9 @@ struct Basis {
         needs.num_new = std::max<int64_t>(most - size, 0);
       }
       if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
-      if (may_skip && size == each.num_dropped) {
+      if (skip_for > 0 && size == each.num_dropped) {
         needs.num_skipped =
-            std::clamp<int64_t>(group.first_needed_block(last) - size, 0, needs.num_new);
+            std::clamp<int64_t>(group.first_needed_block(skip_for) - size, 0, needs.num_new);
         needs.num_new -= needs.num_skipped;
       }
       needs.drop_to = std::max(each.num_dropped, std::min(group.first_needed_block(start), size));
@@ -87,12 +88,16 @@ DemandRules::DemandRules(const std::vector<CacheGroup>* groups, const BlockPool*
 Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& supply, bool is_new,
                        bool may_share) const {
   return demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held, span,
-                   supply, computes_whole_prompt_ && is_new, may_share);
+                   supply,
+                   !is_new                  ? 0
+                   : computes_whole_prompt_ ? span.stop
+                                            : span.start,
+                   may_share);
 }
 
 Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share) const {
   Demand demand = demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held,
-                            span, {pool_->num_free(), 0}, /*may_skip=*/false, may_share);
+                            span, {pool_->num_free(), 0}, /*skip_for=*/0, may_share);
   if (demand.status == Status::kServed) return demand;
   int64_t num_blocks = 0;
   for (const CacheGroup& group : *groups_) {

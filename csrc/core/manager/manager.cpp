@@ -28,7 +28,8 @@ Manager::Manager(const ManagerOptions& options)
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  options),
-      checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages()}),
+      checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages(),
+               &tiers_.frees()}),
       intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, options.enable_caching),
       release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
                &tiers_.clock()),
@@ -104,6 +105,7 @@ void Manager::evict(const BlockId* ids, int64_t n) {
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
+  const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
   // From here on nothing is refused.
   steps_.begin();
@@ -111,20 +113,34 @@ const StepPlan& Manager::step(const StepRequest& request) {
   tiers_.offload_queued();  // behind the rows, which must go there
   server_.serve_rows(request);
   swap_.answer(request, have_left);
-  server_.serve_new(request);
+  server_.serve_new(request, hits);
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();
   return steps_.end(rows_);
 }
 
-Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
-                        const std::vector<std::vector<BlockId>>& computed,
+// External tokens follow a hit: that of each request that has some.
+std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests) {
+  std::vector<int64_t> hits;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const NewRow& asked = requests[i];
+    if (asked.num_external == 0) continue;
+    intake_.hash_ahead(*asked.chain, asked.chain->read_cache());
+    hits.resize(requests.size());
+    hits[i] = server_.num_hit_tokens(asked);
+    checks_.check_external(asked, hits[i]);
+  }
+  return hits;
+}
+
+Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed,
                         int64_t num_lookahead_tokens) {
   const Call call(this);
-  checked_size("num_tokens", num_tokens, 1);
+  checks_.check_counts(asked, "num_tokens");
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_has_no_state("allocate_slots");
+  const std::shared_ptr<TokenChain>& chain = asked.chain;
   checks_.check_new(*chain);
   const bool any_computed =
       std::any_of(computed.begin(), computed.end(),
@@ -132,9 +148,18 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   intake_.hash_ahead(*chain, any_computed);
   checks_.check_new(*chain);  // a digest may call back
   const int64_t num_computed = checks_.check_computed(*chain, computed);
-  const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
-  checks_.check_length(span.stop, "a new request");
-  return server_.allocate(chain, PrefixHit::of_device(num_computed, computed), span);
+  checks_.check_external(asked, num_computed);
+  checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
+  return server_.allocate(asked, PrefixHit::of_device(num_computed, computed),
+                          num_lookahead_tokens);
+}
+
+int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
+  const Call call(this);
+  checks_.check_receive(row, num_tokens);
+  intake_.hash_ahead(*rows_[row].chain, /*reads=*/true);
+  recovery_.receive(row, rows_.info(row).num_hit + num_tokens);
+  return rows_[row].num_computed;
 }
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
@@ -204,13 +229,20 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   return swap_.swap_in(rows);
 }
 
-void Manager::free(int32_t row, const ReleaseFeatures& features) {
+void Manager::free(int32_t row, const ReleaseFeatures& features, const Departure& departure) {
   const Call call(this);
-  if (!rows_.at(row).on_host) {
+  checks_.check_free(row, departure);
+  if (!rows_[row].on_host) {
     intake_.hash_filled(row);
     publisher_.publish(row);
   }
-  release_.leave(row, features);
+  release_.leave(row, features, departure);
+}
+
+void Manager::release_kept(const std::string& name) {
+  const Call call(this);
+  checks_.check_kept(name);
+  tiers_.frees().release_kept(name);
 }
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {

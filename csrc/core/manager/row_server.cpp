@@ -35,26 +35,41 @@ void RowServer::serve_rows(const StepRequest& request) {
   }
 }
 
-void RowServer::serve_new(const StepRequest& request) {
+void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     const NewRow& asked = request.new_rows[i];
     ServedRow served;
     Status status = Status::kWait;
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
-      const PrefixHit* hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
-      if (hit->num_host_blocks > asked.max_host_blocks) {
-        hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
-      }
-      const int64_t start = hit->num_tokens;
-      served.span = {start, std::min(start + asked.num_tokens, asked.chain->num_tokens()),
-                     request.lookahead_of(request.num_rows + static_cast<int64_t>(i))};
-      status = admit(&served, asked.chain, *hit, request.num_reserved_blocks, /*by_step=*/true);
-      if (status != Status::kWait || !hit->copies_partial()) break;
+      const PrefixHit& hit = find_hit(asked, with_partial);
+      served.span =
+          span_of(asked, hit, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
+      served.row = -1;
+      // Rows of this step may have changed what is cached: the load would be of other tokens.
+      if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;
+      status = admit(&served, asked, hit, request.num_reserved_blocks, /*by_step=*/true);
+      if (status != Status::kWait || !hit.copies_partial()) break;
     }
     if (status == Status::kServed) c_.plan->clear(served.row);
     answer(served, status);
   }
+}
+
+// With external tokens, which were counted from the end of whole blocks, these alone.
+const PrefixHit& RowServer::find_hit(const NewRow& asked, bool with_partial) {
+  with_partial &= asked.num_external == 0;
+  const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
+  if (hit.num_host_blocks <= asked.max_host_blocks) return hit;
+  return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
+}
+
+// What comes from elsewhere lies between the hit and the start.
+Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead) {
+  const int64_t num_known = asked.chain->num_tokens();
+  const int64_t start = hit.num_tokens + asked.num_external;
+  const int64_t stop = asked.receives ? start : std::min(start + asked.num_tokens, num_known);
+  return {start, stop, num_lookahead};
 }
 
 Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
@@ -118,25 +133,28 @@ void RowServer::keep_own_blocks(const ServedRow& served) {
 Demand RowServer::demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
                                 int64_t num_reserved) {
   for (const CacheGroup& group : *c_.groups) {
-    RowGrowth::set_hit(&candidate_[group.id], group, hit);
+    RowGrowth::set_hit(&candidate_[group.id], group, hit, span.start);
   }
   Demand demand = rules_.of_new(candidate_.data(), chain, span, num_reserved);
   if (demand.status == Status::kServed && !c_.rows->has_free()) demand.status = Status::kWait;
   return demand;
 }
 
-Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain,
-                        const PrefixHit& hit, int64_t num_reserved, bool by_step) {
+Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit,
+                        int64_t num_reserved, bool by_step) {
+  const std::shared_ptr<TokenChain>& chain = asked.chain;
   served->row = -1;
   const Demand demand = demand_of_new(*chain, hit, served->span, num_reserved);
   if (demand.status != Status::kServed) return demand.status;
   const int32_t row = served->row = c_.rows->take();
-  served->safe_start = hit.num_tokens;
+  // What is received comes whatever becomes of the step.
+  served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
-  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0};
+  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens};
   r.chain = chain;
-  r.start = hit.num_tokens;
+  r.start = served->span.start;
   r.num_computed = served->span.stop;
+  r.is_receiving = asked.receives;
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
@@ -156,7 +174,9 @@ void RowServer::restart(int32_t row) {
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
   for (const CacheGroup& group : *c_.groups) {
-    if (group.is_cacheable()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
+    if (group.is_cacheable()) {
+      RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
+    }
   }
   ServedRow served;
   served.row = row;
@@ -166,11 +186,11 @@ void RowServer::restart(int32_t row) {
   parts_.publisher->refresh(row);
 }
 
-Slots RowServer::allocate(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
-                          const Span& span) {
+Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead_tokens) {
+  const int64_t start = hit.num_tokens + asked.num_external;
   ServedRow served;
-  served.span = span;
-  const Status status = admit(&served, chain, hit, /*num_reserved=*/0, /*by_step=*/false);
+  served.span = {start, start + asked.num_tokens, num_lookahead_tokens};  // not clipped: drafts
+  const Status status = admit(&served, asked, hit, /*num_reserved=*/0, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
   std::array<int64_t, kMaxGroups> num_computed{};

@@ -33,12 +33,14 @@ struct Row {
   bool has_forked = false;            // shares blocks that are not full, or did
   bool may_share = false;             // of those that it writes next
   bool on_host = false;               // its blocks are pages of the host
+  bool is_receiving = false;          // KV of its tokens behind the hit is still to come
 };
 
-struct AdmissionInfo {     // for those who ask later
-  int64_t num_prompt = 0;  // tokens known when it was admitted
-  int64_t num_hit = 0;     // of these
-  int64_t num_marked = 0;  // tokens that were marked as computed
+struct AdmissionInfo {             // for those who ask later
+  int64_t num_prompt = 0;          // tokens known when it was admitted
+  int64_t num_hit = 0;             // of these
+  int64_t num_marked = 0;          // tokens that were marked as computed
+  int64_t num_valid = kUnbounded;  // while it receives: tokens that are valid at most
 };
 
 class RowTable {

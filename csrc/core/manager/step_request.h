@@ -15,7 +15,9 @@ struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
   int64_t max_host_blocks =
-      kMaxSize;  // a hit that takes more from the host is not taken from there
+      kMaxSize;              // a hit that takes more from the host is not taken from there
+  int64_t num_external = 0;  // tokens behind the hit whose KV comes from elsewhere
+  bool receives = false;     // their KV comes later: until then the row is not served
 };
 
 // The request to a step. Arrays of running rows have num_rows entries.
