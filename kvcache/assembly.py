@@ -11,7 +11,7 @@ import torch
 
 from kvcache.allocator import KVCacheManager, PolicyArguments
 from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend
+from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
 from kvcache.worker.pages.pages import Tensors
@@ -119,7 +119,7 @@ def build(
     *,
     max_num_reqs: int,
     device: torch.device | str = "cpu",
-    backend: str | AttentionBackend | None = None,
+    backend: str | AttentionBackend | EngineBackend | None = None,
     layout: str = "NHD",
     kernel_sizes: Sequence[int] | None = None,
     num_speculative_tokens: int = 0,
@@ -142,8 +142,8 @@ def build(
     - `num_speculative_tokens`, `cp_kv_cache_interleave_size`: as `MultiGroupBlockTable` takes them.
     - `num_host_blocks`: pages of a tier in host memory, its null page counted; 0: no such tier.
     - `swap_options`: the options of `SwapEngine`, where there is a host tier.
-    - `enable_caching`, `num_preallocate_tokens`, `options` (`eviction`, `host_write`, `use_eagle`,
-      ...): fields of `CacheOptions`.
+    - `enable_caching`, `num_preallocate_tokens`, `options` (`eviction`, `host_write`, ...): fields of
+      `CacheOptions`.
 
     Raises TypeError or ValueError, MemoryError where the host has less memory.
 

@@ -96,6 +96,9 @@ def plan_cache(
     recurrent state is larger than every block, blocks grow until one holds it, as in vLLM's hybrid
     models. The rest of a share is padding.
 
+    A drafter's layers (`LayerSpec.drafts`) share groups with others of their kind; a group with one of
+    them drafts (`GroupSpec`).
+
     How many pages a request holds in a group is asked of the group's attention kind. A kind of your
     own that has no formula for it is asked for `first_needed_token` of every position below
     `max_model_len`.
@@ -130,7 +133,7 @@ def plan_cache(
     size = demand.best_group_size(budget_bytes, max_model_len)
     if size is None:
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
-    groups, page_bytes = _split(buckets, size), size * layer_page
+    groups, page_bytes = _split(buckets, size, by_name), size * layer_page
     return CachePlan(
         tuple(by_name.values()),
         groups,
@@ -244,7 +247,7 @@ def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
         block_size = _block_size(layer, layer_page, base_block_size)
         group = GroupSpec(layer.kind, block_size, layer.options, layer.replicated)
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
-        alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size)
+        alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
     # Pages follow each other, and each begins with a whole element of its layer's dtype.
     item = math.lcm(*(ELEMENT_BYTES[layer.dtype] for layer in layers))
@@ -282,11 +285,17 @@ def _block_size(layer: LayerSpec, layer_page: int, base_block_size: int | None) 
     return block_size // common * common or block_size
 
 
-def _split(buckets: Sequence[GroupSpec], size: int) -> tuple[GroupSpec, ...]:
-    return tuple(
-        replace(bucket, layers=bucket.layers[first : first + size])
+def _split(
+    buckets: Sequence[GroupSpec], size: int, by_name: Mapping[str, LayerSpec]
+) -> tuple[GroupSpec, ...]:
+    parts = [
+        (bucket, bucket.layers[first : first + size])
         for bucket in buckets
         for first in range(0, len(bucket.layers), size)
+    ]
+    return tuple(
+        replace(bucket, layers=names, drafts=any(by_name[name].drafts for name in names))
+        for bucket, names in parts
     )
 
 

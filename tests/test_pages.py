@@ -428,7 +428,7 @@ def test_what_does_not_fit_is_named(call, message):
 
 
 def test_a_backend_that_is_none_is_named():
-    with pytest.raises(TypeError, match="backend is 7: expected a name or an AttentionBackend"):
+    with pytest.raises(TypeError, match="backend is 7: expected a name, an AttentionBackend or"):
         storage("apart", "NHD", backend=7)
 
 

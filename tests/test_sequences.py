@@ -1,5 +1,7 @@
 """The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
 
+import collections
+import itertools
 import threading
 from enum import Enum
 
@@ -547,15 +549,64 @@ def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
     manager = make(num_gpu_blocks=7, watermark=0.3)  # 6, 2 kept
     group = admitted(manager, 6)
     swapped_out(manager, group)
-    assert [manager.can_swap_in(group, n) for n in (0, 6, 7, 14, 15)] == [
-        OK,
-        OK,
-        LATER,
-        LATER,
-        NEVER,
-    ]
+    answers = [manager.can_swap_in(group, n) for n in (0, 10, 11, 18, 19)]
+    assert answers == [OK, OK, LATER, LATER, NEVER]
     group.seqs[0].tokens += [1]
-    assert manager.can_swap_in(group, 6) == LATER
+    assert manager.can_swap_in(group, 10) == LATER
+
+
+def test_can_swap_in_counts_a_partial_last_block_once():
+    manager = BlockSpaceManager(8, 5, 5, watermark=0)
+    group = admitted(manager, 23)
+    swapped_out(manager, group)
+    assert manager.can_swap_in(group, 3) == OK
+    manager.swap_in(group)
+    assert manager.append_slots(group.seqs[0], 3) == []
+    assert counts(manager)[0] == 0
+
+
+def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
+    """What can_swap_in says, and whether swap_in and append_slots then work. None: not reached.
+
+    Each sequence gets `num_new` tokens of its own before the swap, the first half as many after it.
+    `num_held`: blocks of others.
+    """
+    manager = make(8, 40, size, sliding_window=window)
+    try:
+        group = admitted(manager, length, num_seqs=num_seqs)
+        for one in group.seqs:
+            one.tokens += [1] * num_new
+            manager.append_slots(one, 0)
+        swapped_out(manager, group)
+        if num_held:
+            admitted(manager, num_held * size, "other")
+    except ValueError:
+        return None
+    for one in group.seqs[: num_seqs // 2]:
+        one.tokens += [5] * num_new
+    answer = manager.can_swap_in(group, lookahead)
+    try:
+        manager.swap_in(group)
+        for one in group.seqs:
+            manager.append_slots(one, lookahead)
+    except ValueError:
+        return answer, False
+    return answer, True
+
+
+@pytest.mark.parametrize("size, window", [(1, None), (2, None), (4, None), (2, 5), (4, 3)])
+def test_can_swap_in_says_what_swap_in_and_append_slots_then_do(size, window):
+    answers = collections.Counter()
+    numbers = (range(1, 10), (1, 2, 3), (0, 1), (0, 1, 3, 6))
+    for case in itertools.product(*numbers):
+        alone = swap_in_case(size, window, *case, 0)
+        for num_held in range(3):
+            found = swap_in_case(size, window, *case, num_held)
+            if found is None:
+                continue
+            assert found[0] == (OK if found[1] else LATER if alone[1] else NEVER), case
+            answers[found[0]] += 1
+    assert sum(answers.values()) > 400 and all(answers[each] for each in AllocStatus)
 
 
 def test_a_swap_in_that_does_not_fit_changes_nothing():

@@ -208,7 +208,10 @@ def check_listed(plan, got, mine, theirs):
         return
     rows = []
     for group in range(len(mine)):
-        local = mine[group, f.local_page] * plan.local.region_strides[f.local_region]
+        local = (
+            mine[group, f.local_page]
+            * plan.local.stage_of(plan.local_rank).region_strides[f.local_region]
+        )
         pages = np.array(theirs)[f.remote_rank, group, f.remote_page]
         remote = pages * plan.remote.region_strides[f.remote_region]
         rows.append(np.stack([f.remote_rank, f.remote_region, remote + f.remote_offset,

@@ -127,17 +127,22 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
 // The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
 class PlanType {
  public:
-  // Empty arrays that all plans share: int32[0], [0, 2] and [0, 3].
+  // Arrays that all plans without entries share: int32[0], [1] (a 0), [0, 2] and [0, 3].
   struct EmptySections {
-    py::object ids, pairs, replace;
+    py::object ids, splits, pairs, replace;
   };
 
   // One per field that the native step sets.
   enum Field {
     kStepId,
+    kPreviousStepId,
+    kNumRunning,
+    kNumLeaving,
+    kIsEmpty,
     kRows,
     kStatus,
     kNumComputedTokens,
+    kNumTokens,
     kClearRows,
     kAppendRows,
     kAppendSplits,
@@ -158,10 +163,10 @@ class PlanType {
   // TypeError for a dataclass that lacks a field, or has another one without a default.
   void use(const py::type& dataclass, EmptySections sections) {
     static constexpr const char* kNames[kNumFields] = {
-        "step_id",    "rows",        "status",        "num_computed_tokens",
-        "clear_rows", "append_rows", "append_splits", "append_ids",
-        "replace",    "swap_out",    "copy",          "zero",
-        "swap_in"};
+        "step_id",    "previous_step_id", "num_running",         "num_leaving", "is_empty",
+        "rows",       "status",           "num_computed_tokens", "num_tokens",  "clear_rows",
+        "append_rows", "append_splits",   "append_ids",          "replace",     "swap_out",
+        "copy",       "zero",             "swap_in"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<py::object, py::object>> defaults;
     std::array<py::object, kNumFields> names;
@@ -235,15 +240,20 @@ py::object as_plan(const StepPlan& plan) {
   const size_t num_groups = plan.groups.size();
   py::list splits(num_groups), ids(num_groups), replace(num_groups);
   for (size_t g = 0; g < num_groups; ++g) {
-    splits[g] = copy_int32(plan.groups[g].append_splits);
+    splits[g] = plan.append_rows.empty() ? empty.splits : copy_int32(plan.groups[g].append_splits);
     ids[g] = ids_of(plan.groups[g].append_ids);
     replace[g] = rows_of(plan.groups[g].replace, 3, empty.replace);
   }
   py::object out = type.make();
   type.set(out, PlanType::kStepId, py::int_(plan.step_id));
+  type.set(out, PlanType::kPreviousStepId, py::int_(plan.previous_step_id));
+  type.set(out, PlanType::kNumRunning, py::int_(plan.num_running));
+  type.set(out, PlanType::kNumLeaving, py::int_(plan.num_leaving));
+  type.set(out, PlanType::kIsEmpty, py::bool_(plan.is_empty()));
   type.set(out, PlanType::kRows, copy_int32(plan.rows));
   type.set(out, PlanType::kStatus, copy_array(plan.status));
   type.set(out, PlanType::kNumComputedTokens, copy_int32(plan.num_computed_tokens));
+  type.set(out, PlanType::kNumTokens, copy_int32(plan.num_tokens));
   type.set(out, PlanType::kClearRows, ids_of(plan.clear_rows));
   type.set(out, PlanType::kAppendRows, ids_of(plan.append_rows));
   type.set(out, PlanType::kAppendSplits, splits);
@@ -406,9 +416,12 @@ void bind_manager(py::module_& m) {
   bind_kinds(m);
   m.def(
       "use_plan_type",
-      [](const py::type& plan, const py::object& ids, const py::object& pairs,
-         const py::object& replace) { PlanType::get().use(plan, {ids, pairs, replace}); },
-      py::arg("plan"), py::arg("no_ids"), py::arg("no_pairs"), py::arg("no_replace"));
+      [](const py::type& plan, const py::object& ids, const py::object& splits,
+         const py::object& pairs, const py::object& replace) {
+        PlanType::get().use(plan, {ids, splits, pairs, replace});
+      },
+      py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
+      py::arg("no_replace"));
   py::class_<Manager>(m, "Manager")
       .def(py::init<const ManagerOptions&>(), py::arg("options"))
       .def("check_caller", &Manager::check_caller)
@@ -504,6 +517,7 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
+      .def("num_blocks_back", &Manager::num_blocks_back)
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
       // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",

@@ -24,11 +24,11 @@ from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
-from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
 
-core.use_plan_type(StepPlan, NO_IDS, NO_PAIRS, NO_REPLACE)
+core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
@@ -163,7 +163,12 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
             options.native_of(
-                list(zip(self._kinds, self.block_sizes)), num_gpu_blocks, self.max_model_len
+                [
+                    (kind, size, group.drafts)
+                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+                ],
+                num_gpu_blocks,
+                self.max_model_len,
             )
         )
         self._pool = PoolView(self._native.pool, self._native.check_reader)
@@ -297,7 +302,11 @@ class KVCacheManager:
 
         `max_host_blocks[j]`: a new request whose hit needs more blocks from the host than this uses only
         the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
-        which would take longer than computing. The plan answers `rows`, then `swap_out`, then `new`.
+        which would take longer than computing.
+
+        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what
+        each field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
+        rejections are taken.
 
         `num_external_computed_tokens[j]`: the KV of so many tokens of a new request, behind its hit (as
         `cached_tokens` counts it), comes from elsewhere: they get slots, are computed tokens of the plan,
@@ -308,9 +317,9 @@ class KVCacheManager:
         has slots. Where other rows of the step change the hit, the request waits (`WAIT`).
 
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, no tokens, tokens beyond `max_model_len` (`token_ids` may have one
-        more: the last sampled token), a row that is receiving, or external tokens that leave none of the
-        request to be computed.
+        a row or request named twice, a request without tokens, tokens beyond `max_model_len` (`token_ids`
+        may have one more: the last sampled token), a row that is receiving, or external tokens that leave
+        none of the request to be computed.
         """
         chains = [self._new_chain(request) for request in new]
         if len(new) > 1 and len({request.request_id for request in new}) < len(new):
@@ -633,6 +642,8 @@ class KVCacheManager:
         return ids[0] if len(ids) == 1 else ids
 
     def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
+        if not recompute[0]:  # most reports
+            return {}
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
 

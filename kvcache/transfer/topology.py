@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend, backend, blocks_first
+from kvcache.layouts import (
+    AttentionBackend,
+    EngineBackend,
+    backend,
+    blocks_first,
+    engine_dims,
+    engine_order,
+)
 from kvcache.specs import LAYOUTS
 from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for, size_ratio
 
 _T = TypeVar("_T")
-
-# An unregistered backend is asked for the shape of this many blocks and tokens. No other dimension has
-# these sizes, and 4096 is a multiple of the block sizes that backends accept.
-_PROBE_BLOCKS, _PROBE_TOKENS = 7919, 4096
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class KVTopology:
     block_size: int = 16
     total_num_kv_heads: int = 1
     is_mla: bool = False
-    backend: str | AttentionBackend | object | None = None
+    backend: str | AttentionBackend | EngineBackend | None = None
     tensor_shape: Sequence[int] | None = None
     kv_cache_layout: str = "NHD"
     remotes: Mapping[str, RemoteEngine] = field(default_factory=dict, hash=False)
@@ -118,7 +121,8 @@ class KVTopology:
                 f"is_mla is {self.is_mla}, backend {described.name!r} has is_mla {described.is_mla}: "
                 "expected them to agree"
             )
-        dims = _dims_of(described)
+        own = isinstance(described, AttentionBackend)
+        dims = described.dims if own else engine_dims(described)[0]
         packed = False
         if self.tensor_shape is not None:
             shape = tuple(integer(size, "a size in tensor_shape", 0) for size in self.tensor_shape)
@@ -129,7 +133,11 @@ class KVTopology:
                     f"backend's shape has, or {len(dims) + 1} with layers packed together"
                 )
             packed = len(shape) == len(dims) + 1
-        order = _packed_order(described, dims, self.kv_cache_layout) if packed else dims
+        order = dims
+        if packed and own:
+            order = described.memory_order(self.kv_cache_layout, cross_layers=True)
+        elif packed:
+            order = engine_order(described, dims, cross_layers=True)
         self._set("_cross_layers_blocks", packed)
         self._set("_blocks_first", blocks_first(dims, self.is_mla))
         self._set("_block_size_position", order.index("token") - len(order))
@@ -322,46 +330,3 @@ class KVTopology:
             raise ValueError(
                 f"local engine {self.engine_id!r}, remote engine {engine_id!r}: {error}"
             ) from error
-
-
-def _dims_of(described: object) -> tuple[str | None, ...]:
-    """The roles of a backend's dimensions; of an unregistered backend only blocks and tokens."""
-    if isinstance(described, AttentionBackend):
-        return described.dims
-    ask = getattr(described, "get_kv_cache_shape", None) or getattr(described, "shape", None)
-    if not callable(ask):
-        raise TypeError(
-            f"backend is {described!r}: expected a name, an AttentionBackend or an object with "
-            "get_kv_cache_shape"
-        )
-    shape = tuple(
-        ask(num_blocks=_PROBE_BLOCKS, block_size=_PROBE_TOKENS, num_kv_heads=1, head_size=1)
-    )
-    roles = {_PROBE_BLOCKS: "block", _PROBE_TOKENS: "token"}
-    dims = tuple(roles.get(size) for size in shape)
-    if dims.count("block") != 1 or dims.count("token") != 1:
-        raise ValueError(
-            f"backend gives the shape {shape} for num_blocks {_PROBE_BLOCKS} and block_size "
-            f"{_PROBE_TOKENS}: expected one dimension of each"
-        )
-    return dims
-
-
-def _packed_order(
-    described: object, dims: tuple[str | None, ...], layout: str
-) -> tuple[str | None, ...]:
-    """The roles of dimensions in memory, all layers packed. Layers are outermost by default."""
-    if isinstance(described, AttentionBackend):
-        return described.memory_order(layout, cross_layers=True)
-    packed = ("layer", *dims)
-    if not hasattr(described, "get_kv_cache_stride_order"):
-        return packed
-    try:
-        order = described.get_kv_cache_stride_order(include_num_layers_dimension=True)
-    except NotImplementedError:
-        return packed
-    if sorted(order) != list(range(len(packed))):
-        raise ValueError(
-            f"backend gives the stride order {tuple(order)}: expected one of 0 to {len(dims)}"
-        )
-    return tuple(packed[i] for i in order)

@@ -21,6 +21,7 @@ struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   AttentionKind::Pages pages;
   bool keeps_all;
+  bool drafts;           // the last block of a hit is computed anew
   bool has_partial;      // hits inside a block, which are copied
   uint8_t id;            // index among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks

@@ -109,6 +109,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   intake_.take_in(request);
   // From here on nothing is refused.
   steps_.begin();
+  steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
   tiers_.offload_queued();  // behind the rows, which must go there
   server_.serve_rows(request);
@@ -211,6 +212,13 @@ int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   check_reader();
   for (int32_t row : rows) rows_.at(row);
   return swap_.num_unique_blocks(rows);
+}
+
+int64_t Manager::num_blocks_back(const std::vector<int32_t>& rows,
+                                 const std::vector<int64_t>& num_slots) const {
+  check_reader();
+  checks_.check_swap(rows, /*on_host=*/true);
+  return swap_.num_blocks_back(rows, num_slots);
 }
 
 std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {

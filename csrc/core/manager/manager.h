@@ -117,6 +117,9 @@ class Manager {
   bool is_on_host(int32_t row) const { return rows_.at(row).on_host; }
   bool by_step(int32_t row) const { return rows_.at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
+  // As RowSwap says. 0 slots or more, per row.
+  int64_t num_blocks_back(const std::vector<int32_t>& rows,
+                          const std::vector<int64_t>& num_slots) const;
 
   // The first num_tokens tokens of a row that `allocate` gave have their KV now.
   void mark_computed(int32_t row, int64_t num_tokens);

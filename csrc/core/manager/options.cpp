@@ -29,7 +29,14 @@ ManagerOptions checked(const ManagerOptions& options) {
     throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
                                 " entries: expected 1 to " + std::to_string(kMaxGroups));
   }
-  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    const GroupOptions& group = options.groups[g];
+    checked_size("block_size", group.block_size, 1);
+    if (!group.drafts || group.kind->pages() == AttentionKind::Pages::kTokens) continue;
+    throw std::invalid_argument("groups[" + std::to_string(g) +
+                                "] drafts, and its kind keeps no K and V of tokens: expected a "
+                                "drafter's layers in a group of another kind");
+  }
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
@@ -55,6 +62,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.kind = each.kind;
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
+    group.drafts = each.drafts;
     group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
                         group.pages == AttentionKind::Pages::kTokens;
     group.id = static_cast<uint8_t>(groups.size());

@@ -191,9 +191,9 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     check_driver(row, /*by_step=*/true);
-    check_not_receiving(row);
+    if (request.num_tokens[i] != 0) check_not_receiving(row);
     Row& r = (*c_.rows)[row];
-    if (request.num_tokens[i] < 1) checked_size("num_tokens", request.num_tokens[i], 1);
+    if (request.num_tokens[i] < 0) checked_size("num_tokens", request.num_tokens[i], 0);
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");

@@ -14,8 +14,10 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
 
 // Inlined, as every row of a step is answered.
 inline void RowServer::answer(const ServedRow& served, Status status) {
-  c_.plan->answer(served.row, status, served.span.start);
-  if (status != Status::kServed) return;
+  const Span& span = served.span;
+  const bool is_served = status == Status::kServed;
+  c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
+  if (!is_served) return;
   c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
   if (c_.plan->must_resend(served.row)) return;  // sent whole when all are served
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
@@ -26,6 +28,11 @@ void RowServer::serve_rows(const StepRequest& request) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     const int64_t start = (*c_.rows)[row].num_computed - rejected;
+    if (request.num_tokens[i] == 0) {  // gets nothing, wherever it is
+      (*c_.rows)[row].num_computed = start;
+      c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
+      continue;
+    }
     ServedRow served;
     served.row = row;
     served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};

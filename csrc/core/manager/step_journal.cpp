@@ -13,6 +13,7 @@ void StepJournal::begin() {
   Step step;
   while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
     step = std::move(in_flight_.front());
+    last_left_ = step.id;
     in_flight_.pop_front();
   }
   step.id = numbers_.num_steps;
@@ -89,6 +90,7 @@ void StepJournal::check_may_abort(int64_t step_id) const {
 void StepJournal::complete_to(int64_t step_id) {
   numbers_.complete(step_id);
   while (!in_flight_.empty() && in_flight_.front().id < numbers_.num_completed) {
+    last_left_ = in_flight_.front().id;
     in_flight_.pop_front();
   }
 }

@@ -59,6 +59,8 @@ class StepJournal {
   // The step's plan is made, and clears these rows.
   void issue(const std::vector<int32_t>& clear_rows);
   const Step& last() const { return in_flight_.back(); }  // there must be one
+  // The last step that was issued and not aborted; -1: none.
+  int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
 
   // Notes on the step that was opened last, also between steps. Only of rows that `step` admitted,
   // and only while a step is in flight.
@@ -90,6 +92,7 @@ class StepJournal {
  private:
   StepNumbers numbers_;
   std::deque<Step> in_flight_;
+  int64_t last_left_ = -1;  // the last step that is not in flight any more, and was not aborted
 };
 
 }  // namespace kvcache

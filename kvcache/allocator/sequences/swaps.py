@@ -33,13 +33,18 @@ class SequenceSwaps(SequenceTables):
         return as_pairs(pairs)
 
     def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
-        """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device."""
+        """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device.
+
+        That is: `swap_in`, and then `append_slots` of each of them, in the order of the group.
+        """
         lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         if self._host is None:
             return AllocStatus.NEVER
         seqs = some_with(seq_group, SWAPPED)
         rows = self._rows(seq_group, seqs, on_host=True)
-        required = self._native.num_unique_blocks(rows) + self._num_touched(seqs, lookahead)
+        slots = [self._num_new(seq) + lookahead for seq in seqs]
+        slots += [0] * (len(rows) - len(slots))  # the encoder's row
+        required = self._native.num_blocks_back(rows, slots)
         return status_of(required, self._pool.num_total, self._pool.num_free, self.watermark_blocks)
 
     def swap_in(self, seq_group: SequenceGroupLike) -> Pairs:

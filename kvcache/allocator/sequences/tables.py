@@ -105,15 +105,20 @@ class SequenceTables:
         cross = self._cross.row_on(seq_group.request_id, on_host)
         return rows if cross is None else [*rows, cross]
 
+    def _num_new(self, seq: SequenceLike) -> int:
+        """Tokens of an allocated sequence that have no slots yet."""
+        num_tokens = self._known(seq).num_tokens
+        num_new = seq.get_len() - num_tokens
+        if num_new < 0:
+            fail_shorter(seq, num_tokens)
+        return num_new
+
     def _num_touched(self, seqs: list[SequenceLike], num_lookahead_slots: int) -> int:
         """Blocks that the new tokens of these sequences and the lookahead would be written to."""
         num_touched = 0
         for seq in seqs:
+            num_slots = self._num_new(seq) + num_lookahead_slots
             num_tokens = self._known(seq).num_tokens
-            num_new = seq.get_len() - num_tokens
-            if num_new < 0:
-                fail_shorter(seq, num_tokens)
-            num_slots = num_new + num_lookahead_slots
             num_touched += num_touched_blocks(num_tokens, num_slots, self.block_size)
         return num_touched
 

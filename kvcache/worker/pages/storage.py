@@ -9,7 +9,13 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend, Placement, described_backend, place_elements
+from kvcache.layouts import (
+    AttentionBackend,
+    EngineBackend,
+    Placement,
+    described_backend,
+    place_elements,
+)
 from kvcache.memory_plan import CachePlan
 from kvcache.specs import LayerSpec
 from kvcache.worker.pages.pages import Pages, Tensors
@@ -22,10 +28,11 @@ class KVStorage:
     """K and V of all layers in pages, as views for attention kernels.
 
     `backend` says how a kernel indexes a layer's cache and in which order its dimensions lie in memory:
-    a name of `kvcache.layouts`, or your own `AttentionBackend`. `layout` is the order in memory of tokens
-    (N), heads (H) and head elements (D) within a block; the views have the same shape for both, but
-    different strides. With `cross_layers` all layers of a page are contiguous, in the backend's order
-    for that. `memory_order` is the resulting order, and `kv_caches[layer]` is the tensor for a kernel:
+    a name of `kvcache.layouts`, your own `AttentionBackend`, or an engine's own backend class
+    (`AttentionBackend.from_engine`). `layout` is the order in memory of tokens (N), heads (H) and head
+    elements (D) within a block; the views have the same shape for both, but different strides. With
+    `cross_layers` all layers of a page are contiguous, in the backend's order for that. `memory_order`
+    is the resulting order, and `kv_caches[layer]` is the tensor for a kernel:
 
     - FLASH_ATTN: [2, num_blocks, block_size, num_kv_heads, head_size];
     - FLASHINFER, TRITON_ATTN, BLOCK_MAJOR: [num_blocks, 2, block_size, num_kv_heads, head_size];
@@ -65,7 +72,7 @@ class KVStorage:
         num_layers: int = 1,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        backend: str | AttentionBackend = "FLASH_ATTN",
+        backend: str | AttentionBackend | EngineBackend = "FLASH_ATTN",
         layout: str = "NHD",
         cross_layers: bool = False,
         scale_bytes_per_token: int = 0,
@@ -98,7 +105,7 @@ class KVStorage:
         *,
         v_head_size: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
-        backend: str | AttentionBackend = "FLASHINFER",
+        backend: str | AttentionBackend | EngineBackend = "FLASHINFER",
         layout: str = "NHD",
         layers: Sequence[int] | None = None,
         scale_bytes_per_token: int = 0,
@@ -156,7 +163,7 @@ class KVStorage:
         plan: CachePlan,
         *,
         device: torch.device | str = "cpu",
-        backend: str | AttentionBackend | None = None,
+        backend: str | AttentionBackend | EngineBackend | None = None,
         layout: str = "NHD",
     ) -> list[KVStorage]:
         """One storage per group of the plan, all over the same new `pages`.
@@ -200,7 +207,7 @@ class KVStorage:
         cls,
         kv_caches: Sequence[Tensors],
         *,
-        backend: str | AttentionBackend | None = None,
+        backend: str | AttentionBackend | EngineBackend | None = None,
         v_head_size: int | None = None,
     ) -> KVStorage:
         """A storage over an engine's own tensors; one entry per layer, all with the same format.
@@ -267,7 +274,7 @@ class KVStorage:
         v_head_size: int | None,
         dtype: torch.dtype,
         layout: str,
-        backend: str | AttentionBackend,
+        backend: str | AttentionBackend | EngineBackend,
     ) -> None:
         """Sets the sizes of caches that a backend describes."""
         self._start()

@@ -171,9 +171,12 @@ class TableSet:
             plan.replace,
             num_blocks,
         )
-        # Slots of the step before are not those of the next.
-        self._host_tokens[:] = self._device_tokens[:] = [0] * len(self._host_tokens)
+        self.begin_step()
         self._changed(ALL_GROUPS)
+
+    def begin_step(self) -> None:
+        """Slots of the step before are not those of the next; uploads what was changed before."""
+        self._host_tokens[:] = self._device_tokens[:] = [0] * len(self._host_tokens)
 
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
         """Adds allocation blocks to a row of one group, which is emptied first where asked."""
