@@ -267,6 +267,7 @@ class Driver:
         counts = [
             choose.integer(1, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
         ]
+        counts = [0 if choose.chance(12) else count for count in counts]
         rejected = [0] * len(rows)
         if choose.chance(3):
             rejected = [choose.integer(0, min(3, self.model.most_rejected(row))) for row in rows]
@@ -283,6 +284,7 @@ class Driver:
         external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, most)]
         delays = [n > 0 and choose.chance(2) for n in external]
         limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
+        in_step = choose.pick(["none", "none", "wait", "none" if self.has_state else "share"])
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         plan = self.manager.step(
             rows,
@@ -298,6 +300,7 @@ class Driver:
             max_host_blocks=most,
             num_external_computed_tokens=external,
             delay_cache_blocks=delays,
+            in_step_hits=in_step,
         )
         models = [model for _, model in pairs]
         want = self.model.step(
@@ -313,6 +316,7 @@ class Driver:
             most,
             external,
             delays,
+            in_step,
         )
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
@@ -322,6 +326,8 @@ class Driver:
         assert plan.zero.tolist() == want.zero
         assert list(map(tuple, plan.swap_out.tolist())) == want.swap_out
         assert list(map(tuple, plan.swap_in.tolist())) == want.swap_in
+        assert len(plan.depends_on) == len(want.depends_on)
+        assert set(map(tuple, plan.depends_on.tolist())) == want.depends_on
         self.check_destinations(plan)
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
@@ -539,9 +545,30 @@ class Driver:
         tokens = self.manager.cached_tokens(request)
         assert tokens.on_device == self.model.hit_length(model)
         assert tokens.with_host == self.model.hit_length(model, with_host=True)
-        trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
-        status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
-        assert self.manager.would_fit(request, chunk) == status
+        trial, chunk = copy.deepcopy(self.model), self.choose.pick([1, 3, 8, LONGEST])
+        ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
+        cap = self.choose.pick([0, 99])
+        external = self.num_external(model, cap)
+        options = {
+            "num_lookahead_tokens": ahead,
+            "num_reserved_blocks": reserved,
+            "max_host_blocks": cap,
+        }
+        asked = [], [], [], [], [model], [chunk], [ahead], reserved, (), [cap], [external]
+        status = trial.step(*asked).status[0]
+        fits = self.manager.would_fit(
+            request, chunk, num_external_computed_tokens=external, **options
+        )
+        assert fits == status
+        status = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
+        assert self.manager.would_fit(request, chunk, whole=True, **options) == status
+        rooms = self.rows(by_step=True) | self.rows(by_step=False)
+        if rooms:
+            row = self.choose.pick(sorted(rooms))
+            count = self.choose.integer(1, rooms[row])
+            status = copy.deepcopy(self.model).would_extend(row, count, ahead)
+            found = self.manager.would_fit(self.requests[row][0], count, num_lookahead_tokens=ahead)
+            assert found == status
         assert self.model.hit_length(model, partial=True) == num_hit
         rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
         if rows:
@@ -606,7 +633,7 @@ class Driver:
             most = self.model.most_rejected(row)
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
-                lambda: manager.step([row], [0]),
+                lambda: manager.step([row], [-1]),
                 lambda: manager.step([row], [rows[row] + 1]),
                 lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),

@@ -77,6 +77,7 @@ class Answer:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copy: list[tuple[int, int]] = field(default_factory=list)
     zero: list[int] = field(default_factory=list)
+    depends_on: set[tuple[int, int]] = field(default_factory=set)
 
 
 def ceil_div(a, b):
@@ -237,6 +238,8 @@ class ModelManager:
         self.kept: dict[str, list[int]] = {}  # by name
         self.loads: list[dict] = []  # in flight
         self.pending_writes: list[int] = []
+        self.writing: list[int] = []  # those of this step
+        self.fills: dict[int, int] = {}  # of this step: block -> row that fills it
         self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
         self.moved: dict[int, int] = {}  # by this step's swaps
         self.step_answer = None
@@ -264,11 +267,13 @@ class ModelManager:
         most=None,
         external=None,
         delays=None,
+        in_step="none",
     ):
         """`ids`: per row, tokens that became known. `lookahead`: per row, then per request.
 
         `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host;
         `external`: tokens behind its hit that come from elsewhere; `delays`: whether they come later.
+        `in_step`: what becomes of requests whose prefix this step fills, "none", "wait" or "share".
         """
         most = most or [FOREVER] * len(requests)
         external = external or [0] * len(requests)
@@ -282,20 +287,27 @@ class ModelManager:
         self.moved = {}
         swapped = [self._move_out(row) for row in leaving]
         self.moved = {}
-        if self.host:
-            self._write_pending()
+        self.writing, self.pending_writes = self.pending_writes, []
+        self.fills = {}
         served = []
         for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
             state = self.rows[row]
             start = state.num_computed - back
             answer.rows.append(row)
             answer.computed.append(start)
+            if count == 0:  # it gets nothing, wherever it is
+                state.num_computed = start
+                state.request.tokens.extend(new_ids)
+                answer.status.append(SERVED)
+                continue
             status = self._serve(state, row, start, count, ahead)
             answer.status.append(status)
             if status == SERVED:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
                 self._note_row(row)
+                if in_step == "share":
+                    self._publish_within(row)
         for row, is_out in zip(leaving, swapped):
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
@@ -311,6 +323,8 @@ class ModelManager:
                 status, row = WAIT, -1
                 if num_external and num_hit != hit:
                     break  # the load would be of other tokens
+                if in_step == "wait" and self._is_about_to_hit(request, num_hit):
+                    break
                 status, row = self._admit(
                     request, num_hit, start, after, ahead, reserved, by_step=True, delay=delay
                 )
@@ -322,7 +336,12 @@ class ModelManager:
             if status == SERVED:
                 answer.clear.add(row)
                 served.append(row)
+                self._note_shared(row, num_hit)
                 self._note_row(row)
+                if in_step == "share":
+                    self._publish_within(row)
+        if self.host:
+            self._write_pending()
         for row, g, _, num_tokens in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
@@ -346,9 +365,103 @@ class ModelManager:
         self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_steps - 64]
         return answer
 
+    def _is_about_to_hit(self, request, num_hit):
+        """Whether an earlier row of this step fills blocks that the next step finds for the request."""
+        if not request.reads or not self.caching:
+            return False
+        for row, _, start in self.in_flight[-1]["rows"]:
+            other = self.rows[row]
+            if not other.request.writes or other.stale or other.receiving:
+                continue
+            stop = min(other.num_computed, len(other.request.tokens), len(request.tokens) - 1)
+            ends = [n for n in range(0, stop + 1, self.whole_unit) if n > max(start, num_hit)]
+            if any(group.pages == STATE for group in self.groups):
+                ends = [n for n in ends if n == other.num_computed]
+            if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
+                return True
+        return False
+
+    def _publish_within(self, row):
+        """Whole blocks of tokens that the row fills in this step, for rows behind it."""
+        state = self.rows[row]
+        if not state.request.writes or state.stale or state.receiving or not self.caching:
+            return
+        known = min(state.num_computed, len(state.request.tokens))
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if group.pages != TOKENS:
+                continue
+            for column in range(each.num_published, known // group.block_size):
+                self._publish_block(state, g, column)
+                if each.blocks[column]:
+                    self.fills[each.blocks[column]] = row
+            each.num_published = max(each.num_published, known // group.block_size)
+
+    def _note_shared(self, row, num_hit):
+        for group, each in zip(self.groups, self.rows[row].held):
+            if group.pages == ENCODER:
+                continue
+            for column, block in enumerate(each.blocks[: num_hit // group.block_size]):
+                if block in self.fills:
+                    self.step_answer.depends_on.add((row, self.fills[block]))
+                    self.safe_start = min(self.safe_start, column * group.block_size)
+
     def _note_row(self, row):
         entry = (row, self.rows[row].admission, self.safe_start)
         self.in_flight[-1]["rows"].append(entry)
+
+    def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
+        """Whether all known tokens can be computed, chunk by chunk: now, later or never."""
+        for partial in (True, False):
+            num_hit = self.capped_hit(request, cap, partial)
+            held = self.hit_blocks(request, num_hit)
+            status = self._fits_whole(request, chunk, lookahead, reserved, num_hit, held)
+            if status != WAIT or not any(each.source for each in held):
+                return status
+        return WAIT
+
+    def _fits_whole(self, request, chunk, lookahead, reserved, num_hit, held):
+        hits = [block for each in held for block in each.blocks if block]
+        sources = [each.source for each in held if each.source]
+        free = self.pool.num_free() - self.watermark - reserved
+        free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
+        encoder, most, most_new, start = 0, 0, 0, num_hit
+        while start < len(request.tokens):
+            stop = min(start + chunk, len(request.tokens))
+            count = new = 0
+            for group, each in zip(self.groups, held):
+                size, columns = group.block_size, len(each.blocks)
+                if group.pages == ENCODER:
+                    encoder = ceil_div(request.num_encoder_tokens, size)
+                    count += encoder
+                    new += encoder
+                elif group.pages == STATE:
+                    pages = 2 if start and ceil_div(stop, size) > ceil_div(start, size) else 1
+                    if start == num_hit:
+                        count += 1 + sum(block != 0 for block in each.blocks)
+                        new += 1
+                    else:
+                        count += pages
+                        new += min(pages, ceil_div(stop, size) - columns)
+                else:
+                    need = min(ceil_div(stop + lookahead, size), ceil_div(self.max_model_len, size))
+                    first = group.reads_from(start) // size
+                    count += max(need - first, 0)
+                    new += max(need - max(first, columns), 0)
+            if start == num_hit and count > self.num_blocks - 1 - self.watermark:
+                return NEVER
+            most, most_new, start = max(most, count), max(most_new, new), stop
+        if most > self.num_blocks - 1:
+            return NEVER
+        has_row = len(self.rows) < self.max_num_reqs
+        return SERVED if has_row and most_new <= free else WAIT
+
+    def would_extend(self, row, count, lookahead):
+        """The answer that a row would get; asked of a copy."""
+        state = self.rows[row]
+        if self.step_answer is None:
+            self.step_answer, self.held_for_step = Answer(), []
+            self.in_flight.append({"rows": [], "published": [], "dropped": [], "swapped": []})
+        return self._serve(state, row, state.num_computed, count, lookahead)
 
     def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
         """The row and its blocks behind the hits, per group, or None."""
@@ -675,7 +788,7 @@ class ModelManager:
                 needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
         room = self._room(held, needs, free) - self.watermark - reserved
         now = len(hits) + sum(num_new for num_new, _ in needs)
-        if max(now, self._ever(request)) > self.num_blocks - 1 - self.watermark:
+        if now > self.num_blocks - 1 - self.watermark:
             return NEVER, -1
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
@@ -728,19 +841,6 @@ class ModelManager:
                 self.pool.hits[block] = min(self.pool.hits[block] + 1, self.num_hits_to_write)
                 if self.pool.hits[block] == self.num_hits_to_write:
                     self._write_later(block)
-
-    def _ever(self, request):
-        """Blocks held when the last known token runs alone."""
-        count, n = 0, len(request.tokens)
-        for group in self.groups:
-            if group.pages == ENCODER:
-                count += ceil_div(request.num_encoder_tokens, group.block_size)
-            elif group.pages == STATE:
-                count += min(ceil_div(n, group.block_size), 2)
-            else:
-                first = group.reads_from(n - 1)
-                count += ceil_div(n, group.block_size) - first // group.block_size
-        return count
 
     def _allocate_blocks(self, state, row, start, after, needs, room, shared=()):
         numbers = []
@@ -964,13 +1064,16 @@ class ModelManager:
         return True
 
     def _write_pending(self):
-        for block in reversed(self.pending_writes):
+        writing, self.writing = self.writing, []
+        for block in reversed(writing):
+            if block in self.fills:  # it has other content now, which is not there yet
+                self.pending_writes.append(block)
+                continue
             if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
                 continue
             if self._is_fenced(self.num_steps):
                 self.pool.retain(block)
                 self.held_for_step.append(block)
-        self.pending_writes = []
 
     def _end_writes(self):
         for page, g, prefix, what in self.writes:
@@ -1037,7 +1140,7 @@ class ModelManager:
             self._write_later(block)
 
     def _write_later(self, block):
-        if block not in self.pending_writes:
+        if block not in self.pending_writes + self.writing:
             self.pending_writes.append(block)
 
     def _publish_partials(self, state, g, known):

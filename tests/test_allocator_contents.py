@@ -5,7 +5,7 @@ of slots. Steps are "computed" through the tables that plans made, with drafts, 
 aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost. Requests are
 forked, swapped out and back; a second tier of pages takes what is evicted, under any eviction policy.
 KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
-the blocks of requests that have left.
+the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
 """
 
 from __future__ import annotations
@@ -136,6 +136,9 @@ class Simulation:
         self.lost_at = 0
         self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
         self.lose_pages = lose_pages
+        self.written_by: dict[int, int] = {}  # in this step: page -> row
+        self.writing_row = -1
+        self.depends_on: set[tuple[int, int]] = set()  # rows of this step
         self.kept: list[Kept] = []
         self.num_aborts = 0
         self.is_over = False
@@ -223,6 +226,7 @@ class Simulation:
             max_host_blocks=most,
             num_external_computed_tokens=external,
             delay_cache_blocks=[each.is_receiving for each in admitted],
+            in_step_hits=choose.pick(["none", "wait", "none" if self.has_state else "share"]),
         )
         assert plan.step_id == self.num_steps
         self.num_steps += 1
@@ -355,8 +359,8 @@ class Simulation:
         count = self.choose.pick([stop - first, self.choose.integer(0, stop - first)])
         self.receive(conversation, table, first, stop, first + count)
         going_on = self.manager.finish_receiving(request, count)
-        conversation.is_receiving = False
-        assert going_on == self.manager.num_computed_tokens(request) <= first + count
+        conversation.external, conversation.is_receiving = (0, 0), False
+        assert going_on == self.manager.num_computed_tokens(request)
         if self.may_lose():  # else there is wrong KV that the manager has not heard of
             self.check_what_is_kept("after KV was received")
 
@@ -486,6 +490,8 @@ class Simulation:
         self.swap_in(plan)
         self.update_tables(plan)
         self.notice_reuse_of_lost_page(plan, held_before)
+        self.written_by = {}
+        self.depends_on = set(map(tuple, plan.depends_on.tolist()))
         for row, start in self.take_answers(plan, asked, leaving):
             self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
 
@@ -581,6 +587,7 @@ class Simulation:
         conversation, table = self.running[row], self.tables[row]
         request = conversation.request
         assert table == [self.block_ids(request, g) for g in range(len(self.groups))], "table"
+        self.writing_row = row
         first, stop = conversation.external
         if start == stop and stop > first:
             self.load(conversation, table, forbidden)
@@ -591,6 +598,8 @@ class Simulation:
         for position in range(start, end):
             cells = self.cells_read(table, position, end)
             reads.update(page for page, _, _ in cells)
+            others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
+            assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
             wrong = self.wrong_cells(conversation, accepted)
@@ -610,6 +619,7 @@ class Simulation:
             assert page not in forbidden, "KV is loaded to a page that a step in flight reads"
             self.pages.setdefault(page, {})[slot] = conversation.content(position)
             self.last_written.append(page)
+            self.written_by[page] = self.writing_row
 
     def write(
         self,
@@ -628,6 +638,7 @@ class Simulation:
             slot = STATE if is_state else position % group.block_size
             self.pages.setdefault(page, {})[slot] = content
             self.last_written.append(page)
+            self.written_by[page] = self.writing_row
 
     # Checks ----------------------------------------------------------------------------------------
 
@@ -741,6 +752,18 @@ def test_missing_fences_are_noticed(monkeypatch):
         lambda *args, **options: for_groups(*args, **{**options, "fence_frees": False}),
     )
     expect_error("a step in flight reads", lose_pages=False)
+
+
+def test_a_dependency_that_is_not_named_is_noticed(monkeypatch):
+    step = KVCacheManager.step
+
+    def without_dependencies(self, *args, **options):
+        plan = step(self, *args, **options)
+        plan.depends_on = plan.depends_on[:0]
+        return plan
+
+    monkeypatch.setattr(KVCacheManager, "step", without_dependencies)
+    expect_error("an unnamed dependency", lose_pages=False)
 
 
 def test_kv_that_does_not_arrive_is_noticed(monkeypatch):

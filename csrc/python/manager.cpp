@@ -152,6 +152,7 @@ class PlanType {
     kCopy,
     kZero,
     kSwapIn,
+    kDependsOn,
     kNumFields,
   };
 
@@ -162,11 +163,16 @@ class PlanType {
 
   // TypeError for a dataclass that lacks a field, or has another one without a default.
   void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {
-        "step_id",    "previous_step_id", "num_running",         "num_leaving", "is_empty",
-        "rows",       "status",           "num_computed_tokens", "num_tokens",  "clear_rows",
-        "append_rows", "append_splits",   "append_ids",          "replace",     "swap_out",
-        "copy",       "zero",             "swap_in"};
+    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
+                                                       "num_running", "num_leaving",
+                                                       "is_empty",    "rows",
+                                                       "status",      "num_computed_tokens",
+                                                       "num_tokens",  "clear_rows",
+                                                       "append_rows", "append_splits",
+                                                       "append_ids",  "replace",
+                                                       "swap_out",    "copy",
+                                                       "zero",        "swap_in",
+                                                       "depends_on"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<py::object, py::object>> defaults;
     std::array<py::object, kNumFields> names;
@@ -263,6 +269,7 @@ py::object as_plan(const StepPlan& plan) {
   type.set(out, PlanType::kCopy, rows_of(plan.copy, 2, empty.pairs));
   type.set(out, PlanType::kZero, ids_of(plan.zero));
   type.set(out, PlanType::kSwapIn, rows_of(plan.swap_in, 2, empty.pairs));
+  type.set(out, PlanType::kDependsOn, rows_of(plan.depends_on, 2, empty.pairs));
   return out;
 }
 
@@ -272,7 +279,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
                 const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
                 const py::object& num_reserved_blocks, const py::object& swap_out,
                 const py::object& max_host_blocks, const py::object& num_external,
-                const py::object& receives) {
+                const py::object& receives, int in_step_hits) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const Int32Input limits(new_num_tokens, "new_num_tokens");
@@ -320,6 +327,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
+  request.in_step_hits = static_cast<InStepHits>(in_step_hits);
   return as_plan(self.step(request));
 }
 
@@ -417,9 +425,8 @@ void bind_manager(py::module_& m) {
   m.def(
       "use_plan_type",
       [](const py::type& plan, const py::object& ids, const py::object& splits,
-         const py::object& pairs, const py::object& replace) {
-        PlanType::get().use(plan, {ids, splits, pairs, replace});
-      },
+         const py::object& pairs,
+         const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
       py::arg("no_replace"));
   py::class_<Manager>(m, "Manager")
@@ -443,8 +450,29 @@ void bind_manager(py::module_& m) {
              return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
            })
       .def("would_fit",
-           [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
-             return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
+           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+              bool whole, const py::object& num_lookahead, const py::object& num_reserved,
+              const py::object& max_host_blocks, const py::object& num_external, bool receives) {
+             NewRow asked;
+             asked.chain = chain;
+             asked.num_tokens = int_argument(num_tokens, "num_tokens");
+             if (!max_host_blocks.is_none()) {
+               asked.max_host_blocks = int_argument(max_host_blocks, "max_host_blocks");
+             }
+             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+             asked.receives = receives;
+             StepRequest request;
+             request.new_rows = {asked};
+             request.num_lookahead = int_argument(num_lookahead, "num_lookahead_tokens");
+             request.num_reserved_blocks = int_argument(num_reserved, "num_reserved_blocks");
+             return static_cast<int>(self.would_fit(request, whole));
+           })
+      .def("would_extend",
+           [](Manager& self, int32_t row, const py::object& num_tokens,
+              const py::object& num_lookahead) {
+             return static_cast<int>(
+                 self.would_extend(row, int_argument(num_tokens, "num_tokens"),
+                                   int_argument(num_lookahead, "num_lookahead_tokens")));
            })
       .def("step", &step)
       .def("allocate",

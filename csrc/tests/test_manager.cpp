@@ -39,6 +39,13 @@ using kvcache::TokenIds;
 
 namespace {
 
+// A step that only asks for a new row.
+StepRequest asking(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens) {
+  StepRequest request;
+  request.new_rows = {{chain, num_tokens}};
+  return request;
+}
+
 struct Request {
   std::shared_ptr<TokenIds> tokens;
   std::shared_ptr<TokenChain> chain;
@@ -355,7 +362,7 @@ class Driver {
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
-    const Status status = manager_.would_fit(*request.chain, options_.max_model_len);
+    const Status status = manager_.would_fit(asking(request.chain, options_.max_model_len), false);
     StepRequest alone;
     alone.new_rows = {{request.chain, options_.max_model_len}};
     waiting_.push_back(request);
@@ -400,7 +407,8 @@ class Driver {
     CHECK_THROWS(manager_.allocate({mine.chain, 0}, {}, 0), "num_tokens is 0");
     if (!has_state_) CHECK_THROWS(manager_.allocate({mine.chain, 1}, {}, 0), "has 0 groups");
     const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
-    CHECK_THROWS(manager_.would_fit(*other.chain, 1), "came to a manager with block_size");
+    CHECK_THROWS(manager_.would_fit(asking(other.chain, 1), false),
+                 "came to a manager with block_size");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
     const int32_t row = rows_.begin()->first;
     if (room(row) == 0) return;

@@ -40,6 +40,11 @@ struct Fixture : Serving {
     server.serve_rows(request);
     server.publish_served();
   }
+  Status fits(int64_t num_tokens, int64_t chunk, bool whole = false) {
+    StepRequest request;
+    request.new_rows = {{hashed_chain(num_tokens), chunk}};
+    return server.would_fit(request, whole);
+  }
   // Leaves blocks 1 to n cached and free, under the hashes of a chain of tokens 0.
   Ids cache(int64_t n) {
     const Ids ids = take(&pool, n);
@@ -90,6 +95,30 @@ TEST(external_tokens_have_slots_behind_the_hit) {
   CHECK_EQ(f.journal.last().rows[1].start, 17);  // comes whatever becomes of it
 }
 
+TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
+  for (InStepHits mode : {InStepHits::kWait, InStepHits::kShare}) {
+    Fixture f;
+    StepRequest request;
+    request.in_step_hits = mode;
+    request.new_rows = {{hashed_chain(14), 14}, {hashed_chain(14), 14}, {hashed_chain(3), 3}};
+    f.server.serve_rows(request);
+    f.server.serve_new(request);
+    f.server.publish_served();
+    const StepPlan& plan = f.end();
+    if (mode == InStepHits::kWait) {
+      CHECK(plan.status == Statuses({kServed, kWait, kServed}));
+      CHECK(plan.depends_on.empty());
+      continue;
+    }
+    CHECK(plan.num_computed_tokens == Ids({0, 12, 0}));
+    CHECK(plan.depends_on == Ids({1, 0}));
+    CHECK_EQ(f.ids(1)[2], f.ids(0)[2]);
+    CHECK_EQ(f.server.fills().row_of(f.ids(0)[2]), 0);
+    CHECK_EQ(f.server.fills().row_of(f.ids(0)[3]), -1);
+    CHECK_EQ(f.journal.last().rows[1].start, 0);  // all that it reads is of this step
+  }
+}
+
 TEST(a_step_computes_no_hit_of_its_own) {
   Fixture f;
   f.admit({{hashed_chain(9), 9}, {hashed_chain(9), 9}});
@@ -119,7 +148,7 @@ TEST(a_request_waits_for_a_row) {
   Fixture f(full_groups(4), options);
   f.admit({{hashed_chain(4), 4}, {hashed_chain(4), 4}});
   CHECK(f.end().status == Statuses({kServed, kWait}));
-  CHECK(f.server.would_fit(*hashed_chain(4), 4) == Status::kWait);
+  CHECK(f.fits(4, 4) == Status::kWait);
   CHECK(f.server.fork(0, hashed_chain(4)).status == Status::kWait);
 }
 
@@ -127,9 +156,11 @@ TEST(whether_a_request_would_fit_changes_nothing) {
   Fixture f;
   const Ids cached = f.cache(2);
   const Ids others = take(&f.pool, 15);
-  CHECK(f.server.would_fit(*hashed_chain(17), 17) == Status::kWait);
-  CHECK(f.server.would_fit(*hashed_chain(17), 8) == Status::kServed);  // two behind the hit
-  CHECK(f.server.would_fit(*hashed_chain(80), 1) == Status::kNever);
+  CHECK(f.fits(17, 17) == Status::kWait);
+  CHECK(f.fits(17, 8) == Status::kServed);  // two behind the hit
+  CHECK(f.fits(80, 1) == Status::kServed);  // as far as it goes
+  CHECK(f.fits(80, 1, /*whole=*/true) == Status::kNever);
+  CHECK(f.fits(80, 80) == Status::kNever);
   CHECK_EQ(f.pool.ref_count(cached[0]), 0);
   CHECK_EQ(f.rows.num_in_use(), 0);
   kvcache::test::release(&f.pool, others);

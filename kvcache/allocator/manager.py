@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, 
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
 
 _ALL = 2**31 - 1  # tokens: as many as the request has
+_IN_STEP_HITS = ("none", "wait", "share")
 
 core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
@@ -276,6 +277,7 @@ class KVCacheManager:
         max_host_blocks: Ids | None = None,
         num_external_computed_tokens: Ids | None = None,
         delay_cache_blocks: Sequence[bool] | None = None,
+        in_step_hits: Literal["none", "wait", "share"] = "none",
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
@@ -316,6 +318,11 @@ class KVCacheManager:
         of its blocks is a hit, until `finish_receiving`. In window groups only what the next token reads
         has slots. Where other rows of the step change the hit, the request waits (`WAIT`).
 
+        `in_step_hits`: what a new request does where an earlier row of this step fills blocks of its
+        prefix. "none": it computes these tokens, too. "wait": it is answered `WAIT`, and hits them in the
+        next step. "share": it reads them in this step, and the plan's `depends_on` names the two rows, so
+        the worker must fill them by then; not with recurrent groups. Only whole blocks are shared.
+
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
         a row or request named twice, a request without tokens, tokens beyond `max_model_len` (`token_ids`
         may have one more: the last sampled token), a row that is receiving, or external tokens that leave
@@ -343,6 +350,7 @@ class KVCacheManager:
             max_host_blocks,
             num_external_computed_tokens,
             delays,
+            _in_step_hits(in_step_hits),
         )
         plan.page_bytes = self._page_bytes
         if chains:
@@ -351,15 +359,56 @@ class KVCacheManager:
                     self._rows[request.request_id] = row
         return plan
 
-    def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
+    def would_fit(
+        self,
+        request: Request,
+        num_tokens: int | None = None,
+        *,
+        whole: bool = False,
+        num_lookahead_tokens: int = 0,
+        num_reserved_blocks: int = 0,
+        max_host_blocks: int | None = None,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+    ) -> Status:
         """The status that `step` would give a new request now; changes nothing.
 
-        `num_tokens`: as `new_num_tokens` of `step`; None for all known tokens. `NEVER` holds for this
-        number of tokens: with smaller chunks a request may fit, since window groups then hold fewer
-        blocks.
+        `num_tokens`: as `new_num_tokens` of `step`; None for all known tokens. The further arguments are
+        those of `step`, too. `NEVER` holds for this number of tokens. `allocate_slots` answers None for
+        both `WAIT` and `NEVER`.
+
+        With `whole`, the answer is for all known tokens, computed in chunks of `num_tokens`: `SERVED` if
+        the blocks that are free now suffice to the end, if nobody else takes any, `WAIT` if those of the
+        pool do, `NEVER` if not even these. A first chunk that fits is served in any case.
+
+        Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
+        tokens that are not computed, at least one). Only `num_lookahead_tokens` may be given besides.
         """
+        row = self._rows.get(_id_of(request))
         count = _ALL if num_tokens is None else num_tokens
-        return Status(self._native.would_fit(self._new_chain(request), count))
+        if row is None:
+            if num_tokens is None and delay_cache_blocks and not whole:
+                count = 0
+            answer = self._native.would_fit(
+                self._new_chain(request),
+                count,
+                flag(whole, "whole"),
+                num_lookahead_tokens,
+                num_reserved_blocks,
+                max_host_blocks,
+                num_external_computed_tokens,
+                flag(delay_cache_blocks, "delay_cache_blocks"),
+            )
+            return Status(answer)
+        of_new = whole, num_reserved_blocks, max_host_blocks, num_external_computed_tokens
+        if of_new != (False, 0, None, 0) or delay_cache_blocks:
+            raise ValueError(
+                f"request {request.request_id!r} is admitted already: expected num_tokens and "
+                "num_lookahead_tokens alone"
+            )
+        if num_tokens is None:
+            count = max(request.num_tokens - self._native.num_computed_tokens(row), 1)
+        return Status(self._native.would_extend(row, count, num_lookahead_tokens))
 
     def fork(self, parent: Request, child: Request) -> int:
         """Admits `child` with the blocks of `parent`, which `step` admitted; returns its row, or -1.
@@ -434,9 +483,9 @@ class KVCacheManager:
         free. A cross-attention group gets the blocks of the request's `num_encoder_tokens`.
 
         `num_external_computed_tokens`: the KV of so many tokens behind the computed blocks comes from
-        elsewhere; they get slots besides. With `delay_cache_blocks` it comes later: `num_tokens` is 0, and
-        nothing is cached nor appended until `finish_receiving`. In window groups what the next token does
-        not read is null, computed blocks included: `block_ids` has the whole table.
+        elsewhere; they get slots besides. With `delay_cache_blocks` it comes later: `num_tokens` is 0,
+        and nothing is cached nor appended until `finish_receiving`. In window groups what the next token
+        does not read is null, computed blocks included: `block_ids` has the whole table.
 
         ValueError for computed blocks with `read_cache=False` or without caching, for external tokens
         that leave none of the request to be computed, and for a manager with a recurrent group.
@@ -462,11 +511,12 @@ class KVCacheManager:
         """Ends the wait of a request that was admitted with `delay_cache_blocks`.
 
         `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A load
-        that failed is one of 0 or a few tokens, and must be over: nobody writes to the blocks any more.
+        that failed is one of 0 or a few tokens. It must be over: nobody writes to the blocks any more.
         Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
-        tokens: it goes on behind them. That is less than what has arrived where an abort or an
-        invalidation took away what came before, or where a window or a state begins behind it. ValueError
-        for a request that is not receiving, and for more tokens than it was to receive.
+        tokens, behind which it goes on: what has arrived; less, where an abort or an invalidation took
+        away what came before it; where its blocks do not hold what the next token reads (a window, a
+        state), what the cache has. ValueError for a request that is not receiving, and for more tokens
+        than it was to receive.
         """
         return self._native.finish_receiving(self.row(request), num_tokens)
 
@@ -646,6 +696,12 @@ class KVCacheManager:
             return {}
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
+
+
+def _in_step_hits(value: str) -> int:
+    if isinstance(value, str) and value in _IN_STEP_HITS:
+        return _IN_STEP_HITS.index(value)
+    raise ValueError(f"in_step_hits is {value!r}: expected one of {', '.join(_IN_STEP_HITS)}")
 
 
 def _flags(values: Sequence[bool]) -> list[int]:

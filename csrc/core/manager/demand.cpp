@@ -133,8 +133,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
     }
     num_blocks += needs.num_new;
   }
-  const int64_t most = pool_->num_total() - watermark_blocks_;
-  if (std::max(num_blocks, num_blocks_ever(chain)) > most) demand.status = Status::kNever;
+  if (num_blocks > pool_->num_total() - watermark_blocks_) demand.status = Status::kNever;
   return demand;
 }
 
@@ -149,20 +148,39 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
   return false;
 }
 
-// Blocks that a request holds when its last known token runs alone.
-int64_t DemandRules::num_blocks_ever(const TokenChain& chain) const {
-  int64_t num_blocks = 0;
+Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
+                             int64_t num_tokens, const Demand& demand) const {
+  int64_t room = demand.num_spare, most = 0, most_new = 0;
   for (const CacheGroup& group : *groups_) {
-    if (!group.is_cacheable()) {
-      num_blocks += num_encoder_blocks(group, chain);
-      continue;
-    }
-    const int64_t all = ceil_div(chain.num_tokens(), group.block_size);
-    num_blocks += group.holds_state()
-                      ? std::min<int64_t>(all, 2)  // and the page that it is copied from
-                      : all - group.first_needed_block(chain.num_tokens() - 1);
+    if (group.is_cacheable()) room += demand[group].num_new;
   }
-  return num_blocks;
+  for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
+    span.stop = std::min(span.stop, chain.num_tokens());
+    int64_t num_held = 0, num_new = 0;
+    for (const CacheGroup& group : *groups_) {
+      const int64_t size = held[group.id].size();
+      if (!group.is_cacheable()) {
+        num_held += num_encoder_blocks(group, chain);
+      } else if (group.holds_state()) {
+        const int64_t column = ceil_div(span.stop, group.block_size);
+        const bool moves = span.start > 0 && column > ceil_div(span.start, group.block_size);
+        const bool begins = span.start == first.start;
+        num_held += begins ? held[group.id].num_alive() + 1 : 1 + moves;
+        num_new += begins ? 1 : std::min<int64_t>(column - size, 1 + moves);
+      } else {
+        const int64_t stop =
+            std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
+        const int64_t needed = group.first_needed_block(span.start);
+        num_held += std::max<int64_t>(stop - needed, 0);
+        num_new += std::max<int64_t>(stop - std::max(needed, size), 0);
+      }
+    }
+    most = std::max(most, num_held);
+    most_new = std::max(most_new, num_new);
+    if (span.stop == chain.num_tokens()) break;
+  }
+  if (demand.status == Status::kNever || most > pool_->num_total()) return Status::kNever;
+  return demand.status == Status::kServed && most_new <= room ? Status::kServed : Status::kWait;
 }
 
 }  // namespace kvcache

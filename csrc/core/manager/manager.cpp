@@ -2,6 +2,7 @@
 #include "core/manager/manager.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "core/limits.h"
@@ -77,12 +78,30 @@ const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   return finder_.find(chain, /*with_partial=*/false, with_host);
 }
 
-Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
+Status Manager::would_fit(const StepRequest& request, bool whole) {
   const Call call(this);
+  const NewRow& asked = request.new_rows[0];
+  checks_.check_counts(asked, "num_tokens");
+  checked_size("max_host_blocks", asked.max_host_blocks, 0);
+  checked_size("num_lookahead_tokens", request.num_lookahead, 0);
+  checked_size("num_reserved_blocks", request.num_reserved_blocks, 0);
+  if (whole && asked.receives) {
+    throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
+  }
+  checks_.check_new(*asked.chain);
+  if (asked.chain->read_cache()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
+  external_hits(request.new_rows);
+  return server_.would_fit(request, whole);
+}
+
+Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  rows_.at(row);
+  checks_.check_not_receiving(row);
   checked_size("num_tokens", num_tokens, 1);
-  checks_.check_new(chain);
-  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  return server_.would_fit(chain, num_tokens);
+  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
+  checks_.check_length(rows_[row].num_computed + num_tokens, "a row");
+  return server_.would_extend(row, num_tokens, num_lookahead_tokens);
 }
 
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {
@@ -111,10 +130,11 @@ const StepPlan& Manager::step(const StepRequest& request) {
   steps_.begin();
   steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
-  tiers_.offload_queued();  // behind the rows, which must go there
+  const size_t num_queued = tiers_.num_queued();
   server_.serve_rows(request);
   swap_.answer(request, have_left);
   server_.serve_new(request, hits);
+  tiers_.offload_queued(num_queued, server_.fills());  // behind the rows, which come first
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();

@@ -75,9 +75,11 @@ class Manager {
   // None where the request opted out of reading. Changes nothing; valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
 
-  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
-  // now.
-  Status would_fit(TokenChain& chain, int64_t num_tokens);
+  // The answer that a step would give its only new request now. `whole`: that of all its known
+  // tokens, in chunks of as many tokens as it asks for.
+  Status would_fit(const StepRequest& request, bool whole);
+  // The answer that a row would get which asks for so many tokens more.
+  Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.

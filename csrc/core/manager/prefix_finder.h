@@ -57,6 +57,8 @@ class PrefixFinder {
   // hashes must be known. Partial blocks are found on the device only.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
 
+  int64_t whole_unit() const { return whole_unit_; }  // hits of whole blocks end at multiples
+
  private:
   int64_t accepted_by_all(int64_t num_tokens);
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);

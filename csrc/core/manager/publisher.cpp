@@ -43,6 +43,16 @@ void Publisher::publish_filled(int32_t row) {
   r.next_publish = next_publish(row);
 }
 
+void Publisher::publish_blocks(int32_t row) {
+  if (!may_publish(row)) return;
+  const int64_t num_hashed =
+      std::min(num_with_kv(row) / c_.hash_block_size,
+               static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
+  }
+}
+
 void Publisher::publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t num_full = num_hashed / group.num_hashes;

@@ -10,7 +10,9 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       parts_(parts),
       rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
       growth_(c_, parts.holders),
-      candidate_(c_.groups->size()) {}
+      candidate_(c_.groups->size()) {
+  for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
+}
 
 // Inlined, as every row of a step is answered.
 inline void RowServer::answer(const ServedRow& served, Status status) {
@@ -24,6 +26,7 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
 }
 
 void RowServer::serve_rows(const StepRequest& request) {
+  fills_.begin();
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
@@ -39,6 +42,7 @@ void RowServer::serve_rows(const StepRequest& request) {
     const Status status = extend(&served);
     if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
     answer(served, status);
+    if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) share_filled(row);
   }
 }
 
@@ -55,11 +59,19 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
       served.row = -1;
       // Rows of this step may have changed what is cached: the load would be of other tokens.
       if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;
+      if (request.in_step_hits == InStepHits::kWait &&
+          waits_for_earlier(*asked.chain, hit.num_tokens)) {
+        break;
+      }
       status = admit(&served, asked, hit, request.num_reserved_blocks, /*by_step=*/true);
+      if (status == Status::kServed) note_shared(&served, hit);
       if (status != Status::kWait || !hit.copies_partial()) break;
     }
     if (status == Status::kServed) c_.plan->clear(served.row);
     answer(served, status);
+    if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) {
+      share_filled(served.row);
+    }
   }
 }
 
@@ -79,15 +91,74 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_l
   return {start, stop, num_lookahead};
 }
 
-Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
+// Whether an earlier row of the step fills blocks that the next step finds for this request.
+bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
+  if (!chain.read_cache()) return false;
+  const int64_t unit = parts_.finder->whole_unit();
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  for (const StepJournal::Served& served : c_.journal->last().rows) {
+    const Row& r = (*c_.rows)[served.row];
+    if (r.next_publish == kUnbounded) continue;
+    const int64_t first = std::max(served.start, num_hit);
+    // The first boundary that the row passes and the hit does not; of states, the step's end.
+    const int64_t stop = has_state_ ? r.num_computed : (first / unit + 1) * unit;
+    if (stop % unit != 0 || stop <= first) continue;
+    if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
+    const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
+    const std::vector<Hash>& others = r.chain->known_hashes();
+    if (last < hashes.size() && last < others.size() && hashes[last] == others[last]) return true;
+  }
+  return false;
+}
+
+// Later rows of the step find the whole blocks that this one fills.
+void RowServer::share_filled(int32_t row) {
+  const RowBlocks* held = c_.rows->blocks(row);
+  std::array<int64_t, kMaxGroups> before;
+  for (const CacheGroup& group : *c_.groups) before[group.id] = held[group.id].num_published;
+  parts_.publisher->publish_blocks(row);
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = held[group.id];
+    for (int64_t b = before[group.id]; b < each.num_published; ++b) {
+      if (each[b] != kNullBlock) fills_.add(each[b], row);
+    }
+  }
+}
+
+void RowServer::note_shared(ServedRow* served, const PrefixHit& hit) {
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+    const auto num_hits = static_cast<int64_t>(hit.blocks[group.id].size());
+    for (int64_t b = each.num_dropped; b < num_hits; ++b) {
+      const int32_t other = fills_.row_of(each[b]);
+      if (other < 0) continue;
+      c_.plan->depend(served->row, other);
+      served->depends_from(b * group.block_size);
+    }
+  }
+}
+
+Status RowServer::would_fit(const StepRequest& request, bool whole) {
+  const NewRow& asked = request.new_rows[0];
   Status status = Status::kWait;
   for (bool with_partial : {true, false}) {
-    const PrefixHit& hit = parts_.finder->find(chain, with_partial, /*with_host=*/true);
-    const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
-    status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, /*num_reserved=*/0).status;
+    const PrefixHit& hit = find_hit(asked, with_partial);
+    const Span span = span_of(asked, hit, request.num_lookahead);
+    const Demand demand = demand_of_new(*asked.chain, hit, span, request.num_reserved_blocks);
+    status = whole
+                 ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
+                 : demand.status;
     if (status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
+}
+
+Status RowServer::would_extend(int32_t row, int64_t num_tokens,
+                               int64_t num_lookahead_tokens) const {
+  const Row& r = (*c_.rows)[row];
+  const Span span{r.num_computed, r.num_computed + num_tokens, num_lookahead_tokens};
+  return r.on_host ? parts_.swap->return_of(row, span, rules_).demand.status
+                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share).status;
 }
 
 void RowServer::publish_served() {

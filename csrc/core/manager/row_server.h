@@ -20,6 +20,7 @@
 #include "core/manager/row_context.h"
 #include "core/manager/row_growth.h"
 #include "core/manager/row_swap.h"
+#include "core/manager/step_fills.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
 #include "core/manager/token_intake.h"
@@ -47,9 +48,14 @@ class RowServer {
   // within its own.
   void publish_served();
 
-  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
-  // now. Its hashes must be known.
-  Status would_fit(const TokenChain& chain, int64_t num_tokens);
+  // Blocks that rows of the step at hand fill, as far as later rows may share them.
+  const StepFills& fills() const { return fills_; }
+
+  // The answer that a step would give its only new request now, or to all its known tokens, in
+  // chunks of so many. Its hashes must be known.
+  Status would_fit(const StepRequest& request, bool whole);
+  // The answer that a row would get.
+  Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
 
   // The tokens of the hit that admitting this request would take now. Its hashes must be known.
   int64_t num_hit_tokens(const NewRow& asked) { return find_hit(asked, true).num_tokens; }
@@ -82,12 +88,17 @@ class RowServer {
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, int64_t num_reserved,
                bool by_step);
   void answer(const ServedRow& served, Status status);
+  bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
+  void share_filled(int32_t row);
+  void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
 
   RowContext c_;
   Parts parts_;
   DemandRules rules_;
   RowGrowth growth_;
+  StepFills fills_;
+  bool has_state_ = false;            // a group of pages that hold states
   std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
 };
 
