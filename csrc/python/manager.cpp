@@ -475,19 +475,22 @@ void bind_manager(py::module_& m) {
                                    int_argument(num_lookahead, "num_lookahead_tokens")));
            })
       .def("step", &step)
-      .def("allocate",
-           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              const py::list& computed, const py::object& num_lookahead_tokens,
-              const py::object& num_external, bool receives) {
-             NewRow asked;
-             asked.chain = chain;
-             asked.num_tokens = int_argument(num_tokens, "num_tokens");
-             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
-             asked.receives = receives;
-             return as_answer(
-                 self.allocate(asked, computed_blocks(computed),
-                               int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
-           })
+      .def(
+          "allocate",
+          [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+             const py::list& computed, const py::object& num_lookahead_tokens,
+             const py::object& num_external, bool receives) {
+            NewRow asked;
+            asked.chain = chain;
+            asked.num_tokens = int_argument(num_tokens, "num_tokens");
+            asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+            asked.receives = receives;
+            return as_answer(
+                self.allocate(asked, computed_blocks(computed),
+                              int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+          },
+          py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
+          py::arg("num_lookahead_tokens"), py::arg("num_external") = 0, py::arg("receives") = false)
       .def("finish_receiving",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              const int64_t n = num_tokens.is_none() ? self.num_external(row)

@@ -130,7 +130,7 @@ TEST(a_request_that_does_not_fit_changes_nothing) {
   Fixture f;
   f.cache(2);
   const Ids others = take(&f.pool, 15);  // 4 are free, 2 of them cached
-  f.admit({{hashed_chain(17), 17}, {hashed_chain(80), 1}});
+  f.admit({{hashed_chain(17), 17}, {hashed_chain(80), 80}});
   const StepPlan& plan = f.end();
   CHECK(plan.status == Statuses({kWait, kNever}));
   CHECK(plan.rows == Ids({-1, -1}));

@@ -510,8 +510,8 @@ class KVCacheManager:
     def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
         """Ends the wait of a request that was admitted with `delay_cache_blocks`.
 
-        `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A load
-        that failed is one of 0 or a few tokens. It must be over: nobody writes to the blocks any more.
+        `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A
+        load that failed is one of 0 or a few tokens. It is over: nobody writes to the blocks any more.
         Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
         tokens, behind which it goes on: what has arrived; less, where an abort or an invalidation took
         away what came before it; where its blocks do not hold what the next token reads (a window, a
