@@ -79,6 +79,7 @@ def plan_cache(
     max_model_len: int,
     max_num_batched_tokens: int | None = None,
     max_encoder_tokens: int | None = None,
+    state_interval: int | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> CachePlan:
     """Groups, a uniform page and the number of pages, from a budget of bytes on one rank.
@@ -95,6 +96,11 @@ def plan_cache(
     of every dtype: smaller blocks get more tokens (a multiple of `LayerSpec.block_size`), and where a
     recurrent state is larger than every block, blocks grow until one holds it, as in vLLM's hybrid
     models. The rest of a share is padding.
+
+    `state_interval`: tokens, the block size of recurrent groups: at its multiples a state is kept where
+    a step ends there, in a page of its own, and can be hit. None: the block of attention. A multiple of
+    the `block_size` of every recurrent layer. Where it is smaller than the block of attention, hits need
+    the manager's `hash_block_size`, which divides both.
 
     A drafter's layers (`LayerSpec.drafts`) share groups with others of their kind; a group with one of
     them drafts (`GroupSpec`).
@@ -125,7 +131,8 @@ def plan_cache(
     step = integer(step, "max_num_batched_tokens", 1)
     cp = checked_context_parallel(context_parallel)
     by_name = _by_name(layers)
-    layer_page, buckets = _buckets(by_name.values())
+    interval = _checked_interval(state_interval, by_name.values())
+    layer_page, buckets = _buckets(by_name.values(), interval)
     kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
     has_encoder = any(kind.pages == "encoder" for kind in kinds)
     encoder_tokens = _checked_encoder_tokens(max_encoder_tokens, has_encoder)
@@ -235,16 +242,33 @@ def _checked_encoder_tokens(max_encoder_tokens: int | None, has_encoder: bool) -
     return integer(max_encoder_tokens, "max_encoder_tokens", 1)
 
 
-def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
+def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -> int | None:
+    if state_interval is None:
+        return None
+    steps = [layer.block_size for layer in layers if layer.state_bytes]
+    if not steps:
+        raise ValueError(
+            f"state_interval is {state_interval!r}: expected None, as no layer keeps a state"
+        )
+    interval, common = integer(state_interval, "state_interval", 1), math.lcm(*steps)
+    if interval % common:
+        raise ValueError(
+            f"state_interval is {interval}: expected a multiple of {common}, of the block_size of every "
+            "layer that keeps a state"
+        )
+    return interval
+
+
+def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, list[GroupSpec]]:
     """The bytes of a layer's share of a page, and layers that may share groups.
 
     Those share groups that one storage can hold: equal in all but their names and smallest blocks.
     """
     layers = list(layers)
-    layer_page, base_block_size = _layer_page(layers)
+    layer_page, base_block_size = _layer_page(layers, interval)
     names: dict[tuple[GroupSpec, LayerSpec], list[str]] = {}
     for layer in layers:
-        block_size = _block_size(layer, layer_page, base_block_size)
+        block_size = _block_size(layer, layer_page, base_block_size, interval)
         group = GroupSpec(layer.kind, block_size, layer.options, layer.replicated)
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
         alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
@@ -255,7 +279,7 @@ def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
 
 
-def _layer_page(layers: list[LayerSpec]) -> tuple[int, int | None]:
+def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int | None]:
     """Bytes of the largest block, and its tokens; without attention, of the largest state."""
     states = [layer for layer in layers if layer.state_bytes]
     attention = [layer for layer in layers if not layer.state_bytes]
@@ -263,14 +287,19 @@ def _layer_page(layers: list[LayerSpec]) -> tuple[int, int | None]:
     if not attention:
         return largest_state, None
     base = max(attention, key=lambda layer: layer.page_bytes(layer.block_size))
-    # A state is stored at the end of a block, which its own block size must divide.
-    block_size = math.lcm(base.block_size, *(layer.block_size for layer in states))
+    # Without an interval, a state is stored at the end of a block, which its own block size must divide.
+    steps = [] if interval else [layer.block_size for layer in states]
+    block_size = math.lcm(base.block_size, *steps)
     block_size *= max(1, _ceil_div(largest_state, base.page_bytes(block_size)))
     return base.page_bytes(block_size), block_size
 
 
-def _block_size(layer: LayerSpec, layer_page: int, base_block_size: int | None) -> int:
+def _block_size(
+    layer: LayerSpec, layer_page: int, base_block_size: int | None, interval: int | None
+) -> int:
     """Tokens of the layer's block in a page whose largest block has `base_block_size`."""
+    if layer.state_bytes and interval:
+        return interval
     if base_block_size is None:
         return layer.block_size
     if layer.state_bytes:

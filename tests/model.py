@@ -44,6 +44,7 @@ class ModelHeld:
     num_hits: int = 0  # leading blocks that the row has not computed
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
+    keeps_state: bool = False  # the last page holds a state inside a block that is found
 
     @property
     def num_dropped(self):
@@ -58,6 +59,8 @@ class ModelRow:
     start: int
     num_computed: int
     admission: int
+    num_prompt: int  # tokens known when it was admitted
+    num_shared: int = 0  # of these: what the groups of tokens would have hit
     resend: bool = False
     stale: bool = False
     forked: bool = False
@@ -72,6 +75,7 @@ class Answer:
     rows: list[int] = field(default_factory=list)
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -204,6 +208,7 @@ class ModelManager:
         num_host_blocks=0,
         host_write="back",
         num_hits_to_write=2,
+        announce_reused=False,
     ):
         self.groups = groups
         self.events: list[tuple] = []
@@ -221,7 +226,7 @@ class ModelManager:
         sizes = [group.block_size for group in groups]
         self.hash_size = hash_block_size or gcd(*sizes)
         self.has_partial = [
-            hash_block_size is not None and self.hash_size < g.block_size and g.pages == TOKENS
+            hash_block_size is not None and self.hash_size < g.block_size and g.pages != ENCODER
             for g in groups
         ]
         cacheable = [g for g, group in enumerate(groups) if group.pages != ENCODER]
@@ -231,6 +236,7 @@ class ModelManager:
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
         self.caching = enable_caching
+        self.announce_reused = announce_reused
 
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
@@ -278,7 +284,7 @@ class ModelManager:
         most = most or [FOREVER] * len(requests)
         external = external or [0] * len(requests)
         delays = delays or [False] * len(requests)
-        hits = [self.capped_hit(request, cap) for request, cap in zip(requests, most)]
+        hits = [self.capped_hit(request, cap)[0] for request, cap in zip(requests, most)]
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
         journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
@@ -295,13 +301,15 @@ class ModelManager:
             start = state.num_computed - back
             answer.rows.append(row)
             answer.computed.append(start)
-            if count == 0:  # it gets nothing, wherever it is
+            if count == 0:  # gets nothing
                 state.num_computed = start
                 state.request.tokens.extend(new_ids)
                 answer.status.append(SERVED)
+                answer.tokens.append(0)
                 continue
             status = self._serve(state, row, start, count, ahead)
             answer.status.append(status)
+            answer.tokens.append(count if status == SERVED else 0)
             if status == SERVED:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
@@ -312,11 +320,13 @@ class ModelManager:
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
             answer.computed.append(self.rows[row].num_computed)
+            answer.tokens.append(0)
         asked = zip(requests, limits, lookahead[len(rows) :], most, external, delays, hits)
         for request, limit, ahead, cap, num_external, delay, hit in asked:
             # A hit inside a block takes that block and the copy: without it, less may do.
             for partial in (False,) if num_external else (True, False):
-                num_hit = self.capped_hit(request, cap, partial)
+                num_hit, with_host = self.capped_hit(request, cap, partial)
+                shared = self.hit_length(request, partial, with_host, with_states=False)
                 start = num_hit + num_external
                 after = start if delay else min(start + limit, len(request.tokens))
                 copies = any(each.source for each in self.hit_blocks(request, num_hit))
@@ -332,8 +342,10 @@ class ModelManager:
                     break
             answer.status.append(status)
             answer.computed.append(start)
+            answer.tokens.append(after - start if status == SERVED else 0)
             answer.rows.append(row)
             if status == SERVED:
+                self.rows[row].num_shared = shared
                 answer.clear.add(row)
                 served.append(row)
                 self._note_shared(row, num_hit)
@@ -342,15 +354,16 @@ class ModelManager:
                     self._publish_within(row)
         if self.host:
             self._write_pending()
-        for row, g, _, num_tokens in self.moves:
+        for row, g, _, num_tokens, _ in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
             self._publish(self.rows[row])
-        for row, g, column, _ in self.moves:
+        for row, g, column, _, page in self.moves:
             held = self.rows[row].held[g]
-            self._note_dropped(self.rows[row], g, column, held.blocks[column])
-            self._release([held.blocks[column]], self.num_steps)
-            held.blocks[column] = 0
+            self._note_dropped(self.rows[row], g, column, page)
+            self._release([page], self.num_steps)
+            if held.blocks[column] == page:
+                held.blocks[column] = 0
         self._end_writes()
         self.moved = {}
         self._release(self.held_for_step, self.num_steps)
@@ -374,8 +387,10 @@ class ModelManager:
             if not other.request.writes or other.stale or other.receiving:
                 continue
             stop = min(other.num_computed, len(other.request.tokens), len(request.tokens) - 1)
-            ends = [n for n in range(0, stop + 1, self.whole_unit) if n > max(start, num_hit)]
-            if any(group.pages == STATE for group in self.groups):
+            has_state = any(group.pages == STATE for group in self.groups)
+            unit = self.unit if has_state else self.whole_unit
+            ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
+            if has_state:
                 ends = [n for n in ends if n == other.num_computed]
             if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
                 return True
@@ -412,7 +427,7 @@ class ModelManager:
     def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
         """Whether all known tokens can be computed, chunk by chunk: now, later or never."""
         for partial in (True, False):
-            num_hit = self.capped_hit(request, cap, partial)
+            num_hit, _ = self.capped_hit(request, cap, partial)
             held = self.hit_blocks(request, num_hit)
             status = self._fits_whole(request, chunk, lookahead, reserved, num_hit, held)
             if status != WAIT or not any(each.source for each in held):
@@ -428,20 +443,26 @@ class ModelManager:
         while start < len(request.tokens):
             stop = min(start + chunk, len(request.tokens))
             count = new = 0
-            for group, each in zip(self.groups, held):
+            for g, (group, each) in enumerate(zip(self.groups, held)):
                 size, columns = group.block_size, len(each.blocks)
                 if group.pages == ENCODER:
                     encoder = ceil_div(request.num_encoder_tokens, size)
                     count += encoder
                     new += encoder
                 elif group.pages == STATE:
-                    pages = 2 if start and ceil_div(stop, size) > ceil_div(start, size) else 1
+                    # It moves to another page at a block's end, and where the cache keeps it.
+                    moves = self.has_partial[g] or ceil_div(stop, size) > ceil_div(start, size)
+                    pages = 2 if start and moves else 1
                     if start == num_hit:
                         count += 1 + sum(block != 0 for block in each.blocks)
                         new += 1
                     else:
                         count += pages
-                        new += min(pages, ceil_div(stop, size) - columns)
+                        new += (
+                            pages
+                            if self.has_partial[g]
+                            else min(pages, ceil_div(stop, size) - columns)
+                        )
                 else:
                     need = min(ceil_div(stop + lookahead, size), ceil_div(self.max_model_len, size))
                     first = group.reads_from(start) // size
@@ -573,11 +594,11 @@ class ModelManager:
             -self.host.find(g, prefix) if with_host and self.host else 0
         )
 
-    def has_all(self, tokens, num_tokens, partial, with_host=False):
+    def has_all(self, tokens, num_tokens, partial, with_host=False, with_states=True):
         """Whether every group has what the tokens behind this prefix read, and what it redoes."""
         for g, group in enumerate(self.groups):
             size = group.block_size
-            if group.pages == ENCODER:
+            if group.pages == ENCODER or (group.pages == STATE and not with_states):
                 continue
             first = group.reads_from(num_tokens)
             for column in range(first // size, num_tokens // size):
@@ -601,20 +622,44 @@ class ModelManager:
             return self.pool.find(g, prefix, partial=True)
         return self.find(g, prefix, with_host)
 
-    def hit_length(self, request, partial=False, with_host=False):
+    def hit_length(self, request, partial=False, with_host=False, with_states=True):
         """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
         if not request.reads or not self.caching:
             return 0
+        if not with_states and all(group.pages != TOKENS for group in self.groups):
+            return 0
         lengths = range(0, len(request.tokens), self.unit if partial else self.whole_unit)
-        return max(n for n in lengths if self.has_all(request.tokens, n, partial, with_host))
+        where = partial, with_host, with_states
+        return max(n for n in lengths if self.has_all(request.tokens, n, *where))
+
+    def checkpoint_tokens(self, request, row, count):
+        """Of the next `count` tokens, as many as end where states are kept."""
+        start = self.hit_length(request, partial=True, with_host=True)
+        shared = self.hit_length(request, partial=True, with_host=True, with_states=False)
+        if row is not None:
+            start, shared = self.rows[row].num_computed, self.rows[row].num_shared
+        known = len(request.tokens)
+        stop = max(start, min(start + count, known))
+        states = [group.block_size for group in self.groups if group.pages == STATE]
+        if not states or not self.caching or not request.writes:
+            return stop - start
+        if start < shared <= stop:
+            return shared - start
+        boundary = lcm(self.unit, *states)
+        ends = [
+            n
+            for n in range(start + 1, stop + 1)
+            if n % boundary == 0 or (n % self.unit == 0 and stop == known > n)
+        ]
+        return max(ends, default=stop) - start
 
     def capped_hit(self, request, cap, partial=False):
-        """The hit's length with at most `cap` loads."""
+        """The hit's length with at most `cap` loads, and whether the host has part in it."""
         num_hit = self.hit_length(request, partial, with_host=True)
         held = self.hit_blocks(request, num_hit)
         num_loads = sum(b < 0 for h in held for b in h.blocks)
         num_loads += sum(h.host_source > 0 for h in held)
-        return num_hit if num_loads <= cap else self.hit_length(request, partial)
+        return (num_hit, True) if num_loads <= cap else (self.hit_length(request, partial), False)
 
     def hit_blocks(self, request, num_tokens, start=None):
         """Per group what a row with this hit begins with; a page of the host is negative.
@@ -776,8 +821,20 @@ class ModelManager:
         self._own_what_is_written(state, start, after)
         return SERVED
 
+    def _announce(self, request, columns):
+        """Events of the hits on the device: those of (group, column) each."""
+        for g, column in columns:
+            end = (column + 1) * self.groups[g].block_size
+            self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
+
     def _admit(self, request, num_hit, start, after, lookahead, reserved, by_step, delay=False):
         held = self.hit_blocks(request, num_hit, start)
+        announced = [
+            (g, column)
+            for g, each in enumerate(self.hit_blocks(request, num_hit))
+            for column, block in enumerate(each.blocks)
+            if block > 0
+        ]
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free()
@@ -799,11 +856,14 @@ class ModelManager:
             self.pool.retain(source)
             self.held_for_step.append(source)
         self.num_admissions += 1
-        state = ModelRow(request, held, by_step, start, after, self.num_admissions)
+        known = len(request.tokens)
+        state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
         state.receiving, state.num_hit = delay, num_hit
         self.rows[row] = state
         self._take_hits(state)
         self._allocate_blocks(state, row, start, after, needs, room)
+        if self.announce_reused:
+            self._announce(request, announced)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
@@ -844,7 +904,7 @@ class ModelManager:
 
     def _allocate_blocks(self, state, row, start, after, needs, room, shared=()):
         numbers = []
-        for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
+        for g, (group, each, (num_new, drop_to)) in enumerate(zip(self.groups, state.held, needs)):
             first = each.num_dropped
             if drop_to > first:
                 dropped = each.blocks[first:drop_to]
@@ -861,6 +921,13 @@ class ModelManager:
                     most - len(each.blocks) - num_new,
                 )
                 room -= more
+            if each.keeps_state:
+                each.keeps_state = False
+                if not num_new and g not in [group for group, _ in shared]:
+                    more = min(room, 1)  # the state stays in the page that is left
+                    room -= more
+                    if not more:
+                        self.pool.evict(each.blocks[-1])
             numbers.append(num_new + more)
         # Taken group by group: own ones in place of shared ones, then those behind.
         taken, own = [], []
@@ -901,12 +968,19 @@ class ModelManager:
             column = (after - 1) // self.groups[g].block_size
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
             held.host_source = 0
+        elif held.source:
+            self.step_answer.copy.append((held.source, page))
+            column = start // self.groups[g].block_size
+            self._note_dropped(self.rows[row], g, column, held.source)
+            self.safe_start = min(self.safe_start, column * self.groups[g].block_size)
+            held.source = 0
         elif held.blocks and held.blocks[-1]:
             self.step_answer.copy.append((held.blocks[-1], page))
-            self.moves.append((row, g, len(held.blocks) - 1, start))
+            self.moves.append((row, g, len(held.blocks) - 1, start, held.blocks[-1]))
         elif start == 0:
             self.step_answer.zero.append(page)
         column = (after - 1) // self.groups[g].block_size
+        del held.blocks[column:]
         held.blocks += [0] * (column - len(held.blocks)) + [page]
 
     # Blocks ----------------------------------------------------------------------------------------
@@ -967,7 +1041,7 @@ class ModelManager:
             for block in each.blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(list(each.blocks))
+            child = ModelHeld(list(each.blocks), keeps_state=each.keeps_state)
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
@@ -976,7 +1050,8 @@ class ModelManager:
             held.append(child)
         self.num_admissions += 1
         n = parent.num_computed
-        state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions)
+        known = len(request.tokens)
+        state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions, known)
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
         self.rows[other] = state
         for step in self.in_flight:
@@ -1017,7 +1092,7 @@ class ModelManager:
             self.host.retain(page)
         left = self._tail_first(state, with_encoder=True)
         for g, blocks in enumerate(held):
-            state.held[g].blocks = []
+            state.held[g].blocks, state.held[g].keeps_state = [], False
             for column, block in enumerate(blocks):
                 if not block:
                     state.held[g].blocks.append(0)
@@ -1117,10 +1192,12 @@ class ModelManager:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if self.has_partial[g]:
+            if self.has_partial[g] and group.pages == TOKENS:
                 self._publish_partials(state, g, known)
             if group.pages == STATE:
                 self._publish_state(state, g, state.num_computed)
+                if self.has_partial[g]:
+                    self._keep_state(state, g)
             elif group.pages == TOKENS:
                 for column in range(each.num_published, known // group.block_size):
                     self._publish_block(state, g, column)
@@ -1164,6 +1241,20 @@ class ModelManager:
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
             self._publish_block(state, g, num_tokens // size - 1)
             each.num_published = num_tokens // size
+
+    def _keep_state(self, state, g):
+        """A state inside a block, where a step of the prompt ended at a hash boundary."""
+        each, n = state.held[g], state.num_computed
+        if n // self.hash_size <= each.num_partial:
+            return
+        each.num_partial = n // self.hash_size
+        if n % self.hash_size or n % self.groups[g].block_size == 0 or n > state.num_prompt:
+            return
+        prefix = tuple(state.request.tokens[:n])
+        if not self.pool.find(g, prefix, partial=True):
+            self.pool.publish_partial(each.blocks[-1], g, prefix)
+            self._note_published(state, each.blocks[-1], g, prefix)
+            each.keeps_state = True
 
     def _note_published(self, state, block, g, prefix):
         if self.in_flight and state.by_step:
@@ -1369,6 +1460,8 @@ class ModelManager:
                         continue
                     if block:
                         is_invalid = prefix in [whole, *partial]
+                        if group.pages == STATE and self.has_partial[g]:  # in a page that was left
+                            is_invalid |= n < end and n <= state.num_computed
                     else:  # dropped since: full blocks while they are found, partial ones always
                         found = self.find(g, prefix, with_host=True) if n == end else 0
                         if found > 0:

@@ -187,6 +187,8 @@ class Simulation:
         if missing <= 0 or choose.chance(3):
             return 0
         count = choose.integer(1, missing)
+        if choose.chance(2):
+            count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
         if count == missing and not self.has_state and choose.chance(2):
             count += choose.integer(0, 4)
         return min(count, LONGEST - computed)

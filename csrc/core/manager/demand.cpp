@@ -163,10 +163,12 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
         num_held += num_encoder_blocks(group, chain);
       } else if (group.holds_state()) {
         const int64_t column = ceil_div(span.stop, group.block_size);
-        const bool moves = span.start > 0 && column > ceil_div(span.start, group.block_size);
+        // A state also moves within a block, where the cache keeps it.
+        const bool moves = span.start > 0 &&
+                           (group.has_partial || column > ceil_div(span.start, group.block_size));
         const bool begins = span.start == first.start;
         num_held += begins ? held[group.id].num_alive() + 1 : 1 + moves;
-        num_new += begins ? 1 : std::min<int64_t>(column - size, 1 + moves);
+        num_new += begins ? 1 : group.has_partial ? 2 : std::min<int64_t>(column - size, 1 + moves);
       } else {
         const int64_t stop =
             std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);

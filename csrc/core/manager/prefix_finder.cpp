@@ -33,6 +33,8 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
       hash_block_size_(context.hash_block_size),
       is_enabled_(options.enable_caching) {
   for (const CacheGroup& group : *groups_) {
+    has_tokens_ |= group.holds_tokens();
+    has_states_ |= group.holds_state();
     if (!group.is_cacheable()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = checked_size(
@@ -117,19 +119,22 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
-  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_));
+  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_), /*with_states=*/false);
+  hit_.num_shared_tokens = has_tokens_ ? hit_.num_tokens : 0;
+  if (has_states_) hit_.num_tokens = accepted_by_all(hit_.num_tokens, /*with_states=*/true);
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
 }
 
 // A fixed point: what one group takes less, all take less.
-int64_t PrefixFinder::accepted_by_all(int64_t num_tokens) {
+int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool with_states) {
   num_tokens -= num_tokens % step_;
   for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
     before = num_tokens;
     // Groups that need the whole prefix first: a cold prompt is then known by one miss.
     for (bool whole : {true, false}) {
       for (const CacheGroup& group : *groups_) {
+        if (group.holds_state() && !with_states) continue;
         if (group.keeps_all == whole && num_tokens > 0) num_tokens = accepted(group, num_tokens);
       }
     }

@@ -47,7 +47,7 @@ class RequestChecks {
   void check_on_device(int32_t row) const;
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
-  void check_new(const TokenChain& chain) const;
+  void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
   // Counts of a request that asks for a row; `name`: of its number of tokens.
   void check_counts(const NewRow& asked, const char* name) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
@@ -56,10 +56,10 @@ class RequestChecks {
   // Tokens that come from elsewhere, behind a hit of num_hit tokens.
   void check_external(const NewRow& asked, int64_t num_hit) const;
   void check_receive(int32_t row, int64_t num_tokens) const;
-  void check_free(int32_t row, const Departure& departure) const;
   void check_kept(const std::string& name) const;
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
+  void check_leaving(const int32_t* rows, int64_t n, const LeavingBlocks& blocks) const;
   // The number of tokens of these blocks, which a caller has looked up.
   int64_t check_computed(const TokenChain& chain,
                          const std::vector<std::vector<BlockId>>& computed) const;
@@ -68,6 +68,7 @@ class RequestChecks {
                     const std::vector<BlockId>& failed_on_host) const;
 
  private:
+  void check_departure(int32_t row, const Departure& departure) const;
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
   [[noreturn]] static void fail_driver(int32_t row, bool by_step);
   [[noreturn]] static void fail_receiving(int32_t row);

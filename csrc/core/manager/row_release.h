@@ -21,6 +21,16 @@ struct Departure {
   const std::string* keep_as = nullptr;  // they are kept under this name
 };
 
+// The same of several rows.
+struct LeavingBlocks {
+  int64_t after_step = -1;
+  std::vector<std::string> keep_as = {};  // one name per row, or none
+
+  Departure departure_of(int64_t i) const {
+    return {after_step, keep_as.empty() ? nullptr : &keep_as[static_cast<size_t>(i)]};
+  }
+};
+
 class RowRelease {
  public:
   RowRelease(const RowContext& context, int64_t hash_block_size, const Clock* clock)

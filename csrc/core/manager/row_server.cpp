@@ -94,7 +94,7 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_l
 // Whether an earlier row of the step fills blocks that the next step finds for this request.
 bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
   if (!chain.read_cache()) return false;
-  const int64_t unit = parts_.finder->whole_unit();
+  const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
   const std::vector<Hash>& hashes = chain.known_hashes();
   for (const StepJournal::Served& served : c_.journal->last().rows) {
     const Row& r = (*c_.rows)[served.row];
@@ -228,7 +228,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   // What is received comes whatever becomes of the step.
   served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
-  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens};
+  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
@@ -239,6 +239,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   growth_.serve(served, demand);
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
+  parts_.publisher->announce_hit(*chain, hit);
   if (chain->read_cache()) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
@@ -318,7 +319,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.chain = child;
   r.start = r.num_computed;
   r.admission = admission;
-  c_.rows->info(other) = {child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked};
+  c_.rows->info(other) = {
+      child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
