@@ -36,6 +36,9 @@ class Recovery {
   // that was computed from it, and the rows that used it recompute.
   Recompute invalidate(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
 
+  // A receiving row's tokens are there, so many at most: it goes on behind them.
+  void receive(int32_t row, int64_t num_tokens);
+
   // Forgets the hashes of both tiers.
   void clear_cache();
   // The same, and what rows hold by now is never published.
