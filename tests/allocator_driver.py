@@ -540,7 +540,6 @@ class Driver:
             most = self.model.most_rejected(row)
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
-                lambda: manager.step([row], [0]),
                 lambda: manager.step([row], [rows[row] + 1]),
                 lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),

@@ -49,11 +49,17 @@ void Publisher::publish_filled(int32_t row) {
   r.next_publish = next_publish(row);
 }
 
+// What no hit can read is not published: its blocks go before all that is cached.
 void Publisher::publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(each.num_published, each.num_dropped);
-  if (num_full > first) publish_run(row, group, first, num_full - first);
+  for (int64_t b = first; b < num_full; ++b) {
+    const int64_t run = b;
+    b = group.keeps_all ? num_full : b;
+    while (b < num_full && group.may_be_hit(b)) ++b;
+    if (b > run) publish_run(row, group, run, b - run);
+  }
   each.num_published = std::max(each.num_published, num_full);
 }
 
@@ -82,7 +88,7 @@ void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_
   }
   const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
-  publish_run(row, group, num_passed - 1, 1);
+  if (group.may_be_hit(num_passed - 1)) publish_run(row, group, num_passed - 1, 1);
   each.num_published = num_passed;
 }
 

@@ -193,6 +193,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
   each.num_dropped = drop_to;
+  std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }
 
