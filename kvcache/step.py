@@ -6,11 +6,14 @@ pickle, so the planes may live in two processes. No torch here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import copyreg
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
+
+from kvcache.native.load import core
 
 PLAN_VERSION = 3
 
@@ -64,8 +67,22 @@ class StepAnswers(NamedTuple):
     new: Answers
 
 
+class _HeldArrays:
+    """Arrays that the native step has made: numpy's form of them comes when one is asked for."""
+
+    __slots__ = ("_held",)
+
+    def __getattr__(self, name: str) -> object:
+        # Asked only for what is not set yet.
+        return core.fill_plan(self, name)
+
+    def __reduce__(self) -> tuple:
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return copyreg.__newobj__, (type(self),), (None, values)
+
+
 @dataclass(slots=True, eq=False)
-class StepPlan:
+class StepPlan(_HeldArrays):
     """The work of a worker before it runs a step, and the answers to the scheduler.
 
     `KVCacheManager.step` makes it, `Worker.apply` carries it out: each plan once, in their order. All

@@ -263,7 +263,7 @@ class Driver:
         if choose.chance(2):
             rows.reverse()
         counts = [
-            choose.integer(1, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
+            choose.integer(0, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
         ]
         rejected = [0] * len(rows)
         if choose.chance(3):
@@ -299,6 +299,9 @@ class Driver:
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
+        assert plan.num_tokens.tolist() == want.tokens
+        assert (plan.num_running, plan.num_leaving) == (len(rows), len(leaving))
+        assert plan.is_empty == self.changes_nothing(plan)
         assert plan.clear_rows.tolist() == sorted(want.clear)
         assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
         assert plan.zero.tolist() == want.zero
@@ -308,6 +311,11 @@ class Driver:
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    @staticmethod
+    def changes_nothing(plan) -> bool:
+        sections = plan.clear_rows, plan.append_rows, plan.swap_out, plan.copy, plan.zero, plan.swap_in
+        return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
@@ -410,10 +418,12 @@ class Driver:
             model.tokens.extend(tokens)
 
     def free(self) -> None:
-        if self.requests:
+        pairs = []
+        for _ in range(min(len(self.requests), self.choose.pick([1, 1, 1, 2, 3]))):
             row = self.choose.pick(sorted(self.requests))
-            pair = self.requests.pop(row)
-            self.manager.free(pair[0])
+            pairs.append((row, self.requests.pop(row)))
+        self.manager.free(*(pair[0] for _, pair in pairs))
+        for row, pair in pairs:
             self.model.free(row)
             self.waiting.append(pair)
 
@@ -540,6 +550,7 @@ class Driver:
             most = self.model.most_rejected(row)
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
+                lambda: manager.step([row], [-1]),
                 lambda: manager.step([row], [rows[row] + 1]),
                 lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),

@@ -72,6 +72,7 @@ class Answer:
     rows: list[int] = field(default_factory=list)
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -282,8 +283,15 @@ class ModelManager:
             start = state.num_computed - back
             answer.rows.append(row)
             answer.computed.append(start)
+            if count == 0:  # gets nothing
+                state.num_computed = start
+                state.request.tokens.extend(new_ids)
+                answer.status.append(SERVED)
+                answer.tokens.append(0)
+                continue
             status = self._serve(state, row, start, count, ahead)
             answer.status.append(status)
+            answer.tokens.append(count if status == SERVED else 0)
             if status == SERVED:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
@@ -292,6 +300,7 @@ class ModelManager:
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
             answer.computed.append(self.rows[row].num_computed)
+            answer.tokens.append(0)
         most = most or [FOREVER] * len(requests)
         for request, limit, ahead, cap in zip(requests, limits, lookahead[len(rows) :], most):
             # A hit inside a block takes that block and the copy: without it, less may do.
@@ -313,6 +322,7 @@ class ModelManager:
                     break
             answer.status.append(status)
             answer.computed.append(num_hit)
+            answer.tokens.append(after - num_hit if status == SERVED else 0)
             answer.rows.append(row)
             if status == SERVED:
                 self.rows[row].num_shared = shared

@@ -220,9 +220,12 @@ class ModelSpace:
     def hit_length(self, tokens, extra):
         """The longest cached prefix in whole blocks, not the whole prompt."""
         for num_blocks in range((len(tokens) - 1) // self.size, 0, -1):
-            read = range(self.first_read(num_blocks * self.size), num_blocks)
-            if all(self._cached(tokens, extra, column) for column in read):
-                return num_blocks * self.size
+            first = self.first_read(num_blocks * self.size)
+            if all(self._cached(tokens, extra, column) for column in range(first, num_blocks)):
+                # All from there on is held: with a window at most what a sequence may hold.
+                num_held = ceil_div(len(tokens), self.size) - first
+                fits = self.window is None or num_held <= self.window // self.size + 2
+                return num_blocks * self.size if fits else 0
         return 0
 
     def _cached(self, tokens, extra, column):

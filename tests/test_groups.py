@@ -22,6 +22,7 @@ from kvcache.kinds import (
     kind_names,
     make_kind,
     register,
+    registry,
 )
 from kvcache.native.load import core
 
@@ -173,6 +174,25 @@ def test_a_wrong_kind_is_not_registered(name, kind, error, message):
     with pytest.raises(error, match=message):
         register(name)(kind)
     assert "test_x" not in kind_names()
+
+
+@pytest.mark.parametrize("base", [AttentionKind, kind_class("sliding_window")])
+def test_a_kind_whose_constructor_leaves_out_its_base_is_named(monkeypatch, base):
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+
+    def forgetful(self, *, reach: int) -> None:
+        self.reach = reach
+
+    members = {"__init__": forgetful}
+    if base is AttentionKind:
+        members["first_needed_token"] = lambda self, n: max(n - self.reach, 0)
+    register("forgetful")(type("Forgetful", (base,), members))
+    for make in (
+        lambda: make_kind("forgetful", {"reach": 3}),
+        lambda: KVCacheManager.for_groups([GroupSpec("forgetful", 4, {"reach": 3})], 9, 64),
+    ):
+        with pytest.raises(TypeError, match=r"kind 'forgetful', <.*does not call super\(\)"):
+            make()
 
 
 def test_a_kind_may_derive_from_one_of_the_package_with_other_options_and_bounds():

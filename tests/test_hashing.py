@@ -138,6 +138,14 @@ def test_wrong_keywords_are_named():
         ValueError, match="extra_keys has 1 entries: expected 3, one per full block"
     ):
         hash_blocks(range(50), 16, extra_keys=[None])
+
+
+def test_text_that_utf_8_cannot_hold_is_named():
+    said = r"is '\\ud800': expected text that UTF-8 can hold"
+    with pytest.raises(ValueError, match=f"extra key {said}"):
+        hash_blocks(range(16), 16, extra_keys=[[("image", "\ud800")]])
+    with pytest.raises(ValueError, match=f"seed {said}"):
+        hash_blocks(range(16), 16, seed="\ud800")
     with pytest.raises(ValueError, match="parent has 5 bytes: expected 32"):
         hash_blocks(range(50), 16, parent=b"short")
     for parent in (32, "a" * 32, np.zeros(32, np.uint8)):

@@ -694,7 +694,7 @@ def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
     manager.mark_blocks_as_computed(group, 5)
     manager.free(group.seqs[0])
     long = Group("s", [seq("s", 30)])
-    assert manager.get_num_cached_tokens(long.seqs[0]) == 4
+    assert manager.get_num_cached_tokens(long.seqs[0]) == 0
     assert manager.can_allocate(long) == OK
     manager.allocate(long)
     assert manager.get_num_cached_tokens(long.seqs[0]) == 0
@@ -737,10 +737,30 @@ def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
     group = admitted(manager, 10)  # its first block is read by what follows
     manager.mark_blocks_as_computed(group, 5)
     manager.mark_blocks_as_computed(group, 5)
-    again = admitted(manager, 40, "s")  # behind a hit
+    again = admitted(manager, 15, "s")  # behind a hit
     assert manager.get_num_cached_tokens(again.seqs[0]) == 8
-    manager.mark_blocks_as_computed(again, 20)
-    assert manager.get_num_cached_tokens(seq("t", 60)) == 20
+    manager.mark_blocks_as_computed(again, 12)
+    assert manager.get_num_cached_tokens(seq("t", 15)) == 12
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_behind_a_window_a_hit_holds_no_more_than_the_window_and_keeps_the_watermark(size):
+    manager = BlockSpaceManager(size, 200, 0, 0.5, sliding_window=20, enable_caching=True)
+    group = admitted(manager, 40 * size, first=1)
+    manager.mark_blocks_as_computed(group, 40 * size)
+    manager.free(group.seqs[0])
+    num_hits = 0
+    for num_tokens in range(40 * size + 1, 165 * size, max(size // 2, 1)):
+        other = Group("s", [seq("s", num_tokens, first=1)])
+        asked = manager.get_num_cached_tokens(other.seqs[0])
+        assert manager.can_allocate(other) == OK
+        manager.allocate(other)
+        table = manager.get_block_table(other.seqs[0])
+        assert sum(map(bool, table)) <= 20 // size + 2
+        assert counts(manager)[0] >= 100 and manager.get_num_cached_tokens(other.seqs[0]) == asked
+        num_hits += asked > 0
+        manager.free(other.seqs[0])
+    assert num_hits > 1  # where it ends close behind what is cached
 
 
 # E7: prefix caching ----------------------------------------------------------------------------------

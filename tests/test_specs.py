@@ -152,7 +152,7 @@ def test_a_layer_is_a_value():
         ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
         ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
         ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
-        ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a string"),
+        ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a torch.dtype or its name"),
         (
             {"dtype": "float64"},
             ValueError,

@@ -219,7 +219,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           [](BlockPool& self, const py::object& ids, double now) {
             const Int32Input array(ids, "ids");
             check_ids(self, array);
-            self.access(array.data(), array.size(), now);
+            self.access(array.data(), array.size(), self.begin_access(now));
           },
           py::arg("ids"), py::arg("now"), "Notifies the policy that these blocks were accessed.")
       .def(

@@ -161,7 +161,8 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
          str(num_groups()) + ", one per table");
   }
   for (int64_t i = 0; i < num_clear; ++i) {
-    if (clear[i] < 0) fail("clear_rows[" + str(i) + "] is " + str(clear[i]) + ": expected 0 or more");
+    if (clear[i] < 0)
+      fail("clear_rows[" + str(i) + "] is " + str(clear[i]) + ": expected 0 or more");
   }
   for (int64_t i = 0; i < num_append; ++i) {
     if (append_rows[i] >= 0 && append_rows[i] < num_rows_) continue;

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvcache.checks import text
 from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -49,9 +50,7 @@ def hash_blocks(
 
 def hash_seed(seed: str, name: str) -> bytes:
     """The parent of first blocks."""
-    if not isinstance(seed, str):
-        raise TypeError(f"{name} is {seed!r}: expected a string")
-    return core.hash_seed(seed)
+    return core.hash_seed(text(seed, name))
 
 
 def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
@@ -107,8 +106,8 @@ def _encode(value: object) -> bytes:
             number = int(value)
             return _head(_UNSIGNED, number) if number >= 0 else _head(_NEGATIVE, -1 - number)
         case str():
-            text = value.encode()
-            return _head(_TEXT, len(text)) + text
+            encoded = text(value, "extra key").encode()
+            return _head(_TEXT, len(encoded)) + encoded
         case bytes():
             return _head(_BYTES, len(value)) + value
         case list() | tuple():

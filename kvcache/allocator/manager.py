@@ -26,8 +26,6 @@ from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
 
-_ALL = 2**31 - 1  # tokens: as many as the request has
-
 core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
@@ -94,6 +92,7 @@ class KVCacheManager:
             context_parallel=None,
             max_encoder_tokens=None,
             options=CacheOptions.from_arguments(
+                "KVCacheManager",
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
                 **options,
@@ -134,6 +133,7 @@ class KVCacheManager:
             context_parallel=context_parallel,
             max_encoder_tokens=max_encoder_tokens,
             options=CacheOptions.from_arguments(
+                "KVCacheManager.for_groups",
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
                 **options,
@@ -161,16 +161,21 @@ class KVCacheManager:
         self.options = options
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
-        self._native = core.Manager(
-            options.native_of(
-                [
-                    (kind, size, group.drafts)
-                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
-                ],
-                num_gpu_blocks,
-                self.max_model_len,
-            )
+        native_options = options.native_of(
+            [
+                (kind, size, group.drafts)
+                for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+            ],
+            num_gpu_blocks,
+            self.max_model_len,
         )
+        try:
+            self._native = core.Manager(native_options)
+        except MemoryError:
+            raise MemoryError(
+                f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
+                "expected no more blocks than the system gives memory for, about 100 bytes each"
+            ) from None
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
         if options.num_host_blocks:
@@ -181,6 +186,7 @@ class KVCacheManager:
             first_parent(options.hash_seed, "hash_seed"),
         )
         self._rows: dict[str, int] = {}
+        self._requests = core.RequestRows(self._rows, self._chain_key, self._max_encoder_tokens)
         self._no_computed = [NO_IDS] * len(self.groups)
 
     @property
@@ -297,22 +303,20 @@ class KVCacheManager:
         the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
         which would take longer than computing.
 
-        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what each
-        field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
+        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what
+        each field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
         rejections are taken.
 
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, a request without tokens, or tokens beyond `max_model_len` (`token_ids` may have
-        one more: the last sampled token).
+        a row or request named twice, a request without tokens, or tokens beyond `max_model_len`
+        (`token_ids` may have one more: the last sampled token).
         """
-        chains = [self._new_chain(request) for request in new]
-        if len(new) > 1 and len({request.request_id for request in new}) < len(new):
-            raise ValueError("new names a request twice")
         plan = self._native.step(
             rows,
             num_tokens,
-            chains,
-            [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
+            self._requests,
+            new,
+            new_num_tokens,
             token_ids,
             num_token_ids,
             num_rejected_tokens,
@@ -322,10 +326,6 @@ class KVCacheManager:
             max_host_blocks,
         )
         plan.page_bytes = self._page_bytes
-        if chains:
-            for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
-                if row >= 0:
-                    self._rows[request.request_id] = row
         return plan
 
     def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
@@ -335,7 +335,7 @@ class KVCacheManager:
         number of tokens: with smaller chunks a request may fit, since window groups then hold fewer
         blocks.
         """
-        count = _ALL if num_tokens is None else num_tokens
+        count = MAX_INT32 if num_tokens is None else num_tokens
         return Status(self._native.would_fit(self._new_chain(request), count))
 
     def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
@@ -460,35 +460,32 @@ class KVCacheManager:
 
     def free(
         self,
-        request: Request,
-        *,
+        *requests: Request,
         turn: int = 0,
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
     ) -> None:
-        """Releases a request's blocks, tail first; does nothing for an unknown or freed request.
+        """Releases the blocks of requests, one request after the other, each tail first.
 
-        Blocks that filled with tokens appended since the last call are cached first; remove rejected
-        drafts before (`reject_tokens`). The blocks keep content and hash until they are allocated again.
-        If `step` admitted the request, the next plan clears its row.
+        Does nothing for an unknown or freed request. Blocks that filled with tokens appended since the
+        last call are cached first; remove rejected drafts before (`reject_tokens`). The blocks keep
+        content and hash until they are allocated again. If `step` admitted a request, the next plan
+        clears its row.
 
-        For eviction policies: `turn` of the conversation, `request_class` (a number of the caller's), and
-        `retention`, tuples (first token, stop, priority 0 to 100, seconds or None for ever).
+        For eviction policies, and the same for all `requests`: `turn` of the conversation,
+        `request_class` (a number of the caller's), and `retention`, tuples (first token, stop, priority
+        0 to 100, seconds or None for ever).
         """
-        row = self._rows.get(_id_of(request))
-        if row is None:
-            self._native.check_caller()
-            return
         if turn != 0 or request_class != -1 or retention != ():
-            self._native.free(
-                row,
+            self._native.free_requests(
+                self._requests,
+                requests,
                 integer(turn, "turn"),
                 integer(request_class, "request_class", least=-1),
                 checked_retention(retention),
             )
         else:
-            self._native.free(row)
-        del self._rows[request.request_id]
+            self._native.free_requests(self._requests, requests)
 
     def report(self, report: StepReport) -> dict[str, int]:
         """Processes a worker's report of a step; returns the result of `abort` and `invalidate`.

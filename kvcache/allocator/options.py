@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
@@ -135,13 +135,20 @@ class CacheOptions:
         self._native().check_optional()
 
     @classmethod
-    def from_arguments(cls, **options: object) -> CacheOptions:
-        """The options of a call; TypeError that lists the known ones for a name that is none."""
+    def from_arguments(cls, caller: str, /, **options: object) -> CacheOptions:
+        """The options of a call of `caller`; TypeError as `check_names` raises it."""
+        cls.check_names(caller, options)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, caller: str, options: Iterable[str]) -> None:
+        """TypeError that names the public function and the known options for a name that is none."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise TypeError(f"option {name!r} is unknown: expected one of {', '.join(names)}")
-        return cls(**options)
+                raise TypeError(
+                    f"{caller}: option {name!r} is unknown: expected one of {', '.join(names)}"
+                )
 
     def native_of(
         self,

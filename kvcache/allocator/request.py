@@ -9,7 +9,7 @@ from operator import attrgetter, index
 import numpy as np
 
 from kvcache.allocator.hashing import token_sequence
-from kvcache.checks import MAX_INT32, flag, integer
+from kvcache.checks import MAX_INT32, flag, integer, text
 from kvcache.native.load import core
 
 
@@ -77,8 +77,8 @@ class Request:
         if len(self._tokens) == 0:
             raise ValueError(f"token_ids of request {request_id!r} is empty: expected 1 or more")
         self._lora = None if lora is None else _checked_lora(lora)
-        self._mm_items = tuple(_checked_item(i, item) for i, item in enumerate(mm_items))
-        self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
+        self._mm_items = _checked_items(mm_items)
+        self._cache_salt = None if cache_salt is None else text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
         self._num_encoder_tokens = integer(num_encoder_tokens, "num_encoder_tokens")
         self._read_cache = flag(read_cache, "read_cache") and not num_encoder_tokens
@@ -138,31 +138,32 @@ class Request:
         return b"".join(digests)
 
 
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}: expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
-    return value
-
-
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
     if not isinstance(lora, list | tuple):
         raise TypeError(f"lora is {lora!r}: expected (name, path)")
     if len(lora) != 2:
         raise ValueError(f"lora is {lora!r}: expected (name, path)")
-    return _text(lora[0], "lora[0]"), _text(lora[1], "lora[1]")
+    return text(lora[0], "lora[0]"), text(lora[1], "lora[1]")
+
+
+_ITEM = "(identifier, first token, number of tokens)"
+
+
+def _checked_items(items: Iterable[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
+    try:
+        items = tuple(items)
+    except TypeError:
+        raise TypeError(f"mm_items is {items!r}: expected a list of {_ITEM}") from None
+    return tuple(_checked_item(i, item) for i, item in enumerate(items))
 
 
 def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
-    name, expected = f"mm_items[{i}]", "expected (identifier, first token, number of tokens)"
+    name, expected = f"mm_items[{i}]", f"expected {_ITEM}"
     if not isinstance(item, list | tuple):
         raise TypeError(f"{name} is {item!r}: {expected}")
     if len(item) != 3:
         raise ValueError(f"{name} is {item!r}: {expected}")
-    identifier = _text(item[0], f"{name}[0]")
+    identifier = text(item[0], f"{name}[0]")
     try:
         first, length = index(item[1]), index(item[2])
     except TypeError:

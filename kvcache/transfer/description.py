@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import integer
+from kvcache.checks import dtype_name, integer
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES
 from kvcache.transfer.sharding import (
@@ -73,8 +73,9 @@ class CacheDescription:
     a head follows its K), "block", "token", "head" (without it, there is one head) and "element".
     Dimensions before "block" count regions. `page_stride` is for padded pages (shared with other cache
     groups), where K and V of a page lie in one region; one for all stages, or one each. `is_mla`: one
-    latent vector of `head_size` elements per token (its rotary part included), on every tensor-parallel
-    rank; then `total_num_kv_heads` is 1 and `v_head_size` is 0.
+    latent vector of `head_size` elements per token, on every tensor-parallel rank; then
+    `total_num_kv_heads` is 1. A rotary part that is given as `v_head_size` is counted in `head_size`,
+    and `v_head_size` becomes 0.
 
     `scale_bytes_per_head`: bytes of scales that each token has per head, K's and V's together. They lie
     in the page behind K and V of a layer (or have a region of their own, where "kv" comes before
@@ -109,7 +110,7 @@ class CacheDescription:
     cp_interleave: int = 1  # tokens
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
     page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # or the torch.dtype of that name
     stages: tuple[PipelineStage, ...] | None = None
     scale_bytes_per_head: int = 0
     k_scale: tuple[tuple[float, ...], ...] | None = None
@@ -124,8 +125,7 @@ class CacheDescription:
             )
         if not isinstance(self.is_mla, bool):
             raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.engine_id, str):
             raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
@@ -134,9 +134,13 @@ class CacheDescription:
         for name in _SIZES:
             least = 0 if name in ("v_head_size", "scale_bytes_per_head") else 1
             object.__setattr__(self, name, integer(getattr(self, name), name, least))
-        for name, wanted in (("total_num_kv_heads", 1), ("v_head_size", 0)):
-            if self.is_mla and getattr(self, name) != wanted:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected {wanted} with is_mla")
+        if self.is_mla:
+            if self.total_num_kv_heads != 1:
+                raise ValueError(
+                    f"total_num_kv_heads is {self.total_num_kv_heads}: expected 1 with is_mla"
+                )
+            object.__setattr__(self, "head_size", self.head_size + self.v_head_size)
+            object.__setattr__(self, "v_head_size", 0)
         if self.block_size % self.cp_interleave:
             raise ValueError(
                 f"cp_interleave is {self.cp_interleave}: "

@@ -138,6 +138,47 @@ def layers_of_stages(stages: Sequence[PipelineStage]) -> tuple[range, ...]:
     return tuple(found)
 
 
+def equal_stages(num_layers: int, pp_size: int, tp_size: int) -> tuple[PipelineStage, ...]:
+    """Stages that are all alike. ValueError where `pp_size` does not divide `num_layers`."""
+    per_stage = len(layers_of_rank(num_layers, pp_size, 0))
+    return (PipelineStage(per_stage, integer(tp_size, "tp_size", 1)),) * pp_size
+
+
+def sources_of_rank(
+    readers: Sequence[PipelineStage],
+    sources: Sequence[PipelineStage],
+    total_num_kv_heads: int,
+    pp_rank: int,
+    tp_rank: int,
+) -> list[tuple[int, int]]:
+    """The (pp_rank, tp_rank) of a source that a reader's rank reads from, ascending.
+
+    Both hold the same layers. Each head of each layer is read from exactly one.
+
+    >>> two, four = equal_stages(4, 1, 2), [PipelineStage(3, 1), PipelineStage(1, 4)]
+    >>> sources_of_rank(two, four, 8, 0, 1)  # heads 4 to 7 of 3 layers, and of the last one
+    [(0, 0), (1, 2), (1, 3)]
+    """
+    mine, theirs = layers_of_stages(readers), layers_of_stages(sources)
+    found = set()
+    for number, layers in enumerate(theirs):
+        if not _overlap(layers, mine[pp_rank]):
+            continue
+        sharing = [stage for stage, held in enumerate(mine) if _overlap(held, layers)]
+        tp_sizes = [readers[stage].tp_size for stage in sharing]
+        for head in heads_of_rank(total_num_kv_heads, readers[pp_rank].tp_size, tp_rank):
+            reader = reader_of_head(
+                head, total_num_kv_heads, tp_sizes, stage=sharing.index(pp_rank), tp_rank=tp_rank
+            )
+            source = replica_for(head, total_num_kv_heads, sources[number].tp_size, *reader)
+            found.add((number, source))
+    return sorted(found)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
 def reader_of_head(
     head: int,
     total_num_kv_heads: int,

@@ -131,7 +131,9 @@ class Worker:
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
-        self._last: PendingStep | None = None  # whose bytes, or those of a step before, may still move
+        self._last: PendingStep | None = (
+            None  # whose bytes, or those of a step before, may still move
+        )
         self._last_step_id = -1  # of the plan that the tables have
 
     @property

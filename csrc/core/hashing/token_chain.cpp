@@ -15,6 +15,8 @@ void TokenIds::append(const int32_t* tokens, int64_t n) {
         "token_ids came while blocks of the same request are being hashed: "
         "append them when that call has returned");
   }
+  // Room for what is generated: the first token of it does not move a long prompt.
+  if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + 256);
   if (tokens == nullptr) {
     ids_.resize(ids_.size() + static_cast<size_t>(n));
     return;

@@ -231,13 +231,16 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   return swap_.swap_in(rows);
 }
 
-void Manager::free(int32_t row, const ReleaseFeatures& features) {
+void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features) {
   const Call call(this);
-  if (!rows_.at(row).on_host) {
-    intake_.hash_filled(row);
-    publisher_.publish(row);
+  checks_.check_leaving(rows, n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
   }
-  release_.leave(row, features);
+  for (int64_t i = 0; i < n; ++i) {
+    if (!rows_[rows[i]].on_host) publisher_.publish(rows[i]);
+    release_.leave(rows[i], features);
+  }
 }
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
@@ -265,11 +268,9 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
 }
 
 void Manager::access(int32_t row, double now) {
-  const Call call(this);
+  const CallGuard::Scope scope(&guard_);
   checks_.check_on_device(row);
-  if (!tiers_.pool().has_policy()) return;
-  const std::vector<BlockId> ids = rows_.tail_first(row, /*with_encoder=*/false);
-  tiers_.pool().access(ids.data(), static_cast<int64_t>(ids.size()), now);
+  rows_.info(row).access = tiers_.pool().begin_access(now);
 }
 
 // All of it is checked before anything changes.

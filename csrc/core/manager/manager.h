@@ -128,10 +128,11 @@ class Manager {
   // The row's blocks were used; what that means is the eviction policy's.
   void access(int32_t row, double now);
 
-  // Publishes what has filled since the row was last served, then releases the row's blocks, tail
-  // first, and the row; the next step's plan clears it, if a step admitted it.
-  // `features`: what the caller says of the conversation, for the eviction policy.
-  void free(int32_t row, const ReleaseFeatures& features = {});
+  // Row after row: publishes what has filled since the row was last served, then releases its
+  // blocks, tail first, and the row; the next step's plan clears it, if a step admitted it.
+  // `features`: what the caller says of the conversations, for the eviction policy.
+  void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {});
+  void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
 
   // The report of a worker. Completed: this step and all before it are done, what was released
   // until then can be used again. If not, the plan of this step and of every later one will not be

@@ -250,6 +250,16 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
   }
 }
 
+void RequestChecks::check_leaving(const int32_t* rows, int64_t n) const {
+  c_.rows->begin_call();
+  for (int64_t i = 0; i < n; ++i) {
+    c_.rows->at(rows[i]);
+    if (c_.rows->name(rows[i])) continue;
+    throw std::invalid_argument("row " + std::to_string(rows[i]) +
+                                " is to be freed twice: expected each row once");
+  }
+}
+
 void RequestChecks::check_ids(const std::vector<BlockId>& ids, const char* name) const {
   for (BlockId id : ids) c_.pool->check_id(id, name);
 }

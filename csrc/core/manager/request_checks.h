@@ -47,6 +47,7 @@ class RequestChecks {
                     int64_t num_lookahead_tokens) const;
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
+  void check_leaving(const int32_t* rows, int64_t n) const;
   // The number of tokens of these blocks, which a caller has looked up.
   int64_t check_computed(const TokenChain& chain,
                          const std::vector<std::vector<BlockId>>& computed) const;

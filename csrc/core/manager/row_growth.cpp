@@ -167,6 +167,7 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     if (!holders_.is_shared(id)) continue;
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
+    c_.note_access(row, &shared, 1);
     each.num_hits = std::min(each.num_hits, b);
     c_.plan->replace(row, group.id, b, id);
     if (group.holds_state() || b * group.block_size < span.start) {
@@ -194,6 +195,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
   }
   each.num_dropped = drop_to;
   std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
+  c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }
 
@@ -225,6 +227,7 @@ void RowGrowth::release_left_states() {
     const CacheGroup& group = (*c_.groups)[move.group];
     RowBlocks& each = c_.rows->blocks(move.row)[move.group];
     note_dropped(move.row, group, move.block, move.page);
+    c_.note_access(move.row, &move.page, 1);
     c_.frees->release_or_defer(&move.page, 1, c_.journal->numbers().num_steps);
     if (move.block == each.size() - 1) continue;  // replaced there
     each[move.block] = kNullBlock;

@@ -140,7 +140,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   const int32_t row = served->row = c_.rows->take();
   served->safe_start = hit.num_tokens;
   Row& r = (*c_.rows)[row];
-  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens};
+  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
   r.chain = chain;
   r.start = hit.num_tokens;
   r.num_computed = served->span.stop;
@@ -227,7 +227,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.chain = child;
   r.start = r.num_computed;
   r.admission = admission;
-  c_.rows->info(other) = {child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0};
+  c_.rows->info(other) = {
+      child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];

@@ -149,6 +149,8 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
     }
   }
   c_.host->mutable_counts()->swapped_out_blocks += departure.num_new;
+  c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
+  c_.rows->info(row).access = {};
   // The plan that is being made reads them.
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);

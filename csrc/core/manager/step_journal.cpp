@@ -41,12 +41,6 @@ void StepJournal::note_written(const std::vector<BlockId>& pages) {
   written.insert(written.end(), pages.begin(), pages.end());
 }
 
-void StepJournal::note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group,
-                                 BlockId id, uint8_t generation) {
-  if (!notes(r)) return;
-  in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
-}
-
 void StepJournal::note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id) {
   if (!notes(r)) return;
   in_flight_.back().dropped.push_back({row, id, r.admission, first_token, r.chain});

@@ -70,7 +70,10 @@ class StepJournal {
   void note_swapped(int32_t row, const Row& r);
   void note_written(const std::vector<BlockId>& pages);
   void note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group, BlockId id,
-                      uint8_t generation);
+                      uint8_t generation) {
+    if (!notes(r)) return;
+    in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
+  }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   // Whether notes on this row would be kept.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }

@@ -146,8 +146,11 @@ class BlockPool {
   void notify_released(const BlockId* ids, int64_t n) {
     if (has_policy()) candidates_->policy().on_released(ids, n);
   }
-  void access(const BlockId* ids, int64_t n, double now) {
-    if (has_policy()) notify_access(ids, n, now);
+  // The access that begins now, for `access` of the blocks that had it, at any time later. Throws
+  // where `now` is not finite.
+  Access begin_access(double now);
+  void access(const BlockId* ids, int64_t n, const Access& access) {
+    if (access.number > 0 && has_policy()) notify_access(ids, n, access);
   }
   void set_now(int64_t ms) {
     if (has_policy()) candidates_->policy().set_now(ms);
@@ -204,7 +207,7 @@ class BlockPool {
   void notify_hit(const BlockId* ids, int64_t n);
   void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                              const ReleaseFeatures& features);
-  void notify_access(const BlockId* ids, int64_t n, double now);
+  void notify_access(const BlockId* ids, int64_t n, const Access& access);
   void notify_published(BlockId id, bool is_chain);
   void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);

@@ -18,12 +18,6 @@ uint32_t HashIndex::tag_of(const Hash& hash, uint8_t group) {
   return static_cast<uint32_t>(word >> 32) | 1u;  // never that of an empty slot
 }
 
-unsigned HashIndex::slots_with(const Bucket& bucket, uint32_t tag) {
-  unsigned slots = 0;
-  for (int i = 0; i < kSlots; ++i) slots |= static_cast<unsigned>(bucket.tags[i] == tag) << i;
-  return slots;
-}
-
 HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
   // Every walk is bounded: hashes that a caller made up can leave no bucket without displaced
   // entries, and a search would go round for ever.

@@ -9,7 +9,6 @@ import numpy as np
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.allocator.hashing import token_sequence
 from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
-from kvcache.checks import integer
 from kvcache.native.load import core
 
 
@@ -38,7 +37,7 @@ class TokenSource:
 
     def read(self, seq: SequenceLike) -> Tokens:
         """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
-        extra, num_tokens = extra_hash(seq), seq.get_len()
+        extra, num_tokens = extra_hash(seq), core.length_of(seq)
         owner, kept = self._kept.get(seq.seq_id, (None, None))
         if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
             if len(kept.ids) < num_tokens:
@@ -48,10 +47,9 @@ class TokenSource:
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
-        count = integer(num_tokens, "get_len()")
-        if count > len(self._zeros):
-            self._zeros = np.zeros(2 * count, np.int32)
-        return self._make(core.TokenIds(self._zeros[:count]), False, None)
+        if num_tokens > len(self._zeros):
+            self._zeros = np.zeros(2 * num_tokens, np.int32)
+        return self._make(core.TokenIds(self._zeros[:num_tokens]), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
         """The same tokens, which then go on by themselves."""
@@ -61,7 +59,7 @@ class TokenSource:
 
     def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
         """A copy for a child that begins with them; of read ones the last block's worth is compared."""
-        length = child_seq.get_len()
+        length = core.length_of(child_seq)
         if length < num_tokens:
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "

@@ -3,8 +3,7 @@
 One head of one token in K or V of one layer is contiguous in every layout. Offsets are first counted in
 units (a head of a token, or less where strides are not multiples of it). In units all layers are equal,
 and mostly K and V too. So heads of tokens are matched and merged once, then converted to bytes and
-repeated for every layer. Where heads lie outside of layers on both sides, all layers are matched
-together.
+repeated for every layer. Where heads or tokens lie outside of layers, layers are matched together.
 """
 
 from __future__ import annotations
@@ -44,29 +43,28 @@ class UnitPattern(NamedTuple):
     length: int  # units of a run
 
 
-class Strides(NamedTuple):
-    """Strides of K, V or scales, or of several where they are equal, in units of one head of one token
-    or less."""
-
-    remote_begin: int
-    remote_token: int
-    remote_head: int
-    local_begin: int
-    local_token: int
-    local_head: int
-    length: int  # units of a head of a token
-
-
 class UnitGroup(NamedTuple):
-    """What is matched together: `strides` of each; and the descriptors that the result is repeated for.
+    """What is matched together, and the descriptors that the result is repeated for.
 
-    layers: int64[n, 4], where they begin, as `Pattern.layers`; unit_bytes: int64[n].
+    strides: int64[s, 7] in units, each row K, V or scales, of one layer or for all: where it begins,
+    from token to token and from head to head on the remote side, the same on the local side, and the
+    length of a head of a token. layers: int64[n, 4], as `Pattern.layers`; unit_bytes: int64[n].
     """
 
-    strides: list[Strides]
+    strides: np.ndarray
     layers: np.ndarray
     unit_bytes: np.ndarray
     is_scales: bool
+
+
+class TokensOfGroup(NamedTuple):
+    """int64[n] each: a token's page in the group, and its number in the page, on both sides."""
+
+    local_page: np.ndarray
+    local_token: np.ndarray
+    remote_cp_rank: np.ndarray
+    remote_page: np.ndarray
+    remote_token: np.ndarray
 
 
 class Sides(NamedTuple):
@@ -106,7 +104,7 @@ def find_patterns(
         for group in _unit_groups(sides):
             exact = not received or group.is_scales
             # Stages of the same sizes have the same runs.
-            key = (tuple(group.strides), tuple(sources), sides.theirs.tp_size, exact)
+            key = (group.strides.tobytes(), tuple(sources), sides.theirs.tp_size, exact)
             if key not in matched:
                 runs = _matching_runs(sides, sources, group.strides, not exact)
                 matched[key] = list(_by_source(runs, sides.theirs.tp_size))
@@ -151,11 +149,29 @@ def sources_of_heads(
 
 def _holds_equal_pages(sides: Sides) -> bool:
     """Whether K or V is not contiguous in pages that are equal on both sides: these move whole."""
-    same = ("block_size", "memory_order", "cp_world_size", "cp_interleave")
     return (
         not sides.mine.placement.is_contiguous
-        and all(getattr(sides.local, name) == getattr(sides.remote, name) for name in same)
+        and sides.local.memory_order == sides.remote.memory_order
+        and _have_equal_tokens(sides)
         and (sides.mine.layers, sides.mine.tp_size) == (sides.theirs.layers, sides.theirs.tp_size)
+    )
+
+
+def _have_equal_tokens(sides: Sides) -> bool:
+    """Whether a page of either side holds the tokens of one of the other."""
+    same = ("block_size", "cp_world_size", "cp_interleave")
+    return all(getattr(sides.local, name) == getattr(sides.remote, name) for name in same)
+
+
+def _have_equal_layers(sides: Sides) -> bool:
+    """Whether what one layer has of a token or head, where these lie outside of layers, is the same on
+    both sides: then its end can meet the next layer's on both."""
+    orders = [full_memory_order(each.memory_order) for each in (sides.remote, sides.local)]
+    if any(order.index("layer") < order.index("block") for order in orders):
+        return False  # each layer has a region of its own
+    within = {role for order in orders for role in order[order.index("layer") :]}
+    return ("token" not in within or _have_equal_tokens(sides)) and (
+        "head" not in within or sides.mine.heads_per_rank == sides.theirs.heads_per_rank
     )
 
 
@@ -190,50 +206,42 @@ def _unit_groups(sides: Sides) -> list[UnitGroup]:
     """What is matched together. K and V of equal strides are matched once, for both.
 
     Where either is not contiguous in a page, and V lies at the same distance from K in all layers, they
-    are matched jointly: their descriptors begin where K does. Where besides heads lie outside of layers,
-    all layers are matched jointly, and there is one descriptor.
+    are matched jointly: their descriptors begin where K does. Where besides a run can go on from one
+    layer to the next, all layers are matched jointly, and there is one descriptor.
     """
     placements = sides.theirs.placement, sides.mine.placement
     rows = _layer_rows(sides)
     begins = [placed.kv_offsets[layers] for placed, layers in zip(placements, rows)]
     regions = [placed.regions[layers] for placed, layers in zip(placements, rows)]
     descriptors = np.stack([regions[0], begins[0], regions[1], begins[1]], axis=2)  # [layers, p, 4]
-    head_bytes = sides.local.head_bytes.tolist()
     num_layers, num_parts = descriptors.shape[:2]
     is_split = not all(placed.is_contiguous for placed in placements)
     is_joint = is_split and all(placed.has_equal_layers for placed in placements)
 
-    def in_bytes(p: int, begins: tuple[int, int]) -> tuple[int, ...]:
-        row: list[int] = []
-        for begin, placed in zip(begins, placements):
-            row += [begin, int(placed.token_strides[p]), int(placed.head_strides[p])]
-        return *row, head_bytes[p]
-
+    by_part = np.zeros((num_parts, 7), np.int64)  # in bytes; begins follow
+    for side, placed in enumerate(placements):
+        by_part[:, 3 * side + 1] = placed.token_strides
+        by_part[:, 3 * side + 2] = placed.head_strides
+    by_part[:, 6] = sides.local.head_bytes
     if is_joint:
-        orders = [full_memory_order(each.memory_order) for each in (sides.remote, sides.local)]
-        heads_outside = all(order.index("head") < order.index("layer") for order in orders)
-        first = descriptors[0, 0, 1::2]
-        table = [
-            in_bytes(p, tuple((descriptors[layer, p, 1::2] - first).tolist()))
-            for layer in range(num_layers if heads_outside else 1)
-            for p in range(num_parts)
-        ]
-        unit = gcd(*(value for row in table for value in row))
-        strides = [Strides(*(value // unit for value in row)) for row in table]
-        layers = descriptors[: 1 if heads_outside else num_layers, 0]
-        return [UnitGroup(strides, layers, np.full(len(layers), unit), False)]
-    found: dict[tuple[Strides, bool], list[tuple[int, int]]] = {}
-    for p in range(num_parts):
-        row = in_bytes(p, (0, 0))
+        num_together = num_layers if _have_equal_layers(sides) else 1
+        table = np.tile(by_part, (num_together, 1))
+        begins = descriptors[:num_together, :, 1::2] - descriptors[0, 0, 1::2]
+        table[:, [0, 3]] = begins.reshape(-1, 2)
+        unit = np.gcd.reduce(table, axis=None)
+        layers = descriptors[: num_layers // num_together, 0]
+        return [UnitGroup(table // unit, layers, np.full(len(layers), unit), False)]
+    found: dict[tuple[tuple[int, ...], bool], list[tuple[int, int]]] = {}
+    for p, row in enumerate(by_part.tolist()):
         unit = gcd(*row)
-        strides = Strides(*(value // unit for value in row))
+        strides = tuple(value // unit for value in row)
         is_scales = bool(sides.local.scale_bytes_per_head) and p == num_parts - 1
         found.setdefault((strides, is_scales), []).append((p, unit))
     groups = []
     for (strides, is_scales), parts in found.items():
         layers = descriptors[:, [p for p, _ in parts]].reshape(-1, 4)
         unit_bytes = np.tile(np.array([unit for _, unit in parts], np.int64), num_layers)
-        groups.append(UnitGroup([strides], layers, unit_bytes, is_scales))
+        groups.append(UnitGroup(np.array([strides], np.int64), layers, unit_bytes, is_scales))
     return groups
 
 
@@ -245,18 +253,10 @@ def _layer_rows(sides: Sides) -> tuple[slice, slice]:
 
 
 def _matching_runs(
-    sides: Sides, sources: list[int], together: list[Strides], received: bool
+    sides: Sides, sources: list[int], strides: np.ndarray, received: bool
 ) -> UnitRuns:
     local, remote, at = sides[:3]
-    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
-    token = np.arange(tokens_per_group // local.cp_world_size)  # this rank's tokens
-    chunk, in_chunk = np.divmod(token, local.cp_interleave)
-    position = (chunk * local.cp_world_size + at.cp_rank) * local.cp_interleave + in_chunk
-    chunk, in_chunk = np.divmod(position, remote.cp_interleave)
-    chunk, cp_rank = np.divmod(chunk, remote.cp_world_size)
-    remote_token = chunk * remote.cp_interleave + in_chunk
-    remote_page, remote_token = np.divmod(remote_token, remote.block_size)
-
+    tokens = tokens_of_group(local, remote, at.cp_rank)
     mine, theirs = sides.mine, sides.theirs
     heads = heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank)
     tp_rank = np.array(sources)
@@ -264,33 +264,42 @@ def _matching_runs(
     remote_head = np.array(heads) - first_head
 
     head = np.arange(len(heads))
-    local_page, in_page = np.divmod(token[:, None], local.block_size)
-    source = cp_rank[:, None] * theirs.tp_size + tp_rank
-    columns = []
-    for strides in together:
-        at_page, local_unit = (
-            _received_units(local, remote, token[:, None], head)
-            if received
-            else (local_page, _units_of(strides[3:6], in_page, head))
-        )
-        remote_unit = _units_of(strides[:3], remote_token[:, None], remote_head)
-        length = np.int64(strides.length)
-        columns.append((source, remote_page[:, None], remote_unit, at_page, local_unit, length))
-    shape = source.shape
+    source = tokens.remote_cp_rank[:, None] * theirs.tp_size + tp_rank
+    remote_unit = _units_of(strides[:, :3], tokens.remote_token, remote_head)
+    if received:
+        of_rank = np.arange(len(tokens.local_page))[:, None]
+        local_page, local_unit = _received_units(local, remote, of_rank, head)
+    else:
+        local_page = tokens.local_page[:, None]
+        local_unit = _units_of(strides[:, 3:6], tokens.local_token, head)
+    length = strides[:, 6, None, None]
+    columns = (source, tokens.remote_page[:, None], remote_unit, local_page, local_unit, length)
     return _merged(
-        UnitRuns(
-            *(
-                np.concatenate([np.broadcast_to(each, shape).ravel() for each in column])
-                for column in zip(*columns)
-            )
-        )
+        UnitRuns(*(np.broadcast_to(column, remote_unit.shape).ravel() for column in columns))
     )
 
 
-def _units_of(strides: tuple[int, int, int], token: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """The unit at which each head of each token begins in a page."""
-    begin, token_stride, head_stride = strides
-    return begin + token * token_stride + head * head_stride
+def tokens_of_group(
+    local: CacheDescription, remote: CacheDescription, cp_rank: int
+) -> TokensOfGroup:
+    """The tokens of a group that a local context-parallel rank holds, in order, and where they are."""
+    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
+    token = np.arange(tokens_per_group // local.cp_world_size)
+    local_page, local_token = np.divmod(token, local.block_size)
+    chunk, in_chunk = np.divmod(token, local.cp_interleave)
+    position = (chunk * local.cp_world_size + cp_rank) * local.cp_interleave + in_chunk
+    chunk, in_chunk = np.divmod(position, remote.cp_interleave)
+    chunk, remote_cp_rank = np.divmod(chunk, remote.cp_world_size)
+    remote_page, remote_token = np.divmod(
+        chunk * remote.cp_interleave + in_chunk, remote.block_size
+    )
+    return TokensOfGroup(local_page, local_token, remote_cp_rank, remote_page, remote_token)
+
+
+def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """int64[s, tokens, heads]: the unit at which each head of each token begins in a page."""
+    begin, token_stride, head_stride = strides.T[:, :, None, None]
+    return begin + token[:, None] * token_stride + head * head_stride
 
 
 def _received_units(
@@ -358,7 +367,7 @@ def _in_bytes(
 ) -> list[Pattern]:
     """Converts units to bytes and repeats them for all layers, K and V. Contiguous layers are merged."""
     layers, unit_bytes = group.layers, group.unit_bytes
-    length = sum(strides.length for strides in group.strides)
+    length = int(group.strides[:, 6].sum())
     mine, theirs = (
         cache.block_size * stage.heads_per_rank * length
         for cache, stage in ((sides.local, sides.mine), (sides.remote, sides.theirs))

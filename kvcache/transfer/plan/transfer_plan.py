@@ -162,16 +162,16 @@ class TransferPlan:
                 f"{self.local.tokens_per_page} tokens of a local page"
             )
         wanted = (first_token, num_tokens)
-        mine = _pages_with(self.local, self.local_rank, wanted, self.local_pages_per_group)
+        cp_rank = self.local.coordinates(self.local_rank).cp_rank
+        mine = pages_with(self.local, cp_rank, wanted, self.local_pages_per_group)
         # The permutation needs all local pages that a remote page fills.
         permutes = self.permutation is not None and bool(mine.all())
 
         def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
             found = []
             for pattern in patterns:
-                theirs = _pages_with(
-                    self.remote, pattern.remote_rank, wanted, self.remote_pages_per_group
-                )
+                cp_rank = self.remote.coordinates(pattern.remote_rank).cp_rank
+                theirs = pages_with(self.remote, cp_rank, wanted, self.remote_pages_per_group)
                 has_tokens = mine[pattern.runs[:, 2]] & theirs[pattern.runs[:, 0]]
                 if has_tokens.any():
                     found.append(replace(pattern, runs=pattern.runs[has_tokens]))
@@ -228,20 +228,8 @@ def plan_transfer(
     >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
     64
     """
-    for name, description in (("local", local), ("remote", remote)):
-        if not isinstance(description, CacheDescription):
-            raise TypeError(
-                f"{name} is a {type(description).__name__}: expected a CacheDescription"
-            )
+    check_same_content(local, remote)
     integer(local_rank, "local_rank", 0, local.world_size - 1)
-    for name in _SAME:
-        mine, theirs = getattr(local, name), getattr(remote, name)
-        if mine != theirs:
-            raise ValueError(
-                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
-                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
-            )
-    _check_scales(local, remote)
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
     heads_per_rank = local.stage_of(local_rank).heads_per_rank
     if tokens_per_group * heads_per_rank > _MOST_HEADS:
@@ -269,6 +257,23 @@ def plan_transfer(
         tokens_per_group // remote.tokens_per_page,
         exact,
     )
+
+
+def check_same_content(local: CacheDescription, remote: CacheDescription) -> None:
+    """TypeError or ValueError unless both engines hold the same of a token."""
+    for name, description in (("local", local), ("remote", remote)):
+        if not isinstance(description, CacheDescription):
+            raise TypeError(
+                f"{name} is a {type(description).__name__}: expected a CacheDescription"
+            )
+    for name in _SAME:
+        mine, theirs = getattr(local, name), getattr(remote, name)
+        if mine != theirs:
+            raise ValueError(
+                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
+                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+            )
+    _check_scales(local, remote)
 
 
 def _check_scales(local: CacheDescription, remote: CacheDescription) -> None:
@@ -309,18 +314,17 @@ def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
     return sum(pattern.num_fragments for pattern in patterns)
 
 
-def _pages_with(
-    cache: CacheDescription, rank: int, tokens: tuple[int, int], num_pages: int
+def pages_with(
+    cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
     """bool[num_pages]: which of a rank's pages of a group hold any of the tokens [first, last)."""
-    first, last = (_tokens_on_rank(cache, rank, token) for token in tokens)
+    first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)
 
 
-def _tokens_on_rank(cache: CacheDescription, rank: int, num_tokens: int) -> int:
-    """How many of a request's first `num_tokens` tokens a rank holds."""
+def _tokens_on_rank(cache: CacheDescription, cp_rank: int, num_tokens: int) -> int:
+    """How many of a request's first `num_tokens` tokens a context-parallel rank holds."""
     chunk = cache.cp_interleave
     whole, rest = divmod(num_tokens, chunk * cache.cp_world_size)
-    before = cache.coordinates(rank).cp_rank * chunk
-    return whole * chunk + min(max(rest - before, 0), chunk)
+    return whole * chunk + min(max(rest - cp_rank * chunk, 0), chunk)
