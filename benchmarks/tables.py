@@ -89,7 +89,8 @@ def plain_loop(folder: str) -> Callable[..., None]:
     library = Path(folder) / "plain_loop.so"
     source = Path(__file__).with_name("plain_loop.cpp")
     subprocess.run(
-        [*build.cxx_command(), *build.CXX_FLAGS, "-shared", str(source), "-o", str(library)], check=True
+        [*build.cxx_command(), *build.CXX_FLAGS, "-shared", str(source), "-o", str(library)],
+        check=True,
     )
     return ctypes.CDLL(str(library)).plain_slots
 

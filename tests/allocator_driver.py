@@ -180,6 +180,7 @@ class Driver:
             (2, self.fork),
             (1, self.abort),
             (1, self.invalidate),
+            (1, self.take_cached),
             (1, self.reset),
             (1, self.wrong_call),
             (1, self.ask),
@@ -314,7 +315,14 @@ class Driver:
 
     @staticmethod
     def changes_nothing(plan) -> bool:
-        sections = plan.clear_rows, plan.append_rows, plan.swap_out, plan.copy, plan.zero, plan.swap_in
+        sections = (
+            plan.clear_rows,
+            plan.append_rows,
+            plan.swap_out,
+            plan.copy,
+            plan.zero,
+            plan.swap_in,
+        )
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def check_destinations(self, plan) -> None:
@@ -462,6 +470,14 @@ class Driver:
         found = self.manager.invalidate(ids)
         assert found == self.by_request(self.model.invalidate(ids))
 
+    def take_cached(self) -> None:
+        """Also by requests that lost no block."""
+        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        if rows:
+            row = self.choose.pick(rows)
+            found = self.manager.take_cached(self.requests[row][0])
+            assert found == self.model.take_cached(row)
+
     def some_blocks(self) -> list[int]:
         """Any block, some of a request, or one that was dropped a moment ago."""
         choose = self.choose
@@ -542,6 +558,7 @@ class Driver:
                 lambda: manager.step(swap_out=[on_host[0]]),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.block_ids(away),
+                lambda: manager.take_cached(away),
                 lambda: manager.get_num_common_prefix_blocks(away, 1),
             ]
         rows = self.rows(by_step=True)

@@ -1030,7 +1030,7 @@ class ModelManager:
         if group.keeps_all:
             return True
         redone = self.hash_size if self.has_partial[g] else group.block_size
-        if group.drafts and (end - redone) % self.unit == 0:
+        if group.drafts and end > redone and (end - redone) % self.unit == 0:
             return True
         hits = [n for n in range(end, end + self.unit) if n % self.unit == 0]
         return any(group.reads_from(n) < end for n in hits)
@@ -1173,6 +1173,15 @@ class ModelManager:
             if whole:
                 self._add_prefix(prefixes, whole, 0, self.groups[g].block_size)
         return self._withdraw(invalid, limits, prefixes, invalid_pages)
+
+    def take_cached(self, row):
+        """The row goes on from the cache, if that has more than it has computed."""
+        state = self.rows[row]
+        if self.hit_length(state.request) > state.num_computed:
+            state.resend |= state.by_step
+            self._release_row(state, with_encoder=False)
+            self._restart(state)
+        return state.num_computed
 
     def _add_left(self, request, first_token, invalid, prefixes):
         """Prefixes that a row which has left may have computed from this token on."""

@@ -126,7 +126,11 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
         ([0], [8], r"positions\[0\] is 8: expected less, as row 0 holds no block for it"),
         ([0], [0, 1], "req_indices has 1 entries, positions has 2"),
-        ([0] * 17, [0] * 17, r"positions has 17 entries: expected at most 16, the tokens of a step \(max_num"),
+        (
+            [0] * 17,
+            [0] * 17,
+            r"positions has 17 entries: expected at most 16, the tokens of a step \(max_num",
+        ),
     ],
 )
 def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions, message):

@@ -79,7 +79,10 @@ def append(rows, splits, ids):
     ("sections", "message"),
     [
         ({"clear_rows": np.array([-1])}, r"clear_rows\[0\] is -1: expected 0 or more"),
-        ({"append_rows": np.array([-1])}, r"append_rows\[0\] is -1: expected 0 to 3, the rows of the"),
+        (
+            {"append_rows": np.array([-1])},
+            r"append_rows\[0\] is -1: expected 0 to 3, the rows of the",
+        ),
         (append([0], [0, 1], [20]), r"append_ids\[0\]\[0\] is 20: expected a block of 0 to 19"),
         (append([0], [0, 1], [-3]), r"append_ids\[0\]\[0\] is -3"),
         (
@@ -518,7 +521,9 @@ def test_a_plan_that_comes_twice_is_refused():
     w.apply(manager.step(new=[request]))
     given = manager.step([0], [40])
     w.apply(given)
-    with pytest.raises(ValueError, match=r"step_id 1: expected 2 or later, since step 1 was applied"):
+    with pytest.raises(
+        ValueError, match=r"step_id 1: expected 2 or later, since step 1 was applied"
+    ):
         w.apply(given)
     assert content(w.tables)[0] == [1, 2, 3, 4] == manager.block_ids(request).tolist()
     w.apply(manager.step([0], [5]))

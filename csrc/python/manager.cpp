@@ -531,6 +531,7 @@ void bind_manager(py::module_& m) {
            [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
              return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
            })
+      .def("take_cached", &Manager::take_cached)
       .def("checkpoint_tokens",
            [](Manager& self, TokenChain& chain, int32_t row, const py::object& num_tokens) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));

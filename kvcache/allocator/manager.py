@@ -341,7 +341,7 @@ class KVCacheManager:
     def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
         """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
 
-        1 to `num_tokens`; None: all that are known. A recurrent state can be hit only where a step
+        At most `num_tokens` (None: all that are known), 0 where all known tokens are computed. A recurrent state can be hit only where a step
         ended. In this order: the end of the prefix that the other groups share with earlier requests;
         the last multiple of the states' block size, or of the hash block before the prompt's last token,
         that the tokens reach; else, and for a manager without a recurrent group, `num_tokens`. The
@@ -354,7 +354,7 @@ class KVCacheManager:
         """
         chain, row = self._chain(request), self._rows.get(request.request_id, -1)
         return self._native.checkpoint_tokens(
-            chain, row, _ALL if num_tokens is None else num_tokens
+            chain, row, MAX_INT32 if num_tokens is None else num_tokens
         )
 
     def fork(self, parent: Request, child: Request) -> int:
@@ -533,6 +533,17 @@ class KVCacheManager:
         then.
         """
         return self._by_request(self._native.invalidate(ids))
+
+    def take_cached(self, request: Request) -> int:
+        """Lets an admitted request go on from what the device's cache has of its tokens by now.
+
+        Returns its number of computed tokens. Where the cache has no more than the request has computed,
+        nothing changes; else its own blocks are released, and the next plan sends its whole table. For
+        requests that shared a block which turned out to be invalid (`report`, `invalidate`): one of them
+        computes it anew, and the others take it from the cache when the step that does so is planned.
+        Whole blocks only. ValueError for a request that is not admitted, or is swapped out.
+        """
+        return self._native.take_cached(self.row(request))
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0

@@ -40,7 +40,8 @@ struct CacheGroup {
     if (keeps_all) return true;
     const int64_t end = (block + 1) * block_size;
     if (first_needed_token(ceil_div(end, hit_unit) * hit_unit) < end) return true;
-    return drafts && (end - (has_partial ? hit_unit : block_size)) % hit_unit == 0;
+    const int64_t hit = end - (has_partial ? hit_unit : block_size);
+    return drafts && hit > 0 && hit % hit_unit == 0;
   }
 
   // A user's own kind may return any number, so it is clamped.

@@ -118,6 +118,12 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   return out;
 }
 
+void Recovery::restart(int32_t row) {
+  parts_.release->release_row(row, /*with_encoder=*/false);
+  c_.resend(row);
+  parts_.server->restart(row);
+}
+
 void Recovery::clear_cache() {
   if (c_.rows->num_in_use() > 0) parts_.release->note_forgotten();
   c_.pool->clear();

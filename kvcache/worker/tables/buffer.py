@@ -27,7 +27,9 @@ class HostDeviceBuffer:
         on_cpu = device.type == "cpu"
         # Where nothing is uploaded, nothing needs pinning.
         pinned = pin_memory and not on_cpu
-        self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _zeros(shape, dtype)
+        self.cpu = (
+            torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _zeros(shape, dtype)
+        )
         self.np: np.ndarray = self.cpu.numpy()
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
         self._uploaded = PolledEvent() if device.type == "cuda" else None

@@ -459,7 +459,9 @@ class TableSet:
             )
         return (self._identity if on_host else self._device_identity)[:n]
 
-    def _identity_of(self, query_start_loc: Ids | torch.Tensor | None, on_host: bool) -> torch.Tensor:
+    def _identity_of(
+        self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
+    ) -> torch.Tensor:
         """Row i for request i, of as many requests as there are starts."""
         if query_start_loc is None:
             raise ValueError("neither req_indices nor query_start_loc is given: expected one")
