@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from time import process_time
+from time import perf_counter, process_time
 
 import numpy as np
 

@@ -8,6 +8,7 @@ wanted: `make soak SECONDS=600`.
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
-from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
 from tests.model import ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
@@ -121,6 +122,7 @@ def groups_of(
     return specs, groups
 
 
+ENGINE = "engine:blake2b"  # hashes that the requests come with
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
@@ -138,6 +140,7 @@ class Driver:
             "hash_block_size": hash_block_size,
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
+            "announce_reused": choose.chance(3),
         }
         if choose.chance(2):
             options |= {
@@ -145,6 +148,8 @@ class Driver:
                 "host_write": choose.pick(["back", "back", "through", "selective"]),
                 "num_hits_to_write": choose.integer(1, 2),
             }
+        self.algorithm = choose.pick([DEFAULT_ALGORITHM, "xxh3_128_cbor", ENGINE])
+        self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
         specs, groups = groups_of(choose, kinds)
         self.manager = KVCacheManager.for_groups(
@@ -154,6 +159,8 @@ class Driver:
             watermark=watermark,
             enable_events=True,
             track_residency=True,
+            hash_algorithm=self.algorithm,
+            hash_bytes=self.hash_bytes,
             **options,
         )
         self.model = ModelManager(
@@ -209,9 +216,7 @@ class Driver:
         tokens = [self.token(i, differs) for i in range(length)]
         reads, writes = choose.pick([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)])
         encoder = choose.pick([0, 3, 5]) if self.has_encoder else 0
-        self.count += 1
-        request = Request(
-            f"r{self.count}",
+        request = self.make_request(
             tokens,
             read_cache=bool(reads),
             write_cache=bool(writes),
@@ -219,6 +224,21 @@ class Driver:
         )
         can = not encoder
         return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
+
+    def make_request(self, tokens: list[int], **options) -> Request:
+        """A request, with its hashes where they are the engine's."""
+        self.count += 1
+        hashes = [] if self.algorithm == ENGINE else None
+        request = Request(f"r{self.count}", tokens, block_hashes=hashes, **options)
+        self.extend_hashes(request, tokens)
+        return request
+
+    def extend_hashes(self, request: Request, tokens: list[int]) -> None:
+        """As an engine does when tokens come, before it appends them here."""
+        if request.block_hashes is not None:
+            size = self.model.hash_size
+            for n in range(len(request.block_hashes) + 1, len(tokens) // size + 1):
+                request.block_hashes.append(self.hash_of(tuple(tokens[: n * size])))
 
     @staticmethod
     def token(position: int, differs: int) -> int:
@@ -280,6 +300,9 @@ class Driver:
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
+        for row, new_ids in zip(rows, ids):
+            request, model = self.requests[row]
+            self.extend_hashes(request, model.tokens + new_ids)
         plan = self.manager.step(
             rows,
             counts,
@@ -363,10 +386,9 @@ class Driver:
         length = max(1, min(num_shared + self.choose.integer(0, 5), LONGEST))
         tokens = known.tokens[:num_shared]
         tokens += [self.token(i, differs) for i in range(len(tokens), length)]
-        self.count += 1
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
-        request = Request(f"r{self.count}", tokens, write_cache=writes, num_encoder_tokens=encoder)
+        request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
         if len(known.tokens) < num_shared:  # drafts that are not confirmed
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
@@ -422,6 +444,7 @@ class Driver:
         if pairs:
             request, model = self.choose.pick(pairs)
             tokens = self.later_tokens(model, self.choose.integer(1, 4))
+            self.extend_hashes(request, model.tokens + tokens)
             request.append_tokens(tokens)
             model.tokens.extend(tokens)
 
@@ -546,6 +569,8 @@ class Driver:
             lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
             lambda: manager.report(StepReport(0, completed=True, failed_pages=[0])),
             lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
+            lambda: manager.step(new=[Request("odd", [1], block_hashes=[bytes(32)] * 9)]),
+            lambda: manager.step(new=[Request("none yet", [])]),
             lambda: manager.step(swap_out=[len(self.tables) + 50]),
             lambda: manager.step(new=[stranger], max_host_blocks=[-1]),
             lambda: manager.fork(stranger, Request("child", [1, 2])),
@@ -569,7 +594,6 @@ class Driver:
                 lambda: manager.step([row, row], [1, 1]),
                 lambda: manager.step([row], [-1]),
                 lambda: manager.step([row], [rows[row] + 1]),
-                lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
@@ -578,6 +602,8 @@ class Driver:
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
+            if self.algorithm != ENGINE:  # else the given hashes say what they stand for
+                calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)
         if others:
             row2 = self.choose.pick([*others])
@@ -643,9 +669,9 @@ class Driver:
                 continue
             group, prefix = rest
             event = (kind, medium, group, self.hash_of(prefix))
-            if kind == "stored" and medium == "gpu":
+            if kind in ("stored", "reused") and medium == "gpu":
                 size = self.model.groups[group].block_size
-                event += (self.hash_of(prefix[:-size]), prefix[-size:])
+                event += (self.parent_of(prefix[:-size]), prefix[-size:])
             want.append(event)
         assert found == want
         self.model.events.clear()
@@ -653,18 +679,31 @@ class Driver:
     def stored(self, event: BlockStored) -> list[tuple]:
         found, size, parent = [], event.block_size, event.parent_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
+        assert event.hash_algorithm == self.algorithm
         for i, each in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
+            what = "reused" if event.is_reused else "stored"
+            found.append((what, "gpu", event.group, each.tobytes(), parent, tokens))
             parent = each.tobytes()
         return found
 
+    def parent_of(self, before: tuple) -> bytes | None:
+        """Parent of a block behind these tokens; none of first blocks that the engine hashes."""
+        if before:
+            return self.hash_of(before)
+        if self.algorithm == ENGINE:
+            return None
+        return hash_seed(DEFAULT_SEED, "seed", self.algorithm)
+
     def hash_of(self, prefix: tuple) -> bytes:
-        if not prefix:
-            return hash_seed(DEFAULT_SEED, "seed")
         if prefix not in self.hashes:
-            self.hashes[prefix] = hash_blocks(prefix, self.model.hash_size)[-1].tobytes()
+            self.hashes[prefix] = self.make_hash(prefix)
         return self.hashes[prefix]
+
+    def make_hash(self, prefix: tuple) -> bytes:
+        if self.algorithm == ENGINE:
+            return hashlib.blake2b(repr(prefix).encode(), digest_size=self.hash_bytes).digest()
+        return hash_blocks(prefix, self.model.hash_size, algorithm=self.algorithm)[-1].tobytes()
 
 
 def drive(seed: int, num_operations: int) -> None:

@@ -204,6 +204,7 @@ class ModelManager:
         num_host_blocks=0,
         host_write="back",
         num_hits_to_write=2,
+        announce_reused=False,
     ):
         self.groups = groups
         self.events: list[tuple] = []
@@ -231,6 +232,7 @@ class ModelManager:
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
         self.caching = enable_caching
+        self.announce_reused = announce_reused
 
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
@@ -655,8 +657,20 @@ class ModelManager:
         self._own_what_is_written(state, start, after)
         return SERVED
 
+    def _announce(self, request, columns):
+        """Events of the hits on the device: those of (group, column) each."""
+        for g, column in columns:
+            end = (column + 1) * self.groups[g].block_size
+            self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
+
     def _admit(self, request, num_hit, after, lookahead, reserved, by_step):
         held = self.hit_blocks(request, num_hit)
+        announced = [
+            (g, column)
+            for g, each in enumerate(held)
+            for column, block in enumerate(each.blocks)
+            if block > 0
+        ]
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free()
@@ -682,6 +696,8 @@ class ModelManager:
         self.rows[row] = state
         first_on_host = self._take_hits(state, num_hit)
         self._allocate_blocks(state, row, num_hit, after, needs, room)
+        if self.announce_reused:
+            self._announce(request, announced)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit

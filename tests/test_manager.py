@@ -827,9 +827,28 @@ def test_a_wrong_request_is_named(options, error, message):
         Request("a", [1], **options)
 
 
-def test_a_request_needs_tokens():
-    with pytest.raises(ValueError, match="token_ids of request 'a' is empty"):
-        Request("a", [])
+def test_a_request_without_tokens_yet():
+    """It can be asked about and given slots; what is published waits for the tokens."""
+    manager = make()
+    request = Request("a", [])
+    assert request.num_tokens == 0 and len(manager.block_hashes(request)) == 0
+    ids, num_tokens = manager.get_computed_blocks(request)
+    assert (len(ids), num_tokens) == (0, 0)
+    expected = "the number of tokens of a new request is 0: expected 1 to 2147483647"
+    for call in (lambda: manager.step(new=[request]), lambda: manager.would_fit(request)):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    size = manager.block_size
+    assert len(manager.allocate_slots(request, 2 * size)) >= 2
+    assert manager.stats.hit_rate == 0 and manager.pool.num_cached == 0
+    request.append_tokens(range(2 * size + 1))
+    manager.append_slots(request, 1)
+    assert manager.pool.num_cached == 2
+    manager.free(request)
+    again = Request("b", [])
+    again.append_tokens(range(2 * size + 1))
+    assert manager.step(new=[again]).num_computed_tokens.tolist() == [2 * size]
+    manager.check_invariants()
 
 
 def test_the_native_step_sets_every_field_of_a_plan():

@@ -456,23 +456,30 @@ py::tuple stats_of(Manager& self) {
                         as_tuple(self.tiers(), self.host()));
 }
 
-// (kinds uint8[n], mediums uint8[n], groups int32[n], hashes uint8[n, 32], parents uint8[n, 32],
-// tokens int32[...])
+// (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
+// tokens int32[...], first tokens int32[n], is_reused uint8[n], labels of requests or None)
 py::tuple drained_events(Manager& self) {
   const EventLog::Drained drained = self.drain_events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
-  py::array_t<uint8_t> kinds(n), mediums(n);
-  Int32Array groups = new_int32(n);
-  HashArray hashes({n, py::ssize_t{sizeof(Hash)}}), parents({n, py::ssize_t{sizeof(Hash)}});
+  py::array_t<uint8_t> kinds(n), mediums(n), is_reused(n);
+  Int32Array groups = new_int32(n), first_tokens = new_int32(n);
+  py::list labels(n);
+  const py::ssize_t num_bytes = self.hash_bytes();
+  HashArray hashes({n, num_bytes}), parents({n, num_bytes});
   for (py::ssize_t i = 0; i < n; ++i) {
     const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
     kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
     mediums.mutable_data()[i] = static_cast<uint8_t>(event.tier);
     groups.mutable_data()[i] = event.group;
-    std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, sizeof(Hash));
-    std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, sizeof(Hash));
+    first_tokens.mutable_data()[i] = static_cast<int32_t>(event.first_token);
+    is_reused.mutable_data()[i] = event.is_reused;
+    labels[static_cast<size_t>(i)] =
+        event.labels ? *static_cast<const py::object*>(event.labels.get()) : py::none();
+    std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, static_cast<size_t>(num_bytes));
+    std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, static_cast<size_t>(num_bytes));
   }
-  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens));
+  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens),
+                        first_tokens, is_reused, labels);
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
@@ -514,7 +521,29 @@ void bind_manager(py::module_& m) {
       .def("hashes",
            [](Manager& self, TokenChain& chain) {
              const std::vector<Hash>& hashes = self.hashes(chain);
-             return copy_hashes(hashes.data(), hashes.size());
+             return copy_hashes(hashes.data(), hashes.size(), self.hash_bytes());
+           })
+      .def("find_hashes",
+           [](const Manager& self, const py::object& hashes, const py::object& group) {
+             const std::vector<Hash> wanted = hashes_of_rows(hashes, "hashes", self.hash_bytes());
+             const auto n = static_cast<py::ssize_t>(wanted.size());
+             const int64_t g = int_argument(group, "group");
+             Int32Array device = new_int32(n), host = new_int32(n);
+             self.find_hashes(wanted.data(), n, g, /*on_host=*/false, device.mutable_data());
+             self.find_hashes(wanted.data(), n, g, /*on_host=*/true, host.mutable_data());
+             return py::make_tuple(device, host);
+           })
+      .def("hashes_of_blocks",  // (hashes uint8[n, hash_bytes], groups int32[n])
+           [](const Manager& self, const py::object& ids, bool on_host) {
+             const Int32Input array(ids, "ids");
+             Int32Array groups = new_int32(array.size());
+             std::vector<Hash> hashes(static_cast<size_t>(array.size()));
+             for (py::ssize_t i = 0; i < array.size(); ++i) {
+               const Hash* hash = self.hash_of(array.data()[i], on_host, &groups.mutable_data()[i]);
+               if (hash != nullptr) hashes[static_cast<size_t>(i)] = *hash;
+             }
+             return py::make_tuple(copy_hashes(hashes.data(), hashes.size(), self.hash_bytes()),
+                                   groups);
            })
       .def("lookup",
            [](Manager& self, TokenChain& chain) {
@@ -645,6 +674,10 @@ void bind_manager(py::module_& m) {
                                                   int_argument(group, "group"));
            })
       .def("reset_prefix_cache", &Manager::reset_prefix_cache)
+      .def("reset_group",
+           [](Manager& self, const py::object& group) {
+             return self.reset_group(int_argument(group, "group"));
+           })
       .def("start_epoch", &Manager::start_epoch)
       .def("blocks",
            [](const Manager& self, int32_t row, const py::object& group) {

@@ -187,6 +187,32 @@ TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {
   CHECK_EQ(f.rows[0].next_publish, 8);  // behind the prompt, boundaries alone
 }
 
+TEST(events_name_what_was_filled_and_what_is_hit) {
+  ManagerOptions options;
+  options.record_events = options.announce_reused = true;
+  Fixture f(full_groups(4), options);
+  EventLog log;
+  f.pool.emit_to(&log, Tier::kDevice);
+  f.compute(8, 9);
+  f.publish();
+  const TokenChain& chain = *f.rows[0].chain;
+  const EventLog::Drained stored = log.drain();
+  CHECK_EQ(stored.events.size(), 2);
+  CHECK_EQ(stored.tokens.size(), 8);
+  CHECK(!stored.events[1].is_reused && stored.events[1].first_token == 4);
+  // The second block of three is not read any more.
+  f.compute(12, 13);
+  f.publish();
+  log.drain();
+  f.publisher.announce_hit(chain, PrefixHit::of_device(12, {{f.block(0), kNullBlock, f.block(2)}}));
+  const EventLog::Drained hit = log.drain();
+  CHECK_EQ(hit.events.size(), 2);
+  CHECK(hit.events[0].is_reused && hit.events[0].hash == chain.known_hashes()[0]);
+  CHECK(hit.events[1].is_reused && hit.events[1].hash == chain.known_hashes()[2]);
+  CHECK(hit.events[1].parent == chain.known_hashes()[1] && hit.events[1].first_token == 8);
+  CHECK_EQ(hit.tokens.size(), 8);
+}
+
 TEST(the_journal_knows_what_was_published) {
   Fixture f;
   f.journal.begin();

@@ -8,7 +8,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from kvcache.allocator.event_stream import events_of
-from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.allocator.hashing import hash_key
 from kvcache.allocator.options import (
     CacheArguments,
     CacheOptions,
@@ -38,6 +38,20 @@ class CachedTokens(NamedTuple):
     with_host: int
     num_host_blocks: int
     num_host_bytes: int  # 0 where the manager has no `page_bytes`
+
+
+class FoundBlocks(NamedTuple):
+    """Where hashes are cached: int32[n] blocks of the device and pages of the host; -1 where not."""
+
+    device: np.ndarray
+    host: np.ndarray
+
+
+class BlockHashes(NamedTuple):
+    """What blocks are cached as: hashes, uint8[n, hash_bytes], and int32[n] groups; -1 for uncached."""
+
+    hashes: np.ndarray
+    groups: np.ndarray
 
 
 class KVCacheManager:
@@ -181,9 +195,11 @@ class KVCacheManager:
         if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
         self._page_bytes = options.page_bytes
-        self._chain_key = (
+        self._chain_key = hash_key(
             self._native.hash_block_size,
-            first_parent(options.hash_seed, "hash_seed"),
+            options.hash_seed,
+            options.hash_algorithm,
+            options.hash_bytes,
         )
         self._rows: dict[str, int] = {}
         self._requests = core.RequestRows(self._rows, self._chain_key, self._max_encoder_tokens)
@@ -231,7 +247,9 @@ class KVCacheManager:
 
     def drain_events(self) -> list[CacheEvent]:
         """The events since the last call, in order: blocks that entered or left the cache."""
-        return events_of(self._native.drain_events(), self.block_sizes)
+        return events_of(
+            self._native.drain_events(), self.groups, self.block_sizes, self._chain_key
+        )
 
     def set_now(self, seconds: float) -> None:
         """Sets the clock of residency times and of priorities that expire, for replays.
@@ -242,8 +260,58 @@ class KVCacheManager:
         self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
 
     def block_hashes(self, request: Request) -> np.ndarray:
-        """uint8[n, 32]: the hashes of the request's full blocks, computed now where they are missing."""
+        """uint8[n, hash_bytes]: the hashes of the request's full blocks; missing ones are computed."""
         return self._native.hashes(self._chain(request))
+
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes of every hash."""
+        return len(self._chain_key.parent)
+
+    @property
+    def hash_algorithm(self) -> str:
+        """How blocks are hashed, as events name it."""
+        return self._chain_key.algorithm
+
+    def find_hashes(self, hashes: np.ndarray | Sequence[bytes], group: int = 0) -> FoundBlocks:
+        """The blocks under which these hashes are cached for a group, on each tier; changes nothing.
+
+        `hashes`: uint8[n, hash_bytes], or n bytes objects. Each hash is looked up by itself: a block is
+        found whether or not those before it are. Blocks that are filled in part are not found. TypeError
+        or ValueError for hashes of another length and an unknown group.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> request = Request("r1", range(40))
+        >>> plan = manager.step(new=[request])
+        >>> manager.find_hashes(manager.block_hashes(request)).device
+        array([1, 2], dtype=int32)
+        """
+        if not isinstance(hashes, np.ndarray):
+            hashes = self._stacked(hashes)
+        return FoundBlocks(*self._native.find_hashes(np.ascontiguousarray(hashes), group))
+
+    def hashes_of_blocks(self, ids: Ids, medium: str = "gpu") -> BlockHashes:
+        """What these blocks ("gpu") or pages of the host ("cpu") are cached as, held or free.
+
+        Zeros and group -1 for one that is found under no hash. ValueError for an id out of range, another
+        medium, and pages without a host tier.
+        """
+        if not isinstance(medium, str) or medium not in ("gpu", "cpu"):
+            raise ValueError(f"medium is {medium!r}: expected gpu or cpu")
+        return BlockHashes(*self._native.hashes_of_blocks(ids, medium == "cpu"))
+
+    def _stacked(self, hashes: Sequence[bytes]) -> np.ndarray:
+        if not isinstance(hashes, list | tuple):
+            raise TypeError(f"hashes is {hashes!r}: expected an array or a list of bytes")
+        for i, each in enumerate(hashes):
+            if not isinstance(each, bytes):
+                raise TypeError(f"hashes[{i}] is {each!r}: expected bytes")
+            if len(each) != self.hash_bytes:
+                raise ValueError(
+                    f"hashes[{i}] has {len(each)} bytes: expected {self.hash_bytes}, the hash_bytes "
+                    "of the manager"
+                )
+        return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, self.hash_bytes)
 
     def block_ids(self, request: Request, group: int = 0) -> np.ndarray:
         """int32[k]: the blocks of an admitted request, in the order of its tokens."""
@@ -555,9 +623,15 @@ class KVCacheManager:
         """Removes these blocks from the cache, held or free; blocks that are not cached do not change."""
         self._native.evict(ids)
 
-    def reset_prefix_cache(self) -> bool:
-        """Removes every block from the cache; False, with nothing changed, while any block is held."""
-        return self._native.reset_prefix_cache()
+    def reset_prefix_cache(self, group: int | None = None) -> bool:
+        """Removes every block from the cache; False, with nothing changed, while any block is held.
+
+        `group`: only the blocks of this group, on both tiers; False while a request holds blocks of it,
+        or while blocks are being loaded from the host. What all groups must have is then no hit.
+        """
+        if group is None:
+            return self._native.reset_prefix_cache()
+        return self._native.reset_group(group)
 
     def start_epoch(self) -> None:
         """Makes all current hashes unreachable at once, because the weights changed.

@@ -84,6 +84,9 @@ class CacheDescription:
     total_num_kv_heads], as `KVStorage.set_scales` gets them for a rank; None: all are 1. Bytes move
     unscaled, so both engines must have the same.
 
+    `hash_algorithm`: how the engine hashes blocks (`CacheOptions.hash_algorithm`), so that both sides
+    know whether a hash of one names a block of the other.
+
     Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
     values out of range, sizes that do not divide, or another version.
 
@@ -115,6 +118,7 @@ class CacheDescription:
     scale_bytes_per_head: int = 0
     k_scale: tuple[tuple[float, ...], ...] | None = None
     v_scale: tuple[tuple[float, ...], ...] | None = None
+    hash_algorithm: str = "sha256_cbor"
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
@@ -129,6 +133,8 @@ class CacheDescription:
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.engine_id, str):
             raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
+        if not isinstance(self.hash_algorithm, str):
+            raise TypeError(f"hash_algorithm is {self.hash_algorithm!r}: expected a string")
         if self.v_head_size is None:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
         for name in _SIZES:

@@ -71,6 +71,28 @@ const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
   return chain.hashes();
 }
 
+void Manager::find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host,
+                          BlockId* out) const {
+  check_reader();
+  checks_.check_group(group);
+  const BlockPool* pool = on_host ? tiers_.host_pages() : &tiers_.pool();
+  if (pool == nullptr) {
+    std::fill(out, out + n, -1);
+    return;
+  }
+  pool->lookup(hashes, n, static_cast<uint8_t>(group), /*prefix=*/false, out);
+}
+
+const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
+  check_reader();
+  if (on_host) checks_.check_has_host("medium is 'cpu'");
+  const BlockPool& pool = on_host ? *tiers_.host_pages() : tiers_.pool();
+  pool.check_id(id, "ids");
+  const Hash* hash = pool.hash_of(id);
+  *group = hash == nullptr ? -1 : pool.group_of(id);
+  return hash;
+}
+
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   const Call call(this);
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
@@ -145,12 +167,12 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_has_no_state("allocate_slots");
-  checks_.check_new(*chain);
+  checks_.check_new(*chain, /*least_tokens=*/0);  // they may come later
   const bool any_computed =
       std::any_of(computed.begin(), computed.end(),
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
-  checks_.check_new(*chain);  // a digest may call back
+  checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
   const int64_t num_computed = checks_.check_computed(*chain, computed);
   const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
   checks_.check_length(span.stop, "a new request");
@@ -194,6 +216,7 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
+  if (child->is_given()) intake_.hash_ahead(*child, /*reads=*/true);  // compared with the parent's
   checks_.check_fork(row, *child);
   if (publisher_.may_publish(row)) {
     intake_.hash_filled(row);
@@ -309,6 +332,20 @@ bool Manager::reset_prefix_cache() {
   const Call call(this);
   if (tiers_.any_held()) return false;
   recovery_.clear_cache();
+  return true;
+}
+
+bool Manager::reset_group(int64_t group) {
+  const Call call(this);
+  checks_.check_group(group);
+  for (int32_t row = 0; row < rows_.size(); ++row) {
+    if (rows_.is_in_use(row) && rows_.blocks(row)[group].num_alive() > 0) return false;
+  }
+  if (tiers_.host() != nullptr && tiers_.host()->num_onboards() > 0) return false;
+  release_.note_forgotten();
+  const auto id = static_cast<uint8_t>(group);
+  tiers_.pool().evict_group(id);
+  if (tiers_.host_pages() != nullptr) tiers_.host_pages()->evict_group(id);
   return true;
 }
 

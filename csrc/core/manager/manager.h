@@ -50,6 +50,7 @@ class Manager {
   explicit Manager(const ManagerOptions& options);
 
   int64_t hash_block_size() const { return setup_.hash_block_size; }
+  int64_t hash_bytes() const { return setup_.options.hash_bytes; }
   const std::vector<CacheGroup>& groups() const { return setup_.groups; }
   const BlockPool& pool() const { return tiers_.pool(); }
   BlockPool& pool() { return tiers_.pool(); }
@@ -71,6 +72,12 @@ class Manager {
   void set_now(int64_t ms);
 
   const std::vector<Hash>& hashes(TokenChain& chain);
+
+  // out[i]: the oldest block of the group that is found under hashes[i] on the device, or on the
+  // host; -1 where there is none.
+  void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const;
+  // The hash that a block is found under, and its group in `*group`; null where there is none.
+  const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
 
   // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
   // None where the request opted out of reading. Changes nothing; valid until the next call.
@@ -165,6 +172,9 @@ class Manager {
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
+  // The same for one group: false, and nothing changed, while a row holds blocks of it, or loads
+  // are under way.
+  bool reset_group(int64_t group);
 
   // The weights changed: no hash of before is found again, and rows of before publish nothing more.
   void start_epoch();

@@ -11,6 +11,10 @@ namespace kvcache {
 
 void check_optional(const ManagerOptions& options) {
   checked_size("hash_block_size", options.hash_block_size, 0);
+  if (options.hash_bytes < 1 || options.hash_bytes > static_cast<int64_t>(sizeof(Hash))) {
+    throw std::invalid_argument("hash_bytes is " + std::to_string(options.hash_bytes) +
+                                ": expected 1 to 32");
+  }
   checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
   checked_size("max_num_reqs", options.max_num_reqs, 0);
   checked_size("watermark_blocks", options.watermark_blocks, 0);

@@ -10,7 +10,8 @@ Publisher::Publisher(const Context& context, const ManagerOptions& options)
     : c_(context),
       is_enabled_(options.enable_caching),
       waits_for_marks_(options.publishes_when_marked),
-      records_events_(options.record_events) {}
+      records_events_(options.record_events),
+      announces_reused_(options.announce_reused) {}
 
 int64_t Publisher::num_with_kv(int32_t row) const {
   const int64_t num_computed = (*c_.rows)[row].num_computed;
@@ -136,9 +137,9 @@ void Publisher::publish_arrived() {
   c_.host->finish(arrived);
 }
 
-// As blocks `first_block` on of the chain's tokens.
-void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
-                            const BlockId* ids, int64_t n) {
+// Blocks `first_block` on of the chain's tokens.
+Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
+                              int64_t first_block) const {
   const Hash* hashes = chain.known_hashes().data();
   const int64_t first_hash = first_block * group.num_hashes;
   Content content{};
@@ -148,10 +149,31 @@ void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, in
   content.root = hashes;
   content.is_chain = group.keeps_all;
   if (records_events_) {
-    content.tokens = chain.tokens() + first_block * group.block_size;
+    content.first_token = first_block * group.block_size;
+    content.tokens = chain.tokens() + content.first_token;
     content.tokens_per_block = group.block_size;
+    content.labels = &chain.labels();
   }
-  c_.pool->publish(ids, content, n, group.id);
+  return content;
+}
+
+void Publisher::announce(const TokenChain& chain, const PrefixHit& hit) const {
+  for (const CacheGroup& group : *c_.groups) {
+    const std::vector<BlockId>& blocks = hit.blocks[group.id];
+    const auto size = static_cast<int64_t>(blocks.size());
+    for (int64_t first = 0, stop = 0; first < size; first = stop + 1) {
+      // Null ones are not read any more, or on the host.
+      for (stop = first; stop < size && blocks[static_cast<size_t>(stop)] != kNullBlock;) ++stop;
+      if (stop > first) {
+        c_.pool->announce(content_of(chain, group, first), stop - first, group.id);
+      }
+    }
+  }
+}
+
+void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
+                            const BlockId* ids, int64_t n) {
+  c_.pool->publish(ids, content_of(chain, group, first_block), n, group.id);
   c_.stats->add_stored(group.id, n);
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }

@@ -37,8 +37,8 @@ void RequestChecks::check_has_no_state(const char* call) const {
                               "drive a manager with a recurrent group");
 }
 
-void RequestChecks::check_new(const TokenChain& chain) const {
-  checked_size("the number of tokens of a new request", chain.num_tokens(), 1);
+void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) const {
+  checked_size("the number of tokens of a new request", chain.num_tokens(), least_tokens);
   check_length(chain.num_tokens(), "a new request");
   if (chain.block_size() == c_.setup->hash_block_size) return;
   throw std::invalid_argument(
@@ -170,11 +170,13 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
     const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
     if (n > 0) check_length((*c_.rows)[request.rows[i]].chain->num_tokens() + n - 1, "a request");
   }
-  for (int64_t i = 0; i < request.num_ids; ++i) {
-    if (request.token_ids[i] < 0) {
-      throw std::invalid_argument("token_ids[" + std::to_string(i) + "] is " +
-                                  std::to_string(request.token_ids[i]) +
-                                  ": expected 0 to 2147483647");
+  const int32_t* ids = request.token_ids;
+  if (std::none_of(ids, ids + request.num_ids, [](int32_t id) { return id < 0; })) return;
+  for (int64_t i = 0, first = 0; i < request.num_rows; ++i) {
+    const int64_t stop = first + (request.num_token_ids == nullptr ? 1 : request.num_token_ids[i]);
+    const bool takes_them = (*c_.rows)[request.rows[i]].chain->takes_placeholders();
+    for (; first < stop; ++first) {
+      if (ids[first] < 0 && !takes_them) TokenIds::fail_negative(first, ids[first]);
     }
   }
 }

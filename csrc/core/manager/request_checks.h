@@ -41,7 +41,7 @@ class RequestChecks {
   void check_on_device(int32_t row) const;
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
-  void check_new(const TokenChain& chain) const;
+  void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
   void check_append(int32_t row, int64_t num_tokens, int64_t least,
                     int64_t num_lookahead_tokens) const;

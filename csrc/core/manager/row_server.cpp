@@ -150,6 +150,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   growth_.serve(served, demand);
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
+  parts_.publisher->announce_hit(*chain, hit);
   if (chain->read_cache()) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));

@@ -91,8 +91,11 @@ class BlockPool {
   // share a hash.
   void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
 
-  // The same for one block that holds what a cached block of another pool does. Whether it is the
-  // first under its hash.
+  // Says again, in events, that blocks with this content are cached, because a request hits them.
+  void announce(const Content& content, int64_t n, uint8_t group);
+
+  // As `publish` for one block that holds what a cached block of another pool does. Whether it is
+  // the first under its hash.
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // of a block that is found under a hash
 
@@ -111,6 +114,8 @@ class BlockPool {
   // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
   // left as they are.
   void evict(const BlockId* ids, int64_t n);
+
+  void evict_group(uint8_t group);  // all blocks of it
 
   // Adds the chains of these blocks, where they are cached.
   void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;

@@ -19,6 +19,7 @@ from kvcache.allocator.sequences.tokens import Tokens
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
 from kvcache.events import CacheEvent
 from kvcache.native.load import core
+from kvcache.specs import GroupSpec
 from kvcache.step import NO_IDS
 
 
@@ -37,7 +38,11 @@ class SequenceCaching(SequenceTables):
 
     def drain_events(self) -> list[CacheEvent]:
         """Events of what entered and left the cache since the last call; see `enable_events`."""
-        return events_of(self._native.drain_events(), [self.block_size])
+        kind, options = "full_attention", {}
+        if self.sliding_window is not None:
+            kind, options = "sliding_window", {"window": self.sliding_window}
+        group = GroupSpec(kind, self.block_size, options)
+        return events_of(self._native.drain_events(), [group], [self.block_size], self._tokens.key)
 
     @core.native_method
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:

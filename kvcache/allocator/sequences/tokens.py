@@ -6,8 +6,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.allocator.hashing import token_sequence
+from kvcache.allocator.event_stream import RequestLabels
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, hash_key, token_sequence
 from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
 from kvcache.native.load import core
 
@@ -30,8 +30,7 @@ class TokenSource:
     """Makes them; keeps those of sequences that were asked for, so that each is hashed once."""
 
     def __init__(self, block_size: int, hash_seed: str) -> None:
-        self._block_size = block_size
-        self._parent = first_parent(hash_seed, "hash_seed")
+        self.key = hash_key(block_size, hash_seed, DEFAULT_ALGORITHM, None)
         self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
         self._zeros = np.zeros(4096, np.int32)
 
@@ -75,7 +74,7 @@ class TokenSource:
             )
         if len(child_ids) != length:
             fail_ids(child_seq, len(child_ids))
-        first, ids = max(num_tokens - self._block_size, 0), tokens.ids.copy()
+        first, ids = max(num_tokens - self.key.block_size, 0), tokens.ids.copy()
         if [*child_ids[first:num_tokens]] != ids[first:].tolist():
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
@@ -93,8 +92,12 @@ class TokenSource:
             self._kept.pop(seq.seq_id, None)
 
     def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
-        salt = () if extra is None else (None, (), extra)
-        chain = core.TokenChain(ids, self._block_size, self._parent, are_read, are_read, *salt)
+        block_size, parent, _ = self.key
+        plain = (ids, block_size, parent, are_read, are_read)
+        if extra is None:
+            return Tokens(ids, are_read, extra, core.TokenChain(*plain))
+        labels = RequestLabels(block_size, None, (), extra, None, None)
+        chain = core.TokenChain(*plain, None, (), extra, labels=labels)
         return Tokens(ids, are_read, extra, chain)
 
 

@@ -10,7 +10,6 @@ import torch
 
 from kvcache.worker.swap.streams import PolledEvent
 
-
 _MOST_IN_HUGE_PAGES = 1 << 26  # bytes
 
 
