@@ -13,8 +13,9 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   // partial hashes only those behind the hit are valid for who reads them.
   const bool is_whole =
       group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
-  held->num_partial = is_whole ? held->num_published * group.num_hashes
-                               : hit.num_tokens / (group.block_size / group.num_hashes);
+  held->num_partial =
+      static_cast<int32_t>(is_whole ? held->num_published * group.num_hashes
+                                    : hit.num_tokens / (group.block_size / group.num_hashes));
   held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];

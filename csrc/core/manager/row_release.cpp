@@ -120,7 +120,8 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
-    each.num_partial = std::min(each.num_partial, num_tokens / hash_block_size_);
+    each.num_partial =
+        static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
     each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];
