@@ -188,6 +188,7 @@ class Driver:
             (2, self.fork),
             (1, self.abort),
             (1, self.invalidate),
+            (1, self.take_cached),
             (1, self.reset),
             (1, self.wrong_call),
             (1, self.ask),
@@ -561,6 +562,14 @@ class Driver:
         found = self.manager.invalidate(ids)
         assert found == self.by_request(self.model.invalidate(ids))
 
+    def take_cached(self) -> None:
+        """Also by requests that lost no block."""
+        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        if rows:
+            row = self.choose.pick(rows)
+            found = self.manager.take_cached(self.requests[row][0])
+            assert found == self.model.take_cached(row)
+
     def some_blocks(self) -> list[int]:
         """Any block, some of a request, or one that was dropped a moment ago."""
         choose = self.choose
@@ -681,6 +690,7 @@ class Driver:
                 lambda: manager.step(swap_out=[on_host[0]]),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.block_ids(away),
+                lambda: manager.take_cached(away),
                 lambda: manager.get_num_common_prefix_blocks(away, 1),
             ]
         rows = self.rows(by_step=True)

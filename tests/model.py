@@ -911,7 +911,7 @@ class ModelManager:
                 for column in range(first, drop_to):
                     self._note_dropped(state, self.groups.index(group), column, each.blocks[column])
                 each.blocks[first:drop_to] = [0] * len(dropped)
-                self._release(dropped, self.last_issued)
+                self._release(dropped[::-1], self.last_issued)
             more = 0
             if num_new and group.pages == TOKENS:
                 most = ceil_div(self.max_model_len, group.block_size)
@@ -1200,8 +1200,21 @@ class ModelManager:
                     self._keep_state(state, g)
             elif group.pages == TOKENS:
                 for column in range(each.num_published, known // group.block_size):
-                    self._publish_block(state, g, column)
+                    if self.may_be_hit(g, column):
+                        self._publish_block(state, g, column)
                 each.num_published = max(each.num_published, known // group.block_size)
+
+    def may_be_hit(self, g, column):
+        """Whether the whole block is read by some hit, or computed anew behind one."""
+        group = self.groups[g]
+        end = (column + 1) * group.block_size
+        if group.keeps_all:
+            return True
+        redone = self.hash_size if self.has_partial[g] else group.block_size
+        if group.drafts and end > redone and (end - redone) % self.unit == 0:
+            return True
+        hits = [n for n in range(end, end + self.unit) if n % self.unit == 0]
+        return any(group.reads_from(n) < end for n in hits)
 
     def _publish_block(self, state, g, column):
         block = state.held[g].blocks[column]
@@ -1239,7 +1252,8 @@ class ModelManager:
         if num_tokens % size:
             each.num_published = max(each.num_published, num_tokens // size)
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
-            self._publish_block(state, g, num_tokens // size - 1)
+            if self.may_be_hit(g, num_tokens // size - 1):
+                self._publish_block(state, g, num_tokens // size - 1)
             each.num_published = num_tokens // size
 
     def _keep_state(self, state, g):
@@ -1340,6 +1354,15 @@ class ModelManager:
             if whole:
                 self._add_prefix(prefixes, whole, 0, self.groups[g].block_size)
         return self._withdraw(invalid, limits, prefixes, invalid_pages)
+
+    def take_cached(self, row):
+        """The row goes on from the cache, if that has more than it has computed."""
+        state = self.rows[row]
+        if self.hit_length(state.request) > state.num_computed:
+            state.resend |= state.by_step
+            self._release_row(state, with_encoder=False)
+            self._restart(state)
+        return state.num_computed
 
     def _add_left(self, request, first_token, invalid, prefixes):
         """Prefixes that a row which has left may have computed from this token on."""

@@ -735,7 +735,7 @@ def test_an_invalidation_without_effect_is_noticed(monkeypatch):
         "report",
         lambda self, of: report(self, StepReport(of.step_id, of.completed)),
     )
-    expect_error("after an invalidation, .* wrong KV", lose_pages=True)
+    expect_error("wrong KV", lose_pages=True)  # then, or when it is read
 
 
 def test_an_abort_without_effect_is_noticed(monkeypatch):

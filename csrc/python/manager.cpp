@@ -625,6 +625,7 @@ void bind_manager(py::module_& m) {
                  self.would_extend(row, int_argument(num_tokens, "num_tokens"),
                                    int_argument(num_lookahead, "num_lookahead_tokens")));
            })
+      .def("take_cached", &Manager::take_cached)
       .def("checkpoint_tokens",
            [](Manager& self, TokenChain& chain, int32_t row, const py::object& num_tokens) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));

@@ -477,11 +477,12 @@ class KVCacheManager:
     def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
         """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
 
-        1 to `num_tokens`; None: all that are known. A recurrent state can be hit only where a step
-        ended. In this order: the end of the prefix that the other groups share with earlier requests;
-        the last multiple of the states' block size, or of the hash block before the prompt's last token,
-        that the tokens reach; else, and for a manager without a recurrent group, `num_tokens`. The
-        request is admitted, or is to be: then the tokens come behind its hit. Changes nothing.
+        At most `num_tokens` (None: all that are known), 0 where all known tokens are computed. A
+        recurrent state can be hit only where a step ended. In this order: the end of the prefix that the
+        other groups share with earlier requests; the last multiple of the states' block size, or of the
+        hash block before the prompt's last token, that the tokens reach; else, and for a manager without
+        a recurrent group, `num_tokens`. The request is admitted, or is to be: then the tokens come
+        behind its hit. Changes nothing. ValueError for `num_tokens` below 1.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 64)]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024)
@@ -723,6 +724,17 @@ class KVCacheManager:
         then.
         """
         return self._by_request(self._native.invalidate(ids))
+
+    def take_cached(self, request: Request) -> int:
+        """Lets an admitted request go on from what the device's cache has of its tokens by now.
+
+        Returns its number of computed tokens. Where the cache has no more than the request has computed,
+        nothing changes; else its own blocks are released, and the next plan sends its whole table. For
+        requests that shared a block which turned out to be invalid (`report`, `invalidate`): one of them
+        computes it anew, and the others take it from the cache when the step that does so is planned.
+        Whole blocks only. ValueError for a request that is not admitted, or is swapped out.
+        """
+        return self._native.take_cached(self.row(request))
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0

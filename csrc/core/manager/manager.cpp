@@ -367,6 +367,19 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   return recovery_.invalidate(invalid, {});
 }
 
+int64_t Manager::take_cached(int32_t row) {
+  const Call call(this);
+  checks_.check_on_device(row);
+  TokenChain& chain = *rows_[row].chain;
+  if (chain.read_cache()) {
+    intake_.hash_ahead(chain, /*reads=*/true);
+    checks_.check_on_device(row);  // a digest may call back
+  }
+  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false);
+  if (hit.num_tokens > rows_[row].num_computed) recovery_.restart(row);
+  return rows_[row].num_computed;
+}
+
 bool Manager::reset_prefix_cache() {
   const Call call(this);
   if (tiers_.any_held()) return false;

@@ -164,6 +164,10 @@ class Manager {
   // cache, and the rows that used them go back to what is left.
   Recompute invalidate(const BlockId* ids, int64_t n);
 
+  // The row goes on from what the device's cache has by now, if that is more than it has computed.
+  // Its computed tokens.
+  int64_t take_cached(int32_t row);
+
   // Pins, for a session, what the device's cache has of the request's full blocks; see
   // BlockPool::pin. What the session had pinned before is not any more. The number of blocks.
   int64_t pin(const std::string& session, TokenChain& chain);

@@ -134,6 +134,12 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
   parts_.publisher->publish(row);
 }
 
+void Recovery::restart(int32_t row) {
+  parts_.release->release_row(row, /*with_encoder=*/false);
+  c_.resend(row);
+  parts_.server->restart(row);
+}
+
 void Recovery::clear_cache() {
   if (c_.rows->num_in_use() > 0) parts_.release->note_forgotten();
   c_.pool->clear();

@@ -38,6 +38,8 @@ class Recovery {
 
   // A receiving row's tokens are there, so many at most: it goes on behind them.
   void receive(int32_t row, int64_t num_tokens);
+  // The row releases its blocks, and goes on from what the device's cache has.
+  void restart(int32_t row);
 
   // Forgets the hashes of both tiers.
   void clear_cache();

@@ -14,8 +14,9 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   // partial hashes only those behind the hit are valid for who reads them.
   const bool is_whole =
       group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
-  held->num_partial = is_whole ? held->num_published * group.num_hashes
-                               : hit.num_tokens / (group.block_size / group.num_hashes);
+  held->num_partial =
+      static_cast<int32_t>(is_whole ? held->num_published * group.num_hashes
+                                    : hit.num_tokens / (group.block_size / group.num_hashes));
   held->num_dropped = std::min(group.first_needed_block(start), held->num_published);
   std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
   held->num_hits = held->num_published;
@@ -197,6 +198,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
   each.num_dropped = drop_to;
+  std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
   c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }

@@ -25,8 +25,9 @@ void RowRelease::note_left(int32_t row) const {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.is_cacheable()) continue;
     const int64_t size = c_.rows->num_written(row, group);
-    // Published blocks are found, unless one of these has happened.
-    const bool may_be_lost = has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
+    // Published blocks are found, unless no hit can read them or one of these has happened.
+    const bool may_be_lost =
+        !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
@@ -124,7 +125,8 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
-    each.num_partial = std::min(each.num_partial, num_tokens / hash_block_size_);
+    each.num_partial =
+        static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
     each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];

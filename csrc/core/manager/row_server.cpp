@@ -328,7 +328,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     if (!group.is_cacheable()) continue;
     each.num_hits = each.size();
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
-    each.num_partial = std::max(each.num_partial, r.num_computed / parts_.hash_block_size);
+    each.num_partial = static_cast<int32_t>(
+        std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));
   }
   parts_.publisher->refresh(other);
   if (r.by_step) c_.journal->inherit(row, parent, other, r);
