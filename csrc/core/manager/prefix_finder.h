@@ -64,8 +64,9 @@ class PrefixFinder {
   // The same where the call says whether the request reads.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads);
 
-  // Tokens: hits end at multiples of it.
+  // Tokens: hits end at multiples of them, with and without those that end inside blocks.
   int64_t unit() const { return unit_; }
+  int64_t whole_unit() const { return whole_unit_; }
 
  private:
   int64_t accepted_by_all(int64_t num_tokens, bool with_states);
