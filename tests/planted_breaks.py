@@ -172,6 +172,27 @@ DEFECTS = [
         "slot_mapping_op block_table",
     ),
     Defect(
+        "slots of the host",
+        "csrc/worker/map_slots.cpp",
+        "if (end > m.num_tokens) std::fill",
+        "if (fill_to == nullptr) std::fill",  # slots of a longer step stay behind those of this one
+        "block_table",
+    ),
+    Defect(
+        "null block",
+        OPS + "token_io.cpp",
+        "if (io.slots[i] >= io.first_slot()) {",
+        "if (io.slots[i] >= 0) {",  # what slid out of a window is written over padding
+        "token_io_op worker",
+    ),
+    Defect(
+        "order of plans",
+        MANAGER + "step_journal.cpp",
+        "    last_left_ = in_flight_.front().id;\n",
+        "",  # a plan does not name a reported step: a lost one goes unnoticed
+        "worker",
+    ),
+    Defect(
         "copy",
         OPS + "block_copy.cpp",
         "run.source == kCleared ? r.destination_stride == r.num_bytes : r.is_dense()",

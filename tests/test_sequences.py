@@ -842,15 +842,56 @@ def test_lookahead_slots_are_not_marked():
     assert manager.get_num_cached_tokens(seq("s", 30)) == 8
 
 
-def test_cached_tokens_stay_what_they_were_at_allocation():
-    manager = make(enable_caching=True)
+def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
+    manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 9)
-    manager.mark_blocks_as_computed(group, 9)
-    assert manager.get_num_cached_tokens(group.seqs[0]) == 0
-    again = admitted(manager, 9, "s")
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # as when it was allocated
+    manager.mark_blocks_as_computed(group, 4)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 8
+    again = admitted(manager, 14, "s")
     assert manager.get_num_cached_tokens(again.seqs[0]) == 8
+    manager.mark_blocks_as_computed(again, 14)
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 12
     child = child_of(manager, again.seqs[0], "c")
-    assert manager.get_num_cached_tokens(child) == 8
+    assert manager.get_num_cached_tokens(child) == 12
+    child.tokens += [5, 6]
+    manager.append_slots(child, 0)
+    assert manager.get_num_cached_tokens(child) == 12
+    manager.mark_blocks_as_computed(Group("t", [child]), 2)
+    assert manager.get_num_cached_tokens(child) == 16
+    assert manager.get_num_cached_tokens(seq("u", 14)) == 12
+
+
+def test_a_swap_in_shares_what_is_still_cached_on_the_device():
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    group = admitted(manager, 14)
+    manager.mark_blocks_as_computed(group, 14)
+    assert len(swapped_out(manager, group)) == 4
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 12
+    again = admitted(manager, 14, "s")  # holds the same three blocks, and one more
+    assert counts(manager)[0] == 3
+    assert manager.can_swap_in(group, 10) == OK  # two of the three, and a partial one
+    pairs = manager.swap_in(group)
+    assert len(pairs) == 1 and counts(manager) == (2, 10)
+    group.set_status(Status.RUNNING)
+    table = manager.get_block_table(group.seqs[0])
+    assert table[:3] == manager.get_block_table(again.seqs[0])[:3] and table[3] == pairs[0][1]
+    assert manager.append_slots(group.seqs[0], 10) == [] and counts(manager)[0] == 0
+    manager.check_invariants()
+
+
+def test_what_was_evicted_comes_back_and_is_a_hit_again():
+    manager = make(num_gpu_blocks=6, enable_caching=True)  # 5
+    group = admitted(manager, 14)
+    manager.mark_blocks_as_computed(group, 14)
+    swapped_out(manager, group)
+    other = admitted(manager, 16, "o", first=50)  # two free blocks, and two that were cached
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 4
+    manager.free(other.seqs[0])
+    assert [page for page, _ in manager.swap_in(group)] == [2, 3, 4]
+    assert manager.get_num_cached_tokens(seq("s", 14)) == 12
+    manager.check_invariants()
 
 
 def test_a_sequence_that_is_asked_for_is_hashed_once():

@@ -30,11 +30,11 @@ def side(block_size=4, layout="HND", packing="apart", tp_size=1, v_head_size=8, 
     )  # fmt: skip
 
 
-def storage_of(description, packing, num_blocks=40):
+def storage_of(description, packing, num_blocks=40, **more):
     storage = KVStorage(
         num_blocks, description.block_size, description.heads_per_rank, 8, num_layers=LAYERS,
         dtype=torch.float16, v_head_size=description.v_head_size, layout=description.layout,
-        **OPTIONS[packing],
+        **OPTIONS[packing], **more,
     )  # fmt: skip
     assert storage.memory_order == description.memory_order
     return storage
@@ -86,6 +86,48 @@ def test_every_token_arrives(packings, sizes, layouts, v_head_size):
         for part in range(2):
             wanted = torch.cat([source[layer][part] for source in sources], dim=1)
             assert torch.equal(found[part], wanted)
+
+
+SCALED = [name for name in OPTIONS if name != "heads first"]
+
+
+@pytest.mark.parametrize("packing", SCALED)
+@pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "HND")])
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 4)])
+def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
+    """Each token has 4 bytes per head: 16 in the local storage, 8 in each of two remote ones."""
+    local = side(sizes[0], layouts[0], packing, scale_bytes_per_head=4)
+    remote = side(sizes[1], layouts[1], packing, tp_size=2, scale_bytes_per_head=4)
+    storage = storage_of(local, packing, scale_bytes_per_token=16)
+    storages = [storage_of(remote, packing, scale_bytes_per_token=8) for _ in range(2)]
+    mine = np.array([7, 3, 4, 5, 12, 30])
+    plan, theirs = carry_out(local, remote, storage, storages, mine)
+    for layer in range(LAYERS):
+        found = storage.scale_cache(layer)[torch.from_numpy(mine)].flatten(0, 1)
+        wanted = [
+            storages[rank].scale_cache(layer)[torch.from_numpy(theirs[rank])].flatten(0, 1)
+            for rank in plan.remote_ranks
+        ]
+        assert torch.equal(found, torch.cat(wanted, dim=1))
+    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
+    for layer, found in enumerate(tokens_of(storage, mine)):
+        for part in range(2):
+            assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
+
+
+def test_ranks_of_unlike_stages_have_addresses_of_their_own():
+    described = CacheDescription(
+        engine_id="e", num_layers=4, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
+        block_size=4, stages=[(3, 1), (1, 2)],
+    )  # fmt: skip
+    for rank, (layers, heads) in enumerate(((3, 4), (1, 2), (1, 2))):
+        storage = KVStorage(9, 4, heads, 8, num_layers=layers, dtype=torch.float16)
+        found = region_addresses(described, storage.pages, rank) - storage.pages.base
+        assert found.tolist() == storage.pages.offsets.tolist()
+    with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: ask stage_of"):
+        region_addresses(described, storage.pages)
+    with pytest.raises(ValueError, match="pages have 1 layers, the description 3 per rank"):
+        region_addresses(described, storage.pages, 0)
 
 
 def test_pages_that_groups_share_are_described_by_their_stride():

@@ -5,7 +5,14 @@ import re
 import numpy as np
 import pytest
 
-from kvcache.transfer import KVTopology, RemoteEngine, plan_transfer, source_readers
+from kvcache.transfer import (
+    KVTopology,
+    RemoteEngine,
+    StateDescription,
+    StateTensor,
+    plan_transfer,
+    source_readers,
+)
 from tests.shared import sampled
 from tests.test_transfer_plan import drawn_side
 from tests.transfer_plan_checker import cache, of
@@ -106,6 +113,32 @@ def test_readers_by_hand():
         (1,),
     )
     assert source_readers(stages, cache(num_layers=4, tp_size=2)) == ((0, 1, 2), (0, 3, 4))
+
+
+def test_readers_of_states():
+    wide, narrow = (
+        StateDescription(
+            engine_id="e",
+            num_layers=2,
+            tp_size=size,
+            tensors=[StateTensor(sections=[(8, 4), (1, 6)])],
+        )
+        for size in (4, 2)
+    )
+    assert source_readers(wide, narrow) == ((0, 1), (2, 3))
+    assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
+    with pytest.raises(
+        ValueError, match="num_tokens is 3, first_token is 0: expected none with states"
+    ):
+        source_readers(wide, narrow, 3)
+    with pytest.raises(
+        TypeError, match="remote is a CacheDescription: expected a StateDescription"
+    ):
+        source_readers(wide, cache())
+    with pytest.raises(
+        TypeError, match="remote is a StateDescription: expected a CacheDescription"
+    ):
+        source_readers(cache(), wide)
 
 
 @pytest.mark.parametrize(

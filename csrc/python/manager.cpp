@@ -113,12 +113,16 @@ class OptionalInput {
 };
 
 std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& num_tokens,
-                             const OptionalInput& max_host_blocks) {
+                             const OptionalInput& max_host_blocks,
+                             const OptionalInput& num_external, const OptionalInput& receives) {
   std::vector<NewRow> out(asking->chains.size());
   for (size_t i = 0; i < out.size(); ++i) {
     out[i].chain = std::move(asking->chains[i]);
-    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : kMaxSize;
     if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
+    if (num_external.is_given()) out[i].num_external = num_external.data()[i];
+    if (receives.is_given()) out[i].receives = receives.data()[i] != 0;
+    const int64_t all = out[i].receives ? 0 : kMaxSize;
+    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : all;
   }
   return out;
 }
@@ -155,6 +159,7 @@ class PlanType {
     kCopy,
     kZero,
     kSwapIn,
+    kDependsOn,
     kNumFields,
   };
 
@@ -173,7 +178,8 @@ class PlanType {
                                                        "append_rows", "append_splits",
                                                        "append_ids",  "replace",
                                                        "swap_out",    "copy",
-                                                       "zero",        "swap_in"};
+                                                       "zero",        "swap_in",
+                                                       "depends_on"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<Slot, py::object>> defaults;
     std::array<Slot, kNumFields> slots;
@@ -335,6 +341,7 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
   type.set_missing(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
   type.set_missing(out, PlanType::kZero, ids(HeldPlan::kZero));
   type.set_missing(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
+  type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
 }
 
 // An attribute of a plan: of its arrays, the first that is asked for comes with all of its kind.
@@ -372,7 +379,8 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
                 const py::object& new_num_tokens, const py::object& token_ids,
                 const py::object& num_token_ids, const py::object& num_rejected_tokens,
                 const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
-                const py::object& swap_out, const py::object& max_host_blocks) {
+                const py::object& swap_out, const py::object& max_host_blocks,
+                const py::object& num_external, const py::object& receives, int in_step_hits) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const OptionalInput limits(new_num_tokens, "new_num_tokens");
@@ -385,13 +393,18 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   }
   StepRequest request;
   const OptionalInput most(max_host_blocks, "max_host_blocks");
+  const OptionalInput external(num_external, "num_external_computed_tokens");
+  const OptionalInput delays(receives, "delay_cache_blocks");
   RequestRows::Asking asking = requests.asking(new_requests);
   const auto num_new = static_cast<py::ssize_t>(asking.ids.size());
-  if (limits.is_given()) {
-    require_same_length(num_new, "new", limits.size(), "new_num_tokens");
-  }
-  if (most.is_given()) require_same_length(num_new, "new", most.size(), "max_host_blocks");
-  request.new_rows = new_rows(&asking, limits, most);
+  const auto check_per_request = [&](const OptionalInput& each, const char* name) {
+    if (each.is_given()) require_same_length(num_new, "new", each.size(), name);
+  };
+  check_per_request(limits, "new_num_tokens");
+  check_per_request(most, "max_host_blocks");
+  check_per_request(external, "num_external_computed_tokens");
+  check_per_request(delays, "delay_cache_blocks");
+  request.new_rows = new_rows(&asking, limits, most, external, delays);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
@@ -416,6 +429,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
+  request.in_step_hits = static_cast<InStepHits>(in_step_hits);
   const StepPlan& plan = self.step(request);
   requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
   return as_plan(plan);
@@ -507,10 +521,16 @@ py::tuple drained_events(Manager& self) {
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
-                   const ReleaseFeatures& features) {
+                   const ReleaseFeatures& features, int64_t after_step = -1,
+                   bool keep_blocks = false) {
   self.check_caller();  // also where there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
-  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features);
+  LeavingBlocks blocks;
+  blocks.after_step = after_step;
+  for (size_t i = 0; i < leaving.ids.size() && keep_blocks; ++i) {
+    blocks.keep_as.push_back(py::cast<std::string>(py::str(leaving.ids[i])));
+  }
+  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features, blocks);
   requests.forget(leaving);
 }
 
@@ -581,21 +601,60 @@ void bind_manager(py::module_& m) {
              return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
            })
       .def("would_fit",
-           [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
-             return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
+           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+              bool whole, const py::object& num_lookahead, const py::object& num_reserved,
+              const py::object& max_host_blocks, const py::object& num_external, bool receives) {
+             NewRow asked;
+             asked.chain = chain;
+             asked.num_tokens = int_argument(num_tokens, "num_tokens");
+             if (!max_host_blocks.is_none()) {
+               asked.max_host_blocks = int_argument(max_host_blocks, "max_host_blocks");
+             }
+             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+             asked.receives = receives;
+             StepRequest request;
+             request.new_rows = {asked};
+             request.num_lookahead = int_argument(num_lookahead, "num_lookahead_tokens");
+             request.num_reserved_blocks = int_argument(num_reserved, "num_reserved_blocks");
+             return static_cast<int>(self.would_fit(request, whole));
            })
+      .def("would_extend",
+           [](Manager& self, int32_t row, const py::object& num_tokens,
+              const py::object& num_lookahead) {
+             return static_cast<int>(
+                 self.would_extend(row, int_argument(num_tokens, "num_tokens"),
+                                   int_argument(num_lookahead, "num_lookahead_tokens")));
+           })
+      .def("take_cached", &Manager::take_cached)
       .def("checkpoint_tokens",
            [](Manager& self, TokenChain& chain, int32_t row, const py::object& num_tokens) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
            })
       .def("step", &step)
-      .def("allocate",
-           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              const py::list& computed, const py::object& num_lookahead_tokens) {
-             return as_answer(self.allocate(
-                 chain, int_argument(num_tokens, "num_tokens"), computed_blocks(computed),
-                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+      .def(
+          "allocate",
+          [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+             const py::list& computed, const py::object& num_lookahead_tokens,
+             const py::object& num_external, bool receives) {
+            NewRow asked;
+            asked.chain = chain;
+            asked.num_tokens = int_argument(num_tokens, "num_tokens");
+            asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+            asked.receives = receives;
+            return as_answer(
+                self.allocate(asked, computed_blocks(computed),
+                              int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+          },
+          py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
+          py::arg("num_lookahead_tokens"), py::arg("num_external") = 0, py::arg("receives") = false)
+      .def("finish_receiving",
+           [](Manager& self, int32_t row, const py::object& num_tokens) {
+             const int64_t n = num_tokens.is_none() ? self.num_external(row)
+                                                    : int_argument(num_tokens, "num_tokens");
+             return self.finish_receiving(row, n);
            })
+      .def("is_receiving", &Manager::is_receiving)
+      .def("release_kept", &Manager::release_kept)
       .def("append",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {
@@ -615,7 +674,8 @@ void bind_manager(py::module_& m) {
       .def("free_requests",
            [](Manager& self, RequestRows& requests, const py::tuple& named, const py::object& turn,
               const py::object& request_class,
-              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention) {
+              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention,
+              const py::object& after_step, bool keep_blocks) {
              ReleaseFeatures features;
              features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
              features.request_class =
@@ -626,7 +686,11 @@ void bind_manager(py::module_& m) {
              }
              features.retention = ranges.data();
              features.num_retention = static_cast<int64_t>(ranges.size());
-             free_requests(self, requests, named, features);
+             int64_t step = -1;
+             if (!after_step.is_none()) {
+               step = checked_size("after_step", int_argument(after_step, "after_step"), 0);
+             }
+             free_requests(self, requests, named, features, step, keep_blocks);
            })
       .def("fork",
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
@@ -643,7 +707,12 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
-      .def("num_blocks_back", &Manager::num_blocks_back)
+      .def("num_blocks_back",
+           [](const Manager& self, const std::vector<int32_t>& rows,
+              const std::vector<int64_t>& num_slots) {
+             const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
+             return py::make_tuple(back.num_taken, back.alone);
+           })
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
       // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",
@@ -714,6 +783,7 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
       .def_property_readonly("num_rows", &Manager::num_rows)
       .def_property_readonly("num_fenced", &Manager::num_fenced)
+      .def_property_readonly("num_kept", &Manager::num_kept)
       .def_property_readonly("num_loading", &Manager::num_loading)
       .def_property_readonly(
           "host", [](Manager& self) { return self.host(); },

@@ -82,14 +82,20 @@ def _matched(
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
     """The runs of a layer, (region, offset, length), each with (address, bytes from page to page).
 
-    The pages may have K and V of a layer as separate fragments, or as one where they are contiguous.
+    The pages may have K and V of a layer as separate fragments, or as one where they are contiguous; so
+    may they have scales.
     """
     own = np.flatnonzero(pages.layers == layer)
     sizes = pages.sizes[own].tolist()
     at = [(pages.base + int(pages.offsets[i]), int(pages.strides[i])) for i in own]
     together = placed.layer_runs(layer).tolist()
-    apart = [run for p in range(len(placed.head_bytes)) for run in placed.runs(layer, p).tolist()]
-    for runs in (together, apart):
+    num_parts = len(placed.head_bytes)
+    apart = [run for p in range(num_parts) for run in placed.runs(layer, p).tolist()]
+    candidates = [together, apart]
+    if placed.scale_bytes_per_token:
+        scales = placed.runs(layer, num_parts - 1).tolist()
+        candidates.append(placed.layer_runs(layer, num_parts - 1).tolist() + scales)
+    for runs in candidates:
         if sizes == [length for _, _, length in runs]:
             return list(zip(map(tuple, runs), at))
     if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # padded

@@ -37,8 +37,7 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
     has_states_ |= group.holds_state();
     if (!group.is_cacheable()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
-    unit_ = checked_size(
-        name, std::lcm(unit_, group.has_partial ? hash_block_size_ : group.block_size), 1);
+    unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
   hit_.blocks.resize(groups_->size());

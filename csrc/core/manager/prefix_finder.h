@@ -59,8 +59,9 @@ class PrefixFinder {
   // hashes must be known. Partial blocks are found on the device only.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
 
-  // Tokens: hits end at multiples of it.
+  // Tokens: hits end at multiples of them, with and without those that end inside blocks.
   int64_t unit() const { return unit_; }
+  int64_t whole_unit() const { return whole_unit_; }
 
  private:
   int64_t accepted_by_all(int64_t num_tokens, bool with_states);
