@@ -41,6 +41,8 @@ class Publisher {
   void publish(int32_t row) {
     if (may_publish(row)) publish_filled(row);  // few rows of a step
   }
+  // The same of whole blocks of tokens alone, for later rows of the step that fills them.
+  void publish_blocks(int32_t row);
   // The state after num_tokens tokens, which the row's last page holds or held before this step, if
   // that is a block boundary.
   void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
