@@ -20,7 +20,7 @@ int64_t Publisher::num_with_kv(int32_t row) const {
 
 int64_t Publisher::next_publish(int32_t row) const {
   const Row& r = (*c_.rows)[row];
-  if (r.is_stale || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
+  if (r.is_stale || r.is_receiving || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
   int64_t next = kUnbounded;
   const RowBlocks* blocks = c_.rows->blocks(row);
   for (const CacheGroup& group : *c_.groups) {
@@ -48,6 +48,16 @@ void Publisher::publish_filled(int32_t row) {
     }
   }
   r.next_publish = next_publish(row);
+}
+
+void Publisher::publish_blocks(int32_t row) {
+  if (!may_publish(row)) return;
+  const int64_t num_hashed =
+      std::min(num_with_kv(row) / c_.hash_block_size,
+               static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
+  }
 }
 
 // What no hit can read is not published: its blocks go before all that is cached.
@@ -116,7 +126,9 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
 
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
   const BlockId* ids = c_.rows->blocks(row)[group.id].blocks.data() + first_block;
-  publish_ids(*(*c_.rows)[row].chain, group, first_block, ids, n);
+  const Row& r = (*c_.rows)[row];
+  publish_ids(*r.chain, group, first_block, ids, n);
+  if (!c_.journal->notes(r)) return;
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }
 

@@ -5,7 +5,8 @@
 
 namespace kvcache {
 
-void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit) {
+void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
+                        int64_t start) {
   const std::vector<BlockId>& blocks = hit.blocks[group.id];
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = held->size();
@@ -16,12 +17,14 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   held->num_partial =
       static_cast<int32_t>(is_whole ? held->num_published * group.num_hashes
                                     : hit.num_tokens / (group.block_size / group.num_hashes));
-  held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
+  held->num_dropped = std::min(group.first_needed_block(start), held->num_published);
+  std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
   held->keeps_state = false;
-  if (group.holds_state() && !hit.on_host[group.id].empty()) {
+  const bool reads_state = group.holds_state() && start == hit.num_tokens;
+  if (reads_state && !hit.on_host[group.id].empty()) {
     // The state is loaded into the page that goes on from it.
     held->host_source = hit.on_host[group.id].back().page;
     held->num_dropped = held->num_published;
@@ -209,14 +212,14 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
     each.num_dropped = column;
   } else if (each.source != kNullBlock) {  // a hit inside a block, which copy_source copies
     each.num_dropped = column;
-  } else if (served->span.start > 0) {
+  } else if (each.num_alive() > 0) {
     const BlockId left = each.blocks.back();
     c_.plan->copy(left, page);
     state_moves_.push_back({served->row, group.id, left, each.size() - 1, served->span.start});
     // Within the block: the entry of the table is the new page's at once.
     if (column < each.size()) c_.plan->replace(served->row, group.id, column, page);
   } else {
-    c_.plan->zero(page);
+    if (served->span.start == 0) c_.plan->zero(page);  // else the state comes from elsewhere
     each.num_dropped = column;
   }
   each.resize(column);

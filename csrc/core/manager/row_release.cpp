@@ -1,16 +1,17 @@
 #include "core/manager/row_release.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvcache {
 
-void RowRelease::leave(int32_t row, const ReleaseFeatures& features) {
+void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Departure& departure) {
   const Row& r = (*c_.rows)[row];
   if (!r.on_host) {
     note_left(row);
     notify_release(row, features);
   }
-  release_row(row, /*with_encoder=*/true);
+  release_row(row, /*with_encoder=*/true, departure);
   if (r.by_step) c_.plan->clear_later(row);
   c_.plan->forget_resend(row);
   c_.rows->give_up(row);
@@ -45,11 +46,15 @@ void RowRelease::note_onboards(int32_t row) const {
   }
 }
 
-void RowRelease::release_row(int32_t row, bool with_encoder) {
-  const std::vector<BlockId> ids = c_.rows->tail_first(row, with_encoder);
+void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& departure) {
+  std::vector<BlockId> ids = c_.rows->tail_first(row, with_encoder);
   const auto n = static_cast<int64_t>(ids.size());
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
+  } else if (departure.keep_as != nullptr) {
+    c_.frees->keep(*departure.keep_as, std::move(ids));
+  } else if (departure.after_step >= 0) {
+    c_.frees->release_after(ids.data(), n, departure.after_step);
   } else {
     c_.note_access(row, ids.data(), n);
     c_.frees->release_or_defer(ids.data(), n);
