@@ -564,7 +564,11 @@ class Driver:
 
     def take_cached(self) -> None:
         """Also by requests that lost no block."""
-        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        rows = [
+            row
+            for row in sorted(self.requests)
+            if not self.model.rows[row].on_host and not self.model.rows[row].receiving
+        ]
         if rows:
             row = self.choose.pick(rows)
             found = self.manager.take_cached(self.requests[row][0])
@@ -679,6 +683,7 @@ class Driver:
                 lambda: manager.append_slots(away, 1),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.finish_receiving(away, -1),
+                lambda: manager.take_cached(away),
                 lambda: manager.finish_receiving(away, LONGEST),
                 lambda: manager.free(away),
                 lambda: manager.step(swap_out=[receiving[0]]),
