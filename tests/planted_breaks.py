@@ -109,6 +109,13 @@ DEFECTS = [
         "manager manager_life allocator_random",
     ),
     Defect(
+        "plan arrays",
+        "csrc/python/manager.cpp",
+        "if (value_of(plan.ptr(), slots_[field]) == nullptr) set(",
+        "set(",  # over what the caller has set
+        "plan_arrays",
+    ),
+    Defect(
         "step journal",
         MANAGER + "step_journal.cpp",
         "copy(step.dropped);",

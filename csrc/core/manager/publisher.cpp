@@ -126,7 +126,9 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
 
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
   const BlockId* ids = c_.rows->blocks(row)[group.id].blocks.data() + first_block;
-  publish_ids(*(*c_.rows)[row].chain, group, first_block, ids, n);
+  const Row& r = (*c_.rows)[row];
+  publish_ids(*r.chain, group, first_block, ids, n);
+  if (!c_.journal->notes(r)) return;
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }
 
