@@ -145,7 +145,7 @@ TEST(a_hit_on_a_state_inside_a_block_is_copied) {
   const int32_t row = s.add_row(20);
   PrefixHit hit = hit_of(12, {kNullBlock});
   hit.sources = {cached[0]};
-  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit);
+  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit, hit.num_tokens);
   ServedRow served;
   served.row = row;
   served.span = {12, 20, 0};
