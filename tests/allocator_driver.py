@@ -304,6 +304,7 @@ class Driver:
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
+        reads, own_reads = self.reads_of_call(pairs)
         external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, most)]
         delays = [n > 0 and choose.chance(2) for n in external]
         limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
@@ -327,6 +328,7 @@ class Driver:
             num_external_computed_tokens=external,
             delay_cache_blocks=delays,
             in_step_hits=in_step,
+            read_cache=reads,
         )
         models = [model for _, model in pairs]
         want = self.model.step(
@@ -344,6 +346,8 @@ class Driver:
             delays,
             in_step,
         )
+        for model, own in zip(models, own_reads):
+            model.reads = own
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
@@ -397,6 +401,17 @@ class Driver:
             plan.swap_in,
         )
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
+
+    def reads_of_call(self, pairs: list[tuple]) -> tuple[list[bool | None] | None, list[bool]]:
+        """`read_cache` of a call, which the models are told of, and what they said themselves."""
+        own = [model.reads for _, model in pairs]
+        if not self.choose.chance(4):
+            return None, own
+        reads = [self.choose.pick([None, True, False]) for _ in pairs]
+        for (_, model), value in zip(pairs, reads):
+            if value is not None:
+                model.reads = value and not model.num_encoder_tokens
+        return reads, own
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
@@ -564,7 +579,11 @@ class Driver:
 
     def take_cached(self) -> None:
         """Also by requests that lost no block."""
-        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        rows = [
+            row
+            for row in sorted(self.requests)
+            if not self.model.rows[row].on_host and not self.model.rows[row].receiving
+        ]
         if rows:
             row = self.choose.pick(rows)
             found = self.manager.take_cached(self.requests[row][0])
@@ -676,6 +695,7 @@ class Driver:
             away = self.requests[receiving[0]][0]
             calls += [
                 lambda: manager.step([receiving[0]], [1]),
+                lambda: manager.take_cached(away),
                 lambda: manager.append_slots(away, 1),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.finish_receiving(away, -1),

@@ -1,6 +1,7 @@
 """The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
 
 import collections
+import inspect
 import itertools
 import threading
 from enum import Enum
@@ -94,6 +95,11 @@ def test_wrong_sizes_are_named(arguments, named):
     [
         ({"hash_seed": 5}, "hash_seed is 5"),
         ({"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ({"block_size": True}, "block_size is True: expected an integer"),
+        ({"num_gpu_blocks": True}, "num_gpu_blocks is True: expected an integer"),
+        ({"num_cpu_blocks": False}, "num_cpu_blocks is False: expected an integer"),
+        ({"max_model_len": True}, "max_model_len is True: expected an integer"),
+        ({"max_model_len": 5.0}, r"max_model_len is 5\.0: expected an integer"),
         ({"enable_caching": "no"}, "enable_caching is 'no': expected True or False"),
         ({"enable_events": 1}, "enable_events is 1: expected True or False"),
         ({"eviction": None}, "eviction is None"),
@@ -388,6 +394,210 @@ def test_with_caching_only_the_tail_is_read():
     one.tokens = Ids([*range(6), 9])
     manager.append_slots(one, 0)
     assert taken == [slice(6, None)]
+
+
+def test_nothing_fits_beyond_max_model_len():
+    manager = make(max_model_len=8)
+    assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
+    assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK  # lookahead may lie behind it
+    with pytest.raises(ValueError, match="max_model_len"):
+        manager.allocate(Group("s", [seq("s", 9)]))
+    group = admitted(manager, 7)
+    one = group.seqs[0]
+    one.tokens += [1]
+    assert manager.can_append_slots(group, 4)
+    one.tokens += [1]
+    assert not manager.can_append_slots(group, 0)
+    swapped_out(manager, group)
+    assert manager.can_swap_in(group, 0) == NEVER
+    one.tokens.pop()
+    assert manager.can_swap_in(group, 0) == OK
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    "length, error, named",
+    [
+        (6.0, TypeError, r"get_len\(\) of seq 'r0' is 6\.0: expected an integer"),
+        (True, TypeError, r"get_len\(\) of seq 'r0' is True: expected an integer"),
+        (None, TypeError, r"get_len\(\) of seq 'r0' is None: expected an integer"),
+        (0, ValueError, r"get_len\(\) of seq 'r0' is 0: expected 1 to 2147483647"),
+        (-6, ValueError, r"get_len\(\) of seq 'r0' is -6: expected 1 to"),
+        (2**70, ValueError, r"get_len\(\) of seq 'r0' is 1180591620717411303424: expected 1 to"),
+    ],
+)
+def test_a_length_that_is_none_is_named(caching, length, error, named):
+    manager = make(enable_caching=caching)
+    one = seq("r0", 6)
+    one.get_len = lambda: length
+    group = Group("r", [one])
+    for call in (manager.can_allocate, manager.allocate):
+        with pytest.raises(error, match=named):
+            call(group)
+    assert counts(manager)[0] == 10
+    del one.get_len
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    one.get_len = lambda: length
+    calls = [
+        lambda: manager.can_append_slots(group, 0),
+        lambda: manager.append_slots(one, 0),
+        lambda: manager.append_slots(one, 3),
+    ]
+    for call in calls:
+        with pytest.raises(error, match=named):
+            call()
+    manager.check_invariants()
+
+
+def test_true_and_false_are_no_numbers():
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    waiting = Group("w", [seq("w", 4)])
+    calls = [
+        (lambda: manager.can_allocate(waiting, True), "num_lookahead_slots is True"),
+        (lambda: manager.can_append_slots(group, True), "num_lookahead_slots is True"),
+        (lambda: manager.append_slots(group.seqs[0], False), "num_lookahead_slots is False"),
+        (lambda: manager.can_swap_in(group, True), "num_lookahead_slots is True"),
+        (lambda: manager.mark_blocks_as_computed(group, True), "token_chunk_size is True"),
+        (lambda: manager.access_all_blocks_in_seq(group.seqs[0], True), "now is True"),
+    ]
+    for call, named in calls:
+        with pytest.raises(TypeError, match=named):
+            call()
+    with pytest.raises(TypeError, match=r"extra_hash\(\) of seq 'x' is True"):
+        manager.allocate(Group("x", [Seq("x", [1], extra=True)]))
+
+
+def test_the_calls_of_a_step_take_their_arguments_by_name():
+    manager = make()
+    group = Group("r", [seq("r0", 6)])
+    assert manager.can_allocate(seq_group=group, num_lookahead_slots=2) == OK
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    one = group.seqs[0]
+    assert manager.can_append_slots(seq_group=group, num_lookahead_slots=1)
+    assert manager.append_slots(one, num_lookahead_slots=1) == []
+    assert manager.get_block_table(seq=one) == [1, 2]
+    manager.access_all_blocks_in_seq(now=1.5, seq=one)
+    manager.mark_blocks_as_computed(group, token_chunk_size=6)
+    assert manager.get_common_computed_block_ids(seqs=(one,)) == []
+    wrong = [
+        (
+            lambda: manager.append_slots(one),
+            r"append_slots\(\) lacks argument 'num_lookahead_slots'",
+        ),
+        (lambda: manager.append_slots(one, 1, 2), "takes 2 arguments, but 3 were given"),
+        (lambda: manager.append_slots(one, seq=one), "got argument 'seq' twice"),
+        (lambda: manager.get_block_table(one, x=1), "has no argument 'x'"),
+    ]
+    for call, named in wrong:
+        with pytest.raises(TypeError, match=named):
+            call()
+    assert str(inspect.signature(BlockSpaceManager.can_allocate)) == (
+        "(self, /, seq_group, num_lookahead_slots=0)"
+    )
+    assert "0 where a window left one" in inspect.getdoc(BlockSpaceManager.get_block_table)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_table_is_one_list_that_is_kept_up_to_date(window):
+    manager = make(num_gpu_blocks=60, num_cpu_blocks=60, sliding_window=window)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    table = manager.get_block_table(one)
+    for i in range(20):
+        one.tokens += [i] * (1 + i % 3)
+        manager.append_slots(one, i % 5)
+        assert manager.get_block_table(one) is table
+        assert table == manager._native.blocks(manager._known(one).row, 0).tolist()
+    child = child_of(manager, one, "c")
+    child.tokens += [7]
+    manager.append_slots(child, 0)
+    assert manager.get_block_table(child) is not table and manager.get_block_table(one) is table
+    table.append(5)
+    with pytest.raises(RuntimeError, match="was the list changed by its receiver"):
+        manager.check_invariants()
+    table.pop()
+    manager.check_invariants()
+    before = [*table]
+    swapped_out(manager, group)
+    manager.swap_in(group)
+    assert table == before  # of then: there is a new one
+    assert manager.get_block_table(one) is not table
+    manager.check_invariants()
+
+
+def test_a_decode_step_of_all_groups_in_one_call():
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    groups = [
+        admitted(manager, n, name, first=50 * n) for n, name in ((4, "a"), (6, "b"), (3, "c"))
+    ]
+    child = child_of(manager, groups[1].seqs[0], "d")
+    groups[1].seqs.append(child)
+    for group in groups:
+        for i, one in enumerate(group.seqs):
+            one.tokens += [i]
+    tables = [manager.get_block_table(group.seqs[0]) for group in groups]
+    assert manager.append_group_slots(groups, 0) == (3, [(3, 6)])
+    assert tables == [[1, 5], [2, 6], [4]] and manager.get_block_table(child) == [2, 3]
+    for group in groups:
+        group.seqs[0].tokens += [7]
+    assert manager.append_group_slots(groups, 2) == (1, [])  # the second touches four blocks
+    assert counts(manager)[0] == 1 and manager.get_block_table(child) == [2, 3]
+    assert [manager._num_new(group.seqs[0]) for group in groups] == [0, 1, 1]
+    manager.check_invariants()
+
+
+def test_a_decode_step_that_is_refused_changes_nothing():
+    manager = make(num_gpu_blocks=30, enable_caching=True, max_model_len=10)
+    groups = [admitted(manager, 6, name) for name in "ab"]
+    for group in groups:
+        group.seqs[0].tokens += [5]
+    one, other = (group.seqs[0] for group in groups)
+    other.tokens[-1] = -1
+    wrong = [
+        (groups, "token_ids"),
+        ([groups[0], groups[0]], "seq_groups has seq 'a0' twice"),
+        ([groups[0], Group("x", [seq("x", 3, Status.RUNNING)])], "seq 'x' has no blocks"),
+    ]
+    for asked, named in wrong:
+        with pytest.raises(ValueError, match=named):
+            manager.append_group_slots(asked, 0)
+    other.tokens[-1] = 5
+    other.get_len = lambda: 5
+    with pytest.raises(ValueError, match="seq 'b0' has 5 tokens: expected 6 or more"):
+        manager.append_group_slots(groups, 0)
+    other.get_len = lambda: 8
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'b0' has 7 tokens: expected 8"):
+        manager.append_group_slots(groups, 0)
+    del other.get_len
+    for lookahead, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="num_lookahead_slots is"):
+            manager.append_group_slots(groups, lookahead)
+    assert [manager._num_new(each) for each in (one, other)] == [1, 1]
+    other.tokens += [5] * 4
+    assert manager.append_group_slots(groups, 0) == (1, [])  # the other is beyond max_model_len
+    assert manager.append_group_slots([], 0) == (0, [])
+    manager.check_invariants()
+
+
+def test_siblings_have_one_list_of_hits():
+    manager = make(num_gpu_blocks=60, num_cpu_blocks=60, enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 20), 20)
+    group = admitted(manager, 20, "s", num_seqs=3)
+    common = manager.get_common_computed_block_ids(group.seqs)
+    assert common == [1, 2, 3, 4]
+    for one in group.seqs:
+        one.tokens += [1]
+        manager.append_slots(one, 0)
+    assert manager.get_common_computed_block_ids(group.seqs) is common
+    swapped_out(manager, group)
+    manager.swap_in(group)
+    group.set_status(Status.RUNNING)
+    again = manager.get_common_computed_block_ids(group.seqs)
+    assert again == [1, 2, 3, 4]  # which the first sequence still holds
+    assert manager.get_common_computed_block_ids(group.seqs[1:]) is again
 
 
 # E4: forks -------------------------------------------------------------------------------------------
@@ -994,6 +1204,16 @@ def test_accesses_are_numbers():
     with pytest.raises(TypeError, match="now is None: expected a number"):
         manager.access_all_blocks_in_seq(group.seqs[0], None)
     manager.access_all_blocks_in_seq(group.seqs[0], 5)
+    manager.access_all_blocks_in_seq(group.seqs[0], np.float32(5.5))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), float("-inf")])
+def test_accesses_are_finite(caching, now):
+    manager = make(enable_caching=caching)
+    group = admitted(manager)
+    with pytest.raises(ValueError, match=rf"now is {now}: expected a finite number"):
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
 
 
 def test_another_eviction_policy():

@@ -380,7 +380,8 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
                 const py::object& num_token_ids, const py::object& num_rejected_tokens,
                 const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
                 const py::object& swap_out, const py::object& max_host_blocks,
-                const py::object& num_external, const py::object& receives, int in_step_hits) {
+                const py::object& num_external, const py::object& receives, int in_step_hits,
+                const std::optional<std::vector<std::optional<bool>>>& read_cache) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const OptionalInput limits(new_num_tokens, "new_num_tokens");
@@ -405,6 +406,12 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   check_per_request(external, "num_external_computed_tokens");
   check_per_request(delays, "delay_cache_blocks");
   request.new_rows = new_rows(&asking, limits, most, external, delays);
+  if (read_cache) {
+    require_same_length(num_new, "new", static_cast<py::ssize_t>(read_cache->size()), "read_cache");
+    for (size_t i = 0; i < read_cache->size(); ++i) {
+      request.new_rows[i].read_cache = (*read_cache)[i];
+    }
+  }
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
@@ -589,22 +596,29 @@ void bind_manager(py::module_& m) {
              return py::make_tuple(copy_hashes(hashes.data(), hashes.size(), self.hash_bytes()),
                                    groups);
            })
-      .def("lookup",
-           [](Manager& self, TokenChain& chain) {
-             const PrefixHit& hit = self.lookup(chain);
-             return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
-           })
-      .def("lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
-           [](Manager& self, TokenChain& chain) {
-             const int64_t on_device = self.lookup(chain).num_tokens;
-             const PrefixHit& hit = self.lookup(chain, /*with_host=*/true);
-             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
-           })
+      .def(
+          "lookup",
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, read_cache);
+            return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
+          },
+          py::arg("chain"), py::arg("read_cache") = py::none())
+      .def(
+          "lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
+            const int64_t on_device =
+                self.lookup(chain, /*with_host=*/false, read_cache).num_tokens;
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/true, read_cache);
+            return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
+          },
+          py::arg("chain"), py::arg("read_cache") = py::none())
       .def("would_fit",
            [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
               bool whole, const py::object& num_lookahead, const py::object& num_reserved,
-              const py::object& max_host_blocks, const py::object& num_external, bool receives) {
+              const py::object& max_host_blocks, const py::object& num_external, bool receives,
+              const std::optional<bool>& read_cache) {
              NewRow asked;
+             asked.read_cache = read_cache;
              asked.chain = chain;
              asked.num_tokens = int_argument(num_tokens, "num_tokens");
              if (!max_host_blocks.is_none()) {
@@ -635,8 +649,9 @@ void bind_manager(py::module_& m) {
           "allocate",
           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
              const py::list& computed, const py::object& num_lookahead_tokens,
-             const py::object& num_external, bool receives) {
+             const py::object& num_external, bool receives, const std::optional<bool>& read_cache) {
             NewRow asked;
+            asked.read_cache = read_cache;
             asked.chain = chain;
             asked.num_tokens = int_argument(num_tokens, "num_tokens");
             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
@@ -646,7 +661,8 @@ void bind_manager(py::module_& m) {
                               int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
           },
           py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
-          py::arg("num_lookahead_tokens"), py::arg("num_external") = 0, py::arg("receives") = false)
+          py::arg("num_lookahead_tokens"), py::arg("num_external") = 0, py::arg("receives") = false,
+          py::arg("read_cache") = py::none())
       .def("finish_receiving",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              const int64_t n = num_tokens.is_none() ? self.num_external(row)

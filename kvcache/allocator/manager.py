@@ -353,6 +353,7 @@ class KVCacheManager:
         num_external_computed_tokens: Ids | None = None,
         delay_cache_blocks: Sequence[bool] | None = None,
         in_step_hits: Literal["none", "wait", "share"] = "none",
+        read_cache: bool | Sequence[bool | None] | None = None,
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
@@ -398,6 +399,10 @@ class KVCacheManager:
         next step. "share": it reads them in this step, and the plan's `depends_on` names the two rows, so
         the worker must fill them by then; not with recurrent groups. Only whole blocks are shared.
 
+        `read_cache`: whether new requests take hits in this call, whatever their own `read_cache` says;
+        one for all, or one for each of `new`, in which None leaves it to the request. A request with
+        encoder tokens takes none.
+
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
         a row or request named twice, a request without tokens, tokens beyond `max_model_len` (`token_ids`
         may have one more: the last sampled token), a row that is receiving, or external tokens that leave
@@ -419,6 +424,7 @@ class KVCacheManager:
             num_external_computed_tokens,
             None if delay_cache_blocks is None else _flags(delay_cache_blocks),
             0 if in_step_hits == "none" else _in_step_hits(in_step_hits),
+            None if read_cache is None else _choices(read_cache, len(new)),
         )
         plan.page_bytes = self._page_bytes
         return plan
@@ -434,6 +440,7 @@ class KVCacheManager:
         max_host_blocks: int | None = None,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        read_cache: bool | None = None,
     ) -> Status:
         """The status that `step` would give a new request now; changes nothing.
 
@@ -462,10 +469,11 @@ class KVCacheManager:
                 max_host_blocks,
                 num_external_computed_tokens,
                 flag(delay_cache_blocks, "delay_cache_blocks"),
+                _choice(read_cache, "read_cache"),
             )
             return Status(answer)
         of_new = whole, num_reserved_blocks, max_host_blocks, num_external_computed_tokens
-        if of_new != (False, 0, None, 0) or delay_cache_blocks:
+        if of_new != (False, 0, None, 0) or delay_cache_blocks or read_cache is not None:
             raise ValueError(
                 f"request {request.request_id!r} is admitted already: expected num_tokens and "
                 "num_lookahead_tokens alone"
@@ -520,9 +528,13 @@ class KVCacheManager:
         self._native.check_reader()
         return self._native.is_on_host(self.row(request))
 
-    def cached_tokens(self, request: Request) -> CachedTokens:
-        """The cached tokens of a request on each tier, in whole blocks; changes nothing."""
-        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
+    def cached_tokens(self, request: Request, *, read_cache: bool | None = None) -> CachedTokens:
+        """The cached tokens of a request on each tier, in whole blocks; changes nothing.
+
+        `read_cache`: as for `get_computed_blocks`.
+        """
+        reads = _choice(read_cache, "read_cache")
+        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
@@ -541,14 +553,17 @@ class KVCacheManager:
         """Ends the pins of a session; returns how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
-    def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
+    def get_computed_blocks(
+        self, request: Request, *, read_cache: bool | None = None
+    ) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
 
         At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
-        `read_cache=False`. For several groups the ids are a list with one array per group; in window
+        `read_cache=False`, be it this call's or, where that is None, the request's. For several groups the ids are a list with one array per group; in window
         groups, blocks that are not read any more are null.
         """
-        ids, num_tokens = self._native.lookup(self._chain(request))
+        reads = _choice(read_cache, "read_cache")
+        ids, num_tokens = self._native.lookup(self._chain(request), reads)
         return self._by_group(ids), num_tokens
 
     def allocate_slots(
@@ -559,6 +574,8 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         delay_cache_blocks: bool = False,
+        *,
+        read_cache: bool | None = None,
     ) -> np.ndarray | list[np.ndarray] | None:
         """Admits a request with these computed blocks and slots for `num_tokens` more tokens.
 
@@ -571,7 +588,7 @@ class KVCacheManager:
         and nothing is cached nor appended until `finish_receiving`. In window groups what the next token
         does not read is null, computed blocks included: `block_ids` has the whole table.
 
-        ValueError for computed blocks with `read_cache=False` or without caching, for external tokens
+        `read_cache`: as `get_computed_blocks` was called. ValueError for computed blocks with `read_cache=False` or without caching, for external tokens
         that leave none of the request to be computed, and for a manager with a recurrent group.
         """
         if len(self.groups) == 1:
@@ -585,6 +602,7 @@ class KVCacheManager:
             num_lookahead_tokens,
             num_external_computed_tokens,
             flag(delay_cache_blocks, "delay_cache_blocks"),
+            _choice(read_cache, "read_cache"),
         )
         if answer is None:
             return None
@@ -732,7 +750,7 @@ class KVCacheManager:
         nothing changes; else its own blocks are released, and the next plan sends its whole table. For
         requests that shared a block which turned out to be invalid (`report`, `invalidate`): one of them
         computes it anew, and the others take it from the cache when the step that does so is planned.
-        Whole blocks only. ValueError for a request that is not admitted, or is swapped out.
+        Whole blocks only. ValueError for a request that is not admitted, is swapped out or receives.
         """
         return self._native.take_cached(self.row(request))
 
@@ -800,6 +818,17 @@ def _in_step_hits(value: str) -> int:
     if isinstance(value, str) and value in _IN_STEP_HITS:
         return _IN_STEP_HITS.index(value)
     raise ValueError(f"in_step_hits is {value!r}: expected one of {', '.join(_IN_STEP_HITS)}")
+
+
+def _choice(value: bool | None, name: str) -> bool | None:
+    """True or False of a call, or None where it leaves it to the request."""
+    return None if value is None else flag(value, name)
+
+
+def _choices(values: bool | Sequence[bool | None], n: int) -> list[bool | None]:
+    if not isinstance(values, list | tuple):
+        return [_choice(values, "read_cache")] * n
+    return [_choice(value, f"read_cache[{i}]") for i, value in enumerate(values)]
 
 
 def _flags(values: Sequence[bool]) -> list[int]:

@@ -95,10 +95,12 @@ const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
   return hash;
 }
 
-const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
+const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host,
+                                 std::optional<bool> read_cache) {
   const Call call(this);
-  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  return finder_.find(chain, /*with_partial=*/false, with_host);
+  const bool reads = chain.reads(read_cache);
+  if (reads) intake_.hash_ahead(chain, /*reads=*/true);
+  return finder_.find(chain, /*with_partial=*/false, with_host, reads);
 }
 
 Status Manager::would_fit(const StepRequest& request, bool whole) {
@@ -112,7 +114,7 @@ Status Manager::would_fit(const StepRequest& request, bool whole) {
     throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
   }
   checks_.check_new(*asked.chain);
-  if (asked.chain->read_cache()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
+  if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
   external_hits(request.new_rows);
   return server_.would_fit(request, whole);
 }
@@ -188,7 +190,7 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
   for (size_t i = 0; i < requests.size(); ++i) {
     const NewRow& asked = requests[i];
     if (asked.num_external == 0) continue;
-    intake_.hash_ahead(*asked.chain, asked.chain->read_cache());
+    intake_.hash_ahead(*asked.chain, asked.reads());
     hits.resize(requests.size());
     hits[i] = server_.num_hit_tokens(asked);
     checks_.check_external(asked, hits[i]);
@@ -209,11 +211,12 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
   checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
-  const int64_t num_computed = checks_.check_computed(*chain, computed);
+  const int64_t num_computed = checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
-  return server_.allocate(asked, PrefixHit::of_device(num_computed, computed),
-                          num_lookahead_tokens);
+  PrefixHit hit = PrefixHit::of_device(num_computed, computed);
+  hit.reads = asked.reads();
+  return server_.allocate(asked, hit, num_lookahead_tokens);
 }
 
 int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
@@ -370,6 +373,7 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
 int64_t Manager::take_cached(int32_t row) {
   const Call call(this);
   checks_.check_on_device(row);
+  checks_.check_not_receiving(row);
   TokenChain& chain = *rows_[row].chain;
   if (chain.read_cache()) {
     intake_.hash_ahead(chain, /*reads=*/true);

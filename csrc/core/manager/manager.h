@@ -81,7 +81,9 @@ class Manager {
 
   // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
   // None where the request opted out of reading. Changes nothing; valid until the next call.
-  const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
+  // `read_cache`: of this call, else the chain's.
+  const PrefixHit& lookup(TokenChain& chain, bool with_host = false,
+                          std::optional<bool> read_cache = std::nullopt);
 
   // The answer that a step would give its only new request now. `whole`: that of all its known
   // tokens, in chunks of as many tokens as it asks for.

@@ -102,9 +102,11 @@ bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) con
                                             : partial_block_of(group, num_tokens) != kNullBlock;
 }
 
-const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host) {
+const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
+                                    bool reads) {
   static const std::vector<Hash> kNone;
-  const bool reads = is_enabled_ && chain.read_cache() && chain.num_tokens() > 0;
+  hit_.reads = reads;
+  reads = reads && is_enabled_ && chain.num_tokens() > 0;
   const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
   hashes_ = &hashes;

@@ -18,6 +18,7 @@ struct PrefixHit {
     BlockId page;
   };
   int64_t num_tokens = 0;
+  bool reads = true;  // whether hits were asked for
   // What the groups of tokens would hit, whatever states are kept; 0 where there are none.
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null where they are not read any more, or are on the host.
@@ -57,7 +58,11 @@ class PrefixFinder {
   // The hit of a request, at most all its tokens but the last; valid until the next call. None
   // where caching is off or the request does not read the cache. Changes no pool. The chain's
   // hashes must be known. Partial blocks are found on the device only.
-  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
+    return find(chain, with_partial, with_host, chain.read_cache());
+  }
+  // The same where the call says whether the request reads.
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads);
 
   // Tokens: hits end at multiples of them, with and without those that end inside blocks.
   int64_t unit() const { return unit_; }

@@ -131,7 +131,8 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
 }
 
 int64_t RequestChecks::check_computed(const TokenChain& chain,
-                                      const std::vector<std::vector<BlockId>>& computed) const {
+                                      const std::vector<std::vector<BlockId>>& computed,
+                                      bool reads) const {
   if (computed.size() != c_.setup->groups.size()) {
     throw std::invalid_argument("computed_blocks has " + std::to_string(computed.size()) +
                                 " groups: expected " + std::to_string(c_.setup->groups.size()));
@@ -156,7 +157,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   if (!c_.setup->options.enable_caching) {
     throw std::invalid_argument(what + ", but caching is off (enable_caching=False)");
   }
-  if (!chain.read_cache()) {
+  if (!reads) {
     throw std::invalid_argument(what + ", but the request has read_cache=False: expected none");
   }
   if (num_tokens > chain.num_tokens() - 1) {

@@ -61,8 +61,8 @@ class RequestChecks {
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
   void check_leaving(const int32_t* rows, int64_t n, const LeavingBlocks& blocks) const;
   // The number of tokens of these blocks, which a caller has looked up.
-  int64_t check_computed(const TokenChain& chain,
-                         const std::vector<std::vector<BlockId>>& computed) const;
+  int64_t check_computed(const TokenChain& chain, const std::vector<std::vector<BlockId>>& computed,
+                         bool reads = true) const;
   void check_step(const StepRequest& request) const;
   void check_report(int64_t step_id, bool completed, const std::vector<BlockId>& failed,
                     const std::vector<BlockId>& failed_on_host) const;

@@ -59,7 +59,7 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
       served.row = -1;
       // Rows of this step may have changed what is cached: the load would be of other tokens.
       if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;
-      if (request.in_step_hits == InStepHits::kWait &&
+      if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
           waits_for_earlier(*asked.chain, hit.num_tokens)) {
         break;
       }
@@ -78,9 +78,10 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
 // With external tokens, which were counted from the end of whole blocks, these alone.
 const PrefixHit& RowServer::find_hit(const NewRow& asked, bool with_partial) {
   with_partial &= asked.num_external == 0;
-  const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
+  const bool reads = asked.reads();
+  const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
   if (hit.num_host_blocks <= asked.max_host_blocks) return hit;
-  return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
+  return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
 }
 
 // What comes from elsewhere lies between the hit and the start.
@@ -93,7 +94,6 @@ Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_l
 
 // Whether an earlier row of the step fills blocks that the next step finds for this request.
 bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
-  if (!chain.read_cache()) return false;
   const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
   const std::vector<Hash>& hashes = chain.known_hashes();
   for (const StepJournal::Served& served : c_.journal->last().rows) {
@@ -240,7 +240,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
   parts_.publisher->announce_hit(*chain, hit);
-  if (chain->read_cache()) {
+  if (hit.reads) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
   }

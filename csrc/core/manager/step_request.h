@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/hashing/token_chain.h"
@@ -18,6 +19,9 @@ struct NewRow {
       kMaxSize;              // a hit that takes more from the host is not taken from there
   int64_t num_external = 0;  // tokens behind the hit whose KV comes from elsewhere
   bool receives = false;     // their KV comes later: until then the row is not served
+  std::optional<bool> read_cache = std::nullopt;  // of this call, else the chain's
+
+  bool reads() const { return chain->reads(read_cache); }
 };
 
 // What a new row does with blocks that earlier rows of the same step fill.

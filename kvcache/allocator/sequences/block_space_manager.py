@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from operator import index
+from collections.abc import Mapping, Sequence
 
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.options import CacheOptions, watermark_blocks
@@ -98,7 +97,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         max_model_len: int = 2**31 - 1,
     ) -> None:
         window = checked_window(sliding_window)
+        block_size = integer(block_size, "block_size", 1)
+        num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks")
         num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
+        max_model_len = integer(max_model_len, "max_model_len", 1)
         options = CacheOptions(
             enable_caching=enable_caching,
             num_preallocate_tokens=0,
@@ -121,13 +123,13 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             native.eviction = core.Eviction()
         super().__init__(
             core.Manager(native),
-            TokenSource(index(block_size), hash_seed),
-            block_size=index(block_size),
+            TokenSource(block_size, hash_seed),
+            block_size=block_size,
             sliding_window=window,
             enable_caching=flag(enable_caching, "enable_caching"),
             # `can_allocate` keeps it, not `allocate`.
             watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
-            max_model_len=index(max_model_len),
+            max_model_len=max_model_len,
         )
 
     # Admission -------------------------------------------------------------------------------------
@@ -210,6 +212,17 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         Answers the copies (source, destination) of shared blocks that are written. Lookahead slots
         are given again to the next tokens. [] without new tokens and lookahead. ValueError where
         they do not fit.
+        """
+
+    @core.native_method
+    def append_group_slots(
+        self, seq_groups: Sequence[SequenceGroupLike], num_lookahead_slots: int
+    ) -> tuple[int, Pairs]:
+        """A decode step in one call: `can_append_slots` and `append_slots`, group by group.
+
+        Serves the RUNNING sequences of these groups in order, until a group does not fit: the number
+        of groups served, and the copies of all of them. Tables that `get_block_table` answered before
+        are up to date then. Everything is checked before anything changes.
         """
 
     def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
