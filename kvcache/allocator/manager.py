@@ -752,7 +752,7 @@ class KVCacheManager:
         nothing changes; else its own blocks are released, and the next plan sends its whole table. For
         requests that shared a block which turned out to be invalid (`report`, `invalidate`): one of them
         computes it anew, and the others take it from the cache when the step that does so is planned.
-        Whole blocks only. ValueError for a request that is not admitted, or is swapped out.
+        Whole blocks only. ValueError for a request that is not admitted, is swapped out or receives.
         """
         return self._native.take_cached(self.row(request))
 
