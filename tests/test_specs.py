@@ -572,6 +572,78 @@ def test_a_kind_whose_bound_is_none_is_not_planned(monkeypatch, base, method, an
         plan_cache(attention("test_wrong", 1), GIB, max_model_len=64, max_num_batched_tokens=16)
 
 
+def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
+    monkeypatch.setitem(registry._KINDS, "test_own", type("Own", (base,), members))
+    sizes = {"state_bytes": 64} if base.pages == "state" else {"num_kv_heads": 1, "head_size": 8}
+    return plan_cache(
+        [LayerSpec("own", "test_own", 8, **sizes)],
+        GIB,
+        max_model_len=length,
+        max_num_batched_tokens=step,
+    )
+
+
+def test_a_formula_of_ones_own_below_what_the_rule_needs_is_not_planned(monkeypatch):
+    """The step of tokens 25 to 40 reads from token 6 on: blocks 0 to 5."""
+    rule = {"first_needed_token": lambda self, n: max(n - 19, 0)}
+    says = (
+        r"^Own.max_pages\(100, 16, 8\) is 5: expected 6 or more, "
+        r"as Own.first_needed_token\(25\) is 6$"
+    )
+    with pytest.raises(KindError, match=says):
+        plan_own(monkeypatch, max_pages=lambda self, *_: 5, **rule)
+    plan = plan_own(monkeypatch, max_pages=lambda self, *_: 6, **rule)
+    assert blocks_touched(plan.groups[0], plan, 100) == 6
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "says"),
+    [
+        # The pages follow from a bound of live tokens that is too low.
+        (
+            AttentionKind,
+            {
+                "first_needed_token": lambda self, n: 0,
+                "max_live_tokens": lambda self, n, step: step,
+            },
+            r"Own.max_pages\(100, 16, 8\) is 3: expected 4 or more, as Own.first_needed_token\(9\)",
+        ),
+        (
+            kind_class("full_attention"),
+            {"max_pages": lambda self, *_: 12},
+            r"\(100, 16, 8\) is 12: expected 13 or more, as Own.first_needed_token\(81\) is 0$",
+        ),
+        (
+            kind_class("recurrent"),
+            {"max_pages": lambda self, *_: 1},
+            r"\(100, 16, 8\) is 1: expected 2 or more, as its pages hold 'state'$",
+        ),
+        (
+            kind_class("cross_attention"),
+            {"max_pages": lambda self, *_: 12},
+            r"\(100, 16, 8\) is 12: expected 13 or more, as its pages hold 'encoder'$",
+        ),
+    ],
+)
+def test_a_formula_of_a_derived_kind_is_compared_too(monkeypatch, base, members, says):
+    with pytest.raises(KindError, match=says):
+        plan_own(monkeypatch, base, **members)
+
+
+@settings(max_examples=50)
+@given(window=st.integers(1, 60), length=st.integers(1, 90), step=st.integers(1, 40))
+def test_a_formula_is_refused_exactly_where_a_step_touches_more_blocks(window, length, step):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        rule = {"first_needed_token": lambda self, n: max(n - window + 1, 0)}
+        plan = plan_own(monkeypatch, length=length, step=step, **rule)
+        touched = blocks_touched(plan.groups[0], plan, length)
+        plan_own(monkeypatch, length=length, step=step, max_pages=lambda *_: touched, **rule)
+        if touched > 1:
+            with pytest.raises(KindError, match=f"is {touched - 1}: expected {touched} or more"):
+                less = touched - 1
+                plan_own(monkeypatch, length=length, step=step, max_pages=lambda *_: less, **rule)
+
+
 def test_a_rule_that_goes_back_is_refused_each_time_it_is_asked():
     class Back(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
@@ -642,6 +714,27 @@ def test_more_kinds_of_layers_than_groups():
             {"max_num_batched_tokens": 0},
             ValueError,
             "max_num_batched_tokens is 0: expected 1 to 2147483647",
+        ),
+        (
+            {"fit_max_model_len": 1},
+            TypeError,
+            "fit_max_model_len is 1: expected True or False",
+        ),
+        (
+            {"layer_page_bytes": 65535},
+            ValueError,
+            "layer_page_bytes is 65535: expected 65536 to 9223372036854775807",
+        ),
+        (
+            {"layer_page_bytes": 65537},
+            ValueError,
+            "layer_page_bytes is 65537: expected a multiple of 2, of whole elements of every "
+            "layer's dtype",
+        ),
+        (
+            {"layer_page_bytes": 1e9},
+            TypeError,
+            "layer_page_bytes is 1000000000.0: expected an integer",
         ),
         ({"layers": None}, TypeError, "layers is None: expected an iterable of LayerSpec"),
         (
@@ -832,3 +925,57 @@ def test_the_budget_said_to_be_needed_is_the_least(case):
     assert plan_cache(layers, needed, **arguments).max_concurrency >= 1
     with pytest.raises(ValueError, match=r", 1 \(0.00 GiB\) more"):
         plan_cache(layers, needed - 1, **arguments)
+
+
+# --- the length that fits, and padding --------------------------------------------------------------
+
+
+def test_the_length_is_fitted_to_the_budget():
+    layers = attention("full_attention", 2)
+    plan = plan_cache(layers, 10**6, max_model_len=8192, fit_max_model_len=True)
+    # Pages of 64 KiB: 7 for each layer's 112 tokens, and the null page.
+    assert (plan.max_model_len, plan.max_num_batched_tokens, plan.num_pages) == (112, 112, 15)
+    assert plan == plan_cache(layers, 10**6, max_model_len=112)
+    enough = {"max_model_len": 8192, "max_num_batched_tokens": 64}
+    fitted = plan_cache(layers, GIB, fit_max_model_len=True, **enough)
+    assert fitted == plan_cache(layers, GIB, **enough)
+    assert plan_cache(layers, 10**6, fit_max_model_len=True, **enough).max_num_batched_tokens == 64
+    with pytest.raises(ValueError, match=r"max_model_len 8192 needs .* of at most 0$"):
+        plan_cache(layers, 10**5, fit_max_model_len=True, **enough)
+
+
+@settings(max_examples=50)
+@given(case=cases(), part=st.floats(0, 1.5))
+def test_the_fitted_length_is_the_largest_that_fits(case, part):
+    layers, arguments = case
+    budget = int(least_budget(layers, arguments) * part)
+    most = arguments["max_model_len"]
+
+    def planned(length, **more):
+        try:
+            return plan_cache(layers, budget, **{**arguments, "max_model_len": length}, **more)
+        except ValueError:
+            return None
+
+    fitted = planned(most, fit_max_model_len=True)
+    length = fitted.max_model_len if fitted else 0
+    assert 0 <= length <= most and (fitted is not None or not planned(1))
+    if fitted:
+        assert fitted == planned(length)
+    if length < most:
+        assert planned(length + 1) is None and planned(most) is None
+
+
+def test_padding_is_given_by_the_caller():
+    layers = [
+        *attention("full_attention", 2),
+        *attention("sliding_window", 2, heads=4, options={"window": 64}),
+    ]
+    plain = plan_cache(layers, GIB, max_model_len=1024)
+    assert (plain.layer_page_bytes, plain.page_bytes) == (64 * KIB, 128 * KIB)
+    plan = plan_cache(layers, GIB, max_model_len=1024, layer_page_bytes=96 * KIB)
+    assert (plan.layer_page_bytes, plan.page_bytes) == (96 * KIB, 192 * KIB)
+    assert shape(plan) == shape(plain) == [("full_attention", 16, 2), ("sliding_window", 32, 2)]
+    assert plan.padding_bytes == (64 * KIB, 64 * KIB)
+    assert plan.num_pages == GIB // (192 * KIB)
+    assert plan_cache(layers, GIB, max_model_len=1024, layer_page_bytes=64 * KIB) == plain

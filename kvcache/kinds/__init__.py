@@ -35,6 +35,7 @@ from kvcache.kinds.base import (
     KindError,
     KindProperties,
     Pages,
+    check_planned_pages,
     checked_first_live_token,
     checked_max_pages,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "KindError",
     "KindProperties",
     "Pages",
+    "check_planned_pages",
     "checked_first_live_token",
     "checked_max_pages",
     "kind_class",

@@ -144,6 +144,41 @@ def checked_max_pages(
     return _answer(kind, "max_pages", (num_tokens, step_tokens, tokens_per_page), 1)
 
 
+def check_planned_pages(
+    kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
+) -> None:
+    """KindError where `max_pages` is less than a request of `num_tokens` holds by the kind's rule.
+
+    Asks only kinds that bring a formula of their own: the others follow from the rule.
+    """
+    if not _has_own_bound(type(kind)):
+        return
+    planned = checked_max_pages(kind, num_tokens, step_tokens, tokens_per_page)
+    name, num_all = type(kind).__name__, -(-num_tokens // tokens_per_page)
+    call = f"{name}.max_pages({num_tokens}, {step_tokens}, {tokens_per_page}) is {planned}"
+    if kind.pages != "tokens":
+        held = num_all if kind.pages == "encoder" else min(num_all, 2)
+        if held > planned:
+            raise KindError(f"{call}: expected {held} or more, as its pages hold {kind.pages!r}")
+        return
+    # Of the steps whose last token is in the same page, the one that begins first holds most.
+    later = range(1 + -step_tokens % tokens_per_page, num_tokens, tokens_per_page)
+    for start in (0, *later):
+        first = _first_needed_token(kind, start)
+        stop = min(start + step_tokens, num_tokens)
+        held = -(-stop // tokens_per_page) - first // tokens_per_page
+        if held > planned:
+            raise KindError(
+                f"{call}: expected {held} or more, as {name}.first_needed_token({start}) is {first}"
+            )
+
+
+def _has_own_bound(kind: type[KindProperties]) -> bool:
+    """Whether planning asks a formula that this package did not write."""
+    methods = (getattr(kind, name) for name in ("max_pages", "max_live_tokens"))
+    return not all(getattr(each, "__module__", "").startswith("kvcache.kinds.") for each in methods)
+
+
 def _first_needed_token(kind: KindProperties, num_computed_tokens: int) -> int:
     return _answer(kind, "first_needed_token", (num_computed_tokens,), 0, num_computed_tokens)
 
