@@ -67,6 +67,11 @@ class CachePlan:
         )
 
     @property
+    def transferred_groups(self) -> tuple[int, ...]:
+        """The groups whose blocks may leave for other engines: those with `GroupSpec.transferred`."""
+        return tuple(g for g, group in enumerate(self.groups) if group.transferred)
+
+    @property
     def max_concurrency(self) -> float:
         """Requests of `max_model_len` that fit at once."""
         return (self.num_pages - 1) / self.pages_per_request(self.max_model_len)
@@ -287,7 +292,14 @@ def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
     names: dict[tuple[GroupSpec, LayerSpec], list[str]] = {}
     for layer in layers:
         block_size = _block_size(layer, layer_page, base_block_size)
-        group = GroupSpec(layer.kind, block_size, layer.options, layer.replicated)
+        group = GroupSpec(
+            layer.kind,
+            block_size,
+            layer.options,
+            layer.replicated,
+            cached=layer.cached,
+            transferred=layer.transferred,
+        )
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
         alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size)
         names.setdefault((group, alike), []).append(layer.name)

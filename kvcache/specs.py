@@ -105,11 +105,14 @@ class GroupSpec:
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
     replicated: bool = False  # held whole by every context-parallel rank
     layers: tuple[str, ...] = ()
+    cached: bool = True  # False: its blocks are never hits, and it takes no part in those of others
+    transferred: bool = True  # False: its blocks stay with this engine
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
-        _set_flag(self, "replicated")
+        for name in ("replicated", "cached", "transferred"):
+            _set_flag(self, name)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -150,6 +153,8 @@ class LayerSpec:
     replicated: bool = False  # held whole by every context-parallel rank
     state_bytes: int = 0  # of one request
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
+    cached: bool = True  # False: its blocks are never hits; it reads what its request has computed
+    transferred: bool = True  # False: its blocks stay with this engine
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
@@ -157,7 +162,13 @@ class LayerSpec:
         _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
         has_state = self._make_kind().pages == "state"
-        _set_flag(self, "replicated")
+        for name in ("replicated", "cached", "transferred"):
+            _set_flag(self, name)
+        if has_state and not self.cached:
+            raise ValueError(
+                f"cached is False: expected True for kind {self.kind!r}, whose state behind a hit of "
+                "other layers would be missing"
+            )
         check_name(self.dtype, "dtype")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")

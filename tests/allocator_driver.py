@@ -68,6 +68,14 @@ FULL = Kind(
     lambda size: GroupSpec("full_attention", size),
     lambda size: ModelGroup(size, keeps_all=True),
 )
+UNCACHED = Kind(
+    lambda size: GroupSpec("full_attention", size, cached=False),
+    lambda size: ModelGroup(size, keeps_all=True, cached=False),
+)
+UNCACHED_WINDOW = Kind(
+    lambda size: GroupSpec("sliding_window", size, {"window": 6}, cached=False),
+    lambda size: ModelGroup(size, lambda n: max(n - 5, 0), cached=False),
+)
 CHUNKED = Kind(
     lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
     lambda size: ModelGroup(size, lambda n: n // 10 * 10),
@@ -103,6 +111,9 @@ MIXES = [
     ([(FULL, 8), (FULL, 12)], 2),
     ([(FULL, 6), (_window(7), 4)], None),
     ([(FULL, 12), (RECURRENT, 8)], 2),
+    ([(FULL, 4), (UNCACHED, 6)], None),
+    ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
+    ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
 ]
 LONGEST = 40
 OPERATIONS_PER_SEED = 500

@@ -23,6 +23,11 @@ class ModelGroup:
     reads_from: Callable[[int], int] = lambda n: 0
     pages: str = TOKENS
     keeps_all: bool = False  # reads_from is 0 always
+    cached: bool = True
+
+    def hits_from(self, n):
+        """The first token whose KV a hit of n tokens brings."""
+        return self.reads_from(n) if self.cached else n
 
 
 @dataclass
@@ -217,12 +222,17 @@ class ModelManager:
         sizes = [group.block_size for group in groups]
         self.hash_size = hash_block_size or gcd(*sizes)
         self.has_partial = [
-            hash_block_size is not None and self.hash_size < g.block_size and g.pages == TOKENS
+            hash_block_size is not None
+            and self.hash_size < g.block_size
+            and g.pages == TOKENS
+            and g.cached
             for g in groups
         ]
-        cacheable = [g for g, group in enumerate(groups) if group.pages != ENCODER]
-        self.whole_unit = lcm(*[sizes[g] for g in cacheable])
-        self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cacheable])
+        of_tokens = [g for g, group in enumerate(groups) if group.pages != ENCODER]
+        cached = [g for g in of_tokens if groups[g].cached]
+        self.any_cached = bool(cached)
+        self.whole_unit = lcm(*[sizes[g] for g in of_tokens])
+        self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cached])
         self.is_uniform = all(size == self.hash_size for size in sizes)
         self.watermark = watermark_blocks
         self.use_eagle = use_eagle
@@ -363,6 +373,8 @@ class ModelManager:
             return 0
         kept = state.start
         for g, (group, held) in enumerate(zip(self.groups, state.held)):
+            if not group.cached:
+                continue
             kept = max(kept, held.num_published * group.block_size)
             if self.has_partial[g]:
                 kept = max(kept, held.num_partial * self.hash_size)
@@ -433,7 +445,7 @@ class ModelManager:
         """Whether every group has what the tokens behind this prefix read."""
         for g, group in enumerate(self.groups):
             size = group.block_size
-            if group.pages == ENCODER:
+            if group.pages == ENCODER or not group.cached:
                 continue
             first = group.reads_from(num_tokens)
             for column in range(first // size, num_tokens // size):
@@ -445,7 +457,7 @@ class ModelManager:
         return True
 
     def hit_length(self, request, unit, with_host=False):
-        if not request.reads or not self.caching:
+        if not request.reads or not self.caching or not self.any_cached:
             return 0
         most = len(request.tokens) - 1
         lengths = [
@@ -462,7 +474,7 @@ class ModelManager:
         for g, group in enumerate(self.groups):
             size, each = group.block_size, ModelHeld()
             if group.pages != ENCODER:
-                first = group.reads_from(num_tokens)
+                first = group.hits_from(num_tokens)
                 for column in range(num_tokens // size):
                     prefix = tuple(request.tokens[: (column + 1) * size])
                     is_read = column >= first // size
@@ -716,6 +728,10 @@ class ModelManager:
                 self._note_dropped(state, g, len(each.blocks), each.source)
                 self.safe_start = min(self.safe_start, len(each.blocks) * group.block_size)
                 each.source = 0
+            starts = len(each.blocks) * group.block_size
+            if taken[g] and not group.cached and group.pages == TOKENS and starts < start:
+                self.step_answer.zero.append(taken[g][0])
+                self.safe_start = min(self.safe_start, starts)
             each.blocks += taken[g]
 
     def _own(self, state, g, column, block, start):
@@ -946,6 +962,8 @@ class ModelManager:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if not group.cached:
+                continue
             if self.has_partial[g]:
                 self._publish_partials(state, g, known)
             if group.pages == STATE:

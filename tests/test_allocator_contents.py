@@ -50,6 +50,7 @@ class Conversation:
     tokens: list[int]
     num_sampled: int  # tokens that exist by now, whether or not the manager knows them
     num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
+    begin: int = 0  # tokens before it were a hit: groups that are not cached lack them
 
     def __post_init__(self) -> None:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
@@ -174,6 +175,7 @@ class Simulation:
         for conversation in self.running.values():
             if conversation.request.request_id in affected:
                 conversation.num_rejected = 0
+                conversation.begin = affected[conversation.request.request_id]
 
     # Operations ------------------------------------------------------------------------------------
 
@@ -243,7 +245,7 @@ class Simulation:
         request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
         row = self.manager.fork(parent.request, request)
         if row >= 0:
-            self.running[row] = Conversation(request, tokens, shared + 1)
+            self.running[row] = Conversation(request, tokens, shared + 1, begin=parent.begin)
             self.tables[row] = [[] for _ in self.groups]
 
     def pin(self) -> None:
@@ -432,6 +434,8 @@ class Simulation:
                 is_out = self.manager.is_swapped_out(conversation.request)
                 assert is_out == (status == Status.SERVED)
             elif status == Status.SERVED:
+                if row not in self.running:
+                    conversation.begin = start
                 conversation.num_rejected = 0
                 self.running[row] = conversation
                 served.append((row, start))
@@ -451,7 +455,7 @@ class Simulation:
         if end > conversation.num_sampled:
             num_accepted = self.choose.integer(conversation.num_sampled, end)
         for position in range(start, end):
-            cells = self.cells_read(table, position, end)
+            cells = self.cells_read(table, position, end, conversation.begin)
             reads.update(page for page, _, _ in cells)
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
@@ -487,11 +491,13 @@ class Simulation:
     def block_ids(self, request: Request, group: int) -> list[int]:
         return self.manager.block_ids(request, group).tolist()
 
-    def cells_read(self, table: list[list[int]], position: int, end: int) -> list[Cell]:
+    def cells_read(self, table: list[list[int]], position: int, end: int, begin: int) -> list[Cell]:
         """The tokens that the token at `position` reads in a step that ends at `end`."""
-        each_group = zip(self.groups, table)
         return [
-            cell for group, blocks in each_group for cell in cells_of(group, blocks, position, end)
+            cell
+            for group, blocks in zip(self.groups, table)
+            for cell in cells_of(group, blocks, position, end)
+            if group.cached or cell[2] >= begin
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
@@ -515,7 +521,8 @@ class Simulation:
         if computed:
             table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
             real = min(conversation.num_sampled, computed - conversation.num_rejected)
-            cells = [cell for cell in self.cells_read(table, computed, computed) if cell[2] < real]
+            cells = self.cells_read(table, computed, computed, conversation.begin)
+            cells = [cell for cell in cells if cell[2] < real]
             wrong = self.wrong_cells(conversation, cells)
             assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
 
@@ -525,7 +532,9 @@ class Simulation:
         if num_hit:
             found = [found] if len(self.groups) == 1 else found
             table = [ids.tolist() for ids in found]
-            wrong = self.wrong_cells(conversation, self.cells_read(table, num_hit, num_hit))
+            wrong = self.wrong_cells(
+                conversation, self.cells_read(table, num_hit, num_hit, num_hit)
+            )
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
 

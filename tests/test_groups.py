@@ -350,6 +350,48 @@ def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
     manager.check_invariants()
 
 
+def test_a_group_that_is_not_cached_takes_no_part_in_hits():
+    uncached = GroupSpec("full_attention", 4, cached=False)
+    manager = make(FULL, uncached, enable_events=True)
+    a = Request("a", range(20))
+    run(manager, a, 20)
+    assert manager.pool.num_cached == 5
+    assert {event.group for event in manager.drain_events()} == {0}
+    plan = manager.step(new=[Request("b", range(22))])
+    assert plan.num_computed_tokens.tolist() == [20]
+    # The table has null blocks where the others have the hit.
+    assert plan.append_ids[1].tolist() == [0] * 5 + [12]
+    assert [group.hit_blocks for group in manager.stats.groups] == [5, 0]
+    manager.check_invariants()
+    # Without any that is cached there are no hits.
+    manager = make(uncached)
+    run(manager, a, 20)
+    assert manager.pool.num_cached == 0 and hit_length(manager, range(22)) == 0
+
+
+def test_a_group_that_is_not_cached_may_have_larger_blocks():
+    """In a step a hit ends where the others' ends; what the block lacks before it is zero."""
+    manager = make(FULL, GroupSpec("full_attention", 16, cached=False))
+    run(manager, Request("a", range(20)), 20)
+    plan = manager.step(new=[Request("b", range(22))])
+    assert plan.num_computed_tokens.tolist() == [20]
+    assert plan.append_ids[1][0] == 0 and plan.zero.tolist() == plan.append_ids[1][1:].tolist()
+    # A caller that keeps its own tables cannot clear: whole blocks of all groups.
+    found, num_tokens = manager.get_computed_blocks(Request("c", range(22)))
+    assert num_tokens == 16 and [len(ids) for ids in found] == [4, 1]
+    request = Request("c", range(22))
+    assert [len(ids) for ids in manager.allocate_slots(request, 6, found)] == [2, 1]
+    assert manager.block_ids(request, 1)[0] == 0
+    manager.check_invariants()
+
+
+def test_a_state_must_be_cached():
+    with pytest.raises(
+        ValueError, match=r"^cached is False for a group of recurrent states: expected"
+    ):
+        make(FULL, GroupSpec("recurrent", 4, cached=False))
+
+
 def test_eagle_computes_the_last_hit_block_anew():
     for groups in ([FULL], [FULL, WINDOW]):
         manager = make(*groups, use_eagle=True)

@@ -29,6 +29,7 @@ WINDOWED = "full_attention,sliding_window:window=64"
 LOCAL = "full_attention,chunked_local:chunk_size=96:block_size=32"
 RECURRENT = "full_attention,recurrent:block_size=64"
 UNEQUAL = "full_attention,sliding_window:window=50:block_size=8"
+UNCACHED = "full_attention,full_attention:block_size=24:cached=0,sliding_window:window=50:cached=0"
 ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
@@ -59,6 +60,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
         (RECURRENT, None),
         (UNEQUAL, 4),
         ("full_attention:block_size=8", 4),
+        (UNCACHED, 4),
         (ALL, 2),
     ],
 )
@@ -74,7 +76,8 @@ def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency
     assert [group["kind"] for group in report.groups] == [spec.kind for spec in specs]
     if chunk_tokens or "recurrent" not in groups:  # a state stays only where a step ended
         assert report.token_hit_rate > 0.2
-        assert all(group["hit_blocks"] > 0 for group in report.groups)
+        hits = [group["hit_blocks"] > 0 for group in report.groups]
+        assert hits == [spec.cached for spec in specs]
     replayer.manager.check_invariants()
 
 
@@ -121,6 +124,7 @@ def group_lists(draw) -> list[GroupSpec]:
             kind,
             draw(st.sampled_from(BLOCKS)),
             {option[kind]: draw(st.integers(1, 14))} if kind in option else {},
+            cached=kind == "recurrent" or draw(st.integers(0, 4)) > 0,
         )
         for kind in draw(st.lists(kinds, min_size=1, max_size=4))
     ]
@@ -292,6 +296,21 @@ def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
     assert (found.token, found.block_column, found.is_state) == (0, 3, True)
 
 
+def test_tokens_before_a_hit_that_were_not_cleared_are_caught(monkeypatch):
+    shared = list(range(6))
+    prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
+    groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
+    replayer = hybrid(groups, 33)
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # what was there before
+    report = replayer.run(prompts)
+    assert (report.hit_tokens, report.mismatches) == (6, 0)
+    replayer = hybrid(groups, 33)
+    replayer.verifier.storage.pages.layer(0)[1:] = 7
+    plant_in_step(monkeypatch, replayer.manager, without_zeros)
+    (found,) = replayer.run(prompts).mismatched_requests
+    assert (found.request, found.token, found.block_column, found.group) == (1, 4, 1, 1)
+
+
 @register("test_segments")
 class Segments(AttentionKind):
     """A token reads its own segment of 8 tokens and `lookback` before it."""
@@ -409,3 +428,14 @@ def test_groups_are_read_as_they_are_written():
         GroupSpec("full_attention", 16),
         GroupSpec("sliding_window", 8, {"window": 9}),
     ]
+    assert parse_groups("full_attention:cached=0", 16) == [
+        GroupSpec("full_attention", 16, cached=False)
+    ]
+    with pytest.raises(
+        ValueError, match=r"'full_attention:cached=2': cached is 2: expected 0 or 1"
+    ):
+        parse_groups("full_attention:cached=2", 16)
+    with pytest.raises(
+        ValueError, match="cached is False for a group of recurrent states: expected"
+    ):
+        hybrid("full_attention,recurrent:cached=0", 9)

@@ -199,6 +199,15 @@ def test_a_wrong_layer_is_refused(wrong, error, message):
     assert str(caught.value) == message
 
 
+def test_a_state_is_cached():
+    with pytest.raises(ValueError, match="cached is False: expected True for kind 'recurrent'"):
+        LayerSpec("a", "recurrent", 1, state_bytes=8, cached=False)
+    for spec in (GroupSpec, lambda *some, **more: LayerSpec("a", *some, 1, 8, **more)):
+        for name in ("cached", "transferred"):
+            with pytest.raises(TypeError, match=f"{name} is 0: expected True or False"):
+                spec("full_attention", 16, **{name: 0})
+
+
 def test_a_layer_of_an_unknown_kind_is_refused():
     with pytest.raises(
         ValueError, match=r"^kind is 'no_such': expected one of chunked_local, cross"
@@ -760,6 +769,24 @@ def test_wrong_input_is_refused(wrong, error, message):
     with pytest.raises(error) as caught:
         plan_cache(**{**right, **wrong})
     assert str(caught.value) == message
+
+
+def test_layers_that_are_not_cached_or_not_transferred_have_groups_of_their_own():
+    layers = [
+        *attention("full_attention", 2),
+        LayerSpec("draft", "full_attention", 16, 8, 128, cached=False),
+        LayerSpec("scratch", "full_attention", 16, 8, 128, transferred=False),
+    ]
+    plan = plan_cache(layers, GIB, max_model_len=64)
+    found = [(group.layers, group.cached, group.transferred) for group in plan.groups]
+    assert found == [
+        (("full_attention.0",), True, True),
+        (("full_attention.1",), True, True),
+        (("draft",), False, True),
+        (("scratch",), True, False),
+    ]
+    assert plan.transferred_groups == (0, 1, 2)
+    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 # --- any layers and budgets -----------------------------------------------------------------------

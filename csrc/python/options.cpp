@@ -39,12 +39,13 @@ void bind_optional_size(Binding& binding, const char* name, int64_t ManagerOptio
       });
 }
 
-std::vector<GroupOptions> groups_of_pairs(const py::list& pairs) {
+std::vector<GroupOptions> groups_of_tuples(const py::list& tuples) {
   std::vector<GroupOptions> out;
-  for (const py::handle& each : pairs) {
-    const auto pair = py::cast<py::tuple>(each);
-    out.push_back(
-        {py::cast<std::shared_ptr<AttentionKind>>(pair[0]), int_argument(pair[1], "block_size")});
+  for (const py::handle& each : tuples) {
+    const auto group = py::cast<py::tuple>(each);
+    out.push_back({py::cast<std::shared_ptr<AttentionKind>>(group[0]),
+                   int_argument(group[1], "block_size"),
+                   group.size() < 3 || py::cast<bool>(group[2])});
   }
   return out;
 }
@@ -74,8 +75,8 @@ void bind_options(py::module_& m) {
       .value("SELECTIVE", HostWrite::kSelective);
   Binding options(m, "ManagerOptions");
   options.def(py::init<>()).def("check_optional", &check_optional);
-  options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& pairs) {
-    self.groups = groups_of_pairs(pairs);  // (kind, tokens per block) each
+  options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
+    self.groups = groups_of_tuples(tuples);  // (kind, tokens per block[, whether cached])
   });
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);
   bind_size(options, "max_model_len", &ManagerOptions::max_model_len);

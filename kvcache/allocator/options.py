@@ -149,11 +149,12 @@ class CacheOptions:
 
     def native_of(
         self,
-        groups: Sequence[tuple[core.AttentionKind, int]],
+        groups: Sequence[tuple[core.AttentionKind, int] | tuple[core.AttentionKind, int, bool]],
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
-        """The native options of a manager with these groups, (kind, tokens per block) each.
+        """The native options of a manager with these groups: (kind, tokens per block) each, and, for
+        one that is not cached, False.
 
         `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
         """

@@ -161,6 +161,7 @@ class KVVerifier:
                 self.tables[g],
                 factors[g].reshape(-1, features[g]),
                 self._chunk_tokens,
+                self._specs[g].cached,
             )
             for g, kind in enumerate(kinds)
         ]

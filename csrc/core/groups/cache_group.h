@@ -21,6 +21,7 @@ struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   AttentionKind::Pages pages;
   bool keeps_all;
+  bool is_cached;        // its blocks can be hit; else it takes no part in hits
   bool has_partial;      // hits inside a block, which are copied
   uint8_t id;            // index among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
@@ -30,7 +31,7 @@ struct CacheGroup {
 
   bool holds_tokens() const { return pages == AttentionKind::Pages::kTokens; }
   bool holds_state() const { return pages == AttentionKind::Pages::kState; }
-  bool is_cacheable() const { return pages != AttentionKind::Pages::kEncoder; }
+  bool holds_encoder() const { return pages == AttentionKind::Pages::kEncoder; }
 
   // A user's own kind may return any number, so it is clamped.
   int64_t first_needed_token(int64_t num_computed) const {
@@ -41,6 +42,12 @@ struct CacheGroup {
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }
+  // The first token whose KV a hit of so many tokens brings; behind it, a group that is not cached
+  // reads only what its request has computed.
+  int64_t first_hit_token(int64_t num_hit) const {
+    return is_cached ? first_needed_token(num_hit) : num_hit;
+  }
+  int64_t first_hit_block(int64_t num_hit) const { return first_hit_token(num_hit) / block_size; }
 };
 
 // Whether all blocks are of one size, that of a hash block.

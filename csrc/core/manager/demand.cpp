@@ -119,7 +119,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
                      /*may_share=*/false);
   for (const CacheGroup& group : *groups_) {
     GroupDemand& needs = demand[group];
-    if (!group.is_cacheable()) {
+    if (group.holds_encoder()) {
       needs.num_new = num_encoder_blocks(group, chain);
       if (demand.status == Status::kServed && needs.num_new > demand.num_spare) {
         demand.status = Status::kWait;
@@ -135,7 +135,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
 
 bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
   for (const CacheGroup& group : *groups_) {
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     const RowBlocks& each = held[group.id];
     const int64_t stop = each.size() * group.block_size;
     if (num_shared(holders_, group, each, group.holds_state() ? stop - 1 : start, stop) > 0)
@@ -148,7 +148,7 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
 int64_t DemandRules::num_blocks_ever(const TokenChain& chain) const {
   int64_t num_blocks = 0;
   for (const CacheGroup& group : *groups_) {
-    if (!group.is_cacheable()) {
+    if (group.holds_encoder()) {
       num_blocks += num_encoder_blocks(group, chain);
       continue;
     }

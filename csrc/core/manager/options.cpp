@@ -29,7 +29,15 @@ ManagerOptions checked(const ManagerOptions& options) {
     throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
                                 " entries: expected 1 to " + std::to_string(kMaxGroups));
   }
-  for (const GroupOptions& group : options.groups) checked_size("block_size", group.block_size, 1);
+  for (const GroupOptions& group : options.groups) {
+    checked_size("block_size", group.block_size, 1);
+    if (!group.is_cached && group.kind->pages() == AttentionKind::Pages::kState) {
+      throw std::invalid_argument(
+          "cached is False for a group of recurrent states: expected True, as behind a hit of "
+          "other "
+          "groups its state would be missing; enable_caching=False caches nothing");
+    }
+  }
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
@@ -55,7 +63,9 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.kind = each.kind;
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
-    group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
+    group.is_cached = each.is_cached && !group.holds_encoder();
+    group.has_partial = group.is_cached && options.hash_block_size > 0 &&
+                        hash_block_size < each.block_size &&
                         group.pages == AttentionKind::Pages::kTokens;
     group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
@@ -70,7 +80,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
 std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
   std::vector<int64_t> sizes;
   for (const CacheGroup& group : groups) {
-    sizes.push_back(group.is_cacheable() ? group.block_size : 0);
+    sizes.push_back(group.is_cached ? group.block_size : 0);
   }
   return sizes;
 }

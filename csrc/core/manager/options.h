@@ -23,6 +23,7 @@ enum class HostWrite : uint8_t {
 struct GroupOptions {
   std::shared_ptr<const AttentionKind> kind;
   int64_t block_size;  // tokens, over all context-parallel ranks
+  bool is_cached = true;
 };
 
 struct Eviction {  // of a pool

@@ -24,7 +24,7 @@ int64_t Publisher::next_publish(int32_t row) const {
   const RowBlocks* blocks = c_.rows->blocks(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = blocks[group.id];
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     next = std::min(next, group.has_partial ? (each.num_partial + 1) * c_.hash_block_size
                                             : (each.num_published + 1) * group.block_size);
   }
@@ -36,6 +36,7 @@ void Publisher::publish_filled(int32_t row) {
   const int64_t num_hashed = std::min(num_with_kv(row) / c_.hash_block_size,
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : *c_.groups) {
+    if (!group.is_cached) continue;
     if (group.has_partial) publish_partial(row, group, num_hashed);
     if (group.holds_tokens()) publish_whole(row, group, num_hashed);
     if (group.holds_state()) publish_state(row, group, r.num_computed);
@@ -140,7 +141,7 @@ void Publisher::check_invariants() const {
     if (r.next_publish > next_publish(row)) fail("waits too long to publish");
     for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& each = c_.rows->blocks(row)[group.id];
-      if (each.num_published * group.block_size > r.num_computed) {
+      if (group.is_cached && each.num_published * group.block_size > r.num_computed) {
         fail("has published blocks that are not full");
       }
     }

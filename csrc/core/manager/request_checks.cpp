@@ -58,7 +58,7 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   int64_t kept = r.start;
   for (const CacheGroup& group : c_.setup->groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     kept = std::max(kept, each.num_published * group.block_size);
     if (group.has_partial) kept = std::max(kept, each.num_partial * c_.setup->hash_block_size);
   }
@@ -80,8 +80,8 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
     const auto n = static_cast<int64_t>(computed[group.id].size());
     most_blocks = std::max(most_blocks, computed[group.id].size());
     const int64_t covered = n * group.block_size;
-    if (!group.is_cacheable() ? n == 0 : num_tokens < 0 || covered == num_tokens) {
-      if (group.is_cacheable()) num_tokens = covered;
+    if (group.holds_encoder() ? n == 0 : num_tokens < 0 || covered == num_tokens) {
+      if (!group.holds_encoder()) num_tokens = covered;
       continue;
     }
     throw std::invalid_argument("computed_blocks[" + std::to_string(group.id) + "] covers " +
@@ -105,7 +105,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   const std::vector<Hash>& hashes = chain.known_hashes();
   for (const CacheGroup& group : c_.setup->groups) {
     const std::vector<BlockId>& ids = computed[group.id];
-    const int64_t first = group.first_needed_block(num_tokens);
+    const int64_t first = group.first_hit_block(num_tokens);
     for (int64_t b = 0; b < static_cast<int64_t>(ids.size()); ++b) {
       const int64_t last_hash = (b + 1) * group.num_hashes - 1;
       const BlockId id = ids[static_cast<size_t>(b)];

@@ -12,10 +12,10 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   // Where a window begins inside the hit's last block, the block lacks what lies before: of its
   // partial hashes only those behind the hit are valid for who reads them.
   const bool is_whole =
-      group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
+      group.first_hit_token(hit.num_tokens) <= held->num_published * group.block_size;
   held->num_partial = is_whole ? held->num_published * group.num_hashes
                                : hit.num_tokens / (group.block_size / group.num_hashes);
-  held->num_dropped = std::min(group.first_needed_block(hit.num_tokens), held->num_published);
+  held->num_dropped = std::min(group.first_hit_block(hit.num_tokens), held->num_published);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
@@ -28,7 +28,7 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
 
 void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
@@ -127,11 +127,22 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     if (group.holds_state()) {
       move_state(served, group, *next);
     } else {
+      clear_uncomputed(served, group, *next);
       each.blocks.insert(each.blocks.end(), next, next + num_new[group.id]);
     }
     next += num_new[group.id];
     if (each.source != kNullBlock) copy_source(served, group);
   }
+}
+
+// A hit that ends inside a block of a group that is not cached: the tokens before its end stay
+// zero.
+void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, BlockId first) {
+  if (group.is_cached || !group.holds_tokens()) return;
+  const int64_t token = c_.rows->blocks(served->row)[group.id].size() * group.block_size;
+  if (token >= served->span.start) return;
+  c_.plan->zero(first);
+  served->depends_from(token);
 }
 
 // A hit that ends inside a block: what it holds is copied into the row's own.

@@ -156,7 +156,7 @@ void RowServer::restart(int32_t row) {
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
   for (const CacheGroup& group : *c_.groups) {
-    if (group.is_cacheable()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
+    if (!group.holds_encoder()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
   }
   ServedRow served;
   served.row = row;
@@ -225,7 +225,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     each.num_hits = each.size();
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = std::max(each.num_partial, r.num_computed / parts_.hash_block_size);
