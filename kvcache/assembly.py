@@ -142,8 +142,8 @@ def build(
     - `num_speculative_tokens`, `cp_kv_cache_interleave_size`: as `MultiGroupBlockTable` takes them.
     - `num_host_blocks`: pages of a tier in host memory, its null page counted; 0: no such tier.
     - `swap_options`: the options of `SwapEngine`, where there is a host tier.
-    - `enable_caching`, `num_preallocate_tokens`, `options` (`eviction`, `host_write`, `use_eagle`,
-      ...): fields of `CacheOptions`.
+    - `enable_caching`, `num_preallocate_tokens`, `options` (`eviction`, `host_write`, ...): fields of
+      `CacheOptions`.
 
     Raises TypeError or ValueError, MemoryError where the host has less memory.
 

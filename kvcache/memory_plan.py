@@ -109,6 +109,9 @@ def plan_cache(
     those of the largest block, in whole elements of every dtype. Block sizes are the same with it: all
     that it adds is padding.
 
+    A drafter's layers (`LayerSpec.drafts`) share groups with others of their kind; a group with one of
+    them drafts (`GroupSpec`).
+
     How many pages a request holds in a group is asked of the group's attention kind. A kind of your
     own that has no formula for it is asked for `first_needed_token` of every position below
     `max_model_len`. Where it has a formula, its answer for `max_model_len` is compared with what
@@ -152,7 +155,7 @@ def plan_cache(
     if size is None:
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
     demand.check_bounds(length)
-    groups, page_bytes = _split(buckets, size), size * layer_page
+    groups, page_bytes = _split(buckets, size, by_name), size * layer_page
     return CachePlan(
         tuple(by_name.values()),
         groups,
@@ -301,7 +304,7 @@ def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
             transferred=layer.transferred,
         )
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
-        alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size)
+        alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
     # Pages follow each other, and each begins with a whole element of its layer's dtype.
     item = _common_element_bytes(layers)
@@ -339,11 +342,17 @@ def _block_size(layer: LayerSpec, layer_page: int, base_block_size: int | None) 
     return block_size // common * common or block_size
 
 
-def _split(buckets: Sequence[GroupSpec], size: int) -> tuple[GroupSpec, ...]:
-    return tuple(
-        replace(bucket, layers=bucket.layers[first : first + size])
+def _split(
+    buckets: Sequence[GroupSpec], size: int, by_name: Mapping[str, LayerSpec]
+) -> tuple[GroupSpec, ...]:
+    parts = [
+        (bucket, bucket.layers[first : first + size])
         for bucket in buckets
         for first in range(0, len(bucket.layers), size)
+    ]
+    return tuple(
+        replace(bucket, layers=names, drafts=any(by_name[name].drafts for name in names))
+        for bucket, names in parts
     )
 
 

@@ -92,7 +92,10 @@ class _Options(Mapping[str, int]):
 class GroupSpec:
     """A cache group: layers of one attention kind that share block tables.
 
-    `kind` and `options` are checked where the kind is used (`kvcache.kinds.make_kind`). Raises
+    `kind` and `options` are checked where the kind is used (`kvcache.kinds.make_kind`). A group that
+    `drafts` must find one block more than a hit takes (where hits end inside blocks, one hash block):
+    a drafter such as EAGLE or MTP needs the hidden states of the tokens in it, so it is computed anew.
+    The other groups lose nothing. Only groups whose pages hold K and V of tokens draft. Raises
     TypeError or ValueError.
 
     >>> group = GroupSpec("sliding_window", block_size=16, options={"window": 1024})
@@ -107,11 +110,12 @@ class GroupSpec:
     layers: tuple[str, ...] = ()
     cached: bool = True  # False: its blocks are never hits, and it takes no part in those of others
     transferred: bool = True  # False: its blocks stay with this engine
+    drafts: bool = False  # has layers of a drafter: the last block of a hit is computed anew
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
-        for name in ("replicated", "cached", "transferred"):
+        for name in ("replicated", "cached", "transferred", "drafts"):
             _set_flag(self, name)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
@@ -155,16 +159,17 @@ class LayerSpec:
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
     cached: bool = True  # False: its blocks are never hits; it reads what its request has computed
     transferred: bool = True  # False: its blocks stay with this engine
+    drafts: bool = False  # a drafter's layer: see `GroupSpec`
 
     def __post_init__(self) -> None:
         check_name(self.name, "name")
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
-        has_state = self._make_kind().pages == "state"
-        for name in ("replicated", "cached", "transferred"):
+        pages = self._make_kind().pages
+        for name in ("replicated", "cached", "transferred", "drafts"):
             _set_flag(self, name)
-        if has_state and not self.cached:
+        if pages == "state" and not self.cached:
             raise ValueError(
                 f"cached is False: expected True for kind {self.kind!r}, whose state behind a hit of "
                 "other layers would be missing"
@@ -172,7 +177,12 @@ class LayerSpec:
         check_name(self.dtype, "dtype")
         if self.dtype not in ELEMENT_BYTES:
             raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
-        self._check_sizes(has_state)
+        if self.drafts and pages != "tokens":
+            raise ValueError(
+                f"drafts is True: expected False for kind {self.kind!r}, whose pages hold no K and V of "
+                "tokens"
+            )
+        self._check_sizes(pages == "state")
 
     def _make_kind(self) -> KindProperties:
         # Imported here: sizes and layouts are of use without the native library.

@@ -12,7 +12,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -20,7 +20,7 @@ from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
-from tests.model import ENCODER, STATE, ModelGroup, ModelManager, ModelRequest
+from tests.model import ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
 
 
 @register("test_sinks_and_stride")
@@ -115,6 +115,21 @@ MIXES = [
     ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
     ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
 ]
+
+
+def groups_of(
+    choose: Chooser, kinds: Sequence[tuple[Kind, int]]
+) -> tuple[list[GroupSpec], list[ModelGroup]]:
+    """The groups of a mix, and of its model; some of those that hold tokens draft."""
+    specs, groups = [], []
+    for kind, size in kinds:
+        group = kind.model(size)
+        drafts = group.pages == TOKENS and choose.chance(8)
+        specs.append(replace(kind.spec(size), drafts=drafts))
+        groups.append(replace(group, drafts=drafts))
+    return specs, groups
+
+
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
@@ -130,7 +145,6 @@ class Driver:
             "max_num_reqs": choose.integer(2, 6),
             "num_preallocate_tokens": choose.pick([0, 0, 5, 12]),
             "hash_block_size": hash_block_size,
-            "use_eagle": choose.chance(4),
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
         }
@@ -141,8 +155,9 @@ class Driver:
                 "num_hits_to_write": choose.integer(1, 2),
             }
         watermark = choose.pick([0.0, 0.0, 0.2])
+        specs, groups = groups_of(choose, kinds)
         self.manager = KVCacheManager.for_groups(
-            [kind.spec(size) for kind, size in kinds],
+            specs,
             num_blocks,
             LONGEST,
             watermark=watermark,
@@ -151,7 +166,7 @@ class Driver:
             **options,
         )
         self.model = ModelManager(
-            [kind.model(size) for kind, size in kinds],
+            groups,
             num_blocks,
             LONGEST,
             watermark_blocks=int(watermark * num_blocks),
@@ -358,7 +373,7 @@ class Driver:
     def allocate_slots(self) -> None:
         request, model = pair = self.new_request()
         ids, num_hit = self.manager.get_computed_blocks(request)
-        assert num_hit == self.model.hit_length(model, self.model.whole_unit)
+        assert num_hit == self.model.hit_length(model)
         want = [held.blocks for held in self.model.hit_blocks(model, num_hit)]
         ids = [ids] if self.num_groups == 1 else ids
         assert [each.tolist() for each in ids] == want
@@ -472,15 +487,14 @@ class Driver:
         """Questions: they change nothing, which `compare` sees."""
         request, model = pair = self.new_request()
         self.waiting.append(pair)
-        num_hit = self.model.hit_length(model, self.model.unit)
+        num_hit = self.model.hit_length(model, partial=True)
         tokens = self.manager.cached_tokens(request)
-        whole = self.model.whole_unit
-        assert tokens.on_device == self.model.hit_length(model, whole)
-        assert tokens.with_host == self.model.hit_length(model, whole, with_host=True)
+        assert tokens.on_device == self.model.hit_length(model)
+        assert tokens.with_host == self.model.hit_length(model, with_host=True)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
         status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
         assert self.manager.would_fit(request, chunk) == status
-        assert self.model.hit_length(model, self.model.unit) == num_hit
+        assert self.model.hit_length(model, partial=True) == num_hit
         rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
         if rows:
             row = self.choose.pick(rows)

@@ -23,6 +23,7 @@ class ModelGroup:
     reads_from: Callable[[int], int] = lambda n: 0
     pages: str = TOKENS
     keeps_all: bool = False  # reads_from is 0 always
+    drafts: bool = False
     cached: bool = True
 
     def hits_from(self, n):
@@ -199,7 +200,6 @@ class ModelManager:
         num_preallocate_tokens=0,
         hash_block_size=None,
         watermark_blocks=0,
-        use_eagle=False,
         fence_frees=False,
         enable_caching=True,
         num_host_blocks=0,
@@ -235,7 +235,6 @@ class ModelManager:
         self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cached])
         self.is_uniform = all(size == self.hash_size for size in sizes)
         self.watermark = watermark_blocks
-        self.use_eagle = use_eagle
         self.fence_frees = fence_frees
         self.caching = enable_caching
 
@@ -303,13 +302,13 @@ class ModelManager:
         most = most or [FOREVER] * len(requests)
         for request, limit, ahead, cap in zip(requests, limits, lookahead[len(rows) :], most):
             # A hit inside a block takes that block and the copy: without it, less may do.
-            for unit in (self.unit, self.whole_unit):
-                num_hit = self.hit_length(request, unit, with_host=True)
+            for partial in (True, False):
+                num_hit = self.hit_length(request, partial, with_host=True)
                 held = self.hit_blocks(request, num_hit)
                 num_loads = sum(b < 0 for h in held for b in h.blocks)
                 num_loads += sum(h.host_source > 0 for h in held)
                 if num_loads > cap:
-                    num_hit = self.hit_length(request, unit)
+                    num_hit = self.hit_length(request, partial)
                     held = self.hit_blocks(request, num_hit)
                 after = min(num_hit + limit, len(request.tokens))
                 copies = any(each.source for each in held)
@@ -441,8 +440,8 @@ class ModelManager:
             -self.host.find(g, prefix) if with_host and self.host else 0
         )
 
-    def has_all(self, tokens, num_tokens, with_host=False):
-        """Whether every group has what the tokens behind this prefix read."""
+    def has_all(self, tokens, num_tokens, partial, with_host=False):
+        """Whether every group has what the tokens behind this prefix read, and what it redoes."""
         for g, group in enumerate(self.groups):
             size = group.block_size
             if group.pages == ENCODER or not group.cached:
@@ -454,19 +453,27 @@ class ModelManager:
             is_inside = num_tokens % size and first < num_tokens
             if is_inside and not self.pool.find(g, tuple(tokens[:num_tokens]), partial=True):
                 return False
+            redone = self.hash_size if partial and self.has_partial[g] else size
+            end = num_tokens + redone
+            if group.drafts and num_tokens > 0 and not self.has_end(g, tokens, end, with_host):
+                return False
         return True
 
-    def hit_length(self, request, unit, with_host=False):
+    def has_end(self, g, tokens, num_tokens, with_host):
+        """Whether the group has the block in which this prefix ends, filled as far."""
+        if num_tokens > len(tokens):
+            return False
+        prefix = tuple(tokens[:num_tokens])
+        if num_tokens % self.groups[g].block_size:
+            return self.pool.find(g, prefix, partial=True)
+        return self.find(g, prefix, with_host)
+
+    def hit_length(self, request, partial=False, with_host=False):
+        """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
         if not request.reads or not self.caching or not self.any_cached:
             return 0
-        most = len(request.tokens) - 1
-        lengths = [
-            n for n in range(0, most + 1, unit) if self.has_all(request.tokens, n, with_host)
-        ]
-        best = max(lengths)
-        if self.use_eagle and best > 0:
-            best = max(n for n in lengths if n <= best - unit)
-        return best
+        lengths = range(0, len(request.tokens), self.unit if partial else self.whole_unit)
+        return max(n for n in lengths if self.has_all(request.tokens, n, partial, with_host))
 
     def hit_blocks(self, request, num_tokens):
         """Per group what a row with this hit begins with; a page of the host is negative."""
@@ -1278,7 +1285,7 @@ class ModelManager:
         state.num_computed = state.start = num_tokens
 
     def _restart(self, state):
-        num_hit = self.hit_length(state.request, self.whole_unit)
+        num_hit = self.hit_length(state.request)
         held = self.hit_blocks(state.request, num_hit)
         for g, group in enumerate(self.groups):
             if group.pages == ENCODER:

@@ -22,7 +22,7 @@ from kvcache import (
     eviction_names,
     host_eviction_names,
 )
-from tests.allocator_driver import FULL, MIXES, Chooser, _window
+from tests.allocator_driver import FULL, MIXES, Chooser, _window, groups_of
 from tests.model import ENCODER, STATE, ModelGroup
 from tests.shared import sampled
 
@@ -88,7 +88,7 @@ class Simulation:
     def __init__(self, choose: Chooser, *, lose_pages: bool) -> None:
         self.choose = choose
         kinds, hash_block_size = choose.pick(KV_MIXES)
-        self.groups = [kind.model(size) for kind, size in kinds]
+        specs, self.groups = groups_of(choose, kinds)
         self.has_state = any(group.pages == STATE for group in self.groups)
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
@@ -100,13 +100,12 @@ class Simulation:
                 "num_hits_to_write": 1,
             }
         self.manager = KVCacheManager.for_groups(
-            [kind.spec(size) for kind, size in kinds],
+            specs,
             choose.integer(8, 24) * len(kinds),
             LONGEST,
             max_num_reqs=6,
             num_preallocate_tokens=choose.pick([0, 5]),
             hash_block_size=hash_block_size,
-            use_eagle=choose.chance(5),
             fence_frees=self.fences,
             **tiers,
         )

@@ -1,6 +1,7 @@
 """Several cache groups over one pool: one behaviour per test."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -392,20 +393,73 @@ def test_a_state_must_be_cached():
         make(FULL, GroupSpec("recurrent", 4, cached=False))
 
 
-def test_eagle_computes_the_last_hit_block_anew():
-    for groups in ([FULL], [FULL, WINDOW]):
-        manager = make(*groups, use_eagle=True)
+def drafting(group):
+    return replace(group, drafts=True)
+
+
+def test_a_drafting_group_computes_the_last_block_that_it_finds_anew():
+    for groups in ([drafting(FULL)], [drafting(FULL), WINDOW], [FULL, drafting(WINDOW)]):
+        manager = make(*groups)
         run(manager, Request("a", range(17)), 17)
         assert hit_length(manager, range(17)) == 12
+        assert hit_length(manager, range(16)) == 12  # the block of the last token tells it
+        assert hit_length(manager, range(15)) == 8
         assert hit_length(manager, range(4)) == 0
     # A shorter hit must still have its whole window in the cache.
-    manager = make(WINDOW, use_eagle=True)
+    manager = make(drafting(WINDOW))
     request = Request("a", range(20))
     run(manager, request, 20)
     ids = manager.block_ids(request)
     manager.free(request)
     manager.evict([ids[2]])
-    assert hit_length(manager, range(30)) == 8  # 16 and 12 would read what is gone
+    assert hit_length(manager, range(30)) == 4  # 16 and 12 would read block 2, 8 compute it anew
+
+
+@pytest.mark.parametrize(
+    ("groups", "hash_block_size", "num_cached", "chunks", "num_hit"),
+    [
+        # In each but the last but one the first group drafts. Before, one unit of the joint hit was
+        # given up: 512, 32, 64, 0 and 0.
+        ([("full_attention", 16), ("recurrent", 512)], None, 1_100, [512, 512, 76], 1_024),
+        ([("full_attention", 4), ("sliding_window", 4, 10)], None, 40, [40], 36),
+        ([("full_attention", 32), ("recurrent", 32)], None, 128, [32] * 4, 96),
+        ([("sliding_window", 8, 8), ("full_attention", 32)], None, 64, [64], 32),
+        ([("full_attention", 4), ("recurrent", 4)], 2, 8, [4, 4], 4),
+    ],
+)
+def test_drafting_costs_the_other_groups_nothing(
+    groups, hash_block_size, num_cached, chunks, num_hit
+):
+    first, *others = [
+        GroupSpec(kind, size, {"window": window[0]} if window else {})
+        for kind, size, *window in groups
+    ]
+    manager = make(
+        drafting(first), *others, num_blocks=400, max_model_len=2_000,
+        hash_block_size=hash_block_size,
+    )  # fmt: skip
+    request = Request("a", range(num_cached))
+    run(manager, request, *chunks)
+    manager.free(request)
+    plan = manager.step(new=[Request("b", range(num_cached))])
+    assert plan.num_computed_tokens.tolist() == [num_hit]
+    manager.check_invariants()
+
+
+def test_where_hits_end_inside_blocks_a_hash_block_is_computed_anew():
+    manager = make(drafting(GroupSpec("full_attention", 16)), hash_block_size=4)
+    run(manager, Request("a", range(14)), 14)
+    plan = manager.step(new=[Request("b", [*range(12), 77, 78])])
+    assert plan.num_computed_tokens.tolist() == [8] and plan.copy.tolist() == [[1, 2]]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("group", [STATE, GroupSpec("cross_attention", 4)])
+def test_only_groups_of_tokens_draft(group):
+    with pytest.raises(ValueError, match=r"^groups\[1\] drafts, and its kind keeps no K and V of"):
+        make(FULL, drafting(group))
+    with pytest.raises(TypeError, match=r"^drafts is 1: expected True or False"):
+        GroupSpec("full_attention", 4, drafts=1)
 
 
 def test_a_hit_inside_a_block_is_copied_into_the_requests_own():

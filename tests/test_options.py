@@ -22,7 +22,6 @@ OTHERS = {
     "max_num_reqs": 7,
     "hash_block_size": 2,
     "watermark": 0.25,
-    "use_eagle": True,
     "fence_frees": True,
     "enable_events": True,
     "track_residency": True,
@@ -43,7 +42,7 @@ FULL = GroupSpec("full_attention", 4)
 
 def native_of(options):
     kind = make_kind("full_attention", {})
-    return options.native_of([(kind, 4)], num_gpu_blocks=40, max_model_len=64)
+    return options.native_of([(kind, 4, False, True)], num_gpu_blocks=40, max_model_len=64)
 
 
 def test_arguments_are_the_fields():

@@ -190,6 +190,13 @@ def test_a_layer_is_a_value():
             "num_kv_heads is 8: expected 0 for a state",
         ),
         ({"kind": "recurrent"}, ValueError, "state_bytes is 0: expected 1 to 2147483647"),
+        ({"drafts": 1}, TypeError, "drafts is 1: expected True or False"),
+        (
+            {"kind": "cross_attention", "drafts": True},
+            ValueError,
+            "drafts is True: expected False for kind 'cross_attention', whose pages hold no K and V of "
+            "tokens",
+        ),
     ],
 )
 def test_a_wrong_layer_is_refused(wrong, error, message):
@@ -282,6 +289,18 @@ def test_where_the_numbers_of_layers_share_no_divisor_the_last_group_is_smaller(
     # Eight layers per group: 5 + 1 groups; with two there would be 19 + 4, for hardly less.
     assert shape(plan)[4:] == [("sliding_window", 16, 5), ("full_attention", 16, 8)]
     assert plan.padding_bytes == (0,) * 4 + (3 * 64 * KIB, 0)
+
+
+def test_layers_of_a_drafter_share_groups_which_then_draft():
+    layers = attention("full_attention", 4) + attention(
+        "sliding_window", 10, options={"window": 64}
+    )
+    layers.insert(2, replace(layers[0], name="mtp.0", drafts=True))
+    plan = plan_cache(layers, GIB, max_model_len=4096)
+    assert shape(plan) == [("full_attention", 16, 5), ("sliding_window", 16, 5)] + [
+        ("sliding_window", 16, 5)
+    ]
+    assert [group.drafts for group in plan.groups] == [True, False, False]
 
 
 def test_a_state_raises_the_block_size_of_attention():

@@ -53,15 +53,69 @@ TEST(a_hit_is_the_leading_blocks_that_are_found) {
   CHECK_EQ(f.pool.ref_count(first), 1);
 }
 
+TEST(a_group_that_is_not_cached_takes_no_part) {
+  std::vector<CacheGroup> groups = full_groups(4);
+  groups.push_back(group_of(std::make_shared<FullAttention>(), 8, /*id=*/1, /*hash_block_size=*/4));
+  groups[1].is_cached = false;
+  Fixture f(groups);
+  for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block);
+  CHECK_EQ(f.find().num_tokens, 8);  // whole blocks of all groups
+  CHECK(f.find().blocks[1] == Ids({kNullBlock}));
+  const PrefixHit& hit = f.find(/*with_host=*/false, /*with_partial=*/true);
+  CHECK_EQ(hit.num_tokens, 12);
+  CHECK_EQ(hit.sources[1], kNullBlock);
+  groups[0].is_cached = false;
+  Fixture none(groups);
+  CHECK_EQ(none.find().num_tokens, 0);
+}
+
 TEST(the_last_token_must_run) {
   Fixture f;
   for (size_t block = 0; block < 4; ++block) f.cache(&f.pool, block);
   CHECK_EQ(f.find().num_tokens, 12);
-  ManagerOptions options{};
-  options.drop_last_hit = true;
-  Fixture eagle(full_groups(4), options);
-  for (size_t block = 0; block < 3; ++block) eagle.cache(&eagle.pool, block);
-  CHECK_EQ(eagle.find().num_tokens, 8);
+}
+
+TEST(a_drafting_group_finds_one_block_more_than_the_hit_takes) {
+  CacheGroup full = full_groups(4)[0];
+  full.drafts = true;
+  Fixture f({full});
+  for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block);
+  CHECK_EQ(f.find().num_tokens, 8);
+  CHECK_EQ(f.find().blocks[0].size(), 2);
+  f.cache(&f.pool, 3);  // holds the last token, which must run: it tells all the same
+  CHECK_EQ(f.find().num_tokens, 12);
+  f.cache(&f.host, 3);
+  CHECK_EQ(f.find(/*with_host=*/true).num_host_blocks, 0);
+
+  CacheGroup window = group_of(std::make_shared<SlidingWindow>(4), 4);
+  window.drafts = true;
+  Fixture w({window});
+  w.cache(&w.pool, 1);
+  CHECK_EQ(w.find().num_tokens, 0);
+  w.cache(&w.pool, 2);
+  CHECK_EQ(w.find().num_tokens, 8);
+  CHECK_EQ(w.find().blocks[0].size(), 2);
+}
+
+TEST(other_groups_than_the_drafting_one_lose_nothing) {
+  CacheGroup full = full_groups(4)[0], window = group_of(std::make_shared<SlidingWindow>(4), 4, 1);
+  full.drafts = true;
+  Fixture f({full, window});
+  for (size_t block = 0; block < 4; ++block) f.cache(&f.pool, block);
+  f.cache(&f.pool, 2, 1);
+  CHECK_EQ(f.find().num_tokens, 12);
+}
+
+TEST(a_hash_block_behind_a_hit_is_enough_where_hits_end_inside_blocks) {
+  CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, /*hash_block_size=*/2);
+  group.has_partial = group.drafts = true;
+  Fixture f({group}, {}, /*hash_block_size=*/2);
+  f.cache(&f.pool, 0);
+  CHECK_EQ(f.find(false, /*with_partial=*/true).num_tokens, 0);
+  const std::vector<Hash>& hashes = f.chain->known_hashes();
+  f.pool.publish_partial(take(&f.pool, 1)[0], hashes[2], hashes[0], 0);
+  CHECK_EQ(f.find(false, /*with_partial=*/true).num_tokens, 4);
+  CHECK_EQ(f.find(false, /*with_partial=*/false).num_tokens, 0);
 }
 
 TEST(nothing_is_found_for_those_that_do_not_read) {

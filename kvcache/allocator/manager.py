@@ -166,7 +166,10 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         self._native = core.Manager(
             options.native_of(
-                list(zip(self._kinds, self.block_sizes, (group.cached for group in self.groups))),
+                [
+                    (kind, size, group.drafts, group.cached)
+                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+                ],
                 num_gpu_blocks,
                 self.max_model_len,
             )

@@ -24,7 +24,6 @@ class PolicyArguments(TypedDict, total=False):
 
     hash_block_size: int | None
     watermark: float
-    use_eagle: bool
     fence_frees: bool
     enable_events: bool
     track_residency: bool
@@ -77,9 +76,6 @@ class CacheOptions:
 
     watermark: float = 0.0
     """Share of the blocks, 0 to 1, that admissions and preallocation leave free."""
-
-    use_eagle: bool = False
-    """The last hit block is computed anew, for drafters that need its hidden states."""
 
     fence_frees: bool = False
     """Blocks that a request releases can be used again only when `report` has said that the steps
@@ -149,12 +145,13 @@ class CacheOptions:
 
     def native_of(
         self,
-        groups: Sequence[tuple[core.AttentionKind, int] | tuple[core.AttentionKind, int, bool]],
+        groups: Sequence[tuple[core.AttentionKind, int, bool, bool]],
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
-        """The native options of a manager with these groups: (kind, tokens per block) each, and, for
-        one that is not cached, False.
+        """The native options of a manager with these groups.
+
+        `groups`: (kind, tokens per block, whether it drafts, whether it is cached) each.
 
         `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
         """
@@ -173,7 +170,6 @@ class CacheOptions:
             native.max_num_reqs = self._integer("max_num_reqs")
         if self.hash_block_size is not None:
             native.hash_block_size = self._integer("hash_block_size")
-        native.use_eagle = flag(self.use_eagle, "use_eagle")
         native.fence_frees = flag(self.fence_frees, "fence_frees")
         native.enable_events = flag(self.enable_events, "enable_events")
         native.track_residency = flag(self.track_residency, "track_residency")

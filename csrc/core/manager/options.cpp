@@ -29,14 +29,20 @@ ManagerOptions checked(const ManagerOptions& options) {
     throw std::invalid_argument("groups has " + std::to_string(options.groups.size()) +
                                 " entries: expected 1 to " + std::to_string(kMaxGroups));
   }
-  for (const GroupOptions& group : options.groups) {
+  for (size_t g = 0; g < options.groups.size(); ++g) {
+    const GroupOptions& group = options.groups[g];
+    const AttentionKind::Pages pages = group.kind->pages();
     checked_size("block_size", group.block_size, 1);
-    if (!group.is_cached && group.kind->pages() == AttentionKind::Pages::kState) {
+    if (!group.is_cached && pages == AttentionKind::Pages::kState) {
       throw std::invalid_argument(
           "cached is False for a group of recurrent states: expected True, as behind a hit of "
           "other "
           "groups its state would be missing; enable_caching=False caches nothing");
     }
+    if (!group.drafts || pages == AttentionKind::Pages::kTokens) continue;
+    throw std::invalid_argument("groups[" + std::to_string(g) +
+                                "] drafts, and its kind keeps no K and V of tokens: expected a "
+                                "drafter's layers in a group of another kind");
   }
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
@@ -64,6 +70,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
     group.is_cached = each.is_cached && !group.holds_encoder();
+    group.drafts = each.drafts;
     group.has_partial = group.is_cached && options.hash_block_size > 0 &&
                         hash_block_size < each.block_size &&
                         group.pages == AttentionKind::Pages::kTokens;

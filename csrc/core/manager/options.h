@@ -22,8 +22,9 @@ enum class HostWrite : uint8_t {
 
 struct GroupOptions {
   std::shared_ptr<const AttentionKind> kind;
-  int64_t block_size;  // tokens, over all context-parallel ranks
-  bool is_cached = true;
+  int64_t block_size;     // tokens, over all context-parallel ranks
+  bool drafts = false;    // has layers of a drafter: the last block of a hit is computed anew
+  bool is_cached = true;  // its blocks may be hits
 };
 
 struct Eviction {  // of a pool
@@ -44,7 +45,6 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   int64_t num_preallocate_tokens = 0;
   int64_t max_num_reqs = 0;      // rows; 0: as many as needed
   int64_t watermark_blocks = 0;  // that admissions and preallocation leave free
-  bool drop_last_hit = false;    // for drafters that need its hidden states
   bool fence_frees = false;      // released blocks wait for the report on the last step
   bool record_events = false;
   bool track_residency = false;

@@ -31,7 +31,6 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
       host_(context.host),
       groups_(context.groups),
       hash_block_size_(context.hash_block_size),
-      drop_last_(options.drop_last_hit),
       is_enabled_(options.enable_caching &&
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
@@ -94,12 +93,26 @@ BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_toke
   return pool_->find_partial(hash_at(num_tokens), group.id);
 }
 
+// Tokens behind a hit that the group finds, too, and that are computed anew.
+int64_t PrefixFinder::num_redone(const CacheGroup& group) const {
+  if (!group.drafts) return 0;
+  return with_partial_ && group.has_partial ? hash_block_size_ : group.block_size;
+}
+
+// Whether the group finds the block in which the last of so many tokens is, filled as far.
+bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) const {
+  return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)
+                                            : partial_block_of(group, num_tokens) != kNullBlock;
+}
+
 const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host) {
   static const std::vector<Hash> kNone;
   const bool reads = is_enabled_ && chain.read_cache() && chain.num_tokens() > 0;
   const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
   hashes_ = &hashes;
+  num_hashed_ = static_cast<int64_t>(hashes.size()) * hash_block_size_;
+  with_partial_ = with_partial;
   with_host_ = with_host && host_ != nullptr;
   hit_.num_host_blocks = 0;
   step_ = with_partial ? unit_ : whole_unit_;
@@ -108,9 +121,7 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
-  hit_.num_tokens =
-      accepted_by_all(std::min(max_tokens, static_cast<int64_t>(hashes.size()) * hash_block_size_));
-  if (drop_last_ && hit_.num_tokens > 0) hit_.num_tokens = accepted_by_all(hit_.num_tokens - step_);
+  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_));
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
 }
@@ -137,20 +148,31 @@ int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
 }
 
 int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {
-  const int64_t bs = group.block_size;
+  const int64_t bs = group.block_size, redone = num_redone(group);
+  num_tokens = std::min(num_tokens, num_hashed_ - redone);
   int64_t& num_leading = num_leading_[group.id];
-  if (num_leading < 0) num_leading = find_leading(group, num_tokens / bs);
+  if (num_leading < 0) {
+    num_leading = find_leading(group, std::max<int64_t>(num_tokens + redone, 0) / bs);
+  }
   // Beyond the whole blocks at most a part of the next one.
-  num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_);
+  num_tokens = std::min(num_tokens, (num_leading + 1) * bs - hash_block_size_ - redone);
   num_tokens -= num_tokens % step_;
-  while (num_tokens % bs != 0 && partial_block_of(group, num_tokens) == kNullBlock)
+  const auto is_missing = [&](int64_t n) {
+    return n % bs != 0 && partial_block_of(group, n) == kNullBlock;
+  };
+  while (num_tokens > 0 && (is_missing(num_tokens) || is_missing(num_tokens + redone)))
     num_tokens -= step_;
-  return num_tokens;
+  return std::max<int64_t>(num_tokens, 0);
 }
 
 int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_tokens) {
-  const int64_t bs = group.block_size;
+  const int64_t bs = group.block_size, redone = num_redone(group);
+  while (num_tokens > num_hashed_ - redone) num_tokens -= step_;
   while (num_tokens > 0) {
+    if (redone > 0 && !is_end_found(group, num_tokens + redone)) {
+      num_tokens -= step_;
+      continue;
+    }
     const int64_t first_token = group.first_needed_token(num_tokens);
     if (num_tokens % bs != 0 && first_token < num_tokens &&
         partial_block_of(group, num_tokens) == kNullBlock) {
@@ -164,7 +186,7 @@ int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_to
     num_tokens = (block + 1) * bs - hash_block_size_;  // at most a part of it
     num_tokens -= num_tokens % step_;
   }
-  return num_tokens;
+  return std::max<int64_t>(num_tokens, 0);
 }
 
 void PrefixFinder::collect(const CacheGroup& group) {

@@ -47,8 +47,9 @@ class PrefixFinder {
     const std::vector<CacheGroup>* groups;
     int64_t hash_block_size;
   };
-  // Where the options drop the last hit, that hit of `unit_` tokens is given up, so that a drafter
-  // sees its hidden states (EAGLE).
+  // A drafter needs the hidden states of the tokens before those that are computed, so the last
+  // block that its group finds is computed anew: the group finds one block more than the hit takes,
+  // be it behind the last token but one. Where hits end inside blocks, one hash block is enough.
   PrefixFinder(const Context& context, const ManagerOptions& options);
 
   // The hit of a request, at most all its tokens but the last; valid until the next call. None
@@ -62,6 +63,8 @@ class PrefixFinder {
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
+  int64_t num_redone(const CacheGroup& group) const;
+  bool is_end_found(const CacheGroup& group, int64_t num_tokens) const;
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;
   bool is_found(const CacheGroup& group, int64_t block) const {
@@ -77,10 +80,12 @@ class PrefixFinder {
   int64_t hash_block_size_;
   // Hits end at multiples of it, with and without those that end inside blocks.
   int64_t unit_ = 1, whole_unit_ = 1;
-  bool drop_last_, is_enabled_;
+  bool is_enabled_;
   // The search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
-  int64_t step_ = 1;  // unit_ or whole_unit_
+  bool with_partial_ = false;
+  int64_t step_ = 1;        // unit_ or whole_unit_
+  int64_t num_hashed_ = 0;  // tokens
   bool with_host_ = false;
   std::vector<int64_t> num_leading_;  // per group: blocks found from the start; -1: not asked yet
   PrefixHit hit_;
