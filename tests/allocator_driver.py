@@ -20,7 +20,7 @@ from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
-from tests.model import ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
+from tests.model import CIRCULAR, ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
 
 
 @register("test_sinks_and_stride")
@@ -76,6 +76,24 @@ UNCACHED_WINDOW = Kind(
     lambda size: GroupSpec("sliding_window", size, {"window": 6}, cached=False),
     lambda size: ModelGroup(size, lambda n: max(n - 5, 0), cached=False),
 )
+
+
+def _circular(window: int, buffer: int, cached: bool) -> Kind:
+    return Kind(
+        lambda size: GroupSpec(
+            "circular_window", size, {"window": window, "buffer": buffer}, cached=cached
+        ),
+        lambda size: ModelGroup(
+            size,
+            lambda n: max(n - window + 1, 0),
+            CIRCULAR,
+            cached=False,
+            buffer=buffer,
+            ends_caching=cached,
+        ),
+    )
+
+
 CHUNKED = Kind(
     lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
     lambda size: ModelGroup(size, lambda n: n // 10 * 10),
@@ -114,6 +132,8 @@ MIXES = [
     ([(FULL, 4), (UNCACHED, 6)], None),
     ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
     ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
+    ([(FULL, 4), (_circular(6, 13, True), 2)], None),
+    ([(FULL, 8), (_circular(5, 12, False), 4), (_window(6), 4)], 2),
 ]
 
 
@@ -285,6 +305,12 @@ class Driver:
         pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
+        starts = [self.model.rows[row].num_computed - n for row, n in zip(rows, rejected)]
+        most = [self.model.most_slots(start) for start in [*starts, *[0] * len(pairs)]]
+        counts = [min(count, n) for count, n in zip(counts, most)]
+        limits = [min(limit, n) for limit, n in zip(limits, most[len(rows) :])]
+        asked = [*counts, *limits]
+        ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
@@ -379,8 +405,9 @@ class Driver:
         assert [each.tolist() for each in ids] == want
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
-        count = self.choose.integer(1, LONGEST - num_hit)
-        ahead = self.choose.pick([0, 0, 3])
+        most = self.model.most_slots(0)
+        count = self.choose.integer(1, min(LONGEST - num_hit, most))
+        ahead = min(self.choose.pick([0, 0, 3]), most - count)
         computed = ids[0] if self.num_groups == 1 else ids
         found = self.manager.allocate_slots(request, count, computed, ahead)
         wanted = self.model.allocate(model, count, num_hit, ahead)
@@ -395,7 +422,9 @@ class Driver:
         if not rooms:
             return
         row = self.choose.pick([*rooms])
-        count, ahead = self.choose.integer(1, rooms[row]), self.choose.pick([0, 0, 3])
+        most = self.model.most_slots(self.model.rows[row].num_computed)
+        count = self.choose.integer(1, min(rooms[row], most))
+        ahead = min(self.choose.pick([0, 0, 3]), most - count)
         found = self.manager.append_slots(self.requests[row][0], count, ahead)
         want = self.model.append(row, count, ahead)
         if found is not None:
@@ -492,6 +521,7 @@ class Driver:
         assert tokens.on_device == self.model.hit_length(model)
         assert tokens.with_host == self.model.hit_length(model, with_host=True)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
+        chunk = min(chunk, self.model.most_slots(0))
         status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
         assert self.manager.would_fit(request, chunk) == status
         assert self.model.hit_length(model, partial=True) == num_hit

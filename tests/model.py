@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 SERVED, WAIT, NEVER = 0, 1, 2
-TOKENS, STATE, ENCODER = "tokens", "state", "encoder"
+TOKENS, STATE, ENCODER, CIRCULAR = "tokens", "state", "encoder", "circular"
 FOREVER = 10**9
 
 
@@ -25,6 +25,12 @@ class ModelGroup:
     keeps_all: bool = False  # reads_from is 0 always
     drafts: bool = False
     cached: bool = True
+    buffer: int = 0  # CIRCULAR: tokens that a row has places for, rounded up to blocks
+    ends_caching: bool = False  # CIRCULAR, and said to be cached
+
+    def num_places(self):
+        """Blocks that a row has, if it has a fixed number."""
+        return ceil_div(self.buffer, self.block_size) if self.pages == CIRCULAR else FOREVER
 
     def hits_from(self, n):
         """The first token whose KV a hit of n tokens brings."""
@@ -47,6 +53,7 @@ class ModelHeld:
     num_published: int = 0
     num_partial: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
+    num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
 
@@ -228,7 +235,8 @@ class ModelManager:
             and g.cached
             for g in groups
         ]
-        of_tokens = [g for g, group in enumerate(groups) if group.pages != ENCODER]
+        of_tokens = [g for g, group in enumerate(groups) if group.pages not in (ENCODER, CIRCULAR)]
+        self.columns = [min(ceil_div(max_model_len, g.block_size), g.num_places()) for g in groups]
         cached = [g for g in of_tokens if groups[g].cached]
         self.any_cached = bool(cached)
         self.whole_unit = lcm(*[sizes[g] for g in of_tokens])
@@ -236,7 +244,7 @@ class ModelManager:
         self.is_uniform = all(size == self.hash_size for size in sizes)
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
-        self.caching = enable_caching
+        self.caching = enable_caching and not any(group.ends_caching for group in groups)
 
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
@@ -355,7 +363,10 @@ class ModelManager:
         if status != SERVED:
             return None
         self._publish(self.rows[row])
-        sizes = [num_hit // g.block_size if g.pages != ENCODER else 0 for g in self.groups]
+        sizes = [
+            num_hit // g.block_size if g.pages not in (ENCODER, CIRCULAR) else 0
+            for g in self.groups
+        ]
         return row, [held.blocks[n:] for held, n in zip(self.rows[row].held, sizes)]
 
     def append(self, row, count, lookahead):
@@ -432,6 +443,15 @@ class ModelManager:
             count += 1
         return count
 
+    def most_slots(self, start):
+        """Slots, lookahead included, that a step may ask for from token `start` on."""
+        return min(
+            columns * group.block_size - (start - group.reads_from(start))
+            if group.pages == CIRCULAR
+            else FOREVER
+            for group, columns in zip(self.groups, self.columns)
+        )
+
     # Hits ------------------------------------------------------------------------------------------
 
     def find(self, g, prefix, with_host=False):
@@ -480,7 +500,7 @@ class ModelManager:
         held = []
         for g, group in enumerate(self.groups):
             size, each = group.block_size, ModelHeld()
-            if group.pages != ENCODER:
+            if group.pages not in (ENCODER, CIRCULAR):
                 first = group.hits_from(num_tokens)
                 for column in range(num_tokens // size):
                     prefix = tuple(request.tokens[: (column + 1) * size])
@@ -510,6 +530,11 @@ class ModelManager:
                 needs.append((int(after > columns * size), each.num_dropped))
             elif group.pages == ENCODER:
                 needs.append((0, 0))
+            elif group.pages == CIRCULAR:
+                need = min(
+                    ceil_div(after + lookahead, size), self.columns[self.groups.index(group)]
+                )
+                needs.append((max(need - columns, 0), 0))
             else:
                 most = ceil_div(self.max_model_len, size)
                 need = min(ceil_div(after + lookahead, size), most)
@@ -535,6 +560,10 @@ class ModelManager:
             if group.pages == STATE:  # in place, unless it moves on to another page
                 moves = after > len(each.blocks) * size
                 columns = [] if moves else [len(each.blocks) - 1]
+            if group.pages == CIRCULAR:
+                blocks = range(start // size, min(stop, start // size + self.columns[g]))
+                columns = [b % self.columns[g] for b in blocks]
+                columns = [column for column in columns if column < len(each.blocks)]
             if group.pages != ENCODER:
                 found += [(g, column) for column in columns if self._is_shared(each.blocks[column])]
         return found
@@ -567,7 +596,7 @@ class ModelManager:
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
         self._allocate_blocks(
-            state, row, start, after, needs, max(room - self.watermark, 0), shared
+            state, row, start, after, lookahead, needs, max(room - self.watermark, 0), shared
         )
         self._own_what_is_written(state, start, after)
         return SERVED
@@ -621,7 +650,7 @@ class ModelManager:
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         state.start, state.num_computed = start, after
-        self._allocate_blocks(state, row, start, after, needs, room)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
 
@@ -650,7 +679,7 @@ class ModelManager:
         state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
         self.rows[row] = state
         first_on_host = self._take_hits(state, num_hit)
-        self._allocate_blocks(state, row, num_hit, after, needs, room)
+        self._allocate_blocks(state, row, num_hit, after, lookahead, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
@@ -693,13 +722,17 @@ class ModelManager:
                 count += ceil_div(request.num_encoder_tokens, group.block_size)
             elif group.pages == STATE:
                 count += min(ceil_div(n, group.block_size), 2)
+            elif group.pages == CIRCULAR:
+                count += min(ceil_div(n, group.block_size), group.num_places())
             else:
                 first = group.reads_from(n - 1)
                 count += ceil_div(n, group.block_size) - first // group.block_size
         return count
 
-    def _allocate_blocks(self, state, row, start, after, needs, room, shared=()):
+    def _allocate_blocks(self, state, row, start, after, lookahead, needs, room, shared=()):
         numbers = []
+        for each in state.held:
+            each.num_slots = max(each.num_slots, after + lookahead)
         for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
             first = each.num_dropped
             if drop_to > first:
@@ -735,6 +768,10 @@ class ModelManager:
                 self._note_dropped(state, g, len(each.blocks), each.source)
                 self.safe_start = min(self.safe_start, len(each.blocks) * group.block_size)
                 each.source = 0
+            is_behind_hit = not each.blocks and start > 0 and self.step_answer is not None
+            if taken[g] and group.pages == CIRCULAR and is_behind_hit:
+                self.step_answer.zero += taken[g]
+                self.safe_start = 0
             starts = len(each.blocks) * group.block_size
             if taken[g] and not group.cached and group.pages == TOKENS and starts < start:
                 self.step_answer.zero.append(taken[g][0])
@@ -746,7 +783,7 @@ class ModelManager:
         each, size = state.held[g], self.groups[g].block_size
         shared, each.blocks[column] = each.blocks[column], block
         each.num_hits = min(each.num_hits, column)
-        if self.groups[g].pages == STATE or column * size < start:
+        if self.groups[g].pages in (STATE, CIRCULAR) or column * size < start:
             self._note_dropped(state, g, column, shared)
             self.safe_start = min(self.safe_start, column * size)
             if self.step_answer:
@@ -822,7 +859,7 @@ class ModelManager:
             for block in each.blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(list(each.blocks))
+            child = ModelHeld(list(each.blocks), num_slots=each.num_slots)
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
@@ -1178,7 +1215,8 @@ class ModelManager:
         for group, each in zip(self.groups, state.held):
             for column, block in enumerate(each.blocks):
                 if block and block in invalid and not state.on_host:
-                    right = max(invalid[block], column * group.block_size)
+                    start = 0 if group.pages == CIRCULAR else column * group.block_size
+                    right = max(invalid[block], start)
                     limit = min(limit, 0 if group.pages == ENCODER else right)
         tokens = state.request.tokens
         for prefix, (right, size) in prefixes.items():
@@ -1202,6 +1240,14 @@ class ModelManager:
             for column, block in enumerate(each.blocks):
                 block = 0 if state.on_host else block
                 start, end = column * size, (column + 1) * size
+                if group.pages == CIRCULAR and start < state.num_computed:
+                    if block:
+                        invalid[block] = min(invalid.get(block, limit), limit)
+                    elif prefixes is not None and self.caching:
+                        root = tuple(state.request.tokens[: self.hash_size])
+                        self.invalid_roots |= {root} if len(root) == self.hash_size else set()
+                if group.pages == CIRCULAR:
+                    continue
                 is_own = column >= each.num_hits and group.pages != ENCODER
                 right = max(limit, start)
                 if not is_own or end <= limit or start >= state.num_computed:
@@ -1261,9 +1307,11 @@ class ModelManager:
         """Whether its own blocks hold what the token reads, and the one that it goes into."""
         if num_tokens == 0:
             return False
-        for group, each in zip(self.groups, state.held):
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size, first = group.block_size, group.reads_from(num_tokens)
             if group.pages == STATE:
+                return False
+            if group.pages == CIRCULAR and each.num_slots - first > self.columns[g] * size:
                 return False
             needed = each.blocks[first // size : ceil_div(num_tokens, size)]
             is_any = num_tokens % size or first < num_tokens

@@ -23,7 +23,7 @@ from kvcache import (
     host_eviction_names,
 )
 from tests.allocator_driver import FULL, MIXES, Chooser, _window, groups_of
-from tests.model import ENCODER, STATE, ModelGroup
+from tests.model import CIRCULAR, ENCODER, STATE, ModelGroup
 from tests.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
@@ -90,6 +90,7 @@ class Simulation:
         kinds, hash_block_size = choose.pick(KV_MIXES)
         specs, self.groups = groups_of(choose, kinds)
         self.has_state = any(group.pages == STATE for group in self.groups)
+        self.has_circular = any(group.pages == CIRCULAR for group in self.groups)
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
         if choose.chance(2):
@@ -164,10 +165,18 @@ class Simulation:
         missing = conversation.num_sampled - computed
         if missing <= 0 or choose.chance(3):
             return 0
-        count = choose.integer(1, missing)
+        most = self.most_slots(computed)
+        count = choose.integer(1, min(missing, most))
         if count == missing and not self.has_state and choose.chance(2):
             count += choose.integer(0, 4)
-        return min(count, LONGEST - computed)
+        return min(count, LONGEST - computed, most)
+
+    def most_slots(self, start: int) -> int:
+        """Tokens that a step may have from `start` on, with what they read, in all buffers."""
+        return min(
+            group.num_places() * group.block_size - (start - group.reads_from(start))
+            for group in self.groups
+        )
 
     def restart(self, affected: dict[str, int]) -> None:
         """The manager answered from where these go on: no draft is left to reject."""
@@ -191,7 +200,9 @@ class Simulation:
             [*counts],
             [*counts.values()],
             new=[each.request for each in admitted],
-            new_num_tokens=[choose.pick([3, 8, LONGEST]) for _ in admitted],
+            new_num_tokens=[
+                min(choose.pick([3, 8, LONGEST]), self.most_slots(0)) for _ in admitted
+            ],
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
             num_rejected_tokens=[each.num_rejected for each in batch],
@@ -463,6 +474,13 @@ class Simulation:
             is_right = not wrong and position < num_accepted
             content = conversation.content(position) if is_right else BAD
             self.write(table, position, end, content, forbidden)
+        if self.has_circular and not self.has_state and start < end:
+            # A kernel writes all tokens of the step before the first one reads.
+            cells = self.cells_read(table, start, end, conversation.begin)
+            wrong = self.wrong_cells(
+                conversation, [cell for cell in cells if cell[2] < num_accepted]
+            )
+            assert not wrong or not self.may_lose(), f"row {row} wrote over what it reads: {wrong}"
         conversation.num_rejected = end - num_accepted
         if conversation.num_sampled <= num_accepted < LONGEST:
             conversation.num_sampled = num_accepted + 1
@@ -478,7 +496,8 @@ class Simulation:
         """The KV of a token, and the state behind it."""
         for group, blocks in zip(self.groups, table):
             is_state = group.pages == STATE
-            page = blocks[(end - 1 if is_state else position) // group.block_size]
+            column = (end - 1 if is_state else position) // group.block_size
+            page = blocks[column % group.num_places()]
             assert page, "KV is written to the null page"
             assert page not in forbidden, "KV is written to a page that a step in flight reads"
             slot = STATE if is_state else position % group.block_size
@@ -495,8 +514,7 @@ class Simulation:
         return [
             cell
             for group, blocks in zip(self.groups, table)
-            for cell in cells_of(group, blocks, position, end)
-            if group.cached or cell[2] >= begin
+            for cell in cells_of(group, blocks, position, end, begin)
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
@@ -537,12 +555,15 @@ class Simulation:
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
 
-def cells_of(group: ModelGroup, blocks: list[int], position: int, end: int) -> list[Cell]:
+def cells_of(
+    group: ModelGroup, blocks: list[int], position: int, end: int, begin: int
+) -> list[Cell]:
     """The tokens of a group that the token at `position` reads in a step that ends at `end`."""
     size = group.block_size
     if group.pages == STATE:
         return [(blocks[(end - 1) // size], STATE, position - 1)]
-    return [(blocks[i // size], i % size, i) for i in range(group.reads_from(position), position)]
+    first = max(group.reads_from(position), 0 if group.cached else begin)
+    return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 
 
 def simulate(seed: int, *, lose_pages: bool) -> None:

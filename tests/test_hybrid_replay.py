@@ -30,6 +30,7 @@ LOCAL = "full_attention,chunked_local:chunk_size=96:block_size=32"
 RECURRENT = "full_attention,recurrent:block_size=64"
 UNEQUAL = "full_attention,sliding_window:window=50:block_size=8"
 UNCACHED = "full_attention,full_attention:block_size=24:cached=0,sliding_window:window=50:cached=0"
+CIRCULAR = "full_attention,circular_window:window=50:buffer=150:block_size=8:cached=0"
 ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
@@ -79,6 +80,32 @@ def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency
         hits = [group["hit_blocks"] > 0 for group in report.groups]
         assert hits == [spec.cached for spec in specs]
     replayer.manager.check_invariants()
+
+
+@pytest.mark.parametrize(("cached", "hits"), [(0, True), (1, False)])
+def test_windows_written_round_verify(cached, hits):
+    """A few blocks per prompt, however long; hits only where the group takes no part in them."""
+    groups = f"full_attention,circular_window:window=50:buffer=150:block_size=8:cached={cached}"
+    specs = parse_groups(groups, 16)
+    replayer = hybrid(specs, 801, 4, chunk_tokens=100)
+    held = []
+    apply = replayer.verifier.apply
+    rows = replayer.verifier.tables[1].num_blocks_per_row
+    replayer.verifier.apply = lambda plan: (apply(plan), held.append(rows.max()))
+    report = replayer.run(chat_workload(60, 1))
+    assert report.mismatches == 0 and max(held) == 19
+    assert report.verified_tokens == report.prompt_tokens > 40_000
+    assert (report.token_hit_rate > 0.2) == hits
+    assert report.evicted_blocks > 0 if hits else report.cached_blocks == 0
+
+
+def test_a_buffer_that_is_too_small_is_caught():
+    """The manager has places for 8 tokens, what is verified reads 8 and writes 8."""
+    buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
+    replayer = hybrid(buffers[0], 33, chunk_tokens=16, verified=buffers[1])
+    report = replayer.run(as_workload([range(40)]))
+    (found,) = report.mismatched_requests
+    assert (found.request, found.block_column) == (0, 1)
 
 
 def test_hits_inside_blocks_are_found_and_copied():

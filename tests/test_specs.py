@@ -217,7 +217,7 @@ def test_a_state_is_cached():
 
 def test_a_layer_of_an_unknown_kind_is_refused():
     with pytest.raises(
-        ValueError, match=r"^kind is 'no_such': expected one of chunked_local, cross"
+        ValueError, match=r"^kind is 'no_such': expected one of chunked_local, circular_window, cross"
     ):
         LayerSpec("x", "no_such", 16, 8, 128)
 
@@ -806,6 +806,28 @@ def test_layers_that_are_not_cached_or_not_transferred_have_groups_of_their_own(
     ]
     assert plan.transferred_groups == (0, 1, 2)
     assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_buffer_must_hold_the_window_and_a_step():
+    def planned(buffer, step, length=1024):
+        options = {"window": 100, "buffer": buffer}
+        layers = attention("circular_window", 1, options=options)
+        return plan_cache(layers, GIB, max_model_len=length, max_num_batched_tokens=step)
+
+    plan = planned(160, 61)  # 10 blocks
+    assert plan.pages_per_request(1024) == 10 and plan.pages_per_request(40) == 3
+    says = (
+        r"^options of CircularWindow have buffer 144: expected 160 or more, "
+        r"window - 1 and the 61 tokens of a step$"
+    )
+    with pytest.raises(KindError, match=says):
+        planned(144, 61)
+    assert planned(129, 45)  # rounded up to 144 by whole blocks
+    assert planned(100, 1024, length=100)  # never written over
+    with pytest.raises(
+        ValueError, match=r"^buffer is 99: expected 100 to 2147483647 \(the window\)$"
+    ):
+        planned(99, 1)
 
 
 # --- any layers and budgets -----------------------------------------------------------------------

@@ -25,6 +25,7 @@ ValueError: options of kind 'last_segment' are {}: expected segment=N
 
 from kvcache.kinds import (  # noqa: F401  (each registers its kind)
     chunked_local,
+    circular_window,
     cross_attention,
     full_attention,
     recurrent,

@@ -117,6 +117,8 @@ class TokenGroup(VerifiedGroup):
         """Reads the tokens from `first` on that have this content."""
         last = first + expected.shape[1]
         columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
+        if self.table.layout.is_circular:
+            columns %= self.table.layout.max_num_blocks
         slots = self._slots(span.row, first, last)
         blocks = span.block_ids[self.index][columns].astype(np.int64)
         mapped, placed = self._wrong(expected, slots, blocks, offsets)

@@ -27,17 +27,25 @@ struct CacheGroup {
   uint8_t id;            // index among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
   int64_t num_hashes;    // per block
-  int64_t max_blocks;    // of one request
+  int64_t max_blocks;    // of one request; circular: all that it ever has
   int64_t num_prealloc;  // blocks
 
   bool holds_tokens() const { return pages == AttentionKind::Pages::kTokens; }
   bool holds_state() const { return pages == AttentionKind::Pages::kState; }
   bool holds_encoder() const { return pages == AttentionKind::Pages::kEncoder; }
+  bool is_circular() const { return pages == AttentionKind::Pages::kCircular; }
 
   // A user's own kind may return any number, so it is clamped.
   int64_t first_needed_token(int64_t num_computed) const {
     return keeps_all ? 0
                      : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
+  }
+  // Circular: the place of a block of the sequence, and the tokens that there are places for.
+  int64_t column_of(int64_t block) const { return is_circular() ? block % max_blocks : block; }
+  int64_t num_places() const { return max_blocks * block_size; }
+  // Circular: whether slots up to `stop` leave all that the token at `start` reads.
+  bool has_places_for(int64_t start, int64_t stop) const {
+    return stop - first_needed_token(start) <= num_places();
   }
   // Blocks before this one hold no token that is still read.
   int64_t first_needed_block(int64_t num_computed) const {

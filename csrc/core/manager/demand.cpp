@@ -13,9 +13,17 @@ int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) {
 // Blocks in which tokens start to stop - 1 are written, and that others hold.
 int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start, int64_t stop) {
-  const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
-  int64_t n = 0;
-  for (int64_t b = start / group.block_size; b < last; ++b) n += holders.is_shared(held[b]);
+  const int64_t first = start / group.block_size;
+  int64_t n = 0, last = std::min(ceil_div(stop, group.block_size), held.size());
+  if (group.is_circular()) {
+    last = std::min(ceil_div(stop, group.block_size), first + group.max_blocks);
+    for (int64_t b = first; b < last; ++b) {
+      const int64_t column = group.column_of(b);
+      n += column < held.size() && holders.is_shared(held[column]);
+    }
+    return n;
+  }
+  for (int64_t b = first; b < last; ++b) n += holders.is_shared(held[b]);
   return n;
 }
 
@@ -60,6 +68,10 @@ struct Basis {
       for (int64_t b = each.num_dropped; b < needs.drop_to && on.frees_at_once; ++b) {
         num_free += on.pool->ref_count(each[b]) == 1;
       }
+    } else if (group.is_circular()) {
+      const int64_t most = std::min(ceil_div(stop, group.block_size), group.max_blocks);
+      needs.num_new = std::max<int64_t>(most - size, 0);
+      if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
     }
     num_new += needs.num_new + needs.num_shared;
     demand[group] = needs;
@@ -138,8 +150,9 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
     if (group.holds_encoder()) continue;
     const RowBlocks& each = held[group.id];
     const int64_t stop = each.size() * group.block_size;
-    if (num_shared(holders_, group, each, group.holds_state() ? stop - 1 : start, stop) > 0)
-      return true;
+    int64_t from = group.holds_state() ? stop - 1 : start;
+    if (group.is_circular()) from = 0;  // any of its blocks is written again
+    if (num_shared(holders_, group, each, from, stop) > 0) return true;
   }
   return false;
 }
@@ -153,6 +166,10 @@ int64_t DemandRules::num_blocks_ever(const TokenChain& chain) const {
       continue;
     }
     const int64_t all = ceil_div(chain.num_tokens(), group.block_size);
+    if (group.is_circular()) {
+      num_blocks += std::min(all, group.max_blocks);
+      continue;
+    }
     num_blocks += group.holds_state()
                       ? std::min<int64_t>(all, 2)  // and the page that it is copied from
                       : all - group.first_needed_block(chain.num_tokens() - 1);

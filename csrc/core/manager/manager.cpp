@@ -19,25 +19,25 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
 
 Manager::Manager(const ManagerOptions& options)
     : setup_(options),
-      rows_(&setup_.groups, options.max_num_reqs),
-      steps_(setup_.groups.size(), options.num_blocks),
+      rows_(&setup_.groups, setup_.options.max_num_reqs),
+      steps_(setup_.groups.size(), setup_.options.num_blocks),
       tiers_(&setup_, &steps_),
-      stats_(cached_block_sizes(setup_.groups), options.stats_window),
+      stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
-              options),
+              setup_.options),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
-                 options),
+                 setup_.options),
       checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages()}),
-      intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, options.enable_caching),
+      intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, setup_.options.enable_caching),
       release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
                &tiers_.clock()),
       swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_,
-            options.caches_swapped_rows),
+            setup_.options.caches_swapped_rows),
       server_(row_context(setup_, &tiers_, &rows_, &steps_),
               {setup_.hash_block_size, tiers_.holders(), &finder_, &publisher_, &swap_, &intake_,
                &stats_},
-              options),
+              setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
       pins_(&tiers_.pool()) {}
@@ -80,6 +80,7 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   const Call call(this);
   checked_size("num_tokens", num_tokens, 1);
   checks_.check_new(chain);
+  checks_.check_places(0, std::min(num_tokens, chain.num_tokens()), "a new request");
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
   return server_.would_fit(chain, num_tokens);
 }
@@ -134,6 +135,7 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   const int64_t num_computed = checks_.check_computed(*chain, computed);
   const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
   checks_.check_length(span.stop, "a new request");
+  checks_.check_places(0, num_tokens + num_lookahead_tokens, "a new request");
   return server_.allocate(chain, PrefixHit::of_device(num_computed, computed), span);
 }
 

@@ -1,5 +1,6 @@
 #include "core/manager/options.h"
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -47,7 +48,14 @@ ManagerOptions checked(const ManagerOptions& options) {
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
-  return options;
+  ManagerOptions out = options;
+  // What is written round is gone: behind a hit such a group lacks its window.
+  for (const GroupOptions& group : options.groups) {
+    if (group.is_cached && group.kind->pages() == AttentionKind::Pages::kCircular) {
+      out.enable_caching = false;
+    }
+  }
+  return out;
 }
 
 int64_t hash_block_size_of(const ManagerOptions& options) {
@@ -69,7 +77,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.kind = each.kind;
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
-    group.is_cached = each.is_cached && !group.holds_encoder();
+    group.is_cached = each.is_cached && !group.holds_encoder() && !group.is_circular();
     group.drafts = each.drafts;
     group.has_partial = group.is_cached && options.hash_block_size > 0 &&
                         hash_block_size < each.block_size &&
@@ -78,6 +86,9 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;
     group.max_blocks = ceil_div(options.max_model_len, each.block_size);
+    if (group.is_circular()) {
+      group.max_blocks = std::min(group.max_blocks, ceil_div(each.kind->buffer(), each.block_size));
+    }
     group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
     groups.push_back(std::move(group));
   }

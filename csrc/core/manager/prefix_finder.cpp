@@ -35,7 +35,7 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
   for (const CacheGroup& group : *groups_) {
-    if (group.holds_encoder()) continue;
+    if (group.holds_encoder() || group.is_circular()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     if (group.is_cached) {
       unit_ = checked_size(
@@ -193,7 +193,7 @@ void PrefixFinder::collect(const CacheGroup& group) {
   std::vector<BlockId>& blocks = hit_.blocks[group.id];
   std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
   const int64_t n = hit_.num_tokens;
-  if (n == 0 || group.holds_encoder()) {
+  if (n == 0 || group.holds_encoder() || group.is_circular()) {
     blocks.clear();
     on_host.clear();
     return;

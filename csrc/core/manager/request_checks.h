@@ -36,6 +36,11 @@ class RequestChecks {
   void check_driver(int32_t row, bool by_step) const {
     if (c_.rows->at(row).by_step != by_step) fail_driver(row, by_step);
   }
+  // That the slots of one step leave all that it reads, where blocks are written round. `what` asks
+  // for `num_slots`, lookahead included, from token `start` on.
+  void check_places(int64_t start, int64_t num_slots, const char* what) const {
+    if (has_circular_) check_circular(start, num_slots, what);
+  }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const;
@@ -59,9 +64,11 @@ class RequestChecks {
   [[noreturn]] static void fail_driver(int32_t row, bool by_step);
   void check_step_rows(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
+  void check_circular(int64_t start, int64_t num_slots, const char* what) const;
 
   Context c_;
-  bool has_state_ = false;  // a group of pages that hold states
+  bool has_state_ = false;     // a group of pages that hold states
+  bool has_circular_ = false;  // a group of blocks that are written round
 };
 
 }  // namespace kvcache

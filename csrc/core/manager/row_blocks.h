@@ -17,6 +17,7 @@ struct RowBlocks {
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
   int64_t num_partial = 0;    // has_partial: leading hash blocks that are
   int64_t num_hits = 0;       // leading blocks that the row has not computed
+  int64_t num_slots = 0;      // circular: slots up to here were given, and may have been written
   // While the row is being served: the block that is to be copied into its next one, or the page of
   // the host that is to be loaded into it.
   BlockId source = kNullBlock, host_source = kNullBlock;
@@ -30,7 +31,7 @@ struct RowBlocks {
   // Nothing held; the memory stays for the next.
   void clear() {
     blocks.clear();
-    num_dropped = num_published = num_partial = num_hits = 0;
+    num_dropped = num_published = num_partial = num_hits = num_slots = 0;
     source = host_source = kNullBlock;
   }
 };

@@ -105,6 +105,9 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
       each.num_dropped = each.size();
     }
     const int64_t size = each.size();
+    if (group.is_circular()) {
+      each.num_slots = std::max(each.num_slots, served->span.stop + served->span.lookahead);
+    }
     if (needs.drop_to > each.num_dropped) drop(served->row, group, needs.drop_to);
     int64_t more = 0;
     if (needs.num_new > 0 && group.holds_tokens()) {
@@ -127,7 +130,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     if (group.holds_state()) {
       move_state(served, group, *next);
     } else {
-      clear_uncomputed(served, group, *next);
+      clear_uncomputed(served, group, next, num_new[group.id]);
       each.blocks.insert(each.blocks.end(), next, next + num_new[group.id]);
     }
     next += num_new[group.id];
@@ -135,13 +138,14 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   }
 }
 
-// A hit that ends inside a block of a group that is not cached: the tokens before its end stay
-// zero.
-void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, BlockId first) {
-  if (group.is_cached || !group.holds_tokens()) return;
+// Behind a hit, a group that is not cached has zeros for the tokens before: in the block that the
+// hit ends in, or, where blocks are written round, in all.
+void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, const BlockId* blocks,
+                                 int64_t n) {
+  if (group.is_cached || group.holds_encoder() || !c_.plan->is_step()) return;
   const int64_t token = c_.rows->blocks(served->row)[group.id].size() * group.block_size;
-  if (token >= served->span.start) return;
-  c_.plan->zero(first);
+  if (token >= served->span.start || (group.is_circular() && token > 0)) return;
+  for (int64_t i = 0; i < (group.is_circular() ? n : 1); ++i) c_.plan->zero(blocks[i]);
   served->depends_from(token);
 }
 
@@ -163,14 +167,16 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const Span& span = served->span;
   const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
-  for (int64_t b = first; num_shared > 0; ++b) {
+  for (int64_t block = first; num_shared > 0; ++block) {
+    const int64_t b = group.column_of(block);
+    if (b >= each.size()) continue;  // circular: a new one
     BlockId& id = each[b];
     if (!holders_.is_shared(id)) continue;
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
     each.num_hits = std::min(each.num_hits, b);
     c_.plan->replace(row, group.id, b, id);
-    if (group.holds_state() || b * group.block_size < span.start) {
+    if (group.holds_state() || group.is_circular() || b * group.block_size < span.start) {
       note_dropped(row, group, b, shared);  // had, and not kept
       served->depends_from(b * group.block_size);
       c_.plan->copy(shared, id);

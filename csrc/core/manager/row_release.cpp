@@ -91,6 +91,10 @@ bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   if (num_tokens == 0) return false;  // the cache may still have something
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_state()) return false;  // it was updated in place
+    if (group.is_circular() &&
+        held[group.id].num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
+      return false;  // it was written over
+    }
     if (!group.holds_tokens()) continue;
     const bool needs_any =
         num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;

@@ -160,7 +160,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
 // Whether another row has just brought back the same page, and this one does not write it at once.
 bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t start,
                              BlockId page) const {
-  if (moved_.count(page) == 0 || group.holds_state()) return false;
+  if (moved_.count(page) == 0 || group.holds_state() || group.is_circular()) return false;
   return group.holds_encoder() || (column + 1) * group.block_size <= start;
 }
 

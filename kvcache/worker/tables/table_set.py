@@ -126,12 +126,17 @@ class TableSet:
         n = self.num_slots
         with_slots = [g for g, each in enumerate(self.layouts) if each.has_slots]
         # The groups that share positions come first: calls for all groups serve these.
-        shared = [g for g in with_slots if not self.layouts[g].is_encoder]
-        groups = shared + [g for g in with_slots if self.layouts[g].is_encoder]
+        # Behind them those whose columns are written round, each with positions of its own.
+        of_tokens = [g for g in with_slots if not self.layouts[g].is_encoder]
+        shared = [g for g in of_tokens if not self.layouts[g].is_circular]
+        self._circular = [g for g in of_tokens if self.layouts[g].is_circular]
+        encoders = [g for g in with_slots if self.layouts[g].is_encoder]
+        groups = shared + self._circular + encoders
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
         self._slots.gpu.fill_(-1)
         every = BufferView(self._slots, 0, (len(shared), n))
+        self._slots_of_tokens = BufferView(self._slots, 0, (len(of_tokens), n))
         self._slot_views = {}
         places = slice(0, len(shared))
         self._slot_calls = {ALL_GROUPS: _SlotCall(self.fields(shared), every, places, len(shared))}
@@ -267,6 +272,8 @@ class TableSet:
         num_tokens = integer(num_tokens, "num_tokens", most=self.num_slots)
         call = self._slot_call(group)
         view, at = call.slots, call.places
+        if group == ALL_GROUPS:
+            view, at = self._slots_of_tokens, slice(0, len(self._slots_of_tokens.cpu))
         self._slots.before_write()
         view.np[:, num_tokens:] = -1
         view.upload(len(view.cpu))
@@ -301,7 +308,14 @@ class TableSet:
                     f"expected 1 to {self.num_rows + 1}"
                 )
             rows = self.identity(num_requests, on_host=not on_device)
+        for g in self._circular if group == ALL_GROUPS else ():
+            self.compute_slots(rows, positions, query_start_loc, g)
         call = self._slot_call(group)
+        if group != ALL_GROUPS and self.layouts[group].is_circular:
+            # Of a position below 0 the rest is below 0, too, and refused.
+            places = self.layouts[group].num_places
+            is_tensor = isinstance(positions, torch.Tensor)
+            positions = (torch if is_tensor else np).fmod(positions, places)
         if not on_device:
             self._slots.before_write()
         ops.slot_mapping(
