@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
+from itertools import pairwise
 
 import cbor2
 
@@ -69,6 +70,175 @@ class PrefixCache:
                     self.free_blocks.move_to_end(block, last=False)
 
 
+class PoolBlock:
+    """A block as engines keep it: an object, linked into the queue of free blocks."""
+
+    __slots__ = ("after", "before", "block_id", "key", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.key: bytes | None = None
+        self.before: PoolBlock | None = None
+        self.after: PoolBlock | None = None
+
+
+class FreeQueue:
+    """Free blocks, the least recently freed first, linked through the blocks themselves."""
+
+    def __init__(self, blocks: list[PoolBlock]) -> None:
+        self.num_free = len(blocks)
+        self.head, self.tail = PoolBlock(-1), PoolBlock(-1)
+        chain = [self.head, *blocks, self.tail]
+        for before, after in pairwise(chain):
+            before.after, after.before = after, before
+
+    def pop(self, n: int) -> list[PoolBlock]:
+        self.num_free -= n
+        popped, block = [], self.head.after
+        for _ in range(n):
+            popped.append(block)
+            after = block.after
+            block.before = block.after = None
+            block = after
+        self.head.after, block.before = block, self.head
+        return popped
+
+    def remove(self, block: PoolBlock) -> None:
+        block.before.after, block.after.before = block.after, block.before
+        block.before = block.after = None
+        self.num_free -= 1
+
+    def append(self, blocks: list[PoolBlock]) -> None:
+        self.num_free += len(blocks)
+        last = self.tail.before
+        for block in blocks:
+            last.after, block.before = block, last
+            last = block
+        last.after, self.tail.before = self.tail, last
+
+
+class BlockObjects:
+    """The pool of an engine: objects, found by the hash and the number of their cache group."""
+
+    def __init__(self, num_blocks: int) -> None:
+        blocks = [PoolBlock(i) for i in range(num_blocks)]
+        self.queue = FreeQueue(blocks[1:])
+        self.cached: dict[bytes, dict[int, PoolBlock]] = {}
+
+    def find(self, block_hash: bytes, group: int) -> PoolBlock | None:
+        blocks = self.cached.get(block_hash + group.to_bytes(4, "big"))
+        return next(iter(blocks.values())) if blocks else None
+
+    def touch(self, blocks: list[PoolBlock]) -> None:
+        for block in blocks:
+            if block.ref_count == 0:
+                self.queue.remove(block)
+            block.ref_count += 1
+
+    def take(self, n: int) -> list[PoolBlock]:
+        blocks = self.queue.pop(n)
+        for block in blocks:
+            self.evict(block)
+            block.ref_count += 1
+        return blocks
+
+    def evict(self, block: PoolBlock) -> None:
+        if block.key is None:
+            return
+        blocks = self.cached[block.key]
+        del blocks[block.block_id]
+        if not blocks:
+            del self.cached[block.key]
+        block.key = None
+
+    def cache(self, blocks: list[PoolBlock], hashes: list[bytes], group: int) -> None:
+        for block, block_hash in zip(blocks, hashes):
+            block.key = block_hash + group.to_bytes(4, "big")
+            self.cached.setdefault(block.key, {})[block.block_id] = block
+
+    def free(self, blocks: list[PoolBlock]) -> None:
+        for block in blocks:
+            block.ref_count -= 1
+        self.queue.append([block for block in blocks if block.ref_count == 0])
+
+
+class GroupOfRequests:
+    """The blocks of each request in one cache group."""
+
+    def __init__(self, pool: BlockObjects, block_size: int, group: int) -> None:
+        self.pool, self.block_size, self.group = pool, block_size, group
+        self.tables: dict[str, list[PoolBlock]] = {}
+        self.num_cached: dict[str, int] = {}
+
+    def find(self, hashes: list[bytes], num_tokens: int) -> list[PoolBlock]:
+        hits = []
+        for block_hash in hashes[: num_tokens // self.block_size]:
+            block = self.pool.find(block_hash, self.group)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def num_needed(self, request_id: str, num_tokens: int, hits: list[PoolBlock]) -> int:
+        num_held = len(self.tables.get(request_id, ())) + len(hits)
+        num_free_hits = sum(block.ref_count == 0 for block in hits)
+        return -(-num_tokens // self.block_size) - num_held + num_free_hits
+
+    def take_hits(self, request_id: str, hits: list[PoolBlock]) -> None:
+        self.pool.touch(hits)
+        self.tables.setdefault(request_id, []).extend(hits)
+        self.num_cached[request_id] = len(hits)
+
+    def grow(self, request_id: str, num_tokens: int) -> list[PoolBlock]:
+        table = self.tables[request_id]
+        new = self.pool.take(-(-num_tokens // self.block_size) - len(table))
+        table.extend(new)
+        return new
+
+    def cache(self, request_id: str, hashes: list[bytes], num_tokens: int) -> None:
+        first, stop = self.num_cached[request_id], num_tokens // self.block_size
+        self.pool.cache(self.tables[request_id][first:stop], hashes[first:stop], self.group)
+        self.num_cached[request_id] = stop
+
+    def free(self, request_id: str) -> None:
+        self.pool.free(self.tables.pop(request_id)[::-1])
+        del self.num_cached[request_id]
+
+
+class RequestCache:
+    """A manager of requests as engines write it: groups over one pool, an object per block."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.pool = BlockObjects(num_blocks)
+        self.groups = [GroupOfRequests(self.pool, block_size, 0)]
+
+    def lookup(self, hashes: list[bytes], num_tokens: int) -> tuple[list[PoolBlock], ...]:
+        return tuple(group.find(hashes, num_tokens - 1) for group in self.groups)
+
+    def allocate(
+        self,
+        request_id: str,
+        hashes: list[bytes],
+        num_tokens: int,
+        hits: tuple[list[PoolBlock], ...],
+    ) -> tuple[list[PoolBlock], ...] | None:
+        pairs = list(zip(self.groups, hits))
+        needed = sum(group.num_needed(request_id, num_tokens, each) for group, each in pairs)
+        if needed > self.pool.queue.num_free:
+            return None
+        for group, each in pairs:
+            group.take_hits(request_id, each)
+        new = tuple(group.grow(request_id, num_tokens) for group in self.groups)
+        for group in self.groups:
+            group.cache(request_id, hashes, num_tokens)
+        return new
+
+    def free(self, request_id: str) -> None:
+        for group in self.groups:
+            group.free(request_id)
+
+
 class Sequence:
     """A running request as an engine's Python sees it."""
 
@@ -125,6 +295,10 @@ class SequenceBlocks:
         self.free_blocks = deque(range(1, num_blocks))
         self.free_pages = deque(range(1, num_host_blocks))
         self.tables: dict[int, list[Block]] = {}
+        self.lengths: dict[int, int] = {}
+        self.accesses: dict[int, float] = {}
+        self.computed: set[int] = set()
+        self.touched: list[int] = []  # since the last mark
 
     def _take(self) -> int:
         block_id = self.free_blocks.popleft()
@@ -142,6 +316,7 @@ class SequenceBlocks:
             prev = table[-1] if table else None
             table.append(Block(prev, token_ids[start : start + self.size], self._take()))
         self.tables[seq_id] = table
+        self.lengths[seq_id] = len(token_ids)
 
     def fork(self, parent: int, child: int) -> None:
         table: list[Block] = []
@@ -150,6 +325,7 @@ class SequenceBlocks:
             prev = table[-1] if table else None
             table.append(Block(prev, [*block.token_ids], block.block_id))
         self.tables[child] = table
+        self.lengths[child] = self.lengths[parent]
 
     def append(self, seq_id: int, token_ids: list[int]) -> list[tuple[int, int]]:
         table, pairs = self.tables[seq_id], []
@@ -163,9 +339,46 @@ class SequenceBlocks:
                 self._release(old)
                 pairs.append((old, last.block_id))
             last.token_ids.append(token)
+            self.touched.append(last.block_id)
+        self.lengths[seq_id] += len(token_ids)
         return pairs
 
+    def can_allocate(self, num_tokens: int, lookahead: int, watermark: int) -> str:
+        required = -(-(num_tokens + lookahead) // self.size)
+        if len(self.refs) - 1 - required < watermark:
+            return "NEVER"
+        return "OK" if len(self.free_blocks) - required >= watermark else "LATER"
+
+    def can_append(self, lengths: dict[int, int], lookahead: int) -> bool:
+        touched = 0
+        for seq_id, length in lengths.items():
+            table, known = self.tables[seq_id], self.lengths[seq_id]
+            num_empty = self.size - len(table[-1].token_ids)
+            num_new = length - known + lookahead
+            touched += 1 + -(-max(num_new - num_empty, 0) // self.size)
+        return touched <= len(self.free_blocks)
+
+    def block_table(self, seq_id: int) -> list[int]:
+        return [block.block_id for block in self.tables[seq_id]]
+
+    def access(self, seq_id: int, now: float) -> None:
+        self.accesses[seq_id] = now
+
+    def mark_computed(self) -> None:
+        self.computed.update(self.touched)
+        self.touched.clear()
+
+    def common_computed(self, seq_ids: list[int]) -> list[int]:
+        tables = [self.block_table(seq_id) for seq_id in seq_ids]
+        common = []
+        for ids in zip(*tables):
+            if len({*ids}) > 1 or ids[0] not in self.computed:
+                break
+            common.append(ids[0])
+        return common
+
     def free(self, seq_id: int) -> None:
+        del self.lengths[seq_id]
         for block in reversed(self.tables.pop(seq_id)):
             self._release(block.block_id)
 

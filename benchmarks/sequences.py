@@ -1,4 +1,7 @@
-"""The sequence-group manager: a sequence of 2,001 tokens, blocks of 16, each call by itself."""
+"""The sequence-group manager: a sequence of 2,001 tokens, blocks of 16, each call by itself.
+
+And all calls of a scheduler per decode step and sequence together, at 2,001 and 16,001 tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,10 @@ ASKED = {
     "swap out": (50, 10, (70_000, 70_000)),
     "swap in": (50, 10, (70_000, 70_000)),
 }
+
+# The same of all calls of a decode step, by length, in us; a bar of a tenth of an engine's.
+STEP_LENGTHS = {NUM_TOKENS: (13.6, 40.4), 16_001: (15.4, 50.2)}
+NUM_STEPS = 1_000
 
 
 class Sequence:
@@ -83,6 +90,60 @@ def rounds_of_ours(caching: bool) -> Iterator[dict[str, float]]:
         yield seconds
 
 
+def steps_of_ours(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
+    """Seconds of the calls of each decode step of a sequence that began behind a hit."""
+    manager = BlockSpaceManager(BLOCK_SIZE, NUM_BLOCKS, NUM_BLOCKS, enable_caching=caching)
+    token_ids = np.random.default_rng(0).integers(0, 152_000, num_tokens).tolist()
+    sequence = first = Sequence(0, token_ids)
+    for sequence in (first, Sequence(1, [*token_ids])):
+        group = Group(sequence)
+        group.request_id = str(sequence.seq_id)
+        manager.allocate(group)
+        sequence.status = "RUNNING"
+        manager.mark_blocks_as_computed(group, num_tokens)
+    for i in range(NUM_STEPS):
+        sequence.token_ids.append(5)
+        start = perf_counter()
+        manager.can_append_slots(group, 0)
+        manager.append_slots(sequence, 0)
+        manager.get_block_table(sequence)
+        manager.access_all_blocks_in_seq(sequence, float(i))
+        manager.get_common_computed_block_ids([sequence])
+        manager.mark_blocks_as_computed(group, 1)
+        yield {"calls of a decode step": perf_counter() - start}
+    waiting = Group(Sequence(-1, token_ids))
+    for _ in range(NUM_ROUNDS):
+        seconds = {"can_allocate": seconds_of(manager.can_allocate, waiting)}
+        child = Sequence(2, [*sequence.token_ids, 6], "RUNNING")
+        manager.fork(sequence, child)
+        seconds["append after a fork"] = seconds_of(manager.append_slots, child, 0)
+        manager.free(child)
+        yield seconds
+
+
+def steps_of_peer(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
+    """The same of the plain form."""
+    blocks = peers.SequenceBlocks(NUM_BLOCKS, NUM_BLOCKS, BLOCK_SIZE)
+    blocks.allocate(0, [0] * num_tokens)
+    if caching:
+        blocks.computed.update(blocks.block_table(0))
+    for i in range(NUM_STEPS):
+        start = perf_counter()
+        blocks.can_append({0: blocks.lengths[0] + 1}, 0)
+        blocks.append(0, [5])
+        blocks.block_table(0)
+        blocks.access(0, float(i))
+        blocks.common_computed([0])
+        blocks.mark_computed()
+        yield {"calls of a decode step": perf_counter() - start}
+    for _ in range(NUM_ROUNDS):
+        seconds = {"can_allocate": seconds_of(blocks.can_allocate, num_tokens, 0, 40)}
+        blocks.fork(0, 1)
+        seconds["append after a fork"] = seconds_of(blocks.append, 1, [6])
+        blocks.free(1)
+        yield seconds
+
+
 def rounds_of_peer() -> Iterator[dict[str, float]]:
     """The same of the plain form."""
     blocks = peers.SequenceBlocks(NUM_BLOCKS, NUM_BLOCKS, BLOCK_SIZE)
@@ -131,4 +192,19 @@ def all_results() -> Iterator[Result]:
             yield Result(title, "us", ours[name], peer[name], against, bar, goal)
         yield Result("  can_append_slots", "us", ours["can append"])
         yield Result("  get_block_table", "us", ours["table"])
+    yield from step_results()
     yield Result("  what was before its allocate: reading and hashing", "us", caching["hash"])
+
+
+def step_results() -> Iterator[Result]:
+    for num_tokens, engine in STEP_LENGTHS.items():
+        for caching in (False, True):
+            lives = steps_of_ours(num_tokens, caching), steps_of_peer(num_tokens, caching)
+            ours, peer = medians(*lives)
+            title = f"{num_tokens:,} tokens{', caching' if caching else ''}: "
+            name = "calls of a decode step"
+            against = f"Python, block by block; an engine's: {engine[caching]}"
+            bar = engine[caching] / 10
+            yield Result(title + name, "us", ours[name], peer[name], against, bar, bar / 2)
+            for name in ("can_allocate", "append after a fork"):
+                yield Result(f"  {title}{name}", "us", ours[name], peer[name], "Python")

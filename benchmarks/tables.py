@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from benchmarks.measure import Result, median_times, seconds_per_call
 from kvcache import MultiGroupBlockTable, StepPlan, ops
+from kvcache.native import build
 from kvcache.step import NO_REPLACE
 
 GROUPS, BUFFER = 4, 8192
@@ -78,6 +84,50 @@ def slot_mapping() -> Iterator[Result]:
         yield Result("  every row's length checked too", "us", checked * to_us, bar=bar, goal=goal)
 
 
+def plain_loop(folder: str) -> Callable[..., None]:
+    """The peer: `plain_loop.cpp`, compiled with the flags of this library."""
+    library = Path(folder) / "plain_loop.so"
+    source = Path(__file__).with_name("plain_loop.cpp")
+    subprocess.run(
+        [*build.cxx_command(), *build.CXX_FLAGS, "-shared", str(source), "-o", str(library)],
+        check=True,
+    )
+    return ctypes.CDLL(str(library)).plain_slots
+
+
+def called_slot_mapping() -> Iterator[Result]:
+    """`compute_slot_mapping` of a decode step, all of the call: checks, padding and Python."""
+    num_rows, width = 1024, 512
+    rng = np.random.default_rng(0)
+    tables = MultiGroupBlockTable(num_rows, width * 16, BUFFER, False, "cpu", [16] * GROUPS)
+    for row in range(num_rows):
+        tables.add_row([rng.integers(1, 1 << 20, width) for _ in range(GROUPS)], row)
+    ids = np.stack([table.get_numpy_array() for table in tables.block_tables])
+    rows = np.arange(num_rows, dtype=np.int32)
+    positions = rng.integers(0, width * 16, num_rows)
+    slots = np.zeros((GROUPS, BUFFER), np.int64)
+    sizes = map(ctypes.c_int64, (GROUPS, num_rows, width, num_rows, 16, BUFFER))
+    num_groups, n, columns, num_tokens, block_size, num_slots = sizes
+    addresses = (ctypes.c_void_p(a.ctypes.data) for a in (ids, rows, positions, slots))
+    at_ids, at_rows, at_positions, at_slots = addresses
+    with tempfile.TemporaryDirectory() as folder:
+        plain = partial(
+            plain_loop(folder), at_ids, num_groups, n, columns, at_rows, at_positions, num_tokens,
+            block_size, at_slots, num_slots,
+        )  # fmt: skip
+        calls = 50
+        ours, peer = median_times(
+            seconds_per_call(lambda: tables.compute_slot_mapping(rows, positions), calls),
+            seconds_per_call(plain, calls),
+        )
+    for g, table in enumerate(tables.block_tables):
+        assert np.array_equal(table.slot_mapping.np[:num_rows], slots[g, :num_rows])
+        assert (table.slot_mapping.np[num_rows:] == -1).all()
+    ours, peer = ours * 1e6 / calls, peer * 1e6 / calls
+    name = f"compute_slot_mapping, decode, {num_rows} requests, {GROUPS} groups"
+    yield Result(name, "us", ours, peer, "plain C++ loop, no padding", peer / 2.5, peer / 5)
+
+
 def rows() -> Iterator[Result]:
     num_rows, width = 1024, 1024
     tables = MultiGroupBlockTable(num_rows, width * 16, 64, False, "cpu", [16] * GROUPS)
@@ -86,8 +136,8 @@ def rows() -> Iterator[Result]:
     splits = [np.arange(num_rows + 1, dtype=np.int32)] * GROUPS
     ids = [np.full(num_rows, 7, np.int32)] * GROUPS
     plan = StepPlan(
-        0, all_rows, np.zeros(num_rows, np.uint8), all_rows, all_rows[:0], all_rows, splits, ids,
-        [NO_REPLACE] * GROUPS,
+        0, all_rows, np.zeros(num_rows, np.uint8), all_rows,
+        append_rows=all_rows, append_splits=splits, append_ids=ids, replace=[NO_REPLACE] * GROUPS,
     )  # fmt: skip
 
     def ours() -> None:
@@ -125,6 +175,7 @@ def all_results() -> Iterator[Result]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
+        yield from called_slot_mapping()
         yield from slot_mapping()
         yield from rows()
     finally:

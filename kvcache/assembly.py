@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Unpack
 
+import numpy as np
 import torch
 
-from kvcache.allocator import KVCacheManager, PolicyArguments
-from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend
+from kvcache.allocator import CacheOptions, KVCacheManager, PolicyArguments
+from kvcache.checks import integer, integers
+from kvcache.layouts import AttentionBackend, EngineBackend
 from kvcache.memory_plan import CachePlan
 from kvcache.worker import BlockTable, KVStorage, MultiGroupBlockTable, Pages, SwapEngine, Worker
 from kvcache.worker.pages.pages import Tensors
@@ -105,6 +106,39 @@ class KVCache:
         group, index = self._place(layer_name)
         return self.storages[group].gather(index, slots, dtype)
 
+    def gather_context(
+        self,
+        layer_name: str,
+        rows: Sequence[int],
+        num_tokens: Sequence[int],
+        dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(key, value) of the first num_tokens[i] tokens of each row rows[i], one row after the other.
+
+        Through the tables as they are on the host, with slots in a buffer of their own: those of the
+        step (`slots`) stay. Tokens that slid out of a window are zeros, and so are those that another
+        context-parallel rank holds. ValueError for an unknown layer or row, for tokens that a row has
+        no blocks for, and for a recurrent layer.
+
+        >>> from kvcache import LayerSpec, Request, plan_cache
+        >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
+        >>> cache = build(plan, max_num_reqs=4)
+        >>> report = cache.worker.apply(cache.manager.step(new=[Request("r1", range(40))]))
+        >>> cache.gather_context("a", rows=[0], num_tokens=[40])[0].shape
+        torch.Size([40, 2, 64])
+        """
+        group, index = self._place(layer_name)
+        rows = integers(np.asarray(rows), "rows", ())
+        lengths = integers(np.asarray(num_tokens), "num_tokens", ())
+        if len(rows) != len(lengths) or (len(lengths) and lengths.min() < 0):
+            raise ValueError(
+                f"num_tokens is {lengths.tolist()}: expected 0 or more for each of the {len(rows)} rows"
+            )
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        slots = self.tables[group].slots_of(np.repeat(rows, lengths), positions)
+        return self.storages[group].gather(index, slots, dtype)
+
     def _place(self, layer_name: str) -> tuple[int, int]:
         """Group of a layer, and which of the group's layers it is."""
         for group, spec in enumerate(self.plan.groups):
@@ -119,7 +153,7 @@ def build(
     *,
     max_num_reqs: int,
     device: torch.device | str = "cpu",
-    backend: str | AttentionBackend | None = None,
+    backend: str | AttentionBackend | EngineBackend | None = None,
     layout: str = "NHD",
     kernel_sizes: Sequence[int] | None = None,
     num_speculative_tokens: int = 0,
@@ -161,6 +195,7 @@ def build(
     for name in _GIVEN_BY_PLAN:
         if name in options:
             raise TypeError(f"{name} is {options[name]!r}: expected no {name}, the plan gives it")
+    CacheOptions.check_names("kvcache.build", options)
     swap_options = _checked_swap_options(swap_options)
     manager = KVCacheManager.for_groups(
         plan.groups,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from numbers import Real
 from operator import index
 
@@ -41,6 +42,29 @@ def flag(value: bool, name: str) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} is {value!r}: expected True or False")
     return bool(value)
+
+
+def dtype_name(dtype: object, known: Iterable[str]) -> str:
+    """The name of a dtype ("bfloat16"), given as that or as a torch.dtype. TypeError or ValueError."""
+    name = dtype
+    if type(dtype).__module__ == "torch":  # which is not imported here
+        name = str(dtype).removeprefix("torch.")
+    if not isinstance(name, str):
+        raise TypeError(f"dtype is {dtype!r}: expected a torch.dtype or its name")
+    if name not in known:
+        raise ValueError(f"dtype is {name!r}: expected one of {', '.join(known)}")
+    return name
+
+
+def text(value: str, name: str) -> str:
+    """A string that UTF-8 can hold: no lone surrogate. TypeError or ValueError."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}: expected a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
+    return value
 
 
 def check_name(value: str, name: str) -> None:

@@ -1,7 +1,8 @@
 """Events of a prefix cache: blocks that can be found, and blocks that no longer can.
 
 Events are plain data, in the order in which they happened. A hash is stored when its first block is
-cached and removed when its last one leaves; further blocks with the same hash emit no events.
+cached and removed when its last one leaves; further blocks with the same hash emit no events. With
+`announce_reused`, blocks that a request hits are stored again (`is_reused`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockStored:
-    """Consecutive blocks of one sequence were cached.
+    """Consecutive blocks of one sequence were cached; or, with `is_reused`, are hit by a request.
 
-    `block_hashes`: uint8[n, 32]. `parent_hash`: that of the block before the first (of a first
-    block: the hash of the seed), 32 bytes. `token_ids`: int32[n * block_size]. `block_size`: tokens.
-    `medium`: "gpu", or "cpu" for the host tier. Events of the host tier have no parent and no tokens
-    (None and empty: the device's events had them), and their blocks need not be consecutive.
+    `block_hashes`: uint8[n, hash_bytes]. `parent_hash`: that of the block before the first (of a first
+    block: the hash of the seed, or None where only the engine knows the algorithm). `token_ids`:
+    int32[n * block_size]. `block_size`: tokens. `group`: the number of the cache group, `group_kind` its
+    attention kind, and `window` the tokens of its sliding window. `medium`: "gpu", or "cpu" for the host
+    tier. `lora` and `session` are those of the request that has computed, or hit, the blocks;
+    `extra_keys` has one entry per hash block of `hash_block_size` tokens, a tuple of its keys or None,
+    or is None where no block has any. So a block's hash follows from its event:
+
+        hash_blocks(event.token_ids, event.hash_block_size, parent=event.parent_hash,
+                    extra_keys=event.extra_keys, algorithm=event.hash_algorithm)
+
+    gives `block_hashes`, or, where blocks are larger than hash blocks, those and the ones between.
+
+    Events of the host tier have no parent, no tokens, and nothing of a request (None and empty: the
+    device's events had them), and their blocks need not be consecutive.
     """
 
     block_hashes: np.ndarray
@@ -27,11 +39,23 @@ class BlockStored:
     block_size: int
     group: int
     medium: str = "gpu"
+    hash_algorithm: str = "sha256_cbor"
+    hash_block_size: int = 0  # tokens; 0: as block_size
+    group_kind: str = "full_attention"
+    window: int | None = None  # tokens
+    lora: tuple[str, str] | None = None  # (name, path)
+    session: str | None = None
+    extra_keys: tuple[tuple[tuple, ...] | None, ...] | None = None
+    is_reused: bool = False
+
+    def __post_init__(self) -> None:
+        if self.hash_block_size == 0:
+            object.__setattr__(self, "hash_block_size", self.block_size)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BlockRemoved:
-    """No block is found under these hashes, uint8[n, 32], any more."""
+    """No block is found under these hashes, uint8[n, hash_bytes], any more."""
 
     block_hashes: np.ndarray
     group: int

@@ -10,9 +10,11 @@ other engines, topologies and copies of blocks all read the same order, so a new
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +25,27 @@ ROLES = ("kv", "block", "token", "head", "element")
 _NEEDED = {"block", "token", "element"}
 
 _log = logging.getLogger("kvcache")
+
+# The sizes by which the dimensions of an engine's backend are told apart. 4096 is a multiple of the block
+# sizes that backends accept; no two are equal, nor is one twice another.
+_PROBE = {"block": 7919, "token": 4096, "head": 11, "element": 576}
+
+
+class EngineBackend(Protocol):
+    """An engine's own backend class, or an object of it, which answers for the engine that is running.
+
+    `get_kv_cache_stride_order` (the dimensions of the shape in the order of memory, outermost first;
+    with the argument, those of all layers packed together, the layer being dimension 0) may be missing,
+    lack the argument, or raise NotImplementedError.
+    """
+
+    def get_kv_cache_shape(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
+    ) -> tuple[int, ...]: ...
+
+    def get_kv_cache_stride_order(
+        self, include_num_layers_dimension: bool = False
+    ) -> tuple[int, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -75,6 +98,53 @@ class AttentionBackend:
             if order is not None and sorted(order) != sorted(expected):
                 raise ValueError(f"{name} is {order}: expected an order of {expected}")
             object.__setattr__(self, name, order)
+
+    @classmethod
+    def from_engine(
+        cls, backend: EngineBackend, *, head_size: int = _PROBE["element"]
+    ) -> AttentionBackend:
+        """The layout that an engine's own backend class answers, whatever the engine's version.
+
+        Orders in memory differ between versions of an engine, and with its settings: a name of this
+        module is one of them, the class is the one that runs. The class answers for the layout to which
+        the engine is set, so both `layout`s of the result are that order. An order that the class does
+        not have is the order of its dimensions, with packed layers the layer first. head_size: one that
+        the backend accepts.
+
+        TypeError for an object without `get_kv_cache_shape`; ValueError for a shape with dimensions other
+        than blocks, tokens, heads, elements (or twice as many: K, then V) and K and V, and for a stride
+        order that is not one of the shape. What the class raises otherwise passes through.
+
+        >>> class EngineBackend:
+        ...     def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+        ...         return (num_blocks, 2, block_size, num_kv_heads, head_size)
+        ...     def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        ...         return (1, 4, 0, 2, 3, 5) if include_num_layers_dimension else (0, 1, 3, 2, 4)
+        >>> found = AttentionBackend.from_engine(EngineBackend)
+        >>> found.dims
+        ('block', 'kv', 'token', 'head', 'element')
+        >>> found.memory_order(cross_layers=True)
+        ('block', 'head', 'layer', 'kv', 'token', 'element')
+        """
+        dims, shape = engine_dims(backend, head_size)
+        if None in dims:
+            raise ValueError(
+                f"backend gives the shape {shape} for {_PROBE['block']} blocks of {_PROBE['token']} "
+                f"tokens, {_PROBE['head']} heads and head_size {head_size}: expected no dimension but "
+                "these, twice head_size, and 2 for K and V"
+            )
+        own, packed = (engine_order(backend, dims, cross_layers=each) for each in (False, True))
+        name = getattr(backend, "get_name", None)
+        return cls(
+            str(name()) if callable(name) else getattr(backend, "__name__", type(backend).__name__),
+            dims,
+            nhd=own,
+            hnd=own,
+            nhd_cross_layers=packed,
+            hnd_cross_layers=packed,
+            # Built-in MLA has it too: the latent, then its rotary part.
+            unequal_head_sizes="kv" not in dims and ("head" not in dims or 2 * head_size in shape),
+        )
 
     @property
     def is_mla(self) -> bool:
@@ -231,6 +301,25 @@ class Placement:
         """Whether V of a page lies in the region of its K, equally far behind it in all layers."""
         behind = self.kv_offsets - self.kv_offsets[:, :1]
         return self.has_kv_together and bool((behind == behind[0]).all())
+
+    def with_scales_as_part(self) -> Placement:
+        """The same with the scales as one more p, of which each head of a token has an equal share."""
+        size = self.scale_bytes_per_token // self.head_count
+
+        def appended(array: np.ndarray, value: object) -> np.ndarray:
+            return _read_only(np.concatenate([array, np.atleast_1d(value)]))
+
+        def beside(array: np.ndarray, column: np.ndarray) -> np.ndarray:
+            return _read_only(np.concatenate([array, column[:, None]], axis=1))
+
+        return replace(
+            self,
+            regions=beside(self.regions, self.scale_regions),
+            kv_offsets=beside(self.kv_offsets, self.scale_offsets),
+            token_strides=appended(self.token_strides, self.scale_bytes_per_token),
+            head_strides=appended(self.head_strides, size),
+            head_bytes=appended(self.head_bytes, size),
+        )
 
     def runs(self, layer: int, p: int) -> np.ndarray:
         """int64[n, 3]: (region, offset, length) of the stretches of K or V of a layer, merged."""
@@ -440,13 +529,82 @@ def backend(name: str) -> AttentionBackend:
     return _BACKENDS[name]
 
 
-def described_backend(given: str | AttentionBackend) -> AttentionBackend:
-    """A registered name or a description, as a description. TypeError for anything else."""
+def described_backend(given: str | AttentionBackend | EngineBackend) -> AttentionBackend:
+    """A registered name, a description, or an engine's own class, as a description.
+
+    TypeError for anything else; otherwise as `backend` and `AttentionBackend.from_engine`.
+    """
     if isinstance(given, AttentionBackend):
         return given
-    if not isinstance(given, str):
-        raise TypeError(f"backend is {given!r}: expected a name or an AttentionBackend")
-    return backend(given)
+    if isinstance(given, str):
+        return backend(given)
+    return AttentionBackend.from_engine(given)
+
+
+def engine_dims(
+    given: EngineBackend, head_size: int = _PROBE["element"]
+) -> tuple[tuple[str | None, ...], tuple[int, ...]]:
+    """The roles of the dimensions of an engine's own backend, None where unknown, and the shape.
+
+    TypeError for an object without `get_kv_cache_shape`; ValueError where blocks or tokens have no
+    dimension.
+    """
+    ask = getattr(given, "get_kv_cache_shape", None) or getattr(given, "shape", None)
+    if not callable(ask) or isinstance(given, str):
+        raise TypeError(
+            f"backend is {given!r}: expected a name, an AttentionBackend or an object with "
+            "get_kv_cache_shape"
+        )
+    sizes = {**_PROBE, "element": head_size}
+
+    def shape_for(heads: int) -> tuple[int, ...]:
+        sizes["head"] = heads
+        return tuple(
+            ask(
+                num_blocks=sizes["block"],
+                block_size=sizes["token"],
+                num_kv_heads=heads,
+                head_size=head_size,
+            )
+        )
+
+    try:
+        shape = shape_for(_PROBE["head"])
+    except Exception:  # a backend with one latent may refuse several heads
+        shape = shape_for(1)
+    roles = {2: "kv", 2 * head_size: "element"} | {size: role for role, size in sizes.items()}
+    dims = tuple(roles.get(size) for size in shape)
+    if any(dims.count(role) != 1 for role in ("block", "token")):
+        raise ValueError(
+            f"backend gives the shape {shape} for {sizes['block']} blocks of {sizes['token']} tokens: "
+            "expected one dimension of each"
+        )
+    return dims, shape
+
+
+def engine_order(
+    given: EngineBackend, dims: tuple[str | None, ...], *, cross_layers: bool
+) -> tuple[str | None, ...]:
+    """The roles in memory, outermost first, as an engine's own backend answers; as `dims` without one.
+
+    ValueError for a stride order that is not one of these dimensions.
+    """
+    if cross_layers:
+        dims = ("layer", *dims)
+    ask = getattr(given, "get_kv_cache_stride_order", None)
+    if ask is None or (
+        cross_layers and "include_num_layers_dimension" not in inspect.signature(ask).parameters
+    ):
+        return dims
+    try:
+        order = ask(include_num_layers_dimension=True) if cross_layers else ask()
+    except NotImplementedError:
+        return dims
+    if sorted(order) != list(range(len(dims))):
+        raise ValueError(
+            f"backend gives the stride order {tuple(order)}: expected one of 0 to {len(dims) - 1}"
+        )
+    return tuple(dims[i] for i in order)
 
 
 def backend_of_shape(shape: Sequence[int], name: str) -> AttentionBackend:

@@ -85,6 +85,7 @@ def plan_cache(
     fit_max_model_len: bool = False,
     max_num_batched_tokens: int | None = None,
     max_encoder_tokens: int | None = None,
+    state_interval: int | None = None,
     context_parallel: ContextParallel | None = None,
     layer_page_bytes: int | None = None,
 ) -> CachePlan:
@@ -108,6 +109,11 @@ def plan_cache(
     pages must have a size of the caller's (that of another engine, say, or a multiple of 4096): at least
     those of the largest block, in whole elements of every dtype. Block sizes are the same with it: all
     that it adds is padding.
+
+    `state_interval`: tokens, the block size of recurrent groups: at its multiples a state is kept where
+    a step ends there, in a page of its own, and can be hit. None: the block of attention. A multiple of
+    the `block_size` of every recurrent layer. Where it is smaller than the block of attention, hits need
+    the manager's `hash_block_size`, which divides both.
 
     A drafter's layers (`LayerSpec.drafts`) share groups with others of their kind; a group with one of
     them drafts (`GroupSpec`).
@@ -143,7 +149,8 @@ def plan_cache(
         step = integer(max_num_batched_tokens, "max_num_batched_tokens", 1)
     cp = checked_context_parallel(context_parallel)
     by_name = _by_name(layers)
-    layer_page, buckets = _buckets(by_name.values())
+    interval = _checked_interval(state_interval, by_name.values())
+    layer_page, buckets = _buckets(by_name.values(), interval)
     if layer_page_bytes is not None:
         layer_page = _checked_layer_page(layer_page_bytes, layer_page, by_name.values())
     kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
@@ -285,16 +292,33 @@ def _common_element_bytes(layers: Iterable[LayerSpec]) -> int:
     return math.lcm(*(ELEMENT_BYTES[layer.dtype] for layer in layers))
 
 
-def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
+def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -> int | None:
+    if state_interval is None:
+        return None
+    steps = [layer.block_size for layer in layers if layer.state_bytes]
+    if not steps:
+        raise ValueError(
+            f"state_interval is {state_interval!r}: expected None, as no layer keeps a state"
+        )
+    interval, common = integer(state_interval, "state_interval", 1), math.lcm(*steps)
+    if interval % common:
+        raise ValueError(
+            f"state_interval is {interval}: expected a multiple of {common}, of the block_size of every "
+            "layer that keeps a state"
+        )
+    return interval
+
+
+def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, list[GroupSpec]]:
     """The bytes of a layer's share of a page, and layers that may share groups.
 
     Those share groups that one storage can hold: equal in all but their names and smallest blocks.
     """
     layers = list(layers)
-    layer_page, base_block_size = _layer_page(layers)
+    layer_page, base_block_size = _layer_page(layers, interval)
     names: dict[tuple[GroupSpec, LayerSpec], list[str]] = {}
     for layer in layers:
-        block_size = _block_size(layer, layer_page, base_block_size)
+        block_size = _block_size(layer, layer_page, base_block_size, interval)
         group = GroupSpec(
             layer.kind,
             block_size,
@@ -312,7 +336,7 @@ def _buckets(layers: Iterable[LayerSpec]) -> tuple[int, list[GroupSpec]]:
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
 
 
-def _layer_page(layers: list[LayerSpec]) -> tuple[int, int | None]:
+def _layer_page(layers: list[LayerSpec], interval: int | None) -> tuple[int, int | None]:
     """Bytes of the largest block, and its tokens; without attention, of the largest state."""
     states = [layer for layer in layers if layer.state_bytes]
     attention = [layer for layer in layers if not layer.state_bytes]
@@ -320,14 +344,19 @@ def _layer_page(layers: list[LayerSpec]) -> tuple[int, int | None]:
     if not attention:
         return largest_state, None
     base = max(attention, key=lambda layer: layer.page_bytes(layer.block_size))
-    # A state is stored at the end of a block, which its own block size must divide.
-    block_size = math.lcm(base.block_size, *(layer.block_size for layer in states))
+    # Without an interval, a state is stored at the end of a block, which its own block size must divide.
+    steps = [] if interval else [layer.block_size for layer in states]
+    block_size = math.lcm(base.block_size, *steps)
     block_size *= max(1, _ceil_div(largest_state, base.page_bytes(block_size)))
     return base.page_bytes(block_size), block_size
 
 
-def _block_size(layer: LayerSpec, layer_page: int, base_block_size: int | None) -> int:
+def _block_size(
+    layer: LayerSpec, layer_page: int, base_block_size: int | None, interval: int | None
+) -> int:
     """Tokens of the layer's block in a page whose largest block has `base_block_size`."""
+    if layer.state_bytes and interval:
+        return interval
     if base_block_size is None:
         return layer.block_size
     if layer.state_bytes:

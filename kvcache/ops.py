@@ -184,10 +184,10 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Writes each token's K and V at its slot; slot -1 is skipped.
+    """Writes each token's K and V at its slot; slot -1 and those of block 0, the null block, are skipped.
 
-    key: [n, num_kv_heads, head_size], value: [n, num_kv_heads, v_head_size], contiguous within a
-    token. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, (v_)head_size], any strides
+    key: [n, num_kv_heads, head_size], value: [n, num_kv_heads, v_head_size], any strides but 1 in the
+    last dimension: tokens in HND order, [num_kv_heads, n, head_size], are `key.transpose(0, 1)`. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, (v_)head_size], any strides
     but 1 in the last dimension (NHD and HND). slot_mapping: int64[n]. Two tokens must not name one
     slot. All layers at once: num_layers in front of the shape of tokens and caches.
 
@@ -213,7 +213,9 @@ def gather_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
 ) -> None:
-    """Reads tokens back: the K and V at each slot into key[n, ...] and value[n, ...]; -1 gives zeros.
+    """Reads tokens back: the K and V at each slot into key[n, ...] and value[n, ...].
+
+    Slot -1 and those of block 0, the null block, give zeros.
 
     Shapes, dtypes, strides and scales as for `write_kv`; fp8 becomes fp8 * scale, rounded to the
     tokens' dtype. The context of a batch is `slot_mapping` of its requests and positions, then this:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache.checks import MAX_INT32, MAX_INT64, check_name, flag, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, check_name, dtype_name, flag, integer
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
@@ -136,8 +136,12 @@ class LayerSpec:
     `kind` is a registered attention kind (`kvcache.kinds`), `options` are what it takes:
     "sliding_window" needs `window` (tokens a query sees, with itself), "chunked_local" `chunk_size`.
     A layer whose kind keeps a state ("recurrent") has `state_bytes` and leaves heads and sizes 0; a
-    state can be stored after every `block_size` tokens. MLA stores one latent vector per token: one
-    head, `v_head_size` 0. A packed format is `uint8` with the head size in bytes.
+    state can be stored after every `block_size` tokens. A packed format is `uint8` with the head size in
+    bytes.
+
+    MLA, the same in `KVStorage` and `kvcache.transfer.CacheDescription`: one head; `head_size` is the
+    latent and `v_head_size` its rotary part, which may also be counted in `head_size`, and then is 0
+    (with `is_mla` the default).
 
     Raises TypeError or ValueError.
 
@@ -151,12 +155,13 @@ class LayerSpec:
     block_size: int  # tokens on one context-parallel rank: the smallest block the kernel takes
     num_kv_heads: int = 0
     head_size: int = 0  # elements
-    v_head_size: int | None = None  # elements; None: as head_size
-    dtype: str = "bfloat16"
+    v_head_size: int | None = None  # elements; None: as head_size, or 0 with MLA
+    dtype: str = "bfloat16"  # or the torch.dtype of that name
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
     replicated: bool = False  # held whole by every context-parallel rank
     state_bytes: int = 0  # of one request
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
+    is_mla: bool = False
     cached: bool = True  # False: its blocks are never hits; it reads what its request has computed
     transferred: bool = True  # False: its blocks stay with this engine
     drafts: bool = False  # a drafter's layer: see `GroupSpec`
@@ -167,22 +172,29 @@ class LayerSpec:
         _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
         pages = self._make_kind().pages
-        for name in ("replicated", "cached", "transferred", "drafts"):
+        for name in ("replicated", "cached", "transferred", "drafts", "is_mla"):
             _set_flag(self, name)
         if pages == "state" and not self.cached:
             raise ValueError(
                 f"cached is False: expected True for kind {self.kind!r}, whose state behind a hit of "
                 "other layers would be missing"
             )
-        check_name(self.dtype, "dtype")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         if self.drafts and pages != "tokens":
             raise ValueError(
                 f"drafts is True: expected False for kind {self.kind!r}, whose pages hold no K and V of "
                 "tokens"
             )
-        self._check_sizes(pages == "state")
+        has_state = pages == "state"
+        self._check_sizes(has_state)
+        if self.is_mla:
+            if has_state or self.num_kv_heads != 1:
+                raise ValueError(
+                    f"is_mla is True, num_kv_heads {self.num_kv_heads} and kind {self.kind!r}: expected "
+                    "one head and no state"
+                )
+            if self.v_head_size is None:
+                object.__setattr__(self, "v_head_size", 0)
 
     def _make_kind(self) -> KindProperties:
         # Imported here: sizes and layouts are of use without the native library.

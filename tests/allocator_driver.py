@@ -8,6 +8,7 @@ wanted: `make soak SECONDS=600`.
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import sys
 import time
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
-from kvcache.allocator.hashing import DEFAULT_SEED, hash_seed
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
 from tests.model import CIRCULAR, ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
@@ -129,6 +130,8 @@ MIXES = [
     ([(FULL, 8), (FULL, 12)], 2),
     ([(FULL, 6), (_window(7), 4)], None),
     ([(FULL, 12), (RECURRENT, 8)], 2),
+    ([(RECURRENT, 12), (_window(5), 4), (FULL, 8)], 2),
+    ([(RECURRENT, 8), (RECURRENT, 6)], 2),
     ([(FULL, 4), (UNCACHED, 6)], None),
     ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
     ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
@@ -150,6 +153,7 @@ def groups_of(
     return specs, groups
 
 
+ENGINE = "engine:blake2b"  # hashes that the requests come with
 LONGEST = 40
 OPERATIONS_PER_SEED = 500
 
@@ -167,6 +171,7 @@ class Driver:
             "hash_block_size": hash_block_size,
             "fence_frees": choose.chance(4),
             "enable_caching": not choose.chance(10),
+            "announce_reused": choose.chance(3),
         }
         if choose.chance(2):
             options |= {
@@ -174,6 +179,8 @@ class Driver:
                 "host_write": choose.pick(["back", "back", "through", "selective"]),
                 "num_hits_to_write": choose.integer(1, 2),
             }
+        self.algorithm = choose.pick([DEFAULT_ALGORITHM, "xxh3_128_cbor", ENGINE])
+        self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
         specs, groups = groups_of(choose, kinds)
         self.manager = KVCacheManager.for_groups(
@@ -183,6 +190,8 @@ class Driver:
             watermark=watermark,
             enable_events=True,
             track_residency=True,
+            hash_algorithm=self.algorithm,
+            hash_bytes=self.hash_bytes,
             **options,
         )
         self.model = ModelManager(
@@ -237,9 +246,7 @@ class Driver:
         tokens = [self.token(i, differs) for i in range(length)]
         reads, writes = choose.pick([(1, 1), (1, 1), (1, 1), (0, 1), (1, 0)])
         encoder = choose.pick([0, 3, 5]) if self.has_encoder else 0
-        self.count += 1
-        request = Request(
-            f"r{self.count}",
+        request = self.make_request(
             tokens,
             read_cache=bool(reads),
             write_cache=bool(writes),
@@ -247,6 +254,21 @@ class Driver:
         )
         can = not encoder
         return request, ModelRequest(tokens, bool(reads) and can, bool(writes) and can, encoder)
+
+    def make_request(self, tokens: list[int], **options) -> Request:
+        """A request, with its hashes where they are the engine's."""
+        self.count += 1
+        hashes = [] if self.algorithm == ENGINE else None
+        request = Request(f"r{self.count}", tokens, block_hashes=hashes, **options)
+        self.extend_hashes(request, tokens)
+        return request
+
+    def extend_hashes(self, request: Request, tokens: list[int]) -> None:
+        """As an engine does when tokens come, before it appends them here."""
+        if request.block_hashes is not None:
+            size = self.model.hash_size
+            for n in range(len(request.block_hashes) + 1, len(tokens) // size + 1):
+                request.block_hashes.append(self.hash_of(tuple(tokens[: n * size])))
 
     @staticmethod
     def token(position: int, differs: int) -> int:
@@ -292,7 +314,7 @@ class Driver:
         if choose.chance(2):
             rows.reverse()
         counts = [
-            choose.integer(1, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
+            choose.integer(0, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
         ]
         rejected = [0] * len(rows)
         if choose.chance(3):
@@ -314,6 +336,9 @@ class Driver:
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
+        for row, new_ids in zip(rows, ids):
+            request, model = self.requests[row]
+            self.extend_hashes(request, model.tokens + new_ids)
         plan = self.manager.step(
             rows,
             counts,
@@ -334,6 +359,9 @@ class Driver:
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
+        assert plan.num_tokens.tolist() == want.tokens
+        assert (plan.num_running, plan.num_leaving) == (len(rows), len(leaving))
+        assert plan.is_empty == self.changes_nothing(plan)
         assert plan.clear_rows.tolist() == sorted(want.clear)
         assert sorted(map(tuple, plan.copy.tolist())) == sorted(want.copy)
         assert plan.zero.tolist() == want.zero
@@ -343,6 +371,18 @@ class Driver:
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    @staticmethod
+    def changes_nothing(plan) -> bool:
+        sections = (
+            plan.clear_rows,
+            plan.append_rows,
+            plan.swap_out,
+            plan.copy,
+            plan.zero,
+            plan.swap_in,
+        )
+        return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
@@ -382,10 +422,9 @@ class Driver:
         length = max(1, min(num_shared + self.choose.integer(0, 5), LONGEST))
         tokens = known.tokens[:num_shared]
         tokens += [self.token(i, differs) for i in range(len(tokens), length)]
-        self.count += 1
         writes = bool(self.choose.integer(0, 3))
         encoder = known.num_encoder_tokens
-        request = Request(f"r{self.count}", tokens, write_cache=writes, num_encoder_tokens=encoder)
+        request = self.make_request(tokens, write_cache=writes, num_encoder_tokens=encoder)
         if len(known.tokens) < num_shared:  # drafts that are not confirmed
             with pytest.raises(ValueError, match="are known"):
                 self.manager.fork(parent, request)
@@ -444,14 +483,17 @@ class Driver:
         if pairs:
             request, model = self.choose.pick(pairs)
             tokens = self.later_tokens(model, self.choose.integer(1, 4))
+            self.extend_hashes(request, model.tokens + tokens)
             request.append_tokens(tokens)
             model.tokens.extend(tokens)
 
     def free(self) -> None:
-        if self.requests:
+        pairs = []
+        for _ in range(min(len(self.requests), self.choose.pick([1, 1, 1, 2, 3]))):
             row = self.choose.pick(sorted(self.requests))
-            pair = self.requests.pop(row)
-            self.manager.free(pair[0])
+            pairs.append((row, self.requests.pop(row)))
+        self.manager.free(*(pair[0] for _, pair in pairs))
+        for row, pair in pairs:
             self.model.free(row)
             self.waiting.append(pair)
 
@@ -520,6 +562,14 @@ class Driver:
         tokens = self.manager.cached_tokens(request)
         assert tokens.on_device == self.model.hit_length(model)
         assert tokens.with_host == self.model.hit_length(model, with_host=True)
+        count = self.choose.integer(1, LONGEST)
+        found = self.manager.checkpoint_tokens(request, count)
+        assert found == self.model.checkpoint_tokens(model, None, count)
+        if self.requests:
+            row = self.choose.pick(sorted(self.requests))
+            running, known = self.requests[row]
+            found = self.manager.checkpoint_tokens(running, count)
+            assert found == self.model.checkpoint_tokens(known, row, count)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
         chunk = min(chunk, self.model.most_slots(0))
         status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
@@ -551,6 +601,8 @@ class Driver:
             lambda: manager.report(StepReport(self.model.num_steps, completed=True)),
             lambda: manager.report(StepReport(0, completed=True, failed_pages=[0])),
             lambda: manager.step(new=[Request("long", range(LONGEST + 1))]),
+            lambda: manager.step(new=[Request("odd", [1], block_hashes=[bytes(32)] * 9)]),
+            lambda: manager.step(new=[Request("none yet", [])]),
             lambda: manager.step(swap_out=[len(self.tables) + 50]),
             lambda: manager.step(new=[stranger], max_host_blocks=[-1]),
             lambda: manager.fork(stranger, Request("child", [1, 2])),
@@ -571,9 +623,8 @@ class Driver:
             most = self.model.most_rejected(row)
             calls += [
                 lambda: manager.step([row, row], [1, 1]),
-                lambda: manager.step([row], [0]),
+                lambda: manager.step([row], [-1]),
                 lambda: manager.step([row], [rows[row] + 1]),
-                lambda: manager.step([row], [1], token_ids=[-1]),
                 lambda: manager.step([row], [1], token_ids=[5, 6]),
                 lambda: manager.step([row], [1], token_ids=[5] * 60, num_token_ids=[60]),
                 lambda: manager.step([row], [1], num_rejected_tokens=[most + 1]),
@@ -582,6 +633,8 @@ class Driver:
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
+            if self.algorithm != ENGINE:  # else the given hashes say what they stand for
+                calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)
         if others:
             row2 = self.choose.pick([*others])
@@ -647,9 +700,9 @@ class Driver:
                 continue
             group, prefix = rest
             event = (kind, medium, group, self.hash_of(prefix))
-            if kind == "stored" and medium == "gpu":
+            if kind in ("stored", "reused") and medium == "gpu":
                 size = self.model.groups[group].block_size
-                event += (self.hash_of(prefix[:-size]), prefix[-size:])
+                event += (self.parent_of(prefix[:-size]), prefix[-size:])
             want.append(event)
         assert found == want
         self.model.events.clear()
@@ -657,18 +710,31 @@ class Driver:
     def stored(self, event: BlockStored) -> list[tuple]:
         found, size, parent = [], event.block_size, event.parent_hash
         assert len(event.token_ids) == size * len(event.block_hashes)
+        assert event.hash_algorithm == self.algorithm
         for i, each in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[i * size : (i + 1) * size].tolist())
-            found.append(("stored", "gpu", event.group, each.tobytes(), parent, tokens))
+            what = "reused" if event.is_reused else "stored"
+            found.append((what, "gpu", event.group, each.tobytes(), parent, tokens))
             parent = each.tobytes()
         return found
 
+    def parent_of(self, before: tuple) -> bytes | None:
+        """Parent of a block behind these tokens; none of first blocks that the engine hashes."""
+        if before:
+            return self.hash_of(before)
+        if self.algorithm == ENGINE:
+            return None
+        return hash_seed(DEFAULT_SEED, "seed", self.algorithm)
+
     def hash_of(self, prefix: tuple) -> bytes:
-        if not prefix:
-            return hash_seed(DEFAULT_SEED, "seed")
         if prefix not in self.hashes:
-            self.hashes[prefix] = hash_blocks(prefix, self.model.hash_size)[-1].tobytes()
+            self.hashes[prefix] = self.make_hash(prefix)
         return self.hashes[prefix]
+
+    def make_hash(self, prefix: tuple) -> bytes:
+        if self.algorithm == ENGINE:
+            return hashlib.blake2b(repr(prefix).encode(), digest_size=self.hash_bytes).digest()
+        return hash_blocks(prefix, self.model.hash_size, algorithm=self.algorithm)[-1].tobytes()
 
 
 def drive(seed: int, num_operations: int) -> None:

@@ -70,7 +70,7 @@ def _compile(flags: list[str], source: Path, obj: Path) -> None:
 
 
 def _headers(root: Path) -> list[Path]:
-    return sorted([*(root / "ops").glob("*.h"), *(root / "emul").glob("*.h")])
+    return sorted(path for name in ("ops", "emul", "worker") for path in (root / name).glob("*.h"))
 
 
 def _digest(*parts: str | Path) -> str:

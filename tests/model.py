@@ -56,6 +56,7 @@ class ModelHeld:
     num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
+    keeps_state: bool = False  # the last page holds a state inside a block that is found
 
     @property
     def num_dropped(self):
@@ -70,6 +71,8 @@ class ModelRow:
     start: int
     num_computed: int
     admission: int
+    num_prompt: int  # tokens known when it was admitted
+    num_shared: int = 0  # of these: what the groups of tokens would have hit
     resend: bool = False
     stale: bool = False
     forked: bool = False
@@ -81,6 +84,7 @@ class Answer:
     rows: list[int] = field(default_factory=list)
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -212,6 +216,7 @@ class ModelManager:
         num_host_blocks=0,
         host_write="back",
         num_hits_to_write=2,
+        announce_reused=False,
     ):
         self.groups = groups
         self.events: list[tuple] = []
@@ -231,7 +236,7 @@ class ModelManager:
         self.has_partial = [
             hash_block_size is not None
             and self.hash_size < g.block_size
-            and g.pages == TOKENS
+            and g.pages != ENCODER
             and g.cached
             for g in groups
         ]
@@ -245,6 +250,7 @@ class ModelManager:
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
         self.caching = enable_caching and not any(group.ends_caching for group in groups)
+        self.announce_reused = announce_reused
 
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
@@ -297,8 +303,15 @@ class ModelManager:
             start = state.num_computed - back
             answer.rows.append(row)
             answer.computed.append(start)
+            if count == 0:  # gets nothing
+                state.num_computed = start
+                state.request.tokens.extend(new_ids)
+                answer.status.append(SERVED)
+                answer.tokens.append(0)
+                continue
             status = self._serve(state, row, start, count, ahead)
             answer.status.append(status)
+            answer.tokens.append(count if status == SERVED else 0)
             if status == SERVED:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
@@ -307,17 +320,21 @@ class ModelManager:
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
             answer.computed.append(self.rows[row].num_computed)
+            answer.tokens.append(0)
         most = most or [FOREVER] * len(requests)
         for request, limit, ahead, cap in zip(requests, limits, lookahead[len(rows) :], most):
             # A hit inside a block takes that block and the copy: without it, less may do.
             for partial in (True, False):
-                num_hit = self.hit_length(request, partial, with_host=True)
+                with_host = True
+                num_hit = self.hit_length(request, partial, with_host)
                 held = self.hit_blocks(request, num_hit)
                 num_loads = sum(b < 0 for h in held for b in h.blocks)
                 num_loads += sum(h.host_source > 0 for h in held)
                 if num_loads > cap:
+                    with_host = False
                     num_hit = self.hit_length(request, partial)
                     held = self.hit_blocks(request, num_hit)
+                shared = self.hit_length(request, partial, with_host, with_states=False)
                 after = min(num_hit + limit, len(request.tokens))
                 copies = any(each.source for each in held)
                 status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
@@ -325,20 +342,23 @@ class ModelManager:
                     break
             answer.status.append(status)
             answer.computed.append(num_hit)
+            answer.tokens.append(after - num_hit if status == SERVED else 0)
             answer.rows.append(row)
             if status == SERVED:
+                self.rows[row].num_shared = shared
                 answer.clear.add(row)
                 served.append(row)
                 self._note_row(row)
-        for row, g, _, num_tokens in self.moves:
+        for row, g, _, num_tokens, _ in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
             self._publish(self.rows[row])
-        for row, g, column, _ in self.moves:
+        for row, g, column, _, page in self.moves:
             held = self.rows[row].held[g]
-            self._note_dropped(self.rows[row], g, column, held.blocks[column])
-            self._release([held.blocks[column]], self.num_steps)
-            held.blocks[column] = 0
+            self._note_dropped(self.rows[row], g, column, page)
+            self._release([page], self.num_steps)
+            if held.blocks[column] == page:
+                held.blocks[column] = 0
         self._end_writes()
         self.moved = {}
         self._release(self.held_for_step, self.num_steps)
@@ -460,11 +480,13 @@ class ModelManager:
             -self.host.find(g, prefix) if with_host and self.host else 0
         )
 
-    def has_all(self, tokens, num_tokens, partial, with_host=False):
+    def has_all(self, tokens, num_tokens, partial, with_host=False, with_states=True):
         """Whether every group has what the tokens behind this prefix read, and what it redoes."""
         for g, group in enumerate(self.groups):
             size = group.block_size
             if group.pages == ENCODER or not group.cached:
+                continue
+            if group.pages == STATE and not with_states:
                 continue
             first = group.reads_from(num_tokens)
             for column in range(first // size, num_tokens // size):
@@ -488,12 +510,36 @@ class ModelManager:
             return self.pool.find(g, prefix, partial=True)
         return self.find(g, prefix, with_host)
 
-    def hit_length(self, request, partial=False, with_host=False):
+    def hit_length(self, request, partial=False, with_host=False, with_states=True):
         """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
         if not request.reads or not self.caching or not self.any_cached:
             return 0
+        if not with_states and not any(g.pages == TOKENS and g.cached for g in self.groups):
+            return 0
         lengths = range(0, len(request.tokens), self.unit if partial else self.whole_unit)
-        return max(n for n in lengths if self.has_all(request.tokens, n, partial, with_host))
+        where = partial, with_host, with_states
+        return max(n for n in lengths if self.has_all(request.tokens, n, *where))
+
+    def checkpoint_tokens(self, request, row, count):
+        """Of the next `count` tokens, as many as end where states are kept."""
+        start = self.hit_length(request, partial=True, with_host=True)
+        shared = self.hit_length(request, partial=True, with_host=True, with_states=False)
+        if row is not None:
+            start, shared = self.rows[row].num_computed, self.rows[row].num_shared
+        known = len(request.tokens)
+        stop = max(start, min(start + count, known))
+        states = [group.block_size for group in self.groups if group.pages == STATE]
+        if not states or not self.caching or not request.writes:
+            return stop - start
+        if start < shared <= stop:
+            return shared - start
+        boundary = lcm(self.unit, *states)
+        ends = [
+            n
+            for n in range(start + 1, stop + 1)
+            if n % boundary == 0 or (n % self.unit == 0 and stop == known > n)
+        ]
+        return max(ends, default=stop) - start
 
     def hit_blocks(self, request, num_tokens):
         """Per group what a row with this hit begins with; a page of the host is negative."""
@@ -654,8 +700,20 @@ class ModelManager:
         self._own_what_is_written(state, start, after)
         return SERVED
 
+    def _announce(self, request, columns):
+        """Events of the hits on the device: those of (group, column) each."""
+        for g, column in columns:
+            end = (column + 1) * self.groups[g].block_size
+            self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
+
     def _admit(self, request, num_hit, after, lookahead, reserved, by_step):
         held = self.hit_blocks(request, num_hit)
+        announced = [
+            (g, column)
+            for g, each in enumerate(held)
+            for column, block in enumerate(each.blocks)
+            if block > 0
+        ]
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free()
@@ -676,10 +734,13 @@ class ModelManager:
             self.pool.retain(source)
             self.held_for_step.append(source)
         self.num_admissions += 1
-        state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions)
+        known = len(request.tokens)
+        state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions, known)
         self.rows[row] = state
         first_on_host = self._take_hits(state, num_hit)
         self._allocate_blocks(state, row, num_hit, after, lookahead, needs, room)
+        if self.announce_reused:
+            self._announce(request, announced)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
@@ -733,7 +794,7 @@ class ModelManager:
         numbers = []
         for each in state.held:
             each.num_slots = max(each.num_slots, after + lookahead)
-        for group, each, (num_new, drop_to) in zip(self.groups, state.held, needs):
+        for g, (group, each, (num_new, drop_to)) in enumerate(zip(self.groups, state.held, needs)):
             first = each.num_dropped
             if drop_to > first:
                 dropped = each.blocks[first:drop_to]
@@ -750,6 +811,13 @@ class ModelManager:
                     most - len(each.blocks) - num_new,
                 )
                 room -= more
+            if each.keeps_state:
+                each.keeps_state = False
+                if not num_new and g not in [group for group, _ in shared]:
+                    more = min(room, 1)  # the state stays in the page that is left
+                    room -= more
+                    if not more:
+                        self.pool.evict(each.blocks[-1])
             numbers.append(num_new + more)
         # Taken group by group: own ones in place of shared ones, then those behind.
         taken, own = [], []
@@ -798,12 +866,19 @@ class ModelManager:
             column = (after - 1) // self.groups[g].block_size
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
             held.host_source = 0
+        elif held.source:
+            self.step_answer.copy.append((held.source, page))
+            column = start // self.groups[g].block_size
+            self._note_dropped(self.rows[row], g, column, held.source)
+            self.safe_start = min(self.safe_start, column * self.groups[g].block_size)
+            held.source = 0
         elif start > 0:
             self.step_answer.copy.append((held.blocks[-1], page))
-            self.moves.append((row, g, len(held.blocks) - 1, start))
+            self.moves.append((row, g, len(held.blocks) - 1, start, held.blocks[-1]))
         else:
             self.step_answer.zero.append(page)
         column = (after - 1) // self.groups[g].block_size
+        del held.blocks[column:]
         held.blocks += [0] * (column - len(held.blocks)) + [page]
 
     # Blocks ----------------------------------------------------------------------------------------
@@ -859,7 +934,9 @@ class ModelManager:
             for block in each.blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(list(each.blocks), num_slots=each.num_slots)
+            child = ModelHeld(
+                list(each.blocks), keeps_state=each.keeps_state, num_slots=each.num_slots
+            )
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
@@ -868,7 +945,8 @@ class ModelManager:
             held.append(child)
         self.num_admissions += 1
         n = parent.num_computed
-        state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions)
+        known = len(request.tokens)
+        state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions, known)
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
         self.rows[other] = state
         for step in self.in_flight:
@@ -909,7 +987,7 @@ class ModelManager:
             self.host.retain(page)
         left = self._tail_first(state, with_encoder=True)
         for g, blocks in enumerate(held):
-            state.held[g].blocks = []
+            state.held[g].blocks, state.held[g].keeps_state = [], False
             for column, block in enumerate(blocks):
                 if not block:
                     state.held[g].blocks.append(0)
@@ -1008,10 +1086,12 @@ class ModelManager:
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
             if not group.cached:
                 continue
-            if self.has_partial[g]:
+            if self.has_partial[g] and group.pages == TOKENS:
                 self._publish_partials(state, g, known)
             if group.pages == STATE:
                 self._publish_state(state, g, state.num_computed)
+                if self.has_partial[g]:
+                    self._keep_state(state, g)
             elif group.pages == TOKENS:
                 for column in range(each.num_published, known // group.block_size):
                     self._publish_block(state, g, column)
@@ -1055,6 +1135,20 @@ class ModelManager:
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
             self._publish_block(state, g, num_tokens // size - 1)
             each.num_published = num_tokens // size
+
+    def _keep_state(self, state, g):
+        """A state inside a block, where a step of the prompt ended at a hash boundary."""
+        each, n = state.held[g], state.num_computed
+        if n // self.hash_size <= each.num_partial:
+            return
+        each.num_partial = n // self.hash_size
+        if n % self.hash_size or n % self.groups[g].block_size == 0 or n > state.num_prompt:
+            return
+        prefix = tuple(state.request.tokens[:n])
+        if not self.pool.find(g, prefix, partial=True):
+            self.pool.publish_partial(each.blocks[-1], g, prefix)
+            self._note_published(state, each.blocks[-1], g, prefix)
+            each.keeps_state = True
 
     def _note_published(self, state, block, g, prefix):
         if self.in_flight and state.by_step:
@@ -1266,6 +1360,8 @@ class ModelManager:
                         continue
                     if block:
                         is_invalid = prefix in [whole, *partial]
+                        if group.pages == STATE and self.has_partial[g]:  # in a page that was left
+                            is_invalid |= n < end and n <= state.num_computed
                     else:  # dropped since: full blocks while they are found, partial ones always
                         found = self.find(g, prefix, with_host=True) if n == end else 0
                         if found > 0:

@@ -159,7 +159,7 @@ DEFECTS = [
     ),
     Defect(
         "slot mapping",
-        OPS + "slot_mapping.h",
+        "csrc/worker/table_view.h",
         "i >= query_start[num_requests]",
         "i > query_start[num_requests]",  # one token behind all is the last request's
         "slot_mapping_op block_table",

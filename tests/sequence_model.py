@@ -6,6 +6,7 @@ part of what the model says.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 
 OK, LATER, NEVER = "OK", "LATER", "NEVER"
@@ -42,6 +43,7 @@ class ModelPool:
         self.content = {}  # oldest first
         self.use = {block: ModelUse() for block in self.refs}
         self.clock, self.num_idle, self.release_time = 0, 0, 0
+        self.least_free = self.num_total
 
     def num_free(self):
         return len(self.uncached_free) + len(self.cached_free)
@@ -54,6 +56,7 @@ class ModelPool:
             self.refs[block] = 1
             self.use[block] = ModelUse()
             taken.append(block)
+        self.least_free = min(self.least_free, self.num_free())
         return taken
 
     def _evict(self):
@@ -183,10 +186,25 @@ class ModelSpace:
         return len(self.moving(keys)) <= self.cpu.num_free()
 
     def can_swap_in(self, keys, lengths, lookahead):
-        required = len(self.moving(keys)) + self.num_touched(lengths, lookahead)
-        if required > self.gpu.num_total:
-            return NEVER
-        return OK if self.gpu.num_free() - required >= self.watermark else LATER
+        """By doing it, in a copy: now, and where nothing else is on the device."""
+        if copy.deepcopy(self)._fits_back(keys, lengths, lookahead, self.watermark):
+            return OK
+        alone = copy.deepcopy(self)
+        for key in [key for key, each in self.sequences.items() if not each.on_host]:
+            alone.free(key)
+        assert alone.gpu.reset()
+        return LATER if alone._fits_back(keys, lengths, lookahead, 0) else NEVER
+
+    def _fits_back(self, keys, lengths, lookahead, watermark):
+        """Swaps in and appends; whether both fit, and at no time fewer than these are free."""
+        self.gpu.least_free = self.gpu.num_free()
+        if self.swap_in(keys) is None:
+            return False
+        for key, length in lengths.items():
+            new = length - len(self.sequences[key].tokens)
+            if self.append(key, [1] * new, lookahead) is None:
+                return False
+        return self.gpu.least_free >= watermark
 
     def moving(self, keys):
         """Blocks with KV of these sequences, each once."""
@@ -202,9 +220,12 @@ class ModelSpace:
     def hit_length(self, tokens, extra):
         """The longest cached prefix in whole blocks, not the whole prompt."""
         for num_blocks in range((len(tokens) - 1) // self.size, 0, -1):
-            read = range(self.first_read(num_blocks * self.size), num_blocks)
-            if all(self._cached(tokens, extra, column) for column in read):
-                return num_blocks * self.size
+            first = self.first_read(num_blocks * self.size)
+            if all(self._cached(tokens, extra, column) for column in range(first, num_blocks)):
+                # All from there on is held: with a window at most what a sequence may hold.
+                num_held = ceil_div(len(tokens), self.size) - first
+                fits = self.window is None or num_held <= self.window // self.size + 2
+                return num_blocks * self.size if fits else 0
         return 0
 
     def _cached(self, tokens, extra, column):

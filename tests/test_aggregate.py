@@ -3,7 +3,8 @@
 import copy
 import random
 import re
-from collections import Counter
+from collections import Counter, namedtuple
+from dataclasses import dataclass, field
 from itertools import chain
 from types import SimpleNamespace
 
@@ -67,7 +68,10 @@ def state(aggregator):
         aggregator.expected_finished_count,
         aggregator.remaining_sending,
         aggregator.remaining_recving,
+        aggregator.remaining_failed_recving,
         copy.deepcopy(aggregator._pending),
+        type(aggregator._empty),
+        dict(aggregator._rules),
     )
 
 
@@ -372,6 +376,212 @@ def test_an_engines_own_report_may_lack_what_it_does_not_know():
     assert merged.kv_connector_output.finished_sending == {"a"}
 
 
+@dataclass
+class EngineReport:
+    """As an engine of today writes it: sets that are empty by default, and an attribute of its own."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+    kv_connector_stats: object | None = None
+    kv_cache_events: object | None = None
+    kv_connector_worker_meta: object | None = None
+    invalid_block_ids: set[int] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    expected_finished_count: int = 0
+    loaded: dict[str, int] = field(default_factory=dict)
+
+    def is_empty(self):
+        return not (self.finished_sending or self.finished_recving or self.invalid_block_ids)
+
+
+def engine(**report):
+    return Output(kv_connector_output=EngineReport(**report))
+
+
+def added(one, other):
+    return dict(Counter(one) + Counter(other))
+
+
+def test_the_merged_report_is_of_the_engines_class_with_its_defaults():
+    aggregator = KVOutputAggregator(2)
+    none = [Output(kv_connector_output=None)] * 2
+    assert type(aggregator.aggregate(none).kv_connector_output) is KVConnectorOutput
+    merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
+    assert merged == EngineReport(expected_finished_count=2) and merged.is_empty()
+    # What the original has: sets of ids become None, invalid blocks and failed ones stay empty sets.
+    assert merged.finished_sending is None and merged.finished_recving is None
+    assert merged.invalid_block_ids == set() and merged.failed_recving == set()
+    merged.invalid_block_ids.add(3)
+    merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
+    assert merged.invalid_block_ids == set(), "a default was shared"
+    none = [Output(kv_connector_output=None) for _ in range(2)]
+    assert type(aggregator.aggregate(none).kv_connector_output) is EngineReport
+    again = KVOutputAggregator(1).aggregate([Output(kv_connector_output=merged)])
+    assert again.kv_connector_output.invalid_block_ids == set(), "it can be merged once more"
+
+
+def test_a_failed_request_is_named_when_all_workers_have_ended_receiving_it():
+    aggregator = KVOutputAggregator(2)
+    outputs = [engine(finished_recving={"a"}, failed_recving={"a"}), engine(finished_recving={"b"})]
+    merged = aggregator.aggregate(outputs).kv_connector_output
+    assert merged.failed_recving == set() and aggregator.remaining_failed_recving == {"a"}
+    outputs = [engine(finished_recving={"b"}), engine(finished_recving={"a"})]
+    merged = aggregator.aggregate(outputs).kv_connector_output
+    assert merged.finished_recving == {"a", "b"} and merged.failed_recving == {"a"}
+    assert aggregator.remaining_failed_recving == set()
+    held = [None, engine(finished_recving={"c"}, failed_recving={"c"})]
+    aggregator = KVOutputAggregator(1)
+    assert aggregator.aggregate(held) is None
+    merged = aggregator.aggregate([output(), output()]).kv_connector_output
+    assert merged.finished_recving == merged.failed_recving == {"c"}
+
+
+class WorkerMeta:
+    def __init__(self, *tags):
+        self.tags = set(tags)
+
+    def aggregate(self, other):
+        return WorkerMeta(*self.tags, *other.tags)
+
+
+def test_metadata_of_workers_is_added_up():
+    own = [WorkerMeta("a"), None, WorkerMeta("b")]
+    outputs = [engine(kv_connector_worker_meta=meta) for meta in own]
+    merged = KVOutputAggregator(3).aggregate(outputs).kv_connector_output
+    assert merged.kv_connector_worker_meta.tags == {"a", "b"} and own[0].tags == {"a"}
+    merged = KVOutputAggregator(1).aggregate([engine()]).kv_connector_output
+    assert merged.kv_connector_worker_meta is None
+
+
+def test_an_attribute_of_the_engines_own_is_merged_by_its_rule():
+    aggregator = KVOutputAggregator(2)
+    aggregator.register_rule("loaded", added)
+    held = [None, engine(loaded={"a": 1}), engine(loaded={"a": 2, "b": 1})]
+    assert aggregator.aggregate(held) is None
+    merged = aggregator.aggregate([engine(loaded={"b": 5}), engine(), engine()])
+    assert merged.kv_connector_output.loaded == {"a": 3, "b": 6}
+    assert held[1].kv_connector_output.loaded == {"a": 1}
+    merged = aggregator.aggregate([engine(), engine(), engine()])
+    assert merged.kv_connector_output.loaded == {}
+
+
+def test_a_rule_gets_copies_of_all_values_but_none():
+    seen = []
+
+    def kept(merged, reported):
+        seen.append((list(merged), list(reported)))
+        merged.extend(reported)
+        return merged
+
+    aggregator = KVOutputAggregator(2)
+    aggregator.register_rule("log", kept)
+    own = [[1], None, [], [2]]
+    outputs = [Output(kv_connector_output=SimpleNamespace(log=log)) for log in own]
+    assert aggregator.aggregate(outputs).kv_connector_output.log == [1, 2]
+    assert seen == [([1], []), ([1], [2])] and own == [[1], None, [], [2]]
+
+
+def test_an_attribute_without_a_rule_is_an_error_unless_it_says_nothing():
+    aggregator = KVOutputAggregator(2)
+    before = state(aggregator)
+    message = re.escape(
+        "loaded of worker 1 is {'a': 1}: expected an attribute of KVConnectorOutput, or a rule to merge"
+    )
+    with pytest.raises(ValueError, match=message):
+        aggregator.aggregate([engine(finished_sending={"a"}), engine(loaded={"a": 1})])
+    assert state(aggregator) == before
+    plain = [Output(kv_connector_output=SimpleNamespace(a=None, b=())) for _ in range(2)]
+    assert aggregator.aggregate(plain).kv_connector_output.b is None
+    count = Output(kv_connector_output=SimpleNamespace(retries=0))
+    with pytest.raises(ValueError, match="retries of worker 0 is 0: expected an attribute of"):
+        aggregator.aggregate([count])
+
+
+@pytest.mark.parametrize("name", ["loaded", "failed_recving", "finished_sending"])
+def test_a_rule_registered_twice_is_an_error(name):
+    aggregator = KVOutputAggregator(1)
+    aggregator.register_rule("loaded", added)
+    before = state(aggregator)
+    with pytest.raises(ValueError, match=f"name is '{name}', which has a rule"):
+        aggregator.register_rule(name, added)
+    with pytest.raises(TypeError, match="rule is 'union': expected a function of two values"):
+        aggregator.register_rule("other", "union")
+    with pytest.raises(TypeError, match="name is 3: expected that of an attribute"):
+        aggregator.register_rule(3, added)
+    assert state(aggregator) == before
+
+
+def test_a_rule_that_fails_changes_nothing():
+    aggregator = KVOutputAggregator(2)
+    aggregator.register_rule("loaded", lambda one, other: one.missing)
+    aggregator.aggregate([None, engine(finished_recving={"a"}, failed_recving={"b"})])
+    before = state(aggregator)
+    outputs = [engine(finished_recving={"b"}, loaded={"a": 1}) for _ in range(2)]
+    with pytest.raises(AttributeError, match="missing"):
+        aggregator.aggregate(outputs)
+    assert state(aggregator) == before
+
+
+@dataclass(frozen=True)
+class FrozenReport:
+    finished_sending: frozenset = frozenset()
+    expected_finished_count: int = 0
+
+
+@dataclass(slots=True)
+class OldReport:
+    """Of an engine's earlier version, with fewer attributes."""
+
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+
+
+class OwnReport:
+    """No dataclass; one attribute is a property."""
+
+    def __init__(self, sending):
+        self._sending = sending
+
+    @property
+    def finished_sending(self):
+        return self._sending
+
+    @finished_sending.setter
+    def finished_sending(self, ids):
+        self._sending = ids
+
+
+@pytest.mark.parametrize("kind", [FrozenReport, OldReport, OwnReport])
+def test_reports_may_be_of_any_class_whose_attributes_can_be_set(kind):
+    aggregator = KVOutputAggregator(2)
+    outputs = [Output(kv_connector_output=kind({"a"})), Output(kv_connector_output=kind({"b"}))]
+    merged = aggregator.aggregate(outputs).kv_connector_output
+    assert type(merged) is kind and not merged.finished_sending
+    outputs = [Output(kv_connector_output=kind(set())), Output(kv_connector_output=kind({"a"}))]
+    merged = aggregator.aggregate(outputs).kv_connector_output
+    assert type(merged) is kind and merged.finished_sending == {"a"}
+
+
+def test_a_report_that_cannot_carry_what_is_merged_is_an_error():
+    aggregator = KVOutputAggregator(1)
+    before = state(aggregator)
+    old, new = Output(kv_connector_output=OldReport()), output(invalid_block_ids={1})
+    with pytest.raises(ValueError, match="is a OldReport, whose invalid_block_ids cannot be set"):
+        aggregator.aggregate([old, new])
+    row = namedtuple("Row", "finished_sending")({"a"})
+    with pytest.raises(ValueError, match="is a Row, whose finished_sending cannot be set"):
+        aggregator.aggregate([Output(kv_connector_output=row)])
+    assert state(aggregator) == before
+
+
+def test_an_engines_own_events_stay_without_an_event_unless_they_are_false():
+    outputs = [output(kv_cache_events=CountedEvents()) for _ in range(2)]
+    events = KVOutputAggregator(2).aggregate(outputs).kv_connector_output.kv_cache_events
+    assert type(events) is CountedEvents and events.workers == 2 and not events.get_all_events()
+    assert not KVCacheEvents() and not KVCacheEvents([]).merge(KVCacheEvents())
+    assert KVCacheEvents().merge(KVCacheEvents(["a"]))
+
+
 @pytest.mark.parametrize("empty", [lambda r: None, lambda r: EmptyOutput(kv_connector_output=r)])
 def test_an_empty_output_of_output_rank_loses_no_report(empty):
     aggregator = KVOutputAggregator(2)
@@ -511,7 +721,7 @@ class Model:
         self.expected = expected
         self.reports = {"sending": {}, "recving": {}}  # id -> [reports wanted, reports so far]
         self.carry = {"sending": set(), "recving": set(), "invalid": set()}
-        self.stats, self.events = {}, {}
+        self.stats, self.events, self.loaded, self.failed = {}, {}, Counter(), set()
 
     def step(self, reports):
         for worker, report in enumerate(reports):
@@ -527,6 +737,8 @@ class Model:
                         del self.reports[kind][req_id]
                         self.carry[kind].add(req_id)
             self.carry["invalid"] |= report.invalid_block_ids or set()
+            self.failed |= report.failed_recving or set()
+            self.loaded += Counter(getattr(report, "loaded", {}))
             if report.kv_connector_stats is not None:
                 kind = type(report.kv_connector_stats)
                 self.stats[kind] = (
@@ -538,10 +750,15 @@ class Model:
     def remaining(self, kind):
         return {req_id: want - got for req_id, (want, got) in self.reports[kind].items()}
 
-    def check(self, report):
+    def check(self, report, kind):
+        assert type(report) is kind
+        empty = set() if kind is EngineReport else None
         assert report.finished_sending == (self.carry["sending"] or None)
         assert report.finished_recving == (self.carry["recving"] or None)
-        assert report.invalid_block_ids == (self.carry["invalid"] or None)
+        assert report.invalid_block_ids == (self.carry["invalid"] or empty)
+        assert report.failed_recving == (self.failed & self.carry["recving"] or empty)
+        self.failed -= self.carry["recving"]
+        assert getattr(report, "loaded", {}) == self.loaded
         assert report.expected_finished_count == self.expected
         stats = report.kv_connector_stats
         stats = {} if stats is None else stats if isinstance(stats, dict) else {type(stats): stats}
@@ -555,18 +772,22 @@ class Model:
             for events in by_worker:
                 common &= Counter(events)
             assert Counter(report.kv_cache_events.get_common_events()) == common
-        for carried in (*self.carry.values(), self.stats, self.events):
+        for carried in (*self.carry.values(), self.stats, self.events, self.loaded):
             carried.clear()
 
 
-def random_report(rng):
+def random_report(rng, kind):
     def ids():
         some = {f"r{rng.randrange(12)}" for _ in range(rng.choice([0, 1, 3]))}
         return some or rng.choice([None, set()])
 
     if rng.random() < 0.1:
         return None
-    report = KVConnectorOutput(ids(), ids())
+    report = kind(ids(), ids())
+    if rng.random() < 0.2:
+        report.failed_recving = set(ids() or ())
+    if kind is EngineReport and rng.random() < 0.2:
+        report.loaded = {f"layer {rng.randrange(3)}": rng.randrange(1, 4)}
     if rng.random() < 0.2:
         kind = rng.choice([Stats, OtherStats])
         report.kv_connector_stats = kind(**{rng.choice("ab"): rng.randrange(3)})
@@ -598,9 +819,12 @@ def test_random_steps_answer_and_remember_as_the_model(seed):
     world = rng.randint(1, 7)
     expected = rng.choice([world, rng.randint(1, 9)])
     aggregator, model = KVOutputAggregator(expected), Model(expected)
+    kind = rng.choice([KVConnectorOutput, EngineReport])
+    aggregator.register_rule("loaded", added)
+    seen = KVConnectorOutput
     for _ in range(1250):
         rank = rng.randrange(world)
-        reports = [random_report(rng) for _ in range(world)]
+        reports = [random_report(rng, kind) for _ in range(world)]
         outputs = [Output(kv_connector_output=copy.deepcopy(report)) for report in reports]
         form = rng.random()
         if form < 0.15:
@@ -611,12 +835,13 @@ def test_random_steps_answer_and_remember_as_the_model(seed):
             before = state(aggregator)
             with pytest.raises(ValueError):
                 aggregator.aggregate(corrupted(outputs, rank, rng), rank)
-            assert repr(state(aggregator)[:3]) == repr(before[:3]), f"seed {seed}"
+            assert repr(state(aggregator)[:4]) == repr(before[:4]), f"seed {seed}"
         merged = aggregator.aggregate(outputs, rank)
         model.step(reports)
+        seen = kind if any(report is not None for report in reports) else seen
         assert merged is (outputs[rank] if form >= 0.3 else None)
         if merged is not None:
-            model.check(merged.kv_connector_output)
+            model.check(merged.kv_connector_output, seen)
         assert aggregator.remaining_sending == model.remaining("sending"), f"seed {seed}"
         assert aggregator.remaining_recving == model.remaining("recving"), f"seed {seed}"
         for own, given in zip(outputs, reports, strict=True):

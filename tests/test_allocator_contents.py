@@ -167,6 +167,8 @@ class Simulation:
             return 0
         most = self.most_slots(computed)
         count = choose.integer(1, min(missing, most))
+        if choose.chance(2):
+            count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
         if count == missing and not self.has_state and choose.chance(2):
             count += choose.integer(0, 4)
         return min(count, LONGEST - computed, most)

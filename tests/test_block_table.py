@@ -123,18 +123,22 @@ def test_a_wrong_call_is_named_and_changes_nothing(call, message):
 @pytest.mark.parametrize(
     ("rows", "positions", "message"),
     [
-        ([0, 4], [0, 0], r"rows\[1\] is 4"),
+        ([0, 4], [0, 0], r"req_indices\[1\] is 4"),
         ([0], [20], r"positions\[0\] is 20: expected 0 to 19"),
         ([0], [8], r"positions\[0\] is 8: expected less, as row 0 holds no block for it"),
-        ([0], [0, 1], "rows has shape"),
-        ([0] * 17, [0] * 17, r"out has shape \[1, 16\]: expected at least 17"),
+        ([0], [0, 1], "req_indices has 1 entries, positions has 2"),
+        (
+            [0] * 17,
+            [0] * 17,
+            r"positions has 17 entries: expected at most 16, the tokens of a step \(max_num",
+        ),
     ],
 )
 def test_a_wrong_slot_mapping_call_is_named_and_changes_nothing(rows, positions, message):
     table = make()
     table.add_row([3, 4], 0)
     table.slot_mapping.np[:] = 5
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ValueError, match=message):
         table.compute_slot_mapping(np.array(rows), np.array(positions))
     assert set(table.slot_mapping.np.tolist()) == {5}
 

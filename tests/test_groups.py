@@ -6,7 +6,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvcache import ContextParallel, GroupSpec, KVCacheManager, Request, Status
+from kvcache import (
+    ContextParallel,
+    GroupSpec,
+    KVCacheManager,
+    LayerSpec,
+    Request,
+    Status,
+    plan_cache,
+)
 from kvcache.kinds import (
     AttentionKind,
     KindProperties,
@@ -14,6 +22,7 @@ from kvcache.kinds import (
     kind_names,
     make_kind,
     register,
+    registry,
 )
 from kvcache.native.load import core
 
@@ -170,6 +179,25 @@ def test_a_wrong_kind_is_not_registered(name, kind, error, message):
     assert "test_x" not in kind_names()
 
 
+@pytest.mark.parametrize("base", [AttentionKind, kind_class("sliding_window")])
+def test_a_kind_whose_constructor_leaves_out_its_base_is_named(monkeypatch, base):
+    monkeypatch.setattr(registry, "_KINDS", dict(registry._KINDS))
+
+    def forgetful(self, *, reach: int) -> None:
+        self.reach = reach
+
+    members = {"__init__": forgetful}
+    if base is AttentionKind:
+        members["first_needed_token"] = lambda self, n: max(n - self.reach, 0)
+    register("forgetful")(type("Forgetful", (base,), members))
+    for make in (
+        lambda: make_kind("forgetful", {"reach": 3}),
+        lambda: KVCacheManager.for_groups([GroupSpec("forgetful", 4, {"reach": 3})], 9, 64),
+    ):
+        with pytest.raises(TypeError, match=r"kind 'forgetful', <.*does not call super\(\)"):
+            make()
+
+
 def test_a_kind_may_derive_from_one_of_the_package_with_other_options_and_bounds():
     @register("test_window_of_8")
     class WindowOf8(kind_class("sliding_window")):
@@ -282,6 +310,132 @@ def test_a_state_is_hit_only_where_one_was_stored():
     assert plan.append_ids[1].tolist() == [0, 0, 0, source, target]
     assert plan.replace[1].tolist() == [[1, 3, 0]]
     manager.check_invariants()
+
+
+INSIDE = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 8)]
+
+
+def test_a_state_inside_a_block_is_kept_where_a_step_of_the_prompt_ended():
+    manager = make(*INSIDE, hash_block_size=2)
+    a = Request("a", range(30))
+    first, second = run(manager, a, 12, 6)
+    page = int(first.append_ids[1][-1])
+    # The next step leaves the page to the state, whose successor is in another from then on.
+    ((left, _),) = second.copy.tolist()
+    assert left == page and second.replace[1].tolist() == [[0, 1, 0]]
+    plan = manager.step(new=[Request("b", [*range(13), 99])])
+    assert plan.num_computed_tokens.tolist() == [12]
+    assert [page, int(plan.append_ids[1][-1])] in plan.copy.tolist()
+    manager.free(a)
+    manager.check_invariants()
+
+
+def test_within_a_block_the_entry_of_the_table_is_replaced():
+    manager = make(GroupSpec("full_attention", 8), GroupSpec("recurrent", 16), hash_block_size=2)
+    a = Request("a", range(30))
+    first, second, third = run(manager, a, 4, 4, 3)
+    pages = first.append_ids[1].tolist()
+    assert second.append_rows.tolist() == []
+    pages.append(second.replace[1].tolist()[0][2])
+    assert second.copy.tolist() == [pages] and second.replace[1].tolist() == [[0, 0, pages[1]]]
+    pages.append(third.replace[1].tolist()[0][2])
+    assert third.copy.tolist() == [pages[1:]]  # a state at 8 tokens, too
+    assert manager.block_ids(a, 1).tolist() == pages[2:]
+    for tokens, hit in ((5, 4), (9, 8), (12, 8)):
+        plan = manager.step(new=[Request(f"b{tokens}", range(tokens))])
+        assert plan.num_computed_tokens.tolist() == [hit]
+    manager.check_invariants()
+
+
+def test_where_no_page_is_left_a_state_inside_a_block_is_given_up():
+    manager = make(GroupSpec("recurrent", 16), hash_block_size=2, num_blocks=2)
+    a = Request("a", range(14))
+    _, plan = run(manager, a, 4, 4)
+    assert plan.copy.tolist() == plan.replace[0].tolist() == []
+    manager.free(a)
+    assert manager.step(new=[Request("b", range(6))]).num_computed_tokens.tolist() == [0]
+    manager.check_invariants()
+
+
+def test_states_inside_blocks_are_of_prompts_and_are_kept_once():
+    manager = make(*INSIDE, hash_block_size=2)
+    a, b = Request("a", range(6)), Request("b", range(8))
+    plans = run(manager, a, 6)
+    plans += [manager.step([0], [2], token_ids=[6, 7], num_token_ids=[2])]
+    plans += [manager.step([0], [2], token_ids=[8, 9], num_token_ids=[2])]
+    plans += [manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])]
+    # The state at 6 was left in its page, that at 8 at the boundary, none while tokens are decoded.
+    assert [len(plan.copy) for plan in plans] == [0, 1, 1, 0]
+    first = manager.step(new=[b], new_num_tokens=[1])  # from 6 to 7
+    assert first.num_computed_tokens.tolist() == [6]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_shared", "chunks", "num_hit"),
+    [
+        # 2,048-token blocks with states every 512 tokens; before: 0.
+        ([("full_attention", 2048), ("recurrent", 512)], 1_100, [512, 512, 176], 1_024),
+        ([("full_attention", 2048), ("recurrent", 2048)], 1_100, [1_088, 112], 1_088),
+        ([("full_attention", 544), ("recurrent", 544)], 1_250, [1_248, 52], 1_248),
+    ],
+)
+def test_large_blocks_are_hit_where_states_were_kept(groups, num_shared, chunks, num_hit):
+    specs = [GroupSpec(kind, size) for kind, size in groups]
+    manager = make(*specs, hash_block_size=16, num_blocks=40, max_model_len=8_192)
+    a = Request("a", range(sum(chunks)))
+    run(manager, a, *chunks)
+    manager.free(a)
+    b = Request("b", [*range(num_shared), *range(10_000, 10_100)])
+    assert manager.step(new=[b]).num_computed_tokens.tolist() == [num_hit]
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("state_interval", [512, None])  # None: kept inside the blocks of 2,048
+def test_a_planned_hybrid_is_hit_inside_its_large_blocks(state_interval):
+    layers = [LayerSpec(f"full.{i}", "full_attention", 16, 1, 2) for i in range(2)]
+    layers += [LayerSpec(f"state.{i}", "recurrent", 16, state_bytes=16_384) for i in range(6)]
+    plan = plan_cache(layers, 2**22, max_model_len=8_192, state_interval=state_interval)
+    sizes = {group.kind: group.block_size for group in plan.groups}
+    assert sizes == {"full_attention": 2_048, "recurrent": state_interval or 2_048}
+    manager = make(*plan.groups, hash_block_size=16, num_blocks=40, max_model_len=8_192)
+    for i, want in enumerate([0, 1_024]):
+        request = Request(f"r{i}", [*range(1_100), *range(5_000 * (i + 1), 5_000 * (i + 1) + 100)])
+        done = 0
+        while done < request.num_tokens:
+            chunk = min(512, request.num_tokens - done)
+            if not done:
+                plan = manager.step(new=[request], new_num_tokens=[chunk])
+                assert plan.num_computed_tokens.tolist() == [want]
+            else:
+                manager.step([manager.row(request)], [chunk])
+            done = manager.num_computed_tokens(request)
+    manager.check_invariants()
+
+
+def test_a_step_ends_where_the_shared_prefix_does():
+    groups = [GroupSpec("full_attention", 64), GroupSpec("recurrent", 64)]
+    manager = make(*groups, hash_block_size=4, num_blocks=80, max_model_len=1_000)
+    prompts = [[*range(50), *range(1000 * i, 1000 * i + 100)] for i in range(1, 4)]
+    ends = []
+    for i, tokens in enumerate(prompts):
+        request = Request(f"r{i}", tokens)
+        chunk = manager.checkpoint_tokens(request)
+        plan = manager.step(new=[request], new_num_tokens=[chunk])
+        ends.append([plan.num_computed_tokens[0], manager.num_computed_tokens(request)])
+        while (left := 150 - manager.num_computed_tokens(request)) > 0:
+            chunk = manager.checkpoint_tokens(request, left)
+            manager.step([manager.row(request)], [chunk])
+            ends[-1].append(manager.num_computed_tokens(request))
+        manager.free(request)
+    # The first leaves its state at the end of its prompt, the second at the end of what it shares
+    # with the first, where the third begins.
+    assert ends == [[0, 148, 150], [0, 48, 148, 150], [48, 148, 150]]
+    with pytest.raises(ValueError, match=r"^num_tokens is 0: expected 1 to 2147483647"):
+        manager.checkpoint_tokens(Request("x", range(9)), 0)
+    assert make(FULL).checkpoint_tokens(Request("x", range(9)), 7) == 7
+    off = make(*groups, enable_caching=False, max_model_len=1_000)
+    assert off.checkpoint_tokens(Request("x", range(150))) == 150
 
 
 def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():

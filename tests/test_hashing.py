@@ -12,13 +12,65 @@ from hypothesis import strategies as st
 
 from kvcache import KVCacheManager, Request, hash_blocks
 from kvcache.allocator.hashing import encode_extra_keys
+from kvcache.native.load import core
 from tests.shared import shared_file
 
+# Of content(n) for n bytes, by the xxhash package 4.1.
+XXH3_128 = [
+    (0, "99aa06d3014798d86001c324468d497f"),
+    (1, "a6cd5e9392000f6ac44bdff4074eecdb"),
+    (3, "381b806921e6d9abf4f33fa3678ce51e"),
+    (4, "1f501741202bc1496820093dbb6d1ed9"),
+    (8, "6fff8d190f215342dde7ac32c0b383a6"),
+    (9, "c1bab7d7e84cb08438079185530315e5"),
+    (16, "fd95fda588959aa50ea39815dfd49e7b"),
+    (17, "a10def610c76754bac4e4907cf9d17ce"),
+    (32, "11387bd4f8ddd0db98a1f5a6bfe8e836"),
+    (33, "c0a75beeb2f5542e32c83e6b306cd9a4"),
+    (64, "59fcb5e80977bc0da60c88e4cb489ca5"),
+    (65, "53ef69ac887d2b4241604aca54d723e2"),
+    (96, "42df20265411cd418b65ae2f532919d9"),
+    (97, "a448da011ce3dc930e2a57d18297d9a4"),
+    (128, "9f9353a4370686f52a5f33369e43a345"),
+    (129, "036d37c8febe8ea1d72562feac7b8825"),
+    (160, "ff5ecbe47bf98235671e589d0a1edc8d"),
+    (192, "f76ec9d22c52c144f1154c95b39e8010"),
+    (240, "32d4b7037ab8e67e0495bcc2cb65aa1b"),
+    (241, "241dc6b58aba121b905dd607eda3dae7"),
+    (256, "479537e968a2230f67308452044f3916"),
+    (512, "790941da3724cbbbdd54bb86e4d619b2"),
+    (1024, "c88f5a8b0a9d1c59dd4fac0ebefc3cc1"),
+    (1025, "3ea290fd99ff2468d065a708d7cab970"),
+    (1088, "25d739255c705e7f1755eb501c60fae0"),
+    (2048, "d55911afee523061d1df33d87f374ac1"),
+    (2049, "91ba8aef5f21f246d0e4c077d1c420a8"),
+    (5000, "50f9578bb2cdb83e6cce044fb9d3e753"),
+]
 
-def reference(tokens, block_size, extra_keys=None, seed="vllm-none-hash", parent=None):
+
+def content(n):
+    return bytes((i * i + 7 * i) % 251 for i in range(n))
+
+
+def digest_of(algorithm):
+    return {
+        "sha256_cbor": lambda data: hashlib.sha256(data).digest(),
+        "xxh3_128_cbor": core.xxh3_128,  # itself compared with the xxhash package below
+    }[algorithm]
+
+
+def reference(
+    tokens,
+    block_size,
+    extra_keys=None,
+    seed="vllm-none-hash",
+    parent=None,
+    algorithm="sha256_cbor",
+):
     """The definition, with a CBOR library and hashlib."""
     cbor2 = pytest.importorskip("cbor2", reason="cbor2 is not installed")
-    parent = parent or hashlib.sha256(cbor2.dumps(seed, canonical=True)).digest()
+    digest = digest_of(algorithm)
+    parent = parent or digest(cbor2.dumps(seed, canonical=True))
     out = []
     for block in range(len(tokens) // block_size):
         keys = extra_keys[block] if extra_keys else None
@@ -27,7 +79,7 @@ def reference(tokens, block_size, extra_keys=None, seed="vllm-none-hash", parent
             [int(t) for t in tokens[block * block_size :][:block_size]],
             keys or None,
         ]
-        parent = hashlib.sha256(cbor2.dumps(content, canonical=True)).digest()
+        parent = digest(cbor2.dumps(content, canonical=True))
         out.append(parent.hex())
     return out
 
@@ -74,6 +126,61 @@ print(count)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 100  # it was the fallback that hashed
+
+
+@pytest.mark.parametrize(("size", "digest"), XXH3_128)
+def test_known_answers_of_xxh3(size, digest):
+    assert core.xxh3_128(content(size)).hex() == digest
+
+
+def test_xxh3_agrees_with_the_xxhash_package():
+    xxhash = pytest.importorskip("xxhash", reason="xxhash is not installed")
+    random = np.random.default_rng(0)
+    for size in [*range(1300), 2047, 2048, 2049, 4096, 8191, 8193, 100_000]:
+        data = random.bytes(size)
+        assert core.xxh3_128(data) == xxhash.xxh3_128_digest(data), size
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16, 64, 512])
+def test_xxh3_over_the_same_cbor(block_size):
+    tokens = np.random.default_rng(block_size).integers(0, 152_000, 2100).tolist()
+    keys = [[("cache_salt", "t")], *[None] * (2100 // block_size - 1)]
+    found = hash_blocks(tokens, block_size, extra_keys=keys, algorithm="xxh3_128_cbor")
+    assert found.shape == (2100 // block_size, 16)
+    assert hexes(found) == reference(tokens, block_size, keys, algorithm="xxh3_128_cbor")
+    rest = hash_blocks(
+        tokens[block_size:], block_size, parent=bytes(found[0]), algorithm="xxh3_128_cbor"
+    )
+    assert np.array_equal(rest, found[1:])
+
+
+def test_an_unknown_algorithm_is_named():
+    expected = "expected one of sha256_cbor, xxh3_128_cbor"
+    with pytest.raises(ValueError, match=rf"algorithm is 'md5': {expected}$"):
+        hash_blocks(range(16), 16, algorithm="md5")
+    with pytest.raises(ValueError, match=rf"algorithm is 'engine:x': {expected}$"):
+        hash_blocks(range(16), 16, algorithm="engine:x")
+    with pytest.raises(TypeError, match="algorithm is 5: expected a string"):
+        hash_blocks(range(16), 16, algorithm=5)
+    with pytest.raises(ValueError, match="parent has 32 bytes: expected 16"):
+        hash_blocks(range(16), 16, parent=bytes(32), algorithm="xxh3_128_cbor")
+    for name in ("md5", "engine:"):
+        with pytest.raises(
+            ValueError, match=f"hash_algorithm is {name!r}: {expected}, or engine:NAME for hashes"
+        ):
+            KVCacheManager(16, 9, 100, hash_algorithm=name)
+    for size in (0, 33):
+        with pytest.raises(ValueError, match=f"hash_bytes is {size}: expected 1 to 32"):
+            KVCacheManager(16, 9, 100, hash_algorithm="engine:x", hash_bytes=size)
+    with pytest.raises(ValueError, match="hash_bytes is 16: expected 32 with sha256_cbor"):
+        KVCacheManager(16, 9, 100, hash_bytes=16)
+
+
+def test_token_ids_below_0_are_hashed_as_negative_integers():
+    """Placeholders of images, which the extra keys name."""
+    tokens = [5, -1, -24, -25, -256, -257, -(2**31), 2**31 - 1]
+    keys = [[("mm", "a", 1)], None]
+    assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
 
 
 extra_key = st.one_of(
@@ -138,6 +245,14 @@ def test_wrong_keywords_are_named():
         ValueError, match="extra_keys has 1 entries: expected 3, one per full block"
     ):
         hash_blocks(range(50), 16, extra_keys=[None])
+
+
+def test_text_that_utf_8_cannot_hold_is_named():
+    said = r"is '\\ud800': expected text that UTF-8 can hold"
+    with pytest.raises(ValueError, match=f"extra key {said}"):
+        hash_blocks(range(16), 16, extra_keys=[[("image", "\ud800")]])
+    with pytest.raises(ValueError, match=f"seed {said}"):
+        hash_blocks(range(16), 16, seed="\ud800")
     with pytest.raises(ValueError, match="parent has 5 bytes: expected 32"):
         hash_blocks(range(50), 16, parent=b"short")
     for parent in (32, "a" * 32, np.zeros(32, np.uint8)):
@@ -315,3 +430,161 @@ def test_blocks_that_generation_fills_carry_the_adapter_but_not_the_salt():
     lora = ("lora", "sql", "/a")
     want = reference(range(48), 16, [[lora, ("cache_salt", "t")], [lora], [lora]])
     assert hexes(manager.block_hashes(request)) == want
+
+
+# --- hashes that the engine gives -----------------------------------------------------------------
+
+
+def given_hashes(tokens, size, num_bytes=32):
+    """Chained; of an algorithm that only the engine knows."""
+    return [
+        hashlib.blake2b(repr(tokens[: n * size]).encode(), digest_size=num_bytes).digest()
+        for n in range(1, len(tokens) // size + 1)
+    ]
+
+
+def engine_manager(num_bytes=32, **options):
+    return KVCacheManager(
+        4, 20, 100, hash_algorithm="engine:blake2b", hash_bytes=num_bytes, **options
+    )
+
+
+@pytest.mark.parametrize("num_bytes", [1, 5, 16, 20, 31, 32])
+def test_given_hashes_are_what_blocks_are_found_under(num_bytes):
+    tokens = list(range(30))
+    manager = engine_manager(num_bytes, enable_events=True)
+    hashes = given_hashes(tokens, 4, num_bytes)
+    assert manager.hash_bytes == num_bytes
+    assert manager.hash_algorithm == "engine:blake2b"
+    first = Request("a", tokens, block_hashes=list(hashes))
+    plan = manager.step(new=[first])
+    assert [bytes(each) for each in manager.block_hashes(first)] == hashes
+    (event,) = manager.drain_events()
+    assert [bytes(each) for each in event.block_hashes] == hashes
+    assert (event.hash_algorithm, event.parent_hash) == ("engine:blake2b", None)
+    assert manager.find_hashes(hashes).device.tolist() == plan.append_ids[0][:7].tolist()
+    again = Request("b", tokens, block_hashes=list(hashes))
+    assert manager.get_computed_blocks(again)[1] == 28
+    # It is the hashes that count: other tokens under the same ones are the same to the manager.
+    other = Request("c", list(range(100, 130)), block_hashes=hashes[:3] + [bytes(num_bytes)] * 4)
+    assert manager.get_computed_blocks(other)[1] == 12
+
+
+def test_hashes_that_differ_in_any_byte_are_two():
+    """Short ones are padded with zeros, which is unambiguous as all have one length."""
+    manager = engine_manager(32)
+    for byte in range(32):
+        hashes = [bytes(32), bytes(byte) + b"\1" + bytes(31 - byte)]
+        for i, each in enumerate(hashes):
+            request = Request(f"{byte}-{i}", range(4), block_hashes=[each])
+            manager.step(new=[request])
+            manager.free(request)
+        found = manager.find_hashes(hashes).device
+        assert found.min() > 0 and found[0] != found[1]
+        assert manager.reset_prefix_cache()
+
+
+def test_given_hashes_are_read_as_the_engine_extends_them():
+    """Nothing is hashed: where a digest would be asked, the engine's list is."""
+    tokens = list(range(40))
+    hashes = given_hashes(tokens, 4)
+    manager = engine_manager(num_preallocate_tokens=0)
+    mine = hashes[:2]
+    request = Request("r", tokens[:10], block_hashes=mine)
+    row = manager.step(new=[request]).rows[0]
+    assert len(manager.block_hashes(request)) == 2 and request.block_hashes is mine
+    for token in range(10, 33):
+        if (token + 1) % 4 == 0:
+            mine.append(hashes[token // 4])
+        manager.step([row], [1], token_ids=[token])
+        assert manager.pool.num_cached == (token + 1) // 4
+    assert (
+        manager.find_hashes(hashes[:8]).device.tolist() == manager.block_ids(request)[:8].tolist()
+    )
+    # The engine may be ahead, by tokens that were sampled and are not known here yet.
+    mine.append(hashes[8])
+    manager.free(request)
+    assert manager.get_computed_blocks(Request("s", tokens, block_hashes=hashes))[1] == 32
+
+
+def test_given_hashes_of_the_same_algorithm_meet_computed_ones():
+    for algorithm in ("sha256_cbor", "xxh3_128_cbor"):
+        manager = KVCacheManager(16, 20, 200, hash_algorithm=algorithm)
+        manager.step(new=[Request("computed", range(100))])
+        given = [bytes(each) for each in hash_blocks(range(100), 16, algorithm=algorithm)]
+        request = Request("given", range(100), block_hashes=given)
+        assert manager.get_computed_blocks(request)[1] == 96
+
+
+def test_wrong_given_hashes_are_named_and_change_nothing():
+    tokens = list(range(10))
+    hashes = given_hashes(tokens, 4)
+    manager = engine_manager(enable_events=True)
+
+    def refused(error, message, block_hashes, size=10):
+        request = Request("r", tokens[:size], block_hashes=block_hashes)
+        for call in (
+            lambda: manager.step(new=[request]),
+            lambda: manager.get_computed_blocks(request),
+            lambda: manager.allocate_slots(request, 10),
+            lambda: manager.would_fit(request),
+            lambda: manager.block_hashes(request),
+        ):
+            with pytest.raises(error, match=message):
+                call()
+        manager.check_invariants()
+        assert manager.pool.num_free == 19 and manager.drain_events() == []
+
+    expected = (
+        r"block_hashes of request 'r' has {} entries: expected 2, one per full block of 4 tokens"
+    )
+    refused(ValueError, expected.format(1), hashes[:1])
+    refused(ValueError, expected.format(3), [*hashes, bytes(32)])
+    refused(ValueError, expected.format(0), [])
+    refused(
+        ValueError,
+        r"block_hashes\[1\] of request 'r' has 16 bytes: expected 32, the hash_bytes of the manager",
+        [hashes[0], bytes(16)],
+    )
+    refused(ValueError, r"block_hashes\[0\] of request 'r' has 33 bytes", [bytes(33), hashes[1]])
+    refused(
+        TypeError,
+        r"block_hashes\[0\] of request 'r' has type str: expected bytes",
+        ["a" * 32, hashes[1]],
+    )
+    with pytest.raises(
+        ValueError, match=r"block_hashes of request 'r' is None: expected its hashes"
+    ):
+        manager.step(new=[Request("r", tokens)])
+    with pytest.raises(TypeError, match="block_hashes has type tuple: expected a list of bytes"):
+        Request("r", tokens, block_hashes=tuple(hashes))
+    plain = KVCacheManager(4, 20, 100)
+    with pytest.raises(ValueError, match=r"has 16 bytes: expected 32"):
+        plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
+
+
+def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
+    manager = engine_manager(num_preallocate_tokens=0)
+    mine = given_hashes(list(range(7)), 4)
+    request = Request("r", range(7), block_hashes=mine)
+    row = manager.step(new=[request]).rows[0]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="has 1 entries: expected 2"):
+            manager.step([row], [1], token_ids=[7])
+        assert request.num_tokens == 7 and manager.num_computed_tokens(request) == 7
+        manager.check_invariants()
+    mine.append(given_hashes(list(range(8)), 4)[1])
+    manager.step([row], [1], token_ids=[7])
+    assert manager.pool.num_cached == 2
+
+
+def test_a_fork_has_the_hashes_of_its_parent():
+    tokens = list(range(10))
+    manager = engine_manager()
+    hashes = given_hashes(tokens, 4)
+    parent = Request("p", tokens, block_hashes=list(hashes))
+    manager.step(new=[parent])
+    with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
+        manager.fork(parent, Request("c", tokens, block_hashes=[hashes[0], bytes(32)]))
+    assert manager.fork(parent, Request("c", tokens, block_hashes=list(hashes))) == 1
+    manager.check_invariants()

@@ -31,6 +31,7 @@ RECURRENT = "full_attention,recurrent:block_size=64"
 UNEQUAL = "full_attention,sliding_window:window=50:block_size=8"
 UNCACHED = "full_attention,full_attention:block_size=24:cached=0,sliding_window:window=50:cached=0"
 CIRCULAR = "full_attention,circular_window:window=50:buffer=150:block_size=8:cached=0"
+CHECKPOINTS = "full_attention,recurrent:block_size=48"
 ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
 
@@ -63,6 +64,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
         ("full_attention:block_size=8", 4),
         (UNCACHED, 4),
         (ALL, 2),
+        (CHECKPOINTS, 4),
     ],
 )
 def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency):
@@ -250,6 +252,23 @@ def test_chunks_end_where_states_can_be_stored(chunk_tokens):
     assert report.groups[1]["hit_blocks"] == 6  # of which one state was read
 
 
+@pytest.mark.parametrize(
+    ("groups", "hash_block_size", "num_shared", "hits"),
+    [
+        # What is shared ends the second prompt's first chunk, so the third hits all of it.
+        ("full_attention:block_size=2048,recurrent:block_size=512", 16, 1_100, 1_024 + 1_088),
+        ("full_attention:block_size=544,recurrent:block_size=544", 16, 1_250, 1_088 + 1_248),
+    ],
+)
+def test_states_inside_large_blocks_are_kept_and_hit(groups, hash_block_size, num_shared, hits):
+    prompts = [[*range(num_shared), *range(10_000 * i, 10_000 * i + 200)] for i in (1, 2, 3)]
+    replayer = hybrid(groups, 33, chunk_tokens=1_200, hash_block_size=hash_block_size)
+    report = replayer.run(as_workload(prompts))
+    assert (report.hit_tokens, report.mismatches) == (hits, 0)
+    assert report.verified_tokens == sum(map(len, prompts))
+    replayer.manager.check_invariants()
+
+
 # --- planted defects ------------------------------------------------------------------------------
 
 
@@ -288,6 +307,10 @@ def without_zeros(plan, number):
     plan.zero = plan.zero[:0]
 
 
+def without_replacements(plan, number):
+    plan.replace = [each[:0] for each in plan.replace]
+
+
 def copied_backwards(plan, number):
     plan.copy = plan.copy[:, ::-1].copy()
 
@@ -312,6 +335,16 @@ def test_a_state_that_was_not_copied_is_caught(monkeypatch, defect):
     assert (found.token, found.block_column, found.group, found.is_state) == (7, 1, 1, True)
     assert "token 7: wrong state in block" in str(found)
     assert report.to_dict()["mismatched_requests"][0]["is_state"] is True
+
+
+@pytest.mark.parametrize("defect", [without_copies, without_replacements])
+def test_a_kept_state_that_is_written_over_is_caught(monkeypatch, defect):
+    replayer = hybrid("full_attention:block_size=32,recurrent:block_size=32", 33, 2, chunk_tokens=8,
+                      hash_block_size=4)  # fmt: skip
+    plant_in_step(monkeypatch, replayer.manager, defect)
+    shared = list(range(17))
+    report = replayer.run(as_workload([[*shared, 50, 51, 52], [*shared, 60, 61, 62]]))
+    assert any(each.is_state for each in report.mismatched_requests)
 
 
 def test_a_state_that_was_not_cleared_is_caught(monkeypatch):

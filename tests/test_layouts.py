@@ -12,6 +12,7 @@ from kvcache.layouts import (
     backend,
     backend_names,
     choose_layout,
+    described_backend,
     register_backend,
 )
 
@@ -156,6 +157,122 @@ def test_an_unknown_backend_is_told_the_known_ones():
     assert str(error.value).endswith(", ".join(backend_names()))
     built_in = {"FLASHINFER", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "MLA", "TRITON_ATTN"}
     assert built_in <= set(backend_names())
+
+
+class Engine:
+    """An engine's backend class of one version: a shape by role, orders for the layouts it knows."""
+
+    name, dims, layout = "TRITON_ATTN", ("block", "kv", "token", "head", "element"), "HND"
+    orders, packed_orders = {}, {}
+
+    @classmethod
+    def get_name(cls):
+        return cls.name
+
+    @classmethod
+    def get_kv_cache_shape(
+        cls, num_blocks, block_size, num_kv_heads, head_size, cache_dtype_str="auto"
+    ):
+        assert block_size % 16 == 0
+        sizes = {"block": num_blocks, "token": block_size, "head": num_kv_heads, "kv": 2}
+        sizes |= {"element": head_size, "both": 2 * head_size}
+        return tuple(sizes[role] for role in cls.dims)
+
+    @classmethod
+    def get_kv_cache_stride_order(cls, include_num_layers_dimension=False):
+        orders = cls.packed_orders if include_num_layers_dimension else cls.orders
+        if cls.layout not in orders:
+            raise NotImplementedError
+        return orders[cls.layout]
+
+
+def version(**changes):
+    return type("Engine", (Engine,), changes)
+
+
+TOKENS_FIRST, HEADS_FIRST = (0, 1, 2, 3, 4), (0, 1, 3, 2, 4)
+MLA_DIMS = ("block", "token", "element")
+# The same backend's name, different versions of one engine; and what they answer when set to HND.
+VERSIONS = {
+    "TRITON_ATTN that has no orders": (
+        version(), ("block", "kv", "token", "head", "element"),
+        ("layer", "block", "kv", "token", "head", "element"),
+    ),
+    "TRITON_ATTN that ignores HND": (
+        version(orders={"HND": TOKENS_FIRST}, packed_orders={"HND": (1, 0, 2, 3, 4, 5)}),
+        ("block", "kv", "token", "head", "element"),
+        ("block", "layer", "kv", "token", "head", "element"),
+    ),
+    "TRITON_ATTN with heads outermost": (
+        version(orders={"HND": HEADS_FIRST}, packed_orders={"HND": (1, 4, 0, 2, 3, 5)}),
+        ("block", "kv", "head", "token", "element"),
+        ("block", "head", "layer", "kv", "token", "element"),
+    ),
+    "TRITON_ATTN with K and V in one dimension": (
+        version(dims=("block", "head", "token", "both"), orders={"HND": (0, 1, 2, 3)},
+                packed_orders={"HND": (1, 0, 2, 3, 4)}),
+        ("block", "head", "token", "element"), ("block", "layer", "head", "token", "element"),
+    ),
+    "MLA packed by blocks": (
+        version(dims=MLA_DIMS, orders={"HND": (0, 1, 2)}, packed_orders={"HND": (1, 0, 2, 3)}),
+        ("block", "token", "element"), ("block", "layer", "token", "element"),
+    ),
+    "MLA that is not packed": (
+        version(dims=MLA_DIMS, orders={"HND": (0, 1, 2)}, packed_orders={"HND": (0, 1, 2, 3)}),
+        ("block", "token", "element"), ("layer", "block", "token", "element"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", VERSIONS)
+def test_an_engines_own_class_answers_for_its_version(case):
+    engine, order, packed = VERSIONS[case]
+    found = AttentionBackend.from_engine(engine)
+    assert found.name == "TRITON_ATTN" and described_backend(engine) == found
+    for layout in ("NHD", "HND"):  # the engine is set to one
+        assert found.memory_order(layout) == order
+        assert found.memory_order(layout, cross_layers=True) == packed
+    assert found.is_mla == case.startswith("MLA")
+    assert found.shape(NB, BS, H, D) == engine.get_kv_cache_shape(NB, BS, H, D)
+
+
+def test_an_engines_class_without_the_layers_argument_and_for_one_head():
+    class Old(version(orders={"HND": HEADS_FIRST})):
+        @classmethod
+        def get_kv_cache_stride_order(cls):
+            return cls.orders["HND"]
+
+    found = AttentionBackend.from_engine(Old)
+    assert found.memory_order() == ("block", "kv", "head", "token", "element")
+    assert found.memory_order(cross_layers=True)[0] == "layer"
+
+    class OneHead(version(dims=MLA_DIMS)):
+        @classmethod
+        def get_kv_cache_shape(cls, num_blocks, block_size, num_kv_heads, head_size):
+            if num_kv_heads != 1:
+                raise ValueError("one head")
+            return super().get_kv_cache_shape(num_blocks, block_size, 1, head_size)
+
+    assert AttentionBackend.from_engine(OneHead).is_mla
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (version(dims=("kv", "token", "head", "element")), "expected one dimension of each"),
+        (version(orders={"HND": (0, 1, 2, 3, 3)}), r"stride order \(0, 1, 2, 3, 3\): expected one of"),
+        (
+            version(get_kv_cache_shape=lambda num_blocks, block_size, num_kv_heads, head_size:
+                    (num_blocks, block_size, num_kv_heads, head_size + 16)),
+            r"the shape \(7919, 4096, 11, 592\) for 7919 blocks .*expected no dimension but these",
+        ),
+    ],
+)  # fmt: skip
+def test_an_engines_class_that_cannot_be_described_is_told_so(engine, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionBackend.from_engine(engine)
+    with pytest.raises(TypeError, match="backend is 3: expected a name"):
+        described_backend(3)
 
 
 GOOD = ("block", "kv", "token", "head", "element")

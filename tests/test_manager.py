@@ -1,5 +1,6 @@
 import hashlib
 import pickle
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -10,7 +11,8 @@ import pytest
 
 from kvcache import KVCacheManager, Request, Status, StepPlan, hash_blocks
 from kvcache.native.load import core
-from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, PLAN_VERSION
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, PLAN_VERSION
+from tests.shared import REPO
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -493,12 +495,12 @@ def bad_calls():
     yield lambda m, a: m.step([7], [1]), "row 7 is not in use"
     yield lambda m, a: m.step([-1], [1]), "row -1 is not in use"
     yield lambda m, a: m.step([0, 0], [1, 1]), "rows names row 0 twice"
-    yield lambda m, a: m.step([0], [0]), "num_tokens is 0: expected 1 to 2147483647"
+    yield lambda m, a: m.step([0], [-1]), "num_tokens is -1: expected 0 to 2147483647"
     yield lambda m, a: m.step([0], [-2]), "num_tokens is -2"
     yield lambda m, a: m.step([0], [1, 2]), "rows has 1 entries, num_tokens has 2"
     yield lambda m, a: m.step([0], [60]), "would have 70 tokens: expected at most max_model_len"
     yield lambda m, a: m.step(new=[unknown], new_num_tokens=[0]), "new_num_tokens is 0"
-    yield lambda m, a: m.step(new=[unknown, unknown]), "new names a request twice"
+    yield lambda m, a: m.step(new=[unknown, unknown]), r"new names request 'zz' twice"
     yield (
         lambda m, a: m.step(new=[unknown], new_num_tokens=[1, 2]),
         "new has 1 entries, new_num_t",
@@ -592,15 +594,85 @@ def test_wrong_numbers_of_appended_tokens_are_named(num_tokens, error, message):
             "num_tokens is '1': expected an integer",
         ),
         (lambda m: m.step([0], [1.0]), "num_tokens has dtype float64"),
-        (lambda m: m.step(new=["b"]), "request is 'b': expected a Request"),
+        (lambda m: m.step(new=["b"]), r"new\[0\] is 'b': expected a Request"),
+        (
+            lambda m: m.step(new=Request("b", [1])),
+            "new is <.*Request object.*>: expected a sequence",
+        ),
+        (lambda m: m.step(new=None), "new is None: expected a sequence of requests"),
+        (
+            lambda m: m.step(new=[Request("b", [1]), 5]),
+            r"new\[1\] is 5: expected a Request",
+        ),
+        (lambda m: m.step(new=[Request(["b"], [1])]), r"request_id is \['b'\]: expected a string"),
+        (
+            lambda m: m.step((i for i in [0]), [1]),
+            "rows is <generator .*: expected a sequence of int",
+        ),
+        (
+            lambda m: m.step([0], (i for i in [1])),
+            "num_tokens is <generator .*: expected a sequence",
+        ),
+        (
+            lambda m: m.step(Request("b", [1]), [1]),
+            "rows is <.*Request .*: expected a sequence of int",
+        ),
+        (
+            lambda m: m.step([0], [None] * 99),
+            r"num_tokens is \[None, .*\.\.\.: expected a sequence",
+        ),
+        (
+            lambda m: m.step(swap_out=iter([0])),
+            "swap_out is <list_iterator .*: expected a sequence",
+        ),
+        (lambda m: m.free([Request("b", [1])]), r"request is \[<.*: expected a Request"),
         (lambda m: make(block_size=4.0), "block_size is 4.0: expected an integer"),
         (lambda m: make(max_model_len=None), "max_model_len is None: expected an integer"),
         (lambda m: make(hash_seed=b"x"), "hash_seed is b'x': expected a string"),
     ],
 )
 def test_wrong_types_are_named(call, message):
+    manager = make()
+    before = state(manager)
     with pytest.raises(TypeError, match=message):
-        call(make())
+        call(manager)
+    assert state(manager) == before
+
+
+def test_requests_may_come_from_any_iterable():
+    plan = make().step(new=(Request(name, range(5)) for name in "ab"))
+    assert plan.rows.tolist() == [0, 1]
+
+
+def test_a_seed_that_utf_8_cannot_hold_is_named():
+    with pytest.raises(
+        ValueError, match=r"hash_seed is '\\ud800': expected text that UTF-8 can hold"
+    ):
+        make(hash_seed="\ud800")
+
+
+@pytest.mark.parametrize(
+    "sizes", ["num_gpu_blocks=2**31 - 1", "num_gpu_blocks=9, num_host_blocks=2**31 - 1"]
+)
+def test_blocks_that_memory_lacks_are_named(sizes):
+    script = f"""
+import resource
+from kvcache import KVCacheManager
+small = KVCacheManager(16, 9, 64)
+resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
+try:
+    KVCacheManager(16, max_model_len=64, page_bytes=1, {sizes})
+except MemoryError as error:
+    print(error)
+small.step()
+small.check_invariants()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    assert "_blocks is 2147483647" in result.stdout
+    assert "expected no more blocks than the system gives memory for" in result.stdout
 
 
 def test_the_largest_sizes_are_served():
@@ -733,6 +805,12 @@ def test_what_a_hash_was_made_of_cannot_be_changed():
         ({"lora": ("a", 1)}, TypeError, r"lora\[1\] is 1: expected a string"),
         ({"cache_salt": 5}, TypeError, "cache_salt is 5: expected a string"),
         ({"cache_salt": "\ud800"}, ValueError, "cache_salt is .*: expected text that UTF-8"),
+        (
+            {"mm_items": 5},
+            TypeError,
+            r"mm_items is 5: expected a list of \(identifier, first token",
+        ),
+        ({"mm_items": None}, TypeError, "mm_items is None: expected a list of"),
         ({"mm_items": ["img"]}, TypeError, r"mm_items\[0\] is 'img': expected \(identifier, fir"),
         ({"mm_items": [("i", 0, 1), ("i", 1)]}, ValueError, r"mm_items\[1\] is \('i', 1\): expec"),
         ({"mm_items": [(7, 0, 1)]}, TypeError, r"mm_items\[0\]\[0\] is 7: expected a string"),
@@ -749,9 +827,28 @@ def test_a_wrong_request_is_named(options, error, message):
         Request("a", [1], **options)
 
 
-def test_a_request_needs_tokens():
-    with pytest.raises(ValueError, match="token_ids of request 'a' is empty"):
-        Request("a", [])
+def test_a_request_without_tokens_yet():
+    """It can be asked about and given slots; what is published waits for the tokens."""
+    manager = make()
+    request = Request("a", [])
+    assert request.num_tokens == 0 and len(manager.block_hashes(request)) == 0
+    ids, num_tokens = manager.get_computed_blocks(request)
+    assert (len(ids), num_tokens) == (0, 0)
+    expected = "the number of tokens of a new request is 0: expected 1 to 2147483647"
+    for call in (lambda: manager.step(new=[request]), lambda: manager.would_fit(request)):
+        with pytest.raises(ValueError, match=expected):
+            call()
+    size = manager.block_size
+    assert len(manager.allocate_slots(request, 2 * size)) >= 2
+    assert manager.stats.hit_rate == 0 and manager.pool.num_cached == 0
+    request.append_tokens(range(2 * size + 1))
+    manager.append_slots(request, 1)
+    assert manager.pool.num_cached == 2
+    manager.free(request)
+    again = Request("b", [])
+    again.append_tokens(range(2 * size + 1))
+    assert manager.step(new=[again]).num_computed_tokens.tolist() == [2 * size]
+    manager.check_invariants()
 
 
 def test_the_native_step_sets_every_field_of_a_plan():
@@ -763,6 +860,10 @@ def test_the_native_step_sets_every_field_of_a_plan():
     assert [ids.tolist() for ids in plan.append_ids] == [[1, 2, 3]]
     assert plan.copy is NO_PAIRS
     assert plan.replace[0] is NO_REPLACE
+    assert not plan.is_empty and plan.previous_step_id == -1
+    manager = make()
+    manager.step(new=[Request("a", range(10))])
+    assert manager.step([0], [1]).append_splits[0] is NO_SPLITS  # no row gets a block
 
 
 @pytest.mark.parametrize(
@@ -776,5 +877,5 @@ def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, mes
     names = [f.name for f in fields(StepPlan) if f.name not in (left_out, "version", "page_bytes")]
     plan = make_dataclass("Plan", [*names, *filter(None, [added])])
     with pytest.raises(TypeError, match=message):
-        core.use_plan_type(plan, NO_IDS, NO_PAIRS, NO_REPLACE)
+        core.use_plan_type(plan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
     assert isinstance(make().step(), StepPlan)

@@ -24,9 +24,12 @@ OTHERS = {
     "watermark": 0.25,
     "fence_frees": True,
     "enable_events": True,
+    "announce_reused": True,
     "track_residency": True,
     "stats_window": 9,
     "hash_seed": "other",
+    "hash_algorithm": "xxh3_128_cbor",
+    "hash_bytes": 16,
     "eviction": "segmented_lru",
     "eviction_options": {"protected_share": 0.5},
     "num_host_blocks": 11,
@@ -36,7 +39,14 @@ OTHERS = {
     "num_hits_to_write": 3,
     "page_bytes": 4096,
 }
-ELSEWHERE = {"hash_seed", "page_bytes", "eviction_options", "host_eviction_options"}
+ELSEWHERE = {
+    "hash_seed",
+    "hash_algorithm",
+    "hash_bytes",
+    "page_bytes",
+    "eviction_options",
+    "host_eviction_options",
+}
 FULL = GroupSpec("full_attention", 4)
 
 
@@ -56,7 +66,8 @@ def test_arguments_are_the_fields():
 
 @pytest.mark.parametrize("name", sorted(set(OTHERS) - ELSEWHERE))
 def test_a_field_reaches_the_native_options(name):
-    needed = {"num_host_blocks": 11} if name == "host_eviction" else {}
+    needed = {"host_eviction": {"num_host_blocks": 11}, "announce_reused": {"enable_events": True}}
+    needed = needed.get(name, {})
     default, other = CacheOptions(), CacheOptions(**{name: OTHERS[name]}, **needed)
     assert getattr(default, name) != OTHERS[name] == getattr(other, name)
     name = {"watermark": "watermark_blocks"}.get(name, name)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import KVStorage, LayerSpec, Pages, plan_cache
+from kvcache.transfer.description import CacheDescription
 from kvcache.worker.swap.page_copy import PageCopy, pairs_tensor
 
 PACKED = {"backend": "BLOCK_MAJOR", "cross_layers": True}
@@ -428,7 +429,7 @@ def test_what_does_not_fit_is_named(call, message):
 
 
 def test_a_backend_that_is_none_is_named():
-    with pytest.raises(TypeError, match="backend is 7: expected a name or an AttentionBackend"):
+    with pytest.raises(TypeError, match="backend is 7: expected a name, an AttentionBackend or"):
         storage("apart", "NHD", backend=7)
 
 
@@ -623,3 +624,46 @@ def test_plans_that_no_storage_can_follow_are_refused():
     plan = replace(plan, groups=(replace(plan.groups[0], layers=("a", "b")),))
     with pytest.raises(ValueError, match="layer 'b' has num_kv_heads 1, layer 'a' of its group 2"):
         KVStorage.for_plan(plan)
+
+
+def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
+    """A latent of 512 and its rotary part of 64: apart, or as one vector."""
+    order = ("block", "token", "element")
+    descriptions = [
+        CacheDescription("a", 2, 1, latent, 16, v_head_size=rotary, is_mla=True, memory_order=order,
+                         dtype=dtype)
+        for latent, rotary, dtype in (
+            (512, 64, torch.bfloat16), (576, 0, "bfloat16"), (576, None, torch.bfloat16),
+        )
+    ]  # fmt: skip
+    assert descriptions[0] == descriptions[1] == descriptions[2]
+    assert (descriptions[0].head_size, descriptions[0].v_head_size) == (576, 0)
+    assert CacheDescription.from_dict(descriptions[0].to_dict()) == descriptions[0]
+    layers = [
+        LayerSpec("a", "full_attention", 16, 1, latent, rotary, dtype=dtype, is_mla=True)
+        for latent, rotary, dtype in (
+            (512, 64, torch.bfloat16), (576, 0, "bfloat16"), (576, None, torch.bfloat16),
+        )
+    ]  # fmt: skip
+    for layer in layers:
+        assert layer.page_bytes(16) == descriptions[0].region_bytes[0] == 16 * 576 * 2
+        assert layer.dtype == "bfloat16"
+        plan = plan_cache([layer], 2**20, max_model_len=64)
+        (storage,) = KVStorage.for_plan(plan)
+        assert storage.kv_caches[0].shape[2] == 576 and storage.dtype == torch.bfloat16
+        alone = KVStorage(
+            plan.num_pages, 16, 1, layer.head_size, v_head_size=layer.v_head_size, dtype="bfloat16",
+            backend="MLA",
+        )  # fmt: skip
+        assert alone.kv_caches[0].shape == storage.kv_caches[0].shape
+        assert alone.dtype == torch.bfloat16 and layer.v_head_size in (0, 64)
+    for wrong, message in (
+        ({"num_kv_heads": 2}, "is_mla is True, num_kv_heads 2"),
+        ({"dtype": "int3"}, "dtype is 'int3': expected one of float32"),
+        ({"dtype": torch.int64}, "dtype is 'int64': expected one of float32"),
+    ):
+        sizes = {"num_kv_heads": 1, "head_size": 8, "is_mla": True, **wrong}
+        with pytest.raises(ValueError, match=message):
+            LayerSpec("a", "full_attention", 16, **sizes)
+    with pytest.raises(TypeError, match="dtype is 3: expected a torch.dtype or its name"):
+        KVStorage(4, 16, 1, 8, dtype=3)

@@ -1,5 +1,7 @@
 """The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
 
+import collections
+import itertools
 import threading
 from enum import Enum
 
@@ -547,15 +549,64 @@ def test_can_swap_in_counts_new_tokens_and_lookahead_and_keeps_the_watermark():
     manager = make(num_gpu_blocks=7, watermark=0.3)  # 6, 2 kept
     group = admitted(manager, 6)
     swapped_out(manager, group)
-    assert [manager.can_swap_in(group, n) for n in (0, 6, 7, 14, 15)] == [
-        OK,
-        OK,
-        LATER,
-        LATER,
-        NEVER,
-    ]
+    answers = [manager.can_swap_in(group, n) for n in (0, 10, 11, 18, 19)]
+    assert answers == [OK, OK, LATER, LATER, NEVER]
     group.seqs[0].tokens += [1]
-    assert manager.can_swap_in(group, 6) == LATER
+    assert manager.can_swap_in(group, 10) == LATER
+
+
+def test_can_swap_in_counts_a_partial_last_block_once():
+    manager = BlockSpaceManager(8, 5, 5, watermark=0)
+    group = admitted(manager, 23)
+    swapped_out(manager, group)
+    assert manager.can_swap_in(group, 3) == OK
+    manager.swap_in(group)
+    assert manager.append_slots(group.seqs[0], 3) == []
+    assert counts(manager)[0] == 0
+
+
+def swap_in_case(size, window, length, num_seqs, num_new, lookahead, num_held):
+    """What can_swap_in says, and whether swap_in and append_slots then work. None: not reached.
+
+    Each sequence gets `num_new` tokens of its own before the swap, the first half as many after it.
+    `num_held`: blocks of others.
+    """
+    manager = make(8, 40, size, sliding_window=window)
+    try:
+        group = admitted(manager, length, num_seqs=num_seqs)
+        for one in group.seqs:
+            one.tokens += [1] * num_new
+            manager.append_slots(one, 0)
+        swapped_out(manager, group)
+        if num_held:
+            admitted(manager, num_held * size, "other")
+    except ValueError:
+        return None
+    for one in group.seqs[: num_seqs // 2]:
+        one.tokens += [5] * num_new
+    answer = manager.can_swap_in(group, lookahead)
+    try:
+        manager.swap_in(group)
+        for one in group.seqs:
+            manager.append_slots(one, lookahead)
+    except ValueError:
+        return answer, False
+    return answer, True
+
+
+@pytest.mark.parametrize("size, window", [(1, None), (2, None), (4, None), (2, 5), (4, 3)])
+def test_can_swap_in_says_what_swap_in_and_append_slots_then_do(size, window):
+    answers = collections.Counter()
+    numbers = (range(1, 10), (1, 2, 3), (0, 1), (0, 1, 3, 6))
+    for case in itertools.product(*numbers):
+        alone = swap_in_case(size, window, *case, 0)
+        for num_held in range(3):
+            found = swap_in_case(size, window, *case, num_held)
+            if found is None:
+                continue
+            assert found[0] == (OK if found[1] else LATER if alone[1] else NEVER), case
+            answers[found[0]] += 1
+    assert sum(answers.values()) > 400 and all(answers[each] for each in AllocStatus)
 
 
 def test_a_swap_in_that_does_not_fit_changes_nothing():
@@ -643,7 +694,7 @@ def test_where_a_hit_would_hold_more_than_fits_it_is_not_taken():
     manager.mark_blocks_as_computed(group, 5)
     manager.free(group.seqs[0])
     long = Group("s", [seq("s", 30)])
-    assert manager.get_num_cached_tokens(long.seqs[0]) == 4
+    assert manager.get_num_cached_tokens(long.seqs[0]) == 0
     assert manager.can_allocate(long) == OK
     manager.allocate(long)
     assert manager.get_num_cached_tokens(long.seqs[0]) == 0
@@ -686,10 +737,30 @@ def test_with_a_window_what_is_held_whole_may_be_computed_in_chunks():
     group = admitted(manager, 10)  # its first block is read by what follows
     manager.mark_blocks_as_computed(group, 5)
     manager.mark_blocks_as_computed(group, 5)
-    again = admitted(manager, 40, "s")  # behind a hit
+    again = admitted(manager, 15, "s")  # behind a hit
     assert manager.get_num_cached_tokens(again.seqs[0]) == 8
-    manager.mark_blocks_as_computed(again, 20)
-    assert manager.get_num_cached_tokens(seq("t", 60)) == 20
+    manager.mark_blocks_as_computed(again, 12)
+    assert manager.get_num_cached_tokens(seq("t", 15)) == 12
+
+
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_behind_a_window_a_hit_holds_no_more_than_the_window_and_keeps_the_watermark(size):
+    manager = BlockSpaceManager(size, 200, 0, 0.5, sliding_window=20, enable_caching=True)
+    group = admitted(manager, 40 * size, first=1)
+    manager.mark_blocks_as_computed(group, 40 * size)
+    manager.free(group.seqs[0])
+    num_hits = 0
+    for num_tokens in range(40 * size + 1, 165 * size, max(size // 2, 1)):
+        other = Group("s", [seq("s", num_tokens, first=1)])
+        asked = manager.get_num_cached_tokens(other.seqs[0])
+        assert manager.can_allocate(other) == OK
+        manager.allocate(other)
+        table = manager.get_block_table(other.seqs[0])
+        assert sum(map(bool, table)) <= 20 // size + 2
+        assert counts(manager)[0] >= 100 and manager.get_num_cached_tokens(other.seqs[0]) == asked
+        num_hits += asked > 0
+        manager.free(other.seqs[0])
+    assert num_hits > 1  # where it ends close behind what is cached
 
 
 # E7: prefix caching ----------------------------------------------------------------------------------

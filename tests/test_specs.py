@@ -152,7 +152,7 @@ def test_a_layer_is_a_value():
         ({"head_size": 1.5}, TypeError, "head_size is 1.5: expected an integer"),
         ({"v_head_size": -1}, ValueError, "v_head_size is -1: expected 0 to 2147483647"),
         ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
-        ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a string"),
+        ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a torch.dtype or its name"),
         (
             {"dtype": "float64"},
             ValueError,
@@ -217,7 +217,8 @@ def test_a_state_is_cached():
 
 def test_a_layer_of_an_unknown_kind_is_refused():
     with pytest.raises(
-        ValueError, match=r"^kind is 'no_such': expected one of chunked_local, circular_window, cross"
+        ValueError,
+        match=r"^kind is 'no_such': expected one of chunked_local, circular_window, cross",
     ):
         LayerSpec("x", "no_such", 16, 8, 128)
 
@@ -323,6 +324,48 @@ def test_a_state_is_stored_where_its_own_block_size_allows():
     layers = recurrent(1, state_bytes=3_300_000, block_size=256) + attention("full_attention", 1)
     plan = plan_cache(layers, 10 * GIB, max_model_len=131072)
     assert {group.block_size for group in plan.groups} == {1024}
+
+
+def test_states_have_an_interval_of_their_own():
+    layers = recurrent(6, state_bytes=3_300_000, block_size=256) + attention("full_attention", 2)
+    plan = plan_cache(layers, 10 * GIB, max_model_len=131072, state_interval=512)
+    # Attention takes no more than the state needs; without an interval it would be 1,024.
+    assert shape(plan) == [("recurrent", 512, 2)] * 3 + [("full_attention", 816, 2)]
+    assert plan.pages_per_request(131072) == 3 * 2 + 161
+    alone = plan_cache(recurrent(2, state_bytes=100, block_size=8), GIB, max_model_len=64,
+                       state_interval=16)  # fmt: skip
+    assert shape(alone) == [("recurrent", 16, 2)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "interval", "error", "message"),
+    [
+        (
+            attention("full_attention", 1),
+            512,
+            ValueError,
+            "state_interval is 512: expected None, as no layer keeps a state",
+        ),
+        (
+            recurrent(1, 100, block_size=6) + recurrent(1, 100, block_size=8, prefix="other"),
+            512,
+            ValueError,
+            "state_interval is 512: expected a multiple of 24, of the block_size of every layer that "
+            "keeps a state",
+        ),
+        (
+            recurrent(1, 100),
+            0,
+            ValueError,
+            "state_interval is 0: expected 1 to 2147483647",
+        ),
+        (recurrent(1, 100), "512", TypeError, "state_interval is '512': expected an integer"),
+    ],
+)
+def test_a_wrong_interval_is_refused(layers, interval, error, message):
+    with pytest.raises(error) as caught:
+        plan_cache(layers, GIB, max_model_len=64, state_interval=interval)
+    assert str(caught.value) == message
 
 
 def test_states_alone_keep_their_block_size():

@@ -243,8 +243,8 @@ def test_one_half_is_filled_while_the_other_crosses_the_bus(direction):
 def plan(step_id=7, **sections):
     none = np.zeros(0, np.int32)
     base = StepPlan(
-        step_id, none, np.empty(0, np.uint8), none, none, none, [np.zeros(1, np.int32)], [none],
-        [NO_REPLACE],
+        step_id, none, np.empty(0, np.uint8), none,
+        append_splits=[np.zeros(1, np.int32)], append_ids=[none], replace=[NO_REPLACE],
     )  # fmt: skip
     for name, value in sections.items():
         setattr(base, name, value)
@@ -280,7 +280,7 @@ def test_a_report_comes_when_the_bytes_have_moved():
     report = step.wait()
     assert report == step.poll()
     assert (report.step_id, report.completed, report.failed_pages) == (7, True, [])
-    assert worker.start(plan()).poll().step_id == 7  # nothing to wait for
+    assert worker.start(plan(8)).poll().step_id == 8  # nothing to wait for
 
 
 @pytest.mark.parametrize("method", ["kernel", "copy_engine", "staging"])

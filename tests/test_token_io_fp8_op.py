@@ -122,11 +122,12 @@ def all_patterns(dtype):
 def through(backend, patterns, fp8, scale):
     """The patterns written to a cache of fp8."""
     tokens = patterns.view(-1, 1, 64).to(backend.device)
-    caches = [torch.zeros(len(tokens), 1, 1, 64, device=backend.device).to(fp8) for _ in "kv"]
-    slots = torch.arange(len(tokens), device=backend.device)
+    shape = (1 + len(tokens), 1, 1, 64)  # behind the null block
+    caches = [torch.zeros(shape, device=backend.device).to(fp8) for _ in "kv"]
+    slots = 1 + torch.arange(len(tokens), device=backend.device)
     backend.ops.write_kv(tokens, tokens, *caches, slots, scale, scale)
     assert torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
-    return caches[0].flatten()
+    return caches[0][1:].flatten()
 
 
 @each_backend
@@ -168,8 +169,8 @@ def test_a_scale_of_each_head_may_be_unusual(backend, fp8):
     generator = torch.Generator().manual_seed(0)
     scales = torch.tensor([0.37, 0.0, 1e-39, -2.0, 1.0])
     key = torch.randn(9, 5, 24, generator=generator).bfloat16()
-    caches = [torch.zeros(3, 4, 5, 24, device=backend.device).to(fp8) for _ in "kv"]
-    slots = torch.tensor([3, -1, 0, 11, 7, 5, 2, -1, 1])
+    caches = [torch.zeros(4, 4, 5, 24, device=backend.device).to(fp8) for _ in "kv"]
+    slots = torch.tensor([7, -1, 4, 15, 11, 9, 6, -1, 5])
     on = backend.tensor(scales.tolist())
     backend.ops.write_kv(
         *[key.to(backend.device)] * 2, *caches, slots.to(backend.device), on, on.clone()
@@ -184,13 +185,14 @@ def test_a_scale_of_each_head_may_be_unusual(backend, fp8):
 @each_wide_dtype
 @pytest.mark.parametrize("scale", [1.0, 0.37, 1e-4, 300.0])
 def test_every_fp8_becomes_the_number_that_pytorch_gives(backend, fp8, dtype, scale):
-    cache = torch.arange(256).to(torch.uint8).view(fp8).view(4, 1, 1, 64)
+    codes = torch.arange(256).to(torch.uint8).view(fp8).view(4, 1, 1, 64)
+    cache = torch.cat([codes[:1], codes])  # behind the null block
     keys, values = (torch.empty(4, 1, 64, dtype=dtype, device=backend.device) for _ in "kv")
     moved, scales = cache.to(backend.device), backend.tensor([scale])
-    slots = torch.arange(4, device=backend.device)
+    slots = 1 + torch.arange(4, device=backend.device)
     backend.ops.gather_kv(moved, moved, slots, keys, values, scales, scales)
     for got in (keys, values):
-        assert same(got.flatten(), dequantize(cache.flatten(), torch.tensor([scale]), dtype))
+        assert same(got.flatten(), dequantize(codes.flatten(), torch.tensor([scale]), dtype))
 
 
 @each_backend

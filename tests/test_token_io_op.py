@@ -48,7 +48,7 @@ def reference_write(tokens, cache, slots):
     cache = cache.clone()
     block_size = cache.shape[-3]
     for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
+        if slot >= block_size:  # neither -1 nor in the null block
             cache[..., slot // block_size, slot % block_size, :, :] = tokens[..., i, :, :]
     return cache
 
@@ -57,7 +57,7 @@ def reference_gather(cache, slots):
     block_size = cache.shape[-3]
     tokens = cache.new_zeros((*cache.shape[:-4], len(slots), *cache.shape[-2:]))
     for i, slot in enumerate(slots.tolist()):
-        if slot >= 0:
+        if slot >= block_size:  # neither -1 nor in the null block
             tokens[..., i, :, :] = cache[..., slot // block_size, slot % block_size, :, :]
     return tokens
 
@@ -77,6 +77,14 @@ def cases(draw):
     num_tokens = draw(st.integers(0, min(num_slots, 24)))
     slots = torch.randperm(num_slots, generator=generator)[:num_tokens]
     slots[torch.rand(num_tokens, generator=generator) < 0.2] = -1
+    if draw(st.booleans()):  # HND: heads outside of tokens
+        shapes = [(*layers, heads, num_tokens, size) for size in (head_size, v_head_size)]
+        key, value = (random_tensor(s, dtype, generator).transpose(-3, -2) for s in shapes)
+        caches = [
+            make_cache((*layers, num_blocks, block_size, heads, size), dtype, layout, generator)
+            for size in (head_size, v_head_size)
+        ]
+        return key, value, *caches, slots
     # Tokens as a slice of a wider row, as a fused QKV projection gives them.
     wide = heads * (head_size + v_head_size) + draw(st.integers(0, 3))
     rows = random_tensor((*layers, num_tokens, max(wide, 1)), dtype, generator)
@@ -120,7 +128,7 @@ def arguments(backend, layers=(), **changes):
         "value": make(*layers, 3, 2, 8),
         "key_cache": make(*layers, 2, 5, 2, 4),
         "value_cache": make(*layers, 2, 5, 2, 8),
-        "slot_mapping": backend.tensor([0, -1, 9]),
+        "slot_mapping": backend.tensor([5, -1, 9]),
     }
     return {**call, **{name: change(make) for name, change in changes.items()}}
 
@@ -151,7 +159,9 @@ BAD = {
     "key_cache has stride 2 in its last dimension": {
         "key_cache": lambda make: make(2, 5, 2, 8)[..., ::2]
     },
-    "key is not contiguous within a token": {"key": lambda make: make(3, 4, 2).transpose(1, 2)},
+    "key has stride 2 in its last dimension: expected 1": {
+        "key": lambda make: make(3, 4, 2).transpose(1, 2)
+    },
     "slot_mapping is not contiguous": {
         "slot_mapping": lambda make: make(6, dtype=torch.int64)[::2]
     },
@@ -358,7 +368,7 @@ def test_the_parts_of_an_mla_latent_are_columns_of_one_cache(backend, latent, ro
     numbers = torch.randint(-8, 9, (5, 1, latent + rope), device=backend.device).bfloat16()
     tokens = [numbers[..., :latent].contiguous(), numbers[..., latent:].contiguous()]
     scales = [] if dtype == torch.bfloat16 else [backend.tensor([2.0])] * 2
-    slots = backend.tensor([7, 0, -1, 11, 3])
+    slots = backend.tensor([7, 4, -1, 11, 6])
     backend.ops.write_kv(*tokens, *parts, slots, *scales)
     held = cache.flatten(0, 1).float() * (2.0 if scales else 1.0)
     wanted = torch.zeros_like(held)
@@ -371,13 +381,27 @@ def test_the_parts_of_an_mla_latent_are_columns_of_one_cache(backend, latent, ro
 
 
 @each_backend
+@pytest.mark.parametrize("layers", [(), (3,)])
+def test_the_null_block_is_not_written_and_reads_as_zeros(backend, layers):
+    call = arguments(backend, layers)
+    before = {name: tensor.clone() for name, tensor in call.items()}
+    call["slot_mapping"] = backend.tensor([0, 4, -1])  # the first and the last slot of block 0
+    backend.ops.write_kv(**call)
+    assert all(torch.equal(call[name], before[name]) for name in ("key_cache", "value_cache"))
+    backend.ops.gather_kv(
+        call["key_cache"], call["value_cache"], call["slot_mapping"], call["key"], call["value"]
+    )
+    assert not call["key"].any() and not call["value"].any()
+
+
+@each_backend
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_context_of_several_requests_is_gathered_through_their_tables(backend, layout):
     block_size, contexts = 4, [9, 4, 0, 6]
     generator = torch.Generator().manual_seed(0)
     shapes = [(16, block_size, 2, size) for size in (6, 3)]
     caches = [make_cache(shape, torch.float16, layout, generator) for shape in shapes]
-    tables = torch.randperm(16, generator=generator)[:12].to(torch.int32).view(4, 3)
+    tables = 1 + torch.randperm(15, generator=generator)[:12].to(torch.int32).view(4, 3)
     starts = torch.tensor([0, *contexts]).cumsum(0)
     positions = torch.cat([torch.arange(n) for n in contexts])
     slots = torch.empty(1, sum(contexts), dtype=torch.int64, device=backend.device)
@@ -423,7 +447,7 @@ def test_a_dimension_of_one_may_have_any_stride(backend):
     call["key_cache"] = call["key_cache"][:, :, :1]
     call["value_cache"] = call["value_cache"][:, :, :1]
     backend.ops.write_kv(**call)
-    assert torch.equal(call["key_cache"][0, 0], call["key"][0])
+    assert torch.equal(call["key_cache"][1, 0], call["key"][0])
 
 
 @each_real_backend

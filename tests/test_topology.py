@@ -419,6 +419,82 @@ def test_an_engine_over_which_the_heads_do_not_lie_evenly_is_refused_at_once():
     assert mla.get_target_remote_ranks_from_engine_id("pre") == [(0, 0, 0)]
 
 
+UNLIKE = RemoteEngine(stages=[(3, 1), (1, 4)])
+
+
+def with_stages(stages, pp_rank, tp_rank, **options):
+    tp_size = stages[pp_rank][1]
+    return KVTopology(
+        "local", tp_rank, tp_size, pp_rank=pp_rank, pp_size=len(stages), stages=stages, **options
+    )
+
+
+def test_targets_and_readers_of_unlike_stages_by_hand():
+    asked = [
+        topology(rank, 2, total_num_kv_heads=4).with_remote("pre", UNLIKE) for rank in range(2)
+    ]
+    found = [each.get_target_remote_ranks_from_engine_id("pre") for each in asked]
+    assert found == [[(0, 0, 0), (1, 1, 0), (2, 1, 1)], [(0, 0, 0), (3, 1, 2), (4, 1, 3)]]
+    assert [each.num_readers_of_targets_from_engine_id("pre") for each in asked] == [
+        {0: 2, 1: 1, 2: 1}, {0: 2, 3: 1, 4: 1},
+    ]  # fmt: skip
+    sender = with_stages(UNLIKE.stages, 0, 0, total_num_kv_heads=4)
+    assert sender.get_reader_ranks(2) == [(0, 0, 0), (1, 0, 1)]
+    assert sender.engine("local").world_size == 5 and sender.engine("local").tp_sizes == (1, 4)
+    sender = with_stages(UNLIKE.stages, 1, 2, total_num_kv_heads=4)
+    assert sender.get_reader_ranks(2) == [(1, 0, 1)]
+    # As many layers as the stages have, spread evenly over the other's pipeline ranks.
+    assert sender.get_reader_ranks(1, 2) == [(1, 1, 0)]
+    assert asked[0].pp_ratio_from_engine_id("pre") == -2
+    assert asked[0].is_kv_replicated("pre") is False
+    assert topology(total_num_kv_heads=2, remotes={"pre": UNLIKE}).is_kv_replicated("pre")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: RemoteEngine(2, stages=[(1, 2)]), "tp_size is 2: expected 1 with stages"),
+        (lambda: RemoteEngine(stages=[(1, 0)]), r"tp_size of stages\[0\] is 0"),
+        (lambda: with_stages([(1, 2)], 0, 2), "tp_rank is 2: expected 0 to 1"),
+        (
+            lambda: KVTopology("a", 0, 1, pp_size=2, stages=[(1, 1)]),
+            "pp_size is 2: expected 1, the number of stages",
+        ),
+        (lambda: KVTopology("a", 0, 1, stages=[(1, 2)]), "tp_size is 1: expected 2, that of stage 0"),
+        (
+            lambda: with_stages([(2, 1), (3, 1)], 0, 0, remotes={"r": UNLIKE})
+            .get_target_remote_ranks_from_engine_id("r"),
+            "local stages hold 5 layers, remote stages 4: expected as many",
+        ),
+        (
+            lambda: with_stages([(2, 1), (3, 1)], 0, 0).get_target_remote_ranks(1, 2),
+            "num_layers is 5, pp_size is 2",
+        ),
+        (
+            lambda: with_stages([(2, 1), (3, 1)], 0, 0).remote_tp_rank_of_head(0, 1),
+            "this engine has stages",
+        ),
+        (
+            lambda: topology(remotes={"r": UNLIKE}).tp_ratio_from_engine_id("r"),
+            r"stages have tp_size \[1, 4\]: expected one for all stages",
+        ),
+        (
+            lambda: topology(total_num_kv_heads=3, remotes={"r": UNLIKE}),
+            "total_num_kv_heads is 3, remote tp_size is 4",
+        ),
+    ],
+)  # fmt: skip
+def test_stages_that_do_not_fit_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_stages_are_no_text_and_no_numbers():
+    for stages in ("ab", 3, [], [3]):
+        with pytest.raises(TypeError, match=r"stages.* is .*: expected .*\(num_layers, tp_size\)"):
+            RemoteEngine(stages=stages)
+
+
 def test_errors_of_its_own_size_do_not_blame_a_remote_engine():
     with pytest.raises(ValueError, match=r"^total_num_kv_heads is 4, tp_size is 3"):
         topology(0, 3, total_num_kv_heads=4, remotes={"pre": RemoteEngine(3)})
@@ -435,7 +511,7 @@ class Disordered(EngineBackend):
 
 
 def test_an_engines_backend_that_makes_no_sense_is_told_so():
-    with pytest.raises(ValueError, match=r"backend gives the shape \(2, 4096, 1, 1\)"):
+    with pytest.raises(ValueError, match=r"backend gives the shape \(2, 4096, 11, 576\)"):
         topology(backend=Blockless)
     with pytest.raises(ValueError, match=r"backend gives the stride order \(0, 1, 2, 3, 4, 4\)"):
         topology(backend=Disordered, tensor_shape=(1,) * 6)

@@ -1,10 +1,14 @@
 """`copy_kv_blocks` (CONTRACT C3): an engine's tensors of any backend, both directions."""
 
+import itertools
+import random
+
 import numpy as np
 import pytest
 import torch
 
-from kvcache.transfer import copy_kv_blocks
+from kvcache.transfer import blocks, copy_kv_blocks
+from tests.shared import sampled
 from tests.test_pages import BACKENDS, engine_tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -37,6 +41,105 @@ def test_blocks_arrive_in_all_layers_and_no_other_changes(device, backend, layou
         source, was, now = (t.cpu().movedim(dim, 0) for t in (source, was, now))
         assert torch.equal(now[[7, 1, 0]], source[[5, 0, 2]])
         assert torch.equal(now[2:7], was[2:7])
+
+
+def reordered(tensor, order, pad=()):
+    """The same content with the dimensions in another order in memory, each of `pad` with room behind."""
+    sizes = [tensor.shape[d] + 3 * (d in pad) for d in order]
+    dims = [order.index(d) for d in range(tensor.ndim)]
+    made = torch.zeros(sizes, dtype=tensor.dtype).permute(dims)
+    made = made[tuple(slice(n) for n in tensor.shape)]
+    return made.copy_(tensor)
+
+
+def memory_of(tensor):
+    """All of a tensor's memory, padding included."""
+    return tensor.as_strided((tensor.untyped_storage().nbytes() // 4,), (1,), 0)
+
+
+# (shape, the dimension of blocks): K and V first, blocks first, MLA.
+FORMS = [((2, 6, 4, 3, 8), 1), ((6, 2, 4, 3, 8), 0), ((6, 4, 8), 0)]
+CHANGES = [
+    (form, order, pad)
+    for form in FORMS
+    for order in itertools.permutations(range(len(form[0]) - 1))
+    for pad in ((), (len(form[0]) - 1,), (0, len(form[0]) - 2))
+]
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+@pytest.mark.parametrize("share", sampled(range(7)))
+def test_either_side_may_lie_in_another_order_and_have_padding(share, direction, staged):
+    """Every order of the outer dimensions and three forms of padding, on one side and on both."""
+    rng, generator = random.Random(share), torch.Generator().manual_seed(share)
+    for (shape, dim), order, pad in CHANGES[share::7]:
+        last = len(shape) - 1
+        wide = shape if dim == 0 else (*shape[:dim], 9, *shape[dim + 1 :])
+        wide = (9, *shape[1:]) if dim == 0 else wide
+        here = [torch.randn(shape, generator=generator) for _ in range(2)]
+        there = [torch.randn(wide, generator=generator) for _ in range(2)]
+        other = [*rng.sample(range(last), last), last] if rng.random() < 0.3 else range(last + 1)
+        src = {f"{i}": reordered(t, (*order, last), pad) for i, t in enumerate(here)}
+        dst = {f"{i}": reordered(t, [*other]) for i, t in enumerate(there)}
+        if rng.random() < 0.5:
+            src = {f"{i}": reordered(t, [*other]) for i, t in enumerate(here)}
+            dst = {f"{i}": reordered(t, (*order, last), pad) for i, t in enumerate(there)}
+        whole = [memory_of(t).clone() for t in src.values()]
+        bases = [memory_of(t) for t in dst.values()]
+        masks = [torch.ones_like(base, dtype=torch.bool) for base in bases]
+        for t, mask in zip(dst.values(), masks):  # where padding is
+            mask.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(False)
+        read, written = rng.sample(range(6), 4), rng.sample(range(9), 4)
+        pairs = np.array([read, written]).T
+        if staged:
+            tensors = [*zip(src.values(), dst.values())]
+            blocks._copy_staged(tensors, [dim] * 2, pairs, direction)
+        else:
+            copy_kv_blocks(src, dst, read, written, direction)
+        for source, was, now in zip(here, there, dst.values()):
+            expected = was.clone().movedim(dim, 0)
+            expected[written] = source.movedim(dim, 0)[read]
+            assert torch.equal(now.movedim(dim, 0), expected), (shape, order, pad)
+        assert all(torch.equal(memory_of(t), was) for t, was in zip(src.values(), whole))
+        assert all(not base[mask].any() for base, mask in zip(bases, masks)), "padding was written"
+
+
+def test_staging_goes_in_parts(monkeypatch):
+    here, there = torch.randn(6, 4, 3, 8), torch.zeros(8, 3, 4, 8).transpose(1, 2)
+    monkeypatch.setattr(blocks, "_STAGED_BYTES", 2 * here[0].nbytes)
+    pairs = np.array([[0, 7], [3, 1], [5, 2], [1, 0], [2, 6]])
+    blocks._copy_staged([(here, there)], [0], pairs, "h2d")
+    assert torch.equal(there[pairs[:, 1]], here[pairs[:, 0]])
+    assert not there[[3, 4, 5]].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize("direction", ["h2d", "d2h"])
+def test_another_order_between_device_and_host(direction, pinned):
+    here, there = (named(engine_tensors("flash_attention", way)) for way in ("NHD", "HND"))
+    expected = {name: t.clone() for name, t in there.items()}
+    for name in expected:
+        expected[name][:, [4, 1]] = here[name][:, [0, 5]]
+    host, device = (here, there) if direction == "h2d" else (there, here)
+    host = {name: on("cpu", t).pin_memory() if pinned else t for name, t in host.items()}
+    device = {name: on("cuda", t) for name, t in device.items()}
+    src, dst = (host, device) if direction == "h2d" else (device, host)
+    copy_kv_blocks(src, dst, [0, 5], [4, 1], direction)
+    torch.cuda.synchronize()
+    assert all(torch.equal(dst[name].cpu(), expected[name]) for name in expected)
+
+
+def test_an_engines_own_class_says_which_dimension_counts_blocks():
+    class Engine:
+        @staticmethod
+        def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size):
+            return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    here, there = ({"a": torch.randn(2, 2, 4, 1, 8)} for _ in range(2))
+    copy_kv_blocks(here, there, [1], [0], "h2d", backend=Engine)
+    assert torch.equal(there["a"][:, 0], here["a"][:, 1])
 
 
 def test_no_ids_are_nothing_to_do():
@@ -72,8 +175,11 @@ CASES = {
     r"layer 'layers.1' is torch.float16\[2, 6, 4, 2, 7\] in src_kv_caches": lambda a, b: (
         {**a, "layers.1": a["layers.1"][..., :7]}, b, [1], [2], "h2d",
     ),
-    "expected the same order in memory": lambda a, b: (
-        a, named(engine_tensors("flash_attention", "HND")), [1], [2], "h2d",
+    "layer 0 has elements that share memory": lambda a, b: (
+        {n: t[..., :1].expand(t.shape) for n, t in a.items()}, b, [1], [2], "h2d",
+    ),
+    r"src_block_ids\[0\] is 9: expected 0 to 5": lambda a, b: (
+        a, named(engine_tensors("flash_attention", "HND")), [9], [2], "h2d",
     ),
     r"src_block_ids has dtype float64: expected integers": lambda a, b: (a, b, [1.5], [2], "h2d"),
     r"src_block_ids has shape \[1, 1\]: expected \[n\]": lambda a, b: (a, b, [[1]], [2], "h2d"),

@@ -11,7 +11,7 @@ import pytest
 from kvcache.memory_plan import plan_cache
 from kvcache.specs import ContextParallel, LayerSpec
 from kvcache.transfer.description import CacheDescription, Coordinates
-from tests.transfer_plan_checker import ORDERS, PACKINGS, Memory, cache, of
+from tests.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memory, cache, of
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,42 @@ from tests.transfer_plan_checker import ORDERS, PACKINGS, Memory, cache, of
         (of(memory_order=("block", "token", "element")), "num_kv_heads is 4: expected 1 with the"),
         (of(dtype="int3"), "dtype is 'int3'"),
         (of(is_mla=True), "total_num_kv_heads is 4: expected 1 with is_mla"),
-        (of(is_mla=True, total_num_kv_heads=1, v_head_size=2), "v_head_size is 2: expected 0"),
         (of(version=2), "version is 2, of engine .*: expected 1"),
+        (of(stages=[(1, 1)]), "num_layers is 2, the layers of stages are 1: expected the same"),
+        (of(stages=[(1, 3), (1, 1)]), "total_num_kv_heads is 4, tp_size is 3"),
+        (of(stages=[(1, 1), (1, 0)]), r"tp_size of stages\[1\] is 0"),
+        (of(stages=[(2, 1)], pp_size=2), "pp_size is 2: expected 1 with stages"),
+        (of(stages=[(2, 1)], tp_size=2), "tp_size is 2: expected 1 with stages"),
+        (of(scale_bytes_per_head=-1), "scale_bytes_per_head is -1"),
+        (
+            of(scale_bytes_per_head=4, packing="heads first"),
+            "scale_bytes_per_token is 16: expected 0 with the memory order",
+        ),
+        (of(k_scale=[[1.0], [1.0]]), "k_scale is given: expected None with dtype 'float32'"),
+        (
+            of(dtype="uint8", k_scale=[[1.0]]),
+            r"k_scale has shape \[1, 1\]: expected \[2, 1\] or \[2, 4\]",
+        ),
+        (
+            of(dtype="uint8", k_scale=[[1.0], [0.0]]),
+            r"k_scale is .*: expected finite numbers above 0",
+        ),
+        (
+            of(dtype="uint8", v_head_size=0, v_scale=[[1.0], [1.0]]),
+            "v_scale is given: expected None where there is no V",
+        ),
+        (
+            of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=255),
+            "page_stride is 255: expected 256 to",
+        ),
+        (
+            of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256, 127]),
+            r"page_stride\[1\] is 127: expected 128 to",
+        ),
+        (
+            of(stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256]),
+            "page_stride has 1 entries: expected 2, one per stage",
+        ),
     ],
 )
 def test_descriptions_of_what_cannot_be(values, message):
@@ -41,6 +75,13 @@ def test_a_description_crosses_by_json_and_pickle():
     one = cache(tp_size=2, layout="HND", cp_world_size=2, v_head_size=1)
     assert CacheDescription.from_dict(json.loads(json.dumps(one.to_dict()))) == one
     assert pickle.loads(pickle.dumps(one)) == one and hash(one) == hash(replace(one))
+    two = cache(
+        stages=[(1, 1), (1, 2)], packing="blocks_first", page_stride=[256, 128], dtype="uint8",
+        scale_bytes_per_head=8, k_scale=np.full((2, 4), 0.5, np.float32), v_scale=[[1], [2]],
+    )  # fmt: skip
+    assert CacheDescription.from_dict(json.loads(json.dumps(two.to_dict()))) == two
+    assert pickle.loads(pickle.dumps(two)) == two and hash(two) == hash(replace(two))
+    assert two.stages == ((1, 1), (1, 2)) and two.v_scale == ((1.0,), (2.0,))
     values = one.to_dict()
     without = {name: value for name, value in values.items() if name != "num_layers"}
     for wrong, message in (
@@ -68,7 +109,7 @@ def test_offset_is_where_the_plain_definition_has_it(packing, layout, values):
     ):
         region, offset = one.offset_of(layer, part, token, head)
         element = memory.elements[0, memory.region_start[region] + offset // 4]
-        code = ((token * 2 + layer) * one.total_num_kv_heads + head) * 2 + part
+        code = ((token * 2 + layer) * one.total_num_kv_heads + head) * PARTS + part
         assert element == code * max(sizes)
 
 
@@ -76,6 +117,29 @@ def test_ranks_are_numbered_context_pipeline_tensor():
     one = cache(tp_size=2, pp_size=2, cp_world_size=3)
     for number, at in enumerate(itertools.product(range(3), range(2), range(2))):
         assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
+
+
+def test_ranks_of_unlike_stages_are_numbered_stage_by_stage():
+    one = cache(num_layers=6, stages=[(1, 2), (3, 4), (2, 1)], cp_world_size=2)
+    assert one.world_size == 14
+    numbers = [(cp, pp, tp) for cp in (0, 1) for pp, n in enumerate((2, 4, 1)) for tp in range(n)]
+    for number, at in enumerate(numbers):
+        assert one.coordinates(number) == at and one.rank_of(Coordinates(*at)) == number
+        assert len(one.heads(number)) == (2, 1, 4)[at[1]] == one.stage_of(number).heads_per_rank
+        assert one.layers(number) == (range(1), range(1, 4), range(4, 6))[at[1]]
+    for name in (
+        "placement",
+        "region_bytes",
+        "region_strides",
+        "heads_per_rank",
+        "layers_per_rank",
+    ):
+        with pytest.raises(
+            ValueError, match=rf"{name} of engine 'a' differs by stage: ask stage_of"
+        ):
+            getattr(one, name)
+    alike = cache(stages=[(1, 2), (1, 2)])
+    assert alike.heads_per_rank == 2 and alike.world_size == cache(pp_size=2, tp_size=2).world_size
 
 
 STORAGES = {

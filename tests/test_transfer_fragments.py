@@ -23,6 +23,7 @@ from tests.transfer_plan_table import SIZES
         ("v_head_size", 1),
         ("num_layers", 4),
         ("total_num_kv_heads", 8),
+        ("scale_bytes_per_head", 4),
     ],
 )
 def test_engines_that_cannot_hold_the_same_are_refused(field, value):
@@ -119,6 +120,38 @@ def test_the_fewest_fragments_are_chosen(local, remote, permutation, num_fragmen
     assert len(plan.fragments.length) == num_fragments
 
 
+@pytest.mark.parametrize(
+    ("packing", "num_fragments"),
+    [
+        # 4 of 8 heads in blocks of 4 tokens, 6 layers: all layers' K and V of the heads are one stretch,
+        ("heads first", (1, 1)),
+        # K and V one each,
+        ("kv, heads, layers", (2, 2)),
+        # and where layers lie outside, each layer's K and V are one.
+        ("block_major", (12, 12)),
+        ("apart", (12, 12)),
+    ],
+)
+def test_heads_that_lie_outermost_are_one_fragment(packing, num_fragments):
+    layout = "NHD" if packing in ("heads first", "kv, heads, layers") else "HND"
+    common = of(num_layers=6, total_num_kv_heads=8, layout=layout, packing=packing)
+    whole, half = cache(**common), cache(tp_size=2, **common)
+    found = [
+        plan_transfer(half, whole, 1).num_fragments,
+        plan_transfer(whole, half, 0).num_fragments // 2,  # of two ranks
+    ]
+    assert tuple(found) == num_fragments
+
+
+def test_heads_that_lie_outermost_are_one_fragment_of_each_stage():
+    common = of(num_layers=6, total_num_kv_heads=8, packing="heads first")
+    stages = cache(
+        stages=[(2, 1), (4, 2)], **common
+    )  # a head's layers are of one stage, then the other
+    plan = plan_transfer(cache(tp_size=2, **common), stages, 0)
+    assert plan.remote_ranks == (0, 1) and plan.num_fragments == 4 + 4
+
+
 @pytest.mark.parametrize("packings", list(itertools.product(PACKINGS, repeat=2)))
 @pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
 def test_no_two_fragments_could_be_one(local, remote, packings):
@@ -132,6 +165,40 @@ def test_no_two_fragments_could_be_one(local, remote, packings):
     )  # fmt: skip
     begins = set(zip(*f[:-1]))
     assert len(begins) == len(f.length) and not ends & begins
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("packing", ["heads first", "kv, heads, layers"])
+@pytest.mark.parametrize(("local", "remote"), [*DIFFERENT, (of(tp_size=2), of(tp_size=8))])
+def test_no_two_fragments_could_be_one_where_heads_lie_outside(local, remote, packing, layout):
+    local, remote = ({**side, "packing": packing, "layout": layout} for side in (local, remote))
+    f = plan_transfer(cache(**local), cache(**remote), 0).fragments
+    ends = set(
+        zip(
+            f.remote_rank, f.remote_page, f.remote_region, f.remote_offset + f.length,
+            f.local_page, f.local_region, f.local_offset + f.length,
+        )
+    )  # fmt: skip
+    begins = set(zip(*f[:-1]))
+    assert len(begins) == len(f.length) and not ends & begins
+
+
+def test_engines_of_other_scales_are_refused():
+    common = of(dtype="float8_e4m3fn")
+    plain = cache(engine_id="L", **common)
+    scaled = cache(engine_id="R", k_scale=[[1.0], [0.5]], v_scale=[[1.0], [1.0]], **common)
+    message = (
+        r"local k_scale of layer 1, head 0 is 1.0 \(engine 'L'\), remote k_scale is 0.5 \(engine 'R'\): "
+        "expected the same"
+    )
+    with pytest.raises(ValueError, match=message):
+        plan_transfer(plain, scaled, 0)
+    per_head = cache(engine_id="H", k_scale=[[1.0] * 4, [0.5] * 4], **common)
+    assert plan_transfer(scaled, per_head, 0).num_fragments == 4  # the same, given per head
+    assert plan_transfer(plain, cache(k_scale=[[1.0], [1.0]], **common), 0).num_fragments == 4
+    other = cache(v_scale=[[1, 1, 1, 1], [1, 1, 2, 1]], **common)
+    with pytest.raises(ValueError, match=r"local v_scale of layer 1, head 2 is 1\.0"):
+        plan_transfer(plain, other, 0)
 
 
 def test_neighbouring_pages_that_move_whole_are_one_run():

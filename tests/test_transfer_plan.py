@@ -73,6 +73,93 @@ def test_sizes_that_do_not_divide_each_other(local, remote, allow_permutation):
         check(local, remote, rank, allow_permutation=allow_permutation, seed=rank)
 
 
+SCALE_ORDERS = [name for name in ORDERS if name not in ("heads first", "kv, heads, layers")]
+SCALE_ORDERS = [
+    name for name in SCALE_ORDERS if name != "all K, all V"
+]  # layers apart from K and V
+
+
+def drawn_side(rng, heads, num_layers, scales):
+    """Stages of unlike layers and ranks, or equal ones; context parallelism, any order in memory."""
+    orders = SCALE_ORDERS if scales else [*ORDERS]
+    values = of(
+        packing=orders[rng.integers(len(orders))],
+        layout=("NHD", "HND")[rng.integers(2)],
+        block_size=int(2 ** rng.integers(1, 4)),
+        cp_world_size=int(rng.choice([1, 1, 2])),
+        cp_interleave=int(rng.choice([1, 2])),
+        total_num_kv_heads=heads,
+        is_mla=heads == 1 and bool(rng.integers(2)),
+        num_layers=num_layers,
+        scale_bytes_per_head=scales,
+    )
+    cuts = np.sort(
+        rng.choice(np.arange(1, num_layers), rng.integers(num_layers - 1), replace=False)
+    )
+    counts = np.diff([0, *cuts, num_layers]).tolist()
+    sizes = [tp for tp in (1, 2, 3, 4, 6, 8) if tp % heads == 0 or heads % tp == 0]
+    if rng.integers(4):
+        values["stages"] = [(count, int(rng.choice(sizes))) for count in counts]
+    else:
+        values["tp_size"] = int(rng.choice(sizes))
+        values["pp_size"] = int(rng.choice([n for n in (1, 2, 3) if num_layers % n == 0]))
+    return values
+
+
+@pytest.mark.parametrize("seed", sampled(range(60), 6))
+def test_stages_of_unlike_sizes_and_scales_drawn_at_random(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(12):
+        heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
+        scales = int(rng.choice([0, 4, 8]))
+        local, remote = (drawn_side(rng, heads, num_layers, scales) for _ in range(2))
+        remote["is_mla"] = local["is_mla"]
+        size = 0 if local["is_mla"] else int(rng.choice([2, 1, 0]))
+        local, remote = (cache(v_head_size=size, **side) for side in (local, remote))
+        allowed = bool(rng.integers(2))
+        for rank in rng.permutation(local.world_size)[:4].tolist():
+            check(local, remote, rank, allow_permutation=allowed, seed=seed)
+            plan = plan_transfer(local, remote, rank)
+            last = int(rng.integers(1, plan.tokens_per_group + 1))
+            pages = (last - 1) // local.tokens_per_page
+            first = int(rng.integers(pages + 1)) * local.tokens_per_page
+            check(local, remote, rank, allow_permutation=allowed, seed=seed, tokens=(first, last))
+
+
+def test_stages_of_unlike_tensor_parallel_size_by_hand():
+    """A prefill engine of 3 + 1 layers over 1 and 4 ranks, a decode engine of 2 ranks."""
+    prefill = cache(num_layers=4, stages=[(3, 1), (1, 4)])
+    decode = cache(num_layers=4, tp_size=2)
+    assert [prefill.layers(rank) for rank in range(5)] == [range(3)] + [range(3, 4)] * 4
+    assert [prefill.heads(rank) for rank in (0, 1, 4)] == [range(4), range(1), range(3, 4)]
+    assert plan_transfer(decode, prefill, 0).remote_ranks == (0, 1, 2)
+    assert plan_transfer(decode, prefill, 1).remote_ranks == (0, 3, 4)
+    assert [plan_transfer(prefill, decode, rank).remote_ranks for rank in range(5)] == [
+        (0, 1), (0,), (0,), (1,), (1,),
+    ]  # fmt: skip
+    for local, remote in ((decode, prefill), (prefill, decode)):
+        for rank in range(local.world_size):
+            check(local, remote, rank)
+
+
+@pytest.mark.parametrize("packing", SCALE_ORDERS)
+@pytest.mark.parametrize("layouts", [*itertools.product(("NHD", "HND"), repeat=2)], ids="".join)
+@pytest.mark.parametrize(
+    "sizes", [(of(), of()), (of(block_size=8), of(tp_size=2)), (of(tp_size=2), of())]
+)
+def test_scales_move_with_their_heads(packing, layouts, sizes):
+    local, remote = (
+        cache(packing=packing, layout=layout, scale_bytes_per_head=4, **size)
+        for layout, size in zip(layouts, sizes)
+    )
+    for rank in range(local.world_size):
+        check(local, remote, rank)
+        check(local, remote, rank, allow_permutation=False)
+    moved = sum(plan_transfer(local, remote, 0).bytes_per_group.values())
+    group = plan_transfer(local, remote, 0).tokens_per_group
+    assert moved == group * 2 * local.heads_per_rank * (2 * 2 * 4 + 4)  # K, V, scales of two layers
+
+
 @pytest.mark.parametrize("allow_permutation", [True, False])
 @pytest.mark.parametrize(("local", "remote"), DIFFERENT)
 def test_groups_of_which_only_some_tokens_are_wanted(local, remote, allow_permutation):
@@ -119,6 +206,24 @@ def spoiled(**changes):
         return replace(plan, patterns=tuple(patterns))
 
     return change
+
+
+def test_scales_of_another_layer_are_found():
+    local = cache(packing="block_major", scale_bytes_per_head=4, tp_size=2)
+    remote = cache(packing="block_major", scale_bytes_per_head=4)
+    with pytest.raises(Wrong, match="an element is not where it belongs"):
+        check(local, remote, 0, change=spoiled_scales)
+
+
+def spoiled_scales(plan):
+    """The scales of the two layers exchanged."""
+    patterns = []
+    for pattern in plan.patterns:
+        layers = pattern.layers.copy()
+        if len(layers) == 2:  # the scales of both layers, not K and V
+            layers[:, :2] = layers[::-1, :2].copy()
+        patterns.append(replace(pattern, layers=layers))
+    return replace(plan, patterns=tuple(patterns))
 
 
 def swap_k_and_v(layers):

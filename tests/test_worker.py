@@ -1,8 +1,23 @@
+import dataclasses
+import pickle
+import pydoc
+
 import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockTable, KVStorage, MultiGroupBlockTable, Pages, StepPlan, Worker
+from kvcache import (
+    BlockTable,
+    KVCacheManager,
+    KVStorage,
+    MultiGroupBlockTable,
+    Pages,
+    Request,
+    StepPlan,
+    StepReport,
+    Worker,
+)
+from kvcache.step import Answers
 from kvcache.worker.swap.page_copy import PageCopy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -13,7 +28,7 @@ def content(table):
     return [rows[i, :n].tolist() for i, n in enumerate(table.num_blocks_per_row)]
 
 
-def plan(**sections):
+def plan(step_id=7, **sections):
     def ids(*values):
         return np.array(values, np.int32)
 
@@ -32,7 +47,7 @@ def plan(**sections):
     arrays = {
         n: np.array(v, np.int32) if not isinstance(v, list | int) else v for n, v in arrays.items()
     }
-    return StepPlan(7, **{**base, **arrays})
+    return StepPlan(step_id, **{**base, **arrays})
 
 
 def worker():
@@ -63,8 +78,11 @@ def append(rows, splits, ids):
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"clear_rows": np.array([4])}, r"clear_rows\[0\] is 4: expected 0 to 3"),
-        ({"append_rows": np.array([-1])}, r"append_rows\[0\] is -1: expected 0 to 3"),
+        ({"clear_rows": np.array([-1])}, r"clear_rows\[0\] is -1: expected 0 or more"),
+        (
+            {"append_rows": np.array([-1])},
+            r"append_rows\[0\] is -1: expected 0 to 3, the rows of the",
+        ),
         (append([0], [0, 1], [20]), r"append_ids\[0\]\[0\] is 20: expected a block of 0 to 19"),
         (append([0], [0, 1], [-3]), r"append_ids\[0\]\[0\] is -3"),
         (
@@ -80,7 +98,7 @@ def append(rows, splits, ids):
         ({"replace": [[(2, 0, 1)]]}, "names column 0, but row 2 has 0 blocks"),  # it was cleared
         ({"replace": [[(9, 1, 1)]]}, "names row 9: expected 0 to 3"),
         ({"append_ids": [[], []]}, "append_splits has 1 entries, append_ids has 2"),
-        ({"version": 99}, "plan has version 99: expected 2"),
+        ({"version": 99}, "plan has version 99: expected 3"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_named_and_changes_nothing(sections, message):
@@ -148,7 +166,7 @@ def test_a_plan_copies_and_clears_pages_before_its_tables_are_read():
         ({"copy": np.array([4])}, r"copy has shape \[1\]: expected \[n, 2\]"),
         ({"zero": np.array([1.5])}, "zero has dtype float64: expected integers"),
         # Right pages, wrong tables: not a byte has moved.
-        ({"copy": pairs((1, 2)), "clear_rows": np.array([9])}, r"clear_rows\[0\] is 9"),
+        ({"copy": pairs((1, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
         ({"zero": np.array([3]), **append([0], [0, 1], [20])}, r"append_ids\[0\]\[0\] is 20"),
     ],
 )
@@ -220,7 +238,7 @@ def test_a_page_comes_back_as_it_left():
         layer[1:] = torch.randint(0, 256, (7, 64), dtype=torch.uint8)
     before = [layer.clone() for layer in layers]
     w.apply(plan(swap_out=pairs((2, 4), (3, 1)), zero=np.array([2, 3])))
-    w.apply(plan(swap_in=pairs((4, 6), (1, 2))))
+    w.apply(plan(8, swap_in=pairs((4, 6), (1, 2))))
     for page, was in zip(layers, before):
         assert torch.equal(page[6], was[2]) and torch.equal(page[2], was[3])
         assert not page[3].any() and torch.equal(page[[0, 1, 4, 5, 7]], was[[0, 1, 4, 5, 7]])
@@ -266,7 +284,7 @@ def test_one_page_may_go_to_two_and_be_read_twice():
         ({"swap_out": np.array([3])}, r"swap_out has shape \[1\]: expected \[n, 2\]"),
         ({"swap_in": np.array([[1.5, 2]])}, "swap_in has dtype float64: expected integers"),
         # Right pages, wrong tables: not a byte has moved.
-        ({"swap_out": pairs((3, 2)), "clear_rows": np.array([9])}, r"clear_rows\[0\] is 9"),
+        ({"swap_out": pairs((3, 2)), "clear_rows": np.array([-9])}, r"clear_rows\[0\] is -9"),
     ],
 )
 def test_swaps_that_do_not_fit_are_named_and_nothing_changes(sections, message):
@@ -286,7 +304,7 @@ def test_sections_may_be_lists_and_empty_ones_of_any_shape():
     w = swapping()
     w.apply(plan(swap_out=[(3, 1)], copy=[[7, 8]], zero=[9], swap_in=[]))
     assert host_numbers(w)[1] == 3 and numbers(w.storages[0])[7:10] == [7, 7, 0]
-    w.apply(plan(swap_out=np.zeros(0, np.int32), copy=np.zeros(0), zero=[], swap_in=()))
+    w.apply(plan(8, swap_out=np.zeros(0, np.int32), copy=np.zeros(0), zero=[], swap_in=()))
 
 
 @pytest.mark.parametrize("section", ["swap_out", "swap_in"])
@@ -486,3 +504,204 @@ def test_swap_options_without_host_pages_are_named():
     )
     with pytest.raises(TypeError, match="layers_per_event is given without host pages"):
         Worker(storage, table, layers_per_event=2)
+
+
+# --- the order of plans ---------------------------------------------------------------------------
+
+
+def planes(**options):
+    """A manager and a worker over tables of 4 rows."""
+    manager = KVCacheManager(16, 65, 256, num_preallocate_tokens=0, **options)
+    return manager, Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
+
+
+def test_a_plan_that_comes_twice_is_refused():
+    manager, w = planes(max_num_reqs=4)
+    request = Request("a", range(20))
+    w.apply(manager.step(new=[request]))
+    given = manager.step([0], [40])
+    w.apply(given)
+    with pytest.raises(
+        ValueError, match=r"step_id 1: expected 2 or later, since step 1 was applied"
+    ):
+        w.apply(given)
+    assert content(w.tables)[0] == [1, 2, 3, 4] == manager.block_ids(request).tolist()
+    w.apply(manager.step([0], [5]))
+    assert content(w.tables)[0] == [1, 2, 3, 4, 5] and w.last_step_id == 2
+
+
+@pytest.mark.parametrize("num_lost", [1, 3])
+def test_a_plan_that_follows_a_lost_one_is_refused_until_that_came_or_was_aborted(num_lost):
+    manager, w = planes(max_num_reqs=4)
+    request = Request("a", range(20))
+    w.apply(manager.step(new=[request]))
+    lost = [manager.step([0], [16]) for _ in range(num_lost)]
+    later = manager.step([0], [40])
+    message = (
+        rf"step_id {num_lost + 1} and follows step {num_lost}, but step 0 was applied last: expected "
+        rf"the plans from step 1 to {num_lost} first, or an abort of these steps"
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            w.apply(later)
+    assert content(w.tables)[0] == [1, 2] and w.last_step_id == 0
+    other = Worker(KVStorage(65, 16, 1, 8), BlockTable(16, 4, 16, 512, False, "cpu", 16))
+    with pytest.raises(ValueError, match=r"follows step 0, but no plan was applied yet"):
+        other.apply(lost[0])
+    assert manager.abort(1) == {"a": 20}
+    w.apply(manager.step([0], [40]))  # names no plan that the worker lacks, and sends the whole row
+    assert content(w.tables)[0] == manager.block_ids(request).tolist()
+
+
+def test_plans_of_aborted_steps_need_not_come_whatever_was_aborted_before():
+    manager, w = planes(max_num_reqs=4)
+    request = Request("a", range(20))
+    w.apply(manager.step(new=[request]))
+    manager.step([0], [16])
+    manager.abort(1)
+    late = manager.step([0], [1])
+    manager.abort(2)
+    given = manager.step([0], [40])
+    assert (given.step_id, given.previous_step_id) == (3, 0)
+    w.apply(given)
+    with pytest.raises(ValueError, match=r"step_id 2: expected 4 or later, since step 3"):
+        w.apply(late)
+    assert content(w.tables)[0] == manager.block_ids(request).tolist()
+    w.apply(manager.step([0], [1]))
+    manager.abort(4)  # it was carried out, and comes to nothing
+    w.apply(manager.step([0], [16]))
+    assert content(w.tables)[0] == manager.block_ids(request).tolist()
+
+
+def test_reported_and_old_steps_are_named_as_the_step_before():
+    manager, w = planes(max_num_reqs=4)
+    w.apply(manager.step(new=[Request("a", range(20))]))
+    for _ in range(2 * 64 + 3):
+        given = manager.step([0], [1])
+        assert given.previous_step_id == given.step_id - 1
+        manager.report(w.apply(given))
+    manager.abort(manager.step([0], [1]).step_id)
+    assert manager.step().previous_step_id == given.step_id
+
+
+def test_a_manager_with_more_rows_than_the_tables_does_not_jam():
+    manager, w = planes()  # admits any number of requests
+    requests = [Request(f"r{i}", range(20)) for i in range(5)]
+    for request in requests[:4]:
+        assert w.apply(manager.step(new=[request])).completed
+    refused = manager.step(new=[requests[4]])
+    for _ in range(2):
+        with pytest.raises(
+            ValueError,
+            match=r"append_rows\[0\] is 4: expected 0 to 3, the rows of the tables \(a manager admits",
+        ):
+            w.apply(refused)
+    manager.abort(refused.step_id)
+    manager.free(requests[4])
+    assert w.apply(manager.step([0], [1])).completed  # clears row 4, which the tables have not
+    assert content(w.tables)[0] == manager.block_ids(requests[0]).tolist()
+    manager.free(requests[1])
+    plan = manager.step(new=[Request("r5", range(20))])
+    assert plan.rows.tolist() == [1] and w.apply(plan).completed
+
+
+def test_a_plan_that_changes_nothing_counts_as_a_step():
+    manager, w = planes(max_num_reqs=4)
+    request = Request("a", range(20))
+    first = manager.step(new=[request])
+    assert not first.is_empty
+    w.apply(first)
+    w.tables.compute_slot_mapping(np.zeros(20, np.int32), np.arange(20))
+    assert w.tables.num_computed_slots == 20
+    empty = manager.step([0], [1])
+    assert empty.is_empty and pickle.loads(pickle.dumps(empty)).is_empty
+    assert not dataclasses.replace(empty, step_id=5).is_empty  # may have been given entries
+    report = w.apply(empty)
+    assert report == StepReport(1, True) and w.last_step_id == 1
+    assert w.tables.num_computed_slots == 0  # those of the step before
+    assert manager.report(report) == {}
+    step = w.start(manager.step([0], [1]))
+    assert step.poll() == step.wait() == StepReport(2, True)
+    with pytest.raises(ValueError, match="step_id 1: expected 3 or later"):
+        w.apply(empty)
+    manager.step([0], [1])
+    with pytest.raises(ValueError, match="step_id 4 and follows step 3"):
+        w.start(manager.step([0], [1]))
+
+
+# --- the answers of a plan ------------------------------------------------------------------------
+
+
+def test_a_plan_answers_the_three_lists_apart():
+    manager = KVCacheManager(
+        4, 12, 400, max_num_reqs=4, num_preallocate_tokens=0, num_host_blocks=9
+    )
+    a, b = Request("a", range(6)), Request("b", range(50, 60))
+    manager.step(new=[a, b], new_num_tokens=[6, 3])
+    given = manager.step(
+        [0], [2], swap_out=[1], new=[Request("c", range(9)), Request("d", range(300))]
+    )
+    rows, leaving, new = given.answers
+    assert (given.num_running, given.num_leaving) == (1, 1)
+    assert [x.tolist() for x in rows] == [[0], [0], [6], [2]]
+    assert [x.tolist() for x in leaving] == [[1], [0], [3], [0]]
+    assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 4], [5, 0]]  # a's first block
+    assert given.answers.new.num_tokens.base is not None  # a view
+    assert given.num_tokens.tolist() == [2, 0, 5, 0]
+    waiting = manager.step([0, 2], [30, 1])
+    assert waiting.status.tolist() == [1, 0] and waiting.num_tokens.tolist() == [0, 1]
+
+
+def test_a_row_asked_with_no_tokens_gets_nothing():
+    manager, w = planes(max_num_reqs=4)
+    a, b = Request("a", range(16)), Request("b", range(100, 110))
+    w.apply(manager.step(new=[a, b]))
+    given = manager.step([0, 1], [0, 1], token_ids=[7, 8], num_lookahead_tokens=40)
+    assert given.status.tolist() == [0, 0] and given.num_tokens.tolist() == [0, 1]
+    assert given.num_computed_tokens.tolist() == [16, 10]
+    assert given.append_rows.tolist() == [1]  # lookahead for the other one alone
+    assert (a.num_tokens, b.num_tokens) == (17, 11)
+    w.apply(given)
+    w.apply(nothing := manager.step([0, 1], [0, 0], num_rejected_tokens=[0, 1]))
+    assert nothing.is_empty and manager.num_computed_tokens(b) == 10
+    assert manager.abort(nothing.step_id) == {}
+    manager.check_invariants()
+    for rows, tokens, message in (
+        ([0], [-1], "num_tokens is -1: expected 0 to 2147483647"),
+        ([0, 0], [0, 0], "rows names row 0 twice"),
+        ([0], [0], None),
+    ):
+        if message is None:
+            assert manager.step(rows, tokens).num_tokens.tolist() == [0]
+            continue
+        with pytest.raises(ValueError, match=message):
+            manager.step(rows, tokens)
+
+
+def test_help_says_what_each_field_of_a_plan_means():
+    for cls in (StepPlan, StepReport):
+        for each in dataclasses.fields(cls):
+            assert f"`{each.name}`" in cls.__doc__, each.name
+    assert "int32[m, 3], row, column and new id" in pydoc.render_doc(StepPlan)
+    assert "where its new tokens start" in pydoc.render_doc(Answers)
+
+
+# --- what slid out of a window --------------------------------------------------------------------
+
+
+def test_tokens_that_slid_out_of_a_window_are_not_written_and_read_as_zeros():
+    manager = KVCacheManager(
+        16, 30, 200, sliding_window=16, max_num_reqs=4, num_preallocate_tokens=0
+    )
+    tables = MultiGroupBlockTable(4, 200, 200, False, "cpu", [16], windows=[16])
+    storage = KVStorage(30, 16, 1, 8)
+    w = Worker(storage, tables)
+    w.apply(manager.step(new=[Request("a", range(100))]))
+    w.apply(manager.step([0], [1]))
+    tables.compute_slot_mapping(np.zeros(2, np.int32), np.array([5, 40]))
+    slots = tables[0].slot_mapping.gpu[:2]
+    assert slots.tolist() == [5, 8]
+    storage.write(0, *torch.ones(2, 2, 1, 8).bfloat16(), slots)
+    assert storage.key_cache(0)[0].sum() == storage.value_cache(0)[0].sum() == 0
+    storage.key_cache(0)[0] = storage.value_cache(0)[0] = 7  # by other hands
+    assert not any(found.any() for found in storage.gather(0, slots))

@@ -1,8 +1,8 @@
 """A transfer plan carried out on fake memories and checked by the plain definition of what lies where.
 
 Shares no code with the plan: where an element lies is written down here once more, as shapes of arrays
-instead of offsets. Every element is a number that names its token, layer, K or V, head and place in the
-row; elements are four bytes, so a wrong byte is a wrong number.
+instead of offsets. Every element is a number that names its token, layer, K, V or scales, head and place
+in the row; elements are four bytes, so a wrong byte is a wrong number.
 """
 
 import numpy as np
@@ -11,6 +11,7 @@ from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import plan_transfer
 
 ELEMENT = 4  # bytes: descriptions are of float32
+PARTS = 3  # K, V, scales
 GROUPS, SPARE = 2, 2  # SPARE: pages that must not be touched, the null block included
 
 
@@ -96,15 +97,28 @@ def held(total, size, rank):
     return [i for i in range(total) if i * size // total == rank]
 
 
+def stages_of(cache):
+    """(layers, tp_size) of each pipeline stage."""
+    if cache.stages is None:
+        layers = [held(cache.num_layers, cache.pp_size, r) for r in range(cache.pp_size)]
+        return [(each, cache.tp_size) for each in layers]
+    numbers = iter(range(cache.num_layers))
+    return [([next(numbers) for _ in range(count)], tp) for count, tp in cache.stages]
+
+
 def ranks_of(cache):
     """(cp_rank, pp_rank, tp_rank) of all ranks, [world_size] each."""
-    rank = np.arange(cache.world_size)
-    tp, pp = cache.tp_size, cache.pp_size
-    return rank // (pp * tp), rank // tp % pp, rank % tp
+    table = [
+        (cp, pp, tp)
+        for cp in range(cache.cp_world_size)
+        for pp, (_, tp_size) in enumerate(stages_of(cache))
+        for tp in range(tp_size)
+    ]
+    return np.array(table).T
 
 
 class Memory:
-    """The memory of some ranks of an engine: elements[n, place], -1 where no token lies."""
+    """The memory of some ranks of a pipeline stage: elements[n, place], -1 where no token lies."""
 
     def __init__(self, cache, ranks, ids, pool):
         """ranks: [n], ascending. ids: [n, pages], where in a pool of pages the request's lie."""
@@ -112,19 +126,22 @@ class Memory:
         self.cache, self.pool, self.ranks = cache, pool, ranks
         tokens = np.full((len(ranks), pool, cache.block_size), -1)
         tokens[np.arange(len(ranks))[:, None], ids] = tokens_of_pages(cache, ids.shape[1])[cp]
-        layers = np.array([held(cache.num_layers, cache.pp_size, r) for r in range(cache.pp_size)])
-        heads = np.array(
-            [held(cache.total_num_kv_heads, cache.tp_size, r) for r in range(cache.tp_size)]
-        )
-        self.heads, self.layers = heads.shape[1], layers.shape[1]
+        assert len(set(pp)) == 1
+        layers, tp_size = stages_of(cache)[pp[0]]
+        heads = np.array([held(cache.total_num_kv_heads, tp_size, r) for r in range(tp_size)])
+        self.heads, self.layers = heads.shape[1], len(layers)
+        scales = cache.scale_bytes_per_head // ELEMENT
         self.sizes = [cache.head_size] + [cache.v_head_size] * (cache.v_head_size > 0)
+        self.has_scales = scales > 0
+        self.sizes += [scales] * self.has_scales
         widest = max(self.sizes)
         # [rank, layer, page, token, head]; what has no token stays below 0
         tokens = np.where(tokens < 0, -cache.num_layers * cache.total_num_kv_heads, tokens)
-        row = tokens[:, None, :, :, None] * cache.num_layers + layers[pp][:, :, None, None, None]
+        row = tokens[:, None, :, :, None] * cache.num_layers
+        row = row + np.array(layers)[:, None, None, None]
         row = row * cache.total_num_kv_heads + heads[tp][:, None, None, None, :]
         parts = [
-            np.maximum((row[..., None] * 2 + part) * widest + np.arange(size), -1)
+            np.maximum((row[..., None] * PARTS + part) * widest + np.arange(size), -1)
             for part, size in enumerate(self.sizes)
         ]
         self.elements, lengths = self.laid_out(parts)
@@ -132,7 +149,9 @@ class Memory:
         self.region_start = np.cumsum(lengths) - lengths
         # Where the elements of a page are, of K and of V: [layer, page, ...], in the order of memory.
         shapes = [part.shape[1:] for part in parts]
-        numbers = np.split(np.arange(sum(map(np.prod, shapes))), [np.prod(shapes[0])])
+        numbers = np.split(
+            np.arange(sum(map(np.prod, shapes))), np.cumsum([*map(np.prod, shapes)])[:-1]
+        )
         named = [n.reshape(1, *shape) for n, shape in zip(numbers, shapes)]
         place = np.argsort(self.laid_out(named)[0][0])
         self.places = [
@@ -141,7 +160,9 @@ class Memory:
         ]
 
     def laid_out(self, parts):
-        """K (and V) as [rank, layer, block, token, head, element]: by rank in memory; region lengths."""
+        """K (and V, and scales) as [rank, layer, block, token, head, element]: by rank in memory; region
+        lengths."""
+        *parts, scales = parts if self.has_scales else [*parts, None]
         order = list(self.cache.memory_order)
         if "layer" not in order:
             order.insert(0, "layer")
@@ -162,7 +183,23 @@ class Memory:
             lengths = [sum(lengths) // self.layers] * self.layers
         elif not outer:
             lengths = [sum(lengths)]
-        return np.concatenate(rows, axis=-1).reshape(len(parts[0]), -1), lengths
+        memory = np.concatenate(rows, axis=-1).reshape(len(parts[0]), -1)
+        if scales is None:
+            return memory, lengths
+        if "kv" in outer:  # a region of their own
+            return (
+                np.concatenate([memory, scales.reshape(len(scales), -1)], axis=1),
+                [*lengths, *[scales[0].size // self.layers] * self.layers],
+            )
+        until = (
+            max(order.index("block"), order.index("layer")) + 1
+        )  # K and V of a layer's page follow
+        prefix = [scales.shape[axes[role]] for role in order[:until]]
+        behind = scales.transpose(0, *(axes[role] for role in order[:until]), 3, 4, 5)
+        both = [memory.reshape(len(memory), *prefix, -1), behind.reshape(len(memory), *prefix, -1)]
+        count = len(lengths)
+        lengths = [length + scales[0].size // count for length in lengths]
+        return np.concatenate(both, axis=-1).reshape(len(memory), -1), lengths
 
     def index(self, region, offset, length):
         """Places of the elements of fragments; Wrong if one leaves its region or tears an element."""
@@ -184,7 +221,7 @@ class Memory:
     def permute(self, elements, ids, remote_block_size, remote_layout):
         """A plain form of `permute_received_blocks`: bytes in the remote order made local."""
         for layer in range(self.layers):
-            for number, size in enumerate(self.sizes):
+            for number, size in enumerate(self.sizes[: len(self.sizes) - self.has_scales]):
                 places = self.places[number][layer][ids.ravel()]
                 received = elements[places]
                 if remote_layout == "HND":
@@ -207,10 +244,17 @@ def check_listed(plan, got, mine, theirs):
             raise Wrong("fragments and apply are not the same bytes")
         return
     rows = []
+    by_rank = [plan.remote.stage_of(rank).region_strides for rank in range(plan.remote.world_size)]
+    strides = np.zeros((len(by_rank), max(map(len, by_rank))), np.int64)  # by rank and region
+    for rank, of_rank in enumerate(by_rank):
+        strides[rank, : len(of_rank)] = of_rank
     for group in range(len(mine)):
-        local = mine[group, f.local_page] * plan.local.region_strides[f.local_region]
+        local = (
+            mine[group, f.local_page]
+            * plan.local.stage_of(plan.local_rank).region_strides[f.local_region]
+        )
         pages = np.array(theirs)[f.remote_rank, group, f.remote_page]
-        remote = pages * plan.remote.region_strides[f.remote_region]
+        remote = pages * strides[f.remote_rank, f.remote_region]
         rows.append(np.stack([f.remote_rank, f.remote_region, remote + f.remote_offset,
                               f.local_region, local + f.local_offset, f.length]))  # fmt: skip
     listed, applied = np.concatenate(rows, axis=1), np.stack(got)
@@ -273,15 +317,21 @@ def carry_out(plan, seed=0, tokens=None):
     want = wanted.elements[0]
     if (got.remote_rank < 0).any() or (got.remote_rank >= remote.world_size).any():
         raise Wrong("a rank that is not there")
-    read_ranks = np.flatnonzero(np.bincount(got.remote_rank, minlength=1)).tolist() or [0]
-    ids = np.stack([theirs[rank].ravel() for rank in read_ranks])
-    source = Memory(remote, read_ranks, ids, theirs[0].size + SPARE)
-    read = source.index(got.remote_region, got.remote_offset, got.length)
-    row = np.searchsorted(read_ranks, got.remote_rank)
-    read += np.repeat(row, got.length // ELEMENT) * source.elements.shape[1]
     write = wanted.index(got.local_region, got.local_offset, got.length)
-    if np.bincount(read).max(initial=0) > 1:
-        raise Wrong("a remote byte is fetched twice")
+    fetched = np.full(len(write), -1)
+    stage = ranks_of(remote)[1]
+    for number in set(stage[got.remote_rank]):
+        of_stage = stage[got.remote_rank] == number
+        ranks = np.unique(got.remote_rank[of_stage])
+        ids = np.stack([theirs[rank].ravel() for rank in ranks])
+        source = Memory(remote, ranks, ids, theirs[0].size + SPARE)
+        length = got.length[of_stage]
+        read = source.index(got.remote_region[of_stage], got.remote_offset[of_stage], length)
+        row = np.searchsorted(ranks, got.remote_rank[of_stage])
+        read += np.repeat(row, length // ELEMENT) * source.elements.shape[1]
+        if np.bincount(read).max(initial=0) > 1:
+            raise Wrong("a remote byte is fetched twice")
+        fetched[np.repeat(of_stage, got.length // ELEMENT)] = source.elements.reshape(-1)[read]
     times = np.bincount(write, minlength=len(want))
     if times.max() > 1:
         raise Wrong("a local byte is written twice")
@@ -290,7 +340,7 @@ def carry_out(plan, seed=0, tokens=None):
     if runs.num_fragments != len(got.length) or runs.num_bytes != got.length.sum():
         raise Wrong("the summary counts something else")
     local_memory = np.full(len(want), -1)
-    local_memory[write] = source.elements.reshape(-1)[read]
+    local_memory[write] = fetched
     if plan.permutation is not None:
         wanted.permute(local_memory, mine, *plan.permutation)
     if tokens is None:
@@ -298,7 +348,7 @@ def carry_out(plan, seed=0, tokens=None):
         if sum(plan.bytes_per_group.values()) * groups != (want >= 0).sum() * ELEMENT:
             raise Wrong("bytes_per_group counts something else")
     else:
-        token = want // (2 * max(wanted.sizes) * local.total_num_kv_heads * local.num_layers)
+        token = want // (PARTS * max(wanted.sizes) * local.total_num_kv_heads * local.num_layers)
         exists = (want >= 0) & (token >= tokens[0]) & (token < tokens[1])
         right = np.array_equal(local_memory[exists], want[exists])
         if (times[(want >= 0) & (token < tokens[0])] > 0).any() or (times[want < 0] > 0).any():

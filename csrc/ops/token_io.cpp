@@ -46,7 +46,7 @@ void move_bytes(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
     } else {
       copy(token, page, bytes);
     }
-    token += bytes;
+    token += p.token_head_stride;
     page += p.page_head_stride;
   }
 }
@@ -55,7 +55,7 @@ template <Direction direction, class Element, class Format>
 KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t slot) {
   const int64_t num_runs = p.is_contiguous() ? 1 : p.num_heads;
   const int64_t n = p.is_contiguous() ? p.width() : p.head_size;
-  auto* token = reinterpret_cast<Element*>(p.token(layer, i));
+  char* at = p.token(layer, i);
   auto* page = reinterpret_cast<uint8_t*>(p.page(layer, slot));
   // Prefetches the heads, which lie apart in HND. Without this, gathering takes twice as long.
   for (int64_t run = 0; run < num_runs; ++run) {
@@ -65,6 +65,7 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
   }
   for (int64_t run = 0; run < num_runs; ++run) {
     const float scale = p.scale(layer, run);
+    auto* token = reinterpret_cast<Element*>(at);
     for (int64_t j = 0; j < n; ++j) {
       if constexpr (direction == Direction::kWrite) {
         quantize<Format>(token[j], scale, page[j]);
@@ -72,7 +73,7 @@ KV_CLONES void convert(const TokenPages& p, int64_t layer, int64_t i, int64_t sl
         dequantize<Format>(page[j], scale, token[j]);
       }
     }
-    token += n;
+    at += p.token_head_stride;
     page += p.page_head_stride;
   }
 }
@@ -83,6 +84,15 @@ Move move_of(const TokenPages& p) {
   return with_formats(p, [](auto element, auto format) -> Move {
     return convert<direction, decltype(element), decltype(format)>;
   });
+}
+
+void clear_token(const TokenPages& p, int64_t layer, int64_t i) {
+  const int64_t num_runs = p.is_contiguous() ? 1 : p.num_heads;
+  const auto bytes = static_cast<size_t>(p.width() * p.token_element / num_runs);
+  char* token = p.token(layer, i);
+  for (int64_t run = 0; run < num_runs; ++run, token += p.token_head_stride) {
+    std::memset(token, 0, bytes);
+  }
 }
 
 template <Direction direction>
@@ -97,10 +107,10 @@ void run(const TokenIo& io) {
   const int64_t grain = std::max<int64_t>(kGrainBytes / (token_bytes + 1), 1);
   const Move move_k = move_of<direction>(io.k()), move_v = move_of<direction>(io.v());
   const auto move = [&](Move function, const TokenPages& p, int64_t layer, int64_t i) {
-    if (io.slots[i] >= 0) {
+    if (io.slots[i] >= io.first_slot()) {
       function(p, layer, i, io.slots[i]);
     } else if (direction == Direction::kGather) {
-      std::memset(p.token(layer, i), 0, static_cast<size_t>(p.width() * p.token_element));
+      clear_token(p, layer, i);
     }
   };
   const int64_t num_moves = io.num_layers * io.num_tokens;

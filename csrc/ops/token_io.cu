@@ -128,8 +128,8 @@ constexpr int64_t kNoSlot = -1, kSkipped = -2;
 __device__ __forceinline__ int64_t place_of(const TokenIo& io, const TokenPages& p, int64_t i) {
   if (i >= io.num_tokens) return kSkipped;
   const int64_t slot = io.slots[i];
-  if (slot == -1) return kNoSlot;
-  if (slot < 0 || slot >= io.num_slots) return kSkipped;  // see checked_mode
+  if (slot < -1 || slot >= io.num_slots) return kSkipped;  // see checked_mode
+  if (slot < io.first_slot()) return kNoSlot;
   return p.page_place(slot);
 }
 
@@ -172,7 +172,8 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
   for (uint32_t j = share * blockDim.x + threadIdx.x; j < vectors.total; j += shares * blockDim.x) {
     const uint32_t run = vectors.per_run.divide(j);
     const uint32_t column = j - run * vectors.per_run.divisor;
-    char* const tokens = p.tokens + layer * p.token_layer_stride + int64_t{j} * sizeof(Token);
+    char* const tokens = p.tokens + layer * p.token_layer_stride + run * p.token_head_stride +
+                         int64_t{column} * sizeof(Token);
     char* const pages = p.pages + layer * p.page_layer_stride + run * p.page_head_stride +
                         int64_t{column} * sizeof(Page);
     const Mover mover(Mover::kScaled ? p.scale(layer, run) : 1.0f);
@@ -242,7 +243,8 @@ template <Direction direction>
 Launch launch_of(const TokenPages& p) {
   const int64_t run = p.is_contiguous() ? p.width() : p.head_size;
   const int64_t of_token =
-      alignment_of(p.tokens, {p.token_layer_stride, p.token_stride, run * p.token_element});
+      alignment_of(p.tokens, {p.token_layer_stride, p.token_stride,
+                              p.is_contiguous() ? 0 : p.token_head_stride, run * p.token_element});
   const int64_t of_page =
       alignment_of(p.pages, {p.page_layer_stride, p.block_stride, p.offset_stride,
                              p.is_contiguous() ? 0 : p.page_head_stride, run * p.page_element});

@@ -4,6 +4,9 @@
 // dimension, so one code serves NHD and HND. For all layers, num_layers comes in front. Where
 // tokens and cache have the same dtype, bytes are copied. An fp8 cache also takes tokens of a wider
 // dtype, divided by a scale (quantize.h).
+//
+// Block 0 is the null block: what is written to its slots is dropped, and they read as zeros, like
+// slot -1. So what slid out of a window, or is padding, is nobody's.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +24,8 @@ namespace kvcache {
 
 // The tokens, pages and scales of K or of V. Strides in bytes; 0 for a dimension of one element.
 struct TokenPages {
-  char* tokens;  // [num_layers, num_tokens, num_heads, head_size], heads contiguous
-  int64_t token_layer_stride, token_stride;
+  char* tokens;  // [num_layers, num_tokens, num_heads, head_size]
+  int64_t token_layer_stride, token_stride, token_head_stride;
   char* pages;  // [num_layers, num_blocks, block_size, num_heads, head_size]
   int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
   FastDivisor by_block;  // its divisor is the block size
@@ -49,21 +52,24 @@ struct TokenPages {
   }
   // Elements of a token.
   KV_HOST_DEVICE int64_t width() const { return num_heads * head_size; }
-  // Whether a token is contiguous in its page too (NHD), with one scale for all heads.
+  // Whether a token is contiguous, in its page too (NHD), with one scale for all heads.
   KV_HOST_DEVICE bool is_contiguous() const {
     return scale_head_stride == 0 &&
-           (num_heads <= 1 || page_head_stride == head_size * page_element);
+           (num_heads <= 1 || (page_head_stride == head_size * page_element &&
+                               token_head_stride == head_size * token_element));
   }
 };
 
 struct TokenIo {
   TokenPages sides[2];   // K and V
-  const int64_t* slots;  // [num_tokens]; -1: no slot
+  const int64_t* slots;  // [num_tokens]; -1, or in the null block: no slot
   int64_t num_layers, num_tokens;
   int64_t num_slots;  // num_blocks * block_size
 
   KV_HOST_DEVICE const TokenPages& k() const { return sides[0]; }
   KV_HOST_DEVICE const TokenPages& v() const { return sides[1]; }
+  // Slots below this one hold no token.
+  KV_HOST_DEVICE int64_t first_slot() const { return k().by_block.divisor; }
   // Whether the slot of token i is out of range.
   KV_HOST_DEVICE bool operator()(int64_t i) const { return slots[i] < -1 || slots[i] >= num_slots; }
 };
@@ -142,11 +148,9 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   if (num_heads * head_size > INT32_MAX / 16) {  // kernels count the bytes of a token in 32 bits
     fail(name + " has shape " + shape_of(tokens) + ": expected smaller tokens");
   }
-  const auto dense = [&](int64_t dim, int64_t stride) {  // a dimension of one element has no stride
-    return tokens.size(dim) <= 1 || tokens.stride(dim) == stride;
-  };
-  if (tokens.numel() > 0 && !(dense(first + 2, 1) && dense(first + 1, head_size))) {
-    fail(name + " is not contiguous within a token: expected strides [any, head_size, 1]");
+  if (tokens.numel() > 0 && head_size > 1 && tokens.stride(first + 2) != 1) {
+    fail(name + " has stride " + std::to_string(tokens.stride(first + 2)) +
+         " in its last dimension: expected 1");
   }
   if (cache.numel() > 0 && head_size > 1 && cache.stride(first + 3) != 1) {
     fail(cache_name + " has stride " + std::to_string(cache.stride(first + 3)) +
@@ -160,6 +164,7 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   p.tokens = static_cast<char*>(tokens.data_ptr());
   p.token_layer_stride = stride(tokens, first - 1);
   p.token_stride = stride(tokens, first);
+  p.token_head_stride = stride(tokens, first + 1);
   p.pages = static_cast<char*>(cache.data_ptr());
   p.page_layer_stride = stride(cache, first - 1);
   p.block_stride = stride(cache, first);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <string>
 #include <utility>
@@ -31,6 +32,23 @@ py::array_t<T, py::array::c_style> new_array(py::ssize_t n) {
   return py::reinterpret_steal<py::array_t<T, py::array::c_style>>(array);
 }
 
+// An array over memory that `owner` keeps; writable.
+template <class T>
+py::object view_of(T* data, std::initializer_list<py::ssize_t> shape, const py::object& owner) {
+  static const py::dtype dtype = py::dtype::of<T>();
+  const auto& api = py::detail::npy_api::get();
+  dtype.inc_ref();  // the constructor takes a reference
+  PyObject* array =
+      api.PyArray_NewFromDescr_(api.PyArray_Type_, dtype.ptr(), static_cast<int>(shape.size()),
+                                reinterpret_cast<const Py_intptr_t*>(shape.begin()), nullptr, data,
+                                py::detail::npy_api::NPY_ARRAY_WRITEABLE_, nullptr);
+  if (array == nullptr) throw py::error_already_set();
+  auto out = py::reinterpret_steal<py::object>(array);
+  owner.inc_ref();  // the array takes a reference
+  if (api.PyArray_SetBaseObject_(array, owner.ptr()) != 0) throw py::error_already_set();
+  return out;
+}
+
 template <class T>
 py::array_t<T, py::array::c_style> copy_array(const std::vector<T>& values) {
   auto out = new_array<T>(static_cast<py::ssize_t>(values.size()));
@@ -43,6 +61,16 @@ inline Int32Array copy_int32(const std::vector<int32_t>& values) { return copy_a
 
 inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
+
+// What came, for an error; cut off where it is long.
+inline std::string short_repr(const py::handle& value) {
+  constexpr size_t kMost = 100;
+  const auto text = py::cast<std::string>(py::repr(value));
+  if (text.size() <= kMost) return text;
+  size_t end = kMost;
+  while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;  // of UTF-8
+  return text.substr(0, end) + "...";
+}
 
 // A Python int, or what has __index__. TypeError for anything else; ValueError for what is beyond
 // int64, and so beyond every bound that C++ checks.
@@ -130,6 +158,10 @@ class Int32Input {
       throw py::type_error(std::string(name_) + ": expected a one-dimensional array of integers");
     }
     const char kind = array.dtype().kind();
+    if (kind == 'O') {
+      throw py::type_error(std::string(name_) + " is " + short_repr(value) +
+                           ": expected a sequence of integers");
+    }
     if (array.size() > 0 && kind != 'i' && kind != 'u') {
       throw py::type_error(std::string(name_) + " has dtype " +
                            py::cast<std::string>(py::str(array.dtype())) + ": expected integers");

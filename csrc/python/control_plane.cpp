@@ -15,6 +15,7 @@
 #include "core/hashing/extra_keys.h"
 #include "core/hashing/sha256.h"
 #include "core/hashing/token_chain.h"
+#include "core/hashing/xxh3.h"
 #include "core/limits.h"
 #include "core/pool/block_pool.h"
 #include "python/arrays.h"
@@ -32,7 +33,7 @@ uint8_t checked_group(const py::handle& value) {
 }
 
 void append_tokens(TokenIds& self, const py::object& token_ids) {
-  const Int32Input tokens(token_ids, "token_ids", /*least=*/0);
+  const Int32Input tokens(token_ids, "token_ids", self.takes_placeholders() ? kMinInt32 : 0);
   self.append(tokens.data(), tokens.size());
 }
 
@@ -41,9 +42,12 @@ constexpr int64_t kUnlockedTokens = 4096;
 
 HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_size,
                          const std::string& parent,
-                         const std::optional<std::vector<std::string>>& extras) {
+                         const std::optional<std::vector<std::string>>& extras,
+                         const std::string& algorithm_name) {
+  const HashAlgorithm algorithm = hash_algorithm_of(algorithm_name);
   const int64_t size = checked_size("block_size", int_argument(block_size, "block_size"), 1);
-  TokenIds tokens;  // a copy: the caller's array may change while the lock is released
+  // A copy: the caller's array may change while the lock is released.
+  TokenIds tokens(/*takes_placeholders=*/extras.has_value());
   append_tokens(tokens, token_ids);
   const auto num_blocks = static_cast<size_t>(tokens.size() / size);
   if (extras && extras->size() != num_blocks) {
@@ -51,14 +55,15 @@ HashArray hash_blocks_of(const py::object& token_ids, const py::object& block_si
                           " entries: expected " + std::to_string(num_blocks) +
                           ", one per full block");
   }
-  const Hash first = hash_of(parent, "parent");
+  const Hash first = hash_of(parent, "parent", digest_bytes(algorithm));
   std::vector<Hash> hashes;
   {
     std::optional<py::gil_scoped_release> unlocked;
     if (tokens.size() > kUnlockedTokens) unlocked.emplace();
-    hashes = hash_blocks(tokens.ids(), size, first, extras.value_or(std::vector<std::string>{}));
+    hashes = hash_blocks(algorithm, tokens.ids(), size, first,
+                         extras.value_or(std::vector<std::string>{}));
   }
-  return copy_hashes(hashes.data(), hashes.size());
+  return copy_hashes(hashes.data(), hashes.size(), digest_bytes(algorithm));
 }
 
 // Arguments that `Request` has checked: (name, path) or None, (identifier, first, length) tuples, a
@@ -78,6 +83,70 @@ ExtraKeys extra_keys(const py::object& lora, const py::tuple& mm_items,
   return ExtraKeys(py::cast<std::optional<std::pair<std::string, std::string>>>(lora),
                    std::move(items), py::cast<std::optional<std::string>>(cache_salt),
                    std::move(digests));
+}
+
+// The engine's list of bytes, which grows as the engine appends. Reading it runs no Python code.
+class ListedHashes : public GivenHashes {
+ public:
+  ListedHashes(py::list hashes, std::string request_id, int64_t block_size, int64_t num_bytes)
+      : hashes_(std::move(hashes)),
+        request_id_(std::move(request_id)),
+        block_size_(block_size),
+        num_bytes_(num_bytes) {}
+
+  void read(int64_t first, int64_t stop, Hash* out) const override {
+    const auto size = static_cast<int64_t>(PyList_GET_SIZE(hashes_.ptr()));
+    if (size < stop) {
+      throw py::value_error("block_hashes of request " + request_id_ + " has " +
+                            std::to_string(size) + " entries: expected " + std::to_string(stop) +
+                            ", one per full block of " + std::to_string(block_size_) + " tokens");
+    }
+    for (int64_t i = first; i < stop; ++i) {
+      PyObject* each = PyList_GET_ITEM(hashes_.ptr(), i);
+      const auto name = [&] {
+        return "block_hashes[" + std::to_string(i) + "] of request " + request_id_;
+      };
+      if (!PyBytes_Check(each)) {
+        throw py::type_error(name() + " has type " + Py_TYPE(each)->tp_name + ": expected bytes");
+      }
+      const std::string_view bytes(PyBytes_AS_STRING(each),
+                                   static_cast<size_t>(PyBytes_GET_SIZE(each)));
+      if (static_cast<int64_t>(bytes.size()) != num_bytes_) {
+        throw py::value_error(name() + " has " + std::to_string(bytes.size()) +
+                              " bytes: expected " + std::to_string(num_bytes_) +
+                              ", the hash_bytes of the manager");
+      }
+      Hash& hash = out[i - first];
+      hash = {};
+      std::memcpy(hash.bytes, bytes.data(), bytes.size());
+    }
+  }
+
+ private:
+  py::list hashes_;
+  std::string request_id_;  // as an error quotes it
+  int64_t block_size_, num_bytes_;
+};
+
+// Keeps a Python object for as long as native code has it. All of that runs with the interpreter's
+// lock.
+EventLabels labels_of(const py::object& labels) {
+  if (labels.is_none()) return nullptr;
+  return std::make_shared<py::object>(labels);
+}
+
+// Where a chain's hashes come from: `given`, (engine's list, request's id quoted) or None.
+HashScheme hash_scheme(const std::string& algorithm, const py::object& given, int64_t block_size,
+                       int64_t num_bytes) {
+  HashScheme scheme;
+  if (given.is_none()) {
+    scheme.algorithm = hash_algorithm_of(algorithm);
+  } else {
+    auto [hashes, request_id] = py::cast<std::tuple<py::list, std::string>>(given);
+    scheme.given = std::make_shared<ListedHashes>(std::move(hashes), std::move(request_id),
+                                                  block_size, num_bytes);
+  }
+  return scheme;
 }
 
 void bind_hashing(py::module_& m) {
@@ -100,19 +169,36 @@ void bind_hashing(py::module_& m) {
       },
       py::arg("digest"), py::arg("force") = false);
   m.def(
-      "hash_seed", [](const std::string& seed) { return as_bytes(hash_seed(seed)); },
-      py::arg("seed"));
+      "hash_seed",
+      [](const std::string& seed, const std::string& name) {
+        const HashAlgorithm algorithm = hash_algorithm_of(name);
+        return as_bytes(hash_seed(seed, algorithm), digest_bytes(algorithm));
+      },
+      py::arg("seed"), py::arg("algorithm"));
+  m.def("hash_algorithm_names", &hash_algorithm_names);
+  m.def(
+      "digest_bytes", [](const std::string& name) { return digest_bytes(hash_algorithm_of(name)); },
+      py::arg("algorithm"));
+  m.def(
+      "xxh3_128",
+      [](const py::bytes& data) {
+        const auto view = static_cast<std::string_view>(data);
+        uint8_t out[16];
+        xxh3_128(reinterpret_cast<const uint8_t*>(view.data()), view.size(), out);
+        return py::bytes(reinterpret_cast<const char*>(out), sizeof(out));
+      },
+      py::arg("data"));
 
   m.def("hash_blocks", &hash_blocks_of, py::arg("token_ids"), py::arg("block_size"),
-        py::arg("parent"), py::arg("extras"));
+        py::arg("parent"), py::arg("extras"), py::arg("algorithm"));
 
   py::class_<TokenIds, std::shared_ptr<TokenIds>>(m, "TokenIds", "Known token ids of one request.")
-      .def(py::init([](const py::object& token_ids) {
-             auto out = std::make_shared<TokenIds>();
+      .def(py::init([](const py::object& token_ids, bool takes_placeholders) {
+             auto out = std::make_shared<TokenIds>(takes_placeholders);
              append_tokens(*out, token_ids);
              return out;
            }),
-           py::arg("token_ids"))
+           py::arg("token_ids"), py::arg("takes_placeholders") = false)
       .def("append", &append_tokens, py::arg("token_ids"))
       .def("copy", [](const TokenIds& self) { return copy_int32(self.ids()); })
       .def("__len__", &TokenIds::size);
@@ -123,16 +209,20 @@ void bind_hashing(py::module_& m) {
                        const std::string& parent, bool read_cache, bool write_cache,
                        const py::object& lora, const py::tuple& mm_items,
                        const py::object& cache_salt, const std::string& embed_digests,
-                       int64_t num_encoder_tokens) {
+                       int64_t num_encoder_tokens, const std::string& algorithm,
+                       const py::object& given, const py::object& labels) {
+             const auto num_bytes = static_cast<int64_t>(parent.size());
              return std::make_shared<TokenChain>(
-                 std::move(tokens), block_size, hash_of(parent, "parent"),
+                 std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
                  extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache,
-                 num_encoder_tokens);
+                 num_encoder_tokens, hash_scheme(algorithm, given, block_size, num_bytes),
+                 labels_of(labels));
            }),
            py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
            py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
            py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "",
-           py::arg("num_encoder_tokens") = 0);
+           py::arg("num_encoder_tokens") = 0, py::arg("algorithm") = "sha256_cbor",
+           py::arg("given") = py::none(), py::arg("labels") = py::none());
 }
 
 std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::string& eviction,
@@ -219,7 +309,7 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           [](BlockPool& self, const py::object& ids, double now) {
             const Int32Input array(ids, "ids");
             check_ids(self, array);
-            self.access(array.data(), array.size(), now);
+            self.access(array.data(), array.size(), self.begin_access(now));
           },
           py::arg("ids"), py::arg("now"), "Notifies the policy that these blocks were accessed.")
       .def(

@@ -4,6 +4,7 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <structmember.h>
 
 #include <algorithm>
 #include <array>
@@ -23,6 +24,8 @@
 #include "core/limits.h"
 #include "python/arrays.h"
 #include "python/hashes.h"
+#include "python/held_plan.h"
+#include "python/request_rows.h"
 
 namespace kvcache {
 namespace {
@@ -115,14 +118,12 @@ class OptionalInput {
   std::optional<Int32Input> input_;
 };
 
-std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_tokens,
+std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& num_tokens,
                              const OptionalInput& max_host_blocks) {
-  require_same_length(static_cast<py::ssize_t>(chains.size()), "new", num_tokens.size(),
-                      "new_num_tokens");
-  std::vector<NewRow> out(chains.size());
+  std::vector<NewRow> out(asking->chains.size());
   for (size_t i = 0; i < out.size(); ++i) {
-    out[i].chain = py::cast<std::shared_ptr<TokenChain>>(chains[i]);
-    out[i].num_tokens = num_tokens.data()[i];
+    out[i].chain = std::move(asking->chains[i]);
+    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : kMaxSize;
     if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
   }
   return out;
@@ -131,18 +132,27 @@ std::vector<NewRow> new_rows(const py::list& chains, const Int32Input& num_token
 // The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
 class PlanType {
  public:
-  // Empty arrays that all plans share: int32[0], [0, 2] and [0, 3].
+  // Arrays that all plans without entries share: int32[0], [1] (a 0), [0, 2] and [0, 3].
   struct EmptySections {
-    py::object ids, pairs, replace;
+    py::object ids, splits, pairs, replace;
   };
 
-  // One per field that the native step sets.
+  // One per field that the native step sets: some at once, answers and changes each when the
+  // first of them is asked for. A plan is mostly asked for its answers, and a plan that changes
+  // nothing for nothing else.
   enum Field {
     kStepId,
+    kPreviousStepId,
+    kIsEmpty,
+    kFirstAnswer,
+    kNumRunning = kFirstAnswer,
+    kNumLeaving,
     kRows,
     kStatus,
     kNumComputedTokens,
-    kClearRows,
+    kNumTokens,
+    kFirstChange,
+    kClearRows = kFirstChange,
     kAppendRows,
     kAppendSplits,
     kAppendIds,
@@ -161,34 +171,39 @@ class PlanType {
 
   // TypeError for a dataclass that lacks a field, or has another one without a default.
   void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {
-        "step_id",    "rows",        "status",        "num_computed_tokens",
-        "clear_rows", "append_rows", "append_splits", "append_ids",
-        "replace",    "swap_out",    "copy",          "zero",
-        "swap_in"};
+    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
+                                                       "is_empty",    "num_running",
+                                                       "num_leaving", "rows",
+                                                       "status",      "num_computed_tokens",
+                                                       "num_tokens",  "clear_rows",
+                                                       "append_rows", "append_splits",
+                                                       "append_ids",  "replace",
+                                                       "swap_out",    "copy",
+                                                       "zero",        "swap_in"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
-    std::vector<std::pair<py::object, py::object>> defaults;
-    std::array<py::object, kNumFields> names;
+    std::vector<std::pair<Slot, py::object>> defaults;
+    std::array<Slot, kNumFields> slots;
     for (const py::handle& field : dataclasses.attr("fields")(dataclass)) {
       const py::object name = field.attr("name");
       const auto* known = std::find(kNames, kNames + kNumFields, py::cast<std::string>(name));
       if (known != kNames + kNumFields) {
-        names[static_cast<size_t>(known - kNames)] = name;
+        slots[static_cast<size_t>(known - kNames)] = slot_of(dataclass, name);
       } else if (field.attr("default").is(dataclasses.attr("MISSING"))) {
         throw py::type_error("field '" + py::cast<std::string>(name) +
                              "' of the plan has no default, and the native step does not set it");
       } else {
-        defaults.emplace_back(name, field.attr("default"));
+        defaults.emplace_back(slot_of(dataclass, name), field.attr("default"));
       }
     }
-    for (size_t i = 0; i < names.size(); ++i) {
-      if (names[i]) continue;
+    for (size_t i = 0; i < slots.size(); ++i) {
+      if (slots[i].name) continue;
       throw py::type_error(std::string("the plan has no field '") + kNames[i] +
                            "': expected one for everything that the native step sets");
     }
     type_ = dataclass;
     no_arguments_ = py::tuple();
-    names_ = std::move(names);
+    held_ = slot_of(dataclass, py::str("_held"));
+    slots_ = std::move(slots);
     defaults_ = std::move(defaults);
     empty = std::move(sections);
   }
@@ -198,25 +213,68 @@ class PlanType {
     auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
     auto plan = py::reinterpret_steal<py::object>(type->tp_new(type, no_arguments_.ptr(), nullptr));
     if (!plan) throw py::error_already_set();
-    for (const auto& [name, value] : defaults_) set(plan, name, value);
+    for (const auto& [slot, value] : defaults_) set(plan, slot, value);
     return plan;
   }
 
   void set(const py::object& plan, Field field, const py::object& value) const {
-    set(plan, names_[field], value);
+    set(plan, slots_[field], value);
+  }
+
+  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
+  // What was held; AttributeError for a plan that no step has made.
+  py::object held(const py::object& plan) const {
+    // Not `getattr`, which would ask the plan's own __getattr__ again.
+    PyObject* capsule = PyObject_GenericGetAttr(plan.ptr(), held_.name.ptr());
+    if (capsule == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(capsule);
+  }
+  // The field of this name; kNumFields for another.
+  Field field_of(const py::str& name) const {
+    const auto is_it = [&](const Slot& slot) {
+      return slot.name.is(name) || PyUnicode_Compare(slot.name.ptr(), name.ptr()) == 0;
+    };
+    const auto* const known = std::find_if(slots_.begin(), slots_.end(), is_it);
+    return static_cast<Field>(known - slots_.begin());
   }
 
   EmptySections empty;
 
  private:
-  static void set(const py::object& plan, const py::object& name, const py::object& value) {
-    if (PyObject_SetAttr(plan.ptr(), name.ptr(), value.ptr()) != 0) throw py::error_already_set();
+  // A field, and where the plan keeps it; -1: behind its attribute.
+  struct Slot {
+    py::object name;
+    Py_ssize_t offset = -1;
+  };
+
+  static Slot slot_of(const py::type& dataclass, const py::handle& name) {
+    PyObject* text = name.inc_ref().ptr();
+    PyUnicode_InternInPlace(&text);
+    Slot out{py::reinterpret_steal<py::object>(text)};
+    const py::object member = py::getattr(dataclass, name, py::none());
+    if (Py_TYPE(member.ptr()) == &PyMemberDescr_Type) {
+      out.offset = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
+    }
+    return out;
+  }
+
+  // Written in place, which takes a tenth of the time of an attribute.
+  static void set(const py::object& plan, const Slot& slot, const py::object& value) {
+    if (slot.offset < 0) {
+      if (PyObject_SetAttr(plan.ptr(), slot.name.ptr(), value.ptr()) != 0)
+        throw py::error_already_set();
+      return;
+    }
+    auto** place = reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan.ptr()) + slot.offset);
+    PyObject* const before = std::exchange(*place, value.inc_ref().ptr());
+    Py_XDECREF(before);
   }
 
   py::object type_;
+  Slot held_;
   py::tuple no_arguments_;
-  std::array<py::object, kNumFields> names_;
-  std::vector<std::pair<py::object, py::object>> defaults_;  // of the other fields
+  std::array<Slot, kNumFields> slots_;
+  std::vector<std::pair<Slot, py::object>> defaults_;  // of the other fields
 };
 
 // int32[n, width].
@@ -228,47 +286,79 @@ py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const 
   return std::move(out);
 }
 
-py::object ids_of(const std::vector<int32_t>& ids) {
-  if (ids.empty()) return PlanType::get().empty.ids;
-  return copy_int32(ids);
-}
-
+// A plan whose arrays are made when they are asked for, by `fill_plan`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
-  const PlanType::EmptySections& empty = type.empty;
-  const size_t num_groups = plan.groups.size();
-  py::list splits(num_groups), ids(num_groups), replace(num_groups);
-  for (size_t g = 0; g < num_groups; ++g) {
-    splits[g] = copy_int32(plan.groups[g].append_splits);
-    ids[g] = ids_of(plan.groups[g].append_ids);
-    replace[g] = rows_of(plan.groups[g].replace, 3, empty.replace);
-  }
   py::object out = type.make();
   type.set(out, PlanType::kStepId, py::int_(plan.step_id));
-  type.set(out, PlanType::kRows, copy_int32(plan.rows));
-  type.set(out, PlanType::kStatus, copy_array(plan.status));
-  type.set(out, PlanType::kNumComputedTokens, copy_int32(plan.num_computed_tokens));
-  type.set(out, PlanType::kClearRows, ids_of(plan.clear_rows));
-  type.set(out, PlanType::kAppendRows, ids_of(plan.append_rows));
-  type.set(out, PlanType::kAppendSplits, splits);
-  type.set(out, PlanType::kAppendIds, ids);
-  type.set(out, PlanType::kReplace, replace);
-  type.set(out, PlanType::kSwapOut, rows_of(plan.swap_out, 2, empty.pairs));
-  type.set(out, PlanType::kCopy, rows_of(plan.copy, 2, empty.pairs));
-  type.set(out, PlanType::kZero, ids_of(plan.zero));
-  type.set(out, PlanType::kSwapIn, rows_of(plan.swap_in, 2, empty.pairs));
+  type.set(out, PlanType::kPreviousStepId, py::int_(plan.previous_step_id));
+  type.set(out, PlanType::kIsEmpty, py::bool_(plan.is_empty()));
+  type.hold(out, HeldPlan::capsule_of(plan));
   return out;
 }
 
+void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
+  HeldPlan& held = HeldPlan::of(capsule);
+  type.set(out, PlanType::kNumRunning, py::int_(held.num_running()));
+  type.set(out, PlanType::kNumLeaving, py::int_(held.num_leaving()));
+  type.set(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
+  type.set(out, PlanType::kStatus, held.status_view(capsule));
+  type.set(out, PlanType::kNumComputedTokens, held.view(capsule, HeldPlan::kNumComputedTokens));
+  type.set(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
+}
+
+void set_changes(const PlanType& type, const py::object& out, const py::object& capsule) {
+  HeldPlan& held = HeldPlan::of(capsule);
+  const PlanType::EmptySections& empty = type.empty;
+  const auto ids = [&](int section) {
+    return held.is_empty(section) ? empty.ids : held.view(capsule, section);
+  };
+  const auto pairs = [&](int section) {
+    return held.is_empty(section) ? empty.pairs : held.view(capsule, section, 2);
+  };
+  py::list splits(held.num_groups()), new_ids(held.num_groups()), replace(held.num_groups());
+  for (size_t g = 0; g < held.num_groups(); ++g) {
+    const int replaced = HeldPlan::in_group(g, HeldPlan::kReplace);
+    splits[g] = held.is_empty(HeldPlan::kAppendRows)
+                    ? empty.splits
+                    : held.view(capsule, HeldPlan::in_group(g, HeldPlan::kAppendSplits));
+    new_ids[g] = ids(HeldPlan::in_group(g, HeldPlan::kAppendIds));
+    replace[g] = held.is_empty(replaced) ? empty.replace : held.view(capsule, replaced, 3);
+  }
+  type.set(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
+  type.set(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
+  type.set(out, PlanType::kAppendSplits, splits);
+  type.set(out, PlanType::kAppendIds, new_ids);
+  type.set(out, PlanType::kReplace, replace);
+  type.set(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
+  type.set(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
+  type.set(out, PlanType::kZero, ids(HeldPlan::kZero));
+  type.set(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
+}
+
+// An array of a plan that was not asked for before, with all of its kind. AttributeError for what
+// is none, and for a plan that no step has made.
+py::object fill_plan(const py::object& plan, const py::str& name) {
+  const PlanType& type = PlanType::get();
+  const PlanType::Field field = type.field_of(name);
+  if (field >= PlanType::kFirstAnswer && field < PlanType::kNumFields) {
+    const py::object capsule = type.held(plan);
+    (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
+  }
+  PyObject* value = PyObject_GenericGetAttr(plan.ptr(), name.ptr());
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
-                const py::list& new_chains, const py::object& new_num_tokens,
-                const py::object& token_ids, const py::object& num_token_ids,
-                const py::object& num_rejected_tokens, const py::object& num_lookahead_tokens,
-                const py::object& num_reserved_blocks, const py::object& swap_out,
-                const py::object& max_host_blocks) {
+                RequestRows& requests, const py::object& new_requests,
+                const py::object& new_num_tokens, const py::object& token_ids,
+                const py::object& num_token_ids, const py::object& num_rejected_tokens,
+                const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
+                const py::object& swap_out, const py::object& max_host_blocks) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
-  const Int32Input limits(new_num_tokens, "new_num_tokens");
+  const OptionalInput limits(new_num_tokens, "new_num_tokens");
   OptionalInput ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids");
   OptionalInput rejected(num_rejected_tokens, "num_rejected_tokens");
   require_same_length(r.size(), "rows", n.size(), "num_tokens");
@@ -278,16 +368,17 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   }
   StepRequest request;
   const OptionalInput most(max_host_blocks, "max_host_blocks");
-  if (most.is_given()) {
-    require_same_length(static_cast<py::ssize_t>(new_chains.size()), "new", most.size(),
-                        "max_host_blocks");
+  RequestRows::Asking asking = requests.asking(new_requests);
+  const auto num_new = static_cast<py::ssize_t>(asking.ids.size());
+  if (limits.is_given()) {
+    require_same_length(num_new, "new", limits.size(), "new_num_tokens");
   }
-  request.new_rows = new_rows(new_chains, limits, most);
+  if (most.is_given()) require_same_length(num_new, "new", most.size(), "max_host_blocks");
+  request.new_rows = new_rows(&asking, limits, most);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
-    require_same_length(lookahead.size(), "num_lookahead_tokens",
-                        r.size() + static_cast<py::ssize_t>(request.new_rows.size()),
+    require_same_length(lookahead.size(), "num_lookahead_tokens", r.size() + num_new,
                         "rows and new together");
   } else {
     request.num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
@@ -308,7 +399,9 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
-  return as_plan(self.step(request));
+  const StepPlan& plan = self.step(request);
+  requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
+  return as_plan(plan);
 }
 
 py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
@@ -370,23 +463,38 @@ py::tuple stats_of(Manager& self) {
                         as_tuple(self.tiers(), self.host()));
 }
 
-// (kinds uint8[n], mediums uint8[n], groups int32[n], hashes uint8[n, 32], parents uint8[n, 32],
-// tokens int32[...])
+// (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
+// tokens int32[...], first tokens int32[n], is_reused uint8[n], labels of requests or None)
 py::tuple drained_events(Manager& self) {
   const EventLog::Drained drained = self.drain_events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
-  py::array_t<uint8_t> kinds(n), mediums(n);
-  Int32Array groups = new_int32(n);
-  HashArray hashes({n, py::ssize_t{sizeof(Hash)}}), parents({n, py::ssize_t{sizeof(Hash)}});
+  py::array_t<uint8_t> kinds(n), mediums(n), is_reused(n);
+  Int32Array groups = new_int32(n), first_tokens = new_int32(n);
+  py::list labels(n);
+  const py::ssize_t num_bytes = self.hash_bytes();
+  HashArray hashes({n, num_bytes}), parents({n, num_bytes});
   for (py::ssize_t i = 0; i < n; ++i) {
     const EventLog::Event& event = drained.events[static_cast<size_t>(i)];
     kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
     mediums.mutable_data()[i] = static_cast<uint8_t>(event.tier);
     groups.mutable_data()[i] = event.group;
-    std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, sizeof(Hash));
-    std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, sizeof(Hash));
+    first_tokens.mutable_data()[i] = static_cast<int32_t>(event.first_token);
+    is_reused.mutable_data()[i] = event.is_reused;
+    labels[static_cast<size_t>(i)] =
+        event.labels ? *static_cast<const py::object*>(event.labels.get()) : py::none();
+    std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, static_cast<size_t>(num_bytes));
+    std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, static_cast<size_t>(num_bytes));
   }
-  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens));
+  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens),
+                        first_tokens, is_reused, labels);
+}
+
+void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
+                   const ReleaseFeatures& features) {
+  self.check_caller();  // also where there is nothing to free
+  const RequestRows::Leaving leaving = requests.leaving(named);
+  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features);
+  requests.forget(leaving);
 }
 
 std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
@@ -404,9 +512,15 @@ void bind_manager(py::module_& m) {
   bind_kinds(m);
   m.def(
       "use_plan_type",
-      [](const py::type& plan, const py::object& ids, const py::object& pairs,
-         const py::object& replace) { PlanType::get().use(plan, {ids, pairs, replace}); },
-      py::arg("plan"), py::arg("no_ids"), py::arg("no_pairs"), py::arg("no_replace"));
+      [](const py::type& plan, const py::object& ids, const py::object& splits,
+         const py::object& pairs,
+         const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
+      py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
+      py::arg("no_replace"));
+  m.def("fill_plan", &fill_plan, py::arg("plan"), py::arg("name"));
+  py::class_<RequestRows>(m, "RequestRows")
+      .def(py::init<py::dict, py::tuple, int64_t>(), py::arg("rows"), py::arg("chain_key"),
+           py::arg("max_encoder_tokens"));
   py::class_<Manager>(m, "Manager")
       .def(py::init<const ManagerOptions&>(), py::arg("options"))
       .def("check_caller", &Manager::check_caller)
@@ -414,7 +528,29 @@ void bind_manager(py::module_& m) {
       .def("hashes",
            [](Manager& self, TokenChain& chain) {
              const std::vector<Hash>& hashes = self.hashes(chain);
-             return copy_hashes(hashes.data(), hashes.size());
+             return copy_hashes(hashes.data(), hashes.size(), self.hash_bytes());
+           })
+      .def("find_hashes",
+           [](const Manager& self, const py::object& hashes, const py::object& group) {
+             const std::vector<Hash> wanted = hashes_of_rows(hashes, "hashes", self.hash_bytes());
+             const auto n = static_cast<py::ssize_t>(wanted.size());
+             const int64_t g = int_argument(group, "group");
+             Int32Array device = new_int32(n), host = new_int32(n);
+             self.find_hashes(wanted.data(), n, g, /*on_host=*/false, device.mutable_data());
+             self.find_hashes(wanted.data(), n, g, /*on_host=*/true, host.mutable_data());
+             return py::make_tuple(device, host);
+           })
+      .def("hashes_of_blocks",  // (hashes uint8[n, hash_bytes], groups int32[n])
+           [](const Manager& self, const py::object& ids, bool on_host) {
+             const Int32Input array(ids, "ids");
+             Int32Array groups = new_int32(array.size());
+             std::vector<Hash> hashes(static_cast<size_t>(array.size()));
+             for (py::ssize_t i = 0; i < array.size(); ++i) {
+               const Hash* hash = self.hash_of(array.data()[i], on_host, &groups.mutable_data()[i]);
+               if (hash != nullptr) hashes[static_cast<size_t>(i)] = *hash;
+             }
+             return py::make_tuple(copy_hashes(hashes.data(), hashes.size(), self.hash_bytes()),
+                                   groups);
            })
       .def("lookup",
            [](Manager& self, TokenChain& chain) {
@@ -430,6 +566,10 @@ void bind_manager(py::module_& m) {
       .def("would_fit",
            [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
              return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
+           })
+      .def("checkpoint_tokens",
+           [](Manager& self, TokenChain& chain, int32_t row, const py::object& num_tokens) {
+             return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
            })
       .def("step", &step)
       .def("allocate",
@@ -451,8 +591,13 @@ void bind_manager(py::module_& m) {
              self.reject(row, int_argument(num_tokens, "num_tokens"));
            })
       .def("free", [](Manager& self, int32_t row) { self.free(row); })
-      .def("free",
-           [](Manager& self, int32_t row, const py::object& turn, const py::object& request_class,
+      .def("free_requests",
+           [](Manager& self, RequestRows& requests, const py::tuple& named) {
+             free_requests(self, requests, named, {});
+           })
+      .def("free_requests",
+           [](Manager& self, RequestRows& requests, const py::tuple& named, const py::object& turn,
+              const py::object& request_class,
               const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention) {
              ReleaseFeatures features;
              features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
@@ -464,7 +609,7 @@ void bind_manager(py::module_& m) {
              }
              features.retention = ranges.data();
              features.num_retention = static_cast<int64_t>(ranges.size());
-             self.free(row, features);
+             free_requests(self, requests, named, features);
            })
       .def("fork",
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
@@ -481,6 +626,7 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
+      .def("num_blocks_back", &Manager::num_blocks_back)
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
       // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",
@@ -534,6 +680,10 @@ void bind_manager(py::module_& m) {
                                                   int_argument(group, "group"));
            })
       .def("reset_prefix_cache", &Manager::reset_prefix_cache)
+      .def("reset_group",
+           [](Manager& self, const py::object& group) {
+             return self.reset_group(int_argument(group, "group"));
+           })
       .def("start_epoch", &Manager::start_epoch)
       .def("blocks",
            [](const Manager& self, int32_t row, const py::object& group) {

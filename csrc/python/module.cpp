@@ -5,6 +5,7 @@ namespace kvcache {
 void bind_control_plane(pybind11::module_& m);
 void bind_options(pybind11::module_& m);
 void bind_manager(pybind11::module_& m);
+void bind_sequences(pybind11::module_& m);
 void bind_worker(pybind11::module_& m);
 
 }  // namespace kvcache
@@ -15,5 +16,6 @@ PYBIND11_MODULE(_core, m) {
   kvcache::bind_control_plane(m);
   kvcache::bind_options(m);
   kvcache::bind_manager(m);
+  kvcache::bind_sequences(m);
   kvcache::bind_worker(m);
 }

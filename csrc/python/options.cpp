@@ -82,6 +82,7 @@ void bind_options(py::module_& m) {
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);
   bind_size(options, "max_model_len", &ManagerOptions::max_model_len);
   bind_optional_size(options, "hash_block_size", &ManagerOptions::hash_block_size);
+  bind_size(options, "hash_bytes", &ManagerOptions::hash_bytes);
   bind_size(options, "num_preallocate_tokens", &ManagerOptions::num_preallocate_tokens);
   bind_optional_size(options, "max_num_reqs", &ManagerOptions::max_num_reqs);
   bind_size(options, "watermark_blocks", &ManagerOptions::watermark_blocks);
@@ -91,6 +92,7 @@ void bind_options(py::module_& m) {
   options.def_readwrite("enable_caching", &ManagerOptions::enable_caching)
       .def_readwrite("fence_frees", &ManagerOptions::fence_frees)
       .def_readwrite("enable_events", &ManagerOptions::record_events)
+      .def_readwrite("announce_reused", &ManagerOptions::announce_reused)
       .def_readwrite("track_residency", &ManagerOptions::track_residency)
       .def_readwrite("eviction", &ManagerOptions::eviction)
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)

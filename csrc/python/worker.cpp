@@ -2,6 +2,7 @@
 #include <deque>
 
 #include "python/arrays.h"
+#include "worker/host_slots.h"
 #include "worker/host_tables.h"
 
 namespace kvcache {
@@ -85,9 +86,138 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
              num_blocks);
 }
 
+using Int64Array = py::array_t<int64_t, py::array::c_style>;
+
+// The groups with slots, each as the numbers of GroupField.
+std::vector<TableGroupView> table_views(const py::list& fields) {
+  std::vector<TableGroupView> views;
+  for (const py::handle& item : fields) {
+    std::vector<int64_t> numbers;
+    for (const py::handle& number : item) numbers.push_back(py::cast<int64_t>(number));
+    if (numbers.size() != kNumFields) throw py::value_error("a group has other fields");
+    views.push_back(table_view(numbers.data()));
+  }
+  return views;
+}
+
+std::unique_ptr<HostSlots> make_host_slots(const py::object& arena, const py::object& counts,
+                                           int64_t num_rows, const py::list& fields,
+                                           int64_t num_shared, const py::array& slots,
+                                           int64_t num_slots, bool one_memory) {
+  const auto tables = py::cast<Int32Array>(arena), held = py::cast<Int32Array>(counts);
+  std::vector<TableGroupView> views = table_views(fields);
+  if (slots.size() != static_cast<py::ssize_t>(views.size()) * num_slots) {
+    throw py::value_error("slots: expected num_slots entries per group");
+  }
+  return std::make_unique<HostSlots>(tables.data(), held.data(), num_rows, std::move(views),
+                                     num_shared, const_cast<void*>(slots.data()), num_slots,
+                                     slots.itemsize() == sizeof(int64_t), one_memory);
+}
+
+// The data of a one-dimensional array of this type; null for any other object.
+template <class Array>
+auto data_of(const py::object& value, int64_t* size) -> decltype(Array().data()) {
+  if (!py::isinstance<Array>(value)) return nullptr;
+  const auto& array = reinterpret_cast<const Array&>(value);
+  if (array.ndim() != 1) return nullptr;
+  *size = array.size();
+  return array.data();
+}
+
+// The arguments of a slot mapping; null rows or positions: they are to be converted first.
+struct SlotArguments {
+  SlotArguments(const py::object& row_values, const py::object& position_values,
+                const py::object& query_start_loc)
+      : rows(data_of<Int32Array>(row_values, &num_rows)),
+        positions(data_of<Int64Array>(position_values, &num_tokens)) {
+    if (rows == nullptr || positions == nullptr) return;
+    if (query_start_loc.is_none()) {
+      require_same_length(num_rows, "req_indices", num_tokens, "positions");
+      return;
+    }
+    int64_t num_starts = 0;
+    starts = data_of<Int32Array>(query_start_loc, &num_starts);
+    if (starts == nullptr) {
+      rows = nullptr;
+    } else if (num_starts != num_rows + 1) {
+      throw py::value_error("query_start_loc has " + std::to_string(num_starts) +
+                            " entries: expected " + std::to_string(num_rows + 1) +
+                            ", one more than req_indices has");
+    }
+  }
+  bool are_given() const { return rows != nullptr && positions != nullptr; }
+
+  int64_t num_rows = 0, num_tokens = 0;
+  const int32_t* rows;
+  const int64_t* positions;
+  const int32_t* starts = nullptr;
+};
+
+[[noreturn]] void fail_slots(std::string wrong) {
+  const std::string name = "rows[";  // as the op calls it
+  if (wrong.compare(0, name.size(), name) == 0) wrong.replace(0, name.size(), "req_indices[");
+  throw py::value_error(wrong);
+}
+
+// False, with nothing done, for arrays that are to be converted first.
+bool compute_slots(HostSlots& self, int64_t place, const py::object& rows,
+                   const py::object& positions, const py::object& query_start_loc) {
+  const SlotArguments in(rows, positions, query_start_loc);
+  if (!in.are_given()) return false;
+  if (in.num_tokens > self.num_slots()) {
+    throw py::value_error("positions has " + std::to_string(in.num_tokens) +
+                          " entries: expected at most " + std::to_string(self.num_slots()) +
+                          ", the tokens of a step (max_num_batched_tokens)");
+  }
+  if (self.overlaps(in.rows, 4 * in.num_rows) || self.overlaps(in.positions, 8 * in.num_tokens) ||
+      (in.starts != nullptr && self.overlaps(in.starts, 4 * (in.num_rows + 1)))) {
+    throw py::value_error("an argument shares memory with the slot mapping: expected its own");
+  }
+  const auto wrong =
+      self.compute(place, in.rows, in.num_rows, in.starts, in.positions, in.num_tokens);
+  if (wrong) fail_slots(*wrong);
+  return true;
+}
+
+// int64[n] in memory of its own; arrays are of the right type.
+Int64Array slots_of(const HostSlots& self, int64_t place, const py::object& rows,
+                    const py::object& positions, const py::object& query_start_loc) {
+  const SlotArguments in(rows, positions, query_start_loc);
+  if (!in.are_given()) throw py::type_error("expected arrays of int32, int64 and int32");
+  auto out = new_array<int64_t>(in.num_tokens);
+  const auto wrong = self.compute_into(place, in.rows, in.num_rows, in.starts, in.positions,
+                                       in.num_tokens, out.mutable_data());
+  if (wrong) fail_slots(*wrong);
+  return out;
+}
+
+void commit_slots(HostSlots& self, int64_t place, const py::object& num_tokens) {
+  const int64_t n = int_argument(num_tokens, "num_tokens");
+  if (n < 0 || n > self.num_slots()) {
+    throw py::value_error("num_tokens is " + std::to_string(n) + ": expected 0 to " +
+                          std::to_string(self.num_slots()));
+  }
+  self.commit(place, n);
+}
+
+void bind_slots(py::module_& m) {
+  py::class_<HostSlots>(m, "HostSlots")
+      .def(py::init(&make_host_slots), py::arg("tables"), py::arg("counts"), py::arg("num_rows"),
+           py::arg("groups"), py::arg("num_shared"), py::arg("slots"), py::arg("num_slots"),
+           py::arg("one_memory"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
+           py::keep_alive<1, 7>())
+      .def("compute", &compute_slots)
+      .def("slots_of", &slots_of)
+      .def("commit", &commit_slots)
+      .def("note_on_device", &HostSlots::note_on_device)
+      .def("begin_step", &HostSlots::begin_step)
+      .def("num_on_device", &HostSlots::num_on_device);
+}
+
 }  // namespace
 
 void bind_worker(py::module_& m) {
+  bind_slots(m);
   py::class_<HostTables>(m, "HostTables")
       .def(py::init(
                [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {

@@ -419,8 +419,9 @@ struct Recorder : kvcache::EvictionPolicy {
          f.retention[0].ttl_ms);
   }
   void on_idle(BlockId id) override { note("idle", id); }
-  void on_access(const BlockId* ids, int64_t n, double now) override {
-    note("access", n, ids[0], static_cast<int>(now));
+  kvcache::Access begin_access(double now) override { return {now, 5}; }
+  void on_access(const BlockId* ids, int64_t n, const kvcache::Access& access) override {
+    note("access", n, ids[0], static_cast<int>(access.now), access.number);
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
     note("forget", id, int{hash != nullptr}, int{group}, int{evicted});
@@ -456,11 +457,11 @@ TEST(a_policy_is_told_all_that_happens_and_offered_leaves_only) {
   const kvcache::Retention retention{1, 2, 3, 4};
   const kvcache::ReleaseFeatures features{5, 6, 7, 8, 9, 10, 11, 16, &retention, 1};
   pool.notify_release(ids, prefix_tokens, 3, features);
-  pool.access(ids, 2, 7.0);
+  pool.access(ids, 2, pool.begin_access(7.0));
   pool.set_now(99);
   pool.release(ids, 3);  // block 1 has a child, block 3 is no chain's
-  CHECK(notified({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7", "now 99", "idle 1",
-                  "idle 2", "insert 2", "idle 3", "insert 3"}));
+  CHECK(notified({"release 3 1 16 5 6 7 8 9 10 11 16 1 1 2 3 4", "access 2 1 7 5", "now 99",
+                  "idle 1", "idle 2", "insert 2", "idle 3", "insert 3"}));
 
   pool.hit(&ids[1], 1);
   pool.retain(&ids[1], 1);

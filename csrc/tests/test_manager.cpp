@@ -572,7 +572,10 @@ class Recorder : public kvcache::EvictionPolicy {
          << ", retention " << f.num_retention << (f.is_swapped_out ? ", swapped" : "");
     log_->push_back(text.str());
   }
-  void on_access(const BlockId* ids, int64_t n, double) override { write("access", ids, n); }
+  kvcache::Access begin_access(double now) override { return {now, 1}; }
+  void on_access(const BlockId* ids, int64_t n, const kvcache::Access&) override {
+    write("access", ids, n);
+  }
   void on_idle(BlockId id) override { write("idle", &id, 1); }
 
  private:
@@ -636,7 +639,7 @@ TEST(a_policy_is_told_what_requests_do) {
   step_new(&manager, {{second.chain, 100}});
   notified({"hit 1 2"});
   manager.access(0, 11.5);
-  notified({"access 4 2 1"});
+  notified({});  // its blocks are said to have had it when it releases them
   const Request child = make_request(9);
   CHECK(manager.fork(0, child.chain).status == Status::kServed);
   notified({});  // a fork is no hit
@@ -655,7 +658,8 @@ TEST(a_policy_is_told_what_requests_do) {
   notified(
       {"release 4 2 1",
        "  tokens 12 8 4, turn 0, prefix 8, new 1, output 0, class -1, time 3 7, of 4, retention "
-       "0"});
+       "0",
+       "access 4 2 1"});
   manager.report(3, /*completed=*/true, {}, {});
   notified({"idle 2", "idle 1"});
   manager.check_invariants();

@@ -35,7 +35,7 @@ TEST(appends_are_ragged_by_row_in_every_group) {
 TEST(a_plan_begins_empty_but_for_rows_that_left) {
   PlanBuilder plan(1, 20);
   plan.begin(0);
-  plan.answer(3, Status::kServed, 7);
+  plan.answer(3, Status::kServed, 7, 2);
   plan.copy(1, 2);
   plan.zero(3);
   plan.swap_out(4, 1);
@@ -116,7 +116,7 @@ TEST(invariants_find_what_a_worker_could_not_carry_out) {
   CHECK_THROWS(made([](PlanBuilder* plan) { plan->swap_out(1, 2), plan->swap_in(2, 3); }),
                "written and loaded");
   CHECK_THROWS(made([](PlanBuilder* plan) {
-                 plan->answer(1, Status::kServed, 0), plan->answer(1, Status::kWait, 0);
+                 plan->answer(1, Status::kServed, 0, 1), plan->answer(1, Status::kWait, 0, 0);
                }),
                "a row twice");
   CHECK_THROWS(made([](PlanBuilder* plan) { plan->hold(1); }), "a step that is over");

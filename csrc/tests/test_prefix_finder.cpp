@@ -168,6 +168,19 @@ TEST(a_state_is_found_where_it_was_kept) {
   CHECK(f.find().blocks == std::vector<Ids>({{kNullBlock, second}}));
 }
 
+TEST(what_is_shared_is_the_hit_without_states) {
+  Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
+             group_of(std::make_shared<RecurrentState>(), 4, 1)});
+  for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block, 0);
+  CHECK_EQ(f.find().num_tokens, 0);
+  CHECK_EQ(f.find().num_shared_tokens, 12);
+  f.cache(&f.pool, 1, 1);
+  CHECK_EQ(f.find().num_tokens, 8);
+  CHECK_EQ(f.find().num_shared_tokens, 12);
+  Fixture alone({group_of(std::make_shared<RecurrentState>(), 4)});
+  CHECK_EQ(alone.find().num_shared_tokens, 0);
+}
+
 TEST(a_hit_may_end_inside_a_block_that_is_copied) {
   CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, /*hash_block_size=*/2);
   group.has_partial = true;

@@ -141,6 +141,58 @@ TEST(a_state_is_found_where_a_step_ended_at_a_boundary) {
   CHECK_EQ(f.pool.find(f.rows[0].chain->known_hashes()[1], 0), f.block(1));
 }
 
+TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {
+  CacheGroup group = group_of(std::make_shared<RecurrentState>(), 8, 0, 2);
+  group.has_partial = true;
+  Fixture f({group}, {}, /*hash_block_size=*/2);
+  f.rows.info(0).num_prompt = 6;
+  f.publisher.refresh(0);
+  CHECK_EQ(f.rows[0].next_publish, 2);
+  f.compute(3, 6);
+  f.publish();
+  CHECK(!f.rows.blocks(0)[0].keeps_state);
+  f.compute(4, 6);
+  f.publish();
+  const auto& hashes = f.rows[0].chain->known_hashes();
+  CHECK_EQ(f.pool.find_partial(hashes[1], 0), f.block(0));
+  CHECK(f.rows.blocks(0)[0].keeps_state);
+  f.rows[0].num_computed = 5;
+  CHECK_THROWS(f.publisher.check_invariants(), "not at a hash boundary");
+  f.rows.blocks(0)[0].keeps_state = false;
+
+  f.pool.publish_partial(take(&f.pool, 1)[0], hashes[2], hashes[0], 0);  // another row's
+  f.compute(6, 6);
+  f.publish();
+  CHECK(!f.rows.blocks(0)[0].keeps_state);
+  CHECK_EQ(f.rows[0].next_publish, 8);  // behind the prompt, boundaries alone
+}
+
+TEST(events_name_what_was_filled_and_what_is_hit) {
+  ManagerOptions options;
+  options.record_events = options.announce_reused = true;
+  Fixture f(full_groups(4), options);
+  EventLog log;
+  f.pool.emit_to(&log, Tier::kDevice);
+  f.compute(8, 9);
+  f.publish();
+  const TokenChain& chain = *f.rows[0].chain;
+  const EventLog::Drained stored = log.drain();
+  CHECK_EQ(stored.events.size(), 2);
+  CHECK_EQ(stored.tokens.size(), 8);
+  CHECK(!stored.events[1].is_reused && stored.events[1].first_token == 4);
+  // The second block of three is not read any more.
+  f.compute(12, 13);
+  f.publish();
+  log.drain();
+  f.publisher.announce_hit(chain, PrefixHit::of_device(12, {{f.block(0), kNullBlock, f.block(2)}}));
+  const EventLog::Drained hit = log.drain();
+  CHECK_EQ(hit.events.size(), 2);
+  CHECK(hit.events[0].is_reused && hit.events[0].hash == chain.known_hashes()[0]);
+  CHECK(hit.events[1].is_reused && hit.events[1].hash == chain.known_hashes()[2]);
+  CHECK(hit.events[1].parent == chain.known_hashes()[1] && hit.events[1].first_token == 8);
+  CHECK_EQ(hit.tokens.size(), 8);
+}
+
 TEST(the_journal_knows_what_was_published) {
   Fixture f;
   f.journal.begin();

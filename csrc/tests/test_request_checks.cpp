@@ -61,6 +61,17 @@ TEST(a_step_names_each_row_once_and_what_it_admitted) {
   CHECK_THROWS(f.checks.check_driver(0, /*by_step=*/false), "row 0 was admitted by step");
 }
 
+TEST(rows_leave_once_each) {
+  Fixture f;
+  f.add_row(3), f.add_row(3);
+  const int32_t rows[] = {1, 0, 1, 7};
+  f.checks.check_leaving(rows, 0);
+  f.checks.check_leaving(rows, 2);
+  f.checks.check_leaving(rows, 2);  // of another call
+  CHECK_THROWS(f.checks.check_leaving(rows, 3), "row 1 is to be freed twice");
+  CHECK_THROWS(f.checks.check_leaving(rows + 2, 2), "row 7 is not in use");
+}
+
 TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {
   Fixture f;
   const int32_t row = f.add_row(20);

@@ -106,6 +106,60 @@ TEST(a_state_moves_to_the_page_of_its_block) {
   CHECK(s.end().copy == Ids({first, second}));
 }
 
+TEST(a_state_that_is_kept_stays_behind_where_a_page_is_free) {
+  Serving s({group_of(std::make_shared<RecurrentState>(), 8)});
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 4);
+  const BlockId first = s.ids(row)[0];
+  s.end();
+  s.pool.publish_partial(first, hash_of(1), hash_of(1), 0);
+  s.rows.blocks(row)[0].keeps_state = true;
+  s.begin();
+  s.serve(row, 4, 6);
+  const BlockId second = s.ids(row)[0];
+  CHECK(second != first && s.ids(row).size() == 1);
+  CHECK(!s.rows.blocks(row)[0].keeps_state);
+  s.growth.release_left_states();
+  CHECK(s.ids(row) == Ids({second}));
+  CHECK_EQ(s.pool.ref_count(first), 0);
+  CHECK_EQ(s.pool.find_partial(hash_of(1), 0), first);
+  CHECK(s.plan.end().copy == Ids({first, second}));
+  CHECK(s.end().groups[0].replace == Ids({row, 0, second}));
+
+  s.pool.publish_partial(second, hash_of(2), hash_of(1), 0);
+  s.rows.blocks(row)[0].keeps_state = true;
+  const Ids others = take(&s.pool, s.pool.num_free());
+  s.begin();
+  s.serve(row, 6, 7);
+  CHECK(s.ids(row) == Ids({second}));
+  CHECK_EQ(s.pool.find_partial(hash_of(2), 0), kNullBlock);  // it is written over
+  CHECK(s.end().copy.empty());
+  release(&s.pool, others);
+}
+
+TEST(a_hit_on_a_state_inside_a_block_is_copied) {
+  Serving s({group_of(std::make_shared<RecurrentState>(), 8)});
+  const Ids cached = take(&s.pool, 1);
+  s.pool.publish_partial(cached[0], hash_of(1), hash_of(1), 0);
+  release(&s.pool, cached);
+  const int32_t row = s.add_row(20);
+  PrefixHit hit = hit_of(12, {kNullBlock});
+  hit.sources = {cached[0]};
+  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit);
+  ServedRow served;
+  served.row = row;
+  served.span = {12, 20, 0};
+  served.safe_start = 12;
+  s.growth.take_hit(&served, hit);
+  s.growth.serve(&served, s.rules.of_running(s.rows.blocks(row), served.span, false));
+  const BlockId page = s.ids(row)[2];
+  CHECK(s.ids(row) == Ids({kNullBlock, kNullBlock, page}));
+  CHECK(s.growth.state_moves().empty());
+  CHECK_EQ(served.safe_start, 8);
+  CHECK(s.end().copy == Ids({cached[0], page}));
+  CHECK_EQ(s.pool.ref_count(cached[0]), 0);
+}
+
 TEST(a_hit_is_held_and_its_partial_block_is_copied) {
   Serving s;
   const Ids cached = take(&s.pool, 3);

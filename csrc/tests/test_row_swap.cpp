@@ -143,6 +143,32 @@ TEST(outside_of_a_step_rows_leave_and_come_back_together) {
   CHECK_EQ(s.host.counts().swapped_in_blocks, 2);
 }
 
+TEST(what_rows_take_when_they_come_back) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 6);
+  const int32_t other = s.add_twin(row);
+  s.end();
+  s.swap.swap_out({row, other});
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {0, 0}), 2);
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 0}), 3);  // its own in place of a shared one
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 1}), 3);  // the last one keeps it
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {2, 3}), 4);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {2}), 2);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {3}), 3);
+}
+
+TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
+  Serving s({group_of(std::make_shared<SlidingWindow>(4), 4)});
+  const int32_t row = s.add_row(40);
+  s.serve(row, 0, 12);
+  s.end();
+  s.swap.swap_out({row});
+  CHECK_EQ(s.swap.num_blocks_back({row}, {0}), 3);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {8}), 3);  // two leave, two come
+  CHECK_EQ(s.swap.num_blocks_back({row}, {12}), 4);
+}
+
 TEST(rows_that_do_not_all_fit_stay) {
   Serving s;
   const int32_t row = s.add_row(40), other = s.add_row(40);

@@ -71,7 +71,9 @@ void HostTables::check_append(int64_t g, const int32_t* clear, int64_t num_clear
   for (int64_t row = 0; row < num_rows_; ++row) {
     planned_[static_cast<size_t>(row)] = static_cast<int32_t>(count(g, row));
   }
-  for (int64_t i = 0; i < num_clear; ++i) planned_[static_cast<size_t>(clear[i])] = 0;
+  for (int64_t i = 0; i < num_clear; ++i) {
+    if (clear[i] < num_rows_) planned_[static_cast<size_t>(clear[i])] = 0;
+  }
   for (int64_t i = 0; i < num_append; ++i) {
     const int64_t n = int64_t{ids.splits[i + 1]} - ids.splits[i];
     int32_t& held = planned_[static_cast<size_t>(append[i])];
@@ -158,8 +160,15 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
     fail(std::string(name) + " has " + str(static_cast<int64_t>(size)) + " groups: expected " +
          str(num_groups()) + ", one per table");
   }
-  check_rows(clear, num_clear, "clear_rows");
-  check_rows(append_rows, num_append, "append_rows");
+  for (int64_t i = 0; i < num_clear; ++i) {
+    if (clear[i] < 0)
+      fail("clear_rows[" + str(i) + "] is " + str(clear[i]) + ": expected 0 or more");
+  }
+  for (int64_t i = 0; i < num_append; ++i) {
+    if (append_rows[i] >= 0 && append_rows[i] < num_rows_) continue;
+    fail("append_rows[" + str(i) + "] is " + str(append_rows[i]) + ": expected 0 to " +
+         str(num_rows_ - 1) + ", the rows of the tables (a manager admits at most max_num_reqs)");
+  }
   for (int64_t g = 0; g < num_groups(); ++g) {
     check_append(g, clear, num_clear, append_rows, num_append, ids[static_cast<size_t>(g)],
                  num_blocks);
@@ -171,7 +180,9 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
   reserve_notes(num_groups() * (num_clear + num_append), num_entries);
   for (int64_t g = 0; g < num_groups(); ++g) {
     const int64_t ratio = groups_[static_cast<size_t>(g)].ratio;
-    for (int64_t i = 0; i < num_clear; ++i) empty_row(g, clear[i]);
+    for (int64_t i = 0; i < num_clear; ++i) {
+      if (clear[i] < num_rows_) empty_row(g, clear[i]);
+    }
     const RaggedIds& r = ids[static_cast<size_t>(g)];
     for (int64_t i = 0; i < num_append; ++i) {
       append(g, append_rows[i], r.ids + r.splits[i], r.splits[i + 1] - r.splits[i]);

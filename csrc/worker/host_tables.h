@@ -46,8 +46,10 @@ class HostTables {
   const TableGroup& group(int64_t g) const { return groups_[static_cast<size_t>(g)]; }
 
   // Applies a step: empties the rows in `clear`, then appends ids in every group, then replaces
-  // entries. Checks everything first (std::invalid_argument, nothing changed): rows, widths,
-  // columns that a row has, ids in [0, num_blocks) (num_blocks < 0: not known).
+  // entries. A row in `clear` that the tables have not is empty already: so a manager with more
+  // rows can say that one has left. Checks everything first (std::invalid_argument, nothing
+  // changed): rows, widths, columns that a row has, ids in [0, num_blocks) (num_blocks < 0: not
+  // known).
   void apply(const int32_t* clear, int64_t num_clear, const int32_t* append, int64_t num_append,
              const std::vector<RaggedIds>& ids, const std::vector<Replacements>& replace,
              int64_t num_blocks);

@@ -1,7 +1,7 @@
 """The control plane, which decides the blocks of each request. Works without torch."""
 
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
-from kvcache.allocator.manager import CachedTokens, KVCacheManager
+from kvcache.allocator.manager import BlockHashes, CachedTokens, FoundBlocks, KVCacheManager
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.request import Request
 from kvcache.allocator.sequences.block_space_manager import BlockSpaceManager
@@ -16,11 +16,13 @@ host_eviction_names = core.host_eviction_names
 __all__ = [
     "DEFAULT_SEED",
     "AllocStatus",
+    "BlockHashes",
     "BlockPool",
     "BlockSpaceManager",
     "CacheArguments",
     "CacheOptions",
     "CachedTokens",
+    "FoundBlocks",
     "KVCacheManager",
     "PolicyArguments",
     "PrefixCacheStats",

@@ -2,53 +2,140 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.allocator.hashing import HashKey
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvcache.specs import GroupSpec
 from kvcache.step import NO_IDS
 
 _STORED, _REMOVED, _CLEARED = 0, 1, 2
 _MEDIUMS = ("gpu", "cpu")
 
 
-def events_of(native: tuple, block_sizes: Sequence[int]) -> list[CacheEvent]:
-    """`native`: (kinds, mediums, groups, hashes, parents, tokens of those stored on the device)."""
-    kinds, mediums, groups, hashes, parents, tokens = native
+class NativeEvents(NamedTuple):
+    """What the native log drains, one entry per event, and the tokens of those stored on the device."""
+
+    kinds: np.ndarray
+    mediums: np.ndarray
+    groups: np.ndarray
+    hashes: np.ndarray
+    parents: np.ndarray
+    tokens: np.ndarray
+    first_tokens: np.ndarray  # positions
+    is_reused: np.ndarray
+    labels: list[RequestLabels | None]
+
+
+class RequestLabels:
+    """What events say of a request whose blocks are stored or hit; native code hands it through."""
+
+    __slots__ = ("cache_salt", "hash_block_size", "lora", "mm_items", "prompt_embeds", "session")
+
+    def __init__(
+        self,
+        hash_block_size: int,
+        lora: tuple[str, str] | None,
+        mm_items: Sequence[tuple[str, int, int]],
+        cache_salt: str | None,
+        prompt_embeds: np.ndarray | None,
+        session: str | None,
+    ) -> None:
+        self.hash_block_size = hash_block_size
+        self.lora = lora
+        self.mm_items = mm_items
+        self.cache_salt = cache_salt
+        self.prompt_embeds = prompt_embeds
+        self.session = session
+
+    def extra_keys(self, first_token: int, stop: int) -> tuple[tuple | None, ...] | None:
+        """Per hash block its keys (csrc/core/hashing/extra_keys.h says which), or None."""
+        size = self.hash_block_size
+        keys = tuple(self._keys_of(start, start + size) for start in range(first_token, stop, size))
+        return keys if any(keys) else None
+
+    def _keys_of(self, start: int, stop: int) -> tuple[tuple, ...] | None:
+        keys: list[tuple] = [] if self.lora is None else [("lora", *self.lora)]
+        for identifier, first, length in self.mm_items:
+            if first < stop and first + length > start:
+                keys.append(("mm", identifier, first - start))
+        if self.cache_salt is not None and start == 0:
+            keys.append(("cache_salt", self.cache_salt))
+        if self.prompt_embeds is not None and start < len(self.prompt_embeds):
+            keys.append(("prompt_embeds", digest_of_rows(self.prompt_embeds, start, stop)))
+        return tuple(keys) or None
+
+
+def digest_of_rows(rows: np.ndarray, start: int, stop: int) -> bytes:
+    """What stands for the rows of a block, which replace its tokens."""
+    return hashlib.sha256(rows[start:stop].tobytes()).digest()
+
+
+def events_of(
+    drained: tuple, groups: Sequence[GroupSpec], block_sizes: Sequence[int], key: HashKey
+) -> list[CacheEvent]:
+    """The events of what was drained (the fields of `NativeEvents`), for a manager with these groups."""
+    native = NativeEvents(*drained)
     emitted: list[CacheEvent] = []
     token = 0
-    for first, stop in _runs(kinds, mediums, groups, hashes, parents):
-        kind, group = int(kinds[first]), int(groups[first])
-        medium = _MEDIUMS[mediums[first]]
+    for first, stop in _runs(native):
+        kind, group = int(native.kinds[first]), int(native.groups[first])
+        medium = _MEDIUMS[native.mediums[first]]
+        hashes = native.hashes[first:stop]
         if kind == _CLEARED:
             emitted.append(AllBlocksCleared(medium))
-        elif kind == _REMOVED:
-            emitted.append(BlockRemoved(hashes[first:stop], group, medium))
-        elif medium == "cpu":
-            size = block_sizes[group]
-            emitted.append(BlockStored(hashes[first:stop], None, NO_IDS, size, group, medium))
-        else:
-            size = block_sizes[group]
-            end = token + (stop - first) * size
-            parent = parents[first].tobytes()
-            emitted.append(BlockStored(hashes[first:stop], parent, tokens[token:end], size, group))
-            token = end
+            continue
+        if kind == _REMOVED:
+            emitted.append(BlockRemoved(hashes, group, medium))
+            continue
+        size, spec = block_sizes[group], groups[group]
+        of_group = {
+            "block_size": size,
+            "group": group,
+            "medium": medium,
+            "hash_algorithm": key.algorithm,
+            "hash_block_size": key.block_size,
+            "group_kind": spec.kind,
+            "window": spec.options.get("window"),
+        }
+        if medium == "cpu":
+            emitted.append(BlockStored(hashes, None, NO_IDS, **of_group))
+            continue
+        first_token, num_tokens = int(native.first_tokens[first]), (stop - first) * size
+        has_parent = first_token > 0 or not key.is_given
+        labels = native.labels[first]
+        if labels is not None:
+            of_group |= {
+                "lora": labels.lora,
+                "session": labels.session,
+                "extra_keys": labels.extra_keys(first_token, first_token + num_tokens),
+            }
+        emitted.append(
+            BlockStored(
+                hashes,
+                native.parents[first].tobytes() if has_parent else None,
+                native.tokens[token : token + num_tokens],
+                is_reused=bool(native.is_reused[first]),
+                **of_group,
+            )
+        )
+        token += num_tokens
     return emitted
 
 
-def _runs(
-    kinds: np.ndarray,
-    mediums: np.ndarray,
-    groups: np.ndarray,
-    hashes: np.ndarray,
-    parents: np.ndarray,
-) -> Iterator[tuple[int, int]]:
+def _runs(native: NativeEvents) -> Iterator[tuple[int, int]]:
     """(first, stop) of events that are emitted as one: of one kind and group, stored ones in a chain."""
+    kinds, mediums, groups, hashes, parents = native[:5]
     if len(kinds) == 0:
         return
     same = (kinds[1:] == kinds[:-1]) & (groups[1:] == groups[:-1]) & (kinds[1:] != _CLEARED)
-    same &= mediums[1:] == mediums[:-1]
-    chained = (parents[1:] == hashes[:-1]).all(axis=1) | (kinds[1:] != _STORED) | (mediums[1:] != 0)
+    same &= (mediums[1:] == mediums[:-1]) & (native.is_reused[1:] == native.is_reused[:-1])
+    labels = np.array([id(each) for each in native.labels])
+    chained = (parents[1:] == hashes[:-1]).all(axis=1) & (labels[1:] == labels[:-1])
+    chained |= (kinds[1:] != _STORED) | (mediums[1:] != 0)
     breaks = np.flatnonzero(~(same & chained)) + 1
     yield from zip([0, *breaks.tolist()], [*breaks.tolist(), len(kinds)])

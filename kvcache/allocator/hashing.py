@@ -1,19 +1,25 @@
-"""Block hashes: SHA-256 chained over canonical CBOR, byte for byte the interoperable form.
+"""Block hashes: a digest chained over canonical CBOR, byte for byte the interoperable form.
 
 `H([parent, [token ids], extra keys or null])`, the first parent being `H(seed)`; the CBOR is that of
-RFC 8949 with every integer in its shortest form. Other programs and languages get the same hash.
+RFC 8949 with every integer in its shortest form. Other programs and languages get the same hash. H is
+SHA-256 ("sha256_cbor", 32 bytes), or XXH3 with 128 bits ("xxh3_128_cbor", 16 bytes).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from kvcache.checks import integer, text
 from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
+DEFAULT_ALGORITHM = "sha256_cbor"
+_ENGINE = "engine:"  # what the names of algorithms begin with that only the engine knows
+_MOST_BYTES = 32
 
 # The native part finds libcrypto when it runs; where there is none, it asks this, per block.
 core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())
@@ -26,32 +32,80 @@ def hash_blocks(
     parent: bytes | None = None,
     extra_keys: Sequence[Sequence[tuple] | None] | None = None,
     seed: str = DEFAULT_SEED,
+    algorithm: str = DEFAULT_ALGORITHM,
 ) -> np.ndarray:
-    """Hashes of all full blocks of a prompt: uint8[num_tokens // block_size, 32].
+    """Hashes of all full blocks of a prompt: uint8[num_tokens // block_size, 32], or 16 with XXH3.
 
-    `token_ids`: integers 0 to 2**31 - 1 (an int32 array is the fast form). `parent`: the 32-byte
-    hash of the block before, instead of the seed's. `extra_keys`: per full block None or a sequence
-    of tuples of str, int, bytes or None, in the order that `csrc/core/hashing/extra_keys.h` gives. Wrong
-    lengths and values raise ValueError, wrong types TypeError. Long prompts are hashed without the
-    interpreter's lock.
+    `token_ids`: integers of 32 bits (an int32 array is the fast form). `parent`: the hash of the block
+    before, instead of the seed's. `extra_keys`: per full block None or a sequence of tuples of str, int,
+    bytes or None, in the order that `csrc/core/hashing/extra_keys.h` gives. `algorithm`: "sha256_cbor"
+    or "xxh3_128_cbor", which is faster and not cryptographic. Wrong lengths and values raise ValueError,
+    wrong types TypeError. Long prompts are hashed without the interpreter's lock.
 
     >>> hash_blocks(range(50), 16).shape
     (3, 32)
     """
+    num_bytes = hash_bytes_of(algorithm, name="algorithm", engines=False)
     if parent is None:
-        parent = hash_seed(seed, "seed")
+        parent = hash_seed(seed, "seed", algorithm)
     elif not isinstance(parent, bytes):
-        raise TypeError(f"parent has type {type(parent).__name__}: expected 32 bytes")
+        raise TypeError(f"parent has type {type(parent).__name__}: expected {num_bytes} bytes")
     return core.hash_blocks(
-        token_sequence(token_ids), block_size, parent, _encoded_blocks(extra_keys)
+        token_sequence(token_ids), block_size, parent, _encoded_blocks(extra_keys), algorithm
     )
 
 
-def hash_seed(seed: str, name: str) -> bytes:
+def hash_seed(seed: str, name: str, algorithm: str = DEFAULT_ALGORITHM) -> bytes:
     """The parent of first blocks."""
-    if not isinstance(seed, str):
-        raise TypeError(f"{name} is {seed!r}: expected a string")
-    return core.hash_seed(seed)
+    return core.hash_seed(text(seed, name), algorithm)
+
+
+class HashKey(NamedTuple):
+    """All that the hashes of a request's blocks depend on besides the request."""
+
+    block_size: int  # tokens
+    parent: bytes  # of first blocks; as long as every hash
+    algorithm: str
+
+    @property
+    def is_given(self) -> bool:
+        """Whether only the engine knows the algorithm, and requests come with their hashes."""
+        return self.algorithm.startswith(_ENGINE)
+
+
+def hash_key(block_size: int, seed: str, algorithm: str, hash_bytes: int | None) -> HashKey:
+    """The key of a manager with these options, which are checked."""
+    num_bytes = hash_bytes_of(algorithm, hash_bytes)
+    if algorithm.startswith(_ENGINE):
+        return HashKey(block_size, bytes(num_bytes), algorithm)
+    return HashKey(block_size, hash_seed(seed, "hash_seed", algorithm), algorithm)
+
+
+def hash_bytes_of(
+    algorithm: str,
+    hash_bytes: int | None = None,
+    *,
+    name: str = "hash_algorithm",
+    engines: bool = True,
+) -> int:
+    """Bytes of this algorithm's hashes. ValueError for an unknown one, or another `hash_bytes`.
+
+    `engines`: whether "engine:NAME" is one, with hashes of `hash_bytes` (None: 32) bytes.
+    """
+    known = core.hash_algorithm_names()
+    if not isinstance(algorithm, str):
+        raise TypeError(f"{name} is {algorithm!r}: expected a string")
+    if engines and algorithm.startswith(_ENGINE) and algorithm != _ENGINE:
+        return integer(
+            _MOST_BYTES if hash_bytes is None else hash_bytes, "hash_bytes", 1, _MOST_BYTES
+        )
+    if algorithm not in known:
+        given = ", or engine:NAME for hashes that the engine gives" if engines else ""
+        raise ValueError(f"{name} is {algorithm!r}: expected one of {', '.join(known)}{given}")
+    size = core.digest_bytes(algorithm)
+    if hash_bytes is not None and integer(hash_bytes, "hash_bytes") != size:
+        raise ValueError(f"hash_bytes is {hash_bytes}: expected {size} with {algorithm}")
+    return size
 
 
 def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
@@ -107,8 +161,8 @@ def _encode(value: object) -> bytes:
             number = int(value)
             return _head(_UNSIGNED, number) if number >= 0 else _head(_NEGATIVE, -1 - number)
         case str():
-            text = value.encode()
-            return _head(_TEXT, len(text)) + text
+            encoded = text(value, "extra key").encode()
+            return _head(_TEXT, len(encoded)) + encoded
         case bytes():
             return _head(_BYTES, len(value)) + value
         case list() | tuple():

@@ -8,7 +8,7 @@ from typing import NamedTuple, Unpack
 import numpy as np
 
 from kvcache.allocator.event_stream import events_of
-from kvcache.allocator.hashing import hash_seed as first_parent
+from kvcache.allocator.hashing import hash_key
 from kvcache.allocator.options import (
     CacheArguments,
     CacheOptions,
@@ -24,11 +24,9 @@ from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
-from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, Status, StepPlan, StepReport
+from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
 
-_ALL = 2**31 - 1  # tokens: as many as the request has
-
-core.use_plan_type(StepPlan, NO_IDS, NO_PAIRS, NO_REPLACE)
+core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
 Ids = np.ndarray | Sequence[int]
 
@@ -40,6 +38,20 @@ class CachedTokens(NamedTuple):
     with_host: int
     num_host_blocks: int
     num_host_bytes: int  # 0 where the manager has no `page_bytes`
+
+
+class FoundBlocks(NamedTuple):
+    """Where hashes are cached: int32[n] blocks of the device and pages of the host; -1 where not."""
+
+    device: np.ndarray
+    host: np.ndarray
+
+
+class BlockHashes(NamedTuple):
+    """What blocks are cached as: hashes, uint8[n, hash_bytes], and int32[n] groups; -1 for uncached."""
+
+    hashes: np.ndarray
+    groups: np.ndarray
 
 
 class KVCacheManager:
@@ -94,6 +106,7 @@ class KVCacheManager:
             context_parallel=None,
             max_encoder_tokens=None,
             options=CacheOptions.from_arguments(
+                "KVCacheManager",
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
                 **options,
@@ -137,6 +150,7 @@ class KVCacheManager:
             context_parallel=context_parallel,
             max_encoder_tokens=max_encoder_tokens,
             options=CacheOptions.from_arguments(
+                "KVCacheManager.for_groups",
                 enable_caching=enable_caching,
                 num_preallocate_tokens=num_preallocate_tokens,
                 **options,
@@ -164,26 +178,34 @@ class KVCacheManager:
         self.options = options
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
-        self._native = core.Manager(
-            options.native_of(
-                [
-                    (kind, size, group.drafts, group.cached)
-                    for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
-                ],
-                num_gpu_blocks,
-                self.max_model_len,
-            )
+        native_options = options.native_of(
+            [
+                (kind, size, group.drafts, group.cached)
+                for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
+            ],
+            num_gpu_blocks,
+            self.max_model_len,
         )
+        try:
+            self._native = core.Manager(native_options)
+        except MemoryError:
+            raise MemoryError(
+                f"num_gpu_blocks is {num_gpu_blocks}, num_host_blocks is {options.num_host_blocks}: "
+                "expected no more blocks than the system gives memory for, about 100 bytes each"
+            ) from None
         self._pool = PoolView(self._native.pool, self._native.check_reader)
         self._host_pool = None
         if options.num_host_blocks:
             self._host_pool = PoolView(self._native.host, self._native.check_reader)
         self._page_bytes = options.page_bytes
-        self._chain_key = (
+        self._chain_key = hash_key(
             self._native.hash_block_size,
-            first_parent(options.hash_seed, "hash_seed"),
+            options.hash_seed,
+            options.hash_algorithm,
+            options.hash_bytes,
         )
         self._rows: dict[str, int] = {}
+        self._requests = core.RequestRows(self._rows, self._chain_key, self._max_encoder_tokens)
         self._no_computed = [NO_IDS] * len(self.groups)
 
     @property
@@ -228,7 +250,9 @@ class KVCacheManager:
 
     def drain_events(self) -> list[CacheEvent]:
         """The events since the last call, in order: blocks that entered or left the cache."""
-        return events_of(self._native.drain_events(), self.block_sizes)
+        return events_of(
+            self._native.drain_events(), self.groups, self.block_sizes, self._chain_key
+        )
 
     def set_now(self, seconds: float) -> None:
         """Sets the clock of residency times and of priorities that expire, for replays.
@@ -239,8 +263,58 @@ class KVCacheManager:
         self._native.set_now(int(checked_seconds(seconds, "seconds") * 1000))
 
     def block_hashes(self, request: Request) -> np.ndarray:
-        """uint8[n, 32]: the hashes of the request's full blocks, computed now where they are missing."""
+        """uint8[n, hash_bytes]: the hashes of the request's full blocks; missing ones are computed."""
         return self._native.hashes(self._chain(request))
+
+    @property
+    def hash_bytes(self) -> int:
+        """Bytes of every hash."""
+        return len(self._chain_key.parent)
+
+    @property
+    def hash_algorithm(self) -> str:
+        """How blocks are hashed, as events name it."""
+        return self._chain_key.algorithm
+
+    def find_hashes(self, hashes: np.ndarray | Sequence[bytes], group: int = 0) -> FoundBlocks:
+        """The blocks under which these hashes are cached for a group, on each tier; changes nothing.
+
+        `hashes`: uint8[n, hash_bytes], or n bytes objects. Each hash is looked up by itself: a block is
+        found whether or not those before it are. Blocks that are filled in part are not found. TypeError
+        or ValueError for hashes of another length and an unknown group.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128)
+        >>> request = Request("r1", range(40))
+        >>> plan = manager.step(new=[request])
+        >>> manager.find_hashes(manager.block_hashes(request)).device
+        array([1, 2], dtype=int32)
+        """
+        if not isinstance(hashes, np.ndarray):
+            hashes = self._stacked(hashes)
+        return FoundBlocks(*self._native.find_hashes(np.ascontiguousarray(hashes), group))
+
+    def hashes_of_blocks(self, ids: Ids, medium: str = "gpu") -> BlockHashes:
+        """What these blocks ("gpu") or pages of the host ("cpu") are cached as, held or free.
+
+        Zeros and group -1 for one that is found under no hash. ValueError for an id out of range, another
+        medium, and pages without a host tier.
+        """
+        if not isinstance(medium, str) or medium not in ("gpu", "cpu"):
+            raise ValueError(f"medium is {medium!r}: expected gpu or cpu")
+        return BlockHashes(*self._native.hashes_of_blocks(ids, medium == "cpu"))
+
+    def _stacked(self, hashes: Sequence[bytes]) -> np.ndarray:
+        if not isinstance(hashes, list | tuple):
+            raise TypeError(f"hashes is {hashes!r}: expected an array or a list of bytes")
+        for i, each in enumerate(hashes):
+            if not isinstance(each, bytes):
+                raise TypeError(f"hashes[{i}] is {each!r}: expected bytes")
+            if len(each) != self.hash_bytes:
+                raise ValueError(
+                    f"hashes[{i}] has {len(each)} bytes: expected {self.hash_bytes}, the hash_bytes "
+                    "of the manager"
+                )
+        return np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, self.hash_bytes)
 
     def block_ids(self, request: Request, group: int = 0) -> np.ndarray:
         """int32[k]: the blocks of an admitted request, in the order of its tokens."""
@@ -298,20 +372,22 @@ class KVCacheManager:
 
         `max_host_blocks[j]`: a new request whose hit needs more blocks from the host than this uses only
         the device's hit. `cached_tokens` gives the numbers in advance, so that a load can be refused
-        which would take longer than computing. The plan answers `rows`, then `swap_out`, then `new`.
+        which would take longer than computing.
+
+        The plan's `answers` has the answers to `rows`, `swap_out` and `new` apart; `StepPlan` says what
+        each field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
+        rejections are taken.
 
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, no tokens, or tokens beyond `max_model_len` (`token_ids` may have
-        one more: the last sampled token).
+        a row or request named twice, a request without tokens, or tokens beyond `max_model_len`
+        (`token_ids` may have one more: the last sampled token).
         """
-        chains = [self._new_chain(request) for request in new]
-        if len(new) > 1 and len({request.request_id for request in new}) < len(new):
-            raise ValueError("new names a request twice")
         plan = self._native.step(
             rows,
             num_tokens,
-            chains,
-            [_ALL] * len(chains) if new_num_tokens is None else new_num_tokens,
+            self._requests,
+            new,
+            new_num_tokens,
             token_ids,
             num_token_ids,
             num_rejected_tokens,
@@ -321,10 +397,6 @@ class KVCacheManager:
             max_host_blocks,
         )
         plan.page_bytes = self._page_bytes
-        if chains:
-            for request, row in zip(new, plan.rows[-len(chains) :].tolist()):
-                if row >= 0:
-                    self._rows[request.request_id] = row
         return plan
 
     def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
@@ -334,8 +406,27 @@ class KVCacheManager:
         number of tokens: with smaller chunks a request may fit, since window groups then hold fewer
         blocks.
         """
-        count = _ALL if num_tokens is None else num_tokens
+        count = MAX_INT32 if num_tokens is None else num_tokens
         return Status(self._native.would_fit(self._new_chain(request), count))
+
+    def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
+        """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
+
+        1 to `num_tokens`; None: all that are known. A recurrent state can be hit only where a step
+        ended. In this order: the end of the prefix that the other groups share with earlier requests;
+        the last multiple of the states' block size, or of the hash block before the prompt's last token,
+        that the tokens reach; else, and for a manager without a recurrent group, `num_tokens`. The
+        request is admitted, or is to be: then the tokens come behind its hit. Changes nothing.
+
+        >>> groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 64)]
+        >>> manager = KVCacheManager.for_groups(groups, 100, 1024)
+        >>> manager.checkpoint_tokens(Request("r1", range(300)), 200)
+        192
+        """
+        chain, row = self._chain(request), self._rows.get(request.request_id, -1)
+        return self._native.checkpoint_tokens(
+            chain, row, MAX_INT32 if num_tokens is None else num_tokens
+        )
 
     def fork(self, parent: Request, child: Request) -> int:
         """Admits `child` with the blocks of `parent`, which `step` admitted; returns its row, or -1.
@@ -440,35 +531,32 @@ class KVCacheManager:
 
     def free(
         self,
-        request: Request,
-        *,
+        *requests: Request,
         turn: int = 0,
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
     ) -> None:
-        """Releases a request's blocks, tail first; does nothing for an unknown or freed request.
+        """Releases the blocks of requests, one request after the other, each tail first.
 
-        Blocks that filled with tokens appended since the last call are cached first; remove rejected
-        drafts before (`reject_tokens`). The blocks keep content and hash until they are allocated again.
-        If `step` admitted the request, the next plan clears its row.
+        Does nothing for an unknown or freed request. Blocks that filled with tokens appended since the
+        last call are cached first; remove rejected drafts before (`reject_tokens`). The blocks keep
+        content and hash until they are allocated again. If `step` admitted a request, the next plan
+        clears its row.
 
-        For eviction policies: `turn` of the conversation, `request_class` (a number of the caller's), and
-        `retention`, tuples (first token, stop, priority 0 to 100, seconds or None for ever).
+        For eviction policies, and the same for all `requests`: `turn` of the conversation,
+        `request_class` (a number of the caller's), and `retention`, tuples (first token, stop, priority
+        0 to 100, seconds or None for ever).
         """
-        row = self._rows.get(_id_of(request))
-        if row is None:
-            self._native.check_caller()
-            return
         if turn != 0 or request_class != -1 or retention != ():
-            self._native.free(
-                row,
+            self._native.free_requests(
+                self._requests,
+                requests,
                 integer(turn, "turn"),
                 integer(request_class, "request_class", least=-1),
                 checked_retention(retention),
             )
         else:
-            self._native.free(row)
-        del self._rows[request.request_id]
+            self._native.free_requests(self._requests, requests)
 
     def report(self, report: StepReport) -> dict[str, int]:
         """Processes a worker's report of a step; returns the result of `abort` and `invalidate`.
@@ -527,9 +615,15 @@ class KVCacheManager:
         """Removes these blocks from the cache, held or free; blocks that are not cached do not change."""
         self._native.evict(ids)
 
-    def reset_prefix_cache(self) -> bool:
-        """Removes every block from the cache; False, with nothing changed, while any block is held."""
-        return self._native.reset_prefix_cache()
+    def reset_prefix_cache(self, group: int | None = None) -> bool:
+        """Removes every block from the cache; False, with nothing changed, while any block is held.
+
+        `group`: only the blocks of this group, on both tiers; False while a request holds blocks of it,
+        or while blocks are being loaded from the host. What all groups must have is then no hit.
+        """
+        if group is None:
+            return self._native.reset_prefix_cache()
+        return self._native.reset_group(group)
 
     def start_epoch(self) -> None:
         """Makes all current hashes unreachable at once, because the weights changed.
@@ -565,6 +659,8 @@ class KVCacheManager:
         return ids[0] if len(ids) == 1 else ids
 
     def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
+        if not recompute[0]:  # most reports
+            return {}
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
 

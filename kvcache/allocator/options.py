@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TypedDict
 
-from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
 from kvcache.checks import MAX_INT64, flag, integer, number
 from kvcache.native.load import core
@@ -26,9 +26,12 @@ class PolicyArguments(TypedDict, total=False):
     watermark: float
     fence_frees: bool
     enable_events: bool
+    announce_reused: bool
     track_residency: bool
     stats_window: int
     hash_seed: str
+    hash_algorithm: str
+    hash_bytes: int | None
     eviction: str
     eviction_options: Mapping[str, float] | None
     host_eviction: str
@@ -85,6 +88,10 @@ class CacheOptions:
     enable_events: bool = False
     """`drain_events` returns what entered and left the cache."""
 
+    announce_reused: bool = False
+    """Events also name the blocks of the device that a request hits, for readers that join late or keep
+    only what is used. Only with `enable_events`."""
+
     track_residency: bool = False
     """`stats` says how long blocks stayed."""
 
@@ -93,6 +100,14 @@ class CacheOptions:
 
     hash_seed: str = DEFAULT_SEED
     """Gives the parent of first blocks."""
+
+    hash_algorithm: str = DEFAULT_ALGORITHM
+    """How blocks are hashed: "sha256_cbor", or "xxh3_128_cbor", which is faster, but not cryptographic:
+    who can choose tokens can then make two prompts of one hash. "engine:NAME" is an algorithm that only
+    the engine knows: every request comes with its hashes (`Request.block_hashes`). Events name it."""
+
+    hash_bytes: int | None = None
+    """Bytes of every hash, 1 to 32, where the algorithm is the engine's (None: 32)."""
 
     eviction: str = "lru"
     """Which cached block goes first when its space is needed: "lru" (least recently released), or
@@ -135,13 +150,20 @@ class CacheOptions:
         self._native().check_optional()
 
     @classmethod
-    def from_arguments(cls, **options: object) -> CacheOptions:
-        """The options of a call; TypeError that lists the known ones for a name that is none."""
+    def from_arguments(cls, caller: str, /, **options: object) -> CacheOptions:
+        """The options of a call of `caller`; TypeError as `check_names` raises it."""
+        cls.check_names(caller, options)
+        return cls(**options)
+
+    @classmethod
+    def check_names(cls, caller: str, options: Iterable[str]) -> None:
+        """TypeError that names the public function and the known options for a name that is none."""
         names = [field.name for field in fields(cls)]
         for name in options:
             if name not in names:
-                raise TypeError(f"option {name!r} is unknown: expected one of {', '.join(names)}")
-        return cls(**options)
+                raise TypeError(
+                    f"{caller}: option {name!r} is unknown: expected one of {', '.join(names)}"
+                )
 
     def native_of(
         self,
@@ -170,8 +192,12 @@ class CacheOptions:
             native.max_num_reqs = self._integer("max_num_reqs")
         if self.hash_block_size is not None:
             native.hash_block_size = self._integer("hash_block_size")
+        native.hash_bytes = hash_bytes_of(self.hash_algorithm, self.hash_bytes)
         native.fence_frees = flag(self.fence_frees, "fence_frees")
         native.enable_events = flag(self.enable_events, "enable_events")
+        native.announce_reused = flag(self.announce_reused, "announce_reused")
+        if self.announce_reused and not self.enable_events:
+            raise ValueError("announce_reused is True: expected False without enable_events")
         native.track_residency = flag(self.track_residency, "track_residency")
         native.stats_window = self._integer("stats_window")
         native.eviction = _eviction(self.eviction, self.eviction_options, "eviction")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from operator import attrgetter, index
 
 import numpy as np
 
-from kvcache.allocator.hashing import token_sequence
-from kvcache.checks import MAX_INT32, flag, integer
+from kvcache.allocator.event_stream import RequestLabels, digest_of_rows
+from kvcache.allocator.hashing import HashKey, token_sequence
+from kvcache.checks import MAX_INT32, flag, integer, text
 from kvcache.native.load import core
 
 
@@ -21,14 +21,26 @@ class Request:
     """One request: its known tokens (prompt and generated tokens) and their block hashes.
 
     `request_id` identifies it in managers; do not change it while it is admitted. `token_ids`: int32[n]
-    or any integers 0 to 2**31 - 1; copied. The KV also depends on `lora` (name, path); `mm_items`,
-    (identifier, first token, number of tokens) per image or other item, whose tokens may be known later;
-    `cache_salt`; and `prompt_embeds`, a numpy array whose row i replaces token i and must not change (it
-    is not copied). With `read_cache=False` (for prompt log-probabilities) the request takes no hits, with
+    or any integers 0 to 2**31 - 1; copied. With `mm_items`, `prompt_embeds` or `block_hashes` they may
+    also be below 0, as placeholders of what these name. There may be none yet: `allocate_slots` gives
+    such a request slots, and `step` takes it once it has tokens.
+
+    The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
+    per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
+    array whose row i replaces token i and must not change (it is not copied).
+
+    With `read_cache=False` (for prompt log-probabilities) the request takes no hits, with
     `write_cache=False` its blocks are not cached. `num_encoder_tokens`: tokens that cross-attention
     groups hold for it; such a request neither takes hits nor is cached. Tokens can be appended; all else
     that a hash depends on is read-only. Hashes are computed once, survive preemption, and serve any
-    number of managers. Wrong values raise ValueError, wrong types TypeError.
+    number of managers. `session`: what the request belongs to, for readers of events. Wrong values raise
+    ValueError, wrong types TypeError.
+
+    `block_hashes`: the hashes, where the engine computes them: a list of bytes, one entry per full block
+    (of `hash_block_size` tokens) of the tokens known, each as long as the manager's `hash_bytes`. It is
+    not copied. Extend it before the tokens of a further block are appended; entries do not change.
+    Nothing is hashed then. It must have exactly as many entries as blocks when a manager first meets the
+    request, and later at least as many: else that call raises ValueError and changes nothing.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])
@@ -37,6 +49,7 @@ class Request:
     """
 
     __slots__ = (
+        "_block_hashes",
         "_cache_salt",
         "_chains",
         "_has_extra_keys",
@@ -46,6 +59,7 @@ class Request:
         "_num_encoder_tokens",
         "_prompt_embeds",
         "_read_cache",
+        "_session",
         "_tokens",
         "_write_cache",
         "request_id",
@@ -58,6 +72,8 @@ class Request:
     read_cache = _read_only("read_cache", "Whether it may take hits.")
     write_cache = _read_only("write_cache", "Whether others may hit its blocks.")
     num_encoder_tokens = _read_only("num_encoder_tokens", "Tokens that cross-attention reads.")
+    block_hashes = _read_only("block_hashes", "The engine's list of hashes, or None.")
+    session = _read_only("session", "What events name as its session, or None.")
 
     def __init__(
         self,
@@ -71,14 +87,13 @@ class Request:
         read_cache: bool = True,
         write_cache: bool = True,
         num_encoder_tokens: int = 0,
+        block_hashes: list[bytes] | None = None,
+        session: str | None = None,
     ) -> None:
         self.request_id = request_id
-        self._tokens = core.TokenIds(token_sequence(token_ids))
-        if len(self._tokens) == 0:
-            raise ValueError(f"token_ids of request {request_id!r} is empty: expected 1 or more")
         self._lora = None if lora is None else _checked_lora(lora)
-        self._mm_items = tuple(_checked_item(i, item) for i, item in enumerate(mm_items))
-        self._cache_salt = None if cache_salt is None else _text(cache_salt, "cache_salt")
+        self._mm_items = _checked_items(mm_items)
+        self._cache_salt = None if cache_salt is None else text(cache_salt, "cache_salt")
         self._prompt_embeds = None if prompt_embeds is None else _checked_embeds(prompt_embeds)
         self._num_encoder_tokens = integer(num_encoder_tokens, "num_encoder_tokens")
         self._read_cache = flag(read_cache, "read_cache") and not num_encoder_tokens
@@ -86,7 +101,17 @@ class Request:
         self._has_extra_keys = not (
             lora is None and not self._mm_items and cache_salt is None and prompt_embeds is None
         )
-        self._chains: dict[tuple[int, bytes], core.TokenChain] = {}
+        if block_hashes is not None and not isinstance(block_hashes, list):
+            raise TypeError(
+                f"block_hashes has type {type(block_hashes).__name__}: expected a list of bytes"
+            )
+        self._block_hashes = block_hashes
+        self._session = None if session is None else text(session, "session")
+        has_placeholders = bool(self._mm_items) or not (
+            prompt_embeds is None and block_hashes is None
+        )
+        self._tokens = core.TokenIds(token_sequence(token_ids), has_placeholders)
+        self._chains: dict[HashKey, core.TokenChain] = {}
         self._last: tuple = (None, None)  # the key asked for last, and its chain
 
     @property
@@ -103,49 +128,69 @@ class Request:
         """Appends tokens that were sampled or accepted; the next step caches the blocks they fill."""
         self._tokens.append(token_sequence(token_ids))
 
-    def chain(self, key: tuple[int, bytes]) -> core.TokenChain:
-        """The native hashes for `key`, (block size, first parent hash); made once per key."""
+    def chain(self, key: HashKey) -> core.TokenChain:
+        """The native hashes for `key`; made once per key."""
         # A manager asks with the same tuple each time: no need to hash it.
         last_key, chain = self._last
         if key is last_key:
             return chain
         chain = self._chains.get(key)
         if chain is None:
-            chain = self._chains.setdefault(key, self._make_chain(*key))
+            chain = self._chains.setdefault(key, self._make_chain(key))
         self._last = (key, chain)
         return chain
 
-    def _make_chain(self, block_size: int, parent: bytes) -> core.TokenChain:
-        plain = (self._tokens, block_size, parent, self._read_cache, self._write_cache)
+    def _make_chain(self, key: HashKey) -> core.TokenChain:
+        plain = (self._tokens, key.block_size, key.parent, self._read_cache, self._write_cache)
+        options = {"num_encoder_tokens": self._num_encoder_tokens, "labels": self._labels(key)}
+        if self._block_hashes is not None:
+            given = self._given_hashes(key.block_size)
+            return core.TokenChain(*plain, given=given, **options)
+        if key.is_given:
+            raise ValueError(
+                f"block_hashes of request {self.request_id!r} is None: expected its hashes, as the "
+                f"manager's hash_algorithm is {key.algorithm!r}"
+            )
         if not self._has_extra_keys:
-            return core.TokenChain(*plain, num_encoder_tokens=self._num_encoder_tokens)
-        digests = self._embed_digests(block_size)
+            return core.TokenChain(*plain, algorithm=key.algorithm, **options)
         return core.TokenChain(
             *plain,
             self._lora,
             self._mm_items,
             self._cache_salt,
-            digests,
-            self._num_encoder_tokens,
+            self._embed_digests(key.block_size),
+            algorithm=key.algorithm,
+            **options,
         )
+
+    def _labels(self, key: HashKey) -> RequestLabels | None:
+        if not self._has_extra_keys and self._session is None:
+            return None
+        return RequestLabels(
+            key.block_size,
+            self._lora,
+            self._mm_items,
+            self._cache_salt,
+            self._prompt_embeds,
+            self._session,
+        )
+
+    def _given_hashes(self, block_size: int) -> tuple[list[bytes], str]:
+        """The engine's list, and whose it is."""
+        num_blocks = self.num_tokens // block_size
+        if len(self._block_hashes) != num_blocks:
+            raise ValueError(
+                f"block_hashes of request {self.request_id!r} has {len(self._block_hashes)} entries: "
+                f"expected {num_blocks}, one per full block of {block_size} tokens"
+            )
+        return self._block_hashes, repr(self.request_id)
 
     def _embed_digests(self, block_size: int) -> bytes:
         rows = self._prompt_embeds
         if rows is None:
             return b""
         starts = range(0, len(rows), block_size)
-        digests = (hashlib.sha256(rows[i : i + block_size].tobytes()).digest() for i in starts)
-        return b"".join(digests)
-
-
-def _text(value: object, name: str) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name} is {value!r}: expected a string")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} is {value!r}: expected text that UTF-8 can hold") from None
-    return value
+        return b"".join(digest_of_rows(rows, i, i + block_size) for i in starts)
 
 
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
@@ -153,16 +198,27 @@ def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:
         raise TypeError(f"lora is {lora!r}: expected (name, path)")
     if len(lora) != 2:
         raise ValueError(f"lora is {lora!r}: expected (name, path)")
-    return _text(lora[0], "lora[0]"), _text(lora[1], "lora[1]")
+    return text(lora[0], "lora[0]"), text(lora[1], "lora[1]")
+
+
+_ITEM = "(identifier, first token, number of tokens)"
+
+
+def _checked_items(items: Iterable[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
+    try:
+        items = tuple(items)
+    except TypeError:
+        raise TypeError(f"mm_items is {items!r}: expected a list of {_ITEM}") from None
+    return tuple(_checked_item(i, item) for i, item in enumerate(items))
 
 
 def _checked_item(i: int, item: tuple[str, int, int]) -> tuple[str, int, int]:
-    name, expected = f"mm_items[{i}]", "expected (identifier, first token, number of tokens)"
+    name, expected = f"mm_items[{i}]", f"expected {_ITEM}"
     if not isinstance(item, list | tuple):
         raise TypeError(f"{name} is {item!r}: {expected}")
     if len(item) != 3:
         raise ValueError(f"{name} is {item!r}: {expected}")
-    identifier = _text(item[0], f"{name}[0]")
+    identifier = text(item[0], f"{name}[0]")
     try:
         first, length = index(item[1]), index(item[2])
     except TypeError:

@@ -2,8 +2,9 @@
 
 `align` mode: a step updates the state in place, in the page of the block of its last token; where
 that is another block than before, the plan copies the state there first. The page left behind is
-cached, and can be hit, if a step ended exactly at its block's boundary: a scheduler that wants hits
-ends its prefill chunks there.
+cached, and can be hit, if a step ended exactly at its block's boundary; or, where `hash_block_size` is
+finer than the block, if a step of the prompt ended at a hash boundary. `checkpoint_tokens` of the
+manager says where a scheduler that wants hits ends its prefill chunks.
 """
 
 from kvcache.kinds.base import KindProperties

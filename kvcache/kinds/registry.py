@@ -44,7 +44,10 @@ def kind_class(name: str) -> type[KindProperties]:
 
 
 def make_kind(name: str, options: Mapping[str, int]) -> KindProperties:
-    """An instance of the kind; ValueError for an unknown name, or options that it does not take."""
+    """An instance of the kind; ValueError for an unknown name, or options that it does not take.
+
+    TypeError for a kind whose constructor does not call that of its base.
+    """
     kind = kind_class(name)
     parameters = _parameters(kind)
     required = {p.name for p in parameters if p.default is p.empty}
@@ -53,7 +56,15 @@ def make_kind(name: str, options: Mapping[str, int]) -> KindProperties:
         raise ValueError(
             f"options of kind {name!r} are {dict(options)}: expected {' '.join(written) or 'none'}"
         )
-    return kind(**options)
+    try:
+        return kind(**options)
+    except TypeError as error:
+        if not str(error).endswith("must be called when overriding __init__"):
+            raise
+        raise TypeError(
+            f"the constructor of kind {name!r}, {kind!r}, does not call super().__init__(): "
+            "expected it to, before anything else"
+        ) from None
 
 
 def _parameters(kind: type[KindProperties]) -> list[inspect.Parameter]:

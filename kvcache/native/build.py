@@ -44,7 +44,8 @@ def core_sources(root: Path) -> list[Path]:
 
 
 def cpu_sources(root: Path) -> list[Path]:
-    return sorted((root / "ops").glob("*.cpp"))
+    # Slots are mapped by the same code in both libraries.
+    return [*sorted((root / "ops").glob("*.cpp")), root / "worker" / "map_slots.cpp"]
 
 
 def cuda_sources(root: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from kvcache.checks import MAX_INT32
@@ -42,13 +41,6 @@ def checked_groups(block_size: int | None, groups: Sequence[GroupSpec] | None) -
     for group in groups:
         check_replayable(group)
     return list(groups)
-
-
-def state_block_size(groups: Sequence[GroupSpec]) -> int:
-    """Tokens after each multiple of which all groups of states can store one; 1 without any."""
-    return math.lcm(
-        *(group.block_size for group in groups if kind_class(group.kind).pages == "state")
-    )
 
 
 def check_replayable(group: GroupSpec) -> None:

@@ -8,8 +8,9 @@ from time import perf_counter_ns
 from typing import TYPE_CHECKING, Unpack
 
 from kvcache.allocator import CacheArguments, KVCacheManager, Request
+from kvcache.kinds import kind_class
 from kvcache.replay.audit import Audit
-from kvcache.replay.groups import checked_groups, state_block_size
+from kvcache.replay.groups import checked_groups
 from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
@@ -46,7 +47,7 @@ class Replayer:
 
     A prompt is computed in one step, or with `chunk_tokens` in several of at most so many tokens, each
     together with the chunks of all other prompts that are not computed yet. Where there are recurrent
-    states, chunks end at boundaries of their blocks, so that they can be hit. A chunk that does not
+    states, chunks end where these are kept (`KVCacheManager.checkpoint_tokens`). A chunk that does not
     fit lets the oldest computed request finish; where there is none, its own request is rejected.
 
     >>> from kvcache.replay import chat_workload
@@ -83,7 +84,9 @@ class Replayer:
         self._audit = None if verifier is None else Audit(verifier, self.manager)
         self._reports_groups = groups is not None
         self._num_blocks = num_blocks
-        self._state_block_size = state_block_size(self.manager.groups)
+        self._has_states = any(
+            kind_class(group.kind).pages == "state" for group in self.manager.groups
+        )
         self._running: list[Running] = []  # oldest first
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
@@ -184,7 +187,7 @@ class Replayer:
         if new is not None:
             arguments["new"] = [new.request]
             if self.chunk_tokens is not None:
-                count = self._chunk(new, self._num_cached(new))
+                count = self._chunk(new, 0)
                 arguments["new_num_tokens"] = [count]
             if computing:
                 # A new request leaves room for all that these prompts still need, and has room for
@@ -198,20 +201,13 @@ class Replayer:
         return plan
 
     def _chunk(self, running: Running, start: int) -> int:
-        """Tokens of the next step of a prompt that is computed up to `start`."""
+        """Tokens of the next step of a prompt that is computed up to `start`, or is new."""
         num_tokens = running.item.num_tokens
         if self.chunk_tokens is None:
             return num_tokens - start
-        stop = min(start + self.chunk_tokens, num_tokens)
-        aligned = stop - stop % self._state_block_size
-        return (aligned if aligned > start else stop) - start
-
-    def _num_cached(self, new: Running) -> int:
-        """Tokens that will be hit; 0 where the end of the first chunk does not depend on it."""
-        if self._state_block_size == 1:
-            return 0
-        on_device = self.manager.get_computed_blocks(new.request)[1]
-        return max(on_device, self.manager.cached_tokens(new.request).with_host)
+        if self._has_states:
+            return self.manager.checkpoint_tokens(running.request, self.chunk_tokens)
+        return min(self.chunk_tokens, num_tokens - start)
 
     def _num_blocks_left(self, running: Running, num_computed: int) -> int:
         """The most blocks that a prompt takes from here to its end."""

@@ -13,6 +13,7 @@ _HOME = {
     "ReceivePermutation": "kvcache.transfer.plan.transfer_plan",
     "TransferPlan": "kvcache.transfer.plan.transfer_plan",
     "plan_transfer": "kvcache.transfer.plan.transfer_plan",
+    "source_readers": "kvcache.transfer.plan.readers",
     "copy_kv_blocks": "kvcache.transfer.blocks",
     "permute_pages": "kvcache.transfer.memory",
     "region_addresses": "kvcache.transfer.memory",

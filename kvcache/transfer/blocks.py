@@ -9,12 +9,17 @@ import torch
 
 from kvcache import ops
 from kvcache.checks import check_once, check_range, integers
-from kvcache.layouts import AttentionBackend, backend_of_shape, described_backend
+from kvcache.layouts import AttentionBackend, EngineBackend, backend_of_shape, described_backend
 from kvcache.worker.pages.pages import Pages
-from kvcache.worker.pages.regions import format_of
+from kvcache.worker.pages.regions import Region, format_of, matched_regions
 from kvcache.worker.swap.page_copy import PageCopy
 
 Ids = np.ndarray | torch.Tensor | Sequence[int]
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # source and destination of a layer
+
+# Bytes of host memory through which blocks go that lie in another order on the device.
+_STAGED_BYTES = 1 << 28
 
 
 def copy_kv_blocks(
@@ -24,16 +29,19 @@ def copy_kv_blocks(
     dst_block_ids: Ids,
     direction: str,
     *,
-    backend: str | AttentionBackend | None = None,
+    backend: str | AttentionBackend | EngineBackend | None = None,
 ) -> None:
     """Copies blocks of all layers, `src_block_ids[i]` to `dst_block_ids[i]`, in one call.
 
-    src_kv_caches, dst_kv_caches: a tensor per layer, indexed as `backend` says; both sides are alike
-    except for the number of blocks. backend: a name of `kvcache.layouts` or your own
-    `AttentionBackend`. None: five dimensions with a first one of 2 are [2, num_blocks, ...], K and V;
-    for other shapes the first dimension counts blocks. direction: "h2d" (src in host memory) or "d2h"
-    (dst in host memory, filled when the call returns). "h2d" from pinned memory is enqueued on the
-    current stream: do not change the source before the copy is done. Without ids nothing happens.
+    src_kv_caches, dst_kv_caches: a tensor per layer, indexed as `backend` says; both sides have the same
+    shapes, except for the number of blocks, and dtypes. Strides are free on either side: another order
+    in memory (NHD and HND, layers packed together or not) and padding cost more and smaller runs of
+    bytes, and with a GPU and host memory that is not pinned a second copy on the host. backend: a name
+    of `kvcache.layouts`, your own `AttentionBackend` or an engine's backend class. None: five
+    dimensions with a first one of 2 are [2, num_blocks, ...], K and V; for other shapes the first
+    dimension counts blocks. direction: "h2d" (src in host memory) or "d2h" (dst in host memory, filled
+    when the call returns). "h2d" from pinned memory is enqueued on the current stream: do not change
+    the source before the copy is done. Without ids nothing happens.
 
     ValueError or TypeError, and no byte moves, for another direction or one that the tensors' devices
     do not have, lists of different length, layers that only one side has, tensors of different shape,
@@ -56,8 +64,9 @@ def copy_kv_blocks(
     for name, src in src_kv_caches.items():
         dims.append(_block_dim(name, src, dst_kv_caches[name], described))
         _check_alike(name, src, dst_kv_caches[name], dims[-1])
-    src = Pages.over(list(src_kv_caches.values()), dims)
-    dst = Pages.over([dst_kv_caches[name] for name in src_kv_caches], dims)
+    tensors = [(src, dst_kv_caches[name]) for name, src in src_kv_caches.items()]
+    src = Pages.over([pair[0] for pair in tensors], dims)
+    dst = Pages.over([pair[1] for pair in tensors], dims)
     _check_direction(direction, src.device, dst.device)
     if len(src_ids) == 0:
         return
@@ -65,6 +74,12 @@ def copy_kv_blocks(
     check_range("dst_block_ids", "is", dst_ids, 0, dst.num_blocks)
     check_once("dst_block_ids names block", dst_ids)
     host = src if direction == "h2d" else dst
+    same = src.formats == dst.formats and np.array_equal(src.sizes, dst.sizes)
+    if not same and src.device != dst.device and not host.is_pinned:
+        _copy_staged(tensors, dims, np.stack([src_ids, dst_ids], axis=1), direction)
+        return
+    if not same:
+        src, dst = _matched(tensors, dims)
     engine = ops.KERNEL if host.is_pinned else ops.COPY_ENGINE
     try:
         PageCopy(src, dst).copy(np.stack([src_ids, dst_ids], axis=1), engine=engine)
@@ -74,6 +89,57 @@ def copy_kv_blocks(
         raise
     if direction == "d2h" and src.device.type == "cuda":
         torch.cuda.current_stream(src.device).synchronize()
+
+
+def _matched(tensors: list[Pair], dims: list[int]) -> tuple[Pages, Pages]:
+    """Pages over pairs of tensors, in fragments of the same elements on both sides."""
+    sides: tuple[list[Region], list[Region]] = [], []
+    layers: list[int] = []
+    for layer, (pair, dim) in enumerate(zip(tensors, dims)):
+        found = matched_regions(*pair, dim, f"layer {layer}")
+        layers += [layer] * len(found[0])
+        for side, regions in zip(sides, found):
+            side += regions
+    src, dst = (
+        Pages(
+            tensors[0][side],
+            tensors[0][side].shape[dims[0]],
+            table[:, 0] - tensors[0][side].data_ptr(),
+            table[:, 1],
+            table[:, 2],
+            layers,
+            owners=[tensors[layer][side] for layer in layers],
+        )
+        for side, table in enumerate(np.array(sides, np.int64))
+    )
+    return src, dst
+
+
+def _copy_staged(tensors: list[Pair], dims: list[int], pairs: np.ndarray, direction: str) -> None:
+    """Copies blocks between a device and host memory that is not pinned, through host memory in the
+    device's order, so that few fragments cross."""
+    on_device = [pair[direction == "h2d"] for pair in tensors]
+    block_bytes = sum(each.nbytes // each.shape[dim] for each, dim in zip(on_device, dims))
+    at_once = max(1, _STAGED_BYTES // block_bytes)
+    for first in range(0, len(pairs), at_once):
+        some = pairs[first : first + at_once]
+        staged = [_like_blocks(each, dim, len(some)) for each, dim in zip(on_device, dims)]
+        numbers = np.arange(len(some))
+        for step, ids in (
+            ([(src, mine) for (src, _), mine in zip(tensors, staged)], (some[:, 0], numbers)),
+            ([(mine, dst) for (_, dst), mine in zip(tensors, staged)], (numbers, some[:, 1])),
+        ):
+            PageCopy(*_matched(step, dims)).copy(np.stack(ids, axis=1), engine=ops.COPY_ENGINE)
+            if on_device[0].device.type == "cuda":  # before `staged` is read, or released
+                torch.cuda.current_stream(on_device[0].device).synchronize()
+
+
+def _like_blocks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Host memory for blocks of a tensor: dense, a block's dimensions in the same order in memory."""
+    order = sorted(range(tensor.ndim), key=lambda d: (d != dim, -tensor.stride(d)))
+    sizes = [count if d == dim else tensor.shape[d] for d in order]
+    dense = torch.empty(sizes, dtype=tensor.dtype)
+    return dense.permute([order.index(d) for d in range(tensor.ndim)])
 
 
 def _ids(ids: Ids, name: str) -> np.ndarray:
@@ -107,16 +173,11 @@ def _block_dim(
 
 
 def _check_alike(name: str, src: torch.Tensor, dst: torch.Tensor, block_dim: int) -> None:
-    mine, other = (format_of(tensor, block_dim) for tensor in (src, dst))
-    if mine[:2] != other[:2]:
+    mine, other = (format_of(tensor, block_dim)[:2] for tensor in (src, dst))
+    if mine != other:
         raise ValueError(
             f"layer {name!r} is {src.dtype}{list(src.shape)} in src_kv_caches, "
             f"{dst.dtype}{list(dst.shape)} in dst_kv_caches: expected the same but for blocks"
-        )
-    if mine != other:
-        raise ValueError(
-            f"layer {name!r} has strides {src.stride()} in src_kv_caches, {dst.stride()} in "
-            "dst_kv_caches: expected the same order in memory"
         )
 
 

@@ -7,17 +7,24 @@ memory order allows; `region_addresses` finds them in a storage's `Pages`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import integer
+from kvcache.checks import dtype_name, integer
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
-from kvcache.transfer.sharding import heads_of_rank, layers_of_rank
+from kvcache.transfer.sharding import (
+    PipelineStage,
+    check_stages,
+    heads_of_rank,
+    layers_of_rank,
+    layers_of_stages,
+)
 
 DESCRIPTION_VERSION = 1
 
@@ -30,6 +37,24 @@ class Coordinates(NamedTuple):
     tp_rank: int
 
 
+@dataclass(frozen=True, eq=False)
+class StageCache:
+    """What each rank of one pipeline stage holds.
+
+    layers: the model's. tp_size: the stage's ranks, numbered from `first_rank` on among those of one
+    context-parallel rank. placement: where the elements of a page lie; layers and heads are numbered
+    within the rank, and scales are its last part, as if they were another V. region_strides: int64[r],
+    bytes from page to page.
+    """
+
+    layers: range
+    tp_size: int
+    first_rank: int
+    heads_per_rank: int
+    placement: Placement
+    region_strides: np.ndarray
+
+
 @dataclass(frozen=True, kw_only=True)
 class CacheDescription:
     """An engine's KV cache. All ranks have the same description, for their own tokens, layers and heads.
@@ -39,15 +64,28 @@ class CacheDescription:
     `p // (N * I) * I + p % I`, in blocks of `block_size`. Layers are spread over pipeline ranks, heads
     over tensor-parallel ranks (`kvcache.transfer.sharding`). A rank's number is
     `(cp_rank * pp_size + pp_rank) * tp_size + tp_rank`. `tp_size` counts no rank twice: an engine
-    whose context parallelism reuses n of its TP ranks gives `tp_size // n`.
+    whose context parallelism reuses n of its TP ranks gives `tp_size // n`. `stages`: (layers, tp_size)
+    of every pipeline stage, where these are not all alike; `pp_size` and `tp_size` are then left 1, and
+    ranks are numbered stage by stage within a context-parallel rank.
 
     `memory_order`: the dimensions in memory, outermost first, as `AttentionBackend.memory_order` gives
     them (`kvcache.layouts`): "layer" (without it, each layer has its own memory), "kv" (without it, V of
     a head follows its K), "block", "token", "head" (without it, there is one head) and "element".
     Dimensions before "block" count regions. `page_stride` is for padded pages (shared with other cache
-    groups), where K and V of a page lie in one region. `is_mla`: one latent vector of `head_size`
-    elements per token (its rotary part included), on every tensor-parallel rank; then
-    `total_num_kv_heads` is 1 and `v_head_size` is 0.
+    groups), where K and V of a page lie in one region; one for all stages, or one each. `is_mla`: one
+    latent vector of `head_size` elements per token, on every tensor-parallel rank; then
+    `total_num_kv_heads` is 1. A rotary part that is given as `v_head_size` is counted in `head_size`,
+    and `v_head_size` becomes 0.
+
+    `scale_bytes_per_head`: bytes of scales that each token has per head, K's and V's together. They lie
+    in the page behind K and V of a layer (or have a region of their own, where "kv" comes before
+    "block"), token by token: a storage's `scale_bytes_per_token` is that times the heads of a rank.
+    They move with their heads. `k_scale`, `v_scale`: the scales of fp8 values, [num_layers][1 or
+    total_num_kv_heads], as `KVStorage.set_scales` gets them for a rank; None: all are 1. Bytes move
+    unscaled, so both engines must have the same.
+
+    `hash_algorithm`: how the engine hashes blocks (`CacheOptions.hash_algorithm`), so that both sides
+    know whether a hash of one names a block of the other.
 
     Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
     values out of range, sizes that do not divide, or another version.
@@ -74,8 +112,13 @@ class CacheDescription:
     cp_world_size: int = 1
     cp_interleave: int = 1  # tokens
     memory_order: tuple[str, ...] = ("kv", "block", "token", "head", "element")
-    page_stride: int | None = None  # bytes from page to page; None: pages are contiguous
-    dtype: str = "bfloat16"
+    page_stride: int | tuple[int, ...] | None = None  # bytes from page to page; None: contiguous
+    dtype: str = "bfloat16"  # or the torch.dtype of that name
+    stages: tuple[PipelineStage, ...] | None = None
+    scale_bytes_per_head: int = 0
+    k_scale: tuple[tuple[float, ...], ...] | None = None
+    v_scale: tuple[tuple[float, ...], ...] | None = None
+    hash_algorithm: str = "sha256_cbor"
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
@@ -86,35 +129,94 @@ class CacheDescription:
             )
         if not isinstance(self.is_mla, bool):
             raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+        object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
         if not isinstance(self.engine_id, str):
             raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
+        if not isinstance(self.hash_algorithm, str):
+            raise TypeError(f"hash_algorithm is {self.hash_algorithm!r}: expected a string")
         if self.v_head_size is None:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
         for name in _SIZES:
-            least = 0 if name == "v_head_size" else 1
+            least = 0 if name in ("v_head_size", "scale_bytes_per_head") else 1
             object.__setattr__(self, name, integer(getattr(self, name), name, least))
-        for name, wanted in (("total_num_kv_heads", 1), ("v_head_size", 0)):
-            if self.is_mla and getattr(self, name) != wanted:
-                raise ValueError(f"{name} is {getattr(self, name)}: expected {wanted} with is_mla")
+        if self.is_mla:
+            if self.total_num_kv_heads != 1:
+                raise ValueError(
+                    f"total_num_kv_heads is {self.total_num_kv_heads}: expected 1 with is_mla"
+                )
+            object.__setattr__(self, "head_size", self.head_size + self.v_head_size)
+            object.__setattr__(self, "v_head_size", 0)
         if self.block_size % self.cp_interleave:
             raise ValueError(
                 f"cp_interleave is {self.cp_interleave}: "
                 f"expected a divisor of block_size, {self.block_size}"
             )
-        heads_of_rank(self.total_num_kv_heads, self.tp_size, 0)
-        layers_of_rank(self.num_layers, self.pp_size, 0)
-        least = int(self.placement.region_bytes[0])  # ValueError where the sizes cannot be placed
-        if self.page_stride is None:
+        self._check_stages()
+        for name in ("k_scale", "v_scale"):
+            if (given := getattr(self, name)) is not None:
+                object.__setattr__(self, name, self._checked_scale(given, name))
+        self._check_page_stride()
+        _ = self.stage_caches  # ValueError where the sizes cannot be placed
+
+    def _check_stages(self) -> None:
+        if self.stages is None:
+            heads_of_rank(self.total_num_kv_heads, self.tp_size, 0)
+            layers_of_rank(self.num_layers, self.pp_size, 0)
             return
-        if not self.placement.has_kv_together:
+        stages = check_stages(self.stages)
+        object.__setattr__(self, "stages", stages)
+        for name in ("pp_size", "tp_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: expected 1 with stages, which say it"
+                )
+        if (held := sum(stage.num_layers for stage in stages)) != self.num_layers:
             raise ValueError(
-                f"page_stride is {self.page_stride}: expected None where K and V have regions of "
+                f"num_layers is {self.num_layers}, the layers of stages are {held}: expected the same"
+            )
+        for stage in stages:
+            heads_of_rank(self.total_num_kv_heads, stage.tp_size, 0)
+
+    def _check_page_stride(self) -> None:
+        given, placements = self.page_stride, self._placements
+        if given is None:
+            return
+        if not placements[0].has_kv_together:
+            raise ValueError(
+                f"page_stride is {given}: expected None where K and V have regions of "
                 f"their own, as memory_order is {self.memory_order}"
             )
-        object.__setattr__(self, "page_stride", integer(self.page_stride, "page_stride", least))
+        if not isinstance(given, Sequence):
+            least = max(int(placed.region_bytes[0]) for placed in placements)
+            object.__setattr__(self, "page_stride", integer(given, "page_stride", least))
+            return
+        if len(given) != len(placements):
+            raise ValueError(
+                f"page_stride has {len(given)} entries: expected {len(placements)}, one per stage"
+            )
+        checked = (
+            integer(stride, f"page_stride[{number}]", int(placed.region_bytes[0]))
+            for number, (stride, placed) in enumerate(zip(given, placements))
+        )
+        object.__setattr__(self, "page_stride", tuple(checked))
+
+    def _checked_scale(self, given: object, name: str) -> tuple[tuple[float, ...], ...]:
+        if ELEMENT_BYTES[self.dtype] != 1:
+            raise ValueError(
+                f"{name} is given: expected None with dtype {self.dtype!r}, which is no fp8"
+            )
+        if name == "v_scale" and not self.v_head_size:
+            raise ValueError("v_scale is given: expected None where there is no V")
+        values = np.asarray(given, float)
+        if values.shape not in ((self.num_layers, 1), (self.num_layers, self.total_num_kv_heads)):
+            raise ValueError(
+                f"{name} has shape {list(values.shape)}: expected [{self.num_layers}, 1] or "
+                f"[{self.num_layers}, {self.total_num_kv_heads}]"
+            )
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise ValueError(f"{name} is {values.tolist()}: expected finite numbers above 0")
+        return tuple(map(tuple, values.tolist()))
 
     @classmethod
     def of_group(
@@ -161,7 +263,7 @@ class CacheDescription:
         layer = by_name[group.layers[0]]
         if layer.state_bytes:
             raise ValueError(f"layer {layer.name!r} keeps a state: expected a group of K and V")
-        is_mla = layer.num_kv_heads == 1 and layer.v_head_size == 0
+        is_mla = layer.is_mla or (layer.num_kv_heads == 1 and layer.v_head_size == 0)
         if total_num_kv_heads is None:
             total_num_kv_heads = 1 if is_mla else layer.num_kv_heads * sizes.get("tp_size", 1)
         return cls(
@@ -177,9 +279,9 @@ class CacheDescription:
             **sizes,
         )
 
-    def to_dict(self) -> dict[str, int | str | bool | list[str]]:
+    def to_dict(self) -> dict[str, object]:
         """The fields by name, as values for JSON."""
-        return {**asdict(self), "memory_order": list(self.memory_order)}
+        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> CacheDescription:
@@ -205,31 +307,71 @@ class CacheDescription:
     @property
     def world_size(self) -> int:
         """Ranks of the engine."""
-        return self.cp_world_size * self.pp_size * self.tp_size
+        return self.cp_world_size * self._ranks_per_cp_rank
+
+    @cached_property
+    def pipeline_stages(self) -> tuple[PipelineStage, ...]:
+        """Every stage's layers and ranks: `stages`, or `pp_size` equal ones."""
+        if self.stages is not None:
+            return self.stages
+        equal = PipelineStage(self.num_layers // self.pp_size, self.tp_size)
+        return (equal,) * self.pp_size
+
+    @cached_property
+    def stage_caches(self) -> tuple[StageCache, ...]:
+        """What each rank holds, by pipeline stage."""
+        found, first_rank = [], 0
+        strides: dict[tuple[PipelineStage, int | None], np.ndarray] = {}
+        page_strides = self.page_stride
+        if not isinstance(page_strides, tuple):
+            page_strides = (page_strides,) * len(self.pipeline_stages)
+        for layers, stage, placed, stride in zip(
+            layers_of_stages(self.pipeline_stages),
+            self.pipeline_stages,
+            self._placements,
+            page_strides,
+        ):
+            if (stage, stride) not in strides:
+                own = placed.region_bytes
+                strides[stage, stride] = (
+                    own if stride is None else _fixed(np.full_like(own, stride))
+                )
+            found.append(
+                StageCache(
+                    layers,
+                    stage.tp_size,
+                    first_rank,
+                    placed.head_count,
+                    placed,
+                    strides[stage, stride],
+                )
+            )
+            first_rank += stage.tp_size
+        return tuple(found)
 
     @property
     def tokens_per_page(self) -> int:
         """Tokens that one page on each context-parallel rank holds together."""
         return self.block_size * self.cp_world_size
 
-    @cached_property
+    @property
     def heads_per_rank(self) -> int:
-        """Heads that each rank holds."""
-        return len(heads_of_rank(self.total_num_kv_heads, self.tp_size, 0))
+        """Heads that each rank holds. ValueError where stages differ, as for all that follow."""
+        return self._each_rank("heads_per_rank").heads_per_rank
 
-    @cached_property
+    @property
     def layers_per_rank(self) -> int:
         """Layers that each rank holds."""
-        return self.num_layers // self.pp_size
+        return len(self._each_rank("layers_per_rank").layers)
 
     @property
     def layout(self) -> str:
         """ "NHD" or "HND": which of tokens and heads comes first in memory."""
         return layout_of(self.memory_order)
 
-    @cached_property
+    @property
     def placement(self) -> Placement:
-        """Where the elements of a rank's pages lie. Layers and heads are numbered within the rank.
+        """Where the elements of each rank's pages lie. Layers and heads are numbered within the rank.
 
         >>> from kvcache.layouts import backend
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=1, head_size=8,
@@ -237,57 +379,91 @@ class CacheDescription:
         >>> cache.placement.regions.tolist(), cache.placement.kv_offsets.tolist()
         ([[0, 0], [0, 0]], [[0, 64], [128, 192]])
         """
-        return place_elements(
-            self.memory_order,
-            num_layers=self.layers_per_rank,
-            block_size=self.block_size,
-            num_kv_heads=self.heads_per_rank,
-            head_size=self.head_size,
-            v_head_size=self.v_head_size,
-            element_bytes=ELEMENT_BYTES[self.dtype],
-        )
+        return self._each_rank("placement").placement
 
     @property
     def head_bytes(self) -> np.ndarray:
-        """int64[p]: bytes of one head of one token in K and, if there is any, in V."""
-        return self.placement.head_bytes
+        """int64[p]: bytes of one head of one token in K, in V and in scales, as far as there are any."""
+        return self._placements[0].head_bytes
 
     @property
     def region_bytes(self) -> np.ndarray:
         """int64[r]: bytes of a page in each region."""
-        return self.placement.region_bytes
+        return self._each_rank("region_bytes").placement.region_bytes
 
-    @cached_property
+    @property
     def region_strides(self) -> np.ndarray:
         """int64[r]: bytes from page to page in each region."""
-        if self.page_stride is None:
-            return self.region_bytes
-        return _fixed(np.full_like(self.region_bytes, self.page_stride))
+        return self._each_rank("region_strides").region_strides
+
+    def stage_of(self, rank: int) -> StageCache:
+        """What a rank holds, where stages may differ. ValueError for a rank out of range."""
+        return self.stage_caches[self.coordinates(rank).pp_rank]
+
+    def _each_rank(self, name: str) -> StageCache:
+        if len(set(self.pipeline_stages)) > 1 or isinstance(self.page_stride, tuple):
+            raise ValueError(
+                f"{name} of engine {self.engine_id!r} differs by stage: ask stage_of(rank)"
+            )
+        return self.stage_caches[0]
+
+    @cached_property
+    def _placements(self) -> tuple[Placement, ...]:
+        """By stage; stages of the same sizes share one."""
+        made: dict[PipelineStage, Placement] = {}
+        for stage in self.pipeline_stages:
+            if stage in made:
+                continue
+            heads = len(heads_of_rank(self.total_num_kv_heads, stage.tp_size, 0))
+            placed = place_elements(
+                self.memory_order,
+                num_layers=stage.num_layers,
+                block_size=self.block_size,
+                num_kv_heads=heads,
+                head_size=self.head_size,
+                v_head_size=self.v_head_size,
+                element_bytes=ELEMENT_BYTES[self.dtype],
+                scale_bytes_per_token=self.scale_bytes_per_head * heads,
+            )
+            made[stage] = placed.with_scales_as_part() if self.scale_bytes_per_head else placed
+        return tuple(made[stage] for stage in self.pipeline_stages)
+
+    @cached_property
+    def _first_ranks(self) -> tuple[int, ...]:
+        return tuple(stage.first_rank for stage in self.stage_caches)
+
+    @cached_property
+    def _ranks_per_cp_rank(self) -> int:
+        return sum(stage.tp_size for stage in self.pipeline_stages)
 
     def coordinates(self, rank: int) -> Coordinates:
         """The coordinates of a rank; ValueError for a rank out of range."""
-        rest, tp_rank = divmod(integer(rank, "rank", 0, self.world_size - 1), self.tp_size)
-        return Coordinates(*divmod(rest, self.pp_size), tp_rank)
+        rank = integer(rank, "rank", 0, self.world_size - 1)
+        cp_rank, rest = divmod(rank, self._ranks_per_cp_rank)
+        pp_rank = bisect_right(self._first_ranks, rest) - 1
+        return Coordinates(cp_rank, pp_rank, rest - self._first_ranks[pp_rank])
 
     def rank_of(self, at: Coordinates) -> int:
         """The number of the rank at these coordinates."""
-        return (at.cp_rank * self.pp_size + at.pp_rank) * self.tp_size + at.tp_rank
+        return at.cp_rank * self._ranks_per_cp_rank + self._first_ranks[at.pp_rank] + at.tp_rank
 
     def layers(self, rank: int) -> range:
         """The model's layers that a rank holds."""
-        return layers_of_rank(self.num_layers, self.pp_size, self.coordinates(rank).pp_rank)
+        return self.stage_of(rank).layers
 
     def heads(self, rank: int) -> range:
         """The model's KV heads that a rank holds."""
-        return heads_of_rank(self.total_num_kv_heads, self.tp_size, self.coordinates(rank).tp_rank)
+        at = self.coordinates(rank)
+        tp_size = self.pipeline_stages[at.pp_rank].tp_size
+        return heads_of_rank(self.total_num_kv_heads, tp_size, at.tp_rank)
 
     def offset_of(
         self, layer: np.ndarray, kv: np.ndarray, token: np.ndarray, head: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """(region, offset) of the first element of heads; the arguments broadcast.
 
-        layer, head: numbered within the rank. kv: 0 for K, 1 for V. token: within the page. offset: in
-        bytes, from where the page begins in the region.
+        layer, head: numbered within the rank. kv: 0 for K, 1 for V, the last one for scales. token:
+        within the page. offset: in bytes, from where the page begins in the region.
 
         >>> from kvcache.layouts import backend
         >>> cache = CacheDescription(engine_id="", num_layers=2, total_num_kv_heads=2, head_size=8,
@@ -313,7 +489,13 @@ _SIZES = (
     "pp_size",
     "cp_world_size",
     "cp_interleave",
+    "scale_bytes_per_head",
 )
+
+
+def _plain(value: object) -> object:
+    """A field's value with lists in place of tuples."""
+    return [_plain(each) for each in value] if isinstance(value, tuple) else value
 
 
 def _fixed(array: np.ndarray) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcache.layouts import Placement
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation
 from kvcache.transfer.receive import permute_received_blocks
@@ -11,12 +12,14 @@ from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 
 
-def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
+def region_addresses(
+    description: CacheDescription, pages: Pages, rank: int | None = None
+) -> np.ndarray:
     """int64[r]: the address where each region of a description begins, in the pages of one rank.
 
-    Byte b of region r in a plan is at `addresses[r] + b`. ValueError where the pages are not laid out
-    as described: other layers, sizes, memory order or `page_stride`, or bytes that a description does
-    not cover, such as scales.
+    Byte b of region r in a plan is at `addresses[r] + b`. rank: whose pages they are; None where all
+    ranks hold equal pages. ValueError where the pages are not laid out as described: other layers,
+    sizes, memory order or `page_stride`, or bytes that the description does not have.
 
     >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
     >>> cache = CacheDescription(engine_id="a", num_layers=2, total_num_kv_heads=2, head_size=8,
@@ -24,7 +27,11 @@ def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
     >>> (region_addresses(cache, storage.pages) - storage.pages.base).tolist()
     [0, 2304]
     """
-    placed = description.placement
+    if rank is None:
+        placed, strides = description.placement, description.region_strides
+    else:
+        stage = description.stage_of(rank)
+        placed, strides = stage.placement, stage.region_strides
     if pages.num_layers != len(placed.regions):
         raise ValueError(
             f"pages have {pages.num_layers} layers, the description {len(placed.regions)} per rank: "
@@ -32,8 +39,8 @@ def region_addresses(description: CacheDescription, pages: Pages) -> np.ndarray:
         )
     found: dict[int, int] = {}
     for layer in range(len(placed.regions)):
-        for (region, offset, _), (address, stride) in _matched(description, pages, layer):
-            wanted = int(description.region_strides[region])
+        for (region, offset, _), (address, stride) in _matched(placed, strides, pages, layer):
+            wanted = int(strides[region])
             if found.setdefault(region, address - offset) != address - offset or stride != wanted:
                 raise ValueError(
                     f"layer {layer} has a fragment at byte {address - pages.base}, pages {stride} "
@@ -71,7 +78,7 @@ def permute_pages(
 
 
 def _matched(
-    description: CacheDescription, pages: Pages, layer: int
+    placed: Placement, strides: np.ndarray, pages: Pages, layer: int
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
     """The runs of a layer, (region, offset, length), each with (address, bytes from page to page).
 
@@ -80,13 +87,12 @@ def _matched(
     own = np.flatnonzero(pages.layers == layer)
     sizes = pages.sizes[own].tolist()
     at = [(pages.base + int(pages.offsets[i]), int(pages.strides[i])) for i in own]
-    placed = description.placement
     together = placed.layer_runs(layer).tolist()
     apart = [run for p in range(len(placed.head_bytes)) for run in placed.runs(layer, p).tolist()]
     for runs in (together, apart):
         if sizes == [length for _, _, length in runs]:
             return list(zip(map(tuple, runs), at))
-    if len(own) == len(together) == 1 and sizes[0] == description.page_stride:  # padded
+    if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # padded
         return [(tuple(together[0]), at[0])]
     raise ValueError(
         f"layer {layer} of the pages has fragments of {sizes} bytes: expected "

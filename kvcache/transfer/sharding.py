@@ -4,11 +4,24 @@ Heads are spread over tensor-parallel ranks in one of two ways. With at most as 
 are *sharded*: each rank holds an equal run of consecutive heads. With more ranks than heads they are
 *replicated*: each rank holds one head, and consecutive ranks hold the same one. MLA's latent is one
 head, which every rank holds.
+
+Layers are spread over pipeline stages, each with tensor-parallel ranks of its own: mostly equal runs of
+layers and equally many ranks, else as `PipelineStage`s say.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from kvcache.checks import integer
+
+
+class PipelineStage(NamedTuple):
+    """A pipeline stage of an engine: how many layers it holds, over how many tensor-parallel ranks."""
+
+    num_layers: int
+    tp_size: int
 
 
 def size_ratio(local: int, remote: int, what: str) -> int:
@@ -93,6 +106,109 @@ def replica_for(
     integer(num_readers, "num_readers", 1)
     integer(reader, "reader", 0, num_readers - 1)
     return ranks[reader * len(ranks) // num_readers]
+
+
+def check_stages(
+    stages: Sequence[Sequence[int]], name: str = "stages"
+) -> tuple[PipelineStage, ...]:
+    """The stages as tuples. TypeError or ValueError unless each is (layers, ranks), 1 or more of both."""
+    if isinstance(stages, str) or not isinstance(stages, Sequence) or len(stages) == 0:
+        raise TypeError(f"{name} is {stages!r}: expected a sequence of (num_layers, tp_size)")
+    found = []
+    for number, stage in enumerate(stages):
+        if not isinstance(stage, Sequence) or len(stage) != 2:
+            raise TypeError(f"{name}[{number}] is {stage!r}: expected (num_layers, tp_size)")
+        sizes = zip(PipelineStage._fields, stage)
+        found.append(
+            PipelineStage(*(integer(n, f"{what} of {name}[{number}]", 1) for what, n in sizes))
+        )
+    return tuple(found)
+
+
+def layers_of_stages(stages: Sequence[PipelineStage]) -> tuple[range, ...]:
+    """The layers that each stage holds: one run after the other.
+
+    >>> layers_of_stages([PipelineStage(3, 2), PipelineStage(5, 1)])
+    (range(0, 3), range(3, 8))
+    """
+    found, first = [], 0
+    for stage in stages:
+        found.append(range(first, first + stage.num_layers))
+        first += stage.num_layers
+    return tuple(found)
+
+
+def equal_stages(num_layers: int, pp_size: int, tp_size: int) -> tuple[PipelineStage, ...]:
+    """Stages that are all alike. ValueError where `pp_size` does not divide `num_layers`."""
+    per_stage = len(layers_of_rank(num_layers, pp_size, 0))
+    return (PipelineStage(per_stage, integer(tp_size, "tp_size", 1)),) * pp_size
+
+
+def sources_of_rank(
+    readers: Sequence[PipelineStage],
+    sources: Sequence[PipelineStage],
+    total_num_kv_heads: int,
+    pp_rank: int,
+    tp_rank: int,
+) -> list[tuple[int, int]]:
+    """The (pp_rank, tp_rank) of a source that a reader's rank reads from, ascending.
+
+    Both hold the same layers. Each head of each layer is read from exactly one.
+
+    >>> two, four = equal_stages(4, 1, 2), [PipelineStage(3, 1), PipelineStage(1, 4)]
+    >>> sources_of_rank(two, four, 8, 0, 1)  # heads 4 to 7 of 3 layers, and of the last one
+    [(0, 0), (1, 2), (1, 3)]
+    """
+    mine, theirs = layers_of_stages(readers), layers_of_stages(sources)
+    found = set()
+    for number, layers in enumerate(theirs):
+        if not _overlap(layers, mine[pp_rank]):
+            continue
+        sharing = [stage for stage, held in enumerate(mine) if _overlap(held, layers)]
+        tp_sizes = [readers[stage].tp_size for stage in sharing]
+        for head in heads_of_rank(total_num_kv_heads, readers[pp_rank].tp_size, tp_rank):
+            reader = reader_of_head(
+                head, total_num_kv_heads, tp_sizes, stage=sharing.index(pp_rank), tp_rank=tp_rank
+            )
+            source = replica_for(head, total_num_kv_heads, sources[number].tp_size, *reader)
+            found.add((number, source))
+    return sorted(found)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def reader_of_head(
+    head: int,
+    total_num_kv_heads: int,
+    tp_sizes: Sequence[int],
+    *,
+    stage: int,
+    tp_rank: int,
+    cp_rank: int = 0,
+    cp_world_size: int = 1,
+) -> tuple[int, int]:
+    """(reader, num_readers) for `replica_for`: which of a source's readers a rank is, and of how many.
+
+    The readers of a head of one stage of the source are all ranks that hold the head in the stages which
+    share layers with it; `tp_sizes` are these stages' numbers of ranks. They are numbered by where among
+    its stage's holders a rank is, then by context-parallel rank, then by stage; so where all sizes are
+    those of the source, rank r reads from rank r.
+
+    >>> [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
+    [(0, 4), (1, 4), (2, 4), (3, 4)]
+    """
+    holders = ranks_of_head(total_num_kv_heads, tp_sizes[stage], head)
+    at = holders.index(tp_rank)
+    reader = num_readers = 0
+    for other, tp_size in enumerate(tp_sizes):
+        count = len(ranks_of_head(total_num_kv_heads, tp_size, head))
+        num_readers += count * cp_world_size
+        before, rest = divmod(at * count, len(holders))  # holders that are as far or less far
+        reader += (before + (rest > 0)) * cp_world_size
+        reader += 0 if rest else cp_rank + (other < stage)
+    return reader, num_readers
 
 
 def _check_heads(total_num_kv_heads: int, tp_size: int) -> None:

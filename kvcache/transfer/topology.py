@@ -7,37 +7,70 @@ from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend, backend, blocks_first
+from kvcache.layouts import (
+    AttentionBackend,
+    EngineBackend,
+    backend,
+    blocks_first,
+    engine_dims,
+    engine_order,
+)
 from kvcache.specs import LAYOUTS
-from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for, size_ratio
+from kvcache.transfer.sharding import (
+    PipelineStage,
+    check_stages,
+    equal_stages,
+    heads_of_rank,
+    reader_of_head,
+    replica_for,
+    size_ratio,
+    sources_of_rank,
+)
 
 _T = TypeVar("_T")
-
-# An unregistered backend is asked for the shape of this many blocks and tokens. No other dimension has
-# these sizes, and 4096 is a multiple of the block sizes that backends accept.
-_PROBE_BLOCKS, _PROBE_TOKENS = 7919, 4096
 
 
 @dataclass(frozen=True)
 class RemoteEngine:
     """Sizes of another engine; `block_size` in tokens. ValueError for one below 1.
 
+    `stages`: (layers, tp_size) of every pipeline stage, where these are not all alike; `tp_size` and
+    `pp_size` are then left 1.
+
     >>> RemoteEngine(tp_size=4, pp_size=2, block_size=16).world_size
     8
+    >>> RemoteEngine(stages=[(30, 4), (2, 8)]).world_size
+    12
     """
 
-    tp_size: int
+    tp_size: int = 1
     pp_size: int = 1
     block_size: int = 16
+    stages: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "block_size"):
             object.__setattr__(self, name, integer(getattr(self, name), name, 1))
+        if self.stages is None:
+            return
+        object.__setattr__(self, "stages", check_stages(self.stages))
+        for name in ("tp_size", "pp_size"):
+            if getattr(self, name) != 1:
+                raise ValueError(
+                    f"{name} is {getattr(self, name)}: expected 1 with stages, which say it"
+                )
 
     @property
     def world_size(self) -> int:
-        """Workers of the engine, by global rank `pp_rank * tp_size + tp_rank`."""
-        return self.pp_size * self.tp_size
+        """Workers of the engine, by global rank: stage by stage, `pp_rank * tp_size + tp_rank`."""
+        return sum(self.tp_sizes)
+
+    @property
+    def tp_sizes(self) -> tuple[int, ...]:
+        """The tensor-parallel size of each pipeline stage."""
+        if self.stages is None:
+            return (self.tp_size,) * self.pp_size
+        return tuple(stage.tp_size for stage in self.stages)
 
 
 class _Remotes(Mapping):
@@ -71,7 +104,9 @@ class KVTopology:
     `shape`), and for packed layers `get_kv_cache_stride_order(include_num_layers_dimension=True)`.
     `tensor_shape`: the shape of the tensor that is registered for transfer, None where it is not known
     yet; one dimension more than the backend's shape means that layers are packed together.
-    `remotes`: other engines by id, copied and read-only; see `with_remote`.
+    `remotes`: other engines by id, copied and read-only; see `with_remote`. `stages`: (layers, tp_size)
+    of every pipeline stage of its own engine, where these are not all alike; `tp_size` is then that of
+    the worker's stage and `pp_size` their number.
 
     Most methods about a remote engine come in two forms: with its sizes, and `..._from_engine_id`.
     ValueError for ranks and sizes out of range, sizes of which neither divides the other, an unknown
@@ -94,10 +129,11 @@ class KVTopology:
     block_size: int = 16
     total_num_kv_heads: int = 1
     is_mla: bool = False
-    backend: str | AttentionBackend | object | None = None
+    backend: str | AttentionBackend | EngineBackend | None = None
     tensor_shape: Sequence[int] | None = None
     kv_cache_layout: str = "NHD"
     remotes: Mapping[str, RemoteEngine] = field(default_factory=dict, hash=False)
+    stages: Sequence[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "block_size", "total_num_kv_heads"):
@@ -106,6 +142,8 @@ class KVTopology:
         self._set("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
         if self.kv_cache_layout not in LAYOUTS:
             raise ValueError(f"kv_cache_layout is {self.kv_cache_layout!r}: expected NHD or HND")
+        if self.stages is not None:
+            self._check_stages()
         heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
@@ -118,7 +156,8 @@ class KVTopology:
                 f"is_mla is {self.is_mla}, backend {described.name!r} has is_mla {described.is_mla}: "
                 "expected them to agree"
             )
-        dims = _dims_of(described)
+        own = isinstance(described, AttentionBackend)
+        dims = described.dims if own else engine_dims(described)[0]
         packed = False
         if self.tensor_shape is not None:
             shape = tuple(integer(size, "a size in tensor_shape", 0) for size in self.tensor_shape)
@@ -129,10 +168,29 @@ class KVTopology:
                     f"backend's shape has, or {len(dims) + 1} with layers packed together"
                 )
             packed = len(shape) == len(dims) + 1
-        order = _packed_order(described, dims, self.kv_cache_layout) if packed else dims
+        order = dims
+        if packed and own:
+            order = described.memory_order(self.kv_cache_layout, cross_layers=True)
+        elif packed:
+            order = engine_order(described, dims, cross_layers=True)
         self._set("_cross_layers_blocks", packed)
         self._set("_blocks_first", blocks_first(dims, self.is_mla))
         self._set("_block_size_position", order.index("token") - len(order))
+
+    def _check_stages(self) -> None:
+        stages = check_stages(self.stages)
+        self._set("stages", stages)
+        if len(stages) != self.pp_size:
+            raise ValueError(
+                f"pp_size is {self.pp_size}: expected {len(stages)}, the number of stages"
+            )
+        if stages[self.pp_rank].tp_size != self.tp_size:
+            raise ValueError(
+                f"tp_size is {self.tp_size}: expected {stages[self.pp_rank].tp_size}, that of stage "
+                f"{self.pp_rank}, the worker's"
+            )
+        for stage in stages:
+            heads_of_rank(self._num_heads, stage.tp_size, 0)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -181,12 +239,12 @@ class KVTopology:
         return size_ratio(self.block_size, remote_block_size, "block_size")
 
     def tp_ratio_from_engine_id(self, engine_id: str) -> int:
-        """As `tp_ratio`, for a known engine."""
-        return self._of_engine(engine_id, lambda remote: self.tp_ratio(remote.tp_size))
+        """As `tp_ratio`, for a known engine. ValueError where its stages differ in it."""
+        return self._of_engine(engine_id, lambda remote: self.tp_ratio(_one_tp_size(remote)))
 
     def pp_ratio_from_engine_id(self, engine_id: str) -> int:
         """As `pp_ratio`, for a known engine."""
-        return self._of_engine(engine_id, lambda remote: self.pp_ratio(remote.pp_size))
+        return self._of_engine(engine_id, lambda remote: self.pp_ratio(len(remote.tp_sizes)))
 
     def block_size_ratio_from_engine_id(self, engine_id: str) -> int:
         """As `block_size_ratio`, for a known engine."""
@@ -211,6 +269,8 @@ class KVTopology:
     def engine(self, engine_id: str) -> RemoteEngine:
         """The sizes of a known engine or of this one. ValueError for an unknown id."""
         if engine_id == self.engine_id:
+            if self.stages is not None:
+                return RemoteEngine(block_size=self.block_size, stages=self.stages)
             return RemoteEngine(self.tp_size, self.pp_size, self.block_size)
         if engine_id not in self.remotes:
             known = ", ".join(repr(e) for e in (self.engine_id, *self.remotes))
@@ -218,8 +278,11 @@ class KVTopology:
         return self.remotes[engine_id]
 
     def is_kv_replicated(self, engine_id: str) -> bool:
-        """Whether an engine has more tensor-parallel ranks than KV heads, so that ranks share heads."""
-        return self.engine(engine_id).tp_size > self.total_num_kv_heads
+        """Whether an engine has more tensor-parallel ranks than KV heads, so that ranks share heads.
+
+        With stages: whether one of them has.
+        """
+        return max(self.engine(engine_id).tp_sizes) > self.total_num_kv_heads
 
     def replicates_kv_cache(self, engine_id: str) -> bool:
         """Whether ranks of an engine hold the same KV: `is_kv_replicated`, or MLA."""
@@ -248,16 +311,19 @@ class KVTopology:
         >>> topology.remote_tp_rank_of_head(0, 8)
         4
         """
-        self.tp_ratio(remote_tp_size)
-        self._check_remote_heads(remote_tp_size)
+        if self.stages is not None:
+            raise ValueError("this engine has stages: expected get_target_remote_ranks to be asked")
+        mine, theirs = self._stages_of_both(_sized(remote_tp_size, remote_pp_size))
         if head not in self.heads:
             raise ValueError(f"head is {head}: expected one of {self.heads}, which tp_rank holds")
         # The local workers that read this head from the same remote pipeline stage are the
         # tensor-parallel ranks that hold it, times the pipeline ranks whose layers lie in that stage.
-        holders = ranks_of_head(self._num_heads, self.tp_size, head)
-        stages = max(1, self.pp_ratio(remote_pp_size))
-        reader = holders.index(self.tp_rank) * stages + self.pp_rank % stages
-        return replica_for(head, self._num_heads, remote_tp_size, reader, len(holders) * stages)
+        within = max(1, len(mine) // len(theirs))
+        tp_sizes = [stage.tp_size for stage in mine[:within]]
+        reader = reader_of_head(
+            head, self._num_heads, tp_sizes, stage=self.pp_rank % within, tp_rank=self.tp_rank
+        )
+        return replica_for(head, self._num_heads, remote_tp_size, *reader)
 
     def get_target_remote_ranks(
         self, remote_tp_size: int, remote_pp_size: int = 1
@@ -272,24 +338,97 @@ class KVTopology:
         ...     ).get_target_remote_ranks(remote_tp_size=4, remote_pp_size=4)  # replicas: one per head
         [(8, 2, 0), (10, 2, 2), (12, 3, 0), (14, 3, 2)]
         """
-        ratio = self.pp_ratio(remote_pp_size)
-        per_stage = max(1, -ratio)
-        first = self.pp_rank // ratio if ratio > 0 else self.pp_rank * per_stage
-        tp_ranks = sorted(
-            {self.remote_tp_rank_of_head(h, remote_tp_size, remote_pp_size) for h in self.heads}
-        )
-        return [
-            (pp_rank * remote_tp_size + tp_rank, pp_rank, tp_rank)
-            for pp_rank in range(first, first + per_stage)
-            for tp_rank in tp_ranks
-        ]
+        return self._targets(_sized(remote_tp_size, remote_pp_size))
 
     def get_target_remote_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
-        """As `get_target_remote_ranks`, for a known engine."""
-        return self._of_engine(
-            engine_id,
-            lambda remote: self.get_target_remote_ranks(remote.tp_size, remote.pp_size),
+        """As `get_target_remote_ranks`, for a known engine, whose stages may be of unlike sizes.
+
+        Ranks are then numbered stage by stage. Engines of which either has `stages` hold as many layers;
+        those of one without are spread evenly over its pipeline ranks.
+        """
+        return self._of_engine(engine_id, self._targets)
+
+    # How many read.
+
+    def get_reader_ranks(
+        self, remote_tp_size: int, remote_pp_size: int = 1
+    ) -> list[tuple[int, int, int]]:
+        """The remote workers that read from this one: `(global_rank, pp_rank, tp_rank)`, ascending.
+
+        Where the remote engine receives, this worker may release a request's blocks when so many have
+        said that they are done. The list is empty for a replica that is not read. ValueError for sizes
+        that do not divide. (`source_readers` knows context parallelism and short requests too.)
+
+        >>> KVTopology("prefill", tp_rank=0, tp_size=2, total_num_kv_heads=8).get_reader_ranks(4)
+        [(0, 0, 0), (1, 0, 1)]
+        """
+        return self._readers(_sized(remote_tp_size, remote_pp_size))
+
+    def get_reader_ranks_from_engine_id(self, engine_id: str) -> list[tuple[int, int, int]]:
+        """As `get_reader_ranks`, for a known engine."""
+        return self._of_engine(engine_id, self._readers)
+
+    def num_readers_of_targets(
+        self, remote_tp_size: int, remote_pp_size: int = 1
+    ) -> dict[int, int]:
+        """Global rank of each target -> how many workers of this engine read from it.
+
+        What a receiving worker tells the workers that it reads from, if these do not know this engine's
+        sizes. ValueError for sizes that do not divide.
+
+        >>> KVTopology("decode", tp_rank=1, tp_size=4, total_num_kv_heads=8).num_readers_of_targets(2)
+        {0: 2}
+        """
+        return self._num_readers(_sized(remote_tp_size, remote_pp_size))
+
+    def num_readers_of_targets_from_engine_id(self, engine_id: str) -> dict[int, int]:
+        """As `num_readers_of_targets`, for a known engine."""
+        return self._of_engine(engine_id, self._num_readers)
+
+    def _targets(self, remote: RemoteEngine) -> list[tuple[int, int, int]]:
+        mine, theirs = self._stages_of_both(remote)
+        found = sources_of_rank(mine, theirs, self._num_heads, self.pp_rank, self.tp_rank)
+        return [(_global_rank(theirs, *at), *at) for at in found]
+
+    def _readers(self, remote: RemoteEngine) -> list[tuple[int, int, int]]:
+        mine, theirs = self._stages_of_both(remote)
+        own = self.pp_rank, self.tp_rank
+        return [
+            (_global_rank(theirs, *at), *at)
+            for at in _ranks_of(theirs)
+            if own in sources_of_rank(theirs, mine, self._num_heads, *at)
+        ]
+
+    def _num_readers(self, remote: RemoteEngine) -> dict[int, int]:
+        targets = self._targets(remote)
+        mine, theirs = self._stages_of_both(remote)
+        read = [sources_of_rank(mine, theirs, self._num_heads, *at) for at in _ranks_of(mine)]
+        return {number: sum(tuple(at) in each for each in read) for number, *at in targets}
+
+    def _stages_of_both(
+        self, remote: RemoteEngine
+    ) -> tuple[Sequence[PipelineStage], Sequence[PipelineStage]]:
+        """The own and the remote engine's stages, over the same layers. ValueError for sizes that do not
+        divide."""
+        given = [stages for stages in (self.stages, remote.stages) if stages is not None]
+        if not given:
+            self.pp_ratio(remote.pp_size)
+            num_layers = max(self.pp_size, remote.pp_size)  # any number that both divide
+        else:
+            counts = [sum(stage.num_layers for stage in stages) for stages in given]
+            num_layers = counts[0]
+            if counts[-1] != num_layers:
+                raise ValueError(
+                    f"local stages hold {num_layers} layers, remote stages {counts[-1]}: expected as many"
+                )
+        mine, theirs = (
+            engine.stages or equal_stages(num_layers, engine.pp_size, engine.tp_size)
+            for engine in (self, remote)
         )
+        for tp_size in remote.tp_sizes:
+            self.tp_ratio(tp_size)
+            self._check_remote_heads(tp_size)
+        return mine, theirs
 
     @property
     def _num_heads(self) -> int:
@@ -300,7 +439,8 @@ class KVTopology:
             raise TypeError(f"engine {engine_id!r} is {remote!r}: expected a RemoteEngine")
         if engine_id == self.engine_id:
             raise ValueError(f"engine {engine_id!r} is this one's id: expected another's")
-        self._of_sides(engine_id, lambda: self._check_remote_heads(remote.tp_size))
+        for tp_size in remote.tp_sizes:
+            self._of_sides(engine_id, lambda: self._check_remote_heads(tp_size))  # noqa: B023
 
     def _check_remote_heads(self, remote_tp_size: int) -> None:
         heads = self._num_heads
@@ -324,44 +464,25 @@ class KVTopology:
             ) from error
 
 
-def _dims_of(described: object) -> tuple[str | None, ...]:
-    """The roles of a backend's dimensions; of an unregistered backend only blocks and tokens."""
-    if isinstance(described, AttentionBackend):
-        return described.dims
-    ask = getattr(described, "get_kv_cache_shape", None) or getattr(described, "shape", None)
-    if not callable(ask):
-        raise TypeError(
-            f"backend is {described!r}: expected a name, an AttentionBackend or an object with "
-            "get_kv_cache_shape"
-        )
-    shape = tuple(
-        ask(num_blocks=_PROBE_BLOCKS, block_size=_PROBE_TOKENS, num_kv_heads=1, head_size=1)
+def _sized(remote_tp_size: int, remote_pp_size: int) -> RemoteEngine:
+    return RemoteEngine(
+        integer(remote_tp_size, "remote tp_size", 1), integer(remote_pp_size, "remote pp_size", 1)
     )
-    roles = {_PROBE_BLOCKS: "block", _PROBE_TOKENS: "token"}
-    dims = tuple(roles.get(size) for size in shape)
-    if dims.count("block") != 1 or dims.count("token") != 1:
-        raise ValueError(
-            f"backend gives the shape {shape} for num_blocks {_PROBE_BLOCKS} and block_size "
-            f"{_PROBE_TOKENS}: expected one dimension of each"
-        )
-    return dims
 
 
-def _packed_order(
-    described: object, dims: tuple[str | None, ...], layout: str
-) -> tuple[str | None, ...]:
-    """The roles of dimensions in memory, all layers packed. Layers are outermost by default."""
-    if isinstance(described, AttentionBackend):
-        return described.memory_order(layout, cross_layers=True)
-    packed = ("layer", *dims)
-    if not hasattr(described, "get_kv_cache_stride_order"):
-        return packed
-    try:
-        order = described.get_kv_cache_stride_order(include_num_layers_dimension=True)
-    except NotImplementedError:
-        return packed
-    if sorted(order) != list(range(len(packed))):
-        raise ValueError(
-            f"backend gives the stride order {tuple(order)}: expected one of 0 to {len(dims)}"
-        )
-    return tuple(packed[i] for i in order)
+def _one_tp_size(remote: RemoteEngine) -> int:
+    sizes = set(remote.tp_sizes)
+    if len(sizes) > 1:
+        raise ValueError(f"stages have tp_size {sorted(sizes)}: expected one for all stages")
+    return sizes.pop()
+
+
+def _ranks_of(stages: Sequence[PipelineStage]) -> Iterator[tuple[int, int]]:
+    """(pp_rank, tp_rank) of all workers, by global rank."""
+    for pp_rank, stage in enumerate(stages):
+        for tp_rank in range(stage.tp_size):
+            yield pp_rank, tp_rank
+
+
+def _global_rank(stages: Sequence[PipelineStage], pp_rank: int, tp_rank: int) -> int:
+    return sum(stage.tp_size for stage in stages[:pp_rank]) + tp_rank

@@ -70,6 +70,10 @@ class PendingStep:
         if self._in is not None:
             self._engine.before_read(self._in, layer)
 
+    def may_wait(self) -> bool:
+        """Whether the report may have to wait for bytes that move."""
+        return self._report is None and bool(self._earlier or self._out or self._in)
+
     def _jobs(self) -> list[SwapJob]:
         return [job for job in (self._out, self._in) if job is not None]
 
@@ -122,25 +126,46 @@ class Worker:
                 f"{unused[0]} is given without host pages, for which it says how to swap"
             )
         self.tables = tables
+        self._table_set = tables._tables
         self.host = host
         self.engine = None if host is None else SwapEngine(self.pages, host, **swap_options)
         self._within = PageCopy(self.pages, self.pages)
         self._streams = swap_options.get("streams") or streams_of(self.pages.device)
-        self._last: PendingStep | None = None
+        self._last: PendingStep | None = (
+            None  # whose bytes, or those of a step before, may still move
+        )
+        self._last_step_id = -1  # of the plan that the tables have
+
+    @property
+    def last_step_id(self) -> int:
+        """The step whose plan was carried out last; -1: none."""
+        return self._last_step_id
 
     def apply(self, plan: StepPlan) -> StepReport:
         """Carries a plan out, swaps included, and waits for them; a plan without swaps waits for none.
 
+        Each plan is applied once, in the order of the steps; one that changes nothing too. ValueError
+        for a plan that came before, and for one that follows a step whose plan did not come: apply that
+        one first, or abort its step (`KVCacheManager.abort`). Plans of aborted steps need not come.
+
         A plan that does not fit raises, and changes nothing; so does, with RuntimeError, a plan with
-        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph.
+        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph. Abort the
+        step of a plan that was refused: the next plan sends what it should have said. Where tables have
+        too few rows for the requests, free requests too; a row that the tables have not is empty there,
+        so plans may clear it.
         """
+        if plan.is_empty and self._has_no_moves():
+            self._begin_empty(plan)
+            return StepReport(plan.step_id, True)
         return self.start(plan).wait()
 
     def start(self, plan: StepPlan) -> PendingStep:
         """As `apply`, but does not wait: work launched next on the calling stream finds pages and tables
         as the plan says, while swaps may still run."""
-        if plan.version != PLAN_VERSION:
-            raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
+        if plan.is_empty and self._has_no_moves():
+            self._begin_empty(plan)
+            return PendingStep(plan.step_id, None, None)
+        self._check_order(plan)
         for name in ("swap_out", "swap_in"):
             if len(getattr(plan, name)) and self.engine is None:
                 raise ValueError(f"plan has {name}: expected a worker that was given host pages")
@@ -153,6 +178,7 @@ class Worker:
                 self.engine.check_not_captured("Worker.start")
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
         self.tables.apply(plan, self.pages.num_blocks)
+        self._last_step_id = plan.step_id
         step = PendingStep(plan.step_id, self.engine, self._earlier())
         if self.engine is not None:
             self.engine.order_after_swap_ins()
@@ -161,8 +187,34 @@ class Worker:
         self._zero(moves)
         self._swap_in(moves, step)
         self.tables.commit_updates()
-        self._last = step
+        self._last = step if step.may_wait() else None
         return step
+
+    def _check_order(self, plan: StepPlan) -> None:
+        if plan.version != PLAN_VERSION:
+            raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
+        last, previous = self._last_step_id, plan.previous_step_id
+        if plan.step_id <= last:
+            raise ValueError(
+                f"plan has step_id {plan.step_id}: expected {last + 1} or later, since step {last} was "
+                "applied last, and each plan is applied once, in order"
+            )
+        if previous > last:
+            was = f"step {last} was applied last" if last >= 0 else "no plan was applied yet"
+            raise ValueError(
+                f"plan has step_id {plan.step_id} and follows step {previous}, but {was}: expected the "
+                f"plans from step {last + 1} to {previous} first, or an abort of these steps"
+            )
+
+    def _has_no_moves(self) -> bool:
+        """Whether no bytes move that a step would have to wait for, or be ordered after."""
+        return self._last is None and (self.engine is None or self.engine.is_idle)
+
+    def _begin_empty(self, plan: StepPlan) -> None:
+        """A step whose plan changes nothing."""
+        self._check_order(plan)
+        self._last_step_id = plan.step_id
+        self._table_set.begin_step()
 
     def _earlier(self) -> PendingStep | None:
         """The step before, unless it is over."""

@@ -33,6 +33,13 @@ struct ReleaseFeatures {
   bool is_swapped_out = false;  // the request goes on later, from copies on the host
 };
 
+// One access of a request. Its blocks are said to have had it when it releases them, not at once:
+// most requests are accessed far more often than they have blocks that leave.
+struct Access {
+  double now = 0;      // the caller's clock
+  int64_t number = 0;  // among all accesses, in order; 0: none
+};
+
 // A policy is notified only of blocks of its pool. What it has recorded about a block holds until
 // the block is forgotten or allocated again.
 class EvictionPolicy {
@@ -59,7 +66,11 @@ class EvictionPolicy {
                           const ReleaseFeatures&) {}
   virtual void on_released(const BlockId*, int64_t) {}  // whatever the reason
   virtual void on_idle(BlockId) {}  // cached, and just now no longer held: in the order of release
-  virtual void on_access(const BlockId*, int64_t, double /*now*/) {}
+  // Something is accessed now: the next access. Without a policy that asks for them there are none.
+  virtual Access begin_access(double /*now*/) { return {}; }
+  // Blocks had this access; of those that were allocated, forgotten or accessed later it says
+  // nothing.
+  virtual void on_access(const BlockId*, int64_t, const Access&) {}
   // Not cached any more; `evicted`: because its space was needed.
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}

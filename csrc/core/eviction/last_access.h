@@ -1,6 +1,6 @@
 // By last access, then longest prefix, then order of release.
 //
-// A block's access time is the `now` of its last `on_access`, however often it is released after.
+// A block's access time is the `now` of its last access, however often it is released after.
 // A block that no access ever named has that of its last release: the caller's clock as it was set
 // (the largest `now` so far, 0 before the first), and among those the release's logical time. So
 // without any access the least recent release goes first, and of one release the longest prefix.
@@ -28,7 +28,7 @@ class LastAccess : public EvictionPolicy {
   BlockId victim() override { return candidates_.top(); }
 
   void on_allocate(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) states_[ids[i]] = {};
+    for (int64_t i = 0; i < n; ++i) reset(ids[i]);
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                   const ReleaseFeatures& features) override {
@@ -57,20 +57,25 @@ class LastAccess : public EvictionPolicy {
     }
     state.is_told = false;
   }
-  void on_access(const BlockId* ids, int64_t n, double now) override {
-    clock_ = is_started_ ? std::max(clock_, now) : now;
-    is_started_ = true;
+  Access begin_access(double now) override {
+    clock_ = num_accesses_ > 0 ? std::max(clock_, now) : now;
+    return {now, ++num_accesses_};
+  }
+  void on_access(const BlockId* ids, int64_t n, const Access& access) override {
     for (int64_t i = 0; i < n; ++i) {
       State& state = states_[ids[i]];
+      if (access.number <= std::max(state.last_access, cleared_at_)) continue;
+      state.last_access = access.number;
       state.is_accessed = true;
-      state.time = now;
+      state.time = access.now;
       state.tick = kAccessed;
       refresh(ids[i]);
     }
   }
-  void on_forget(BlockId id, const Hash*, uint8_t, bool) override { states_[id] = {}; }
+  void on_forget(BlockId id, const Hash*, uint8_t, bool) override { reset(id); }
   void clear() override {
     states_.zero();
+    cleared_at_ = num_accesses_;
     candidates_.clear();
   }
   size_t num_bytes() const override {
@@ -87,9 +92,14 @@ class LastAccess : public EvictionPolicy {
     int64_t idle;           // when it was released, among all blocks
     double announced_time;  // the same, of a release that was announced and has not come yet
     int64_t told_tick;
+    int64_t last_access;  // that counts: its own, or the last one of all when it began anew
     bool is_told;
     bool is_accessed;
   };
+  void reset(BlockId id) {
+    states_[id] = {};
+    states_[id].last_access = num_accesses_;
+  }
   void refresh(BlockId id) {  // a candidate, where its rank has changed
     if (candidates_.has(id)) insert(id);
   }
@@ -97,7 +107,7 @@ class LastAccess : public EvictionPolicy {
   ZeroedArray<State> states_;
   Ranked<std::tuple<double, int64_t, int64_t, int64_t>> candidates_;
   double clock_ = 0;
-  bool is_started_ = false;
+  int64_t num_accesses_ = 0, cleared_at_ = 0;
   int64_t logical_time_ = 0;
   int64_t num_idle_ = 0;
 };

@@ -3,6 +3,8 @@
 // A step updates the state in place, in the page of the block that its last token lies in; where
 // that is another block than before, the plan copies the state there first. The page that is left
 // behind holds the state at a block boundary only if a step ended there: then it can be hit.
+// So can a state inside a block, where a step of the prompt ended at a hash boundary: then the next
+// step goes on in another page, too.
 #pragma once
 
 #include <algorithm>

@@ -1,50 +1,89 @@
 #include "core/hashing/block_hash.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "core/hashing/cbor.h"
 #include "core/hashing/sha256.h"
+#include "core/hashing/xxh3.h"
 
 namespace kvcache {
 
-Hash hash_seed(std::string_view seed) {
-  std::vector<uint8_t> buffer(seed.size() + kMaxHeadBytes);
-  uint8_t* p = write_head(buffer.data(), kText, static_cast<uint32_t>(seed.size()));
-  p = std::copy(seed.begin(), seed.end(), p);
-  Hash out;
-  sha256(buffer.data(), static_cast<size_t>(p - buffer.data()), out.bytes);
+namespace {
+
+struct Named {
+  const char* name;
+  HashAlgorithm algorithm;
+};
+constexpr Named kAlgorithms[] = {{"sha256_cbor", HashAlgorithm::kSha256Cbor},
+                                 {"xxh3_128_cbor", HashAlgorithm::kXxh3Cbor}};
+
+Hash digest(HashAlgorithm algorithm, const uint8_t* data, size_t size) {
+  Hash out{};
+  if (algorithm == HashAlgorithm::kSha256Cbor) {
+    sha256(data, size, out.bytes);
+  } else {
+    xxh3_128(data, size, out.bytes);
+  }
   return out;
 }
 
-Hash BlockHasher::hash(const Hash& parent, const int32_t* tokens, int64_t num_tokens,
-                       std::string_view extra) {
+}  // namespace
+
+std::vector<std::string> hash_algorithm_names() {
+  std::vector<std::string> out;
+  for (const Named& each : kAlgorithms) out.emplace_back(each.name);
+  return out;
+}
+
+HashAlgorithm hash_algorithm_of(std::string_view name) {
+  std::string known;
+  for (const Named& each : kAlgorithms) {
+    if (name == each.name) return each.algorithm;
+    known += (known.empty() ? "" : ", ") + std::string(each.name);
+  }
+  throw std::invalid_argument("hash algorithm '" + std::string(name) +
+                              "' is unknown: expected one of " + known);
+}
+
+Hash hash_seed(std::string_view seed, HashAlgorithm algorithm) {
+  std::vector<uint8_t> buffer(seed.size() + kMaxHeadBytes);
+  uint8_t* p = write_head(buffer.data(), kText, static_cast<uint32_t>(seed.size()));
+  p = std::copy(seed.begin(), seed.end(), p);
+  return digest(algorithm, buffer.data(), static_cast<size_t>(p - buffer.data()));
+}
+
+Hash BlockHasher::hash(HashAlgorithm algorithm, const Hash& parent, const int32_t* tokens,
+                       int64_t num_tokens, std::string_view extra) {
   const size_t capacity =
       static_cast<size_t>(num_tokens) * kMaxHeadBytes + sizeof(Hash) + extra.size() + 16;
   if (buffer_.size() < capacity) buffer_.resize(capacity);
+  const auto parent_size = static_cast<size_t>(digest_bytes(algorithm));
   uint8_t* p = buffer_.data();
   p = write_head(p, kArray, 3);
-  p = write_head(p, kBytes, sizeof(Hash));
-  std::memcpy(p, parent.bytes, sizeof(Hash));
-  p = write_head(p + sizeof(Hash), kArray, static_cast<uint32_t>(num_tokens));
+  p = write_head(p, kBytes, static_cast<uint32_t>(parent_size));
+  std::memcpy(p, parent.bytes, parent_size);
+  p = write_head(p + parent_size, kArray, static_cast<uint32_t>(num_tokens));
   for (int64_t i = 0; i < num_tokens; ++i) {
-    p = write_head(p, kUnsigned, static_cast<uint32_t>(tokens[i]));
+    // -1 - t is ~t: the value of a negative integer's head.
+    const auto id = static_cast<uint32_t>(tokens[i]);
+    p = tokens[i] >= 0 ? write_head(p, kUnsigned, id) : write_head(p, kNegative, ~id);
   }
   if (extra.empty()) {
     *p++ = kCborNull;
   } else {
     p = std::copy(extra.begin(), extra.end(), p);
   }
-  Hash out;
-  sha256(buffer_.data(), static_cast<size_t>(p - buffer_.data()), out.bytes);
-  return out;
+  return digest(algorithm, buffer_.data(), static_cast<size_t>(p - buffer_.data()));
 }
 
-std::vector<Hash> hash_blocks(const std::vector<int32_t>& tokens, int64_t block_size,
-                              const Hash& parent, const std::vector<std::string>& extras) {
+std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const std::vector<int32_t>& tokens,
+                              int64_t block_size, const Hash& parent,
+                              const std::vector<std::string>& extras) {
   BlockHasher hasher;
   std::vector<Hash> out(tokens.size() / static_cast<size_t>(block_size));
   for (size_t i = 0; i < out.size(); ++i) {
-    out[i] = hasher.hash(i == 0 ? parent : out[i - 1],
+    out[i] = hasher.hash(algorithm, i == 0 ? parent : out[i - 1],
                          tokens.data() + i * static_cast<size_t>(block_size), block_size,
                          extras.empty() ? std::string_view() : extras[i]);
   }

@@ -15,34 +15,47 @@ void TokenIds::append(const int32_t* tokens, int64_t n) {
         "token_ids came while blocks of the same request are being hashed: "
         "append them when that call has returned");
   }
+  // Room for what is generated: the first token of it does not move a long prompt.
+  if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + 256);
   if (tokens == nullptr) {
     ids_.resize(ids_.size() + static_cast<size_t>(n));
     return;
   }
-  const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
-  if (negative != tokens + n) {
-    throw std::invalid_argument("token_ids[" + std::to_string(negative - tokens) + "] is " +
-                                std::to_string(*negative) + ": expected 0 to 2147483647");
+  if (!takes_placeholders_) {
+    const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
+    if (negative != tokens + n) fail_negative(negative - tokens, *negative);
   }
   ids_.insert(ids_.end(), tokens, tokens + n);
 }
 
+void TokenIds::fail_negative(int64_t i, int32_t id) {
+  throw std::invalid_argument(
+      "token_ids[" + std::to_string(i) + "] is " + std::to_string(id) +
+      ": expected 0 to 2147483647 (below 0 only where extra keys or given hashes say what it is)");
+}
+
 TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
                        ExtraKeys extra_keys, bool read_cache, bool write_cache,
-                       int64_t num_encoder_tokens)
+                       int64_t num_encoder_tokens, HashScheme scheme, EventLabels labels)
     : tokens_(std::move(tokens)),
       block_size_(checked_size("block_size", block_size, 1)),
       parent_(parent),
       extra_keys_(std::move(extra_keys)),
       read_cache_(read_cache),
       write_cache_(write_cache),
-      num_encoder_tokens_(checked_size("num_encoder_tokens", num_encoder_tokens, 0)) {}
+      num_encoder_tokens_(checked_size("num_encoder_tokens", num_encoder_tokens, 0)),
+      scheme_(std::move(scheme)),
+      labels_(std::move(labels)) {}
 
 bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const {
+  const auto num_blocks = static_cast<size_t>(num_tokens / block_size_);
+  const auto num_both =
+      static_cast<int64_t>(std::min({num_blocks, hashes_.size(), other.hashes_.size()}));
   return std::min(this->num_tokens(), other.num_tokens()) >= num_tokens &&
          num_encoder_tokens_ == other.num_encoder_tokens_ && parent_ == other.parent_ &&
          extra_keys_ == other.extra_keys_ &&
-         std::equal(tokens(), tokens() + num_tokens, other.tokens());
+         std::equal(tokens(), tokens() + num_tokens, other.tokens()) &&
+         std::equal(hashes_.begin(), hashes_.begin() + num_both, other.hashes_.begin());
 }
 
 void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
@@ -77,17 +90,33 @@ const std::vector<Hash>& TokenChain::hashes() {
     TokenChain* chain;
   } const hashing(this);
 
+  const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
+  if (is_given()) {
+    read_given(num_full);
+    return hashes_;
+  }
   static thread_local BlockHasher hasher;
   const int32_t* tokens = tokens_->ids().data();
-  const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
   hashes_.reserve(num_full);
   while (hashes_.size() < num_full) {
     const auto i = static_cast<int64_t>(hashes_.size());
     const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
-    hashes_.push_back(hasher.hash(parent, tokens + i * block_size_, block_size_,
+    hashes_.push_back(hasher.hash(scheme_.algorithm, parent, tokens + i * block_size_, block_size_,
                                   extra_keys_.of_block(i, block_size_)));
   }
   return hashes_;
+}
+
+void TokenChain::read_given(size_t num_full) {
+  const size_t num_known = hashes_.size();
+  hashes_.resize(num_full);
+  try {
+    scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),
+                        hashes_.data() + num_known);
+  } catch (...) {
+    hashes_.resize(num_known);
+    throw;
+  }
 }
 
 }  // namespace kvcache

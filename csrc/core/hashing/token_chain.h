@@ -14,23 +14,50 @@
 
 namespace kvcache {
 
-// Known token ids, each 0 or more; shared by the chains of a request.
+// Known token ids; shared by the chains of a request.
 class TokenIds {
  public:
+  // Ids are 0 or more; with `takes_placeholders` also below, where something else says what they
+  // stand for.
+  explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
+
   // Null stands for zeros. Throws std::invalid_argument on a negative id and std::runtime_error
   // while a chain hashes these tokens, with nothing appended.
   void append(const int32_t* tokens, int64_t n);
   // Removes the last n tokens, which the caller has just appended.
   void take_back(int64_t n) { ids_.resize(ids_.size() - static_cast<size_t>(n)); }
 
+  bool takes_placeholders() const { return takes_placeholders_; }
+  // Throws std::invalid_argument that names the i-th id, which is negative.
+  [[noreturn]] static void fail_negative(int64_t i, int32_t id);
+
   int64_t size() const { return static_cast<int64_t>(ids_.size()); }
   const std::vector<int32_t>& ids() const { return ids_; }
 
  private:
   friend class TokenChain;
+  bool takes_placeholders_;
   std::vector<int32_t> ids_;
   int num_hashing_ = 0;  // chains that are hashing now
 };
+
+// Hashes of a request's blocks that its engine has computed, and goes on computing.
+class GivenHashes {
+ public:
+  virtual ~GivenHashes() = default;
+  // Writes those of blocks `first` to `stop - 1`. Throws where they are not there, or of another
+  // length.
+  virtual void read(int64_t first, int64_t stop, Hash* out) const = 0;
+};
+
+// How a chain gets its hashes.
+struct HashScheme {
+  HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor;
+  std::shared_ptr<const GivenHashes> given;  // null: they are computed here
+};
+
+// The caller's, for those who read events; nothing is known of it here. Null: there is none.
+using EventLabels = std::shared_ptr<const void>;
 
 // A request's block hashes for one block size and one first parent.
 class TokenChain {
@@ -39,29 +66,33 @@ class TokenChain {
   // cached. `num_encoder_tokens`: tokens that it needs in groups that hold an encoder's KV.
   TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
              ExtraKeys extra_keys, bool read_cache, bool write_cache,
-             int64_t num_encoder_tokens = 0);
+             int64_t num_encoder_tokens = 0, HashScheme scheme = {}, EventLabels labels = nullptr);
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
   bool write_cache() const { return write_cache_; }
   int64_t num_encoder_tokens() const { return num_encoder_tokens_; }
   int64_t num_tokens() const { return tokens_->size(); }
+  bool takes_placeholders() const { return tokens_->takes_placeholders(); }
   const int32_t* tokens() const { return tokens_->ids().data(); }
-  const Hash& parent() const { return parent_; }  // of the first block
+  const Hash& parent() const { return parent_; }              // of the first block
+  const EventLabels& labels() const { return labels_; }       // of events of its blocks
+  bool is_given() const { return scheme_.given != nullptr; }  // its hashes, by the engine
   bool has_unhashed_blocks() const {
     return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
   }
 
-  // Hashes of the full blocks; missing ones are computed now. Throws std::runtime_error while an
-  // earlier call computes them, and whatever the digest throws; blocks before keep their hashes
-  // then.
+  // Hashes of the full blocks; missing ones are computed now, or read from those given. Throws
+  // std::runtime_error while an earlier call computes them, and whatever the digest or the given
+  // hashes throw; blocks before keep their hashes then.
   const std::vector<Hash>& hashes();
 
   // Hashes computed so far; computes none.
   const std::vector<Hash>& known_hashes() const { return hashes_; }
 
   void append(const int32_t* tokens, int64_t n) { tokens_->append(tokens, n); }
-  // Whether both have the same KV for their first num_tokens tokens.
+  // Whether both have the same KV for their first num_tokens tokens. Hashes that both know must
+  // agree.
   bool begins_like(const TokenChain& other, int64_t num_tokens) const;
   // Copies the hashes of another chain's blocks within its first num_tokens tokens, which are
   // equal.
@@ -71,12 +102,16 @@ class TokenChain {
   void take_back(int64_t n);
 
  private:
+  void read_given(size_t num_full);
+
   std::shared_ptr<TokenIds> tokens_;
   int64_t block_size_;
   Hash parent_;
   ExtraKeys extra_keys_;
   bool read_cache_, write_cache_;
   int64_t num_encoder_tokens_;
+  HashScheme scheme_;
+  EventLabels labels_;
   bool is_hashing_ = false;
   std::vector<Hash> hashes_;
 };

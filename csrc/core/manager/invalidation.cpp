@@ -188,6 +188,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
       if (id != kNullBlock) {
         changed |= add_invalid_block(id, num_valid);
         if (by_hash_) changed |= add_found(row, group, b, id, num_valid);
+        if (by_hash_ && group.holds_state()) changed |= add_kept_states(row, group, b, num_valid);
       } else if (by_hash_) {
         changed |= add_dropped(*r.chain, group, b, num_valid);
       }
@@ -216,6 +217,22 @@ bool Invalidation::add_found(int32_t row, const CacheGroup& group, int64_t block
     const Hash& hash = hashes[static_cast<size_t>(i)];
     if (std::find(found.begin(), found.end(), hash) == found.end()) continue;
     changed |= add_hash(hash, {num_valid, group.block_size});
+  }
+  return changed;
+}
+
+// The hashes under which others may have found states inside the block, in pages that the row has
+// left.
+bool Invalidation::add_kept_states(int32_t row, const CacheGroup& group, int64_t block,
+                                   int64_t num_valid) {
+  const Row& r = (*context_.rows)[row];
+  const std::vector<Hash>& hashes = r.chain->known_hashes();
+  const int64_t last =
+      std::min({r.num_computed / context_.hash_block_size, (block + 1) * group.num_hashes - 1,
+                static_cast<int64_t>(hashes.size())});
+  bool changed = false;
+  for (int64_t i = num_valid / context_.hash_block_size; i < last && group.has_partial; ++i) {
+    changed |= add_hash(hashes[static_cast<size_t>(i)], {num_valid, group.block_size});
   }
   return changed;
 }

@@ -69,6 +69,7 @@ class Invalidation {
   bool add_computed(int32_t row, int64_t limit);
   bool add_found(int32_t row, const CacheGroup& group, int64_t block, BlockId id,
                  int64_t num_valid);
+  bool add_kept_states(int32_t row, const CacheGroup& group, int64_t block, int64_t num_valid);
   bool add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                    int64_t num_valid);
   void add_left(const TokenChain& chain, int64_t first_token);

@@ -25,6 +25,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
               setup_.options),
+      checkpoints_(setup_.groups, finder_.unit()),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  setup_.options),
@@ -70,6 +71,28 @@ const std::vector<Hash>& Manager::hashes(TokenChain& chain) {
   return chain.hashes();
 }
 
+void Manager::find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host,
+                          BlockId* out) const {
+  check_reader();
+  checks_.check_group(group);
+  const BlockPool* pool = on_host ? tiers_.host_pages() : &tiers_.pool();
+  if (pool == nullptr) {
+    std::fill(out, out + n, -1);
+    return;
+  }
+  pool->lookup(hashes, n, static_cast<uint8_t>(group), /*prefix=*/false, out);
+}
+
+const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
+  check_reader();
+  if (on_host) checks_.check_has_host("medium is 'cpu'");
+  const BlockPool& pool = on_host ? *tiers_.host_pages() : tiers_.pool();
+  pool.check_id(id, "ids");
+  const Hash* hash = pool.hash_of(id);
+  *group = hash == nullptr ? -1 : pool.group_of(id);
+  return hash;
+}
+
 const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
   const Call call(this);
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
@@ -83,6 +106,24 @@ Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
   checks_.check_places(0, std::min(num_tokens, chain.num_tokens()), "a new request");
   if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
   return server_.would_fit(chain, num_tokens);
+}
+
+int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens) {
+  const Call call(this);
+  checked_size("num_tokens", num_tokens, 1);
+  Checkpoints::Prompt prompt{0, chain.num_tokens(), 0,
+                             setup_.options.enable_caching && chain.write_cache()};
+  if (row >= 0) {
+    prompt.num_computed = rows_.at(row).num_computed;
+    prompt.num_shared = rows_.info(row).num_shared;
+  } else {
+    checks_.check_new(chain);
+    if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
+    const PrefixHit& hit = finder_.find(chain, /*with_partial=*/true, /*with_host=*/true);
+    prompt.num_computed = hit.num_tokens;
+    prompt.num_shared = hit.num_shared_tokens;
+  }
+  return checkpoints_.num_tokens_to_next(prompt, num_tokens);
 }
 
 int64_t Manager::pin(const std::string& session, TokenChain& chain) {
@@ -108,6 +149,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   intake_.take_in(request);
   // From here on nothing is refused.
   steps_.begin();
+  steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
   tiers_.offload_queued();  // behind the rows, which must go there
   server_.serve_rows(request);
@@ -126,12 +168,12 @@ Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_to
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_has_no_state("allocate_slots");
-  checks_.check_new(*chain);
+  checks_.check_new(*chain, /*least_tokens=*/0);  // they may come later
   const bool any_computed =
       std::any_of(computed.begin(), computed.end(),
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
-  checks_.check_new(*chain);  // a digest may call back
+  checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
   const int64_t num_computed = checks_.check_computed(*chain, computed);
   const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
   checks_.check_length(span.stop, "a new request");
@@ -176,6 +218,7 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
+  if (child->is_given()) intake_.hash_ahead(*child, /*reads=*/true);  // compared with the parent's
   checks_.check_fork(row, *child);
   if (publisher_.may_publish(row)) {
     intake_.hash_filled(row);
@@ -188,6 +231,13 @@ int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   check_reader();
   for (int32_t row : rows) rows_.at(row);
   return swap_.num_unique_blocks(rows);
+}
+
+int64_t Manager::num_blocks_back(const std::vector<int32_t>& rows,
+                                 const std::vector<int64_t>& num_slots) const {
+  check_reader();
+  checks_.check_swap(rows, /*on_host=*/true);
+  return swap_.num_blocks_back(rows, num_slots);
 }
 
 std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>& rows) {
@@ -206,13 +256,16 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   return swap_.swap_in(rows);
 }
 
-void Manager::free(int32_t row, const ReleaseFeatures& features) {
+void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features) {
   const Call call(this);
-  if (!rows_.at(row).on_host) {
-    intake_.hash_filled(row);
-    publisher_.publish(row);
+  checks_.check_leaving(rows, n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
   }
-  release_.leave(row, features);
+  for (int64_t i = 0; i < n; ++i) {
+    if (!rows_[rows[i]].on_host) publisher_.publish(rows[i]);
+    release_.leave(rows[i], features);
+  }
 }
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
@@ -240,11 +293,9 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
 }
 
 void Manager::access(int32_t row, double now) {
-  const Call call(this);
+  const CallGuard::Scope scope(&guard_);
   checks_.check_on_device(row);
-  if (!tiers_.pool().has_policy()) return;
-  const std::vector<BlockId> ids = rows_.tail_first(row, /*with_encoder=*/false);
-  tiers_.pool().access(ids.data(), static_cast<int64_t>(ids.size()), now);
+  rows_.info(row).access = tiers_.pool().begin_access(now);
 }
 
 // All of it is checked before anything changes.
@@ -270,6 +321,20 @@ bool Manager::reset_prefix_cache() {
   const Call call(this);
   if (tiers_.any_held()) return false;
   recovery_.clear_cache();
+  return true;
+}
+
+bool Manager::reset_group(int64_t group) {
+  const Call call(this);
+  checks_.check_group(group);
+  for (int32_t row = 0; row < rows_.size(); ++row) {
+    if (rows_.is_in_use(row) && rows_.blocks(row)[group].num_alive() > 0) return false;
+  }
+  if (tiers_.host() != nullptr && tiers_.host()->num_onboards() > 0) return false;
+  release_.note_forgotten();
+  const auto id = static_cast<uint8_t>(group);
+  tiers_.pool().evict_group(id);
+  if (tiers_.host_pages() != nullptr) tiers_.host_pages()->evict_group(id);
   return true;
 }
 

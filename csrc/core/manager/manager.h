@@ -25,6 +25,7 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/cache_tiers.h"
 #include "core/manager/call_guard.h"
+#include "core/manager/checkpoints.h"
 #include "core/manager/options.h"
 #include "core/manager/prefix_finder.h"
 #include "core/manager/publisher.h"
@@ -49,6 +50,7 @@ class Manager {
   explicit Manager(const ManagerOptions& options);
 
   int64_t hash_block_size() const { return setup_.hash_block_size; }
+  int64_t hash_bytes() const { return setup_.options.hash_bytes; }
   const std::vector<CacheGroup>& groups() const { return setup_.groups; }
   const BlockPool& pool() const { return tiers_.pool(); }
   BlockPool& pool() { return tiers_.pool(); }
@@ -71,6 +73,12 @@ class Manager {
 
   const std::vector<Hash>& hashes(TokenChain& chain);
 
+  // out[i]: the oldest block of the group that is found under hashes[i] on the device, or on the
+  // host; -1 where there is none.
+  void find_hashes(const Hash* hashes, int64_t n, int64_t group, bool on_host, BlockId* out) const;
+  // The hash that a block is found under, and its group in `*group`; null where there is none.
+  const Hash* hash_of(BlockId id, bool on_host, int32_t* group) const;
+
   // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
   // None where the request opted out of reading. Changes nothing; valid until the next call.
   const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
@@ -78,6 +86,10 @@ class Manager {
   // The answer that admitting a request with at most num_tokens tokens behind its hit would get
   // now.
   Status would_fit(TokenChain& chain, int64_t num_tokens);
+
+  // How many of the next num_tokens tokens of a request, in this row or -1, a step is to compute so
+  // that it ends where recurrent states are kept; see Checkpoints.
+  int64_t checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens);
 
   // Serves running rows, then new ones, in the order given. Throws on a request that cannot be
   // meant (unknown row, a row twice, no tokens, beyond max_model_len) before anything changes.
@@ -113,6 +125,9 @@ class Manager {
   bool is_on_host(int32_t row) const { return rows_.at(row).on_host; }
   bool by_step(int32_t row) const { return rows_.at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
+  // As RowSwap says. 0 slots or more, per row.
+  int64_t num_blocks_back(const std::vector<int32_t>& rows,
+                          const std::vector<int64_t>& num_slots) const;
 
   // The first num_tokens tokens of a row that `allocate` gave have their KV now.
   void mark_computed(int32_t row, int64_t num_tokens);
@@ -120,10 +135,11 @@ class Manager {
   // The row's blocks were used; what that means is the eviction policy's.
   void access(int32_t row, double now);
 
-  // Publishes what has filled since the row was last served, then releases the row's blocks, tail
-  // first, and the row; the next step's plan clears it, if a step admitted it.
-  // `features`: what the caller says of the conversation, for the eviction policy.
-  void free(int32_t row, const ReleaseFeatures& features = {});
+  // Row after row: publishes what has filled since the row was last served, then releases its
+  // blocks, tail first, and the row; the next step's plan clears it, if a step admitted it.
+  // `features`: what the caller says of the conversations, for the eviction policy.
+  void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {});
+  void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
 
   // The report of a worker. Completed: this step and all before it are done, what was released
   // until then can be used again. If not, the plan of this step and of every later one will not be
@@ -152,6 +168,9 @@ class Manager {
   int64_t num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group);
 
   bool reset_prefix_cache();
+  // The same for one group: false, and nothing changed, while a row holds blocks of it, or loads
+  // are under way.
+  bool reset_group(int64_t group);
 
   // The weights changed: no hash of before is found again, and rows of before publish nothing more.
   void start_epoch();
@@ -187,6 +206,7 @@ class Manager {
   CacheTiers tiers_;
   CacheStats stats_;
   PrefixFinder finder_;
+  Checkpoints checkpoints_;
   Publisher publisher_;
   RequestChecks checks_;
   TokenIntake intake_;

@@ -12,6 +12,10 @@ namespace kvcache {
 
 void check_optional(const ManagerOptions& options) {
   checked_size("hash_block_size", options.hash_block_size, 0);
+  if (options.hash_bytes < 1 || options.hash_bytes > static_cast<int64_t>(sizeof(Hash))) {
+    throw std::invalid_argument("hash_bytes is " + std::to_string(options.hash_bytes) +
+                                ": expected 1 to 32");
+  }
   checked_size("num_preallocate_tokens", options.num_preallocate_tokens, 0);
   checked_size("max_num_reqs", options.max_num_reqs, 0);
   checked_size("watermark_blocks", options.watermark_blocks, 0);
@@ -36,9 +40,8 @@ ManagerOptions checked(const ManagerOptions& options) {
     checked_size("block_size", group.block_size, 1);
     if (!group.is_cached && pages == AttentionKind::Pages::kState) {
       throw std::invalid_argument(
-          "cached is False for a group of recurrent states: expected True, as behind a hit of "
-          "other "
-          "groups its state would be missing; enable_caching=False caches nothing");
+          "cached is False for a group of recurrent states: expected True, as its state would be "
+          "missing behind a hit of other groups; enable_caching=False caches nothing");
     }
     if (!group.drafts || pages == AttentionKind::Pages::kTokens) continue;
     throw std::invalid_argument("groups[" + std::to_string(g) +
@@ -79,9 +82,8 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.keeps_all = each.kind->keeps_all();
     group.is_cached = each.is_cached && !group.holds_encoder() && !group.is_circular();
     group.drafts = each.drafts;
-    group.has_partial = group.is_cached && options.hash_block_size > 0 &&
-                        hash_block_size < each.block_size &&
-                        group.pages == AttentionKind::Pages::kTokens;
+    group.has_partial =
+        group.is_cached && options.hash_block_size > 0 && hash_block_size < each.block_size;
     group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;

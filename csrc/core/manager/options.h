@@ -41,12 +41,14 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   // Tokens per hash; divides every block size. Where it is given and finer than a block of tokens,
   // hits end inside blocks too. 0: the largest that divides, and hits are whole blocks.
   int64_t hash_block_size = 0;
+  int64_t hash_bytes = 32;  // of every hash: 1 to 32
   bool enable_caching = true;
   int64_t num_preallocate_tokens = 0;
   int64_t max_num_reqs = 0;      // rows; 0: as many as needed
   int64_t watermark_blocks = 0;  // that admissions and preallocation leave free
   bool fence_frees = false;      // released blocks wait for the report on the last step
   bool record_events = false;
+  bool announce_reused = false;  // events also of the blocks that a request hits
   bool track_residency = false;
   int64_t stats_window = 1000;  // requests
   Eviction eviction, host_eviction;

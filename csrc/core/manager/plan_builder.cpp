@@ -9,11 +9,12 @@
 namespace kvcache {
 
 void StepPlan::clear() {
-  for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &clear_rows, &append_rows,
-                                     &swap_out, &copy, &zero, &swap_in}) {
+  for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &num_tokens, &clear_rows,
+                                     &append_rows, &swap_out, &copy, &zero, &swap_in}) {
     each->clear();
   }
   status.clear();
+  num_running = num_leaving = 0;
   for (Group& group : groups) {
     group.append_splits.assign(1, 0);
     group.append_ids.clear();
@@ -21,13 +22,23 @@ void StepPlan::clear() {
   }
 }
 
+bool StepPlan::is_empty() const {
+  for (const std::vector<int32_t>* each :
+       {&clear_rows, &append_rows, &swap_out, &copy, &zero, &swap_in}) {
+    if (!each->empty()) return false;
+  }
+  return std::all_of(groups.begin(), groups.end(),
+                     [](const Group& group) { return group.replace.empty(); });
+}
+
 PlanBuilder::PlanBuilder(size_t num_groups, int64_t num_blocks) : num_held_(num_blocks) {
   plan_.groups.resize(num_groups);
 }
 
-void PlanBuilder::begin(int64_t step_id) {
+void PlanBuilder::begin(int64_t step_id, int64_t previous_step_id) {
   plan_.clear();
   plan_.step_id = step_id;
+  plan_.previous_step_id = previous_step_id;
   plan_.clear_rows.swap(clear_rows_);
   is_step_ = true;
 }

@@ -20,18 +20,24 @@ class PlanBuilder {
   // `num_blocks`: of the device's pool.
   PlanBuilder(size_t num_groups, int64_t num_blocks);
 
-  void begin(int64_t step_id);
+  void begin(int64_t step_id, int64_t previous_step_id = -1);
   const StepPlan& end();  // valid until the next `begin`
   // A call outside of steps: it has no plan, only pairs that its caller answers.
   void begin_direct() { direct_pairs_.clear(); }
   const std::vector<int32_t>& direct_pairs() const { return direct_pairs_; }
   bool is_step() const { return is_step_; }
 
+  // The answers come in three parts: to running rows, to rows that are to leave, to requests.
+  void set_parts(int64_t num_running, int64_t num_leaving) {
+    plan_.num_running = num_running;
+    plan_.num_leaving = num_leaving;
+  }
   // The answer to a row that was asked for; -1: it got none.
-  void answer(int32_t row, Status status, int64_t num_computed_tokens) {
+  void answer(int32_t row, Status status, int64_t num_computed_tokens, int64_t num_tokens) {
     plan_.rows.push_back(row);
     plan_.status.push_back(static_cast<uint8_t>(status));
     plan_.num_computed_tokens.push_back(static_cast<int32_t>(num_computed_tokens));
+    plan_.num_tokens.push_back(static_cast<int32_t>(num_tokens));
   }
   // A row that begins anew in this step.
   void clear(int32_t row) { plan_.clear_rows.push_back(row); }

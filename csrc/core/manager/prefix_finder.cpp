@@ -35,6 +35,8 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
                   std::any_of(groups_->begin(), groups_->end(),
                               [](const CacheGroup& group) { return group.is_cached; })) {
   for (const CacheGroup& group : *groups_) {
+    has_tokens_ |= group.holds_tokens() && group.is_cached;
+    has_states_ |= group.holds_state();
     if (group.holds_encoder() || group.is_circular()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     if (group.is_cached) {
@@ -121,19 +123,22 @@ const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, 
   for (auto& on_host : hit_.on_host) on_host.clear();
   std::fill(hit_.sources.begin(), hit_.sources.end(), kNullBlock);
 
-  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_));
+  hit_.num_tokens = accepted_by_all(std::min(max_tokens, num_hashed_), /*with_states=*/false);
+  hit_.num_shared_tokens = has_tokens_ ? hit_.num_tokens : 0;
+  if (has_states_) hit_.num_tokens = accepted_by_all(hit_.num_tokens, /*with_states=*/true);
   for (const CacheGroup& group : *groups_) collect(group);
   return hit_;
 }
 
 // A fixed point: what one group takes less, all take less.
-int64_t PrefixFinder::accepted_by_all(int64_t num_tokens) {
+int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool with_states) {
   num_tokens -= num_tokens % step_;
   for (int64_t before = -1; num_tokens != before && num_tokens > 0;) {
     before = num_tokens;
     // Groups that need the whole prefix first: a cold prompt is then known by one miss.
     for (bool whole : {true, false}) {
       for (const CacheGroup& group : *groups_) {
+        if (group.holds_state() && !with_states) continue;
         if (group.keeps_all == whole && num_tokens > 0) num_tokens = accepted(group, num_tokens);
       }
     }

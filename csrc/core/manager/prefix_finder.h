@@ -18,6 +18,8 @@ struct PrefixHit {
     BlockId page;
   };
   int64_t num_tokens = 0;
+  // What the groups of tokens would hit, whatever states are kept; 0 where there are none.
+  int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null where they are not read any more, or are on the host.
   std::vector<std::vector<BlockId>> blocks;
   std::vector<std::vector<HostBlock>> on_host;  // per group, by column
@@ -57,8 +59,11 @@ class PrefixFinder {
   // hashes must be known. Partial blocks are found on the device only.
   const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
 
+  // Tokens: hits end at multiples of it.
+  int64_t unit() const { return unit_; }
+
  private:
-  int64_t accepted_by_all(int64_t num_tokens);
+  int64_t accepted_by_all(int64_t num_tokens, bool with_states);
   int64_t accepted(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
@@ -80,7 +85,7 @@ class PrefixFinder {
   int64_t hash_block_size_;
   // Hits end at multiples of it, with and without those that end inside blocks.
   int64_t unit_ = 1, whole_unit_ = 1;
-  bool is_enabled_;
+  bool is_enabled_, has_tokens_ = false, has_states_ = false;
   // The search at hand:
   const std::vector<Hash>* hashes_ = nullptr;
   bool with_partial_ = false;

@@ -10,7 +10,8 @@ Publisher::Publisher(const Context& context, const ManagerOptions& options)
     : c_(context),
       is_enabled_(options.enable_caching),
       waits_for_marks_(options.publishes_when_marked),
-      records_events_(options.record_events) {}
+      records_events_(options.record_events),
+      announces_reused_(options.announce_reused) {}
 
 int64_t Publisher::num_with_kv(int32_t row) const {
   const int64_t num_computed = (*c_.rows)[row].num_computed;
@@ -25,8 +26,10 @@ int64_t Publisher::next_publish(int32_t row) const {
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = blocks[group.id];
     if (!group.is_cached) continue;
-    next = std::min(next, group.has_partial ? (each.num_partial + 1) * c_.hash_block_size
-                                            : (each.num_published + 1) * group.block_size);
+    const int64_t partial = (each.num_partial + 1) * c_.hash_block_size;
+    const bool has_partial =
+        group.has_partial && (!group.holds_state() || partial <= c_.rows->info(row).num_prompt);
+    next = std::min(next, has_partial ? partial : (each.num_published + 1) * group.block_size);
   }
   return next;
 }
@@ -37,9 +40,13 @@ void Publisher::publish_filled(int32_t row) {
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : *c_.groups) {
     if (!group.is_cached) continue;
-    if (group.has_partial) publish_partial(row, group, num_hashed);
-    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
-    if (group.holds_state()) publish_state(row, group, r.num_computed);
+    if (group.holds_state()) {
+      publish_state(row, group, r.num_computed);
+      if (group.has_partial) keep_state(row, group);
+    } else {
+      if (group.has_partial) publish_partial(row, group, num_hashed);
+      publish_whole(row, group, num_hashed);
+    }
   }
   r.next_publish = next_publish(row);
 }
@@ -65,7 +72,7 @@ void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t nu
   }
 }
 
-// A state stays only where a step ended at a block boundary.
+// A state at a block boundary stays where a step ended there.
 void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens) {
   const Row& r = (*c_.rows)[row];
   RowBlocks& each = c_.rows->blocks(row)[group.id];
@@ -79,6 +86,27 @@ void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
   publish_run(row, group, num_passed - 1, 1);
   each.num_published = num_passed;
+}
+
+// A state inside a block stays where a step of the prompt ended at a hash boundary, unless the
+// cache has it: the row's next step leaves the page to it.
+void Publisher::keep_state(int32_t row, const CacheGroup& group) {
+  const Row& r = (*c_.rows)[row];
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const int64_t num_hashed = r.num_computed / c_.hash_block_size;
+  if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
+  each.num_partial = num_hashed;
+  if (r.num_computed % c_.hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
+      r.num_computed > c_.rows->info(row).num_prompt) {
+    return;
+  }
+  const std::vector<Hash>& hashes = r.chain->known_hashes();
+  const Hash& hash = hashes[static_cast<size_t>(num_hashed - 1)];
+  if (c_.pool->find_partial(hash, group.id) != kNullBlock) return;
+  const BlockId page = each.blocks.back();
+  c_.pool->publish_partial(page, hash, hashes[0], group.id);
+  note(row, group, each.size() - 1, page);
+  each.keeps_state = true;
 }
 
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
@@ -104,9 +132,9 @@ void Publisher::publish_arrived() {
   c_.host->finish(arrived);
 }
 
-// As blocks `first_block` on of the chain's tokens.
-void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
-                            const BlockId* ids, int64_t n) {
+// Blocks `first_block` on of the chain's tokens.
+Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
+                              int64_t first_block) const {
   const Hash* hashes = chain.known_hashes().data();
   const int64_t first_hash = first_block * group.num_hashes;
   Content content{};
@@ -116,10 +144,31 @@ void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, in
   content.root = hashes;
   content.is_chain = group.keeps_all;
   if (records_events_) {
-    content.tokens = chain.tokens() + first_block * group.block_size;
+    content.first_token = first_block * group.block_size;
+    content.tokens = chain.tokens() + content.first_token;
     content.tokens_per_block = group.block_size;
+    content.labels = &chain.labels();
   }
-  c_.pool->publish(ids, content, n, group.id);
+  return content;
+}
+
+void Publisher::announce(const TokenChain& chain, const PrefixHit& hit) const {
+  for (const CacheGroup& group : *c_.groups) {
+    const std::vector<BlockId>& blocks = hit.blocks[group.id];
+    const auto size = static_cast<int64_t>(blocks.size());
+    for (int64_t first = 0, stop = 0; first < size; first = stop + 1) {
+      // Null ones are not read any more, or on the host.
+      for (stop = first; stop < size && blocks[static_cast<size_t>(stop)] != kNullBlock;) ++stop;
+      if (stop > first) {
+        c_.pool->announce(content_of(chain, group, first), stop - first, group.id);
+      }
+    }
+  }
+}
+
+void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
+                            const BlockId* ids, int64_t n) {
+  c_.pool->publish(ids, content_of(chain, group, first_block), n, group.id);
   c_.stats->add_stored(group.id, n);
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }
@@ -143,6 +192,9 @@ void Publisher::check_invariants() const {
       const RowBlocks& each = c_.rows->blocks(row)[group.id];
       if (group.is_cached && each.num_published * group.block_size > r.num_computed) {
         fail("has published blocks that are not full");
+      }
+      if (each.keeps_state && !(group.holds_state() && r.num_computed % c_.hash_block_size == 0)) {
+        fail("keeps a state that is not at a hash boundary");
       }
     }
   }

@@ -12,6 +12,7 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/host_tier.h"
 #include "core/manager/options.h"
+#include "core/manager/prefix_finder.h"
 #include "core/manager/row_table.h"
 #include "core/manager/step_journal.h"
 #include "core/pool/block_pool.h"
@@ -40,13 +41,18 @@ class Publisher {
   void publish(int32_t row) {
     if (may_publish(row)) publish_filled(row);  // few rows of a step
   }
-  // The state after num_tokens tokens, which the row's last page holds, if that is a boundary.
+  // The state after num_tokens tokens, which the row's last page holds or held before this step, if
+  // that is a block boundary.
   void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
   // Pages of the host that the plan at hand writes.
   void publish_offloaded();
   // Blocks of hits on the host whose steps are done, unless what their pages hold was reported
   // invalid since.
   void publish_arrived();
+  // Says in events that a request hits these blocks of the device, where that is wanted.
+  void announce_hit(const TokenChain& chain, const PrefixHit& hit) const {
+    if (announces_reused_) announce(chain, hit);
+  }
   // To be called when the row's blocks, or what is published of them, have changed otherwise.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
@@ -58,13 +64,16 @@ class Publisher {
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
+  void keep_state(int32_t row, const CacheGroup& group);
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n);
+  Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
+  void announce(const TokenChain& chain, const PrefixHit& hit) const;
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
                    const BlockId* ids, int64_t n);
   void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
 
   Context c_;
-  bool is_enabled_, waits_for_marks_, records_events_;
+  bool is_enabled_, waits_for_marks_, records_events_, announces_reused_;
 };
 
 }  // namespace kvcache

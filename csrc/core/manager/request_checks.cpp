@@ -54,8 +54,8 @@ void RequestChecks::check_has_no_state(const char* call) const {
                               "drive a manager with a recurrent group");
 }
 
-void RequestChecks::check_new(const TokenChain& chain) const {
-  checked_size("the number of tokens of a new request", chain.num_tokens(), 1);
+void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) const {
+  checked_size("the number of tokens of a new request", chain.num_tokens(), least_tokens);
   check_length(chain.num_tokens(), "a new request");
   if (chain.block_size() == c_.setup->hash_block_size) return;
   throw std::invalid_argument(
@@ -147,7 +147,7 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     const int32_t row = request.rows[i];
     check_driver(row, /*by_step=*/true);
     Row& r = (*c_.rows)[row];
-    if (request.num_tokens[i] < 1) checked_size("num_tokens", request.num_tokens[i], 1);
+    if (request.num_tokens[i] < 0) checked_size("num_tokens", request.num_tokens[i], 0);
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
@@ -190,11 +190,13 @@ void RequestChecks::check_token_ids(const StepRequest& request) const {
     const int64_t n = request.num_token_ids == nullptr ? 1 : request.num_token_ids[i];
     if (n > 0) check_length((*c_.rows)[request.rows[i]].chain->num_tokens() + n - 1, "a request");
   }
-  for (int64_t i = 0; i < request.num_ids; ++i) {
-    if (request.token_ids[i] < 0) {
-      throw std::invalid_argument("token_ids[" + std::to_string(i) + "] is " +
-                                  std::to_string(request.token_ids[i]) +
-                                  ": expected 0 to 2147483647");
+  const int32_t* ids = request.token_ids;
+  if (std::none_of(ids, ids + request.num_ids, [](int32_t id) { return id < 0; })) return;
+  for (int64_t i = 0, first = 0; i < request.num_rows; ++i) {
+    const int64_t stop = first + (request.num_token_ids == nullptr ? 1 : request.num_token_ids[i]);
+    const bool takes_them = (*c_.rows)[request.rows[i]].chain->takes_placeholders();
+    for (; first < stop; ++first) {
+      if (ids[first] < 0 && !takes_them) TokenIds::fail_negative(first, ids[first]);
     }
   }
 }
@@ -271,6 +273,16 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
     if (!c_.rows->name(row)) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
+  }
+}
+
+void RequestChecks::check_leaving(const int32_t* rows, int64_t n) const {
+  c_.rows->begin_call();
+  for (int64_t i = 0; i < n; ++i) {
+    c_.rows->at(rows[i]);
+    if (c_.rows->name(rows[i])) continue;
+    throw std::invalid_argument("row " + std::to_string(rows[i]) +
+                                " is to be freed twice: expected each row once");
   }
 }
 

@@ -46,12 +46,13 @@ class RequestChecks {
   void check_on_device(int32_t row) const;
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
-  void check_new(const TokenChain& chain) const;
+  void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
   void check_rejected(int32_t row, int64_t num_rejected) const;
   void check_append(int32_t row, int64_t num_tokens, int64_t least,
                     int64_t num_lookahead_tokens) const;
   void check_fork(int32_t row, const TokenChain& child) const;
   void check_swap(const std::vector<int32_t>& rows, bool on_host) const;
+  void check_leaving(const int32_t* rows, int64_t n) const;
   // The number of tokens of these blocks, which a caller has looked up.
   int64_t check_computed(const TokenChain& chain,
                          const std::vector<std::vector<BlockId>>& computed) const;

@@ -23,6 +23,11 @@ struct RowContext {
   StepJournal* journal;
   DeferredFrees* frees;
 
+  // Before the row releases these blocks: they had its last access.
+  void note_access(int32_t row, const BlockId* ids, int64_t n) const {
+    pool->access(ids, n, rows->info(row).access);
+  }
+
   // The next plan sends the row's table anew, if plans have it at all.
   void resend(int32_t row) const {
     if ((*rows)[row].by_step) plan->resend(row);

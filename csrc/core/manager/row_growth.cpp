@@ -19,6 +19,7 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
+  held->keeps_state = false;
   if (group.holds_state() && !hit.on_host[group.id].empty()) {
     // The state is loaded into the page that goes on from it.
     held->host_source = hit.on_host[group.id].back().page;
@@ -114,6 +115,15 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
       more = std::min({group.num_prealloc, num_spare, group.max_blocks - size - needs.num_new});
       num_spare -= more;
     }
+    if (each.keeps_state) {
+      each.keeps_state = false;
+      if (needs.num_new + needs.num_shared == 0) {
+        more = std::min<int64_t>(num_spare, 1);
+        num_spare -= more;
+        // Written over by what comes next: the state is found no longer.
+        if (more == 0) c_.pool->evict(&each.blocks.back(), 1);
+      }
+    }
     num_new[group.id] = needs.num_new + more;
     num_taken += needs.num_new + more + needs.num_shared;
   }
@@ -153,7 +163,7 @@ void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, con
 void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group) {
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];
   const int64_t column = served->num_before[group.id];
-  c_.plan->copy(each.source, each[column]);
+  c_.plan->copy(each.source, group.holds_state() ? each.blocks.back() : each[column]);
   note_dropped(served->row, group, column, each.source);  // had, and not kept
   served->depends_from(column * group.block_size);
   each.source = kNullBlock;
@@ -174,6 +184,7 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     if (!holders_.is_shared(id)) continue;
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
+    c_.note_access(row, &shared, 1);
     each.num_hits = std::min(each.num_hits, b);
     c_.plan->replace(row, group.id, b, id);
     if (group.holds_state() || group.is_circular() || b * group.block_size < span.start) {
@@ -200,6 +211,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
   each.num_dropped = drop_to;
+  c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }
 
@@ -210,9 +222,14 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
     onboard(served, group, column, each.host_source, page, /*is_hit=*/false);
     each.host_source = kNullBlock;
     each.num_dropped = column;
+  } else if (each.source != kNullBlock) {  // a hit inside a block, which copy_source copies
+    each.num_dropped = column;
   } else if (served->span.start > 0) {
-    c_.plan->copy(each.blocks.back(), page);
-    state_moves_.push_back({served->row, group.id, each.size() - 1, served->span.start});
+    const BlockId left = each.blocks.back();
+    c_.plan->copy(left, page);
+    state_moves_.push_back({served->row, group.id, left, each.size() - 1, served->span.start});
+    // Within the block: the entry of the table is the new page's at once.
+    if (column < each.size()) c_.plan->replace(served->row, group.id, column, page);
   } else {
     c_.plan->zero(page);
     each.num_dropped = column;
@@ -225,10 +242,11 @@ void RowGrowth::release_left_states() {
   for (const StateMove& move : state_moves_) {
     const CacheGroup& group = (*c_.groups)[move.group];
     RowBlocks& each = c_.rows->blocks(move.row)[move.group];
-    BlockId& id = each[move.block];
-    note_dropped(move.row, group, move.block, id);
-    c_.frees->release_or_defer(&id, 1, c_.journal->numbers().num_steps);
-    id = kNullBlock;
+    note_dropped(move.row, group, move.block, move.page);
+    c_.note_access(move.row, &move.page, 1);
+    c_.frees->release_or_defer(&move.page, 1, c_.journal->numbers().num_steps);
+    if (move.block == each.size() - 1) continue;  // replaced there
+    each[move.block] = kNullBlock;
     each.num_dropped = each.size() - 1;
     // The whole table of a row that is new is sent, this entry included.
     c_.plan->replace(move.row, move.group, move.block, kNullBlock);

@@ -34,6 +34,7 @@ class RowGrowth {
   struct StateMove {  // a recurrent state leaves a page, when all rows are served
     int32_t row;
     uint8_t group;
+    BlockId page;
     int64_t block;       // of the sequence
     int64_t num_tokens;  // that the state is of
   };

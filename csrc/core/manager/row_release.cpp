@@ -50,8 +50,10 @@ void RowRelease::release_row(int32_t row, bool with_encoder) {
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
   } else {
+    c_.note_access(row, ids.data(), n);
     c_.frees->release_or_defer(ids.data(), n);
   }
+  c_.rows->info(row).access = {};
   for (const CacheGroup& group : *c_.groups) {
     if (with_encoder || !group.holds_encoder()) c_.rows->blocks(row)[group.id].clear();
   }
@@ -115,6 +117,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
                                    each.blocks.rend() - static_cast<int64_t>(kept));
       // The tail of a table may already be gone.
       dropped.erase(std::remove(dropped.begin(), dropped.end(), kNullBlock), dropped.end());
+      c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
       c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
       each.blocks.resize(kept);
     }

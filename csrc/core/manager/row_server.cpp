@@ -14,8 +14,10 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
 
 // Inlined, as every row of a step is answered.
 inline void RowServer::answer(const ServedRow& served, Status status) {
-  c_.plan->answer(served.row, status, served.span.start);
-  if (status != Status::kServed) return;
+  const Span& span = served.span;
+  const bool is_served = status == Status::kServed;
+  c_.plan->answer(served.row, status, span.start, is_served ? span.stop - span.start : 0);
+  if (!is_served) return;
   c_.journal->note_served(served.row, (*c_.rows)[served.row], served.safe_start);
   if (c_.plan->must_resend(served.row)) return;  // sent whole when all are served
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
@@ -26,6 +28,11 @@ void RowServer::serve_rows(const StepRequest& request) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     const int64_t start = (*c_.rows)[row].num_computed - rejected;
+    if (request.num_tokens[i] == 0) {  // gets nothing, wherever it is
+      (*c_.rows)[row].num_computed = start;
+      c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
+      continue;
+    }
     ServedRow served;
     served.row = row;
     served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};
@@ -133,7 +140,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   const int32_t row = served->row = c_.rows->take();
   served->safe_start = hit.num_tokens;
   Row& r = (*c_.rows)[row];
-  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0};
+  c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
   r.chain = chain;
   r.start = hit.num_tokens;
   r.num_computed = served->span.stop;
@@ -143,6 +150,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   growth_.serve(served, demand);
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
+  parts_.publisher->announce_hit(*chain, hit);
   if (chain->read_cache()) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
@@ -220,7 +228,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.chain = child;
   r.start = r.num_computed;
   r.admission = admission;
-  c_.rows->info(other) = {child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked};
+  c_.rows->info(other) = {
+      child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];

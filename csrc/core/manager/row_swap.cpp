@@ -15,6 +15,35 @@ int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
   return static_cast<int64_t>(unique.size());
 }
 
+int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
+                                 const std::vector<int64_t>& num_slots) const {
+  std::unordered_map<BlockId, int64_t> num_holders;  // of each page, among these rows
+  for (int32_t row : rows) {
+    for (BlockId page : c_.rows->written_blocks(row)) ++num_holders[page];
+  }
+  auto num_held = static_cast<int64_t>(num_holders.size());
+  int64_t most = num_held;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (num_slots[i] == 0) continue;
+    const int64_t start = (*c_.rows)[rows[i]].num_computed, stop = start + num_slots[i];
+    for (const CacheGroup& group : *c_.groups) {
+      if (!group.holds_tokens()) continue;
+      const RowBlocks& each = c_.rows->blocks(rows[i])[group.id];
+      const int64_t drop_to = std::min(group.first_needed_block(start), each.size());
+      for (int64_t b = each.num_dropped; b < drop_to; ++b) num_held -= --num_holders[each[b]] == 0;
+      // Of a page that several write, the last one keeps the block.
+      const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
+      for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
+        int64_t& holders = num_holders[each[b]];
+        if (holders > 1) --holders, ++num_held;
+      }
+      num_held += std::max<int64_t>(num_blocks - each.size(), 0);
+    }
+    most = std::max(most, num_held);
+  }
+  return most;
+}
+
 std::optional<std::vector<BlockId>> RowSwap::swap_out(const std::vector<int32_t>& rows) {
   if (num_unique_blocks(rows) > c_.host->pages().num_free()) return std::nullopt;
   c_.plan->begin_direct();
@@ -48,7 +77,7 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
   for (size_t i = 0; i < have_left.size(); ++i) {
     const int32_t row = request.swap_out_rows[i];
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
-                    (*c_.rows)[row].num_computed);
+                    (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
 }
 
@@ -103,6 +132,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
+    each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
       // Had, and not kept.
@@ -119,6 +149,8 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
     }
   }
   c_.host->mutable_counts()->swapped_out_blocks += departure.num_new;
+  c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
+  c_.rows->info(row).access = {};
   // The plan that is being made reads them.
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);

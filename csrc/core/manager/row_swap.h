@@ -33,6 +33,11 @@ class RowSwap {
   // Blocks that hold KV of these rows, which are of one tier; shared ones count once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
+  // Blocks that rows on the host take of the device: when they come back together and each then
+  // gets num_slots[i] slots more, in this order, the most that they hold at a time.
+  int64_t num_blocks_back(const std::vector<int32_t>& rows,
+                          const std::vector<int64_t>& num_slots) const;
+
   // Outside of steps: (device page, host page) each, and back, of all rows or, where they do not
   // fit, of none.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);

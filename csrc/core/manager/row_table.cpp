@@ -51,6 +51,9 @@ std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
 
 std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_encoder) const {
   const RowBlocks* held = blocks(row);
+  if (num_groups_ == 1 && !groups_->front().holds_encoder()) {
+    return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
+  }
   std::array<int64_t, kMaxGroups> left;
   std::vector<BlockId> out;
   size_t num_blocks = 0;

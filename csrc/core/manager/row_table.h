@@ -12,6 +12,7 @@
 #include <queue>
 #include <vector>
 
+#include "core/eviction/eviction_policy.h"
 #include "core/groups/cache_group.h"
 #include "core/hashing/token_chain.h"
 #include "core/manager/row_blocks.h"
@@ -39,6 +40,8 @@ struct AdmissionInfo {     // for those who ask later
   int64_t num_prompt = 0;  // tokens known when it was admitted
   int64_t num_hit = 0;     // of these
   int64_t num_marked = 0;  // tokens that were marked as computed
+  int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
+  Access access;           // the last one, which its blocks have not been said to have had
 };
 
 class RowTable {

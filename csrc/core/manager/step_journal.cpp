@@ -13,6 +13,7 @@ void StepJournal::begin() {
   Step step;
   while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
     step = std::move(in_flight_.front());
+    last_left_ = step.id;
     in_flight_.pop_front();
   }
   step.id = numbers_.num_steps;
@@ -38,12 +39,6 @@ void StepJournal::note_written(const std::vector<BlockId>& pages) {
   if (in_flight_.empty()) return;
   std::vector<BlockId>& written = in_flight_.back().written;
   written.insert(written.end(), pages.begin(), pages.end());
-}
-
-void StepJournal::note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group,
-                                 BlockId id, uint8_t generation) {
-  if (!notes(r)) return;
-  in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
 }
 
 void StepJournal::note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id) {
@@ -89,6 +84,7 @@ void StepJournal::check_may_abort(int64_t step_id) const {
 void StepJournal::complete_to(int64_t step_id) {
   numbers_.complete(step_id);
   while (!in_flight_.empty() && in_flight_.front().id < numbers_.num_completed) {
+    last_left_ = in_flight_.front().id;
     in_flight_.pop_front();
   }
 }

@@ -59,6 +59,8 @@ class StepJournal {
   // The step's plan is made, and clears these rows.
   void issue(const std::vector<int32_t>& clear_rows);
   const Step& last() const { return in_flight_.back(); }  // there must be one
+  // The last step that was issued and not aborted; -1: none.
+  int64_t last_kept() const { return in_flight_.empty() ? last_left_ : in_flight_.back().id; }
 
   // Notes on the step that was opened last, also between steps. Only of rows that `step` admitted,
   // and only while a step is in flight.
@@ -68,7 +70,10 @@ class StepJournal {
   void note_swapped(int32_t row, const Row& r);
   void note_written(const std::vector<BlockId>& pages);
   void note_published(int32_t row, const Row& r, int64_t first_token, uint8_t group, BlockId id,
-                      uint8_t generation);
+                      uint8_t generation) {
+    if (!notes(r)) return;
+    in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
+  }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
   // Whether notes on this row would be kept.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
@@ -90,6 +95,7 @@ class StepJournal {
  private:
   StepNumbers numbers_;
   std::deque<Step> in_flight_;
+  int64_t last_left_ = -1;  // the last step that is not in flight any more, and was not aborted
 };
 
 }  // namespace kvcache

@@ -6,8 +6,9 @@
 namespace kvcache {
 
 void Steps::begin() {
+  const int64_t previous = journal_.last_kept();
   journal_.begin();
-  plan_.begin(numbers().num_steps);
+  plan_.begin(numbers().num_steps, previous);
 }
 
 const StepPlan& Steps::end(const RowTable& rows) {

@@ -210,11 +210,14 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     block.hash = hash;
     if (candidates_) notify_published(ids[i], content.is_chain);
     if (index_.insert(ids[i]) && events_ != nullptr) {
-      const int32_t* tokens =
-          content.tokens == nullptr ? nullptr : content.tokens + i * content.tokens_per_block;
-      events_->stored(block.hash, parent, group, tokens, content.tokens_per_block);
+      events_->stored(content, i, group, /*is_reused=*/false);
     }
   }
+}
+
+void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
+  if (events_ == nullptr) return;
+  for (int64_t i = 0; i < n; ++i) events_->stored(content, i, group, /*is_reused=*/true);
 }
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
@@ -279,6 +282,12 @@ void BlockPool::evict(const BlockId* ids, int64_t n) {
       uncached_free_.push(links_.data(), ids[i]);
     }
     forget(ids[i]);
+  }
+}
+
+void BlockPool::evict_group(uint8_t group) {
+  for (BlockId id = 1; id < next_fresh_; ++id) {
+    if (is_cached(blocks_[id]) && blocks_[id].group == group) evict(&id, 1);
   }
 }
 

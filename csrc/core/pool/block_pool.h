@@ -91,8 +91,11 @@ class BlockPool {
   // share a hash.
   void publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group);
 
-  // The same for one block that holds what a cached block of another pool does. Whether it is the
-  // first under its hash.
+  // Says again, in events, that blocks with this content are cached, because a request hits them.
+  void announce(const Content& content, int64_t n, uint8_t group);
+
+  // As `publish` for one block that holds what a cached block of another pool does. Whether it is
+  // the first under its hash.
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // of a block that is found under a hash
 
@@ -111,6 +114,8 @@ class BlockPool {
   // Forgets the hash of each block, held or free; free ones are then taken first. Uncached ids are
   // left as they are.
   void evict(const BlockId* ids, int64_t n);
+
+  void evict_group(uint8_t group);  // all blocks of it
 
   // Adds the chains of these blocks, where they are cached.
   void add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const;
@@ -146,8 +151,11 @@ class BlockPool {
   void notify_released(const BlockId* ids, int64_t n) {
     if (has_policy()) candidates_->policy().on_released(ids, n);
   }
-  void access(const BlockId* ids, int64_t n, double now) {
-    if (has_policy()) notify_access(ids, n, now);
+  // The access that begins now, for `access` of the blocks that had it, at any time later. Throws
+  // where `now` is not finite.
+  Access begin_access(double now);
+  void access(const BlockId* ids, int64_t n, const Access& access) {
+    if (access.number > 0 && has_policy()) notify_access(ids, n, access);
   }
   void set_now(int64_t ms) {
     if (has_policy()) candidates_->policy().set_now(ms);
@@ -204,7 +212,7 @@ class BlockPool {
   void notify_hit(const BlockId* ids, int64_t n);
   void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                              const ReleaseFeatures& features);
-  void notify_access(const BlockId* ids, int64_t n, double now);
+  void notify_access(const BlockId* ids, int64_t n, const Access& access);
   void notify_published(BlockId id, bool is_chain);
   void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);

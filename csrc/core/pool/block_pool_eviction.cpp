@@ -149,12 +149,16 @@ void BlockPool::notify_policy_release(const BlockId* ids, const int64_t* prefix_
   candidates_->policy().on_release(ids, prefix_tokens, n, features);
 }
 
-void BlockPool::notify_access(const BlockId* ids, int64_t n, double now) {
-  check_ids(ids, n);
+Access BlockPool::begin_access(double now) {
   if (!std::isfinite(now)) {
     throw std::invalid_argument("now is " + std::to_string(now) + ": expected a finite number");
   }
-  candidates_->policy().on_access(ids, n, now);
+  return has_policy() ? candidates_->policy().begin_access(now) : Access{};
+}
+
+void BlockPool::notify_access(const BlockId* ids, int64_t n, const Access& access) {
+  check_ids(ids, n);
+  candidates_->policy().on_access(ids, n, access);
 }
 
 void BlockPool::notify_published(BlockId id, bool is_chain) {

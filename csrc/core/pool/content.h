@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "core/hash.h"
 
@@ -24,6 +25,8 @@ struct Content {
   const Hash* root = nullptr;       // first hash of the chain; null: each block is a chain
   const int32_t* tokens = nullptr;  // of the first block; tokens_per_block for each
   int64_t tokens_per_block = 0;
+  int64_t first_token = 0;                              // position of the first of `tokens`
+  const std::shared_ptr<const void>* labels = nullptr;  // for events; null: none
   bool is_chain = true;  // whether a block is of no use without its parent
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }

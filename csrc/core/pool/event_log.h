@@ -2,10 +2,12 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
 #include "core/hash.h"
+#include "core/pool/content.h"
 
 namespace kvcache {
 
@@ -19,27 +21,37 @@ class EventLog {
     uint8_t group;
     Tier tier;
     Hash hash;
-    Hash parent;  // of one stored on the device
+    // Of one stored on the device:
+    Hash parent = {};
+    bool is_reused = false;  // it was there before, and a request has hit it
+    int64_t first_token = 0;
+    std::shared_ptr<const void> labels = nullptr;  // of the request that has computed or hit it
   };
   struct Drained {
     std::vector<Event> events;
     std::vector<int32_t> tokens;  // of the stored ones, one after the other
   };
 
-  void stored(const Hash& hash, const Hash& parent, uint8_t group, const int32_t* tokens,
-              int64_t num_tokens) {
-    drained_.events.push_back({Kind::kStored, group, Tier::kDevice, hash, parent});
-    if (tokens != nullptr) {
+  // Block i of this content.
+  void stored(const Content& content, int64_t i, uint8_t group, bool is_reused) {
+    Event event{Kind::kStored, group, Tier::kDevice, content.hash(i), content.parent_of(i)};
+    event.is_reused = is_reused;
+    const int64_t num_tokens = content.tokens_per_block;
+    event.first_token = content.first_token + i * num_tokens;
+    if (content.labels != nullptr) event.labels = *content.labels;
+    drained_.events.push_back(std::move(event));
+    if (content.tokens != nullptr) {
+      const int32_t* tokens = content.tokens + i * num_tokens;
       drained_.tokens.insert(drained_.tokens.end(), tokens, tokens + num_tokens);
     }
   }
   void stored_on_host(const Hash& hash, uint8_t group) {
-    drained_.events.push_back({Kind::kStored, group, Tier::kHost, hash, {}});
+    drained_.events.push_back({Kind::kStored, group, Tier::kHost, hash});
   }
   void removed(const Hash& hash, uint8_t group, Tier tier) {
-    drained_.events.push_back({Kind::kRemoved, group, tier, hash, {}});
+    drained_.events.push_back({Kind::kRemoved, group, tier, hash});
   }
-  void cleared(Tier tier) { drained_.events.push_back({Kind::kCleared, 0, tier, {}, {}}); }
+  void cleared(Tier tier) { drained_.events.push_back({Kind::kCleared, 0, tier, Hash{}}); }
 
   Drained drain() { return std::exchange(drained_, {}); }
 

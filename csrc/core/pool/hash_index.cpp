@@ -1,7 +1,5 @@
 #include "core/pool/hash_index.h"
 
-#include <cstring>
-
 namespace kvcache {
 
 HashIndex::HashIndex(Block* blocks, int64_t num_blocks)
@@ -11,17 +9,9 @@ HashIndex::HashIndex(Block* blocks, int64_t num_blocks)
       buckets_(static_cast<size_t>(num_buckets_)) {}
 
 uint32_t HashIndex::tag_of(const Hash& hash, uint8_t group) {
-  uint64_t word;
-  std::memcpy(&word, hash.bytes, sizeof(word));
-  // Hashes are uniform already; the multiplication also spreads ones that a caller made up.
-  word = (word ^ (uint64_t{group} << 48)) * 0x9E3779B97F4A7C15ull;
+  // Digests are uniform already; the multiplication also spreads hashes that a caller made up.
+  const uint64_t word = (hash.word() ^ (uint64_t{group} << 48)) * 0x9E3779B97F4A7C15ull;
   return static_cast<uint32_t>(word >> 32) | 1u;  // never that of an empty slot
-}
-
-unsigned HashIndex::slots_with(const Bucket& bucket, uint32_t tag) {
-  unsigned slots = 0;
-  for (int i = 0; i < kSlots; ++i) slots |= static_cast<unsigned>(bucket.tags[i] == tag) << i;
-  return slots;
 }
 
 HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint8_t group) const {

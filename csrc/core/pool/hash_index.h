@@ -1,6 +1,10 @@
 // Which blocks hold the content of a hash.
 #pragma once
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
 #include <cstddef>
 #include <cstdint>
 
@@ -40,7 +44,23 @@ class HashIndex {
     int slot;  // -1: not found
   };
   static uint32_t tag_of(const Hash& hash, uint8_t group);
-  static unsigned slots_with(const Bucket& bucket, uint32_t tag);  // bit i: slot i has this tag
+  // Bit i: slot i has this tag.
+  static unsigned slots_with(const Bucket& bucket, uint32_t tag) {
+#if defined(__SSE2__)
+    // The tags, and num_displaced behind them, are two registers.
+    const auto* words = reinterpret_cast<const __m128i*>(&bucket);
+    const __m128i wanted = _mm_set1_epi32(static_cast<int>(tag));
+    const auto equal = [&](const __m128i* four) {
+      const __m128i lanes = _mm_cmpeq_epi32(_mm_load_si128(four), wanted);
+      return static_cast<unsigned>(_mm_movemask_ps(_mm_castsi128_ps(lanes)));
+    };
+    return (equal(words) | equal(words + 1) << 4) & ((1u << kSlots) - 1);
+#else
+    unsigned slots = 0;
+    for (int i = 0; i < kSlots; ++i) slots |= static_cast<unsigned>(bucket.tags[i] == tag) << i;
+    return slots;
+#endif
+  }
   int64_t home_of(uint32_t tag) const {
     return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
   }

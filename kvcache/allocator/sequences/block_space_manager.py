@@ -7,38 +7,28 @@ from operator import index
 
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.options import CacheOptions, watermark_blocks
-from kvcache.allocator.sequences.allocated import AllocatedSequence
 from kvcache.allocator.sequences.caching import SequenceCaching
 from kvcache.allocator.sequences.checks import (
     check_one_prompt,
-    check_tier,
-    checked_encoder_length,
     checked_window,
-    fail_shorter,
     fail_to_fit,
-    fail_unknown,
 )
 from kvcache.allocator.sequences.demand import (
     AllocStatus,
-    num_blocks,
     num_skipped_blocks,
-    status_of,
 )
 from kvcache.allocator.sequences.protocol import (
-    RUNNING,
     WAITING,
     SequenceGroupLike,
     SequenceLike,
-    some_with,
-    with_status,
 )
 from kvcache.allocator.sequences.swaps import SequenceSwaps
-from kvcache.allocator.sequences.tables import Pairs, as_pairs
-from kvcache.allocator.sequences.tokens import Tokens, TokenSource, fail_ids
+from kvcache.allocator.sequences.tables import Pairs
+from kvcache.allocator.sequences.tokens import Tokens, TokenSource
 from kvcache.checks import flag, integer
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
-from kvcache.step import NO_IDS, NO_PAIRS
+from kvcache.step import NO_IDS
 
 
 class BlockSpaceManager(SequenceSwaps, SequenceCaching):
@@ -50,8 +40,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     free. `sliding_window`: tokens; at most `sliding_window // block_size + 2` blocks are held,
     earlier entries of a table are the null block. A prompt is computed at once, from its own K and V,
     so that what lies before the window of its end is never held: no chunked prefill with a window.
-    But behind a cached prefix all of it is held, until the first append. `enable_caching`: full blocks
-    that were marked as computed are hits for later sequences. Further options:
+    Behind a cached prefix all of it is held; where that is more, the hit is not taken. `enable_caching`:
+    full blocks that were marked as computed are hits for later sequences. Further options:
 
     - `eviction`, `eviction_options`: with caching, which cached block of the device goes first when
       its space is needed, one of `eviction_names()`. "last_access": the one accessed least recently,
@@ -137,24 +127,20 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             enable_caching=flag(enable_caching, "enable_caching"),
             # `can_allocate` keeps it, not `allocate`.
             watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
+            max_model_len=index(max_model_len),
         )
-        self.max_model_len = index(max_model_len)
-        self._append = self._native.append_sequence
 
     # Admission -------------------------------------------------------------------------------------
 
+    @core.native_method
     def can_allocate(
         self, seq_group: SequenceGroupLike, num_lookahead_slots: int = 0
     ) -> AllocStatus:
         """Whether the group's prompt fits without any hit and leaves the watermark free."""
-        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
-        required = self._num_required(seq_group, some_with(seq_group, WAITING)[0], lookahead)
-        most = self._pool.num_total - self.watermark_blocks
-        return status_of(required, most, self._pool.num_free, self.watermark_blocks)
 
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
-        seqs = some_with(seq_group, WAITING)
+        seqs = core.sequences_with(seq_group, WAITING)
         # The KV of a decoder depends on the encoder's input: others cannot use it.
         has_encoder = seq_group.is_encoder_decoder()
         reads_ids = self.enable_caching and not has_encoder
@@ -172,12 +158,12 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         for seq in seqs[1:]:
             self._fork(first, seq, self._tokens.copy_of(first.tokens))
 
-    def _allocate_plain(self, seq: SequenceLike) -> AllocatedSequence | None:
-        return self._row_for(self._tokens.unread(seq.get_len()), [NO_IDS], 0)
+    def _allocate_plain(self, seq: SequenceLike) -> core.AllocatedSequence | None:
+        return self._row_for(self._tokens.unread(core.length_of(seq)), [NO_IDS], 0)
 
-    def _allocate_behind_hit(self, seq: SequenceLike) -> AllocatedSequence | None:
+    def _allocate_behind_hit(self, seq: SequenceLike) -> core.AllocatedSequence | None:
         tokens = self._tokens.read(seq)
-        hits, num_cached = self._native.lookup(tokens.chain)
+        hits, num_cached = self._hit_of(tokens)
         known = self._row_for(tokens, hits, num_cached)
         if known is None and num_cached:
             # With a window, more is held behind a hit than without.
@@ -186,37 +172,38 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
     def _allocate_with_encoder(
         self, seq_group: SequenceGroupLike, seq: SequenceLike
-    ) -> AllocatedSequence | None:
-        num_encoder_tokens = checked_encoder_length(seq_group, self.max_model_len)
-        if self._num_required(seq_group, seq, 0) > self._pool.num_free:
+    ) -> core.AllocatedSequence | None:
+        num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
+        if self._num_required(seq_group, core.length_of(seq)) > self._pool.num_free:
             return None
         known = self._allocate_plain(seq)
         if known is not None:
             self._cross.allocate(seq_group.request_id, num_encoder_tokens)
         return known
 
-    def _row_for(self, tokens: Tokens, hits: list, num_cached: int) -> AllocatedSequence | None:
+    def _row_for(
+        self, tokens: Tokens, hits: list, num_cached: int
+    ) -> core.AllocatedSequence | None:
         """A row of these tokens behind a hit; None where it does not fit."""
         num_tokens = len(tokens.ids)
         answer = self._native.allocate(tokens.chain, num_tokens - num_cached, hits, 0)
         if answer is None:
             return None
         num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
-        return AllocatedSequence(
+        return core.AllocatedSequence(
             answer[0], tokens, num_cached, bool(num_skipped and not num_cached)
         )
 
     # Growth ----------------------------------------------------------------------------------------
 
+    @core.native_method
     def can_append_slots(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> bool:
         """Whether each RUNNING sequence gets slots for its new tokens and the lookahead.
 
         In the worst case: every block that is touched needs a new one.
         """
-        lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
-        running = with_status(seq_group, RUNNING)
-        return self._num_touched(running, lookahead) <= self._pool.num_free
 
+    @core.native_method
     def append_slots(self, seq: SequenceLike, num_lookahead_slots: int) -> Pairs:
         """Slots for the tokens that are new since the last call, and `num_lookahead_slots` more.
 
@@ -224,33 +211,6 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         are given again to the next tokens. [] without new tokens and lookahead. ValueError where
         they do not fit.
         """
-        known = self._allocated.get(seq.seq_id)
-        if known is None:
-            fail_unknown(seq)
-        num_tokens = seq.get_len()
-        num_new = num_tokens - known.num_tokens
-        if num_new <= 0 and (num_new or not num_lookahead_slots):
-            if num_new:
-                fail_shorter(seq, known.num_tokens)
-            integer(num_lookahead_slots, "num_lookahead_slots")
-            check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
-            return []
-        new = num_new
-        if known.reads_ids:
-            new = seq.get_token_ids()[known.num_tokens :]
-            if len(new) != num_new:
-                fail_ids(seq, known.num_tokens + len(new))
-        try:
-            copies = self._append(known.row, new, num_lookahead_slots)
-        except (TypeError, ValueError):
-            integer(num_lookahead_slots, "num_lookahead_slots")
-            check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
-            raise
-        if copies is None:
-            what = f"seq {seq.seq_id!r} does not get {num_new} slots and {num_lookahead_slots} more"
-            fail_to_fit(what, self._pool.num_free, "can_append_slots")
-        known.num_tokens = num_tokens
-        return [] if copies is NO_PAIRS else as_pairs(copies)
 
     def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
         """Gives the child all blocks of the parent. The first that writes to a shared block copies it.
@@ -264,24 +224,17 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has blocks already: expected a new seq_id"
             )
-        check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
+        core.check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
         tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
         self._fork(parent, child_seq, tokens)
 
-    def _fork(self, parent: AllocatedSequence, child_seq: SequenceLike, tokens: Tokens) -> None:
+    def _fork(
+        self, parent: core.AllocatedSequence, child_seq: SequenceLike, tokens: Tokens
+    ) -> None:
         row = self._native.fork(parent.row, tokens.chain)
         self._admit(child_seq, parent.forked(row, tokens))
 
-    # Demand and checks -----------------------------------------------------------------------------
-
-    def _num_required(
-        self, seq_group: SequenceGroupLike, seq: SequenceLike, num_lookahead_slots: int
-    ) -> int:
-        num_slots = seq.get_len() + num_lookahead_slots
-        required = num_blocks(num_slots, self.block_size, self.sliding_window)
-        if seq_group.is_encoder_decoder():
-            required += num_blocks(seq_group.get_encoder_seq().get_len(), self.block_size)
-        return required
+    # Checks ----------------------------------------------------------------------------------------
 
     def _check_new(
         self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool

@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+import numpy as np
+
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.sequences.checks import device_name
+from kvcache.allocator.sequences.demand import num_skipped_blocks
 from kvcache.allocator.sequences.protocol import (
-    FINISHED,
-    SWAPPED,
     SequenceGroupLike,
     SequenceLike,
-    status_name,
 )
 from kvcache.allocator.sequences.tables import SequenceTables
+from kvcache.allocator.sequences.tokens import Tokens
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import integer
 from kvcache.events import CacheEvent
+from kvcache.native.load import core
+from kvcache.specs import GroupSpec
+from kvcache.step import NO_IDS
 
 
 class SequenceCaching(SequenceTables):
@@ -35,19 +38,20 @@ class SequenceCaching(SequenceTables):
 
     def drain_events(self) -> list[CacheEvent]:
         """Events of what entered and left the cache since the last call; see `enable_events`."""
-        return events_of(self._native.drain_events(), [self.block_size])
+        kind, options = "full_attention", {}
+        if self.sliding_window is not None:
+            kind, options = "sliding_window", {"window": self.sliding_window}
+        group = GroupSpec(kind, self.block_size, options)
+        return events_of(self._native.drain_events(), [group], [self.block_size], self._tokens.key)
 
+    @core.native_method
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:
         """The sequence's blocks are used at `now`, any clock's: older ones are evicted first.
 
         So with `eviction="last_access"`; other policies do not ask for it.
         """
-        known = self._on_device(seq)
-        try:
-            self._native.access(known.row, now)
-        except TypeError:
-            raise TypeError(f"now is {now!r}: expected a number") from None
 
+    @core.native_method
     def mark_blocks_as_computed(self, seq_group: SequenceGroupLike, token_chunk_size: int) -> None:
         """`token_chunk_size` more tokens of the group's sequences, cached ones among them, have KV.
 
@@ -59,30 +63,13 @@ class SequenceCaching(SequenceTables):
         With a sliding window there is no chunked prefill: a prompt without a hit of which blocks were
         skipped, because it is longer than the window, is marked in one call, else ValueError.
         """
-        count = integer(token_chunk_size, "token_chunk_size")
-        if not self.enable_caching and self.sliding_window is None:
-            return
-        marks = []
-        for seq in seq_group.get_seqs():
-            known = self._allocated.get(seq.seq_id)
-            name = status_name(seq)
-            if known is None or name == SWAPPED or name.startswith(FINISHED):
-                continue
-            marks.append((known, known.marks_with(count, seq.seq_id)))
-        for known, num_marked in marks:
-            if self.enable_caching:
-                self._native.mark_computed(known.row, known.num_computed(num_marked))
-            known.num_marked = num_marked
 
+    @core.native_method
     def get_common_computed_block_ids(self, seqs: Sequence[SequenceLike]) -> list[int]:
-        """Leading blocks that were hits of all these sequences when they were allocated."""
-        common: list[int] | None = None
-        for seq in seqs:
-            known = self._on_device(seq)
-            hits = self._native.blocks(known.row, 0).tolist()
-            hits = hits[: known.num_cached // self.block_size]
-            common = hits if common is None else _common_prefix(common, hits)
-        return common or []
+        """Leading blocks that were hits of all these sequences when they were allocated.
+
+        The manager's own list: copy it to change it.
+        """
 
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Tokens that were hits when the sequence was allocated; before, those that are now."""
@@ -93,7 +80,21 @@ class SequenceCaching(SequenceTables):
             return 0
         tokens = self._tokens.read(seq)
         self._tokens.keep(seq, tokens)
-        return self._native.lookup(tokens.chain)[1]
+        return self._hit_of(tokens)[1]
+
+    def _hit_of(self, tokens: Tokens) -> tuple[list[np.ndarray], int]:
+        """The cached prefix that `allocate` takes: its blocks, and how many tokens.
+
+        All is held from what the hit's end reads to the end of the prompt. With a window that is
+        taken only where it is no more than a sequence may hold.
+        """
+        hits, num_cached = self._native.lookup(tokens.chain)
+        window, num_tokens = self.sliding_window, len(tokens.ids)
+        if window is not None and num_cached:
+            first = num_skipped_blocks(num_cached, self.block_size, window)
+            if -(-num_tokens // self.block_size) - first > window // self.block_size + 2:
+                return [NO_IDS], 0
+        return hits, num_cached
 
     def remove_seq_from_computed_blocks_tracker(self, seq: SequenceLike) -> None:
         """Forgets the hashes of a sequence that was asked for and will not be allocated."""
@@ -121,8 +122,3 @@ class SequenceCaching(SequenceTables):
         for pool in pools:
             pool.reset()
         return True
-
-
-def _common_prefix(a: list[int], b: list[int]) -> list[int]:
-    n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-    return a[:n]

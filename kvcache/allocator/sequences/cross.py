@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kvcache.allocator.sequences.checks import check_tier
 from kvcache.allocator.sequences.tokens import TokenSource
 from kvcache.native.load import core
 from kvcache.step import NO_IDS
@@ -33,7 +32,7 @@ class CrossTables:
                 f"group {request_id!r} has no cross-attention table: expected one that was "
                 "allocated as an encoder-decoder group"
             )
-        check_tier(self._native, row, "the encoder of group", request_id, on_host=False)
+        core.check_tier(self._native, row, "the encoder of group", request_id, on_host=False)
         return self._native.blocks(row, 0).tolist()
 
     def check_new(self, request_id: object) -> None:

@@ -20,19 +20,6 @@ def status_of(num_required: int, num_most: int, num_free: int, num_kept: int) ->
     return AllocStatus.OK if num_free - num_required >= num_kept else AllocStatus.LATER
 
 
-def num_blocks(num_tokens: int, block_size: int, window: int | None = None) -> int:
-    """Blocks for so many tokens; with a window never more than it holds at a time."""
-    required = -(-num_tokens // block_size)
-    return required if window is None else min(required, window // block_size + 2)
-
-
-def num_touched_blocks(num_tokens: int, num_slots: int, block_size: int) -> int:
-    """Blocks in which the next `num_slots` slots behind `num_tokens` tokens are."""
-    if not num_slots:
-        return 0
-    return (num_tokens + num_slots - 1) // block_size - num_tokens // block_size + 1
-
-
 def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:
     """Leading blocks of a prompt that nothing behind its end reads, so that they are never held."""
     return 0 if window is None else max(num_tokens - window + 1, 0) // block_size

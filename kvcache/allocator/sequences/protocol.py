@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Protocol
 
-WAITING, RUNNING, SWAPPED, FINISHED = "WAITING", "RUNNING", "SWAPPED", "FINISHED"
+WAITING, RUNNING, SWAPPED = "WAITING", "RUNNING", "SWAPPED"
 
 
 class SequenceLike(Protocol):
@@ -40,30 +40,6 @@ class SequenceGroupLike(Protocol):
 
     def get_encoder_seq(self) -> SequenceLike:
         """The encoder's tokens, of which only the number is asked."""
-
-
-def status_name(seq: SequenceLike) -> str:
-    """The name of its status."""
-    status = seq.status
-    name = status if type(status) is str else getattr(status, "name", status)
-    if isinstance(name, str):
-        return name
-    raise TypeError(f"status of seq {seq.seq_id!r} is {status!r}: expected an enum member or text")
-
-
-def with_status(seq_group: SequenceGroupLike, name: str) -> list[SequenceLike]:
-    """The group's sequences of this status."""
-    return [seq for seq in seq_group.get_seqs() if status_name(seq) == name]
-
-
-def some_with(seq_group: SequenceGroupLike, name: str) -> list[SequenceLike]:
-    """The same, 1 or more."""
-    seqs = with_status(seq_group, name)
-    if not seqs:
-        raise ValueError(
-            f"seq_group {seq_group.request_id!r} has no {name} sequence: expected 1 or more"
-        )
-    return seqs
 
 
 def extra_hash(seq: SequenceLike) -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kvcache.allocator.sequences.checks import fail_to_fit
 from kvcache.allocator.sequences.demand import AllocStatus, status_of
-from kvcache.allocator.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike, some_with
+from kvcache.allocator.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike
 from kvcache.allocator.sequences.tables import Pairs, SequenceTables, as_pairs
 from kvcache.checks import integer
+from kvcache.native.load import core
 
 
 class SequenceSwaps(SequenceTables):
@@ -16,7 +17,7 @@ class SequenceSwaps(SequenceTables):
         """Whether the blocks of the group's RUNNING sequences fit on the host."""
         if self._host is None:
             return False
-        rows = self._rows(seq_group, some_with(seq_group, RUNNING), on_host=False)
+        rows = self._rows(seq_group, core.sequences_with(seq_group, RUNNING), on_host=False)
         return self._native.num_unique_blocks(rows) <= self._host.num_free
 
     def swap_out(self, seq_group: SequenceGroupLike) -> Pairs:
@@ -25,27 +26,34 @@ class SequenceSwaps(SequenceTables):
         Blocks that several hold move once; lookahead slots are released.
         """
         self._check_has_host()
-        rows = self._rows(seq_group, some_with(seq_group, RUNNING), on_host=False)
-        pairs = self._native.swap_out(rows)
+        seqs = core.sequences_with(seq_group, RUNNING)
+        pairs = self._native.swap_out(self._rows(seq_group, seqs, on_host=False))
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the host"
             fail_to_fit(what, self._host.num_free, "can_swap_out")
+        for seq in seqs:
+            self._known(seq).forget_views()
         return as_pairs(pairs)
 
     def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:
-        """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device."""
+        """Whether the SWAPPED sequences, their new tokens and the lookahead fit on the device.
+
+        That is: `swap_in`, and then `append_slots` of each of them, in the order of the group.
+        """
         lookahead = integer(num_lookahead_slots, "num_lookahead_slots")
         if self._host is None:
             return AllocStatus.NEVER
-        seqs = some_with(seq_group, SWAPPED)
+        seqs = core.sequences_with(seq_group, SWAPPED)
         rows = self._rows(seq_group, seqs, on_host=True)
-        required = self._native.num_unique_blocks(rows) + self._num_touched(seqs, lookahead)
+        slots = [self._num_new(seq) + lookahead for seq in seqs]
+        slots += [0] * (len(rows) - len(slots))  # the encoder's row
+        required = self._native.num_blocks_back(rows, slots)
         return status_of(required, self._pool.num_total, self._pool.num_free, self.watermark_blocks)
 
     def swap_in(self, seq_group: SequenceGroupLike) -> Pairs:
         """Moves the SWAPPED sequences and the encoder back: (host block, device block)."""
         self._check_has_host()
-        rows = self._rows(seq_group, some_with(seq_group, SWAPPED), on_host=True)
+        rows = self._rows(seq_group, core.sequences_with(seq_group, SWAPPED), on_host=True)
         pairs = self._native.swap_in(rows)
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the device"

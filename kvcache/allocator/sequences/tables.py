@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvcache.allocator.sequences.allocated import AllocatedSequence
-from kvcache.allocator.sequences.checks import check_tier, fail_shorter, fail_unknown
 from kvcache.allocator.sequences.cross import CrossTables
-from kvcache.allocator.sequences.demand import num_touched_blocks
+from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike
 from kvcache.allocator.sequences.tokens import TokenSource
 from kvcache.native.load import core
@@ -15,8 +13,12 @@ from kvcache.native.load import core
 Pairs = list[tuple[int, int]]
 
 
-class SequenceTables:
-    """Each sequence that has blocks, and each encoder, is a row of the native manager."""
+class SequenceTables(core.SequenceCalls):
+    """Each sequence that has blocks, and each encoder, is a row of the native manager.
+
+    The calls that a scheduler makes for each sequence in each step are native methods
+    (`csrc/python/sequences.cpp`), declared here and in the classes below.
+    """
 
     def __init__(
         self,
@@ -27,16 +29,26 @@ class SequenceTables:
         sliding_window: int | None,
         enable_caching: bool,
         watermark_blocks: int,
+        max_model_len: int,
     ) -> None:
+        super().__init__(
+            native=native,
+            block_size=block_size,
+            sliding_window=sliding_window,
+            enable_caching=enable_caching,
+            watermark_blocks=watermark_blocks,
+            max_model_len=max_model_len,
+            statuses=(AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER),
+        )
         self.block_size = block_size
         self.sliding_window = sliding_window
         self.enable_caching = enable_caching
         self.watermark_blocks = watermark_blocks
+        self.max_model_len = max_model_len
         self._native = native
         self._pool = native.pool
         self._host = native.host
         self._tokens = tokens
-        self._allocated: dict[object, AllocatedSequence] = {}  # by seq_id
         self._cross = CrossTables(native, tokens)
 
     def get_num_free_gpu_blocks(self) -> int:
@@ -47,9 +59,13 @@ class SequenceTables:
         """The same of the host."""
         return 0 if self._host is None else self._host.num_free
 
+    @core.native_method
     def get_block_table(self, seq: SequenceLike) -> list[int]:
-        """Blocks of a sequence on the device, lookahead ones too; 0 where a window left one."""
-        return self._native.blocks(self._on_device(seq).row, 0).tolist()
+        """Blocks of a sequence on the device, lookahead ones too; 0 where a window left one.
+
+        The manager's own list, which later calls keep up to date: copy it to change it, or to keep
+        what it says now.
+        """
 
     def get_cross_block_table(self, seq_group: SequenceGroupLike) -> list[int]:
         """Blocks of the group's encoder."""
@@ -81,17 +97,15 @@ class SequenceTables:
                     f"seq {seq_id!r} has {num_tokens} tokens with slots, {known.num_tokens} that are "
                     f"said to be, and {len(known.tokens.ids)} known ids"
                 )
-
-    def _known(self, seq: SequenceLike) -> AllocatedSequence:
-        known = self._allocated.get(seq.seq_id)
-        if known is None:
-            fail_unknown(seq)
-        return known
-
-    def _on_device(self, seq: SequenceLike) -> AllocatedSequence:
-        known = self._known(seq)
-        check_tier(self._native, known.row, "seq", seq.seq_id, on_host=False)
-        return known
+            if self._native.is_on_host(known.row):
+                continue
+            blocks = self._native.blocks(known.row, 0).tolist()
+            hits = blocks[: known.num_cached // self.block_size]
+            if known.table not in (None, blocks) or known.hits not in (None, hits):
+                raise RuntimeError(
+                    f"seq {seq_id!r} has blocks {blocks}, but its table says {known.table}, and of its "
+                    f"hits {known.hits} (was the list changed by its receiver?)"
+                )
 
     def _rows(
         self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], on_host: bool
@@ -100,24 +114,12 @@ class SequenceTables:
         rows = []
         for seq in seqs:
             row = self._known(seq).row
-            check_tier(self._native, row, "seq", seq.seq_id, on_host)
+            core.check_tier(self._native, row, "seq", seq.seq_id, on_host)
             rows.append(row)
         cross = self._cross.row_on(seq_group.request_id, on_host)
         return rows if cross is None else [*rows, cross]
 
-    def _num_touched(self, seqs: list[SequenceLike], num_lookahead_slots: int) -> int:
-        """Blocks that the new tokens of these sequences and the lookahead would be written to."""
-        num_touched = 0
-        for seq in seqs:
-            num_tokens = self._known(seq).num_tokens
-            num_new = seq.get_len() - num_tokens
-            if num_new < 0:
-                fail_shorter(seq, num_tokens)
-            num_slots = num_new + num_lookahead_slots
-            num_touched += num_touched_blocks(num_tokens, num_slots, self.block_size)
-        return num_touched
-
-    def _admit(self, seq: SequenceLike, known: AllocatedSequence) -> None:
+    def _admit(self, seq: SequenceLike, known: core.AllocatedSequence) -> None:
         self._allocated[seq.seq_id] = known
         self._tokens.forget(seq)
 

@@ -6,10 +6,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.allocator.hashing import token_sequence
+from kvcache.allocator.event_stream import RequestLabels
+from kvcache.allocator.hashing import DEFAULT_ALGORITHM, hash_key, token_sequence
 from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
-from kvcache.checks import integer
 from kvcache.native.load import core
 
 
@@ -31,14 +30,13 @@ class TokenSource:
     """Makes them; keeps those of sequences that were asked for, so that each is hashed once."""
 
     def __init__(self, block_size: int, hash_seed: str) -> None:
-        self._block_size = block_size
-        self._parent = first_parent(hash_seed, "hash_seed")
+        self.key = hash_key(block_size, hash_seed, DEFAULT_ALGORITHM, None)
         self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
         self._zeros = np.zeros(4096, np.int32)
 
     def read(self, seq: SequenceLike) -> Tokens:
         """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
-        extra, num_tokens = extra_hash(seq), seq.get_len()
+        extra, num_tokens = extra_hash(seq), core.length_of(seq)
         owner, kept = self._kept.get(seq.seq_id, (None, None))
         if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
             if len(kept.ids) < num_tokens:
@@ -48,10 +46,9 @@ class TokenSource:
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
-        count = integer(num_tokens, "get_len()")
-        if count > len(self._zeros):
-            self._zeros = np.zeros(2 * count, np.int32)
-        return self._make(core.TokenIds(self._zeros[:count]), False, None)
+        if num_tokens > len(self._zeros):
+            self._zeros = np.zeros(2 * num_tokens, np.int32)
+        return self._make(core.TokenIds(self._zeros[:num_tokens]), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
         """The same tokens, which then go on by themselves."""
@@ -61,7 +58,7 @@ class TokenSource:
 
     def of_child(self, child_seq: SequenceLike, tokens: Tokens, num_tokens: int) -> Tokens:
         """A copy for a child that begins with them; of read ones the last block's worth is compared."""
-        length = child_seq.get_len()
+        length = core.length_of(child_seq)
         if length < num_tokens:
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has {length} tokens: expected those of its parent, "
@@ -77,7 +74,7 @@ class TokenSource:
             )
         if len(child_ids) != length:
             fail_ids(child_seq, len(child_ids))
-        first, ids = max(num_tokens - self._block_size, 0), tokens.ids.copy()
+        first, ids = max(num_tokens - self.key.block_size, 0), tokens.ids.copy()
         if [*child_ids[first:num_tokens]] != ids[first:].tolist():
             raise ValueError(
                 f"child_seq {child_seq.seq_id!r} has other tokens than its parent among {first} to "
@@ -95,8 +92,12 @@ class TokenSource:
             self._kept.pop(seq.seq_id, None)
 
     def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
-        salt = () if extra is None else (None, (), extra)
-        chain = core.TokenChain(ids, self._block_size, self._parent, are_read, are_read, *salt)
+        block_size, parent, _ = self.key
+        plain = (ids, block_size, parent, are_read, are_read)
+        if extra is None:
+            return Tokens(ids, are_read, extra, core.TokenChain(*plain))
+        labels = RequestLabels(block_size, None, (), extra, None, None)
+        chain = core.TokenChain(*plain, None, (), extra, labels=labels)
         return Tokens(ids, are_read, extra, chain)
 
 

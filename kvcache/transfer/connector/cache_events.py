@@ -78,6 +78,10 @@ class KVCacheEvents:
         """Drops all events; the workers stay."""
         self._by_worker = [[] for _ in self._by_worker]
 
+    def __bool__(self) -> bool:
+        """Whether any worker reported an event."""
+        return any(self._by_worker)
+
     def __deepcopy__(self, memo: dict) -> KVCacheEvents:
         copied = KVCacheEvents()
         copied._by_worker = [list(events) for events in self._by_worker]

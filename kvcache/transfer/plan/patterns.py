@@ -3,19 +3,25 @@
 One head of one token in K or V of one layer is contiguous in every layout. Offsets are first counted in
 units (a head of a token, or less where strides are not multiples of it). In units all layers are equal,
 and mostly K and V too. So heads of tokens are matched and merged once, then converted to bytes and
-repeated for every layer.
+repeated for every layer. Where heads or tokens lie outside of layers, layers are matched together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import gcd, lcm
 from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.transfer.description import CacheDescription, Coordinates
+from kvcache.layouts import full_memory_order
+from kvcache.transfer.description import CacheDescription, Coordinates, StageCache
 from kvcache.transfer.plan.fragments import Pattern
-from kvcache.transfer.sharding import heads_of_rank, ranks_of_head, replica_for
+from kvcache.transfer.sharding import (
+    heads_of_rank,
+    reader_of_head,
+    replica_for,
+)
 
 
 class UnitRuns(NamedTuple):
@@ -37,16 +43,45 @@ class UnitPattern(NamedTuple):
     length: int  # units of a run
 
 
-class Strides(NamedTuple):
-    """Strides of K, V, or both where they are equal, in units of one head of one token or less."""
+class UnitGroup(NamedTuple):
+    """What is matched together, and the descriptors that the result is repeated for.
 
-    remote_begin: int
-    remote_token: int
-    remote_head: int
-    local_begin: int
-    local_token: int
-    local_head: int
-    length: int  # units of a head of a token
+    strides: int64[s, 7] in units, each row K, V or scales, of one layer or for all: where it begins,
+    from token to token and from head to head on the remote side, the same on the local side, and the
+    length of a head of a token. layers: int64[n, 4], as `Pattern.layers`; unit_bytes: int64[n].
+    """
+
+    strides: np.ndarray
+    layers: np.ndarray
+    unit_bytes: np.ndarray
+    is_scales: bool
+
+
+class TokensOfGroup(NamedTuple):
+    """int64[n] each: a token's page in the group, and its number in the page, on both sides."""
+
+    local_page: np.ndarray
+    local_token: np.ndarray
+    remote_cp_rank: np.ndarray
+    remote_page: np.ndarray
+    remote_token: np.ndarray
+
+
+class Sides(NamedTuple):
+    """A local rank and one remote pipeline stage that has layers of it."""
+
+    local: CacheDescription
+    remote: CacheDescription
+    at: Coordinates
+    remote_pp_rank: int
+
+    @property
+    def mine(self) -> StageCache:
+        return self.local.stage_caches[self.at.pp_rank]
+
+    @property
+    def theirs(self) -> StageCache:
+        return self.remote.stage_caches[self.remote_pp_rank]
 
 
 def find_patterns(
@@ -58,45 +93,104 @@ def find_patterns(
     every fragment goes to its final position.
     """
     at = local.coordinates(local_rank)
-    if not received and _holds_equal_pages(local, remote):
-        return _whole_pages(local, remote, at)
-    patterns = []
-    for strides, unit_bytes in _units(local, remote):
-        runs = _matching_runs(local, remote, at, strides, received)
-        by_pipeline_rank = _descriptors(local, remote, at.pp_rank, unit_bytes)
-        first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
-        for first, last in zip(first_of_source, [*first_of_source[1:], len(runs.source)]):
-            cp_rank, tp_rank = divmod(int(runs.source[first]), remote.tp_size)
-            for unit_pattern in _unit_patterns(UnitRuns(*(column[first:last] for column in runs))):
-                for pp_rank, descriptors in by_pipeline_rank.items():
-                    source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
-                    patterns += _in_bytes(local, remote, source, unit_pattern, strides, descriptors)
+    patterns: list[Pattern] = []
+    matched: dict[tuple, list[tuple[int, int, list[UnitPattern]]]] = {}
+    for pp_rank in shared_stages(remote, local.stage_caches[at.pp_rank].layers):
+        sides = Sides(local, remote, at, pp_rank)
+        if not received and _holds_equal_pages(sides):
+            patterns += _whole_pages(sides)
+            continue
+        sources = sources_of_heads(local, remote, at, pp_rank)
+        for group in _unit_groups(sides):
+            exact = not received or group.is_scales
+            # Stages of the same sizes have the same runs.
+            key = (group.strides.tobytes(), tuple(sources), sides.theirs.tp_size, exact)
+            if key not in matched:
+                runs = _matching_runs(sides, sources, group.strides, not exact)
+                matched[key] = list(_by_source(runs, sides.theirs.tp_size))
+            for cp_rank, tp_rank, unit_patterns in matched[key]:
+                source = remote.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
+                for unit_pattern in unit_patterns:
+                    patterns += _in_bytes(sides, source, unit_pattern, group)
     return tuple(patterns)
 
 
-def _holds_equal_pages(local: CacheDescription, remote: CacheDescription) -> bool:
+def shared_stages(cache: CacheDescription, layers: range) -> list[int]:
+    """The pipeline stages of an engine that hold any of the layers."""
+    return [
+        pp_rank
+        for pp_rank, stage in enumerate(cache.stage_caches)
+        if stage.layers.start < layers.stop and layers.start < stage.layers.stop
+    ]
+
+
+def sources_of_heads(
+    local: CacheDescription, remote: CacheDescription, at: Coordinates, remote_pp_rank: int
+) -> list[int]:
+    """For each head of a local rank, the tensor-parallel rank of a remote stage to read it from."""
+    heads, stages = local.total_num_kv_heads, local.pipeline_stages
+    sharing = shared_stages(local, remote.stage_caches[remote_pp_rank].layers)
+    tp_sizes = [stages[pp_rank].tp_size for pp_rank in sharing]
+    remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
+    found = []
+    for head in heads_of_rank(heads, stages[at.pp_rank].tp_size, at.tp_rank):
+        reader = reader_of_head(
+            head,
+            heads,
+            tp_sizes,
+            stage=sharing.index(at.pp_rank),
+            tp_rank=at.tp_rank,
+            cp_rank=at.cp_rank,
+            cp_world_size=local.cp_world_size,
+        )
+        found.append(replica_for(head, heads, remote_tp_size, *reader))
+    return found
+
+
+def _holds_equal_pages(sides: Sides) -> bool:
     """Whether K or V is not contiguous in pages that are equal on both sides: these move whole."""
-    same = ("block_size", "memory_order", "cp_world_size", "cp_interleave", "pp_size", "tp_size")
-    return not local.placement.is_contiguous and all(
-        getattr(local, name) == getattr(remote, name) for name in same
+    return (
+        not sides.mine.placement.is_contiguous
+        and sides.local.memory_order == sides.remote.memory_order
+        and _have_equal_tokens(sides)
+        and (sides.mine.layers, sides.mine.tp_size) == (sides.theirs.layers, sides.theirs.tp_size)
     )
 
 
-def _whole_pages(
-    local: CacheDescription, remote: CacheDescription, at: Coordinates
-) -> tuple[Pattern, ...]:
+def _have_equal_tokens(sides: Sides) -> bool:
+    """Whether a page of either side holds the tokens of one of the other."""
+    same = ("block_size", "cp_world_size", "cp_interleave")
+    return all(getattr(sides.local, name) == getattr(sides.remote, name) for name in same)
+
+
+def _have_equal_layers(sides: Sides) -> bool:
+    """Whether what one layer has of a token or head, where these lie outside of layers, is the same on
+    both sides: then its end can meet the next layer's on both."""
+    orders = [full_memory_order(each.memory_order) for each in (sides.remote, sides.local)]
+    if any(order.index("layer") < order.index("block") for order in orders):
+        return False  # each layer has a region of its own
+    within = {role for order in orders for role in order[order.index("layer") :]}
+    return ("token" not in within or _have_equal_tokens(sides)) and (
+        "head" not in within or sides.mine.heads_per_rank == sides.theirs.heads_per_rank
+    )
+
+
+def _whole_pages(sides: Sides) -> list[Pattern]:
     """Patterns that copy each region of a page whole, from the remote rank with the same coordinates."""
     patterns = []
-    sizes, regions = local.region_bytes, np.arange(len(local.region_bytes))
+    (tp_rank,) = set(sources_of_heads(sides.local, sides.remote, sides.at, sides.remote_pp_rank))
+    source = Coordinates(sides.at.cp_rank, sides.remote_pp_rank, tp_rank)
+    sizes = sides.mine.placement.region_bytes
+    regions = np.arange(len(sizes))
     for size in np.unique(sizes).tolist():
         chosen = regions[sizes == size]
-        remote_step = int(remote.region_strides[chosen[0]])
-        local_step = int(local.region_strides[chosen[0]])
+        remote_step = int(sides.theirs.region_strides[chosen[0]])
+        local_step = int(sides.mine.region_strides[chosen[0]])
         zeros = np.zeros_like(chosen)
         runs = np.array([[0, 0, 0, 0, size]], np.int64)
         patterns.append(
             Pattern(
-                remote.rank_of(at),
+                sides.remote.rank_of(source),
                 np.stack([chosen, zeros, chosen, zeros], axis=1),
                 np.zeros((1, 2), np.int64),
                 runs,
@@ -105,91 +199,107 @@ def _whole_pages(
                 _may_join(runs, remote_step, local_step),
             )
         )
-    return tuple(patterns)
+    return patterns
 
 
-def _units(
-    local: CacheDescription, remote: CacheDescription
-) -> list[tuple[list[Strides], np.ndarray]]:
-    """Groups of strides that are matched together, each with the bytes of a unit, int64[p].
+def _unit_groups(sides: Sides) -> list[UnitGroup]:
+    """What is matched together. K and V of equal strides are matched once, for both.
 
-    The bytes are 0 where K or V is not part of the group. K and V of equal strides are matched once,
-    for both. Where either is not contiguous in a page, and V lies at the same distance from K in all
-    layers, they are matched jointly: their descriptors begin where K does.
+    Where either is not contiguous in a page, and V lies at the same distance from K in all layers, they
+    are matched jointly: their descriptors begin where K does. Where besides a run can go on from one
+    layer to the next, all layers are matched jointly, and there is one descriptor.
     """
-    sides = remote.placement, local.placement
-    head_bytes = local.head_bytes.tolist()
-    is_split = not all(side.is_contiguous for side in sides)
-    is_joint = is_split and all(side.has_equal_layers for side in sides)
-    in_bytes = []
-    for p, length in enumerate(head_bytes):
-        row: list[int] = []
-        for side in sides:
-            begin = int(side.kv_offsets[0, p] - side.kv_offsets[0, 0]) if is_joint else 0
-            row += [begin, int(side.token_strides[p]), int(side.head_strides[p])]
-        in_bytes.append([*row, length])
+    placements = sides.theirs.placement, sides.mine.placement
+    rows = _layer_rows(sides)
+    begins = [placed.kv_offsets[layers] for placed, layers in zip(placements, rows)]
+    regions = [placed.regions[layers] for placed, layers in zip(placements, rows)]
+    descriptors = np.stack([regions[0], begins[0], regions[1], begins[1]], axis=2)  # [layers, p, 4]
+    num_layers, num_parts = descriptors.shape[:2]
+    is_split = not all(placed.is_contiguous for placed in placements)
+    is_joint = is_split and all(placed.has_equal_layers for placed in placements)
+
+    by_part = np.zeros((num_parts, 7), np.int64)  # in bytes; begins follow
+    for side, placed in enumerate(placements):
+        by_part[:, 3 * side + 1] = placed.token_strides
+        by_part[:, 3 * side + 2] = placed.head_strides
+    by_part[:, 6] = sides.local.head_bytes
     if is_joint:
-        unit = gcd(*(value for row in in_bytes for value in row))
-        unit_bytes = np.zeros(len(head_bytes), np.int64)
-        unit_bytes[0] = unit
-        return [([Strides(*(value // unit for value in row)) for row in in_bytes], unit_bytes)]
-    found: dict[Strides, np.ndarray] = {}
-    for p, row in enumerate(in_bytes):
+        num_together = num_layers if _have_equal_layers(sides) else 1
+        table = np.tile(by_part, (num_together, 1))
+        begins = descriptors[:num_together, :, 1::2] - descriptors[0, 0, 1::2]
+        table[:, [0, 3]] = begins.reshape(-1, 2)
+        unit = np.gcd.reduce(table, axis=None)
+        layers = descriptors[: num_layers // num_together, 0]
+        return [UnitGroup(table // unit, layers, np.full(len(layers), unit), False)]
+    found: dict[tuple[tuple[int, ...], bool], list[tuple[int, int]]] = {}
+    for p, row in enumerate(by_part.tolist()):
         unit = gcd(*row)
-        strides = Strides(*(value // unit for value in row))
-        found.setdefault(strides, np.zeros(len(head_bytes), np.int64))[p] = unit
-    return [([strides], unit_bytes) for strides, unit_bytes in found.items()]
+        strides = tuple(value // unit for value in row)
+        is_scales = bool(sides.local.scale_bytes_per_head) and p == num_parts - 1
+        found.setdefault((strides, is_scales), []).append((p, unit))
+    groups = []
+    for (strides, is_scales), parts in found.items():
+        layers = descriptors[:, [p for p, _ in parts]].reshape(-1, 4)
+        unit_bytes = np.tile(np.array([unit for _, unit in parts], np.int64), num_layers)
+        groups.append(UnitGroup(np.array([strides], np.int64), layers, unit_bytes, is_scales))
+    return groups
+
+
+def _layer_rows(sides: Sides) -> tuple[slice, slice]:
+    """The layers that both hold, as numbered within the remote and the local rank."""
+    mine, theirs = sides.mine.layers, sides.theirs.layers
+    first, last = max(mine.start, theirs.start), min(mine.stop, theirs.stop)
+    return tuple(slice(first - held.start, last - held.start) for held in (theirs, mine))
 
 
 def _matching_runs(
-    local: CacheDescription,
-    remote: CacheDescription,
-    at: Coordinates,
-    together: list[Strides],
-    received: bool,
+    sides: Sides, sources: list[int], strides: np.ndarray, received: bool
 ) -> UnitRuns:
-    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
-    token = np.arange(tokens_per_group // local.cp_world_size)  # this rank's tokens
-    chunk, in_chunk = np.divmod(token, local.cp_interleave)
-    position = (chunk * local.cp_world_size + at.cp_rank) * local.cp_interleave + in_chunk
-    chunk, in_chunk = np.divmod(position, remote.cp_interleave)
-    chunk, cp_rank = np.divmod(chunk, remote.cp_world_size)
-    remote_token = chunk * remote.cp_interleave + in_chunk
-    remote_page, remote_token = np.divmod(remote_token, remote.block_size)
-
-    heads = heads_of_rank(local.total_num_kv_heads, local.tp_size, at.tp_rank)
-    tp_rank = np.array([_source_of_head(local, remote, at, head) for head in heads])
-    first_head = tp_rank * remote.total_num_kv_heads // remote.tp_size
+    local, remote, at = sides[:3]
+    tokens = tokens_of_group(local, remote, at.cp_rank)
+    mine, theirs = sides.mine, sides.theirs
+    heads = heads_of_rank(local.total_num_kv_heads, mine.tp_size, at.tp_rank)
+    tp_rank = np.array(sources)
+    first_head = tp_rank * remote.total_num_kv_heads // theirs.tp_size
     remote_head = np.array(heads) - first_head
 
     head = np.arange(len(heads))
-    local_page, in_page = np.divmod(token[:, None], local.block_size)
-    source = cp_rank[:, None] * remote.tp_size + tp_rank
-    columns = []
-    for strides in together:
-        at_page, local_unit = (
-            _received_units(local, remote, token[:, None], head)
-            if received
-            else (local_page, _units_of(strides[3:6], in_page, head))
-        )
-        remote_unit = _units_of(strides[:3], remote_token[:, None], remote_head)
-        length = np.int64(strides.length)
-        columns.append((source, remote_page[:, None], remote_unit, at_page, local_unit, length))
-    shape = source.shape
+    source = tokens.remote_cp_rank[:, None] * theirs.tp_size + tp_rank
+    remote_unit = _units_of(strides[:, :3], tokens.remote_token, remote_head)
+    if received:
+        of_rank = np.arange(len(tokens.local_page))[:, None]
+        local_page, local_unit = _received_units(local, remote, of_rank, head)
+    else:
+        local_page = tokens.local_page[:, None]
+        local_unit = _units_of(strides[:, 3:6], tokens.local_token, head)
+    length = strides[:, 6, None, None]
+    columns = (source, tokens.remote_page[:, None], remote_unit, local_page, local_unit, length)
     return _merged(
-        UnitRuns(
-            *(
-                np.concatenate([np.broadcast_to(each, shape).ravel() for each in column])
-                for column in zip(*columns)
-            )
-        )
+        UnitRuns(*(np.broadcast_to(column, remote_unit.shape).ravel() for column in columns))
     )
 
 
-def _units_of(strides: tuple[int, int, int], token: np.ndarray, head: np.ndarray) -> np.ndarray:
-    """The unit at which each head of each token begins in a page."""
-    begin, token_stride, head_stride = strides
-    return begin + token * token_stride + head * head_stride
+def tokens_of_group(
+    local: CacheDescription, remote: CacheDescription, cp_rank: int
+) -> TokensOfGroup:
+    """The tokens of a group that a local context-parallel rank holds, in order, and where they are."""
+    tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
+    token = np.arange(tokens_per_group // local.cp_world_size)
+    local_page, local_token = np.divmod(token, local.block_size)
+    chunk, in_chunk = np.divmod(token, local.cp_interleave)
+    position = (chunk * local.cp_world_size + cp_rank) * local.cp_interleave + in_chunk
+    chunk, in_chunk = np.divmod(position, remote.cp_interleave)
+    chunk, remote_cp_rank = np.divmod(chunk, remote.cp_world_size)
+    remote_page, remote_token = np.divmod(
+        chunk * remote.cp_interleave + in_chunk, remote.block_size
+    )
+    return TokensOfGroup(local_page, local_token, remote_cp_rank, remote_page, remote_token)
+
+
+def _units_of(strides: np.ndarray, token: np.ndarray, head: np.ndarray) -> np.ndarray:
+    """int64[s, tokens, heads]: the unit at which each head of each token begins in a page."""
+    begin, token_stride, head_stride = strides.T[:, :, None, None]
+    return begin + token[:, None] * token_stride + head * head_stride
 
 
 def _received_units(
@@ -202,22 +312,6 @@ def _received_units(
     else:
         unit = (block * len(head) + head) * remote.block_size + in_block
     return np.divmod(unit, local.block_size * len(head))
-
-
-def _source_of_head(
-    local: CacheDescription, remote: CacheDescription, at: Coordinates, head: int
-) -> int:
-    """The remote tensor-parallel rank that a head is read from.
-
-    Readers of the head are the local ranks that hold it and whose layers lie in the same remote
-    pipeline stage, as `KVTopology` counts them, times the context-parallel ranks.
-    """
-    holders = ranks_of_head(local.total_num_kv_heads, local.tp_size, head)
-    stages = max(1, local.pp_size // remote.pp_size)
-    reader = holders.index(at.tp_rank) * local.cp_world_size + at.cp_rank
-    reader = reader * stages + at.pp_rank % stages
-    num_readers = len(holders) * local.cp_world_size * stages
-    return replica_for(head, remote.total_num_kv_heads, remote.tp_size, reader, num_readers)
 
 
 def _merged(runs: UnitRuns) -> UnitRuns:
@@ -241,6 +335,14 @@ def _merged(runs: UnitRuns) -> UnitRuns:
     return merged._replace(length=np.add.reduceat(runs.length, first))
 
 
+def _by_source(runs: UnitRuns, tp_size: int) -> Iterator[tuple[int, int, list[UnitPattern]]]:
+    """(cp_rank, tp_rank, patterns) of each source."""
+    first_of_source = np.flatnonzero(np.diff(runs.source, prepend=-1))
+    for first, last in zip(first_of_source, [*first_of_source[1:], len(runs.source)]):
+        of_source = UnitRuns(*(column[first:last] for column in runs))
+        yield *divmod(int(runs.source[first]), tp_size), _unit_patterns(of_source)
+
+
 def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
     """The runs of one source, factored: page pairs with the same offsets share one pattern."""
     pair = runs.local_page * (int(runs.remote_page.max()) + 1) + runs.remote_page
@@ -260,50 +362,25 @@ def _unit_patterns(runs: UnitRuns) -> list[UnitPattern]:
     ]
 
 
-def _descriptors(
-    local: CacheDescription, remote: CacheDescription, pp_rank: int, unit_bytes: np.ndarray
-) -> dict[int, tuple[np.ndarray, np.ndarray]]:
-    """By remote pipeline rank, the layers that both it and the local rank hold, K and V each.
-
-    int64[n, 4]: where they begin, as in `Pattern.layers`; int64[n]: the bytes of a unit. K or V whose
-    unit has no bytes is left out.
-    """
-    layer = np.arange(local.layers_per_rank) + pp_rank * local.layers_per_rank
-    owner, in_owner = np.divmod(layer, remote.layers_per_rank)
-    columns = [
-        array[layers]
-        for placed, layers in (
-            (remote.placement, in_owner),
-            (local.placement, layer % local.layers_per_rank),
-        )
-        for array in (placed.regions, placed.kv_offsets)
-    ]
-    chosen = np.flatnonzero(unit_bytes)
-    table = np.stack(columns, axis=2)[:, chosen]  # [layers, p, 4]
-    found = {}
-    for rank in range(int(owner[0]), int(owner[-1]) + 1):
-        of_rank = table[owner == rank]
-        found[rank] = of_rank.reshape(-1, 4), np.tile(unit_bytes[chosen], len(of_rank))
-    return found
-
-
 def _in_bytes(
-    local: CacheDescription,
-    remote: CacheDescription,
-    source: int,
-    unit_pattern: UnitPattern,
-    together: list[Strides],
-    descriptors: tuple[np.ndarray, np.ndarray],
+    sides: Sides, source: int, unit_pattern: UnitPattern, group: UnitGroup
 ) -> list[Pattern]:
     """Converts units to bytes and repeats them for all layers, K and V. Contiguous layers are merged."""
-    layers, unit_bytes = descriptors
-    length = sum(strides.length for strides in together)
-    whole = local.block_size * local.heads_per_rank * length
-    if unit_pattern.length == whole == remote.block_size * remote.heads_per_rank * length:
-        layers, sizes = _merged_layers(layers, whole * unit_bytes)
-        unit_bytes = sizes // whole  # merged layers have wider units
+    layers, unit_bytes = group.layers, group.unit_bytes
+    length = int(group.strides[:, 6].sum())
+    mine, theirs = (
+        cache.block_size * stage.heads_per_rank * length
+        for cache, stage in ((sides.local, sides.mine), (sides.remote, sides.theirs))
+    )
+    if unit_pattern.length == mine == theirs:
+        layers, sizes = _merged_layers(layers, mine * unit_bytes)
+        unit_bytes = sizes // mine  # merged layers have wider units
     kinds = np.stack(
-        [unit_bytes, remote.region_strides[layers[:, 0]], local.region_strides[layers[:, 2]]],
+        [
+            unit_bytes,
+            sides.theirs.region_strides[layers[:, 0]],
+            sides.mine.region_strides[layers[:, 2]],
+        ],
         axis=1,
     )
     patterns = []

@@ -23,11 +23,19 @@ from kvcache.transfer.plan.fragments import (
     page_ids,
     remote_page_ids,
 )
-from kvcache.transfer.plan.patterns import find_patterns
+from kvcache.transfer.plan.patterns import find_patterns, shared_stages
 
 _MOST_HEADS = 1 << 22  # heads of all tokens in a group; planning looks at each once
 # Fields that must be equal in both engines. The first difference is reported.
-_SAME = ("is_mla", "num_layers", "total_num_kv_heads", "head_size", "v_head_size", "dtype")
+_SAME = (
+    "is_mla",
+    "num_layers",
+    "total_num_kv_heads",
+    "head_size",
+    "v_head_size",
+    "dtype",
+    "scale_bytes_per_head",
+)
 
 
 class ReceivePermutation(NamedTuple):
@@ -154,16 +162,16 @@ class TransferPlan:
                 f"{self.local.tokens_per_page} tokens of a local page"
             )
         wanted = (first_token, num_tokens)
-        mine = _pages_with(self.local, self.local_rank, wanted, self.local_pages_per_group)
+        cp_rank = self.local.coordinates(self.local_rank).cp_rank
+        mine = pages_with(self.local, cp_rank, wanted, self.local_pages_per_group)
         # The permutation needs all local pages that a remote page fills.
         permutes = self.permutation is not None and bool(mine.all())
 
         def kept(patterns: tuple[Pattern, ...]) -> tuple[Pattern, ...]:
             found = []
             for pattern in patterns:
-                theirs = _pages_with(
-                    self.remote, pattern.remote_rank, wanted, self.remote_pages_per_group
-                )
+                cp_rank = self.remote.coordinates(pattern.remote_rank).cp_rank
+                theirs = pages_with(self.remote, cp_rank, wanted, self.remote_pages_per_group)
                 has_tokens = mine[pattern.runs[:, 2]] & theirs[pattern.runs[:, 0]]
                 if has_tokens.any():
                     found.append(replace(pattern, runs=pattern.runs[has_tokens]))
@@ -206,9 +214,9 @@ def plan_transfer(
     fewer fragments, pages arrive in the remote order of heads and tokens and are then permuted by
     `permute_received_blocks`; else every fragment goes to its final position.
 
-    ValueError where `is_mla`, layers, heads, head sizes or dtype differ, for block sizes whose least
-    common multiple is millions of tokens, and for a rank out of range. The plan depends only on the
-    arguments, and the time does not depend on the number of blocks.
+    ValueError where `is_mla`, layers, heads, head sizes, dtype or scales differ, for block sizes whose
+    least common multiple is millions of tokens, and for a rank out of range. The plan depends only on
+    the arguments, and the time does not depend on the number of blocks.
 
     >>> from kvcache.layouts import backend
     >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=8, head_size=64,
@@ -220,21 +228,11 @@ def plan_transfer(
     >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
     64
     """
-    for name, description in (("local", local), ("remote", remote)):
-        if not isinstance(description, CacheDescription):
-            raise TypeError(
-                f"{name} is a {type(description).__name__}: expected a CacheDescription"
-            )
+    check_same_content(local, remote)
     integer(local_rank, "local_rank", 0, local.world_size - 1)
-    for name in _SAME:
-        mine, theirs = getattr(local, name), getattr(remote, name)
-        if mine != theirs:
-            raise ValueError(
-                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
-                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
-            )
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)
-    if tokens_per_group * local.heads_per_rank > _MOST_HEADS:
+    heads_per_rank = local.stage_of(local_rank).heads_per_rank
+    if tokens_per_group * heads_per_rank > _MOST_HEADS:
         raise ValueError(
             f"local block_size is {local.block_size} (engine {local.engine_id!r}, "
             f"{local.tokens_per_page} tokens over its ranks), remote block_size is "
@@ -243,7 +241,7 @@ def plan_transfer(
         )
     exact = find_patterns(local, remote, local_rank, received=False)
     patterns, permutation = exact, None
-    if allow_permutation and _permutable(local, remote):
+    if allow_permutation and _permutable(local, remote, local_rank):
         received = find_patterns(local, remote, local_rank, received=True)
         if _num_fragments(received) < _num_fragments(exact):
             patterns = received
@@ -261,7 +259,41 @@ def plan_transfer(
     )
 
 
-def _permutable(local: CacheDescription, remote: CacheDescription) -> bool:
+def check_same_content(local: CacheDescription, remote: CacheDescription) -> None:
+    """TypeError or ValueError unless both engines hold the same of a token."""
+    for name, description in (("local", local), ("remote", remote)):
+        if not isinstance(description, CacheDescription):
+            raise TypeError(
+                f"{name} is a {type(description).__name__}: expected a CacheDescription"
+            )
+    for name in _SAME:
+        mine, theirs = getattr(local, name), getattr(remote, name)
+        if mine != theirs:
+            raise ValueError(
+                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
+                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+            )
+    _check_scales(local, remote)
+
+
+def _check_scales(local: CacheDescription, remote: CacheDescription) -> None:
+    """ValueError where fp8 values of the two engines have different scales."""
+    shape = (local.num_layers, local.total_num_kv_heads)
+    for name in ("k_scale", "v_scale"):
+        mine, theirs = (
+            np.broadcast_to(1.0 if scale is None else np.array(scale), shape)
+            for scale in (getattr(local, name), getattr(remote, name))
+        )
+        if len(differing := np.argwhere(mine != theirs)):
+            layer, head = differing[0]
+            raise ValueError(
+                f"local {name} of layer {layer}, head {head} is {mine[layer, head]} (engine "
+                f"{local.engine_id!r}), remote {name} is {theirs[layer, head]} (engine "
+                f"{remote.engine_id!r}): expected the same"
+            )
+
+
+def _permutable(local: CacheDescription, remote: CacheDescription, local_rank: int) -> bool:
     """Whether remote pages can arrive whole: ranks hold the same tokens, one block size divides the
     other."""
     same_tokens = local.cp_world_size == remote.cp_world_size and (
@@ -270,26 +302,29 @@ def _permutable(local: CacheDescription, remote: CacheDescription) -> bool:
     large = max(local.block_size, remote.block_size)
     divides = large % local.block_size == 0 and large % remote.block_size == 0
     differs = local.block_size != remote.block_size or local.layout != remote.layout
-    contiguous = local.placement.is_contiguous and remote.placement.is_contiguous
-    return same_tokens and divides and differs and contiguous and local.heads_per_rank > 1
+    mine = local.stage_of(local_rank)
+    contiguous = mine.placement.is_contiguous and all(
+        remote.stage_caches[pp_rank].placement.is_contiguous
+        for pp_rank in shared_stages(remote, mine.layers)
+    )
+    return same_tokens and divides and differs and contiguous and mine.heads_per_rank > 1
 
 
 def _num_fragments(patterns: tuple[Pattern, ...]) -> int:
     return sum(pattern.num_fragments for pattern in patterns)
 
 
-def _pages_with(
-    cache: CacheDescription, rank: int, tokens: tuple[int, int], num_pages: int
+def pages_with(
+    cache: CacheDescription, cp_rank: int, tokens: tuple[int, int], num_pages: int
 ) -> np.ndarray:
     """bool[num_pages]: which of a rank's pages of a group hold any of the tokens [first, last)."""
-    first, last = (_tokens_on_rank(cache, rank, token) for token in tokens)
+    first, last = (_tokens_on_rank(cache, cp_rank, token) for token in tokens)
     begin = np.arange(num_pages) * cache.block_size
     return (begin < last) & (begin + cache.block_size > first) & (first < last)
 
 
-def _tokens_on_rank(cache: CacheDescription, rank: int, num_tokens: int) -> int:
-    """How many of a request's first `num_tokens` tokens a rank holds."""
+def _tokens_on_rank(cache: CacheDescription, cp_rank: int, num_tokens: int) -> int:
+    """How many of a request's first `num_tokens` tokens a context-parallel rank holds."""
     chunk = cache.cp_interleave
     whole, rest = divmod(num_tokens, chunk * cache.cp_world_size)
-    before = cache.coordinates(rank).cp_rank * chunk
-    return whole * chunk + min(max(rest - before, 0), chunk)
+    return whole * chunk + min(max(rest - cp_rank * chunk, 0), chunk)

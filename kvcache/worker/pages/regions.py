@@ -53,6 +53,38 @@ def regions_of(tensor: torch.Tensor, block_dim: int, name: str) -> list[Region]:
     return [(tensor.data_ptr() + int(at) * item, step, size * item) for at in offsets]
 
 
+def matched_regions(
+    source: torch.Tensor, destination: torch.Tensor, block_dim: int, name: str
+) -> tuple[list[Region], list[Region]]:
+    """The regions of two tensors of one shape but for blocks, fragment by fragment the same elements.
+
+    Fragments are as long as elements are contiguous on both sides. ValueError where that makes too many.
+    """
+    both = (source, destination)
+    item = source.element_size()
+    block_dim %= source.ndim
+    if source.numel() == 0 or destination.numel() == 0:
+        return [], []
+    dims = [d for d in range(source.ndim) if d != block_dim and source.shape[d] > 1]
+    dims.sort(key=lambda d: (destination.stride(d), source.stride(d)))
+    size = 1
+    while dims and all(tensor.stride(dims[0]) == size for tensor in both):
+        size *= source.shape[dims.pop(0)]
+    if math.prod(source.shape[d] for d in dims) > _MAX_FRAGMENTS:
+        raise ValueError(
+            f"{name} has strides {source.stride()} and {destination.stride()}: expected blocks in "
+            f"dimension {block_dim} that share at most {_MAX_FRAGMENTS} fragments"
+        )
+    found = []
+    for tensor in both:
+        offsets = np.zeros(1, np.int64)
+        for d in reversed(dims):
+            offsets = (offsets[:, None] + np.arange(tensor.shape[d]) * tensor.stride(d)).ravel()
+        step = tensor.stride(block_dim) * item if tensor.shape[block_dim] > 1 else size * item
+        found.append([(tensor.data_ptr() + int(at) * item, step, size * item) for at in offsets])
+    return found[0], found[1]
+
+
 def check_apart(regions: np.ndarray, layers: Sequence[int], num_blocks: int) -> None:
     """ValueError where two regions share memory. regions: int64[r, 3], as `regions_of` returns them."""
     ends = regions[:, 0] + (num_blocks - 1) * regions[:, 1] + regions[:, 2]

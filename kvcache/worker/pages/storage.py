@@ -8,10 +8,16 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import integer
-from kvcache.layouts import AttentionBackend, Placement, described_backend, place_elements
+from kvcache.checks import dtype_name, integer
+from kvcache.layouts import (
+    AttentionBackend,
+    EngineBackend,
+    Placement,
+    described_backend,
+    place_elements,
+)
 from kvcache.memory_plan import CachePlan
-from kvcache.specs import LayerSpec
+from kvcache.specs import ELEMENT_BYTES, LayerSpec
 from kvcache.worker.pages.pages import Pages, Tensors
 from kvcache.worker.pages.placed import placed_pages, region_starts
 from kvcache.worker.pages.regions import format_of
@@ -22,21 +28,23 @@ class KVStorage:
     """K and V of all layers in pages, as views for attention kernels.
 
     `backend` says how a kernel indexes a layer's cache and in which order its dimensions lie in memory:
-    a name of `kvcache.layouts`, or your own `AttentionBackend`. `layout` is the order in memory of tokens
-    (N), heads (H) and head elements (D) within a block; the views have the same shape for both, but
-    different strides. With `cross_layers` all layers of a page are contiguous, in the backend's order
-    for that. `memory_order` is the resulting order, and `kv_caches[layer]` is the tensor for a kernel:
+    a name of `kvcache.layouts`, your own `AttentionBackend`, or an engine's own backend class
+    (`AttentionBackend.from_engine`). `layout` is the order in memory of tokens (N), heads (H) and head
+    elements (D) within a block; the views have the same shape for both, but different strides. With
+    `cross_layers` all layers of a page are contiguous, in the backend's order for that. `memory_order`
+    is the resulting order, and `kv_caches[layer]` is the tensor for a kernel:
 
     - FLASH_ATTN: [2, num_blocks, block_size, num_kv_heads, head_size];
     - FLASHINFER, TRITON_ATTN, BLOCK_MAJOR: [num_blocks, 2, block_size, num_kv_heads, head_size];
     - MLA: [num_blocks, block_size, head_size + v_head_size], K (the latent) and V (its rotary part,
-      which may be empty) of a token next to each other; one head;
+      which may be counted in K, then V is empty) of a token next to each other; one head;
     - FLASH_ATTN_DIFFKV: [num_blocks, block_size, num_kv_heads, head_size + v_head_size];
     - K and V of unequal head size in a backend with a dimension of both: the pair (K, V), each
       [num_blocks, block_size, num_kv_heads, ...].
 
-    `scale_bytes_per_token` > 0 gives every token room for the scales of your own quantisation
-    (`scale_cache`), which move with its page. For the scales of a layer (fp8) use `set_scales`.
+    `dtype`: a torch.dtype or its name. `scale_bytes_per_token` > 0 gives every token room for the scales
+    of your own quantisation (`scale_cache`), which move with its page. For the scales of a layer (fp8)
+    use `set_scales`.
 
     Memory is not initialised, except block 0, the null block, which is zero: padded table entries, and
     those behind a sliding window, read it. `over` makes the storage of one group over pages that several
@@ -63,9 +71,9 @@ class KVStorage:
         *,
         v_head_size: int | None = None,
         num_layers: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
+        dtype: torch.dtype | str = torch.bfloat16,
         device: torch.device | str = "cpu",
-        backend: str | AttentionBackend = "FLASH_ATTN",
+        backend: str | AttentionBackend | EngineBackend = "FLASH_ATTN",
         layout: str = "NHD",
         cross_layers: bool = False,
         scale_bytes_per_token: int = 0,
@@ -78,10 +86,10 @@ class KVStorage:
         )
         self.memory_order = self.backend.memory_order(layout, cross_layers)
         placed = self._place(num_layers, scale_bytes_per_token)
-        if placed.has_kv_together and (placed.region_bytes % dtype.itemsize).any():
+        if placed.has_kv_together and (placed.region_bytes % self.dtype.itemsize).any():
             raise ValueError(
                 f"scale_bytes_per_token is {scale_bytes_per_token}: expected a block's scales to fill "
-                f"whole elements of {dtype}, whose blocks lie behind them"
+                f"whole elements of {self.dtype}, whose blocks lie behind them"
             )
         starts = region_starts(placed, num_blocks)
         self.pages = placed_pages(placed, num_blocks, starts, device)
@@ -97,8 +105,8 @@ class KVStorage:
         head_size: int,
         *,
         v_head_size: int | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        backend: str | AttentionBackend = "FLASHINFER",
+        dtype: torch.dtype | str = torch.bfloat16,
+        backend: str | AttentionBackend | EngineBackend = "FLASHINFER",
         layout: str = "NHD",
         layers: Sequence[int] | None = None,
         scale_bytes_per_token: int = 0,
@@ -137,7 +145,7 @@ class KVStorage:
                 f"backend is {self.backend.name!r}: expected one that keeps K and V of a block together"
             )
         self.pages = pages
-        num_bytes, item = int(placed.region_bytes[0]), dtype.itemsize
+        num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
         for layer in range(pages.num_layers) if layers is None else layers:
             page = pages.layer(layer)
             if page.shape[1] < num_bytes or page.stride(0) % item or page.data_ptr() % item:
@@ -156,14 +164,14 @@ class KVStorage:
         plan: CachePlan,
         *,
         device: torch.device | str = "cpu",
-        backend: str | AttentionBackend | None = None,
+        backend: str | AttentionBackend | EngineBackend | None = None,
         layout: str = "NHD",
     ) -> list[KVStorage]:
         """One storage per group of the plan, all over the same new `pages`.
 
         Heads, sizes, dtype and scales are those of the group's layers; the i-th layer of a storage is
         `plan.groups[g].layers[i]`. `backend` is that of layers with K and V, by default FLASHINFER; a
-        layer with one head and `v_head_size` 0 is MLA. Of a layer with `state_bytes` a page is one
+        layer with `is_mla`, or with one head and `v_head_size` 0, is MLA. Of a layer with `state_bytes` a page is one
         token: one head, as many elements of `dtype` as the state has, no V, shaped as MLA. Scales of
         fp8 layers are set with `set_scales`.
 
@@ -190,6 +198,7 @@ class KVStorage:
         storages = []
         for (_, layers), shape in zip(groups, shapes):
             has_one_part = shape["num_kv_heads"] == 1 and shape["v_head_size"] == 0
+            has_one_part |= layers[0].is_mla
             seen = "MLA" if has_one_part else "FLASHINFER" if backend is None else backend
             options = {"backend": seen, "layout": layout, "layers": range(len(layers))}
             storages.append(cls.over(pages, **shape, **options))
@@ -200,7 +209,7 @@ class KVStorage:
         cls,
         kv_caches: Sequence[Tensors],
         *,
-        backend: str | AttentionBackend | None = None,
+        backend: str | AttentionBackend | EngineBackend | None = None,
         v_head_size: int | None = None,
     ) -> KVStorage:
         """A storage over an engine's own tensors; one entry per layer, all with the same format.
@@ -265,15 +274,14 @@ class KVStorage:
         num_kv_heads: int,
         head_size: int,
         v_head_size: int | None,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         layout: str,
-        backend: str | AttentionBackend,
+        backend: str | AttentionBackend | EngineBackend,
     ) -> None:
         """Sets the sizes of caches that a backend describes."""
         self._start()
         self.backend = described_backend(backend)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype is {dtype!r}: expected a torch.dtype")
+        dtype = _torch_dtype(dtype)
         head_size = integer(head_size, "head_size", 1)
         self._set_sizes(
             num_blocks,
@@ -378,6 +386,9 @@ class KVStorage:
     ) -> None:
         """Writes key, value [n, num_kv_heads, (v_)head_size] at slots int64[n]; see `ops.write_kv`.
 
+        Tokens and heads may lie in any order in memory: K that was computed in HND order, as
+        [num_kv_heads, n, head_size], is `key.transpose(0, 1)`. Tokens at slot -1 and in the null block
+        (block 0: what slid out of a window, padding) are not written.
         For fp8 storage they may be bfloat16, float16 or float32, and are divided by the scales. value
         is None where V has no elements (MLA without a rotary part).
         """
@@ -388,15 +399,16 @@ class KVStorage:
         ops.write_kv(key, value, cache, self.value_cache(layer), slot_mapping, *scales)
 
     def gather(
-        self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | None = None
+        self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(key, value), [n, num_kv_heads, (v_)head_size], of the tokens at slots int64[n].
 
+        Zeros for tokens at slot -1 and in the null block.
         `dtype`: the dtype of the result, for fp8 storage (values are multiplied by the scales); default
         the storage's.
         """
         shape = (len(slot_mapping), self.num_kv_heads)
-        dtype = dtype or self.dtype
+        dtype = self.dtype if dtype is None else _torch_dtype(dtype)
         key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
         value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
         caches = self.key_cache(layer), self.value_cache(layer)
@@ -412,13 +424,13 @@ class KVStorage:
             ops.write_kv(key[layers], value[layers], *caches, slot_mapping, *scales)
 
     def gather_layers(
-        self, slot_mapping: torch.Tensor, dtype: torch.dtype | None = None
+        self, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `gather`, for all layers: (key, value), [num_layers, n, num_kv_heads, (v_)head_size].
 
         For offloading single tokens. One launch where layers lie at equal distances.
         """
-        dtype = dtype or self.dtype
+        dtype = self.dtype if dtype is None else _torch_dtype(dtype)
         shape = (self.num_layers, len(slot_mapping), self.num_kv_heads)
         key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
         value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
@@ -482,6 +494,13 @@ class KVStorage:
 
     def _checked(self, layer: int) -> int:
         return integer(layer, "layer", most=self.num_layers - 1)
+
+
+def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A dtype as it is, or by its name. TypeError or ValueError."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return getattr(torch, dtype_name(dtype, ELEMENT_BYTES))
 
 
 def _shape_of_group(block_size: int, layers: Sequence[LayerSpec]) -> dict[str, object]:

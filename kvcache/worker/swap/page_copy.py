@@ -160,4 +160,7 @@ def _meet(source: Pages, destination: Pages) -> bool:
     ends = starts + (source.num_blocks - 1) * source.strides + source.sizes
     others = destination.base + destination.offsets
     other_ends = others + (destination.num_blocks - 1) * destination.strides + destination.sizes
-    return bool(((starts[:, None] < other_ends) & (others < ends[:, None])).any())
+    order = np.argsort(others)
+    reach = np.maximum.accumulate(other_ends[order])  # of those that begin so far
+    before = np.searchsorted(others[order], ends) - 1  # the last that begins before the end
+    return bool((reach[before] > starts)[before >= 0].any())

@@ -193,11 +193,26 @@ class BlockTable:
 
         numpy arrays (and CPU tensors) fill the host side, to be uploaded by `commit_slot_mapping`;
         tensors on the device fill the device side at once, by one launch, from the tables there. A
-        row or position out of range raises with nothing written (on a GPU: with KVCACHE_CHECKED=1,
-        else such tokens get -1).
+        row or position out of range is a ValueError with nothing written (on a GPU: a RuntimeError with
+        KVCACHE_CHECKED=1, else such tokens get -1). Entries behind the last token are -1 from the
+        beginning, and only those that an earlier call has filled are written again.
         """
-        given(positions, "positions")
         self._tables.compute_slots(req_indices, positions, query_start_loc, self._group)
+
+    def slots_of(
+        self,
+        req_indices: np.ndarray | torch.Tensor | None = None,
+        positions: np.ndarray | torch.Tensor | None = None,
+        *,
+        query_start_loc: np.ndarray | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Slots of any tokens, int64[n] on the device, in a buffer of their own: to read a context.
+
+        Arguments and errors as of `compute_slot_mapping`, any number of tokens; `slot_mapping` stays as it
+        is. Tokens on the host are looked up in the tables there, tokens on the device in those of the
+        device.
+        """
+        return self._tables.slots_of(req_indices, positions, query_start_loc, self._group)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:
         """Uploads the slot mapping: what lies behind `num_tokens` is -1 on the device too."""
@@ -247,8 +262,3 @@ class BlockTable:
             )
         ids = ids.astype(np.int32).reshape(-1, 1) * np.int32(blocks_per_kv_block)
         return (ids + np.arange(blocks_per_kv_block, dtype=np.int32)).reshape(-1)
-
-
-def given(value: object, name: str) -> None:
-    if value is None:
-        raise TypeError(f"{name} is missing: expected int64[num_tokens]")

@@ -10,6 +10,8 @@ import torch
 
 from kvcache.worker.swap.streams import PolledEvent
 
+_MOST_IN_HUGE_PAGES = 1 << 26  # bytes
+
 
 class HostDeviceBuffer:
     """`.np` and `.cpu`: the host side; `.gpu`: the device side, at an address that never changes.
@@ -23,7 +25,10 @@ class HostDeviceBuffer:
     ) -> None:
         on_cpu = device.type == "cpu"
         # Where nothing is uploaded, nothing needs pinning.
-        self.cpu = torch.zeros(shape, dtype=dtype, pin_memory=pin_memory and not on_cpu)
+        pinned = pin_memory and not on_cpu
+        self.cpu = (
+            torch.zeros(shape, dtype=dtype, pin_memory=True) if pinned else _zeros(shape, dtype)
+        )
         self.np: np.ndarray = self.cpu.numpy()
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
         self._uploaded = PolledEvent() if device.type == "cuda" else None
@@ -60,6 +65,14 @@ class HostDeviceBuffer:
         if self._uploaded is not None:
             self._uploaded.record(torch.cuda.current_stream(self.gpu.device))
             self._pending = True
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in memory that asks for huge pages, as numpy's large arrays do: rows are read all over it.
+    Not where so much memory would hardly be touched."""
+    if math.prod(shape) * dtype.itemsize > _MOST_IN_HUGE_PAGES:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype))
 
 
 def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

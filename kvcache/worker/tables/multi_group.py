@@ -11,7 +11,7 @@ from kvcache.checks import flag, integer
 from kvcache.kinds import make_kind
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
-from kvcache.worker.tables.block_table import BlockTable, given
+from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.table_layout import (
     check_by_keyword,
     checked_candidates,
@@ -293,7 +293,6 @@ class MultiGroupBlockTable:
         Groups of an encoder's tokens are left out: their positions are others. Call `[g]`'s own
         `compute_slot_mapping` and `commit_slot_mapping` where an encoder's output is written.
         """
-        given(positions, "positions")
         self._tables.compute_slots(req_indices, positions, query_start_loc)
 
     def commit_slot_mapping(self, num_tokens: int) -> None:

@@ -18,15 +18,15 @@ from kvcache.worker.tables.table_layout import TableLayout
 
 Ids = Sequence[int] | np.ndarray
 ALL_GROUPS = -1
+SHARED_PLACES = -1
 
 
 class _SlotCall(NamedTuple):
     """The part of the slot mappings that a call for one group, or for all, fills."""
 
+    place: int  # of the group, in the buffer of slots; SHARED_PLACES: all with the same positions
     fields: torch.Tensor  # the op's argument `groups`
     slots: BufferView
-    places: slice  # of these groups, in the buffer of slots
-    num_groups: int
 
 
 class TableSet:
@@ -101,6 +101,7 @@ class TableSet:
         self._identity = torch.arange(num_rows, dtype=torch.int32)
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
+        self._stale = False  # the device lacks changes of rows
         # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
         # buffers, in turns: packing the next step does not wait for the last one's launch.
         capacity = max(shape[0] // 4, 1024)
@@ -118,7 +119,6 @@ class TableSet:
             for at, size, each in zip(offsets, sizes, layouts)
         ]
         self._batch_tokens = 0  # the most that any gather so far has filled
-        self._stale = False  # a device without kernels of ours lacks changes
         self._uncommitted = np.zeros(num_groups, bool)  # groups of which a GPU lacks changes
 
     def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
@@ -127,29 +127,36 @@ class TableSet:
         with_slots = [g for g, each in enumerate(self.layouts) if each.has_slots]
         # The groups that share positions come first: calls for all groups serve these.
         # Behind them those whose columns are written round, each with positions of its own.
-        of_tokens = [g for g in with_slots if not self.layouts[g].is_encoder]
-        shared = [g for g in of_tokens if not self.layouts[g].is_circular]
-        self._circular = [g for g in of_tokens if self.layouts[g].is_circular]
+        self._circular = [g for g in with_slots if self.layouts[g].is_circular]
+        own = [g for g in with_slots if self.layouts[g].is_encoder or self.layouts[g].is_circular]
+        shared = [g for g in with_slots if g not in own]
         encoders = [g for g in with_slots if self.layouts[g].is_encoder]
         groups = shared + self._circular + encoders
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
         self._slots.gpu.fill_(-1)
         every = BufferView(self._slots, 0, (len(shared), n))
-        self._slots_of_tokens = BufferView(self._slots, 0, (len(of_tokens), n))
         self._slot_views = {}
-        places = slice(0, len(shared))
-        self._slot_calls = {ALL_GROUPS: _SlotCall(self.fields(shared), every, places, len(shared))}
+        self._slot_calls = {ALL_GROUPS: _SlotCall(SHARED_PLACES, self.fields(shared), every)}
         for i, g in enumerate(groups):
             view = BufferView(self._slots, i * n, (1, n))
             fields = self._fields[g : g + 1].clone()
-            self._slot_calls[g] = _SlotCall(fields, view, slice(i, i + 1), 1)
+            self._slot_calls[g] = _SlotCall(i, fields, view)
             self._slot_views[g] = BufferView(self._slots, i * n, (n,))
-        # Tokens of the last call, by place in the buffer, as each side has their slots.
-        self._host_tokens = [0] * len(groups)
-        one_memory = self._slots.gpu is self._slots.cpu
-        self._device_tokens = self._host_tokens if one_memory else [0] * len(groups)
-        self._replayed = [False] * len(groups)  # a captured graph may compute them again
+        self._slots_in_one_memory = self._slots.gpu is self._slots.cpu
+        self._host_slots = core.HostSlots(
+            self._arena.np,
+            self.counts,
+            self.num_rows,
+            self._fields[groups].tolist(),
+            len(shared),
+            self._slots.np,
+            n,
+            self._slots_in_one_memory,
+        )
+        self._compute = self._host_slots.compute  # looked up once: a decode step is short
+        self._num_shared = len(shared)
+        self._replayed: set[int] = set()  # places that a captured graph may compute again
 
     def slot_mapping(self, group: int) -> BufferView:
         """[num_slots] of a group; ValueError for a group without slot mapping."""
@@ -159,8 +166,8 @@ class TableSet:
     def num_computed_slots(self, group: int) -> int | None:
         """Tokens whose slots the device has of a group; None where a graph's replay may have changed
         them. ValueError for a group without slot mapping."""
-        at = self._slot_call(group).places.start
-        return None if self._replayed[at] else self._device_tokens[at]
+        at = self._slot_call(group).place
+        return None if at in self._replayed else self._host_slots.num_on_device(at)
 
     # Rows ------------------------------------------------------------------------------------------
 
@@ -176,9 +183,15 @@ class TableSet:
             plan.replace,
             num_blocks,
         )
-        # Slots of the step before are not those of the next.
-        self._host_tokens[:] = self._device_tokens[:] = [0] * len(self._host_tokens)
+        self._host_slots.begin_step()
         self._changed(ALL_GROUPS)
+
+    def begin_step(self) -> None:
+        """A step without changes of its own: those made before go to the device, and slots of the step
+        before are not those of the next."""
+        if self._stale:
+            self.commit_updates()
+        self._host_slots.begin_step()
 
     def append_row(self, group: int, block_ids: Ids, row: int, reset: bool = False) -> None:
         """Adds allocation blocks to a row of one group, which is emptied first where asked."""
@@ -231,9 +244,10 @@ class TableSet:
 
     def commit_updates(self) -> None:
         """Brings the device's tables up to date with every change made here since the last time."""
+        if not self._stale:
+            return
         if not self._on_cuda:
-            if self._stale:
-                self._arena.upload(0, len(self._arena.cpu))
+            self._arena.upload(0, len(self._arena.cpu))
             self._stale = False
             return
         self._updates.reverse()
@@ -247,6 +261,7 @@ class TableSet:
                 updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
+        self._stale = False
         self._native.mark_clean()
         self._uncommitted[:] = False
 
@@ -269,16 +284,13 @@ class TableSet:
 
     def commit_slots(self, num_tokens: int, group: int = ALL_GROUPS) -> None:
         """Uploads slot mappings whole, -1 behind `num_tokens`."""
-        num_tokens = integer(num_tokens, "num_tokens", most=self.num_slots)
         call = self._slot_call(group)
-        view, at = call.slots, call.places
-        if group == ALL_GROUPS:
-            view, at = self._slots_of_tokens, slice(0, len(self._slots_of_tokens.cpu))
         self._slots.before_write()
-        view.np[:, num_tokens:] = -1
-        view.upload(len(view.cpu))
-        left = [min(n, num_tokens) for n in self._host_tokens[at]]
-        self._host_tokens[at] = self._device_tokens[at] = left
+        circular = self._circular if group == ALL_GROUPS else ()
+        for each in (call, *(self._slot_calls[g] for g in circular)):
+            self._host_slots.commit(each.place, num_tokens)
+            if not self._slots_in_one_memory:
+                each.slots.upload(len(each.slots.cpu))
 
     # Slots and batch order -------------------------------------------------------------------------
 
@@ -290,6 +302,17 @@ class TableSet:
         group: int = ALL_GROUPS,
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
+        if self._circular and positions is not None:
+            positions = self._in_places(positions, group)
+            for g in self._circular if group == ALL_GROUPS else ():
+                self.compute_slots(rows, positions, query_start_loc, g)
+        call = self._slot_calls.get(group)
+        if call is not None and type(positions) is np.ndarray:
+            self._slots.before_write()
+            if self._compute(call.place, rows, positions, query_start_loc):
+                return
+        if positions is None:
+            raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
         on_device = any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given)
         if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
@@ -298,46 +321,86 @@ class TableSet:
             self.compute_slots(rows, positions, query_start_loc, group)
             self.commit_slots(len(positions), group)
             return
-        if rows is None:
-            if query_start_loc is None:
-                raise ValueError("neither req_indices nor query_start_loc is given: expected one")
-            num_requests = len(query_start_loc) - 1
-            if not 0 <= num_requests <= self.num_rows:
-                raise ValueError(
-                    f"query_start_loc has {num_requests + 1} entries: "
-                    f"expected 1 to {self.num_rows + 1}"
-                )
-            rows = self.identity(num_requests, on_host=not on_device)
-        for g in self._circular if group == ALL_GROUPS else ():
-            self.compute_slots(rows, positions, query_start_loc, g)
         call = self._slot_call(group)
-        if group != ALL_GROUPS and self.layouts[group].is_circular:
-            # Of a position below 0 the rest is below 0, too, and refused.
-            places = self.layouts[group].num_places
-            is_tensor = isinstance(positions, torch.Tensor)
-            positions = (torch if is_tensor else np).fmod(positions, places)
         if not on_device:
             self._slots.before_write()
+            self._host_slots.compute(call.place, *self._on_host(*given))
+            return
+        self._slots_on_device(call.fields, *given, out=call.slots.gpu)
+        self._host_slots.note_on_device(call.place, len(positions))
+        if torch.cuda.is_current_stream_capturing():
+            places = range(self._num_shared) if group == ALL_GROUPS else [call.place]
+            self._replayed.update(places)
+
+    def slots_of(
+        self,
+        rows: np.ndarray | torch.Tensor | None,
+        positions: np.ndarray | torch.Tensor,
+        query_start_loc: np.ndarray | torch.Tensor | None,
+        group: int,
+    ) -> torch.Tensor:
+        """Slots of one group in memory of their own; see `BlockTable.slots_of`."""
+        if positions is None:
+            raise TypeError("positions is missing: expected int64[num_tokens]")
+        call = self._slot_call(group)
+        given = (rows, self._in_places(positions, group), query_start_loc)
+        if self._on_cuda and any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
+            return self._slots_on_device(call.fields, *given)
+        given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
+        slots = self._host_slots.slots_of(call.place, *self._on_host(*given))
+        return torch.from_numpy(slots).to(self.device)
+
+    def _in_places(
+        self, positions: np.ndarray | torch.Tensor, group: int
+    ) -> np.ndarray | torch.Tensor:
+        """The positions of tokens in a circular group's columns; of other groups they stay as they are."""
+        if group == ALL_GROUPS or not self.layouts[group].is_circular:
+            return positions
+        # Of a position below 0 the rest is not above 0, so that it is refused, too.
+        of = torch if isinstance(positions, torch.Tensor) else np
+        return of.fmod(positions, self.layouts[group].num_places)
+
+    def _on_host(
+        self, rows: object, positions: object, query_start_loc: object
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """The arguments of a slot mapping as the host's takes them."""
+        if rows is None:
+            rows = self._identity_of(query_start_loc, on_host=True)
+        if query_start_loc is not None:
+            query_start_loc = _one_dimensional(query_start_loc, torch.int32, "query_start_loc")
+        return (
+            _one_dimensional(rows, torch.int32, "req_indices"),
+            _one_dimensional(positions, torch.int64, "positions"),
+            query_start_loc,
+        )
+
+    def _slots_on_device(
+        self,
+        fields: torch.Tensor,
+        rows: object,
+        positions: torch.Tensor,
+        query_start_loc: object,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Slots from the device's tables, by one launch, into `out` or memory of their own."""
+        if rows is None:
+            rows = self._identity_of(query_start_loc, on_host=False)
+        if query_start_loc is not None:
+            query_start_loc = _tensor(query_start_loc, torch.int32, "query_start_loc")
+        is_own = out is None
+        if is_own:
+            out = torch.empty((1, len(positions)), dtype=torch.int64, device=self.device)
         ops.slot_mapping(
-            self._arena.gpu if on_device else self._arena.cpu,
-            call.fields,
+            self._arena.gpu,
+            fields,
             self.num_rows,
             _tensor(rows, torch.int32, "req_indices"),
-            None
-            if query_start_loc is None
-            else _tensor(query_start_loc, torch.int32, "query_start_loc"),
+            query_start_loc,
             _tensor(positions, torch.int64, "positions"),
-            self._counts.gpu if on_device else self._counts.cpu,
-            call.slots.gpu if on_device else call.slots.cpu,
+            self._counts.gpu,
+            out,
         )
-        computed = [len(positions)] * call.num_groups
-        if on_device:
-            self._device_tokens[call.places] = computed
-            if torch.cuda.is_current_stream_capturing():
-                self._replayed[call.places] = [True] * call.num_groups
-        else:
-            self._device_tokens[call.places] = [0] * call.num_groups  # until they are committed
-            self._host_tokens[call.places] = computed
+        return out[0] if is_own else out
 
     def gather(
         self,
@@ -416,6 +479,19 @@ class TableSet:
             )
         return (self._identity if on_host else self._device_identity)[:n]
 
+    def _identity_of(
+        self, query_start_loc: Ids | torch.Tensor | None, on_host: bool
+    ) -> torch.Tensor:
+        """Row i for request i, of as many requests as there are starts."""
+        if query_start_loc is None:
+            raise ValueError("neither req_indices nor query_start_loc is given: expected one")
+        num_requests = len(query_start_loc) - 1
+        if not 0 <= num_requests <= self.num_rows:
+            raise ValueError(
+                f"query_start_loc has {num_requests + 1} entries: expected 1 to {self.num_rows + 1}"
+            )
+        return self.identity(num_requests, on_host)
+
     def _slot_call(self, group: int) -> _SlotCall:
         if group not in self._slot_calls:
             raise ValueError(f"group {group} has no slot mapping")
@@ -439,6 +515,14 @@ def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
 def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Tensors as they are; integer arrays and lists as a CPU tensor of the dtype the op takes."""
     return values if isinstance(values, torch.Tensor) else host_tensor(values, dtype, name)
+
+
+def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarray:
+    """Integers of any kind as an array of the dtype that the host's slot mapping takes."""
+    array = host_tensor(values, dtype, name).numpy()
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {list(array.shape)}: expected one dimension")
+    return array
 
 
 def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:

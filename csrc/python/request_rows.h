@@ -1,0 +1,200 @@
+// The requests of a KVCacheManager: which row each has, and the chain that its hashes are in.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/hashing/token_chain.h"
+#include "python/arrays.h"
+
+namespace kvcache {
+
+namespace py = pybind11;
+
+class RequestRows {
+ public:
+  // `rows`: the manager's own dict of request ids to rows. `chain_key`: what its requests are
+  // hashed for.
+  RequestRows(py::dict rows, py::tuple chain_key, int64_t max_encoder_tokens)
+      : rows_(std::move(rows)),
+        chain_key_(std::move(chain_key)),
+        max_encoder_tokens_(max_encoder_tokens) {}
+
+  // Requests that ask for a row: none of them has one.
+  struct Asking {
+    std::vector<py::object> ids;
+    std::vector<std::shared_ptr<TokenChain>> chains;
+  };
+
+  // TypeError for what are no requests; ValueError for one that is admitted already, that is named
+  // twice, or that has more encoder tokens than the manager takes.
+  Asking asking(const py::handle& requests) const {
+    const py::object sequence = sequence_of(requests, "new");
+    const py::ssize_t n = PySequence_Fast_GET_SIZE(sequence.ptr());
+    Asking out;
+    out.ids.reserve(static_cast<size_t>(n));
+    out.chains.reserve(static_cast<size_t>(n));
+    for (py::ssize_t i = 0; i < n; ++i) {
+      // Borrowed anew each time: what is asked of a request is Python, and may change a list.
+      const py::object request = item(sequence, i, n);
+      const auto name = [i] { return "new[" + std::to_string(i) + "]"; };
+      py::object id = attribute(request, id_name(), name);
+      out.chains.push_back(chain_of(request, name));
+      if (row_of(id) != nullptr) {
+        throw py::value_error("request " + repr(id) + " is admitted already");
+      }
+      check_encoder_tokens(*out.chains.back(), id);
+      out.ids.push_back(std::move(id));
+    }
+    if (n > 1) check_once(out.ids);
+    return out;
+  }
+
+  // The rows that those who asked have got; -1: none.
+  void admit(const Asking& asking, const int32_t* rows) {
+    for (size_t i = 0; i < asking.ids.size(); ++i) {
+      if (rows[i] >= 0) rows_[asking.ids[i]] = py::int_(rows[i]);
+    }
+  }
+
+  // Admitted requests of these, each once.
+  struct Leaving {
+    std::vector<py::object> ids;
+    std::vector<int32_t> rows;
+  };
+
+  // TypeError for what are no requests; those that have no row are left out.
+  Leaving leaving(const py::tuple& requests) const {
+    Leaving out;
+    std::optional<py::set> seen;
+    if (requests.size() > 1) seen.emplace();
+    for (const py::handle& request : requests) {
+      py::object id = attribute(request, id_name(), [] { return std::string("request"); });
+      PyObject* row = row_of(id);
+      if (row == nullptr || (seen && !is_first(*seen, id))) continue;
+      out.rows.push_back(static_cast<int32_t>(PyLong_AsLong(row)));
+      out.ids.push_back(std::move(id));
+    }
+    return out;
+  }
+  void forget(const Leaving& leaving) {
+    for (const py::object& id : leaving.ids) {
+      if (PyDict_DelItem(rows_.ptr(), id.ptr()) != 0) throw py::error_already_set();
+    }
+  }
+
+ private:
+  static std::string repr(const py::handle& value) { return short_repr(value); }
+  // Leaked: it must outlive the interpreter.
+  static const py::str& interned(const char* text) {
+    return *new py::str(py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text)));
+  }
+  static const py::str& id_name() {
+    static const py::str& name = interned("request_id");
+    return name;
+  }
+  static const py::str& chain_name() {
+    static const py::str& name = interned("chain");
+    return name;
+  }
+
+  static const py::str& last_name() {
+    static const py::str& name = interned("_last");
+    return name;
+  }
+
+  // A list or tuple as it is, any other iterable as a list.
+  static py::object sequence_of(const py::handle& values, const char* name) {
+    auto out = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
+    if (out) return out;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    PyErr_Clear();
+    throw py::type_error(std::string(name) + " is " + repr(values) +
+                         ": expected a sequence of requests");
+  }
+
+  static py::object item(const py::object& sequence, py::ssize_t i, py::ssize_t n) {
+    if (PySequence_Fast_GET_SIZE(sequence.ptr()) != n) {
+      throw py::value_error("new was changed while it was read: expected it to stay as it is");
+    }
+    return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(sequence.ptr(), i));
+  }
+
+  [[noreturn]] static void fail_no_request(const py::handle& request, const std::string& name) {
+    throw py::type_error(name + " is " + repr(request) + ": expected a Request");
+  }
+
+  // `name()` says which argument the request is.
+  template <class Name>
+  static py::object attribute(const py::handle& request, const py::str& attribute,
+                              const Name& name) {
+    auto out = py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), attribute.ptr()));
+    if (out) return out;
+    const py::error_already_set error;  // takes it
+    if (!error.matches(PyExc_AttributeError)) throw error;
+    fail_no_request(request, name());
+  }
+
+  // `name()` says which argument the request is.
+  template <class Name>
+  std::shared_ptr<TokenChain> chain_of(const py::handle& request, const Name& name) const {
+    // The chain that was asked for last, without calling Python.
+    const auto last =
+        py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), last_name().ptr()));
+    if (!last) {
+      PyErr_Clear();
+    } else if (PyTuple_Check(last.ptr()) && PyTuple_GET_SIZE(last.ptr()) == 2 &&
+               PyTuple_GET_ITEM(last.ptr(), 0) == chain_key_.ptr()) {
+      return py::cast<std::shared_ptr<TokenChain>>(PyTuple_GET_ITEM(last.ptr(), 1));
+    }
+    PyObject* arguments[] = {request.ptr(), chain_key_.ptr()};
+    const auto chain = py::reinterpret_steal<py::object>(
+        PyObject_VectorcallMethod(chain_name().ptr(), arguments, 2, nullptr));
+    if (chain) return py::cast<std::shared_ptr<TokenChain>>(chain);
+    const py::error_already_set error;  // takes it
+    if (PyObject_HasAttr(request.ptr(), chain_name().ptr())) throw error;
+    fail_no_request(request, name());
+  }
+
+  // Borrowed; null where it has none.
+  PyObject* row_of(const py::object& id) const {
+    PyObject* row = PyDict_GetItemWithError(rows_.ptr(), id.ptr());
+    if (row != nullptr || !PyErr_Occurred()) return row;
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    PyErr_Clear();
+    throw py::type_error("request_id is " + repr(id) + ": expected a string");
+  }
+
+  void check_encoder_tokens(const TokenChain& chain, const py::object& id) const {
+    if (chain.num_encoder_tokens() <= max_encoder_tokens_) return;
+    throw py::value_error("num_encoder_tokens of request " + repr(id) + " is " +
+                          std::to_string(chain.num_encoder_tokens()) +
+                          ": expected at most max_encoder_tokens, which is " +
+                          std::to_string(max_encoder_tokens_));
+  }
+
+  static void check_once(const std::vector<py::object>& ids) {
+    const py::set seen;
+    for (const py::object& id : ids) {
+      if (!is_first(seen, id)) throw py::value_error("new names request " + repr(id) + " twice");
+    }
+  }
+
+  static bool is_first(const py::set& seen, const py::object& id) {
+    const py::ssize_t before = PySet_GET_SIZE(seen.ptr());
+    if (PySet_Add(seen.ptr(), id.ptr()) != 0) throw py::error_already_set();
+    return PySet_GET_SIZE(seen.ptr()) > before;
+  }
+
+  py::dict rows_;
+  py::tuple chain_key_;
+  int64_t max_encoder_tokens_;
+};
+
+}  // namespace kvcache

@@ -1,0 +1,56 @@
+#include "core/manager/checkpoints.h"
+
+#include "core/groups/recurrent_state.h"
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+
+namespace {
+
+// Attention in blocks of 2,048 tokens, states in blocks of 512, hits at multiples of 16.
+std::vector<CacheGroup> hybrid_groups() {
+  return {group_of(std::make_shared<FullAttention>(), 2048, 0, 16),
+          group_of(std::make_shared<RecurrentState>(), 512, 1, 16)};
+}
+
+int64_t to_next(const Checkpoints::Prompt& prompt, int64_t num_tokens) {
+  return Checkpoints(hybrid_groups(), /*unit=*/16).num_tokens_to_next(prompt, num_tokens);
+}
+
+TEST(a_step_ends_at_the_last_boundary_that_it_reaches) {
+  CHECK_EQ(to_next({0, 1200, 0, true}, 700), 512);
+  CHECK_EQ(to_next({512, 1200, 0, true}, 600), 512);
+  CHECK_EQ(to_next({512, 5000, 0, true}, 2048), 2048);
+  CHECK_EQ(to_next({0, 1200, 0, true}, 100), 100);  // it reaches none
+}
+
+TEST(the_last_step_of_a_prompt_ends_where_an_equal_prompt_can_hit) {
+  CHECK_EQ(to_next({1024, 1200, 0, true}, 700), 160);  // at 1,184
+  CHECK_EQ(to_next({1184, 1200, 0, true}, 700), 16);
+  CHECK_EQ(to_next({0, 1024, 0, true}, 1024), 1024);  // a longer prompt can
+  CHECK_EQ(to_next({0, 9, 0, true}, 9), 9);
+}
+
+TEST(the_end_of_what_is_shared_comes_first) {
+  CHECK_EQ(to_next({0, 3000, 1088, true}, 3000), 1088);
+  CHECK_EQ(to_next({0, 3000, 1088, true}, 1000), 512);
+  CHECK_EQ(to_next({1088, 3000, 1088, true}, 1000), 960);
+}
+
+TEST(steps_that_keep_no_states_take_all) {
+  CHECK_EQ(to_next({0, 1200, 0, false}, 700), 700);
+  CHECK_EQ(to_next({0, 1200, 0, false}, 7000), 1200);
+  CHECK_EQ(Checkpoints(full_groups(16), 16).num_tokens_to_next({0, 1200, 0, true}, 700), 700);
+}
+
+TEST(boundaries_are_those_of_all_states_at_which_hits_can_end) {
+  const std::vector<CacheGroup> groups = {group_of(std::make_shared<RecurrentState>(), 48, 0),
+                                          group_of(std::make_shared<RecurrentState>(), 64, 1)};
+  CHECK_EQ(Checkpoints(groups, 192).num_tokens_to_next({0, 1000, 0, true}, 500), 384);
+}
+
+}  // namespace
+
+TEST_MAIN()

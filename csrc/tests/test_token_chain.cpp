@@ -1,0 +1,130 @@
+#include "core/hashing/token_chain.h"
+
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "core/hashing/xxh3.h"
+#include "tests/check.h"
+#include "tests/core_fixtures.h"
+
+using namespace kvcache;
+using namespace kvcache::test;
+
+namespace {
+
+// What an engine has computed so far; `num_read` counts how many hashes were asked for.
+struct Given : GivenHashes {
+  std::vector<Hash> hashes;
+  mutable int64_t num_read = 0;
+  void read(int64_t first, int64_t stop, Hash* out) const override {
+    if (stop > static_cast<int64_t>(hashes.size())) throw std::invalid_argument("too few");
+    std::copy(hashes.begin() + first, hashes.begin() + stop, out);
+    num_read += stop - first;
+  }
+};
+
+struct Fixture {
+  std::shared_ptr<TokenIds> tokens = std::make_shared<TokenIds>();
+  std::shared_ptr<Given> given = std::make_shared<Given>();
+  TokenChain chain;
+
+  explicit Fixture(int64_t num_tokens, bool is_given = false,
+                   HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor)
+      : chain(tokens, 4, hash_of(0), ExtraKeys(), true, true, 0,
+              HashScheme{algorithm, is_given ? given : nullptr}) {
+    append(num_tokens);
+  }
+  void append(int64_t n) {
+    std::vector<int32_t> ids(static_cast<size_t>(n));
+    std::iota(ids.begin(), ids.end(), static_cast<int32_t>(tokens->size()));
+    tokens->append(ids.data(), n);
+  }
+};
+
+std::string hex(const uint8_t* bytes, size_t n) {
+  std::string out;
+  for (size_t i = 0; i < n; ++i) {
+    out += "0123456789abcdef"[bytes[i] >> 4];
+    out += "0123456789abcdef"[bytes[i] & 15];
+  }
+  return out;
+}
+
+TEST(xxh3_has_its_known_answers) {
+  const auto digest = [](size_t n) {
+    std::vector<uint8_t> data(n);
+    for (size_t i = 0; i < n; ++i) data[i] = static_cast<uint8_t>((i * i + 7 * i) % 251);
+    uint8_t out[16];
+    xxh3_128(data.data(), n, out);
+    return hex(out, sizeof(out));
+  };
+  CHECK_EQ(digest(0), "99aa06d3014798d86001c324468d497f");
+  CHECK_EQ(digest(3), "381b806921e6d9abf4f33fa3678ce51e");
+  CHECK_EQ(digest(8), "6fff8d190f215342dde7ac32c0b383a6");
+  CHECK_EQ(digest(16), "fd95fda588959aa50ea39815dfd49e7b");
+  CHECK_EQ(digest(128), "9f9353a4370686f52a5f33369e43a345");
+  CHECK_EQ(digest(240), "32d4b7037ab8e67e0495bcc2cb65aa1b");
+  CHECK_EQ(digest(241), "241dc6b58aba121b905dd607eda3dae7");
+  CHECK_EQ(digest(1025), "3ea290fd99ff2468d065a708d7cab970");
+  CHECK_EQ(digest(5000), "50f9578bb2cdb83e6cce044fb9d3e753");
+}
+
+TEST(short_digests_are_followed_by_zeros) {
+  Fixture f(9, /*is_given=*/false, HashAlgorithm::kXxh3Cbor);
+  for (const Hash& hash : f.chain.hashes()) {
+    for (size_t i = 16; i < 32; ++i) CHECK_EQ(int{hash.bytes[i]}, 0);
+  }
+  CHECK_EQ(f.chain.known_hashes().size(), 2);
+  CHECK_EQ(digest_bytes(HashAlgorithm::kXxh3Cbor), 16);
+  CHECK_EQ(digest_bytes(hash_algorithm_of("sha256_cbor")), 32);
+  CHECK_THROWS(hash_algorithm_of("md5"), "expected one of sha256_cbor, xxh3_128_cbor");
+}
+
+TEST(given_hashes_are_read_once_each) {
+  Fixture f(10, /*is_given=*/true);
+  f.given->hashes = hashes_from(50, 2);
+  CHECK(f.chain.is_given());
+  CHECK(f.chain.hashes() == hashes_from(50, 2));
+  f.chain.hashes();
+  f.append(7);  // 17 tokens, 4 blocks
+  CHECK(f.chain.has_unhashed_blocks());
+  CHECK_THROWS(f.chain.hashes(), "too few");
+  CHECK(f.chain.known_hashes() == hashes_from(50, 2));
+  f.given->hashes = hashes_from(50, 5);  // one ahead
+  CHECK(f.chain.hashes() == hashes_from(50, 4));
+  CHECK_EQ(f.given->num_read, 4);
+  f.chain.take_back(5);
+  CHECK(f.chain.known_hashes() == hashes_from(50, 3));
+}
+
+TEST(chains_with_other_given_hashes_do_not_begin_alike) {
+  Fixture a(10, /*is_given=*/true), b(10, /*is_given=*/true);
+  a.given->hashes = hashes_from(50, 2);
+  b.given->hashes = {hash_of(50), hash_of(99)};
+  a.chain.hashes();
+  b.chain.hashes();
+  CHECK(b.chain.begins_like(a.chain, 7));
+  CHECK(!b.chain.begins_like(a.chain, 8));
+}
+
+TEST(hashes_differ_by_every_byte) {
+  for (size_t i = 0; i < sizeof(Hash); ++i) {
+    Hash a{}, b{};
+    b.bytes[i] = 1;
+    CHECK(a.word() != b.word() && a.tag() != b.tag());
+  }
+}
+
+TEST(ids_below_0_need_a_chain_that_takes_them) {
+  const int32_t ids[] = {3, -1};
+  TokenIds plain, placeholders(/*takes_placeholders=*/true);
+  CHECK_THROWS(plain.append(ids, 2), "token_ids[1] is -1: expected 0 to 2147483647");
+  CHECK_EQ(plain.size(), 0);
+  placeholders.append(ids, 2);
+  CHECK_EQ(placeholders.size(), 2);
+}
+
+}  // namespace
+
+TEST_MAIN()

@@ -1,0 +1,80 @@
+// The host side of a worker's slot mappings: which slot each token of a step has, for all groups or
+// one. Plain C++; the caller owns the memory.
+//
+// Invariant: behind the first filled_[place] entries of a group all are -1, unless the caller has
+// written there.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "worker/table_view.h"
+
+namespace kvcache {
+
+class HostSlots {
+ public:
+  // `groups`: the groups with slots, in the order of their places. The first `num_shared` of them
+  // have the same positions: calls for all groups serve these. `tables`: the arena of all tables.
+  // `counts`: [any, num_rows] entries per row. `slots`: [groups, num_slots], all -1, int64 if
+  // `wide`, else int32. `one_memory`: the device reads these slots, not a copy.
+  HostSlots(const int32_t* tables, const int32_t* counts, int64_t num_rows,
+            std::vector<TableGroupView> groups, int64_t num_shared, void* slots, int64_t num_slots,
+            bool wide, bool one_memory);
+
+  static constexpr int64_t kShared = -1;  // instead of a place: all groups with shared positions
+
+  int64_t num_slots() const { return num_slots_; }
+  // Whether these bytes lie in the slots.
+  bool overlaps(const void* values, int64_t num_bytes) const;
+
+  // Slots of tokens at these positions, -1 behind them. `rows`: per token, or per request with
+  // `query_start` [num_rows_given + 1]. What is wrong, where a token cannot be served; nothing is
+  // written then.
+  std::optional<std::string> compute(int64_t place, const int32_t* rows, int64_t num_rows_given,
+                                     const int32_t* query_start, const int64_t* positions,
+                                     int64_t num_tokens);
+  // The same for any number of tokens of one group, into int64[num_tokens] of the caller; nothing
+  // is noted.
+  std::optional<std::string> compute_into(int64_t place, const int32_t* rows,
+                                          int64_t num_rows_given, const int32_t* query_start,
+                                          const int64_t* positions, int64_t num_tokens,
+                                          int64_t* out) const;
+  // The device has the slots of the first num_tokens tokens at most; what lies behind is -1.
+  void commit(int64_t place, int64_t num_tokens);
+  // The device has computed slots of its own.
+  void note_on_device(int64_t place, int64_t num_tokens);
+  // Slots of the step before are not those of the next.
+  void begin_step();
+  // Tokens whose slots the device has.
+  int64_t num_on_device(int64_t place) const { return on_device_[static_cast<size_t>(place)]; }
+
+ private:
+  struct Places {
+    int64_t first, last;
+  };
+  Places places_of(int64_t place) const {
+    return place == kShared ? Places{0, num_shared_} : Places{place, place + 1};
+  }
+  // All of a call but where the slots go.
+  SlotMapping call_of(Places places, const int32_t* rows, int64_t num_rows_given,
+                      const int32_t* query_start, const int64_t* positions,
+                      int64_t num_tokens) const;
+  void fill(int64_t place, int64_t begin, int64_t end);
+
+  const int32_t* tables_;
+  const int32_t* counts_;
+  int64_t num_rows_;
+  std::vector<TableGroupView> groups_;
+  int64_t num_shared_;
+  char* slots_;
+  int64_t num_slots_;
+  bool wide_, one_memory_;
+  std::vector<int64_t> filled_;     // by place
+  std::vector<int64_t> on_host_;    // by place: tokens of the last call
+  std::vector<int64_t> on_device_;  // by place
+};
+
+}  // namespace kvcache

@@ -1,0 +1,360 @@
+#include "worker/map_slots.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && defined(__linux__)
+#define KV_X86
+#include <immintrin.h>
+#endif
+
+namespace kvcache {
+namespace {
+
+// Compiles a function twice, with and without AVX2; the loader chooses by the processor.
+#ifdef KV_X86
+#define KV_VECTOR_CLONES __attribute__((target_clones("avx2", "default")))
+#else
+#define KV_VECTOR_CLONES
+#endif
+
+bool has_avx2() {
+#ifdef KV_X86
+  static const bool has = __builtin_cpu_supports("avx2");
+  return has;
+#else
+  return false;
+#endif
+}
+
+// Whether any of these tokens cannot be served, whatever its row holds. No early exit, so that the
+// loop is vectorized.
+KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int64_t n,
+                              int32_t num_rows, int64_t num_positions) {
+  int64_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t row = rows[i];
+    const bool outside = positions[i] < 0 || positions[i] >= num_positions;
+    bad |= (row < -1) | (row >= num_rows) | ((row >= 0) & outside);
+  }
+  return bad != 0;
+}
+
+// Tokens in any order -------------------------------------------------------------------------
+
+// The column of each token, and its offset in there. What a dummy request's are is of no matter.
+struct Places {
+  const int32_t* columns;
+  const int32_t* offsets;
+};
+
+// Finds the places of tokens; whether any of them cannot be served, as `any_bad` says it. In one
+// loop, so that both are read once.
+KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
+                                  const int64_t* __restrict positions, int64_t n, int32_t num_rows,
+                                  int64_t num_positions, FastDivisor by_column,
+                                  int32_t* __restrict columns, int32_t* __restrict offsets) {
+  int32_t bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t row = rows[i];
+    const auto wide = static_cast<uint64_t>(positions[i]);
+    const int32_t outside = wide >= static_cast<uint64_t>(num_positions);
+    bad |= (row < -1) | (row >= num_rows) | ((row >= 0) & outside);
+    const auto position = static_cast<uint32_t>(wide);
+    const uint32_t column = by_column.divide(position);
+    columns[i] = static_cast<int32_t>(column);
+    offsets[i] = static_cast<int32_t>(position - column * by_column.divisor);
+  }
+  return bad != 0;
+}
+
+// The places of all groups, made once for groups whose columns stand for as many tokens.
+class PlacesByGroup {
+ public:
+  PlacesByGroup(const SlotMapping& m, const int32_t* rows) {
+    static thread_local std::vector<int32_t> memory;
+    const auto n = static_cast<size_t>(m.num_tokens);
+    memory.resize(2 * n * static_cast<size_t>(m.groups.num_groups));
+    for (int g = 0; g < m.groups.num_groups; ++g) {
+      const FastDivisor& by_column = m.groups.group[g].by_column;
+      int same = 0;
+      while (m.groups.group[same].by_column.divisor != by_column.divisor) ++same;
+      int32_t* columns = memory.data() + 2 * n * static_cast<size_t>(same);
+      places_[g] = {columns, columns + n};
+      if (same != g) continue;
+      any_bad_ = find_places(rows, m.positions, m.num_tokens, m.groups.num_rows,
+                             m.groups.num_positions, by_column, columns, columns + n);
+    }
+  }
+  // Whether any token cannot be served, whatever its row holds.
+  bool any_bad() const { return any_bad_; }
+  const Places& operator[](int g) const { return places_[g]; }
+
+ private:
+  bool any_bad_ = false;
+  Places places_[kMaxGroups];
+};
+
+#ifdef KV_X86
+// Eight tokens at a time; each returns where it stopped. benchmarks/tables.py compares them with an
+// engine's plain loop.
+__attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, const int32_t* rows,
+                                                         const int32_t* columns, int64_t n,
+                                                         bool* found) {
+  const __m256i none = _mm256_set1_epi32(-1);
+  __m256i behind = _mm256_setzero_si256();
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i));
+    const __m256i column = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns + i));
+    const __m256i live = _mm256_cmpgt_epi32(row, none);
+    const __m256i count = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), counts, row, live, 4);
+    behind = _mm256_or_si256(behind, _mm256_andnot_si256(_mm256_cmpgt_epi32(count, column), live));
+  }
+  *found = _mm256_testz_si256(behind, behind) == 0;
+  return i;
+}
+
+// The slots of four tokens: -1 where `without` is, whatever their offsets are.
+__attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m128i offsets,
+                                                             __m128i without, __m256i block_size) {
+  const __m256i first = _mm256_mul_epi32(_mm256_cvtepi32_epi64(blocks), block_size);
+  const __m256i slot = _mm256_add_epi64(first, _mm256_cvtepi32_epi64(offsets));
+  return _mm256_or_si256(slot, _mm256_cvtepi32_epi64(without));
+}
+
+// The table has fewer than 2^31 entries.
+__attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const TableGroupView& group,
+                                                 const int32_t* rows, const Places& places,
+                                                 int64_t n, int64_t* out) {
+  const __m256i columns = _mm256_set1_epi32(group.num_columns);
+  const __m256i block_size = _mm256_set1_epi64x(group.block_size);
+  const __m256i none = _mm256_set1_epi32(-1);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i));
+    const __m256i column = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(places.columns + i));
+    const __m256i offset = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(places.offsets + i));
+    const __m256i live = _mm256_cmpgt_epi32(row, none);
+    const __m256i at = _mm256_add_epi32(_mm256_mullo_epi32(row, columns), column);
+    // A dummy request reads nothing: like a token whose entry is no block id, it gets no slot.
+    const __m256i block = _mm256_mask_i32gather_epi32(none, table, at, live, 4);
+    const __m256i without = _mm256_srai_epi32(block, 31);
+    auto* place = reinterpret_cast<__m256i*>(out + i);
+    _mm256_storeu_si256(place,
+                        slots_of_four(_mm256_castsi256_si128(block), _mm256_castsi256_si128(offset),
+                                      _mm256_castsi256_si128(without), block_size));
+    _mm256_storeu_si256(place + 1, slots_of_four(_mm256_extracti128_si256(block, 1),
+                                                 _mm256_extracti128_si256(offset, 1),
+                                                 _mm256_extracti128_si256(without, 1), block_size));
+  }
+  return i;
+}
+#endif
+
+// Whether any of these tokens lies behind the entries of its row.
+bool any_behind(const int32_t* counts, const int32_t* rows, const int32_t* columns, int64_t n) {
+  int64_t i = 0;
+  bool found = false;
+#ifdef KV_X86
+  if (has_avx2()) i = find_behind_avx2(counts, rows, columns, n, &found);
+#endif
+  for (; i < n; ++i) found |= rows[i] >= 0 && columns[i] >= counts[rows[i]];
+  return found;
+}
+
+template <class Slot>
+void map_scattered(const SlotMapping& m, int g, const int32_t* rows, const Places& places,
+                   Slot* out) {
+  const TableGroupView& group = m.groups.group[g];
+  const int32_t* table = m.tables + group.offset;
+  int64_t i = 0;
+#ifdef KV_X86
+  if constexpr (sizeof(Slot) == sizeof(int64_t)) {
+    const bool is_small = int64_t{m.groups.num_rows} * group.num_columns <= INT32_MAX;
+    if (is_small && has_avx2()) i = map_avx2(table, group, rows, places, m.num_tokens, out);
+  }
+#endif
+  for (; i < m.num_tokens; ++i) {
+    const int64_t row = rows[i];
+    const int64_t block = row < 0 ? -1 : table[row * group.num_columns + places.columns[i]];
+    out[i] = static_cast<Slot>(block < 0 ? kNoSlot : block * group.block_size + places.offsets[i]);
+  }
+}
+
+template <class Slot>
+void map_sharded(const SlotMapping& m, int g, const int32_t* rows, Slot* out) {
+  for (int64_t i = 0; i < m.num_tokens; ++i) {
+    out[i] = static_cast<Slot>(rows[i] < 0 ? kNoSlot : m.slot(g, rows[i], i));
+  }
+}
+
+// Runs of tokens ------------------------------------------------------------------------------
+
+// Tokens [first, first + length): one row, consecutive positions.
+struct TokenRun {
+  int64_t first, length;
+};
+
+// Writes the slots of a run, one block at a time.
+template <class Slot>
+KV_VECTOR_CLONES void map_run(const int32_t* ids, const TableGroupView& group, int64_t position,
+                              int64_t length, Slot* out) {
+  uint32_t column = group.by_column.divide(static_cast<uint32_t>(position));
+  int64_t offset = position - int64_t{column} * group.block_size;
+  for (; length > 0; ++column, offset = 0) {
+    const int64_t n = std::min(length, group.block_size - offset);
+    const int64_t block = ids[column];
+    const int64_t first = block * group.block_size + offset;
+    if (block >= 0) {
+      for (int64_t k = 0; k < n; ++k) out[k] = static_cast<Slot>(first + k);
+    } else {
+      std::fill(out, out + n, static_cast<Slot>(kNoSlot));
+    }
+    out += n;
+    length -= n;
+  }
+}
+
+// Sets breaks[i] where token i of [begin, end) does not follow token i - 1, and returns how many
+// there are. The loop is vectorized.
+KV_VECTOR_CLONES int64_t find_breaks(const int32_t* rows, const int64_t* positions, int64_t begin,
+                                     int64_t end, uint8_t* breaks) {
+  int64_t count = 0;
+  for (int64_t i = std::max<int64_t>(begin, 1); i < end; ++i) {
+    const bool follows = (rows[i] == rows[i - 1]) & (positions[i] == positions[i - 1] + 1);
+    breaks[i] = !follows;
+    count += !follows;
+  }
+  return count;
+}
+
+// The runs of the tokens; empty where they are too short to be worth it (a decode step).
+std::vector<TokenRun> runs_of(const int32_t* rows, const int64_t* positions, int64_t n) {
+  constexpr int64_t kWorthwhile = 8;  // tokens per run, on average
+  constexpr int64_t kAtATime = 256;   // a decode step shows in its first tokens
+  std::vector<TokenRun> runs;
+  if (n < kWorthwhile) return runs;
+  static thread_local std::vector<uint8_t> breaks;
+  breaks.resize(static_cast<size_t>(n));
+  int64_t num_runs = 1;
+  for (int64_t i = 0; i < n; i += kAtATime) {
+    num_runs += find_breaks(rows, positions, i, std::min(i + kAtATime, n), breaks.data());
+    if (num_runs * kWorthwhile > n) return runs;
+  }
+  runs.reserve(static_cast<size_t>(num_runs));
+  for (int64_t first = 0; first < n;) {
+    const void* next = first + 1 < n ? std::memchr(breaks.data() + first + 1, 1,
+                                                   static_cast<size_t>(n - first - 1))
+                                     : nullptr;
+    const int64_t end = next == nullptr ? n : static_cast<const uint8_t*>(next) - breaks.data();
+    runs.push_back({first, end - first});
+    first = end;
+  }
+  return runs;
+}
+
+bool any_run_behind(const SlotMapping& m, int g, const int32_t* rows,
+                    const std::vector<TokenRun>& runs) {
+  return std::any_of(runs.begin(), runs.end(), [&](const TokenRun& run) {
+    const int64_t last = run.first + run.length - 1;  // has the highest position
+    return rows[last] >= 0 && m.positions[last] >= m.num_held(g, rows[last]);
+  });
+}
+
+template <class Slot>
+void map_runs(const SlotMapping& m, int g, const int32_t* rows, const std::vector<TokenRun>& runs,
+              Slot* out) {
+  const TableGroupView& group = m.groups.group[g];
+  const int32_t* table = m.tables + group.offset;
+  for (const TokenRun& run : runs) {
+    const int64_t row = rows[run.first];
+    Slot* place = out + run.first;
+    if (row < 0) {
+      std::fill(place, place + run.length, static_cast<Slot>(kNoSlot));
+    } else {
+      map_run(table + row * group.num_columns, group, m.positions[run.first], run.length, place);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------
+
+template <class Slot>
+void fill_tails(const SlotMapping& m, const int64_t* fill_to) {
+  for (int g = 0; g < m.groups.num_groups; ++g) {
+    Slot* out = static_cast<Slot*>(m.out) + g * m.num_out;
+    const int64_t end = fill_to == nullptr ? m.num_out : fill_to[g];
+    if (end > m.num_tokens) std::fill(out + m.num_tokens, out + end, static_cast<Slot>(kNoSlot));
+  }
+}
+
+template <class Slot>
+void map_groups(const SlotMapping& m, const int32_t* rows, const PlacesByGroup* places,
+                const std::vector<TokenRun>& runs) {
+  for (int g = 0; g < m.groups.num_groups; ++g) {
+    Slot* out = static_cast<Slot*>(m.out) + g * m.num_out;
+    if (m.groups.group[g].by_world.divisor > 1) {
+      map_sharded(m, g, rows, out);
+    } else if (places == nullptr) {
+      map_runs(m, g, rows, runs, out);
+    } else {
+      map_scattered(m, g, rows, (*places)[g], out);
+    }
+  }
+}
+
+// Expands rows that were given per request to one row per token.
+const int32_t* rows_of_tokens(const SlotMapping& m) {
+  static thread_local std::vector<int32_t> rows;
+  rows.assign(static_cast<size_t>(m.num_tokens), -1);
+  for (int64_t r = 0; r < m.num_requests; ++r) {
+    std::fill(rows.begin() + m.query_start[r], rows.begin() + m.query_start[r + 1], m.rows[r]);
+  }
+  return rows.data();
+}
+
+std::string first_wrong(const SlotMapping& m, const int32_t* rows) {
+  int64_t i = 0;
+  while (!m.bad_row(rows[i]) && !m.bad_position(rows[i], i)) ++i;
+  return wrong_token(m, i, rows[i], m.positions[i]);
+}
+
+}  // namespace
+
+std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_to) {
+  const int32_t* rows = m.rows;
+  if (m.query_start != nullptr) {
+    const BadQueryStart bad{m.query_start, m.num_tokens};
+    for (int64_t r = 0; r <= m.num_requests; ++r) {
+      if (bad(r)) return wrong_query_start(r, m.num_tokens);
+    }
+    rows = rows_of_tokens(m);
+  }
+  const std::vector<TokenRun> runs = runs_of(rows, m.positions, m.num_tokens);
+  std::optional<PlacesByGroup> places;
+  if (runs.empty() && m.groups.num_groups > 0) places.emplace(m, rows);
+  if (places ? places->any_bad()
+             : any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows,
+                       m.groups.num_positions)) {
+    return first_wrong(m, rows);
+  }
+  for (int g = 0; g < m.groups.num_groups && m.counts != nullptr; ++g) {
+    const int32_t* counts = m.counts + int64_t{m.groups.group[g].counts_row} * m.groups.num_rows;
+    const bool behind = places ? any_behind(counts, rows, (*places)[g].columns, m.num_tokens)
+                               : any_run_behind(m, g, rows, runs);
+    if (behind) return first_wrong(m, rows);
+  }
+  const PlacesByGroup* known = places ? &*places : nullptr;
+  if (m.wide) {
+    map_groups<int64_t>(m, rows, known, runs);
+    fill_tails<int64_t>(m, fill_to);
+  } else {
+    map_groups<int32_t>(m, rows, known, runs);
+    fill_tails<int32_t>(m, fill_to);
+  }
+  return std::nullopt;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,39 @@
+// Slot mapping on the CPU, for the ops and for the host's tables. Plain C++.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "worker/table_view.h"
+
+namespace kvcache {
+
+// Writes the slots of all tokens in all groups, and -1 behind them: of group g up to entry
+// fill_to[g] (null: all m.num_out). Says what is wrong where a token cannot be served; then nothing
+// is written.
+std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_to = nullptr);
+
+// What is wrong with token i, which cannot be served. Its row and position are arguments, because
+// they may have come from a device.
+inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int64_t position) {
+  if (m.bad_row(row)) {
+    return std::string(m.query_start ? "the row of token " : "rows[") + std::to_string(i) +
+           (m.query_start ? " is " : "] is ") + std::to_string(row) +
+           ": expected -1 (a dummy request) to " + std::to_string(m.groups.num_rows - 1);
+  }
+  const std::string text = "positions[" + std::to_string(i) + "] is " + std::to_string(position);
+  if (position < 0 || position >= m.groups.num_positions) {
+    return text + ": expected 0 to " + std::to_string(m.groups.num_positions - 1) +
+           ", the tokens that a row has columns for";
+  }
+  return text + ": expected less, as row " + std::to_string(row) + " holds no block for it";
+}
+
+// What is wrong with entry r of query_start_loc.
+inline std::string wrong_query_start(int64_t r, int64_t num_tokens) {
+  return "query_start_loc[" + std::to_string(r) + "] is wrong: expected numbers from 0 to " +
+         std::to_string(num_tokens) + ", the number of positions, that never decrease";
+}
+
+}  // namespace kvcache

@@ -1,0 +1,185 @@
+// Where the table of each cache group lies in the arena that all share, how its blocks hold tokens,
+// and the slot of a token. Plain C++, on the CPU and in kernels.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/fast_divisor.h"
+#include "ops/host_device.h"
+
+namespace kvcache {
+
+inline constexpr int64_t kNoSlot = -1;
+
+// One group, as plain data that is passed to a kernel.
+struct TableGroupView {
+  int64_t offset;             // where its table begins in the arena
+  int32_t num_columns;        // kernel blocks per row
+  int32_t block_size;         // tokens of a kernel block on one rank
+  int32_t window;             // tokens that a query sees, its own included; 0: all
+  int32_t counts_row;         // the group's row in num_blocks_per_row
+  uint32_t rank;              // this worker's among `by_world.divisor` context-parallel ranks
+  FastDivisor by_column;      // block_size * world: the tokens that one column stands for
+  FastDivisor by_interleave;  // consecutive tokens that stay on one rank
+  FastDivisor by_world;
+
+  KV_HOST_DEVICE int64_t num_positions() const { return int64_t{num_columns} * by_column.divisor; }
+
+  // The slot of the token at `position`, in [0, num_positions()), of the row with these ids. The
+  // token lies in column pos / V with V = block_size * world. With o = pos % V and interleave I,
+  // rank (o / I) % world holds it, at offset (o / I / world) * I + o % I of its block. -1 on other
+  // ranks, and where the entry is no block id.
+  KV_HOST_DEVICE int64_t slot(const int32_t* row, uint32_t position) const {
+    const uint32_t column = by_column.divide(position);
+    uint32_t offset = position - column * by_column.divisor;
+    if (by_world.divisor > 1) {
+      const uint32_t chunk = by_interleave.divide(offset);
+      const uint32_t round = by_world.divide(chunk);
+      if (chunk - round * by_world.divisor != rank) return -1;
+      offset = round * by_interleave.divisor + (offset - chunk * by_interleave.divisor);
+    }
+    const int64_t block = row[column];
+    return block < 0 ? -1 : block * block_size + offset;
+  }
+
+  // How many of the first `num_tokens` tokens of a column this rank holds. `num_tokens` is less
+  // than a column covers.
+  KV_HOST_DEVICE uint32_t num_local(uint32_t num_tokens) const {
+    if (by_world.divisor == 1) return num_tokens;
+    const uint32_t chunk = by_interleave.divide(num_tokens);  // has the first token not counted
+    const uint32_t round = by_world.divide(chunk);
+    const uint32_t turn = chunk - round * by_world.divisor;
+    uint32_t of_round = 0;  // this rank's tokens in the incomplete round
+    if (turn > rank) of_round = by_interleave.divisor;
+    if (turn == rank) of_round = num_tokens - chunk * by_interleave.divisor;
+    return round * by_interleave.divisor + of_round;
+  }
+
+  // Leading columns that the window hides from all queries from position `first` on.
+  KV_HOST_DEVICE int64_t num_hidden_columns(int32_t first) const {
+    const int64_t first_visible = int64_t{first} - window + 1;
+    if (window == 0 || first_visible <= 0) return 0;
+    return by_column.divide(static_cast<uint32_t>(first_visible));
+  }
+
+  // Columns of a row of up to this many tokens.
+  KV_HOST_DEVICE int64_t num_columns_for(int64_t max_num_tokens) const {
+    if (max_num_tokens <= 0) return 0;
+    const int64_t last = (max_num_tokens < INT32_MAX ? max_num_tokens : INT32_MAX) - 1;
+    const int64_t needed = by_column.divide(static_cast<uint32_t>(last)) + 1;
+    return needed < num_columns ? needed : num_columns;
+  }
+};
+
+inline constexpr int kMaxGroups = 32;  // groups are kernel parameters, of 4 KiB in total
+
+struct TableGroups {
+  int32_t num_groups;
+  int32_t num_rows;
+  int64_t num_positions;  // positions for which every group has a column
+  TableGroupView group[kMaxGroups];
+};
+
+// The numbers that describe a group, in this order.
+enum GroupField {
+  kOffset,
+  kColumns,
+  kBlockSize,
+  kWorld,
+  kRank,
+  kInterleave,
+  kWindow,
+  kCountsRow,
+  kNumFields
+};
+
+// The group that kNumFields numbers describe; they are in range.
+inline TableGroupView table_view(const int64_t* fields) {
+  TableGroupView view{};
+  view.offset = fields[kOffset];
+  view.num_columns = static_cast<int32_t>(fields[kColumns]);
+  view.block_size = static_cast<int32_t>(fields[kBlockSize]);
+  view.window = static_cast<int32_t>(fields[kWindow]);
+  view.counts_row = static_cast<int32_t>(fields[kCountsRow]);
+  view.rank = static_cast<uint32_t>(fields[kRank]);
+  view.by_column = fast_divisor(fields[kBlockSize] * fields[kWorld]);
+  view.by_interleave = fast_divisor(fields[kInterleave]);
+  view.by_world = fast_divisor(fields[kWorld]);
+  return view;
+}
+
+// The checked arguments of one call, as plain data that is passed to a kernel.
+struct SlotMapping {
+  TableGroups groups;
+  const int32_t* tables;
+  const int32_t* rows;         // [num_tokens], or [num_requests] with query_start_loc
+  const int32_t* query_start;  // [num_requests + 1], or null
+  int64_t num_requests;
+  const int64_t* positions;  // [num_tokens]
+  const int32_t* counts;     // [any, num_rows] entries that each row holds, or null
+  int64_t num_tokens;
+  int64_t num_out;  // entries per group, num_out >= num_tokens
+  bool wide;        // out is int64, else int32
+  void* out;        // [num_groups, num_out]
+
+  // The request that token i belongs to: the last that starts at or before i. -1 after the last
+  // request.
+  KV_HOST_DEVICE int64_t request_of(int64_t i) const {
+    if (num_requests == 0 || i < query_start[0] || i >= query_start[num_requests]) return -1;
+    int64_t low = 0, high = num_requests;
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (query_start[middle] <= i ? low : high) = middle;
+    }
+    return low;
+  }
+  KV_HOST_DEVICE int32_t row_of(int64_t i) const {
+    if (i >= num_tokens) return -1;
+    if (query_start == nullptr) return rows[i];
+    const int64_t request = request_of(i);
+    return request < 0 ? -1 : rows[request];
+  }
+  KV_HOST_DEVICE bool bad_row(int32_t row) const { return row < -1 || row >= groups.num_rows; }
+  // Whether no row has a column for position i.
+  KV_HOST_DEVICE bool outside(int64_t i) const {
+    return positions[i] < 0 || positions[i] >= groups.num_positions;
+  }
+  KV_HOST_DEVICE bool bad_position(int32_t row, int64_t i) const {
+    return row >= 0 && (outside(i) || (counts != nullptr && group_without(row, positions[i]) >= 0));
+  }
+  // The first group in which the row holds no entry for this position, or -1.
+  KV_HOST_DEVICE int group_without(int32_t row, int64_t position) const {
+    for (int g = 0; g < groups.num_groups; ++g) {
+      if (position >= num_held(g, row)) return g;
+    }
+    return -1;
+  }
+  // Positions that the entries of a row cover.
+  KV_HOST_DEVICE int64_t num_held(int g, int32_t row) const {
+    const TableGroupView& group = groups.group[g];
+    return int64_t{counts[int64_t{group.counts_row} * groups.num_rows + row]} *
+           group.by_column.divisor;
+  }
+  // Whether token i cannot be served; reads nothing beyond its own entries.
+  KV_HOST_DEVICE bool operator()(int64_t i) const {
+    const int32_t row = row_of(i);
+    return bad_row(row) || bad_position(row, i);
+  }
+  // The slot of token i in group g. Its row and position are valid.
+  KV_HOST_DEVICE int64_t slot(int g, int32_t row, int64_t i) const {
+    const TableGroupView& group = groups.group[g];
+    const int32_t* ids = tables + group.offset + int64_t{row} * group.num_columns;
+    return group.slot(ids, static_cast<uint32_t>(positions[i]));
+  }
+};
+
+// Finds an entry r of query_start_loc that is below the one before it, or beyond the tokens.
+struct BadQueryStart {
+  const int32_t* query_start;
+  int64_t num_tokens;
+  KV_HOST_DEVICE bool operator()(int64_t r) const {
+    return query_start[r] < (r == 0 ? 0 : query_start[r - 1]) || query_start[r] > num_tokens;
+  }
+};
+
+}  // namespace kvcache

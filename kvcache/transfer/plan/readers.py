@@ -1,0 +1,116 @@
+"""Which ranks of an engine read from each rank of another: how many a sender has to wait for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import lcm
+
+import numpy as np
+
+from kvcache.checks import integer
+from kvcache.transfer.description import CacheDescription, Coordinates
+from kvcache.transfer.plan.patterns import (
+    shared_stages,
+    sources_of_heads,
+    tokens_of_group,
+)
+from kvcache.transfer.plan.transfer_plan import check_same_content, pages_with
+
+
+def source_readers(
+    readers: CacheDescription,
+    source: CacheDescription,
+    num_tokens: int | None = None,
+    *,
+    first_token: int = 0,
+) -> tuple[tuple[int, ...], ...]:
+    """The ranks of `readers` that read from each rank of `source`, ascending.
+
+    A rank of the source may release a request's pages when that many readers have said that they are
+    done. The result is that of all readers' plans: rank r is among the readers of s where s is in the
+    `remote_ranks` of `plan_transfer(readers, source, r)`. A replica that no rank reads from has no
+    readers, and waits for none.
+
+    num_tokens: of the request; None: at least a group of pages, so that every reader has some. Fewer
+    tokens matter with context parallelism, where a rank may hold none of them. first_token: those
+    before it are not read (a prefix hit of the readers, a multiple of their `tokens_per_page`).
+
+    ValueError as `plan_transfer`, and for tokens out of range.
+
+    >>> from dataclasses import replace
+    >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=2, head_size=64,
+    ...     block_size=16, tp_size=4)
+    >>> source_readers(decode, replace(decode, engine_id="p", tp_size=1, pp_size=2))
+    ((0, 1, 2, 3), (0, 1, 2, 3))
+    >>> source_readers(replace(decode, tp_size=1), decode)  # two replicas of each head
+    ((0,), (), (0,), ())
+    """
+    check_same_content(readers, source)
+    group = lcm(readers.tokens_per_page, source.tokens_per_page)
+    if num_tokens is None:
+        num_tokens = first_token + group
+    integer(num_tokens, "num_tokens", 1)
+    integer(first_token, "first_token", 0, num_tokens - 1)
+    if first_token % readers.tokens_per_page:
+        raise ValueError(
+            f"first_token is {first_token}: expected a multiple of the "
+            f"{readers.tokens_per_page} tokens of a page of the readers"
+        )
+    # Groups are alike, so one in the middle stands for all between the first and the last.
+    spans = set()
+    first_group, last_group = first_token // group, (num_tokens - 1) // group
+    for number in {first_group, min(first_group + 1, last_group), last_group}:
+        begin = number * group
+        spans.add((max(first_token - begin, 0), min(num_tokens - begin, group)))
+    shared = {pair for span in spans for pair in _cp_ranks_with_tokens(readers, source, span)}
+    found: list[set[int]] = [set() for _ in range(source.world_size)]
+    for cp_rank, pp_rank, tp_rank, of_stage in _sources(readers, source):
+        for source_cp_rank in range(source.cp_world_size):
+            if (cp_rank, source_cp_rank) in shared:
+                reader = readers.rank_of(Coordinates(cp_rank, pp_rank, tp_rank))
+                for source_pp_rank, source_tp_rank in of_stage:
+                    at = Coordinates(source_cp_rank, source_pp_rank, source_tp_rank)
+                    found[source.rank_of(at)].add(reader)
+    return tuple(tuple(sorted(each)) for each in found)
+
+
+@lru_cache(maxsize=64)
+def _sources(
+    readers: CacheDescription, source: CacheDescription
+) -> tuple[tuple[int, int, int, tuple[tuple[int, int], ...]], ...]:
+    """For each reader its coordinates, and (pp_rank, tp_rank) of all that it reads from."""
+    found = []
+    for rank in range(readers.world_size):
+        at = readers.coordinates(rank)
+        read = [
+            (pp_rank, tp_rank)
+            for pp_rank in shared_stages(source, readers.stage_caches[at.pp_rank].layers)
+            for tp_rank in set(sources_of_heads(readers, source, at, pp_rank))
+        ]
+        found.append((*at, tuple(read)))
+    return tuple(found)
+
+
+@lru_cache(maxsize=256)
+def _cp_ranks_with_tokens(
+    readers: CacheDescription, source: CacheDescription, span: tuple[int, int]
+) -> frozenset[tuple[int, int]]:
+    """Pairs of context-parallel ranks, (reader, source), with a token in common in pages that hold tokens
+    of a span of a group."""
+    if readers.cp_world_size == source.cp_world_size == 1:
+        return frozenset([(0, 0)])
+    group = lcm(readers.tokens_per_page, source.tokens_per_page)
+    theirs = [
+        pages_with(source, cp_rank, span, group // source.tokens_per_page)
+        for cp_rank in range(source.cp_world_size)
+    ]
+    found = set()
+    for cp_rank in range(readers.cp_world_size):
+        held = tokens_of_group(readers, source, cp_rank)
+        mine = pages_with(readers, cp_rank, span, group // readers.tokens_per_page)
+        wanted = mine[held.local_page]
+        for source_cp_rank in np.unique(held.remote_cp_rank[wanted]).tolist():
+            of_source = wanted & (held.remote_cp_rank == source_cp_rank)
+            if theirs[source_cp_rank][held.remote_page[of_source]].any():
+                found.add((cp_rank, source_cp_rank))
+    return frozenset(found)

@@ -1,0 +1,123 @@
+"""How many readers each rank of a source has: as all readers' plans read, whatever the sizes."""
+
+import re
+
+import numpy as np
+import pytest
+
+from kvcache.transfer import KVTopology, RemoteEngine, plan_transfer, source_readers
+from tests.shared import sampled
+from tests.test_transfer_plan import drawn_side
+from tests.transfer_plan_checker import cache, of
+
+
+def read_by_plans(readers, source, num_tokens, first_token):
+    """The readers of each source rank, from the plans of all groups of the request."""
+    found = [set() for _ in range(source.world_size)]
+    for rank in range(readers.world_size):
+        plan = plan_transfer(readers, source, rank)
+        size = plan.tokens_per_group
+        for begin in range(0, num_tokens, size):
+            last, first = min(num_tokens - begin, size), max(first_token - begin, 0)
+            if first < last:
+                for read in plan.for_tokens(last, first_token=first).remote_ranks:
+                    found[read].add(rank)
+    return tuple(tuple(sorted(each)) for each in found)
+
+
+@pytest.mark.parametrize("seed", sampled(range(80), 4))
+def test_readers_are_those_of_the_plans(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(6):
+        heads, num_layers = int(rng.choice([1, 2, 4, 6])), int(rng.integers(2, 6))
+        sides = [drawn_side(rng, heads, num_layers, 0) for _ in range(2)]
+        sides[1]["is_mla"] = sides[0]["is_mla"]
+        readers, source = (cache(**side) for side in sides)
+        whole = source_readers(readers, source)
+        assert [
+            [rank for rank in range(readers.world_size)
+             if number in plan_transfer(readers, source, rank).remote_ranks]
+            for number in range(source.world_size)
+        ] == [*map(list, whole)]  # fmt: skip
+        group = plan_transfer(readers, source, 0).tokens_per_group
+        for num_tokens in rng.integers(1, 4 * group, 3).tolist():
+            pages = (num_tokens - 1) // readers.tokens_per_page
+            first = int(rng.integers(pages + 1)) * readers.tokens_per_page
+            found = source_readers(readers, source, num_tokens, first_token=first)
+            assert found == read_by_plans(readers, source, num_tokens, first), (num_tokens, first)
+
+
+@pytest.mark.parametrize("seed", sampled(range(20), 2))
+def test_readers_are_those_of_the_topology(seed):
+    rng = np.random.default_rng(seed)
+    for _ in range(10):
+        heads, num_layers = int(rng.choice([1, 2, 4])), int(rng.integers(2, 6))
+        stages = []
+        for _ in range(2):
+            cuts = np.sort(
+                rng.choice(np.arange(1, num_layers), rng.integers(3) % num_layers, replace=False)
+            )
+            counts = np.diff([0, *cuts, num_layers]).tolist()
+            stages.append([(count, int(rng.choice([1, 2, 4, 8]))) for count in counts])
+        readers, source = (
+            cache(num_layers=num_layers, total_num_kv_heads=heads, stages=each) for each in stages
+        )
+        found = source_readers(readers, source)
+
+        def asked(described, rank, other, heads=heads):
+            _, pp_rank, tp_rank = described.coordinates(rank)
+            return KVTopology(
+                "own", tp_rank, described.stages[pp_rank].tp_size, pp_rank, len(described.stages),
+                total_num_kv_heads=heads, stages=described.stages,
+                remotes={"other": RemoteEngine(stages=other.stages)},
+            )  # fmt: skip
+
+        for rank in range(source.world_size):
+            ranks = asked(source, rank, readers).get_reader_ranks_from_engine_id("other")
+            assert tuple(number for number, _, _ in ranks) == found[rank]
+        for rank in range(readers.world_size):
+            topology = asked(readers, rank, source)
+            targets = topology.get_target_remote_ranks_from_engine_id("other")
+            assert [t[0] for t in targets] == [n for n, each in enumerate(found) if rank in each]
+            counts = topology.num_readers_of_targets_from_engine_id("other")
+            assert counts == {t[0]: len(found[t[0]]) for t in targets}
+
+
+def test_readers_by_hand():
+    wide, narrow = cache(tp_size=4), cache(tp_size=2)
+    assert source_readers(wide, narrow) == ((0, 1), (2, 3))
+    assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
+    latent = of(is_mla=True, total_num_kv_heads=1)
+    assert source_readers(cache(tp_size=4, **latent), cache(**latent)) == ((0, 1, 2, 3),)
+    assert source_readers(cache(**latent), cache(tp_size=4, **latent)) == ((0,), (), (), ())
+    # Context-parallel ranks of which a short request fills one.
+    spread = cache(cp_world_size=2, block_size=4, cp_interleave=4)
+    assert source_readers(spread, cache()) == ((0, 1),)
+    assert source_readers(spread, cache(), 3) == ((0,),)
+    assert source_readers(spread, cache(), 5) == ((0, 1),)
+    assert source_readers(cache(), spread, 3) == ((0,), ())
+    # Stages: 3 layers on one rank, 1 layer on four.
+    stages = cache(num_layers=4, stages=[(3, 1), (1, 4)])
+    assert source_readers(cache(num_layers=4, tp_size=2), stages) == (
+        (0, 1),
+        (0,),
+        (0,),
+        (1,),
+        (1,),
+    )
+    assert source_readers(stages, cache(num_layers=4, tp_size=2)) == ((0, 1, 2), (0, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (of(num_tokens=0), "num_tokens is 0"),
+        (of(num_tokens=4, first_token=4), "first_token is 4: expected 0 to 3"),
+        (of(num_tokens=4, first_token=3), "first_token is 3: expected a multiple of the 4 tokens"),
+    ],
+)
+def test_tokens_out_of_range_are_named(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source_readers(cache(), cache(), **values)
+    with pytest.raises(ValueError, match="local num_layers is 2"):
+        source_readers(cache(), cache(num_layers=4))
