@@ -353,7 +353,7 @@ class TableSet:
     def _in_places(
         self, positions: np.ndarray | torch.Tensor, group: int
     ) -> np.ndarray | torch.Tensor:
-        """The positions of tokens in a circular group's columns; of other groups they stay as they are."""
+        """The positions of tokens in a circular group's columns; those of other groups as they are."""
         if group == ALL_GROUPS or not self.layouts[group].is_circular:
             return positions
         # Of a position below 0 the rest is not above 0, so that it is refused, too.
