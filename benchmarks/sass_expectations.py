@@ -38,12 +38,13 @@ EXPECTED = [
     Expectation("update_kernel", 30),
     Expectation("gather_kernel", 28, 16, 1, 16, 23),
     # Four tokens in flight, each with a place and a check of its own, and zeros where it has none.
-    Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 0>", 48, 16, 4, 16, 17),
-    Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 1>", 46, 16, 4, 16, 29),
-    # Four vectors of tokens are in flight, where it was one: six registers more.
-    Expectation(r"token_io_kernel<ToFp8<\w+, \w+, 8>, Direction 0>", 76, 16, 4, 8, 99),
-    Expectation(r"token_io_kernel<ToFp8<float, \w+, 4>, Direction 0>", 61, 16, 4, 4, 79),
-    Expectation(r"token_io_kernel<FromFp8<\w+, \w+, 8>, Direction 1>", 40, 8, 4, 16, 120),
+    Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 0>", 48, 16, 4, 16, 18),
+    Expectation(r"token_io_kernel<MoveBytes<uint4>, Direction 1>", 48, 16, 4, 16, 29),
+    # Four vectors of tokens are in flight, where it was one: six registers more. Heads of tokens may lie
+    # apart (HND): one more multiplication per vector.
+    Expectation(r"token_io_kernel<ToFp8<\w+, \w+, 8>, Direction 0>", 77, 16, 4, 8, 104),
+    Expectation(r"token_io_kernel<ToFp8<float, \w+, 4>, Direction 0>", 62, 16, 4, 4, 79),
+    Expectation(r"token_io_kernel<FromFp8<\w+, \w+, 8>, Direction 1>", 40, 8, 4, 16, 121),
     Expectation(r"token_io_kernel<FromFp8<float, \w+, 4>, Direction 1>", 40, 4, 5, 16, 130),
     # An id at a time: page lists begin at any address.
     Expectation("attention_metadata_kernel", 48, 4, 8, 4),

@@ -331,10 +331,11 @@ class Placement:
         table[:, 2] = self.head_bytes[p]
         return merged_runs(table)
 
-    def layer_runs(self, layer: int) -> np.ndarray:
-        """int64[n, 3]: as `runs`, K and V of a layer together."""
-        both = [self.runs(layer, p) for p in range(len(self.head_bytes))]
-        table = np.concatenate(both)
+    def layer_runs(self, layer: int, num_parts: int | None = None) -> np.ndarray:
+        """int64[n, 3]: as `runs`, K and V of a layer together, or the first `num_parts` of its parts."""
+        table = np.concatenate(
+            [self.runs(layer, p) for p in range(num_parts or len(self.head_bytes))]
+        )
         return merged_runs(table[np.lexsort((table[:, 1], table[:, 0]))])
 
 

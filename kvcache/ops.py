@@ -187,9 +187,10 @@ def write_kv(
     """Writes each token's K and V at its slot; slot -1 and those of block 0, the null block, are skipped.
 
     key: [n, num_kv_heads, head_size], value: [n, num_kv_heads, v_head_size], any strides but 1 in the
-    last dimension: tokens in HND order, [num_kv_heads, n, head_size], are `key.transpose(0, 1)`. key_cache, value_cache: [num_blocks, block_size, num_kv_heads, (v_)head_size], any strides
-    but 1 in the last dimension (NHD and HND). slot_mapping: int64[n]. Two tokens must not name one
-    slot. All layers at once: num_layers in front of the shape of tokens and caches.
+    last dimension: tokens in HND order, [num_kv_heads, n, head_size], are `key.transpose(0, 1)`.
+    key_cache, value_cache: [num_blocks, block_size, num_kv_heads, (v_)head_size], any strides but 1 in
+    the last dimension (NHD and HND). slot_mapping: int64[n]. Two tokens must not name one slot. All
+    layers at once: num_layers in front of the shape of tokens and caches.
 
     K and V may be columns of one tensor, as MLA's latent and rope parts are, but share no element. A
     latent that is one vector comes as key, with a value of head size 0.

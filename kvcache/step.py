@@ -67,14 +67,10 @@ class StepAnswers(NamedTuple):
     new: Answers
 
 
-class _HeldArrays:
+class _HeldArrays(core.HeldArrays):
     """Arrays that the native step has made: numpy's form of them comes when one is asked for."""
 
     __slots__ = ("_held",)
-
-    def __getattr__(self, name: str) -> object:
-        # Asked only for what is not set yet.
-        return core.fill_plan(self, name)
 
     def __reduce__(self) -> tuple:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -117,6 +113,10 @@ class StepPlan(_HeldArrays):
     - `is_empty`: the manager found all of these empty, so a worker does not look at them. False in a plan
       that is made by hand.
 
+    `depends_on`: int32[n, 2], a row and another row of this step that fills blocks which it reads (with
+    `in_step_hits="share"`). The worker computes both in one pass that writes the K and V of a layer
+    before it attends, or the second row first.
+
     `page_bytes`: bytes of a page, 0 where the manager does not know.
     """
 
@@ -136,6 +136,7 @@ class StepPlan(_HeldArrays):
     copy: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     zero: np.ndarray = field(default_factory=lambda: NO_IDS)
     swap_in: np.ndarray = field(default_factory=lambda: NO_PAIRS)
+    depends_on: np.ndarray = field(default_factory=lambda: NO_PAIRS)
     is_empty: bool = field(default=False, init=False)  # so dataclasses.replace makes it False
     previous_step_id: int = -1
     version: int = PLAN_VERSION

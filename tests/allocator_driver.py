@@ -202,10 +202,12 @@ class Driver:
             **options,
         )
         self.has_state = any(group.pages == STATE for group in self.model.groups)
+        self.has_circular = any(group.pages == CIRCULAR for group in self.model.groups)
         self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
         self.num_groups = len(kinds)
         self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # by row
         self.waiting: list[tuple[Request, ModelRequest]] = []
+        self.kept: list[Request] = []  # whose blocks are kept
         self.tables: dict[int, list[list[int]]] = {}
         self.before: dict[int, dict] = {}  # step -> tables before it
         self.count = 0
@@ -218,9 +220,12 @@ class Driver:
             (2, self.fork),
             (1, self.abort),
             (1, self.invalidate),
+            (1, self.take_cached),
             (1, self.reset),
             (1, self.wrong_call),
             (1, self.ask),
+            (2, self.finish_receiving),
+            (1, self.release_blocks),
         ]
         if not self.has_state:
             self.operations += [(2, self.allocate_slots), (3, self.append_slots), (1, self.reject)]
@@ -284,7 +289,7 @@ class Driver:
         rooms = {
             row: LONGEST - self.model.rows[row].num_computed
             for row in sorted(self.requests)
-            if self.model.rows[row].by_step == by_step
+            if self.model.rows[row].by_step == by_step and not self.model.rows[row].receiving
         }
         return {row: room for row, room in rooms.items() if room}
 
@@ -308,6 +313,7 @@ class Driver:
                 for row in sorted(self.requests)
                 if self.model.rows[row].by_step
                 and not self.model.rows[row].on_host
+                and not self.model.rows[row].receiving
                 and choose.chance(6)
             ]
             rows = [row for row in rows if row not in leaving]
@@ -316,6 +322,7 @@ class Driver:
         counts = [
             choose.integer(0, min(rooms[row], choose.pick([1, 1, 4, LONGEST]))) for row in rows
         ]
+        counts = [0 if choose.chance(12) else count for count in counts]
         rejected = [0] * len(rows)
         if choose.chance(3):
             rejected = [choose.integer(0, min(3, self.model.most_rejected(row))) for row in rows]
@@ -335,6 +342,11 @@ class Driver:
         ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
+        reads, own_reads = self.reads_of_call(pairs)
+        external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, most)]
+        delays = [n > 0 and choose.chance(2) for n in external]
+        limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
+        in_step = choose.pick(["none", "none", "wait", "none" if self.has_state else "share"])
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         for row, new_ids in zip(rows, ids):
             request, model = self.requests[row]
@@ -351,11 +363,29 @@ class Driver:
             num_reserved_blocks=reserved,
             swap_out=leaving,
             max_host_blocks=most,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=delays,
+            in_step_hits=in_step,
+            read_cache=reads,
         )
         models = [model for _, model in pairs]
         want = self.model.step(
-            rows, counts, ids, rejected, models, limits, ahead, reserved, leaving, most
+            rows,
+            counts,
+            ids,
+            rejected,
+            models,
+            limits,
+            ahead,
+            reserved,
+            leaving,
+            most,
+            external,
+            delays,
+            in_step,
         )
+        for model, own in zip(models, own_reads):
+            model.reads = own
         assert plan.rows.tolist() == want.rows
         assert plan.status.tolist() == want.status
         assert plan.num_computed_tokens.tolist() == want.computed
@@ -367,10 +397,38 @@ class Driver:
         assert plan.zero.tolist() == want.zero
         assert list(map(tuple, plan.swap_out.tolist())) == want.swap_out
         assert list(map(tuple, plan.swap_in.tolist())) == want.swap_in
+        assert len(plan.depends_on) == len(want.depends_on)
+        assert set(map(tuple, plan.depends_on.tolist())) == want.depends_on
         self.check_destinations(plan)
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    def num_external(self, model: ModelRequest, cap: int = 0) -> int:
+        """Tokens behind the request's hit that come from elsewhere."""
+        if self.has_circular:
+            return 0
+        most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
+        return self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
+
+    def finish_receiving(self) -> None:
+        rows = [row for row in sorted(self.requests) if self.model.rows[row].receiving]
+        if not rows:
+            return
+        row = self.choose.pick(rows)
+        state, request = self.model.rows[row], self.requests[row][0]
+        most = state.num_computed - state.num_hit
+        with pytest.raises(ValueError, match=f"expected 0 to {most}"):
+            self.manager.finish_receiving(request, most + 1)
+        count = self.choose.pick([most, self.choose.integer(0, most)])
+        found = self.manager.finish_receiving(request, None if count == most else count)
+        assert found == self.model.finish_receiving(row, count)
+
+    def release_blocks(self) -> None:
+        if self.kept:
+            request = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
+            self.manager.release_blocks(request)
+            self.model.release_kept(request.request_id)
 
     @staticmethod
     def changes_nothing(plan) -> bool:
@@ -383,6 +441,17 @@ class Driver:
             plan.swap_in,
         )
         return not any(map(len, [*sections, *plan.append_ids, *plan.replace]))
+
+    def reads_of_call(self, pairs: list[tuple]) -> tuple[list[bool | None] | None, list[bool]]:
+        """`read_cache` of a call, which the models are told of, and what they said themselves."""
+        own = [model.reads for _, model in pairs]
+        if not self.choose.chance(4):
+            return None, own
+        reads = [self.choose.pick([None, True, False]) for _ in pairs]
+        for (_, model), value in zip(pairs, reads):
+            if value is not None:
+                model.reads = value and not model.num_encoder_tokens
+        return reads, own
 
     def check_destinations(self, plan) -> None:
         """A page is written by one section, once, and a copy reads nothing that a copy writes."""
@@ -411,7 +480,9 @@ class Driver:
         forkable = [
             row
             for row in sorted(self.requests)
-            if self.model.rows[row].by_step and not self.model.rows[row].on_host
+            if self.model.rows[row].by_step
+            and not self.model.rows[row].on_host
+            and not self.model.rows[row].receiving
         ]
         if not forkable:
             return
@@ -444,12 +515,16 @@ class Driver:
         assert [each.tolist() for each in ids] == want
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
-        most = self.model.most_slots(0)
-        count = self.choose.integer(1, min(LONGEST - num_hit, most))
-        ahead = min(self.choose.pick([0, 0, 3]), most - count)
+        most = len(model.tokens) - 1 - num_hit
+        may_receive = most > 0 and not self.has_circular
+        external = self.choose.integer(1, most) if may_receive and self.choose.chance(4) else 0
+        delay = external > 0 and self.choose.chance(2)
+        slots = self.model.most_slots(0)
+        count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
+        ahead = min(self.choose.pick([0, 0, 3]), slots - count)
         computed = ids[0] if self.num_groups == 1 else ids
-        found = self.manager.allocate_slots(request, count, computed, ahead)
-        wanted = self.model.allocate(model, count, num_hit, ahead)
+        found = self.manager.allocate_slots(request, count, computed, ahead, external, delay)
+        wanted = self.model.allocate(model, count, num_hit, ahead, external, delay)
         assert (found is None) == (wanted is None)
         if wanted is not None:
             found = [found] if self.num_groups == 1 else found
@@ -491,10 +566,24 @@ class Driver:
         pairs = []
         for _ in range(min(len(self.requests), self.choose.pick([1, 1, 1, 2, 3]))):
             row = self.choose.pick(sorted(self.requests))
+            pair, state = self.requests[row], self.model.rows[row]
+            keep = not state.on_host and pair[0] not in self.kept
+            keep &= state.receiving or self.choose.chance(5)
+            if state.receiving or keep:  # one at a time: the others are released
+                if keep:
+                    del self.requests[row]
+                    self.manager.free(pair[0], keep_blocks=True)
+                    self.model.free(row, keep_as=pair[0].request_id)
+                    self.kept.append(pair[0])
+                    self.waiting.append(pair)
+                break
             pairs.append((row, self.requests.pop(row)))
-        self.manager.free(*(pair[0] for _, pair in pairs))
+        step = None
+        if self.model.num_steps > 0 and self.choose.chance(4):
+            step = self.choose.integer(0, self.model.num_steps - 1)
+        self.manager.free(*(pair[0] for _, pair in pairs), after_step=step)
         for row, pair in pairs:
-            self.model.free(row)
+            self.model.free(row, step)
             self.waiting.append(pair)
 
     def report(self) -> None:
@@ -531,6 +620,14 @@ class Driver:
         ids = self.some_blocks()
         found = self.manager.invalidate(ids)
         assert found == self.by_request(self.model.invalidate(ids))
+
+    def take_cached(self) -> None:
+        """Also by requests that lost no block."""
+        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        if rows:
+            row = self.choose.pick(rows)
+            found = self.manager.take_cached(self.requests[row][0])
+            assert found == self.model.take_cached(row)
 
     def some_blocks(self) -> list[int]:
         """Any block, some of a request, or one that was dropped a moment ago."""
@@ -570,10 +667,35 @@ class Driver:
             running, known = self.requests[row]
             found = self.manager.checkpoint_tokens(running, count)
             assert found == self.model.checkpoint_tokens(known, row, count)
-        trial, chunk = copy.deepcopy(self.model), self.choose.pick([3, LONGEST])
-        chunk = min(chunk, self.model.most_slots(0))
-        status = trial.step([], [], [], [], [model], [chunk], [0]).status[0]
-        assert self.manager.would_fit(request, chunk) == status
+        trial, chunk = copy.deepcopy(self.model), self.choose.pick([1, 3, 8, LONGEST])
+        slots = self.model.most_slots(0)
+        chunk = min(chunk, slots)
+        ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
+        ahead = min(ahead, slots - chunk)
+        cap = self.choose.pick([0, 99])
+        external = self.num_external(model, cap)
+        options = {
+            "num_lookahead_tokens": ahead,
+            "num_reserved_blocks": reserved,
+            "max_host_blocks": cap,
+        }
+        asked = [], [], [], [], [model], [chunk], [ahead], reserved, (), [cap], [external]
+        status = trial.step(*asked).status[0]
+        fits = self.manager.would_fit(
+            request, chunk, num_external_computed_tokens=external, **options
+        )
+        assert fits == status
+        status = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
+        assert self.manager.would_fit(request, chunk, whole=True, **options) == status
+        rooms = self.rows(by_step=True) | self.rows(by_step=False)
+        if rooms:
+            row = self.choose.pick(sorted(rooms))
+            slots = self.model.most_slots(self.model.rows[row].num_computed)
+            count = self.choose.integer(1, min(rooms[row], slots))
+            ahead = min(ahead, slots - count)
+            status = copy.deepcopy(self.model).would_extend(row, count, ahead)
+            found = self.manager.would_fit(self.requests[row][0], count, num_lookahead_tokens=ahead)
+            assert found == status
         assert self.model.hit_length(model, partial=True) == num_hit
         rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
         if rows:
@@ -607,7 +729,24 @@ class Driver:
             lambda: manager.step(new=[stranger], max_host_blocks=[-1]),
             lambda: manager.fork(stranger, Request("child", [1, 2])),
             lambda: manager.is_swapped_out(stranger),
+            lambda: manager.finish_receiving(stranger),
+            lambda: manager.release_blocks(stranger),
+            lambda: manager.step(new=[stranger], num_external_computed_tokens=[2]),
+            lambda: manager.step(new=[stranger], num_external_computed_tokens=[-1]),
+            lambda: manager.step(new=[stranger], delay_cache_blocks=[True]),
         ]
+        receiving = [row for row in self.requests if self.model.rows[row].receiving]
+        if receiving:
+            away = self.requests[receiving[0]][0]
+            calls += [
+                lambda: manager.step([receiving[0]], [1]),
+                lambda: manager.append_slots(away, 1),
+                lambda: manager.fork(away, Request("child", away.token_ids)),
+                lambda: manager.finish_receiving(away, -1),
+                lambda: manager.finish_receiving(away, LONGEST),
+                lambda: manager.free(away),
+                lambda: manager.step(swap_out=[receiving[0]]),
+            ]
         on_host = [row for row in self.requests if self.model.rows[row].on_host]
         if on_host:
             away = self.requests[on_host[0]][0]
@@ -615,6 +754,7 @@ class Driver:
                 lambda: manager.step(swap_out=[on_host[0]]),
                 lambda: manager.fork(away, Request("child", away.token_ids)),
                 lambda: manager.block_ids(away),
+                lambda: manager.take_cached(away),
                 lambda: manager.get_num_common_prefix_blocks(away, 1),
             ]
         rows = self.rows(by_step=True)
@@ -661,6 +801,7 @@ class Driver:
         for pool, known in pools:
             assert pool.num_free == known.num_free()
             assert pool.num_cached == len(known.content)
+        assert manager.num_kept_blocks == sum(map(len, model.kept.values()))
         assert manager.num_fenced_blocks == sum(len(blocks) for _, blocks in model.fences)
         stats = manager.stats
         assert (stats.query_tokens, stats.hit_tokens) == (model.query_tokens, model.hit_tokens)
@@ -670,6 +811,7 @@ class Driver:
             assert manager.num_computed_tokens(request) == state.num_computed
             assert request.token_ids.tolist() == known.tokens
             assert manager.is_swapped_out(request) == state.on_host
+            assert manager.is_receiving(request) == state.receiving
             if state.on_host:
                 continue
             blocks = [manager.block_ids(request, g).tolist() for g in range(self.num_groups)]

@@ -77,6 +77,9 @@ class ModelRow:
     stale: bool = False
     forked: bool = False
     on_host: bool = False
+    receiving: bool = False
+    num_hit: int = 0  # external tokens follow it
+    num_valid: int = FOREVER  # while it receives: tokens that are valid at most
 
 
 @dataclass
@@ -90,6 +93,7 @@ class Answer:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
     copy: list[tuple[int, int]] = field(default_factory=list)
     zero: list[int] = field(default_factory=list)
+    depends_on: set[tuple[int, int]] = field(default_factory=set)
 
 
 def ceil_div(a, b):
@@ -255,8 +259,11 @@ class ModelManager:
         self.rows: dict[int, ModelRow] = {}
         self.to_clear: set[int] = set()
         self.fences: list[tuple[int, list[int]]] = []
+        self.kept: dict[str, list[int]] = {}  # by name
         self.loads: list[dict] = []  # in flight
         self.pending_writes: list[int] = []
+        self.writing: list[int] = []  # those of this step
+        self.fills: dict[int, int] = {}  # of this step: block -> row that fills it
         self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
         self.moved: dict[int, int] = {}  # by this step's swaps
         self.step_answer = None
@@ -282,11 +289,20 @@ class ModelManager:
         reserved=0,
         leaving=(),
         most=None,
+        external=None,
+        delays=None,
+        in_step="none",
     ):
         """`ids`: per row, tokens that became known. `lookahead`: per row, then per request.
 
-        `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host.
+        `leaving`: rows to swap out; `most`: per request, blocks that it may take from the host;
+        `external`: tokens behind its hit that come from elsewhere; `delays`: whether they come later.
+        `in_step`: what becomes of requests whose prefix this step fills, "none", "wait" or "share".
         """
+        most = most or [FOREVER] * len(requests)
+        external = external or [0] * len(requests)
+        delays = delays or [False] * len(requests)
+        hits = [self.capped_hit(request, cap)[0] for request, cap in zip(requests, most)]
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
         journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
@@ -295,8 +311,8 @@ class ModelManager:
         self.moved = {}
         swapped = [self._move_out(row) for row in leaving]
         self.moved = {}
-        if self.host:
-            self._write_pending()
+        self.writing, self.pending_writes = self.pending_writes, []
+        self.fills = {}
         served = []
         for row, count, new_ids, back, ahead in zip(rows, counts, ids, rejected, lookahead):
             state = self.rows[row]
@@ -316,39 +332,46 @@ class ModelManager:
                 state.request.tokens.extend(new_ids)
                 served.append(row)
                 self._note_row(row)
+                if in_step == "share":
+                    self._publish_within(row)
         for row, is_out in zip(leaving, swapped):
             answer.rows.append(row)
             answer.status.append(SERVED if is_out else WAIT)
             answer.computed.append(self.rows[row].num_computed)
             answer.tokens.append(0)
-        most = most or [FOREVER] * len(requests)
-        for request, limit, ahead, cap in zip(requests, limits, lookahead[len(rows) :], most):
+        asked = zip(requests, limits, lookahead[len(rows) :], most, external, delays, hits)
+        for request, limit, ahead, cap, num_external, delay, hit in asked:
             # A hit inside a block takes that block and the copy: without it, less may do.
-            for partial in (True, False):
-                with_host = True
-                num_hit = self.hit_length(request, partial, with_host)
-                held = self.hit_blocks(request, num_hit)
-                num_loads = sum(b < 0 for h in held for b in h.blocks)
-                num_loads += sum(h.host_source > 0 for h in held)
-                if num_loads > cap:
-                    with_host = False
-                    num_hit = self.hit_length(request, partial)
-                    held = self.hit_blocks(request, num_hit)
+            for partial in (False,) if num_external else (True, False):
+                num_hit, with_host = self.capped_hit(request, cap, partial)
                 shared = self.hit_length(request, partial, with_host, with_states=False)
-                after = min(num_hit + limit, len(request.tokens))
-                copies = any(each.source for each in held)
-                status, row = self._admit(request, num_hit, after, ahead, reserved, by_step=True)
+                start = num_hit + num_external
+                after = start if delay else min(start + limit, len(request.tokens))
+                copies = any(each.source for each in self.hit_blocks(request, num_hit))
+                status, row = WAIT, -1
+                if num_external and num_hit != hit:
+                    break  # the load would be of other tokens
+                if in_step == "wait" and self._is_about_to_hit(request, num_hit):
+                    break
+                status, row = self._admit(
+                    request, num_hit, start, after, ahead, reserved, by_step=True, delay=delay
+                )
                 if status != WAIT or not copies:
                     break
             answer.status.append(status)
-            answer.computed.append(num_hit)
-            answer.tokens.append(after - num_hit if status == SERVED else 0)
+            answer.computed.append(start)
+            answer.tokens.append(after - start if status == SERVED else 0)
             answer.rows.append(row)
             if status == SERVED:
                 self.rows[row].num_shared = shared
                 answer.clear.add(row)
                 served.append(row)
+                self._note_shared(row, num_hit)
                 self._note_row(row)
+                if in_step == "share":
+                    self._publish_within(row)
+        if self.host:
+            self._write_pending()
         for row, g, _, num_tokens, _ in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
@@ -373,13 +396,118 @@ class ModelManager:
         self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_steps - 64]
         return answer
 
+    def _is_about_to_hit(self, request, num_hit):
+        """Whether an earlier row of this step fills blocks that the next step finds for the request."""
+        if not request.reads or not self.caching:
+            return False
+        for row, _, start in self.in_flight[-1]["rows"]:
+            other = self.rows[row]
+            if not other.request.writes or other.stale or other.receiving:
+                continue
+            stop = min(other.num_computed, len(other.request.tokens), len(request.tokens) - 1)
+            has_state = any(group.pages == STATE for group in self.groups)
+            unit = self.unit if has_state else self.whole_unit
+            ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
+            if has_state:
+                ends = [n for n in ends if n == other.num_computed]
+            if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
+                return True
+        return False
+
+    def _publish_within(self, row):
+        """Whole blocks of tokens that the row fills in this step, for rows behind it."""
+        state = self.rows[row]
+        if not state.request.writes or state.stale or state.receiving or not self.caching:
+            return
+        known = min(state.num_computed, len(state.request.tokens))
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if group.pages != TOKENS:
+                continue
+            for column in range(each.num_published, known // group.block_size):
+                self._publish_block(state, g, column)
+                if each.blocks[column]:
+                    self.fills[each.blocks[column]] = row
+            each.num_published = max(each.num_published, known // group.block_size)
+
+    def _note_shared(self, row, num_hit):
+        for group, each in zip(self.groups, self.rows[row].held):
+            if group.pages == ENCODER:
+                continue
+            for column, block in enumerate(each.blocks[: num_hit // group.block_size]):
+                if block in self.fills:
+                    self.step_answer.depends_on.add((row, self.fills[block]))
+                    self.safe_start = min(self.safe_start, column * group.block_size)
+
     def _note_row(self, row):
         entry = (row, self.rows[row].admission, self.safe_start)
         self.in_flight[-1]["rows"].append(entry)
 
-    def allocate(self, request, count, num_hit, lookahead):
+    def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
+        """Whether all known tokens can be computed, chunk by chunk: now, later or never."""
+        for partial in (True, False):
+            num_hit, _ = self.capped_hit(request, cap, partial)
+            held = self.hit_blocks(request, num_hit)
+            status = self._fits_whole(request, chunk, lookahead, reserved, num_hit, held)
+            if status != WAIT or not any(each.source for each in held):
+                return status
+        return WAIT
+
+    def _fits_whole(self, request, chunk, lookahead, reserved, num_hit, held):
+        hits = [block for each in held for block in each.blocks if block]
+        sources = [each.source for each in held if each.source]
+        free = self.pool.num_free() - self.watermark - reserved
+        free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
+        encoder, most, most_new, start = 0, 0, 0, num_hit
+        while start < len(request.tokens):
+            stop = min(start + chunk, len(request.tokens))
+            count = new = 0
+            for g, (group, each) in enumerate(zip(self.groups, held)):
+                size, columns = group.block_size, len(each.blocks)
+                if group.pages == ENCODER:
+                    encoder = ceil_div(request.num_encoder_tokens, size)
+                    count += encoder
+                    new += encoder
+                elif group.pages == STATE:
+                    # It moves to another page at a block's end, and where the cache keeps it.
+                    moves = self.has_partial[g] or ceil_div(stop, size) > ceil_div(start, size)
+                    pages = 2 if start and moves else 1
+                    if start == num_hit:
+                        count += 1 + sum(block != 0 for block in each.blocks)
+                        new += 1
+                    else:
+                        count += pages
+                        new += (
+                            pages
+                            if self.has_partial[g]
+                            else min(pages, ceil_div(stop, size) - columns)
+                        )
+                else:
+                    need = min(ceil_div(stop + lookahead, size), self.columns[g])
+                    first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
+                    count += max(need - first, 0)
+                    new += max(need - max(first, columns), 0)
+            if start == num_hit and count > self.num_blocks - 1 - self.watermark:
+                return NEVER
+            most, most_new, start = max(most, count), max(most_new, new), stop
+        if most > self.num_blocks - 1:
+            return NEVER
+        has_row = len(self.rows) < self.max_num_reqs
+        return SERVED if has_row and most_new <= free else WAIT
+
+    def would_extend(self, row, count, lookahead):
+        """The answer that a row would get; asked of a copy."""
+        state = self.rows[row]
+        if self.step_answer is None:
+            self.step_answer, self.held_for_step = Answer(), []
+            self.in_flight.append({"rows": [], "published": [], "dropped": [], "swapped": []})
+        return self._serve(state, row, state.num_computed, count, lookahead)
+
+    def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
         """The row and its blocks behind the hits, per group, or None."""
-        status, row = self._admit(request, num_hit, num_hit + count, lookahead, 0, by_step=False)
+        start = num_hit + num_external
+        status, row = self._admit(
+            request, num_hit, start, start + count, lookahead, 0, by_step=False, delay=delay
+        )
         if status != SERVED:
             return None
         self._publish(self.rows[row])
@@ -413,7 +541,25 @@ class ModelManager:
     def reject(self, row, count):
         self.rows[row].num_computed -= count
 
-    def free(self, row):
+    def finish_receiving(self, row, num_tokens):
+        """Where the row goes on."""
+        state = self.rows[row]
+        limit = min(state.num_hit + num_tokens, state.num_valid)
+        state.receiving, state.num_valid = False, FOREVER
+        if limit < state.num_computed:
+            state.resend |= state.by_step
+            if self._can_resume(state, limit):
+                self._truncate(state, limit)
+            else:
+                self._release_row(state, with_encoder=False)
+                self._restart(state)
+        self._publish(state)
+        return state.num_computed
+
+    def release_kept(self, name):
+        self._release(self.kept.pop(name), self.last_issued)
+
+    def free(self, row, after_step=None, keep_as=None):
         state = self.rows.pop(row)
         if not state.on_host:
             self._publish(state)
@@ -427,7 +573,7 @@ class ModelManager:
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
                     if group.pages != ENCODER and block and not is_found:
                         self._note_dropped(state, g, column, block)
-        self._release_row(state, with_encoder=True)
+        self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
         if state.by_step:
             self.to_clear.add(row)
 
@@ -541,8 +687,20 @@ class ModelManager:
         ]
         return max(ends, default=stop) - start
 
-    def hit_blocks(self, request, num_tokens):
-        """Per group what a row with this hit begins with; a page of the host is negative."""
+    def capped_hit(self, request, cap, partial=False):
+        """The hit's length with at most `cap` loads, and whether the host has part in it."""
+        num_hit = self.hit_length(request, partial, with_host=True)
+        held = self.hit_blocks(request, num_hit)
+        num_loads = sum(b < 0 for h in held for b in h.blocks)
+        num_loads += sum(h.host_source > 0 for h in held)
+        return (num_hit, True) if num_loads <= cap else (self.hit_length(request, partial), False)
+
+    def hit_blocks(self, request, num_tokens, start=None):
+        """Per group what a row with this hit begins with; a page of the host is negative.
+
+        It goes on at `start`: what lies between comes from elsewhere, and is held as far as it is read.
+        """
+        start = num_tokens if start is None else start
         held = []
         for g, group in enumerate(self.groups):
             size, each = group.block_size, ModelHeld()
@@ -550,7 +708,7 @@ class ModelManager:
                 first = group.hits_from(num_tokens)
                 for column in range(num_tokens // size):
                     prefix = tuple(request.tokens[: (column + 1) * size])
-                    is_read = column >= first // size
+                    is_read = column >= max(first, group.reads_from(start)) // size
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
                 each.num_hits = each.num_published
@@ -562,6 +720,9 @@ class ModelManager:
                     each.source = self.pool.find(g, prefix, partial=True)
                 if group.pages == STATE and each.blocks and each.blocks[-1] < 0:
                     each.host_source, each.blocks[-1] = -each.blocks[-1], 0
+                if group.pages == TOKENS and each.num_dropped == len(each.blocks):
+                    skipped = group.reads_from(start) // size - len(each.blocks)
+                    each.blocks += [0] * skipped
             held.append(each)
         return held
 
@@ -615,12 +776,15 @@ class ModelManager:
         return found
 
     def _is_shared(self, block):
-        return self._num_holders(block) - self.held_for_step.count(block) > 1
+        """A connector that may still read the block counts like a row."""
+        count = self._num_holders(block) - self.held_for_step.count(block)
+        return count + sum(blocks.count(block) for blocks in self.kept.values()) > 1
 
     def _num_holders(self, block):
         """References of rows: not those of requests that have left, nor of loads."""
         count = self.pool.refs.get(block, 0)
         count -= sum(blocks.count(block) for _, blocks in self.fences)
+        count -= sum(blocks.count(block) for blocks in self.kept.values())
         return count - sum(load["device"] == block for load in self.loads)
 
     def _is_fenced(self, step_id):
@@ -706,11 +870,11 @@ class ModelManager:
             end = (column + 1) * self.groups[g].block_size
             self.events.append(("reused", "gpu", g, tuple(request.tokens[:end])))
 
-    def _admit(self, request, num_hit, after, lookahead, reserved, by_step):
-        held = self.hit_blocks(request, num_hit)
+    def _admit(self, request, num_hit, start, after, lookahead, reserved, by_step, delay=False):
+        held = self.hit_blocks(request, num_hit, start)
         announced = [
             (g, column)
-            for g, each in enumerate(held)
+            for g, each in enumerate(self.hit_blocks(request, num_hit))
             for column, block in enumerate(each.blocks)
             if block > 0
         ]
@@ -718,27 +882,29 @@ class ModelManager:
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free()
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
-        needs = self._needs(held, num_hit, after, lookahead)
+        needs = self._needs(held, start, after, lookahead)
         for g, group in enumerate(self.groups):
             if group.pages == ENCODER:
                 needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
         room = self._room(held, needs, free) - self.watermark - reserved
         now = len(hits) + sum(num_new for num_new, _ in needs)
-        if max(now, self._ever(request)) > self.num_blocks - 1 - self.watermark:
+        if now > self.num_blocks - 1 - self.watermark:
             return NEVER, -1
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
-        self.safe_start, self.copies = num_hit, []
+        self.safe_start, self.copies = start if delay else num_hit, []
+        first_on_host = self._first_on_host(request, num_hit)
         for source in sources:
             self.pool.retain(source)
             self.held_for_step.append(source)
         self.num_admissions += 1
         known = len(request.tokens)
-        state = ModelRow(request, held, by_step, num_hit, after, self.num_admissions, known)
+        state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
+        state.receiving, state.num_hit = delay, num_hit
         self.rows[row] = state
-        first_on_host = self._take_hits(state, num_hit)
-        self._allocate_blocks(state, row, num_hit, after, lookahead, needs, room)
+        self._take_hits(state)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         if self.announce_reused:
             self._announce(request, announced)
         if request.reads:
@@ -747,8 +913,17 @@ class ModelManager:
             self.host_hit_tokens += num_hit - first_on_host
         return SERVED, row
 
-    def _take_hits(self, state, num_hit):
-        """Holds them, and loads those on the host; the token from which on it rests on these."""
+    def _first_on_host(self, request, num_hit):
+        """The token from which on a hit rests on pages of the host."""
+        first = num_hit
+        for group, each in zip(self.groups, self.hit_blocks(request, num_hit)):
+            columns = [column for column, block in enumerate(each.blocks) if block < 0]
+            columns += [len(each.blocks) - 1] if each.host_source else []
+            first = min([first, *(column * group.block_size for column in columns)])
+        return first
+
+    def _take_hits(self, state):
+        """Holds them, and loads those on the host."""
         for each in state.held:
             taken = [block for block in each.blocks if block > 0]
             for block in taken:
@@ -757,16 +932,11 @@ class ModelManager:
             for page in [-block for block in each.blocks if block < 0] + [each.host_source]:
                 if page:
                     self.host.retain(page)
-        first = num_hit
         for g, each in enumerate(state.held):
             for column, block in enumerate(each.blocks):
                 if block < 0:
                     each.blocks[column] = self.pool.take()
                     self._load(state, g, column, -block, each.blocks[column], is_hit=True)
-                    first = min(first, column * self.groups[g].block_size)
-            if each.host_source:
-                first = min(first, (len(each.blocks) - 1) * self.groups[g].block_size)
-        return first
 
     def _count_hits(self, blocks):
         for block in blocks:
@@ -774,21 +944,6 @@ class ModelManager:
                 self.pool.hits[block] = min(self.pool.hits[block] + 1, self.num_hits_to_write)
                 if self.pool.hits[block] == self.num_hits_to_write:
                     self._write_later(block)
-
-    def _ever(self, request):
-        """Blocks held when the last known token runs alone."""
-        count, n = 0, len(request.tokens)
-        for group in self.groups:
-            if group.pages == ENCODER:
-                count += ceil_div(request.num_encoder_tokens, group.block_size)
-            elif group.pages == STATE:
-                count += min(ceil_div(n, group.block_size), 2)
-            elif group.pages == CIRCULAR:
-                count += min(ceil_div(n, group.block_size), group.num_places())
-            else:
-                first = group.reads_from(n - 1)
-                count += ceil_div(n, group.block_size) - first // group.block_size
-        return count
 
     def _allocate_blocks(self, state, row, start, after, lookahead, needs, room, shared=()):
         numbers = []
@@ -801,7 +956,7 @@ class ModelManager:
                 for column in range(first, drop_to):
                     self._note_dropped(state, self.groups.index(group), column, each.blocks[column])
                 each.blocks[first:drop_to] = [0] * len(dropped)
-                self._release(dropped, self.last_issued)
+                self._release(dropped[::-1], self.last_issued)
             more = 0
             if num_new and group.pages == TOKENS:
                 most = ceil_div(self.max_model_len, group.block_size)
@@ -841,7 +996,14 @@ class ModelManager:
                 self.step_answer.zero += taken[g]
                 self.safe_start = 0
             starts = len(each.blocks) * group.block_size
-            if taken[g] and not group.cached and group.pages == TOKENS and starts < start:
+            is_step = self.step_answer is not None
+            if (
+                is_step
+                and taken[g]
+                and not group.cached
+                and group.pages == TOKENS
+                and starts < start
+            ):
                 self.step_answer.zero.append(taken[g][0])
                 self.safe_start = min(self.safe_start, starts)
             each.blocks += taken[g]
@@ -872,10 +1034,10 @@ class ModelManager:
             self._note_dropped(self.rows[row], g, column, held.source)
             self.safe_start = min(self.safe_start, column * self.groups[g].block_size)
             held.source = 0
-        elif start > 0:
+        elif held.blocks and held.blocks[-1]:
             self.step_answer.copy.append((held.blocks[-1], page))
             self.moves.append((row, g, len(held.blocks) - 1, start, held.blocks[-1]))
-        else:
+        elif start == 0:
             self.step_answer.zero.append(page)
         column = (after - 1) // self.groups[g].block_size
         del held.blocks[column:]
@@ -883,8 +1045,8 @@ class ModelManager:
 
     # Blocks ----------------------------------------------------------------------------------------
 
-    def _release(self, blocks, step_id):
-        if self._is_fenced(step_id):
+    def _release(self, blocks, step_id, is_fenced=None):
+        if self._is_fenced(step_id) if is_fenced is None else is_fenced:
             if blocks:
                 later = sum(step > step_id for step, _ in self.fences)
                 self.fences.insert(len(self.fences) - later, (step_id, list(blocks)))
@@ -908,11 +1070,16 @@ class ModelManager:
                     last.append((-column * group.block_size, g, block))
         return first + [block for _, _, block in sorted(last)]
 
-    def _release_row(self, state, with_encoder):
+    def _release_row(self, state, with_encoder, after_step=None, keep_as=None):
         blocks = self._tail_first(state, with_encoder)
         if state.on_host:
             for page in blocks:
                 self.host.release(page)
+        elif keep_as is not None:
+            self.kept[keep_as] = blocks
+        elif after_step is not None:
+            step = max(after_step, self.last_issued) if self.fence_frees else after_step
+            self._release(blocks, step, is_fenced=step >= self.num_completed)
         else:
             self._release(blocks, self.last_issued)
         for g, group in enumerate(self.groups):
@@ -1034,13 +1201,16 @@ class ModelManager:
         return True
 
     def _write_pending(self):
-        for block in reversed(self.pending_writes):
+        writing, self.writing = self.writing, []
+        for block in reversed(writing):
+            if block in self.fills:  # it has other content now, which is not there yet
+                self.pending_writes.append(block)
+                continue
             if self.pool.content.get(block, (0, None))[1] is None or not self._write(block):
                 continue
             if self._is_fenced(self.num_steps):
                 self.pool.retain(block)
                 self.held_for_step.append(block)
-        self.pending_writes = []
 
     def _end_writes(self):
         for page, g, prefix, what in self.writes:
@@ -1080,7 +1250,7 @@ class ModelManager:
     # Publishing ------------------------------------------------------------------------------------
 
     def _publish(self, state):
-        if not state.request.writes or state.stale or not self.caching:
+        if not state.request.writes or state.stale or state.receiving or not self.caching:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -1094,8 +1264,21 @@ class ModelManager:
                     self._keep_state(state, g)
             elif group.pages == TOKENS:
                 for column in range(each.num_published, known // group.block_size):
-                    self._publish_block(state, g, column)
+                    if self.may_be_hit(g, column):
+                        self._publish_block(state, g, column)
                 each.num_published = max(each.num_published, known // group.block_size)
+
+    def may_be_hit(self, g, column):
+        """Whether the whole block is read by some hit, or computed anew behind one."""
+        group = self.groups[g]
+        end = (column + 1) * group.block_size
+        if group.keeps_all:
+            return True
+        redone = self.hash_size if self.has_partial[g] else group.block_size
+        if group.drafts and end > redone and (end - redone) % self.unit == 0:
+            return True
+        hits = [n for n in range(end, end + self.unit) if n % self.unit == 0]
+        return any(group.reads_from(n) < end for n in hits)
 
     def _publish_block(self, state, g, column):
         block = state.held[g].blocks[column]
@@ -1111,7 +1294,7 @@ class ModelManager:
             self._write_later(block)
 
     def _write_later(self, block):
-        if block not in self.pending_writes:
+        if block not in self.pending_writes + self.writing:
             self.pending_writes.append(block)
 
     def _publish_partials(self, state, g, known):
@@ -1133,7 +1316,8 @@ class ModelManager:
         if num_tokens % size:
             each.num_published = max(each.num_published, num_tokens // size)
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
-            self._publish_block(state, g, num_tokens // size - 1)
+            if self.may_be_hit(g, num_tokens // size - 1):
+                self._publish_block(state, g, num_tokens // size - 1)
             each.num_published = num_tokens // size
 
     def _keep_state(self, state, g):
@@ -1235,6 +1419,15 @@ class ModelManager:
                 self._add_prefix(prefixes, whole, 0, self.groups[g].block_size)
         return self._withdraw(invalid, limits, prefixes, invalid_pages)
 
+    def take_cached(self, row):
+        """The row goes on from the cache, if that has more than it has computed."""
+        state = self.rows[row]
+        if self.hit_length(state.request) > state.num_computed:
+            state.resend |= state.by_step
+            self._release_row(state, with_encoder=False)
+            self._restart(state)
+        return state.num_computed
+
     def _add_left(self, request, first_token, invalid, prefixes):
         """Prefixes that a row which has left may have computed from this token on."""
         if not self.caching:
@@ -1287,6 +1480,9 @@ class ModelManager:
         for row in sorted(limits):
             state, limit = self.rows.get(row), limits[row]
             if state is None or limit >= state.num_computed:
+                continue
+            if state.receiving:  # it waits for those who write to its blocks
+                state.num_valid = min(state.num_valid, limit)
                 continue
             state.resend |= state.by_step
             if not state.on_host and self._can_resume(state, limit):

@@ -109,6 +109,13 @@ DEFECTS = [
         "manager manager_life allocator_random",
     ),
     Defect(
+        "plan arrays",
+        "csrc/python/manager.cpp",
+        "if (value_of(plan.ptr(), slots_[field]) == nullptr) set(",
+        "set(",  # over what the caller has set
+        "plan_arrays",
+    ),
+    Defect(
         "step journal",
         MANAGER + "step_journal.cpp",
         "copy(step.dropped);",
@@ -163,6 +170,27 @@ DEFECTS = [
         "i >= query_start[num_requests]",
         "i > query_start[num_requests]",  # one token behind all is the last request's
         "slot_mapping_op block_table",
+    ),
+    Defect(
+        "slots of the host",
+        "csrc/worker/map_slots.cpp",
+        "if (end > m.num_tokens) std::fill",
+        "if (fill_to == nullptr) std::fill",  # slots of a longer step stay behind those of this one
+        "block_table",
+    ),
+    Defect(
+        "null block",
+        OPS + "token_io.cpp",
+        "if (io.slots[i] >= io.first_slot()) {",
+        "if (io.slots[i] >= 0) {",  # what slid out of a window is written over padding
+        "token_io_op worker",
+    ),
+    Defect(
+        "order of plans",
+        MANAGER + "step_journal.cpp",
+        "    last_left_ = in_flight_.front().id;\n",
+        "",  # a plan does not name a reported step: a lost one goes unnoticed
+        "worker",
     ),
     Defect(
         "copy",

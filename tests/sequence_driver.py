@@ -469,7 +469,7 @@ class Driver:
             for seq in group.seqs:
                 state = model.sequences[seq.seq_id]
                 assert manager.get_block_table(seq) == state.blocks
-                assert manager.get_num_cached_tokens(seq) == state.num_cached
+                assert manager.get_num_cached_tokens(seq) == model.num_cached_tokens(seq.seq_id)
                 num_computed = min(group.num_computed, group.num_prompt)
                 if num_computed == group.num_prompt:
                     num_computed = len(state.tokens)
@@ -482,6 +482,7 @@ class Driver:
         for group in self.swapped:
             for seq in group.seqs:
                 num_tokens = len(model.sequences[seq.seq_id].tokens)
+                assert manager.get_num_cached_tokens(seq) == model.num_cached_tokens(seq.seq_id)
                 self.check_reads(group, seq, num_tokens, self.pages.cpu)
 
     def compare_events(self):

@@ -125,6 +125,7 @@ class ModelSequence:
     blocks: list[int] = field(default_factory=list)  # 0 where a window left one
     num_published: int = 0
     num_marked: int = 0  # the sum of all marks
+    num_kv: int = 0  # tokens that are known to have KV
     num_prompt: int = 0
     skips: bool = False  # whether blocks of the prompt were never held
     on_host: bool = False
@@ -272,7 +273,7 @@ class ModelSpace:
         self.gpu.hold(hits)
         blocks = [0] * max(first, skipped) + hits + self.gpu.take(num_new)
         sequence = ModelSequence([*tokens], extra, num_cached=num_hit, blocks=blocks)
-        sequence.num_published = num_hit_blocks
+        sequence.num_published, sequence.num_kv = num_hit_blocks, num_hit
         sequence.num_prompt, sequence.skips = len(tokens), skipped > 0
         return sequence
 
@@ -328,7 +329,21 @@ class ModelSpace:
         num_computed = each.num_marked
         if num_computed >= each.num_prompt:  # all but the newest, whatever the marks say
             num_computed = max(num_computed, len(each.tokens) - 1)
-        for column in range(each.num_published, num_computed // self.size):
+        each.num_kv = max(each.num_kv, num_computed)
+        self._publish(each)
+
+    def num_cached_tokens(self, key):
+        each = self.sequences[key]
+        if not each.caches:
+            return 0
+        if each.on_host:
+            return self.hit_length(each.tokens, each.extra)
+        if each.num_marked < each.num_prompt:
+            return each.num_cached
+        return max(each.num_cached, each.num_kv // self.size * self.size)
+
+    def _publish(self, each):
+        for column in range(each.num_published, each.num_kv // self.size):
             if each.blocks[column]:
                 content = (each.extra, tuple(each.tokens[: (column + 1) * self.size]))
                 self.gpu.publish(each.blocks[column], content)
@@ -353,21 +368,49 @@ class ModelSpace:
         return list(moved.items())
 
     def swap_in(self, keys):
-        if len(self.moving(keys)) > self.gpu.num_free():
+        twins = self._cached_twins(keys)  # of pages: they need not move
+        shared = {*twins.values()}
+        num_taken = len(self.moving(keys)) - len(twins)
+        num_taken += sum(self.gpu.refs[block] == 0 for block in shared)
+        if num_taken > self.gpu.num_free():
             return None
-        moved = {}
+        self.gpu.hold(shared)
+        moved = dict(twins)
         for key in keys:
             each = self.sequences[key]
-            left = each.tail_first()
-            for page in reversed(left):
+            left, own = each.tail_first(), []
+            for column in range(each.num_dropped, len(each.blocks)):
+                page = each.blocks[column]
                 if page in moved:
                     self.gpu.hold([moved[page]])
                 else:
                     moved[page] = self.gpu.take(1)[0]
+                    own.append(column)
             each.blocks = [page and moved[page] for page in each.blocks]
             each.on_host = False
+            # What is its own alone is found again.
+            first = own[0] if own else len(each.blocks)
+            is_whole = own == [*range(first, len(each.blocks))]
+            num_full = len(each.tokens) // self.size
+            each.num_published = min(first, num_full) if is_whole else num_full
+            if each.caches:
+                self._publish(each)
             self.cpu.release(left)
-        return list(moved.items())
+        self.gpu.release(shared)
+        return [(page, block) for page, block in moved.items() if page not in twins]
+
+    def _cached_twins(self, keys):
+        """Blocks that hold what leading pages of computed tokens do."""
+        twins = {}
+        for each in [self.sequences[key] for key in keys]:
+            if not each.caches:
+                continue
+            for column in range(each.num_dropped, each.num_kv // self.size):
+                block = self._cached(each.tokens, each.extra, column)
+                if not block:
+                    break
+                twins[each.blocks[column]] = block
+        return twins
 
     def free(self, key):
         each = self.sequences.pop(key)

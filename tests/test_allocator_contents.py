@@ -4,6 +4,8 @@ The KV of a token depends on all tokens up to it, so its content here is that pr
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
 aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost. Requests are
 forked, swapped out and back; a second tier of pages takes what is evicted, under any eviction policy.
+KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
+the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class Conversation:
     num_sampled: int  # tokens that exist by now, whether or not the manager knows them
     num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
     begin: int = 0  # tokens before it were a hit: groups that are not cached lack them
+    external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
+    is_receiving: bool = False
 
     def __post_init__(self) -> None:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
@@ -72,6 +76,16 @@ class StepInFlight:
     tables: Tables
     reads: set[int] = field(default_factory=set)
     host_reads: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Kept:
+    """Blocks of a request that has left, which a connector uses."""
+
+    request: Request
+    read: Pages  # what it sends
+    written: set[int]  # pages that it still writes to
+    num_aborts: int  # that there were
 
 
 def pages_of(table: list[list[int]]) -> set[int]:
@@ -124,6 +138,11 @@ class Simulation:
         self.lost_at = 0
         self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
         self.lose_pages = lose_pages
+        self.written_by: dict[int, int] = {}  # in this step: page -> row
+        self.writing_row = -1
+        self.depends_on: set[tuple[int, int]] = set()  # rows of this step
+        self.kept: list[Kept] = []
+        self.num_aborts = 0
         self.is_over = False
         operations = [
             (12, self.step),
@@ -132,6 +151,8 @@ class Simulation:
             (1, self.pin),
             (2 if self.manager.host_pool is None else 8, self.report),
             (1, self.abort),
+            (2, self.finish_receiving),
+            (1, self.release_blocks),
         ]
         if lose_pages:
             operations.append((1, self.lose_or_invalidate))
@@ -160,6 +181,8 @@ class Simulation:
     def num_tokens_next(self, conversation: Conversation) -> int:
         """A chunk of the tokens that exist, with drafts behind the last of them; 0: not in this step."""
         choose = self.choose
+        if conversation.is_receiving:
+            return 0
         computed = self.manager.num_computed_tokens(conversation.request)
         computed -= conversation.num_rejected
         missing = conversation.num_sampled - computed
@@ -198,24 +221,44 @@ class Simulation:
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
         leaving = self.rows_to_swap_out(counts)
         held_before = self.pages_held()
+        most = [choose.pick([0, 3, 99, 99]) for _ in admitted]
+        external = [self.num_external(each, cap) for each, cap in zip(admitted, most)]
+        for each, n in zip(admitted, external):
+            each.is_receiving = n > 0 and choose.chance(2)
         plan = self.manager.step(
             [*counts],
             [*counts.values()],
             new=[each.request for each in admitted],
             new_num_tokens=[
-                min(choose.pick([3, 8, LONGEST]), self.most_slots(0)) for _ in admitted
+                0 if each.is_receiving else min(choose.pick([3, 8, LONGEST]), self.most_slots(0))
+                for each in admitted
             ],
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
             num_rejected_tokens=[each.num_rejected for each in batch],
             swap_out=leaving,
-            max_host_blocks=[choose.pick([0, 3, 99, 99]) for _ in admitted],
+            max_host_blocks=most,
+            num_external_computed_tokens=external,
+            delay_cache_blocks=[each.is_receiving for each in admitted],
+            in_step_hits=choose.pick(["none", "wait", "none" if self.has_state else "share"]),
         )
         assert plan.step_id == self.num_steps
         self.num_steps += 1
+        if admitted:
+            starts = plan.num_computed_tokens[-len(admitted) :].tolist()
+            for each, n, start in zip(admitted, external, starts):
+                each.external = start - n, start
         self.execute(
             plan, batch + [self.running[row] for row in leaving] + admitted, leaving, held_before
         )
+
+    def num_external(self, conversation: Conversation, most_host_blocks: int) -> int:
+        """Tokens behind its hit that come from elsewhere."""
+        cached = self.manager.cached_tokens(conversation.request)
+        with_host = cached.num_host_blocks <= most_host_blocks
+        num_hit = cached.with_host if with_host else cached.on_device
+        most = 0 if self.has_circular else conversation.request.num_tokens - 1 - num_hit
+        return self.choose.integer(1, most) if most > 0 and self.choose.chance(3) else 0
 
     def pages_held(self) -> dict[int, set[int]]:
         """By row, as the manager has them."""
@@ -232,6 +275,7 @@ class Simulation:
             row
             for row, each in self.running.items()
             if row not in served
+            and not each.is_receiving
             and not self.manager.is_swapped_out(each.request)
             and self.choose.chance(4)
         ]
@@ -239,7 +283,9 @@ class Simulation:
     def fork(self) -> None:
         """A conversation goes on in two ways from what is computed."""
         on_device = [
-            each for each in self.running.values() if not self.manager.is_swapped_out(each.request)
+            each
+            for each in self.running.values()
+            if not self.manager.is_swapped_out(each.request) and not each.is_receiving
         ]
         if not on_device:
             return
@@ -270,13 +316,102 @@ class Simulation:
     def free(self) -> None:
         if not self.running:
             return
-        conversation = self.running.pop(self.choose.pick([*self.running]))
+        row = self.choose.pick([*self.running])
+        conversation = self.running[row]
+        request, is_kept = conversation.request, False
+        if not self.manager.is_swapped_out(request):
+            is_kept = conversation.is_receiving or self.choose.chance(4)
+        if is_kept and any(each.request is request for each in self.kept):
+            return
+        del self.running[row]
         if conversation.num_rejected:
             self.manager.reject_tokens(conversation.request, conversation.num_rejected)
             conversation.num_rejected = 0
-        conversation.request.append_tokens(conversation.late_tokens())
-        self.manager.free(conversation.request)
+        request.append_tokens(conversation.late_tokens())
+        if is_kept:
+            self.keep(conversation)
+        step = self.choose.pick([None, *self.in_flight]) if not is_kept else None
+        self.manager.free(request, after_step=step, keep_blocks=is_kept)
+        conversation.is_receiving = False
         self.idle.append(conversation)
+
+    def keep(self, conversation: Conversation) -> None:
+        table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
+        pages, written = pages_of(table) - {0}, set()
+        if conversation.is_receiving:
+            first, stop = conversation.external
+            written = {page for page, _, _ in self.cells_received(table, first, stop, stop)}
+        read = {page: dict(self.pages.get(page, {})) for page in pages - written}
+        self.kept.append(Kept(conversation.request, read, written, self.num_aborts))
+
+    def release_blocks(self) -> None:
+        """The connector is done: what it sent is what there was, and it may have written until now."""
+        if not self.kept:
+            return
+        kept = self.kept.pop(self.choose.integer(0, len(self.kept) - 1))
+        if not self.lose_pages and kept.num_aborts == self.num_aborts:
+            for page, slots in kept.read.items():
+                now = self.pages.get(page, {})
+                assert all(now.get(slot) == slots[slot] for slot in slots), (
+                    "sent blocks were reused"
+                )
+        for page in kept.written:
+            for pages in self.pages_of_all_times():
+                pages[page] = dict.fromkeys(range(16), BAD) | {STATE: BAD}
+        if self.may_lose():
+            self.check_what_is_kept("after a connector wrote to blocks of a request that had left")
+        self.manager.release_blocks(kept.request)
+
+    def finish_receiving(self) -> None:
+        """All that was to come has come, or less; of what is missing, some was written."""
+        rows = [row for row, each in self.running.items() if each.is_receiving]
+        if not rows:
+            return
+        conversation = self.running[self.choose.pick(rows)]
+        request, (first, stop) = conversation.request, conversation.external
+        table = [self.block_ids(request, g) for g in range(len(self.groups))]
+        count = self.choose.pick([stop - first, self.choose.integer(0, stop - first)])
+        self.receive(conversation, table, first, stop, first + count)
+        going_on = self.manager.finish_receiving(request, count)
+        conversation.external, conversation.is_receiving = (0, 0), False
+        assert going_on == self.manager.num_computed_tokens(request)
+        if self.may_lose():  # else there is wrong KV that the manager has not heard of
+            self.check_what_is_kept("after KV was received")
+
+    def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
+        """Where the KV of these tokens goes, as far as it has slots; a state: that of the last one.
+
+        The step ends at `end`: it goes on from the state, in its page.
+        """
+        cells = []
+        for group, blocks in zip(self.groups, table):
+            if group.pages == STATE:
+                cells.append((blocks[(end - 1) // group.block_size], STATE, stop - 1))
+                continue
+            cells += [
+                (blocks[i // group.block_size], i % group.block_size, i)
+                for i in range(first, stop)
+                if blocks[i // group.block_size]
+            ]
+        return cells
+
+    def receive(
+        self,
+        conversation: Conversation,
+        table: list[list[int]],
+        first: int,
+        stop: int,
+        arrived: int,
+    ) -> None:
+        for page, slot, position in self.cells_received(table, first, stop, stop):
+            content = conversation.content(position) if position < arrived else BAD
+            for pages in self.pages_of_all_times():
+                pages.setdefault(page, {})[slot] = content
+            self.last_written.append(page)
+
+    def pages_of_all_times(self) -> list[Pages]:
+        """What others write stays written, whatever becomes of steps in flight."""
+        return [self.pages, *(each.pages for each in self.in_flight.values())]
 
     def report(self) -> None:
         """Reports the oldest step as completed, unless a lost page is still to be reported."""
@@ -291,6 +426,7 @@ class Simulation:
             return
         if min(self.in_flight) <= self.num_steps - MOST_STEPS_BACK:
             return
+        self.num_aborts += 1
         first = self.choose.pick([*self.in_flight])
         aborted = self.in_flight[first]
         self.in_flight = {step: each for step, each in self.in_flight.items() if step < first}
@@ -368,6 +504,8 @@ class Simulation:
         self.swap_in(plan)
         self.update_tables(plan)
         self.notice_reuse_of_lost_page(plan, held_before)
+        self.written_by = {}
+        self.depends_on = set(map(tuple, plan.depends_on.tolist()))
         for row, start in self.take_answers(plan, asked, leaving):
             self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
 
@@ -450,8 +588,10 @@ class Simulation:
                     conversation.begin = start
                 conversation.num_rejected = 0
                 self.running[row] = conversation
-                served.append((row, start))
+                if not conversation.is_receiving:
+                    served.append((row, start))
             elif conversation not in self.running.values():
+                conversation.external, conversation.is_receiving = (0, 0), False
                 self.idle.append(conversation)
         return served
 
@@ -463,12 +603,19 @@ class Simulation:
         conversation, table = self.running[row], self.tables[row]
         request = conversation.request
         assert table == [self.block_ids(request, g) for g in range(len(self.groups))], "table"
+        self.writing_row = row
+        first, stop = conversation.external
+        if start == stop and stop > first:
+            self.load(conversation, table, forbidden)
+        conversation.external = 0, 0
         end = num_accepted = self.manager.num_computed_tokens(request)
         if end > conversation.num_sampled:
             num_accepted = self.choose.integer(conversation.num_sampled, end)
         for position in range(start, end):
             cells = self.cells_read(table, position, end, conversation.begin)
             reads.update(page for page, _, _ in cells)
+            others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
+            assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
             assert all(page for page, _, _ in cells), f"row {row} reads the null page"
             accepted = [cell for cell in cells if cell[2] < num_accepted]
             wrong = self.wrong_cells(conversation, accepted)
@@ -486,6 +633,16 @@ class Simulation:
         conversation.num_rejected = end - num_accepted
         if conversation.num_sampled <= num_accepted < LONGEST:
             conversation.num_sampled = num_accepted + 1
+
+    def load(self, conversation: Conversation, table: list[list[int]], forbidden: set[int]) -> None:
+        """What comes from elsewhere within the step."""
+        first, stop = conversation.external
+        end = self.manager.num_computed_tokens(conversation.request)
+        for page, slot, position in self.cells_received(table, first, stop, end):
+            assert page not in forbidden, "KV is loaded to a page that a step in flight reads"
+            self.pages.setdefault(page, {})[slot] = conversation.content(position)
+            self.last_written.append(page)
+            self.written_by[page] = self.writing_row
 
     def write(
         self,
@@ -505,6 +662,7 @@ class Simulation:
             slot = STATE if is_state else position % group.block_size
             self.pages.setdefault(page, {})[slot] = content
             self.last_written.append(page)
+            self.written_by[page] = self.writing_row
 
     # Checks ----------------------------------------------------------------------------------------
 
@@ -530,7 +688,8 @@ class Simulation:
     def check_what_is_kept(self, when: str) -> None:
         """All rows' own blocks, and all that is a hit for anyone, hold what they should."""
         for row, conversation in self.running.items():
-            if not self.manager.is_swapped_out(conversation.request):
+            is_out = self.manager.is_swapped_out(conversation.request)
+            if not is_out and not conversation.is_receiving:
                 self.check_row(row, conversation, when)
         for conversation in [*self.running.values(), *self.idle]:
             self.check_hit(conversation, when)
@@ -605,7 +764,7 @@ def test_an_invalidation_without_effect_is_noticed(monkeypatch):
         "report",
         lambda self, of: report(self, StepReport(of.step_id, of.completed)),
     )
-    expect_error("after an invalidation, .* wrong KV", lose_pages=True)
+    expect_error("wrong KV", lose_pages=True)  # then, or when it is read
 
 
 def test_an_abort_without_effect_is_noticed(monkeypatch):
@@ -624,6 +783,23 @@ def test_missing_fences_are_noticed(monkeypatch):
         lambda *args, **options: for_groups(*args, **{**options, "fence_frees": False}),
     )
     expect_error("a step in flight reads", lose_pages=False)
+
+
+def test_a_dependency_that_is_not_named_is_noticed(monkeypatch):
+    step = KVCacheManager.step
+
+    def without_dependencies(self, *args, **options):
+        plan = step(self, *args, **options)
+        plan.depends_on = plan.depends_on[:0]
+        return plan
+
+    monkeypatch.setattr(KVCacheManager, "step", without_dependencies)
+    expect_error("an unnamed dependency", lose_pages=False)
+
+
+def test_kv_that_does_not_arrive_is_noticed(monkeypatch):
+    monkeypatch.setattr(Simulation, "receive", lambda self, *args: None)
+    expect_error("after KV was received, .* wrong KV", lose_pages=False)
 
 
 def expect_error(message: str, *, lose_pages: bool) -> None:

@@ -474,3 +474,90 @@ def test_wrong_calls_are_named():
     with pytest.raises(ValueError, match="has no slot mapping"):
         cache.slots("state.0", 1)
     assert isinstance(cache.storages[0], KVStorage)
+
+
+def test_the_context_of_rows_is_read_with_slots_of_its_own():
+    layers = [
+        LayerSpec("full", "full_attention", 4, 2, 8, dtype="float32"),
+        LayerSpec("local", "sliding_window", 4, 2, 8, dtype="float32", options={"window": 6}),
+    ]
+    plan = plan_cache(layers, 2**20, max_model_len=64, max_num_batched_tokens=16)
+    cache = kvcache.build(plan, max_num_reqs=3, num_preallocate_tokens=0)
+    written = {name: torch.randn(2, 2, 40, 2, 8) for name in ("full", "local")}
+    rows, first = np.array([0, 1], np.int32), 0
+    requests = [Request(str(i), range(i, 40)) for i in range(2)]
+    step = cache.manager.step(new=requests, new_num_tokens=[8, 8])
+    while True:
+        cache.worker.apply(step)
+        starts = np.array([0, 8, 16], np.int32)
+        positions = np.tile(np.arange(first, first + 8), 2)
+        cache.tables.compute_slot_mapping(rows, positions, query_start_loc=starts)
+        cache.tables.commit_slot_mapping(16)
+        for name, kv in written.items():
+            new = kv[:, :, first : first + 8].flatten(1, 2)  # the rows one after the other
+            hnd = [each.transpose(0, 1).contiguous().transpose(0, 1) for each in new]
+            cache.write(name, *hnd)  # in HND order
+        first += 8
+        if first == 32:
+            break
+        step = cache.manager.step(rows, [8, 8])
+    slots = cache.slots("full", 16).clone()
+    for name, kv in written.items():
+        key, value = cache.gather_context(name, rows=[1, 0], num_tokens=[32, 5])
+        wanted = [torch.cat([kv[side, 1, :32], kv[side, 0, :5]]) for side in range(2)]
+        if name == "local":  # positions that slid out of the window are zeros
+            group = cache.group(name)
+            for row, begin, n in ((1, 0, 32), (0, 32, 5)):
+                null = np.repeat(cache.tables[group].get_numpy_array()[row] == 0, 4)[:n]
+                assert null.tolist() == [position < 16 for position in range(n)]
+                for each in wanted:
+                    each[begin : begin + n][torch.from_numpy(null)] = 0
+        assert torch.equal(key, wanted[0]) and torch.equal(value, wanted[1]), name
+    assert torch.equal(cache.slots("full", 16), slots)  # those of the step
+    tables = cache.tables[0]
+    long = tables.slots_of(np.zeros(500, np.int32), np.tile(np.arange(20), 25))
+    assert len(long) == 500 and long.dtype == torch.int64  # longer than a step
+    assert torch.equal(long[:20], tables.slots_of(None, torch.arange(20), query_start_loc=[0, 20]))
+    for call, error, message in (
+        (
+            lambda: cache.gather_context("full", [0], [33]),
+            ValueError,
+            "expected less, as row 0 holds no",
+        ),
+        (lambda: cache.gather_context("full", [3], [1]), ValueError, r"req_indices\[0\] is 3"),
+        (
+            lambda: cache.gather_context("full", [0], [-1]),
+            ValueError,
+            "num_tokens is .-1.: expected 0",
+        ),
+        (lambda: cache.gather_context("full", [0, 1], [1]), ValueError, "for each of the 2 rows"),
+        (lambda: cache.gather_context("no", [0], [1]), ValueError, "layer_name is 'no'"),
+        (lambda: tables.slots_of(np.zeros(1)), TypeError, "positions is missing"),
+        (
+            lambda: tables.slots_of(None, np.zeros(1, np.int64)),
+            ValueError,
+            "neither req_indices nor",
+        ),
+        (lambda: tables.slots_of([0], [1.5]), TypeError, "positions has dtype float64"),
+    ):
+        with pytest.raises(error, match=message):
+            call()
+
+
+def test_unknown_options_name_the_public_function():
+    plan = plan_cache([LayerSpec("a", "full_attention", 16, 1, 8)], 2**16, max_model_len=64)
+    group = GroupSpec("full_attention", 16)
+    for call, name in (
+        (lambda: kvcache.KVCacheManager(16, 9, 99, max_reqs=4), "KVCacheManager"),
+        (
+            lambda: kvcache.KVCacheManager.for_groups([group], 9, 99, max_reqs=4),
+            "KVCacheManager.for_groups",
+        ),
+        (lambda: kvcache.build(plan, max_num_reqs=4, max_reqs=4), "kvcache.build"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^{name}: option 'max_reqs' is unknown: expected one of"
+        ):
+            call()
+    with pytest.raises(ValueError, match=r"options of kind 'full_attention' are {'window': 16}"):
+        LayerSpec("a", "full_attention", 16, 1, 8, options={"window": 16})

@@ -869,6 +869,45 @@ def test_arguments_in_another_engines_order_say_what_to_pass(call, message):
         call()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+def test_slots_of_a_longer_step_do_not_stay_behind_a_shorter_one(dtype):
+    table = BlockTable(4, 4, 5, 16, False, "cpu", 4, slot_mapping_dtype=dtype)
+    table.add_row([3, 4, 5, 6], 0)
+    for n in (16, 2, 9, 0, 1):
+        for positions in (np.arange(n), np.arange(n)[::-1].copy()):  # one run, and none
+            table.compute_slot_mapping(np.zeros(n, np.int32), positions)
+            assert table.slot_mapping.np.tolist() == [*(12 + positions), *[-1] * (16 - n)]
+
+
+def test_numbers_of_any_integer_type_are_rows_and_positions():
+    table = make()
+    table.add_row([3, 4], 0)
+    for rows, positions in (
+        ([0, 0], [1, 6]),
+        (np.zeros(2, np.int64), np.array([1, 6], np.int32)),
+        (np.zeros(4, np.int32)[::2], np.array([1, 0, 6, 0])[::2]),
+        (torch.zeros(2, dtype=torch.int32), torch.tensor([1, 6])),
+    ):
+        table.slot_mapping.np[:] = -1
+        table.compute_slot_mapping(rows, positions)
+        assert table.slot_mapping.np[:3].tolist() == [13, 18, -1]
+    for rows, positions, message in (
+        (
+            np.zeros((1, 2), np.int32),
+            np.zeros(2, np.int64),
+            r"req_indices has shape \[1, 2\]: expected",
+        ),
+        (
+            np.zeros(2, np.int32),
+            np.zeros((2, 1), np.int64),
+            r"positions has shape \[2, 1\]: expected",
+        ),
+        (np.zeros(2, np.int32), table.slot_mapping.np[:2], "shares memory with the slot mapping"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            table.compute_slot_mapping(rows, positions)
+
+
 def test_columns_of_a_circular_group_are_written_round():
     groups = [
         GroupSpec("full_attention", 4),

@@ -239,6 +239,35 @@ def test_a_window_needs_only_its_last_blocks_for_a_hit():
     assert (found.tolist(), num_tokens) == ([0, 0, 0, *ids[3:].tolist()], 20)
 
 
+def test_only_blocks_that_a_hit_can_read_are_cached_and_the_others_go_first():
+    full, window = GroupSpec("full_attention", 32), GroupSpec("sliding_window", 8, {"window": 8})
+    manager = make(full, window, num_blocks=15)
+    request = Request("a", range(65))
+    run(manager, request, 65)
+    assert manager.pool.num_cached == 2 + 2  # of 8 window blocks those before tokens 32 and 64
+    hit = manager.get_computed_blocks(Request("b", range(65)))[0]
+    manager.free(request)
+    # 12 of its blocks held no hit, or were not full: with them, nothing is evicted.
+    other = Request("c", range(1_000, 1_040), write_cache=False)
+    manager.step(new=[other])
+    assert manager.pool.num_evicted == 0
+    again, num_tokens = manager.get_computed_blocks(Request("b", range(65)))
+    assert num_tokens == 64 and [a.tolist() for a in again] == [h.tolist() for h in hit]
+    manager.check_invariants()
+
+
+def test_blocks_that_leave_a_window_in_one_step_are_evicted_tail_first():
+    manager = make(WINDOW, num_blocks=9)
+    request = Request("a", range(40))
+    run(manager, request, 24, 1)  # blocks 0 to 3 leave at once
+    hits = [hit_length(manager, range(n)) for n in (9, 13, 17)]
+    assert hits == [8, 12, 16]
+    manager.step(new=[Request("b", range(500, 509), write_cache=False)])  # two of them are taken
+    assert manager.pool.num_evicted == 2
+    assert [hit_length(manager, range(n)) for n in (9, 13, 17)] == [8, 8, 8]
+    manager.check_invariants()
+
+
 def test_a_window_bounds_what_a_request_holds():
     manager = make(WINDOW, num_blocks=5)
     request = Request("a", range(100))

@@ -879,3 +879,49 @@ def test_a_plan_that_the_native_step_cannot_fill_is_refused(left_out, added, mes
     with pytest.raises(TypeError, match=message):
         core.use_plan_type(plan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
     assert isinstance(make().step(), StepPlan)
+
+
+def test_read_cache_of_a_call():
+    """A request that opted out may take hits in one call, and one that did not may be told not to."""
+    manager = make(num_preallocate_tokens=0)
+    size = manager.block_size
+    manager.step(new=[Request("a", range(2 * size + 1))])
+    hit = 2 * size
+    reads, opted_out = (
+        Request(name, range(2 * size + 1), read_cache=value)
+        for name, value in (("b", True), ("c", False))
+    )
+    assert manager.get_computed_blocks(reads)[1] == hit
+    assert manager.get_computed_blocks(reads, read_cache=False)[1] == 0
+    assert manager.get_computed_blocks(opted_out)[1] == 0
+    ids, num_tokens = manager.get_computed_blocks(opted_out, read_cache=True)
+    assert num_tokens == hit
+    assert manager.cached_tokens(opted_out).on_device == 0
+    assert manager.cached_tokens(opted_out, read_cache=True).on_device == hit
+    with pytest.raises(ValueError, match="but the request has read_cache=False: expected none"):
+        manager.allocate_slots(opted_out, 1, ids)
+    manager.allocate_slots(opted_out, 1, ids, read_cache=True)
+    assert manager.block_ids(opted_out)[:2].tolist() == ids.tolist()
+    manager.free(opted_out)
+
+    def computed(read_cache):
+        plan = manager.step(new=[reads, opted_out], read_cache=read_cache)
+        for request in (reads, opted_out):
+            manager.free(request)
+        return plan.num_computed_tokens.tolist()
+
+    assert computed(None) == [hit, 0]
+    assert computed(True) == [hit, hit]
+    assert computed(False) == [0, 0]
+    assert computed([False, None]) == [0, 0]
+    assert computed([None, True]) == [hit, hit]
+    for wrong, error, message in (
+        ([True], ValueError, "new has 2 entries, read_cache has 1"),
+        ([True, 2], TypeError, r"read_cache\[1\] is 2"),
+        ("yes", TypeError, "read_cache is 'yes'"),
+    ):
+        with pytest.raises(error, match=message):
+            computed(wrong)
+    with pytest.raises(TypeError, match="read_cache is 1"):
+        manager.get_computed_blocks(reads, read_cache=1)
+    manager.check_invariants()

@@ -21,6 +21,28 @@ def hit_length(manager, tokens):
 # Admission ------------------------------------------------------------------------------------------
 
 
+def test_one_recompute_serves_all_that_shared_a_failed_block():
+    manager = KVCacheManager(4, 41, 100, num_preallocate_tokens=0)
+    requests = [Request(name, [*range(20), 100 + i]) for i, name in enumerate("abc")]
+    manager.step(new=requests[:1])
+    manager.step(new=requests[1:])
+    shared = manager.block_ids(requests[0])[:5]
+    assert all((manager.block_ids(each)[:5] == shared).all() for each in requests)
+    assert manager.invalidate([shared[2]]) == {"a": 8, "b": 8, "c": 8}
+    num_free = manager.pool.num_free
+    manager.step([0], [13])
+    assert [manager.take_cached(each) for each in requests] == [21, 20, 20]
+    new = manager.block_ids(requests[0])
+    assert (manager.block_ids(requests[1]) == new[:5]).all()
+    assert num_free - manager.pool.num_free == 4  # blocks 2 to 5, once
+    plan = manager.step([1, 2], [1, 1])
+    assert plan.num_computed_tokens.tolist() == [20, 20]
+    assert plan.clear_rows.tolist() == [1, 2]
+    manager.check_invariants()
+    with pytest.raises(ValueError, match=r"^request 'x' is not admitted"):
+        manager.take_cached(Request("x", [1]))
+
+
 def test_admissions_leave_the_watermark_and_running_requests_may_use_it():
     manager = make(num_blocks=11, watermark=0.2)  # 2 blocks
     assert manager.would_fit(Request("a", range(36))) == Status.NEVER

@@ -630,8 +630,10 @@ def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
     """A latent of 512 and its rotary part of 64: apart, or as one vector."""
     order = ("block", "token", "element")
     descriptions = [
-        CacheDescription("a", 2, 1, latent, 16, v_head_size=rotary, is_mla=True, memory_order=order,
-                         dtype=dtype)
+        CacheDescription(
+            engine_id="a", num_layers=2, total_num_kv_heads=1, head_size=latent, block_size=16,
+            v_head_size=rotary, is_mla=True, memory_order=order, dtype=dtype,
+        )
         for latent, rotary, dtype in (
             (512, 64, torch.bfloat16), (576, 0, "bfloat16"), (576, None, torch.bfloat16),
         )
@@ -665,5 +667,5 @@ def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
         sizes = {"num_kv_heads": 1, "head_size": 8, "is_mla": True, **wrong}
         with pytest.raises(ValueError, match=message):
             LayerSpec("a", "full_attention", 16, **sizes)
-    with pytest.raises(TypeError, match="dtype is 3: expected a torch.dtype or its name"):
+    with pytest.raises(TypeError, match=r"dtype is 3: expected a torch\.dtype or its name"):
         KVStorage(4, 16, 1, 8, dtype=3)

@@ -1,6 +1,7 @@
 """The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
 
 import collections
+import inspect
 import itertools
 import threading
 from enum import Enum
@@ -94,6 +95,11 @@ def test_wrong_sizes_are_named(arguments, named):
     [
         ({"hash_seed": 5}, "hash_seed is 5"),
         ({"sliding_window": 2.5}, "sliding_window is 2.5"),
+        ({"block_size": True}, "block_size is True: expected an integer"),
+        ({"num_gpu_blocks": True}, "num_gpu_blocks is True: expected an integer"),
+        ({"num_cpu_blocks": False}, "num_cpu_blocks is False: expected an integer"),
+        ({"max_model_len": True}, "max_model_len is True: expected an integer"),
+        ({"max_model_len": 5.0}, r"max_model_len is 5\.0: expected an integer"),
         ({"enable_caching": "no"}, "enable_caching is 'no': expected True or False"),
         ({"enable_events": 1}, "enable_events is 1: expected True or False"),
         ({"eviction": None}, "eviction is None"),
@@ -388,6 +394,156 @@ def test_with_caching_only_the_tail_is_read():
     one.tokens = Ids([*range(6), 9])
     manager.append_slots(one, 0)
     assert taken == [slice(6, None)]
+
+
+def test_nothing_fits_beyond_max_model_len():
+    manager = make(max_model_len=8)
+    assert manager.can_allocate(Group("s", [seq("s", 9)])) == NEVER
+    assert manager.can_allocate(Group("s", [seq("s", 8)]), 4) == OK  # lookahead may lie behind it
+    with pytest.raises(ValueError, match="max_model_len"):
+        manager.allocate(Group("s", [seq("s", 9)]))
+    group = admitted(manager, 7)
+    one = group.seqs[0]
+    one.tokens += [1]
+    assert manager.can_append_slots(group, 4)
+    one.tokens += [1]
+    assert not manager.can_append_slots(group, 0)
+    swapped_out(manager, group)
+    assert manager.can_swap_in(group, 0) == NEVER
+    one.tokens.pop()
+    assert manager.can_swap_in(group, 0) == OK
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize(
+    "length, error, named",
+    [
+        (6.0, TypeError, r"get_len\(\) of seq 'r0' is 6\.0: expected an integer"),
+        (True, TypeError, r"get_len\(\) of seq 'r0' is True: expected an integer"),
+        (None, TypeError, r"get_len\(\) of seq 'r0' is None: expected an integer"),
+        (0, ValueError, r"get_len\(\) of seq 'r0' is 0: expected 1 to 2147483647"),
+        (-6, ValueError, r"get_len\(\) of seq 'r0' is -6: expected 1 to"),
+        (2**70, ValueError, r"get_len\(\) of seq 'r0' is 1180591620717411303424: expected 1 to"),
+    ],
+)
+def test_a_length_that_is_none_is_named(caching, length, error, named):
+    manager = make(enable_caching=caching)
+    one = seq("r0", 6)
+    one.get_len = lambda: length
+    group = Group("r", [one])
+    for call in (manager.can_allocate, manager.allocate):
+        with pytest.raises(error, match=named):
+            call(group)
+    assert counts(manager)[0] == 10
+    del one.get_len
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    one.get_len = lambda: length
+    calls = [
+        lambda: manager.can_append_slots(group, 0),
+        lambda: manager.append_slots(one, 0),
+        lambda: manager.append_slots(one, 3),
+    ]
+    for call in calls:
+        with pytest.raises(error, match=named):
+            call()
+    manager.check_invariants()
+
+
+def test_true_and_false_are_no_numbers():
+    manager = make(enable_caching=True)
+    group = admitted(manager)
+    waiting = Group("w", [seq("w", 4)])
+    calls = [
+        (lambda: manager.can_allocate(waiting, True), "num_lookahead_slots is True"),
+        (lambda: manager.can_append_slots(group, True), "num_lookahead_slots is True"),
+        (lambda: manager.append_slots(group.seqs[0], False), "num_lookahead_slots is False"),
+        (lambda: manager.can_swap_in(group, True), "num_lookahead_slots is True"),
+        (lambda: manager.mark_blocks_as_computed(group, True), "token_chunk_size is True"),
+        (lambda: manager.access_all_blocks_in_seq(group.seqs[0], True), "now is True"),
+    ]
+    for call, named in calls:
+        with pytest.raises(TypeError, match=named):
+            call()
+    with pytest.raises(TypeError, match=r"extra_hash\(\) of seq 'x' is True"):
+        manager.allocate(Group("x", [Seq("x", [1], extra=True)]))
+
+
+def test_the_calls_of_a_step_take_their_arguments_by_name():
+    manager = make()
+    group = Group("r", [seq("r0", 6)])
+    assert manager.can_allocate(seq_group=group, num_lookahead_slots=2) == OK
+    manager.allocate(group)
+    group.set_status(Status.RUNNING)
+    one = group.seqs[0]
+    assert manager.can_append_slots(seq_group=group, num_lookahead_slots=1)
+    assert manager.append_slots(one, num_lookahead_slots=1) == []
+    assert manager.get_block_table(seq=one) == [1, 2]
+    manager.access_all_blocks_in_seq(now=1.5, seq=one)
+    manager.mark_blocks_as_computed(group, token_chunk_size=6)
+    assert manager.get_common_computed_block_ids(seqs=(one,)) == []
+    wrong = [
+        (
+            lambda: manager.append_slots(one),
+            r"append_slots\(\) lacks argument 'num_lookahead_slots'",
+        ),
+        (lambda: manager.append_slots(one, 1, 2), "takes 2 arguments, but 3 were given"),
+        (lambda: manager.append_slots(one, seq=one), "got argument 'seq' twice"),
+        (lambda: manager.get_block_table(one, x=1), "has no argument 'x'"),
+    ]
+    for call, named in wrong:
+        with pytest.raises(TypeError, match=named):
+            call()
+    assert str(inspect.signature(BlockSpaceManager.can_allocate)) == (
+        "(self, /, seq_group, num_lookahead_slots=0)"
+    )
+    assert "0 where a window left one" in inspect.getdoc(BlockSpaceManager.get_block_table)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_table_is_one_list_that_is_kept_up_to_date(window):
+    manager = make(num_gpu_blocks=60, num_cpu_blocks=60, sliding_window=window)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    table = manager.get_block_table(one)
+    for i in range(20):
+        one.tokens += [i] * (1 + i % 3)
+        manager.append_slots(one, i % 5)
+        assert manager.get_block_table(one) is table
+        assert table == manager._native.blocks(manager._known(one).row, 0).tolist()
+    child = child_of(manager, one, "c")
+    child.tokens += [7]
+    manager.append_slots(child, 0)
+    assert manager.get_block_table(child) is not table and manager.get_block_table(one) is table
+    table.append(5)
+    with pytest.raises(RuntimeError, match="was the list changed by its receiver"):
+        manager.check_invariants()
+    table.pop()
+    manager.check_invariants()
+    before = [*table]
+    swapped_out(manager, group)
+    manager.swap_in(group)
+    assert table == before  # of then: there is a new one
+    assert manager.get_block_table(one) is not table
+    manager.check_invariants()
+
+
+def test_siblings_have_one_list_of_hits():
+    manager = make(num_gpu_blocks=60, num_cpu_blocks=60, enable_caching=True)
+    manager.mark_blocks_as_computed(admitted(manager, 20), 20)
+    group = admitted(manager, 20, "s", num_seqs=3)
+    common = manager.get_common_computed_block_ids(group.seqs)
+    assert common == [1, 2, 3, 4]
+    for one in group.seqs:
+        one.tokens += [1]
+        manager.append_slots(one, 0)
+    assert manager.get_common_computed_block_ids(group.seqs) is common
+    swapped_out(manager, group)
+    manager.swap_in(group)
+    group.set_status(Status.RUNNING)
+    again = manager.get_common_computed_block_ids(group.seqs)
+    assert again == [1, 2, 3, 4]  # which the first sequence still holds
+    assert manager.get_common_computed_block_ids(group.seqs[1:]) is again
 
 
 # E4: forks -------------------------------------------------------------------------------------------
@@ -842,15 +998,56 @@ def test_lookahead_slots_are_not_marked():
     assert manager.get_num_cached_tokens(seq("s", 30)) == 8
 
 
-def test_cached_tokens_stay_what_they_were_at_allocation():
-    manager = make(enable_caching=True)
+def test_cached_tokens_count_own_ones_once_the_prompt_is_computed():
+    manager = make(num_gpu_blocks=30, enable_caching=True)
     group = admitted(manager, 9)
-    manager.mark_blocks_as_computed(group, 9)
-    assert manager.get_num_cached_tokens(group.seqs[0]) == 0
-    again = admitted(manager, 9, "s")
+    manager.mark_blocks_as_computed(group, 5)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 0  # as when it was allocated
+    manager.mark_blocks_as_computed(group, 4)
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 8
+    again = admitted(manager, 14, "s")
     assert manager.get_num_cached_tokens(again.seqs[0]) == 8
+    manager.mark_blocks_as_computed(again, 14)
+    assert manager.get_num_cached_tokens(again.seqs[0]) == 12
     child = child_of(manager, again.seqs[0], "c")
-    assert manager.get_num_cached_tokens(child) == 8
+    assert manager.get_num_cached_tokens(child) == 12
+    child.tokens += [5, 6]
+    manager.append_slots(child, 0)
+    assert manager.get_num_cached_tokens(child) == 12
+    manager.mark_blocks_as_computed(Group("t", [child]), 2)
+    assert manager.get_num_cached_tokens(child) == 16
+    assert manager.get_num_cached_tokens(seq("u", 14)) == 12
+
+
+def test_a_swap_in_shares_what_is_still_cached_on_the_device():
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    group = admitted(manager, 14)
+    manager.mark_blocks_as_computed(group, 14)
+    assert len(swapped_out(manager, group)) == 4
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 12
+    again = admitted(manager, 14, "s")  # holds the same three blocks, and one more
+    assert counts(manager)[0] == 3
+    assert manager.can_swap_in(group, 10) == OK  # two of the three, and a partial one
+    pairs = manager.swap_in(group)
+    assert len(pairs) == 1 and counts(manager) == (2, 10)
+    group.set_status(Status.RUNNING)
+    table = manager.get_block_table(group.seqs[0])
+    assert table[:3] == manager.get_block_table(again.seqs[0])[:3] and table[3] == pairs[0][1]
+    assert manager.append_slots(group.seqs[0], 10) == [] and counts(manager)[0] == 0
+    manager.check_invariants()
+
+
+def test_what_was_evicted_comes_back_and_is_a_hit_again():
+    manager = make(num_gpu_blocks=6, enable_caching=True)  # 5
+    group = admitted(manager, 14)
+    manager.mark_blocks_as_computed(group, 14)
+    swapped_out(manager, group)
+    other = admitted(manager, 16, "o", first=50)  # two free blocks, and two that were cached
+    assert manager.get_num_cached_tokens(group.seqs[0]) == 4
+    manager.free(other.seqs[0])
+    assert [page for page, _ in manager.swap_in(group)] == [2, 3, 4]
+    assert manager.get_num_cached_tokens(seq("s", 14)) == 12
+    manager.check_invariants()
 
 
 def test_a_sequence_that_is_asked_for_is_hashed_once():
@@ -953,6 +1150,16 @@ def test_accesses_are_numbers():
     with pytest.raises(TypeError, match="now is None: expected a number"):
         manager.access_all_blocks_in_seq(group.seqs[0], None)
     manager.access_all_blocks_in_seq(group.seqs[0], 5)
+    manager.access_all_blocks_in_seq(group.seqs[0], np.float32(5.5))
+
+
+@pytest.mark.parametrize("caching", [False, True])
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), float("-inf")])
+def test_accesses_are_finite(caching, now):
+    manager = make(enable_caching=caching)
+    group = admitted(manager)
+    with pytest.raises(ValueError, match=rf"now is {now}: expected a finite number"):
+        manager.access_all_blocks_in_seq(group.seqs[0], now)
 
 
 def test_another_eviction_policy():

@@ -1,6 +1,7 @@
 """A transfer plan carried out on real storages: addresses, bytes, and the permutation by the op."""
 
 import ctypes
+import itertools
 
 import numpy as np
 import pytest
@@ -8,7 +9,15 @@ import torch
 
 from kvcache import KVStorage, Pages
 from kvcache.layouts import backend
-from kvcache.transfer import CacheDescription, permute_pages, plan_transfer, region_addresses
+from kvcache.transfer import (
+    CacheDescription,
+    StateDescription,
+    StateTensor,
+    permute_pages,
+    plan_states,
+    plan_transfer,
+    region_addresses,
+)
 
 LAYERS, HEADS = 2, 4
 OPTIONS = {
@@ -30,11 +39,11 @@ def side(block_size=4, layout="HND", packing="apart", tp_size=1, v_head_size=8, 
     )  # fmt: skip
 
 
-def storage_of(description, packing, num_blocks=40):
+def storage_of(description, packing, num_blocks=40, **more):
     storage = KVStorage(
         num_blocks, description.block_size, description.heads_per_rank, 8, num_layers=LAYERS,
         dtype=torch.float16, v_head_size=description.v_head_size, layout=description.layout,
-        **OPTIONS[packing],
+        **OPTIONS[packing], **more,
     )  # fmt: skip
     assert storage.memory_order == description.memory_order
     return storage
@@ -86,6 +95,98 @@ def test_every_token_arrives(packings, sizes, layouts, v_head_size):
         for part in range(2):
             wanted = torch.cat([source[layer][part] for source in sources], dim=1)
             assert torch.equal(found[part], wanted)
+
+
+SCALED = [name for name in OPTIONS if name != "heads first"]
+
+
+@pytest.mark.parametrize("packing", SCALED)
+@pytest.mark.parametrize("layouts", [("HND", "HND"), ("NHD", "HND")])
+@pytest.mark.parametrize("sizes", [(8, 4), (4, 4)])
+def test_scales_of_storages_arrive_with_their_heads(packing, layouts, sizes):
+    """Each token has 4 bytes per head: 16 in the local storage, 8 in each of two remote ones."""
+    local = side(sizes[0], layouts[0], packing, scale_bytes_per_head=4)
+    remote = side(sizes[1], layouts[1], packing, tp_size=2, scale_bytes_per_head=4)
+    storage = storage_of(local, packing, scale_bytes_per_token=16)
+    storages = [storage_of(remote, packing, scale_bytes_per_token=8) for _ in range(2)]
+    mine = np.array([7, 3, 4, 5, 12, 30])
+    plan, theirs = carry_out(local, remote, storage, storages, mine)
+    for layer in range(LAYERS):
+        found = storage.scale_cache(layer)[torch.from_numpy(mine)].flatten(0, 1)
+        wanted = [
+            storages[rank].scale_cache(layer)[torch.from_numpy(theirs[rank])].flatten(0, 1)
+            for rank in plan.remote_ranks
+        ]
+        assert torch.equal(found, torch.cat(wanted, dim=1))
+    sources = [tokens_of(storages[rank], theirs[rank]) for rank in plan.remote_ranks]
+    for layer, found in enumerate(tokens_of(storage, mine)):
+        for part in range(2):
+            assert torch.equal(found[part], torch.cat([s[layer][part] for s in sources], dim=1))
+
+
+def test_ranks_of_unlike_stages_have_addresses_of_their_own():
+    described = CacheDescription(
+        engine_id="e", num_layers=4, total_num_kv_heads=HEADS, head_size=8, dtype="float16",
+        block_size=4, stages=[(3, 1), (1, 2)],
+    )  # fmt: skip
+    for rank, (layers, heads) in enumerate(((3, 4), (1, 2), (1, 2))):
+        storage = KVStorage(9, 4, heads, 8, num_layers=layers, dtype=torch.float16)
+        found = region_addresses(described, storage.pages, rank) - storage.pages.base
+        assert found.tolist() == storage.pages.offsets.tolist()
+    with pytest.raises(ValueError, match="placement of engine 'e' differs by stage: ask stage_of"):
+        region_addresses(described, storage.pages)
+    with pytest.raises(ValueError, match="pages have 1 layers, the description 3 per rank"):
+        region_addresses(described, storage.pages, 0)
+
+
+def test_states_arrive_in_pages_that_groups_share():
+    """A convolution of 4 heads and 2 groups and an SSM of 4 heads, from two ranks to one."""
+    tensors = [
+        StateTensor(sections=[(4, 3), (2, 2), (2, 2)], row_size=3),
+        StateTensor(sections=[(4, 1)], row_size=5, dtype="float32"),
+    ]
+    whole = StateDescription(engine_id="d", num_layers=LAYERS, tensors=tensors, page_stride=512)
+    half = StateDescription(engine_id="p", num_layers=LAYERS, tensors=tensors, tp_size=2)
+    own = Pages.allocate(9, [[512]] * LAYERS)
+    theirs = [Pages.allocate(9, [[half.state_bytes(rank)]] * LAYERS) for rank in range(2)]
+    for pages in (own, *theirs):
+        pages.memory.random_(0, 256)
+    plan = plan_states(whole, half, 0)
+    here = region_addresses(whole, own)
+    there = [region_addresses(half, pages, rank) for rank, pages in enumerate(theirs)]
+    runs = plan.apply(np.array([5, 2]), np.array([8, 3])).expand()
+    for rank, region, offset, to_region, to_offset, length in zip(*(c.tolist() for c in runs)):
+        ctypes.memmove(int(here[to_region]) + to_offset, int(there[rank][region]) + offset, length)
+    for layer, (page, source) in itertools.product(range(LAYERS), ((5, 8), (2, 3))):
+        state = own.layer(layer)[page, : whole.state_bytes(0)]
+        conv, ssm = state[: 20 * 3 * 2].view(20, 6), state[20 * 3 * 2 :].view(4, 20)
+        parts = [pages.layer(layer)[source] for pages in theirs]
+        convs = [part[: 10 * 3 * 2].view(10, 6) for part in parts]
+        channels = [each[rows] for rows in (slice(6), slice(6, 8), slice(8, 10)) for each in convs]
+        assert torch.equal(conv, torch.cat(channels))  # x, B and C, of each both ranks' slices
+        assert torch.equal(ssm, torch.cat([part[10 * 3 * 2 :].view(2, 20) for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({}, [[24]] * 2),
+        ({}, [[32]] * 3),
+        ({}, [[32]]),
+        ({"page_stride": 64}, [[32]] * 2),
+        ({}, [[16, 16]] * 2),
+    ],
+)
+def test_pages_of_other_states_are_refused(changes, sizes):
+    tensors = [StateTensor(sections=[(4, 4)])]
+    described = StateDescription(engine_id="e", num_layers=2, tensors=tensors, **changes)
+    with pytest.raises(
+        ValueError, match=r"expected 2 layers of one fragment, 32 bytes or more, (32|64) ap"
+    ):
+        region_addresses(described, Pages.allocate(9, sizes))
+    unlike = StateDescription(engine_id="e", num_layers=2, tensors=tensors, stages=[(1, 1), (1, 2)])
+    with pytest.raises(ValueError, match="stages of engine 'e' differ: expected a rank"):
+        region_addresses(unlike, Pages.allocate(9, [[32]]))
 
 
 def test_pages_that_groups_share_are_described_by_their_stride():

@@ -5,17 +5,23 @@ import re
 import numpy as np
 import pytest
 
-from kvcache.transfer import KVTopology, RemoteEngine, plan_transfer, source_readers
+from kvcache.transfer import (
+    KVTopology,
+    RemoteEngine,
+    StateDescription,
+    StateTensor,
+    plan_transfer,
+    source_readers,
+)
 from tests.shared import sampled
 from tests.test_transfer_plan import drawn_side
 from tests.transfer_plan_checker import cache, of
 
 
-def read_by_plans(readers, source, num_tokens, first_token):
-    """The readers of each source rank, from the plans of all groups of the request."""
-    found = [set() for _ in range(source.world_size)]
-    for rank in range(readers.world_size):
-        plan = plan_transfer(readers, source, rank)
+def read_by_plans(plans, num_tokens, first_token):
+    """The readers of each source rank, from the plans of all readers, for all groups of a request."""
+    found = [set() for _ in range(plans[0].remote.world_size)]
+    for rank, plan in enumerate(plans):
         size = plan.tokens_per_group
         for begin in range(0, num_tokens, size):
             last, first = min(num_tokens - begin, size), max(first_token - begin, 0)
@@ -25,7 +31,7 @@ def read_by_plans(readers, source, num_tokens, first_token):
     return tuple(tuple(sorted(each)) for each in found)
 
 
-@pytest.mark.parametrize("seed", sampled(range(80), 4))
+@pytest.mark.parametrize("seed", sampled(range(80), 3))
 def test_readers_are_those_of_the_plans(seed):
     rng = np.random.default_rng(seed)
     for _ in range(6):
@@ -33,18 +39,14 @@ def test_readers_are_those_of_the_plans(seed):
         sides = [drawn_side(rng, heads, num_layers, 0) for _ in range(2)]
         sides[1]["is_mla"] = sides[0]["is_mla"]
         readers, source = (cache(**side) for side in sides)
-        whole = source_readers(readers, source)
-        assert [
-            [rank for rank in range(readers.world_size)
-             if number in plan_transfer(readers, source, rank).remote_ranks]
-            for number in range(source.world_size)
-        ] == [*map(list, whole)]  # fmt: skip
-        group = plan_transfer(readers, source, 0).tokens_per_group
+        plans = [plan_transfer(readers, source, rank) for rank in range(readers.world_size)]
+        group = plans[0].tokens_per_group
+        assert source_readers(readers, source) == read_by_plans(plans, group, 0)
         for num_tokens in rng.integers(1, 4 * group, 3).tolist():
             pages = (num_tokens - 1) // readers.tokens_per_page
             first = int(rng.integers(pages + 1)) * readers.tokens_per_page
             found = source_readers(readers, source, num_tokens, first_token=first)
-            assert found == read_by_plans(readers, source, num_tokens, first), (num_tokens, first)
+            assert found == read_by_plans(plans, num_tokens, first), (num_tokens, first)
 
 
 @pytest.mark.parametrize("seed", sampled(range(20), 2))
@@ -106,6 +108,32 @@ def test_readers_by_hand():
         (1,),
     )
     assert source_readers(stages, cache(num_layers=4, tp_size=2)) == ((0, 1, 2), (0, 3, 4))
+
+
+def test_readers_of_states():
+    wide, narrow = (
+        StateDescription(
+            engine_id="e",
+            num_layers=2,
+            tp_size=size,
+            tensors=[StateTensor(sections=[(8, 4), (1, 6)])],
+        )
+        for size in (4, 2)
+    )
+    assert source_readers(wide, narrow) == ((0, 1), (2, 3))
+    assert source_readers(narrow, wide) == ((0,), (0,), (1,), (1,))
+    with pytest.raises(
+        ValueError, match="num_tokens is 3, first_token is 0: expected none with states"
+    ):
+        source_readers(wide, narrow, 3)
+    with pytest.raises(
+        TypeError, match="remote is a CacheDescription: expected a StateDescription"
+    ):
+        source_readers(wide, cache())
+    with pytest.raises(
+        TypeError, match="remote is a StateDescription: expected a CacheDescription"
+    ):
+        source_readers(cache(), wide)
 
 
 @pytest.mark.parametrize(

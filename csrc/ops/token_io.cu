@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kThreads) token_io_kernel(KV_PARAMETER TokenLa
   for (uint32_t j = share * blockDim.x + threadIdx.x; j < vectors.total; j += shares * blockDim.x) {
     const uint32_t run = vectors.per_run.divide(j);
     const uint32_t column = j - run * vectors.per_run.divisor;
-    char* const tokens = p.tokens + layer * p.token_layer_stride + run * p.token_head_stride +
-                         int64_t{column} * sizeof(Token);
+    char* const tokens = p.tokens + layer * p.token_layer_stride +
+                         uint64_t{run} * p.token_head_stride + int64_t{column} * sizeof(Token);
     char* const pages = p.pages + layer * p.page_layer_stride + run * p.page_head_stride +
                         int64_t{column} * sizeof(Page);
     const Mover mover(Mover::kScaled ? p.scale(layer, run) : 1.0f);

@@ -25,8 +25,9 @@ namespace kvcache {
 // The tokens, pages and scales of K or of V. Strides in bytes; 0 for a dimension of one element.
 struct TokenPages {
   char* tokens;  // [num_layers, num_tokens, num_heads, head_size]
-  int64_t token_layer_stride, token_stride, token_head_stride;
-  char* pages;  // [num_layers, num_blocks, block_size, num_heads, head_size]
+  int64_t token_layer_stride, token_stride;
+  uint32_t token_head_stride;  // 32 bits, which a GPU multiplies in one instruction
+  char* pages;                 // [num_layers, num_blocks, block_size, num_heads, head_size]
   int64_t page_layer_stride, block_stride, offset_stride, page_head_stride;
   FastDivisor by_block;  // its divisor is the block size
   int64_t num_heads, head_size;
@@ -164,7 +165,12 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   p.tokens = static_cast<char*>(tokens.data_ptr());
   p.token_layer_stride = stride(tokens, first - 1);
   p.token_stride = stride(tokens, first);
-  p.token_head_stride = stride(tokens, first + 1);
+  const int64_t head_stride = stride(tokens, first + 1);
+  if (head_stride > UINT32_MAX) {
+    fail(name + " has heads " + std::to_string(head_stride) +
+         " bytes apart: expected fewer than 2^32");
+  }
+  p.token_head_stride = static_cast<uint32_t>(head_stride);
   p.pages = static_cast<char*>(cache.data_ptr());
   p.page_layer_stride = stride(cache, first - 1);
   p.block_stride = stride(cache, first);

@@ -29,6 +29,7 @@ class HeldPlan {
     kCopy,
     kZero,
     kSwapIn,
+    kDependsOn,
     kFirstOfGroup,
   };
   enum GroupSection { kAppendSplits, kAppendIds, kReplace, kNumOfGroup };
@@ -89,9 +90,9 @@ class HeldPlan {
 
   template <class Visit>
   static void for_each(const StepPlan& plan, const Visit& visit) {
-    for (const auto* values :
-         {&plan.rows, &plan.num_computed_tokens, &plan.num_tokens, &plan.clear_rows,
-          &plan.append_rows, &plan.swap_out, &plan.copy, &plan.zero, &plan.swap_in}) {
+    for (const auto* values : {&plan.rows, &plan.num_computed_tokens, &plan.num_tokens,
+                               &plan.clear_rows, &plan.append_rows, &plan.swap_out, &plan.copy,
+                               &plan.zero, &plan.swap_in, &plan.depends_on}) {
       visit(*values);
     }
     for (const StepPlan::Group& group : plan.groups) {

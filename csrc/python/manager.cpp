@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <new>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -119,12 +120,16 @@ class OptionalInput {
 };
 
 std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& num_tokens,
-                             const OptionalInput& max_host_blocks) {
+                             const OptionalInput& max_host_blocks,
+                             const OptionalInput& num_external, const OptionalInput& receives) {
   std::vector<NewRow> out(asking->chains.size());
   for (size_t i = 0; i < out.size(); ++i) {
     out[i].chain = std::move(asking->chains[i]);
-    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : kMaxSize;
     if (max_host_blocks.is_given()) out[i].max_host_blocks = max_host_blocks.data()[i];
+    if (num_external.is_given()) out[i].num_external = num_external.data()[i];
+    if (receives.is_given()) out[i].receives = receives.data()[i] != 0;
+    const int64_t all = out[i].receives ? 0 : kMaxSize;
+    out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : all;
   }
   return out;
 }
@@ -161,6 +166,7 @@ class PlanType {
     kCopy,
     kZero,
     kSwapIn,
+    kDependsOn,
     kNumFields,
   };
 
@@ -179,7 +185,8 @@ class PlanType {
                                                        "append_rows", "append_splits",
                                                        "append_ids",  "replace",
                                                        "swap_out",    "copy",
-                                                       "zero",        "swap_in"};
+                                                       "zero",        "swap_in",
+                                                       "depends_on"};
     const py::module_ dataclasses = py::module_::import("dataclasses");
     std::vector<std::pair<Slot, py::object>> defaults;
     std::array<Slot, kNumFields> slots;
@@ -221,21 +228,21 @@ class PlanType {
     set(plan, slots_[field], value);
   }
 
-  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // What was held; AttributeError for a plan that no step has made.
-  py::object held(const py::object& plan) const {
-    // Not `getattr`, which would ask the plan's own __getattr__ again.
-    PyObject* capsule = PyObject_GenericGetAttr(plan.ptr(), held_.name.ptr());
-    if (capsule == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(capsule);
+  // The same where nobody has set it.
+  void set_missing(const py::object& plan, Field field, const py::object& value) const {
+    if (value_of(plan.ptr(), slots_[field]) == nullptr) set(plan, slots_[field], value);
   }
-  // The field of this name; kNumFields for another.
-  Field field_of(const py::str& name) const {
-    const auto is_it = [&](const Slot& slot) {
-      return slot.name.is(name) || PyUnicode_Compare(slot.name.ptr(), name.ptr()) == 0;
-    };
-    const auto* const known = std::find_if(slots_.begin(), slots_.end(), is_it);
-    return static_cast<Field>(known - slots_.begin());
+
+  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
+  // What was held, borrowed; null for a plan that no step has made.
+  PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
+  // The answer or change of this name that is missing; kNumFields where none is.
+  Field missing(PyObject* plan, PyObject* name) const {
+    for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
+      if (slots_[i].name.ptr() != name) continue;
+      return value_of(plan, slots_[i]) == nullptr ? static_cast<Field>(i) : kNumFields;
+    }
+    return kNumFields;
   }
 
   EmptySections empty;
@@ -256,6 +263,12 @@ class PlanType {
       out.offset = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
     }
     return out;
+  }
+
+  // Borrowed; null where it is not set.
+  static PyObject* value_of(PyObject* plan, const Slot& slot) {
+    if (slot.offset < 0) return nullptr;
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan) + slot.offset);
   }
 
   // Written in place, which takes a tenth of the time of an attribute.
@@ -286,7 +299,7 @@ py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const 
   return std::move(out);
 }
 
-// A plan whose arrays are made when they are asked for, by `fill_plan`.
+// A plan whose arrays are made when they are asked for, by `plan_attribute`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
   py::object out = type.make();
@@ -299,12 +312,13 @@ py::object as_plan(const StepPlan& plan) {
 
 void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
   HeldPlan& held = HeldPlan::of(capsule);
-  type.set(out, PlanType::kNumRunning, py::int_(held.num_running()));
-  type.set(out, PlanType::kNumLeaving, py::int_(held.num_leaving()));
-  type.set(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
-  type.set(out, PlanType::kStatus, held.status_view(capsule));
-  type.set(out, PlanType::kNumComputedTokens, held.view(capsule, HeldPlan::kNumComputedTokens));
-  type.set(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
+  type.set_missing(out, PlanType::kNumRunning, py::int_(held.num_running()));
+  type.set_missing(out, PlanType::kNumLeaving, py::int_(held.num_leaving()));
+  type.set_missing(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
+  type.set_missing(out, PlanType::kStatus, held.status_view(capsule));
+  type.set_missing(out, PlanType::kNumComputedTokens,
+                   held.view(capsule, HeldPlan::kNumComputedTokens));
+  type.set_missing(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
 }
 
 void set_changes(const PlanType& type, const py::object& out, const py::object& capsule) {
@@ -325,29 +339,46 @@ void set_changes(const PlanType& type, const py::object& out, const py::object& 
     new_ids[g] = ids(HeldPlan::in_group(g, HeldPlan::kAppendIds));
     replace[g] = held.is_empty(replaced) ? empty.replace : held.view(capsule, replaced, 3);
   }
-  type.set(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
-  type.set(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
-  type.set(out, PlanType::kAppendSplits, splits);
-  type.set(out, PlanType::kAppendIds, new_ids);
-  type.set(out, PlanType::kReplace, replace);
-  type.set(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
-  type.set(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
-  type.set(out, PlanType::kZero, ids(HeldPlan::kZero));
-  type.set(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
+  type.set_missing(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
+  type.set_missing(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
+  type.set_missing(out, PlanType::kAppendSplits, splits);
+  type.set_missing(out, PlanType::kAppendIds, new_ids);
+  type.set_missing(out, PlanType::kReplace, replace);
+  type.set_missing(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
+  type.set_missing(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
+  type.set_missing(out, PlanType::kZero, ids(HeldPlan::kZero));
+  type.set_missing(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
+  type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
 }
 
-// An array of a plan that was not asked for before, with all of its kind. AttributeError for what
-// is none, and for a plan that no step has made.
-py::object fill_plan(const py::object& plan, const py::str& name) {
+// An attribute of a plan: of its arrays, the first that is asked for comes with all of its kind.
+PyObject* plan_attribute(PyObject* self, PyObject* name) {
   const PlanType& type = PlanType::get();
-  const PlanType::Field field = type.field_of(name);
-  if (field >= PlanType::kFirstAnswer && field < PlanType::kNumFields) {
-    const py::object capsule = type.held(plan);
-    (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
+  const PlanType::Field field = type.missing(self, name);
+  PyObject* const held = field == PlanType::kNumFields ? nullptr : type.held(self);
+  if (held != nullptr) {
+    try {
+      const auto plan = py::reinterpret_borrow<py::object>(self);
+      const auto capsule = py::reinterpret_borrow<py::object>(held);
+      (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
+    } catch (py::error_already_set& error) {
+      error.restore();
+      return nullptr;
+    } catch (const std::bad_alloc&) {
+      return PyErr_NoMemory();
+    }
   }
-  PyObject* value = PyObject_GenericGetAttr(plan.ptr(), name.ptr());
-  if (value == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(value);
+  return PyObject_GenericGetAttr(self, name);
+}
+
+// The base of StepPlan.
+py::object held_arrays_type() {
+  PyType_Slot slots[] = {{Py_tp_getattro, reinterpret_cast<void*>(&plan_attribute)}, {0, nullptr}};
+  PyType_Spec spec{"kvcache._core.HeldArrays", sizeof(PyObject), 0,
+                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
+  auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
+  if (!type) throw py::error_already_set();
+  return type;
 }
 
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
@@ -355,7 +386,9 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
                 const py::object& new_num_tokens, const py::object& token_ids,
                 const py::object& num_token_ids, const py::object& num_rejected_tokens,
                 const py::object& num_lookahead_tokens, const py::object& num_reserved_blocks,
-                const py::object& swap_out, const py::object& max_host_blocks) {
+                const py::object& swap_out, const py::object& max_host_blocks,
+                const py::object& num_external, const py::object& receives, int in_step_hits,
+                const std::optional<std::vector<std::optional<bool>>>& read_cache) {
   Int32Input r(rows, "rows"), n(num_tokens, "num_tokens");
   OptionalInput out(swap_out, "swap_out");
   const OptionalInput limits(new_num_tokens, "new_num_tokens");
@@ -368,13 +401,24 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   }
   StepRequest request;
   const OptionalInput most(max_host_blocks, "max_host_blocks");
+  const OptionalInput external(num_external, "num_external_computed_tokens");
+  const OptionalInput delays(receives, "delay_cache_blocks");
   RequestRows::Asking asking = requests.asking(new_requests);
   const auto num_new = static_cast<py::ssize_t>(asking.ids.size());
-  if (limits.is_given()) {
-    require_same_length(num_new, "new", limits.size(), "new_num_tokens");
+  const auto check_per_request = [&](const OptionalInput& each, const char* name) {
+    if (each.is_given()) require_same_length(num_new, "new", each.size(), name);
+  };
+  check_per_request(limits, "new_num_tokens");
+  check_per_request(most, "max_host_blocks");
+  check_per_request(external, "num_external_computed_tokens");
+  check_per_request(delays, "delay_cache_blocks");
+  request.new_rows = new_rows(&asking, limits, most, external, delays);
+  if (read_cache) {
+    require_same_length(num_new, "new", static_cast<py::ssize_t>(read_cache->size()), "read_cache");
+    for (size_t i = 0; i < read_cache->size(); ++i) {
+      request.new_rows[i].read_cache = (*read_cache)[i];
+    }
   }
-  if (most.is_given()) require_same_length(num_new, "new", most.size(), "max_host_blocks");
-  request.new_rows = new_rows(&asking, limits, most);
   const bool per_row = PySequence_Check(num_lookahead_tokens.ptr()) != 0;
   OptionalInput lookahead(per_row ? num_lookahead_tokens : py::none(), "num_lookahead_tokens");
   if (lookahead.is_given()) {
@@ -399,6 +443,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.swap_out_rows = out.data();
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
+  request.in_step_hits = static_cast<InStepHits>(in_step_hits);
   const StepPlan& plan = self.step(request);
   requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
   return as_plan(plan);
@@ -490,10 +535,16 @@ py::tuple drained_events(Manager& self) {
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
-                   const ReleaseFeatures& features) {
+                   const ReleaseFeatures& features, int64_t after_step = -1,
+                   bool keep_blocks = false) {
   self.check_caller();  // also where there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
-  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features);
+  LeavingBlocks blocks;
+  blocks.after_step = after_step;
+  for (size_t i = 0; i < leaving.ids.size() && keep_blocks; ++i) {
+    blocks.keep_as.push_back(py::cast<std::string>(py::str(leaving.ids[i])));
+  }
+  self.free(leaving.rows.data(), static_cast<int64_t>(leaving.rows.size()), features, blocks);
   requests.forget(leaving);
 }
 
@@ -517,7 +568,7 @@ void bind_manager(py::module_& m) {
          const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
       py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
       py::arg("no_replace"));
-  m.def("fill_plan", &fill_plan, py::arg("plan"), py::arg("name"));
+  m.attr("HeldArrays") = held_arrays_type();
   py::class_<RequestRows>(m, "RequestRows")
       .def(py::init<py::dict, py::tuple, int64_t>(), py::arg("rows"), py::arg("chain_key"),
            py::arg("max_encoder_tokens"));
@@ -552,33 +603,81 @@ void bind_manager(py::module_& m) {
              return py::make_tuple(copy_hashes(hashes.data(), hashes.size(), self.hash_bytes()),
                                    groups);
            })
-      .def("lookup",
-           [](Manager& self, TokenChain& chain) {
-             const PrefixHit& hit = self.lookup(chain);
-             return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
-           })
-      .def("lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
-           [](Manager& self, TokenChain& chain) {
-             const int64_t on_device = self.lookup(chain).num_tokens;
-             const PrefixHit& hit = self.lookup(chain, /*with_host=*/true);
-             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
-           })
+      .def(
+          "lookup",
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, read_cache);
+            return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
+          },
+          py::arg("chain"), py::arg("read_cache") = py::none())
+      .def(
+          "lookup_tiers",  // (tokens on the device alone, tokens with the host, blocks from there)
+          [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
+            const int64_t on_device =
+                self.lookup(chain, /*with_host=*/false, read_cache).num_tokens;
+            const PrefixHit& hit = self.lookup(chain, /*with_host=*/true, read_cache);
+            return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
+          },
+          py::arg("chain"), py::arg("read_cache") = py::none())
       .def("would_fit",
-           [](Manager& self, TokenChain& chain, const py::object& num_tokens) {
-             return static_cast<int>(self.would_fit(chain, int_argument(num_tokens, "num_tokens")));
+           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+              bool whole, const py::object& num_lookahead, const py::object& num_reserved,
+              const py::object& max_host_blocks, const py::object& num_external, bool receives,
+              const std::optional<bool>& read_cache) {
+             NewRow asked;
+             asked.read_cache = read_cache;
+             asked.chain = chain;
+             asked.num_tokens = int_argument(num_tokens, "num_tokens");
+             if (!max_host_blocks.is_none()) {
+               asked.max_host_blocks = int_argument(max_host_blocks, "max_host_blocks");
+             }
+             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+             asked.receives = receives;
+             StepRequest request;
+             request.new_rows = {asked};
+             request.num_lookahead = int_argument(num_lookahead, "num_lookahead_tokens");
+             request.num_reserved_blocks = int_argument(num_reserved, "num_reserved_blocks");
+             return static_cast<int>(self.would_fit(request, whole));
            })
+      .def("would_extend",
+           [](Manager& self, int32_t row, const py::object& num_tokens,
+              const py::object& num_lookahead) {
+             return static_cast<int>(
+                 self.would_extend(row, int_argument(num_tokens, "num_tokens"),
+                                   int_argument(num_lookahead, "num_lookahead_tokens")));
+           })
+      .def("take_cached", &Manager::take_cached)
       .def("checkpoint_tokens",
            [](Manager& self, TokenChain& chain, int32_t row, const py::object& num_tokens) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
            })
       .def("step", &step)
-      .def("allocate",
-           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              const py::list& computed, const py::object& num_lookahead_tokens) {
-             return as_answer(self.allocate(
-                 chain, int_argument(num_tokens, "num_tokens"), computed_blocks(computed),
-                 int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+      .def(
+          "allocate",
+          [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
+             const py::list& computed, const py::object& num_lookahead_tokens,
+             const py::object& num_external, bool receives, const std::optional<bool>& read_cache) {
+            NewRow asked;
+            asked.read_cache = read_cache;
+            asked.chain = chain;
+            asked.num_tokens = int_argument(num_tokens, "num_tokens");
+            asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+            asked.receives = receives;
+            return as_answer(
+                self.allocate(asked, computed_blocks(computed),
+                              int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+          },
+          py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
+          py::arg("num_lookahead_tokens"), py::arg("num_external") = 0, py::arg("receives") = false,
+          py::arg("read_cache") = py::none())
+      .def("finish_receiving",
+           [](Manager& self, int32_t row, const py::object& num_tokens) {
+             const int64_t n = num_tokens.is_none() ? self.num_external(row)
+                                                    : int_argument(num_tokens, "num_tokens");
+             return self.finish_receiving(row, n);
            })
+      .def("is_receiving", &Manager::is_receiving)
+      .def("release_kept", &Manager::release_kept)
       .def("append",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {
@@ -598,7 +697,8 @@ void bind_manager(py::module_& m) {
       .def("free_requests",
            [](Manager& self, RequestRows& requests, const py::tuple& named, const py::object& turn,
               const py::object& request_class,
-              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention) {
+              const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention,
+              const py::object& after_step, bool keep_blocks) {
              ReleaseFeatures features;
              features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
              features.request_class =
@@ -609,7 +709,11 @@ void bind_manager(py::module_& m) {
              }
              features.retention = ranges.data();
              features.num_retention = static_cast<int64_t>(ranges.size());
-             free_requests(self, requests, named, features);
+             int64_t step = -1;
+             if (!after_step.is_none()) {
+               step = checked_size("after_step", int_argument(after_step, "after_step"), 0);
+             }
+             free_requests(self, requests, named, features, step, keep_blocks);
            })
       .def("fork",
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
@@ -626,7 +730,12 @@ void bind_manager(py::module_& m) {
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
       .def("num_unique_blocks", &Manager::num_unique_blocks)
-      .def("num_blocks_back", &Manager::num_blocks_back)
+      .def("num_blocks_back",
+           [](const Manager& self, const std::vector<int32_t>& rows,
+              const std::vector<int64_t>& num_slots) {
+             const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
+             return py::make_tuple(back.num_taken, back.alone);
+           })
       // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
       // of ints, or a number of tokens whose ids do not matter (no caching).
       .def("append_sequence",
@@ -697,6 +806,7 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
       .def_property_readonly("num_rows", &Manager::num_rows)
       .def_property_readonly("num_fenced", &Manager::num_fenced)
+      .def_property_readonly("num_kept", &Manager::num_kept)
       .def_property_readonly("num_loading", &Manager::num_loading)
       .def_property_readonly(
           "host", [](Manager& self) { return self.host(); },

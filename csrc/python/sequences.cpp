@@ -200,10 +200,11 @@ struct AllocatedSequence {
   py::object tokens;  // kvcache.allocator.sequences.tokens.Tokens
   bool reads_ids;     // whether its token ids are asked for
   bool skips_blocks;  // of a prompt longer than the window none are held that its end does not read
-  int64_t num_tokens;  // that have slots
-  int64_t num_prompt;  // of these, when it was allocated
-  int64_t num_cached;  // of the prompt, hits when it was allocated
-  int64_t num_marked;  // the sum of all marks, at most `num_tokens`
+  int64_t num_tokens;   // that have slots
+  int64_t num_prompt;   // of these, when it was allocated
+  int64_t num_cached;   // of the prompt, hits when it was allocated
+  int64_t num_marked;   // the sum of all marks, at most `num_tokens`
+  int64_t num_with_kv;  // of them, after the last mark
   // Views, made when they are first asked for: its blocks, and those of them that were hits.
   int64_t num_dropped = 0;  // leading null entries of `table`
   py::object table, hits;
@@ -503,6 +504,7 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
     if (enable_caching_) native_->mark_computed(known.row, known.num_computed(each.second));
+    known.num_with_kv = std::max(known.num_with_kv, known.num_computed(each.second));
     known.num_marked = each.second;
   };
   if (first.first) mark(first);
@@ -679,11 +681,14 @@ void bind_sequences(py::module_& m) {
       .def(py::init(
                [](int32_t row, const py::object& tokens, int64_t num_cached, bool skips_blocks) {
                  const auto num_tokens = static_cast<int64_t>(py::len(tokens.attr("ids")));
-                 return AllocatedSequence{
-                     row,          tokens,     py::cast<bool>(tokens.attr("are_read")),
-                     skips_blocks, num_tokens, num_tokens,
-                     num_cached,   0,          0,
-                     {},           {}};
+                 AllocatedSequence out{};
+                 out.row = row;
+                 out.tokens = tokens;
+                 out.reads_ids = py::cast<bool>(tokens.attr("are_read"));
+                 out.skips_blocks = skips_blocks;
+                 out.num_tokens = out.num_prompt = num_tokens;
+                 out.num_cached = out.num_with_kv = num_cached;
+                 return out;
                }),
            py::arg("row"), py::arg("tokens"), py::arg("num_cached"), py::arg("skips_blocks"))
       .def_readonly("row", &AllocatedSequence::row)
@@ -692,6 +697,7 @@ void bind_sequences(py::module_& m) {
       .def_readonly("num_prompt", &AllocatedSequence::num_prompt)
       .def_readonly("num_cached", &AllocatedSequence::num_cached)
       .def_readonly("num_marked", &AllocatedSequence::num_marked)
+      .def_readonly("num_with_kv", &AllocatedSequence::num_with_kv)
       .def_property_readonly("table",
                              [](const AllocatedSequence& self) -> py::object {
                                return self.table ? self.table : py::object(py::none());

@@ -40,7 +40,7 @@ struct Serving {
   RowGrowth growth{context, holders};
   CacheStats stats{std::vector<int64_t>(groups.size(), 4), 10};
   Publisher publisher{{&groups, 4, &rows, &pool, &host, &journal, &stats}, setup.options};
-  RequestChecks checks{{&setup, &rows, &journal, &pool, /*host=*/nullptr}};
+  RequestChecks checks{{&setup, &rows, &journal, &pool, /*host=*/nullptr, &frees}};
   TokenIntake intake{{&rows, &publisher, &journal, &checks}, /*enable_caching=*/true};
   Clock clock{false};
   RowRelease release{context, 4, &clock};

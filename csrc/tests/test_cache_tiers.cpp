@@ -60,7 +60,7 @@ TEST(without_a_host_there_is_one_pool) {
   CHECK(f.tiers.host() == nullptr && f.tiers.host_pages() == nullptr);
   f.cache(5);
   f.steps.begin();
-  f.tiers.offload_queued();
+  f.tiers.offload_queued(f.tiers.num_queued(), {});
   const Ids taken = take(&f.tiers.pool(), 5);
   CHECK(f.steps.end(f.rows).swap_out.empty());
   CHECK_EQ(f.tiers.counts().written_blocks, 0);
@@ -76,7 +76,7 @@ TEST(cached_blocks_wait_for_a_step_that_offloads_them) {
     const Ids ids = f.cache(1);
     f.tiers.host()->on_published(ids.data(), 1);
     f.steps.begin();
-    f.tiers.offload_queued();
+    f.tiers.offload_queued(f.tiers.num_queued(), {});
     CHECK_EQ(f.tiers.pool().ref_count(ids[0]), fences ? 1 : 0);  // else the stream protects it
     f.tiers.host()->publish_offloaded();
     f.tiers.release_read();

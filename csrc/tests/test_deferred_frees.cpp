@@ -18,7 +18,9 @@ struct Fixture {
     steps.check_invariants();
     PerBlock<int32_t> references(9);
     frees.check_invariants(&references);
-    for (BlockId id = 1; id < 9; ++id) CHECK_EQ(references[id], frees.num_waiting_of(id));
+    for (BlockId id = 1; id < 9; ++id) {
+      CHECK_EQ(references[id], frees.num_waiting_of(id) + frees.num_kept_of(id));
+    }
   }
 };
 
@@ -59,6 +61,41 @@ TEST(blocks_wait_for_the_report_on_their_step) {
   f.steps.complete(1);
   f.frees.release_completed();
   CHECK_EQ(f.frees.num_waiting(), 0);
+}
+
+TEST(what_is_said_to_wait_waits_with_and_without_fences) {
+  for (bool is_enabled : {false, true}) {
+    BlockPool pool(9);
+    StepNumbers steps;
+    DeferredFrees frees(&pool, &steps, is_enabled);
+    const std::vector<BlockId> ids = take(&pool, 2);
+    steps.issue();
+    steps.issue();
+    frees.release_after(ids.data(), 2, 0);
+    CHECK_EQ(frees.num_waiting(), 2);
+    steps.complete(0);
+    frees.release_completed();
+    CHECK_EQ(frees.num_waiting(), is_enabled ? 2 : 0);  // the last step may read them, too
+    steps.complete(1);
+    frees.release_completed();
+    CHECK_EQ(pool.num_free(), 8);
+  }
+}
+
+TEST(blocks_are_kept_under_a_name_until_it_is_released) {
+  Fixture f;
+  f.frees.keep("a", {f.ids[0], f.ids[1]});
+  CHECK(f.frees.keeps("a") && !f.frees.keeps("b"));
+  CHECK_EQ(f.frees.num_kept(), 2);
+  CHECK_EQ(f.frees.num_kept_of(f.ids[0]), 1);
+  CHECK_EQ(f.pool.num_free(), 4);
+  f.steps.issue();
+  f.frees.release_kept("a");  // behind the step in flight
+  CHECK_EQ(f.frees.num_kept(), 0);
+  CHECK_EQ(f.frees.num_waiting(), 2);
+  f.steps.complete(0);
+  f.frees.release_completed();
+  CHECK_EQ(f.pool.num_free(), 6);
 }
 
 TEST(the_order_of_release_is_that_of_the_steps) {

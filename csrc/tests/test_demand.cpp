@@ -37,6 +37,14 @@ struct Fixture {
     const TokenChain chain(tokens, 4, Hash{}, ExtraKeys(), true, true, num_encoder_tokens);
     return rules.of_new(&held, chain, span, num_reserved);
   }
+  // In chunks like the first.
+  Status whole(const Span& first, int64_t num_tokens) {
+    auto tokens = std::make_shared<TokenIds>();
+    tokens->append(nullptr, num_tokens);
+    const TokenChain chain(tokens, 4, Hash{}, ExtraKeys(), true, true);
+    const Demand demand = rules.of_new(&held, chain, first, 0);
+    return rules.of_whole(&held, chain, first, first.stop - first.start, demand);
+  }
 };
 
 CacheGroup window(int64_t tokens) { return group_of(std::make_shared<SlidingWindow>(tokens), 4); }
@@ -138,6 +146,27 @@ TEST(a_prompt_computed_at_once_never_holds_what_its_window_has_left) {
   CHECK_EQ(demand.groups[0].num_skipped, 4);
   CHECK_EQ(demand.groups[0].num_new, 1);
   CHECK_EQ(f.running({0, 20, 0}).groups[0].num_skipped, 0);  // not of a running row
+}
+
+TEST(a_chunk_that_fits_is_served_and_the_whole_is_another_question) {
+  Fixture f;  // 10 blocks
+  CHECK(f.fresh({0, 4, 0}, 45).status == Status::kServed);
+  CHECK(f.whole({0, 4, 0}, 45) == Status::kNever);
+  CHECK(f.whole({0, 4, 0}, 40) == Status::kServed);
+  take(&f.pool, 1);
+  CHECK(f.whole({0, 4, 0}, 40) == Status::kWait);
+  Fixture w({window(8)});
+  CHECK(w.fresh({0, 400, 0}, 400).status == Status::kNever);
+  CHECK(w.whole({0, 16, 0}, 400) == Status::kServed);  // 6 blocks at most
+  take(&w.pool, 5);
+  CHECK(w.whole({0, 16, 0}, 400) == Status::kWait);
+  CHECK(w.whole({0, 40, 0}, 400) == Status::kNever);
+  Fixture r({group_of(std::make_shared<RecurrentState>(), 4)});
+  take(&r.pool, 8);
+  CHECK(r.whole({0, 4, 0}, 400) == Status::kServed);  // a state moves between two pages
+  take(&r.pool, 1);
+  CHECK(r.whole({0, 4, 0}, 400) == Status::kWait);
+  CHECK(r.whole({0, 4, 0}, 4) == Status::kServed);
 }
 
 TEST(asking_changes_nothing) {

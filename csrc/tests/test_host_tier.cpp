@@ -40,7 +40,7 @@ struct Fixture {
 TEST(back_offloads_what_is_evicted_by_the_plan_that_evicts_it) {
   Fixture f(HostWrite::kBack);
   release(&f.device, {f.ids[2], f.ids[1], f.ids[0]});
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   take(&f.device, 6);
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1}));
   CHECK_EQ(f.host.pages().find(f.hashes[2], 0), 0);  // not by the plan that writes it
@@ -61,14 +61,14 @@ TEST(outside_of_a_step_nothing_is_offloaded) {
 
 TEST(through_offloads_what_was_published_by_the_next_plan) {
   Fixture f(HostWrite::kThrough);
-  f.host.offload_queued(/*holds_blocks=*/true);
+  f.host.offload_queued(f.host.num_queued(), /*holds_blocks=*/true);
   CHECK_EQ(f.device.ref_count(f.ids[0]), 2);
   CHECK(f.plan.take_held() == Ids({f.ids[2], f.ids[1], f.ids[0]}));  // tails first
   CHECK(f.plan.end().swap_out == Ids({f.ids[2], 1, f.ids[1], 2, f.ids[0], 3}));
   f.host.publish_offloaded();
   f.plan.begin(1);
   f.host.on_published(f.ids.data(), 3);
-  f.host.offload_queued(false);  // there already: used once more
+  f.host.offload_queued(f.host.num_queued(), false);  // there already: used once more
   CHECK(f.plan.end().swap_out.empty());
   CHECK(f.host.publish_offloaded().empty());
   f.check();
@@ -77,7 +77,7 @@ TEST(through_offloads_what_was_published_by_the_next_plan) {
 TEST(what_was_forgotten_since_is_not_offloaded) {
   Fixture f(HostWrite::kThrough);
   f.device.evict(f.ids.data(), 1);
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.plan.end().swap_out.size(), 4);
   f.host.publish_offloaded();
 }
@@ -86,7 +86,7 @@ TEST(selective_offloads_what_was_hit_often_enough) {
   Fixture f(HostWrite::kSelective);
   f.host.on_hit(f.ids.data(), 2);
   f.host.on_hit(f.ids.data() + 1, 1);
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   CHECK(f.plan.end().swap_out == Ids({f.ids[1], 1}));
   f.host.publish_offloaded();
   f.plan.begin(1);
@@ -99,13 +99,13 @@ TEST(selective_offloads_what_was_hit_often_enough) {
 
 TEST(cleared_it_finds_nothing_and_offloads_nothing) {
   Fixture f(HostWrite::kThrough);
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   f.host.publish_offloaded();
   f.host.on_published(f.ids.data(), 3);
   f.host.clear();
   CHECK_EQ(f.host.pages().find(f.hashes[0], 0), kNullBlock);
   f.plan.begin(1);
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   CHECK(f.plan.end().swap_out.empty());
   f.check();
 }
@@ -115,7 +115,7 @@ TEST(two_blocks_under_one_hash_are_offloaded_once) {
   const Ids twins = take(&f.device, 3);
   publish_chain(&f.device, twins, f.hashes);
   f.host.on_published(twins.data(), 3);
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.plan.end().swap_out.size(), 6);
   f.host.publish_offloaded();
   f.check();
@@ -123,7 +123,7 @@ TEST(two_blocks_under_one_hash_are_offloaded_once) {
 
 TEST(what_finds_no_page_is_counted) {
   Fixture f(HostWrite::kThrough, /*num_host_blocks=*/3);
-  f.host.offload_queued(false);
+  f.host.offload_queued(f.host.num_queued(), false);
   CHECK_EQ(f.host.counts().written_blocks, 2);
   CHECK_EQ(f.host.counts().unwritten_blocks, 1);
   CHECK_EQ(f.host.publish_offloaded().size(), 2);

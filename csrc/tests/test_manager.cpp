@@ -39,6 +39,13 @@ using kvcache::TokenIds;
 
 namespace {
 
+// A step that only asks for a new row.
+StepRequest asking(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens) {
+  StepRequest request;
+  request.new_rows = {{chain, num_tokens}};
+  return request;
+}
+
 struct Request {
   std::shared_ptr<TokenIds> tokens;
   std::shared_ptr<TokenChain> chain;
@@ -357,7 +364,7 @@ class Driver {
   void ask() {
     const int64_t num_free = manager_.pool().num_free();
     const Request request = new_request();
-    const Status status = manager_.would_fit(*request.chain, options_.max_model_len);
+    const Status status = manager_.would_fit(asking(request.chain, options_.max_model_len), false);
     StepRequest alone;
     alone.new_rows = {{request.chain, options_.max_model_len}};
     waiting_.push_back(request);
@@ -399,10 +406,11 @@ class Driver {
     CHECK_THROWS(manager_.num_common_prefix_blocks(1000, 1, 0), "row 1000 is not in use");
     CHECK_THROWS(manager_.blocks(1000, 0), "row 1000 is not in use");
     const Request mine = make_request(1, 0, manager_.hash_block_size());
-    CHECK_THROWS(manager_.allocate(mine.chain, 0, {}, 0), "num_tokens is 0");
-    if (!has_state_) CHECK_THROWS(manager_.allocate(mine.chain, 1, {}, 0), "has 0 groups");
+    CHECK_THROWS(manager_.allocate({mine.chain, 0}, {}, 0), "num_tokens is 0");
+    if (!has_state_) CHECK_THROWS(manager_.allocate({mine.chain, 1}, {}, 0), "has 0 groups");
     const Request other = make_request(1, 0, manager_.hash_block_size() + 1);
-    CHECK_THROWS(manager_.would_fit(*other.chain, 1), "came to a manager with block_size");
+    CHECK_THROWS(manager_.would_fit(asking(other.chain, 1), false),
+                 "came to a manager with block_size");
     if (rows_.empty() || !rows_.begin()->second.by_step) return;
     const int32_t row = rows_.begin()->first;
     if (room(row) == 0) return;
@@ -443,7 +451,7 @@ class Driver {
     hit.blocks.resize(options_.groups.size());
     if (request.chain->read_cache()) hit = manager_.lookup(*request.chain);
     const int64_t most = options_.max_model_len - hit.num_tokens;
-    const Slots slots = manager_.allocate(request.chain, 1 + below(most), hit.blocks, below(20));
+    const Slots slots = manager_.allocate({request.chain, 1 + below(most)}, hit.blocks, below(20));
     if (slots.status == Status::kServed) rows_[slots.row] = {request, false};
   }
 
@@ -508,7 +516,7 @@ TEST(sizes_beyond_32_bits_are_refused_and_the_largest_do_not_overflow) {
   for (int64_t size : {kLargest + 1, kHuge, -kHuge}) {
     CHECK_THROWS(step_new(&manager, {{request.chain, size}}), "new_num_tokens is ");
     CHECK_THROWS(step_new(&manager, {{request.chain, 1}}, size), "num_lookahead_tokens is ");
-    CHECK_THROWS(manager.allocate(request.chain, size, {{}}, 0), "num_tokens is ");
+    CHECK_THROWS(manager.allocate({request.chain, size}, {{}}, 0), "num_tokens is ");
     CHECK_THROWS(manager.append(0, size, 0), "row 0 is not in use");
   }
   CHECK_EQ(step_new(&manager, {{request.chain, kLargest}}, 20).groups[0].append_ids.size(), 8);

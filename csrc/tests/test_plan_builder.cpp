@@ -50,8 +50,18 @@ TEST(a_plan_begins_empty_but_for_rows_that_left) {
   CHECK(made.clear_rows == Ids({4, 9}));
   CHECK(made.rows.empty() && made.status.empty() && made.copy.empty() && made.zero.empty());
   CHECK(made.swap_out.empty() && made.swap_in.empty() && made.groups[0].replace.empty());
-  plan.begin(2);
-  CHECK(plan.end().clear_rows.empty());
+  CHECK(!made.is_empty());
+  plan.begin(2, 1);
+  plan.set_parts(1, 0);
+  plan.answer(3, Status::kServed, 7, 2);
+  const StepPlan& empty = plan.end();
+  CHECK(empty.clear_rows.empty() && empty.is_empty());
+  CHECK_EQ(empty.previous_step_id, 1);
+  CHECK_EQ(empty.num_running, 1);
+  CHECK(empty.num_tokens == Ids({2}));
+  plan.begin(3);
+  plan.replace(3, 0, 1, 6);
+  CHECK(!plan.end().is_empty());
 }
 
 TEST(a_row_that_is_sent_anew_has_no_entries_replaced) {

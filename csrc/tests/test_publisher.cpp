@@ -117,6 +117,26 @@ TEST(what_has_left_a_window_is_not_published) {
   CHECK_EQ(blocks.num_published, 3);
 }
 
+TEST(what_no_hit_can_read_is_not_published) {
+  // Hits end at multiples of 16, behind which a window of 4 reads the last block of 4.
+  CacheGroup group = group_of(std::make_shared<SlidingWindow>(4), 4);
+  group.hit_unit = 16;
+  Fixture f({group});
+  f.compute(34, 34);
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 2);
+  const auto& hashes = f.rows[0].chain->known_hashes();
+  CHECK_EQ(f.pool.find(hashes[3], 0), f.block(3));
+  CHECK_EQ(f.pool.find(hashes[7], 0), f.block(7));
+  CHECK_EQ(f.rows.blocks(0)[0].num_published, 8);
+
+  group.drafts = true;  // the block behind a hit is looked for, too
+  Fixture drafting({group});
+  drafting.compute(34, 34);
+  drafting.publish();
+  CHECK_EQ(drafting.pool.num_cached(), 3);
+}
+
 TEST(partial_blocks_are_found_by_their_hash_blocks) {
   CacheGroup group = group_of(std::make_shared<FullAttention>(), 4, 0, 2);
   group.has_partial = true;

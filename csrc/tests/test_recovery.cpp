@@ -52,6 +52,29 @@ TEST(a_row_goes_back_to_where_the_aborted_step_began) {
   CHECK_EQ(f.rows[row].num_computed, 8);
 }
 
+TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
+  for (int64_t num_valid : {int64_t{6}, kUnbounded}) {
+    Fixture f;
+    const int32_t row = f.add_hashed_row();
+    f.rows[row].is_receiving = true;
+    f.publisher.refresh(row);
+    f.step(row, 0, 12);
+    CHECK_EQ(f.found(row, 0), kNullBlock);
+    const Ids before = f.ids(row);
+    if (num_valid == 6) {
+      CHECK(f.recovery.invalidate({before[1]}, {}).rows.empty());  // somebody writes to its blocks
+      CHECK_EQ(f.rows[row].num_computed, 12);
+    }
+    f.recovery.receive(row, 11);
+    CHECK(!f.rows[row].is_receiving);
+    CHECK_EQ(f.rows[row].num_computed, num_valid == 6 ? 4 : 11);
+    CHECK_EQ(f.found(row, 0), before[0]);
+    CHECK_EQ(f.found(row, 1), num_valid == 6 ? kNullBlock : before[1]);
+    CHECK_EQ(f.found(row, 2), kNullBlock);
+    CHECK(f.plan.must_resend(row));
+  }
+}
+
 TEST(blocks_that_a_row_of_an_aborted_step_left_behind_are_not_found) {
   Fixture f;
   const int32_t row = f.add_hashed_row();

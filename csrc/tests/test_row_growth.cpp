@@ -168,7 +168,7 @@ TEST(a_hit_is_held_and_its_partial_block_is_copied) {
   const int32_t row = s.add_row(20);
   PrefixHit hit = hit_of(10, {cached[0], cached[1]});
   hit.sources = {cached[2]};
-  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit);
+  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit, hit.num_tokens);
   ServedRow served;
   served.row = row;
   served.span = {10, 14, 0};
@@ -195,7 +195,7 @@ TEST(what_of_a_hit_is_on_the_host_is_onboarded) {
   PrefixHit hit = hit_of(8, {cached[0], kNullBlock});
   hit.on_host[0] = {{1, page}};
   hit.num_host_blocks = 1;
-  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit);
+  RowGrowth::set_hit(s.rows.blocks(row), s.groups[0], hit, hit.num_tokens);
   ServedRow served;
   served.row = row;
   served.safe_start = 8;

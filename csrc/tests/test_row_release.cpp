@@ -40,7 +40,7 @@ TEST(a_row_that_leaves_is_free_and_cleared_by_the_next_plan) {
   f.serve(row, 0, 12);
   f.end();
   f.plan.resend(row);
-  f.release.leave(row, {});
+  f.release.leave(row, {}, {});
   CHECK_EQ(f.rows.num_in_use(), 0);
   CHECK_EQ(f.pool.num_free(), 19);
   CHECK(!f.plan.must_resend(row));
@@ -60,7 +60,7 @@ TEST(what_nothing_finds_is_known_to_the_journal) {
     f.pool.evict(&f.ids(row)[0], 1);
     if (has_forgotten) release.note_forgotten();
     f.end();
-    release.leave(row, {});
+    release.leave(row, {}, {});
     CHECK_EQ(f.journal.last().dropped.size(), has_forgotten ? 2 : 1);
   }
 }

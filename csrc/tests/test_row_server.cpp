@@ -40,6 +40,11 @@ struct Fixture : Serving {
     server.serve_rows(request);
     server.publish_served();
   }
+  Status fits(int64_t num_tokens, int64_t chunk, bool whole = false) {
+    StepRequest request;
+    request.new_rows = {{hashed_chain(num_tokens), chunk}};
+    return server.would_fit(request, whole);
+  }
   // Leaves blocks 1 to n cached and free, under the hashes of a chain of tokens 0.
   Ids cache(int64_t n) {
     const Ids ids = take(&pool, n);
@@ -49,13 +54,32 @@ struct Fixture : Serving {
   }
 };
 
+TEST(a_row_that_is_asked_with_no_tokens_gets_nothing) {
+  Fixture f;
+  const int32_t row = f.add_row(20);
+  f.serve(row, 0, 8);
+  const int32_t none = 0, rejected = 1;
+  StepRequest request;
+  request.rows = &row;
+  request.num_tokens = &none;
+  request.num_rows = 1;
+  request.num_rejected = &rejected;
+  request.num_lookahead = 9;
+  f.server.serve_rows(request);
+  const StepPlan& plan = f.end();
+  CHECK(plan.status == Statuses({kServed}) && plan.num_tokens == Ids({0}));
+  CHECK(plan.num_computed_tokens == Ids({7}) && plan.is_empty());
+  CHECK_EQ(f.rows[row].num_computed, 7);
+  CHECK_EQ(f.ids(row).size(), 2);
+}
+
 TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
   Fixture f;
   const Ids cached = f.cache(2);
   f.admit({{hashed_chain(14), 100}});
   const StepPlan& plan = f.end();
   CHECK(plan.rows == Ids({0}) && plan.status == Statuses({kServed}));
-  CHECK(plan.num_computed_tokens == Ids({8}));
+  CHECK(plan.num_computed_tokens == Ids({8}) && plan.num_tokens == Ids({6}));
   CHECK(plan.clear_rows == Ids({0}) && plan.append_rows == Ids({0}));
   CHECK_EQ(f.ids(0).size(), 4);
   CHECK(f.ids(0)[0] == cached[0] && f.ids(0)[1] == cached[1]);
@@ -65,6 +89,53 @@ TEST(a_request_gets_its_hit_and_blocks_for_the_rest) {
   CHECK_EQ(f.stats.total().hit_tokens, 8);
   CHECK_EQ(f.journal.last().rows[0].start, 8);  // valid whatever becomes of the step
   f.server.check_invariants();
+}
+
+TEST(external_tokens_have_slots_behind_the_hit) {
+  Fixture f;
+  f.cache(2);
+  NewRow asked{hashed_chain(18), 3};
+  asked.num_external = 6;
+  NewRow later{hashed_chain(18), 0};
+  later.num_external = 9;
+  later.receives = true;
+  StepRequest request;
+  request.new_rows = {asked, later, asked};
+  f.server.serve_new(request, {8, 8, 4});
+  f.server.publish_served();
+  const StepPlan& plan = f.end();
+  CHECK(plan.status == Statuses({kServed, kServed, kWait}));  // the last one counted from 4
+  CHECK(plan.num_computed_tokens == Ids({14, 17, 14}));
+  CHECK_EQ(f.rows[0].num_computed, 17);
+  CHECK_EQ(f.ids(0).size(), 5);
+  CHECK_EQ(f.ids(1).size(), 5);
+  CHECK(f.rows[1].is_receiving);
+  CHECK_EQ(f.journal.last().rows[0].start, 8);   // loaded within the step
+  CHECK_EQ(f.journal.last().rows[1].start, 17);  // comes whatever becomes of it
+}
+
+TEST(later_rows_of_a_step_wait_for_what_earlier_ones_fill_or_share_it) {
+  for (InStepHits mode : {InStepHits::kWait, InStepHits::kShare}) {
+    Fixture f;
+    StepRequest request;
+    request.in_step_hits = mode;
+    request.new_rows = {{hashed_chain(14), 14}, {hashed_chain(14), 14}, {hashed_chain(3), 3}};
+    f.server.serve_rows(request);
+    f.server.serve_new(request);
+    f.server.publish_served();
+    const StepPlan& plan = f.end();
+    if (mode == InStepHits::kWait) {
+      CHECK(plan.status == Statuses({kServed, kWait, kServed}));
+      CHECK(plan.depends_on.empty());
+      continue;
+    }
+    CHECK(plan.num_computed_tokens == Ids({0, 12, 0}));
+    CHECK(plan.depends_on == Ids({1, 0}));
+    CHECK_EQ(f.ids(1)[2], f.ids(0)[2]);
+    CHECK_EQ(f.server.fills().row_of(f.ids(0)[2]), 0);
+    CHECK_EQ(f.server.fills().row_of(f.ids(0)[3]), -1);
+    CHECK_EQ(f.journal.last().rows[1].start, 0);  // all that it reads is of this step
+  }
 }
 
 TEST(a_step_computes_no_hit_of_its_own) {
@@ -78,7 +149,7 @@ TEST(a_request_that_does_not_fit_changes_nothing) {
   Fixture f;
   f.cache(2);
   const Ids others = take(&f.pool, 15);  // 4 are free, 2 of them cached
-  f.admit({{hashed_chain(17), 17}, {hashed_chain(80), 1}});
+  f.admit({{hashed_chain(17), 17}, {hashed_chain(80), 80}});
   const StepPlan& plan = f.end();
   CHECK(plan.status == Statuses({kWait, kNever}));
   CHECK(plan.rows == Ids({-1, -1}));
@@ -96,7 +167,7 @@ TEST(a_request_waits_for_a_row) {
   Fixture f(full_groups(4), options);
   f.admit({{hashed_chain(4), 4}, {hashed_chain(4), 4}});
   CHECK(f.end().status == Statuses({kServed, kWait}));
-  CHECK(f.server.would_fit(*hashed_chain(4), 4) == Status::kWait);
+  CHECK(f.fits(4, 4) == Status::kWait);
   CHECK(f.server.fork(0, hashed_chain(4)).status == Status::kWait);
 }
 
@@ -104,9 +175,11 @@ TEST(whether_a_request_would_fit_changes_nothing) {
   Fixture f;
   const Ids cached = f.cache(2);
   const Ids others = take(&f.pool, 15);
-  CHECK(f.server.would_fit(*hashed_chain(17), 17) == Status::kWait);
-  CHECK(f.server.would_fit(*hashed_chain(17), 8) == Status::kServed);  // two behind the hit
-  CHECK(f.server.would_fit(*hashed_chain(80), 1) == Status::kNever);
+  CHECK(f.fits(17, 17) == Status::kWait);
+  CHECK(f.fits(17, 8) == Status::kServed);  // two behind the hit
+  CHECK(f.fits(80, 1) == Status::kServed);  // as far as it goes
+  CHECK(f.fits(80, 1, /*whole=*/true) == Status::kNever);
+  CHECK(f.fits(80, 80) == Status::kNever);
   CHECK_EQ(f.pool.ref_count(cached[0]), 0);
   CHECK_EQ(f.rows.num_in_use(), 0);
   kvcache::test::release(&f.pool, others);
@@ -202,7 +275,7 @@ TEST(allocate_and_append_answer_the_new_blocks) {
   f.end();
   const Ids cached = f.cache(2);
   const Slots slots =
-      f.server.allocate(hashed_chain(14), PrefixHit::of_device(8, {cached}), {8, 11, 0});
+      f.server.allocate({hashed_chain(14), 3}, PrefixHit::of_device(8, {cached}), 0);
   CHECK(slots.status == Status::kServed && slots.row == 0);
   CHECK(slots.new_blocks == std::vector<Ids>({{f.ids(0)[2]}}));
   CHECK(!f.rows[0].by_step);
@@ -216,7 +289,7 @@ TEST(allocate_and_append_answer_the_new_blocks) {
 TEST(a_fork_shares_blocks_until_one_of_both_writes) {
   Fixture f;
   f.end();
-  f.server.allocate(hashed_chain(6), PrefixHit::of_device(0, {{}}), {0, 6, 0});
+  f.server.allocate({hashed_chain(6), 6}, PrefixHit::of_device(0, {{}}), 0);
   const Slots child = f.server.fork(0, hashed_chain(6));
   CHECK(child.status == Status::kServed && child.row == 1);
   CHECK(f.ids(0) == f.ids(1));

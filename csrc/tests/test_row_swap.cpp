@@ -150,12 +150,13 @@ TEST(what_rows_take_when_they_come_back) {
   const int32_t other = s.add_twin(row);
   s.end();
   s.swap.swap_out({row, other});
-  CHECK_EQ(s.swap.num_blocks_back({row, other}, {0, 0}), 2);
-  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 0}), 3);  // its own in place of a shared one
-  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 1}), 3);  // the last one keeps it
-  CHECK_EQ(s.swap.num_blocks_back({row, other}, {2, 3}), 4);
-  CHECK_EQ(s.swap.num_blocks_back({row}, {2}), 2);
-  CHECK_EQ(s.swap.num_blocks_back({row}, {3}), 3);
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {0, 0}).num_taken, 2);
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 0}).num_taken,
+           3);  // its own in place of a shared one
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {1, 1}).num_taken, 3);  // the last one keeps it
+  CHECK_EQ(s.swap.num_blocks_back({row, other}, {2, 3}).num_taken, 4);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {2}).num_taken, 2);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {3}).num_taken, 3);
 }
 
 TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
@@ -164,9 +165,37 @@ TEST(what_leaves_a_window_makes_room_for_what_comes_back) {
   s.serve(row, 0, 12);
   s.end();
   s.swap.swap_out({row});
-  CHECK_EQ(s.swap.num_blocks_back({row}, {0}), 3);
-  CHECK_EQ(s.swap.num_blocks_back({row}, {8}), 3);  // two leave, two come
-  CHECK_EQ(s.swap.num_blocks_back({row}, {12}), 4);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {0}).num_taken, 3);
+  CHECK_EQ(s.swap.num_blocks_back({row}, {8}).num_taken, 3);  // two leave, two come
+  CHECK_EQ(s.swap.num_blocks_back({row}, {12}).num_taken, 4);
+}
+
+TEST(what_the_device_still_has_is_shared_by_rows_that_come_back) {
+  Serving s;
+  const int32_t row = s.add_row(20);
+  const std::vector<Hash>& hashes = s.rows[row].chain->hashes();
+  s.publisher.refresh(row);
+  s.serve(row, 0, 14);
+  const Ids before = s.ids(row);
+  s.end();
+  s.swap.swap_out({row});
+  CHECK(s.pool.find(hashes[2], 0) == before[2]);
+  s.pool.evict(&before[1], 1);  // the third is found, but not behind the second
+  CHECK_EQ(s.swap.num_blocks_back({row}, {0}).num_taken, 4);
+  const auto pairs = s.swap.swap_in({row});
+  CHECK_EQ(pairs->size(), 6);
+  CHECK_EQ(s.ids(row)[0], before[0]);
+  CHECK(s.pool.find(hashes[1], 0) == s.ids(row)[1]);  // what moved is found again
+  CHECK_EQ(s.host.pages().num_free(), 9);
+  s.swap.swap_out({row});
+  s.pool.retain(before.data(), 1);
+  const RowSwap::BlocksBack back = s.swap.num_blocks_back({row}, {3});
+  CHECK_EQ(back.num_taken, 4);  // another row holds the first
+  CHECK_EQ(back.alone, 5);
+  s.pool.release(before.data(), 1);
+  const Ids others = take(&s.pool, 16);  // all but the three that are cached
+  CHECK(!s.swap.swap_in({row}));
+  release(&s.pool, others);
 }
 
 TEST(rows_that_do_not_all_fit_stay) {

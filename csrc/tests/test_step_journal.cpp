@@ -50,6 +50,23 @@ TEST(steps_that_are_done_are_forgotten) {
   journal.check_may_abort(3);
 }
 
+TEST(the_last_step_that_was_not_aborted_is_known_whatever_came_between) {
+  StepJournal journal;
+  CHECK_EQ(journal.last_kept(), -1);
+  for (int i = 0; i < 4; ++i) step(&journal);
+  CHECK_EQ(journal.last_kept(), 3);
+  journal.abort_from(2);
+  CHECK_EQ(journal.last_kept(), 1);
+  step(&journal);
+  journal.abort_from(4);  // 2 and 3 were aborted before
+  CHECK_EQ(journal.last_kept(), 1);
+  journal.complete_to(1);
+  CHECK_EQ(journal.last_kept(), 1);
+  for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 1; ++i) step(&journal);
+  journal.abort_from(6);
+  CHECK_EQ(journal.last_kept(), 5);  // too old to be aborted
+}
+
 TEST(as_many_steps_as_may_be_in_flight_are_kept_by_number) {
   StepJournal journal;
   for (int64_t i = 0; i < StepJournal::kMaxStepsInFlight + 10; ++i) step(&journal);

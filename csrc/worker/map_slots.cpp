@@ -335,9 +335,9 @@ std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_t
   const std::vector<TokenRun> runs = runs_of(rows, m.positions, m.num_tokens);
   std::optional<PlacesByGroup> places;
   if (runs.empty() && m.groups.num_groups > 0) places.emplace(m, rows);
-  if (places ? places->any_bad()
-             : any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows,
-                       m.groups.num_positions)) {
+  if (places
+          ? places->any_bad()
+          : any_bad(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions)) {
     return first_wrong(m, rows);
   }
   for (int g = 0; g < m.groups.num_groups && m.counts != nullptr; ++g) {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Unpack
+from typing import Literal, NamedTuple, Unpack
 
 import numpy as np
 
@@ -19,12 +19,14 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import MAX_INT32, MAX_INT64, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, Status, StepPlan, StepReport
+
+_IN_STEP_HITS = ("none", "wait", "share")
 
 core.use_plan_type(StepPlan, NO_IDS, NO_SPLITS, NO_PAIRS, NO_REPLACE)
 
@@ -234,6 +236,11 @@ class KVCacheManager:
         return self._native.num_loading
 
     @property
+    def num_kept_blocks(self) -> int:
+        """References of blocks that wait for `release_blocks`."""
+        return self._native.num_kept
+
+    @property
     def num_fenced_blocks(self) -> int:
         """References of blocks that wait for a report; see `fence_frees`."""
         return self._native.num_fenced
@@ -346,6 +353,10 @@ class KVCacheManager:
         num_reserved_blocks: int = 0,
         swap_out: Ids | None = None,
         max_host_blocks: Ids | None = None,
+        num_external_computed_tokens: Ids | None = None,
+        delay_cache_blocks: Sequence[bool] | None = None,
+        in_step_hits: Literal["none", "wait", "share"] = "none",
+        read_cache: bool | Sequence[bool | None] | None = None,
     ) -> StepPlan:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
@@ -378,9 +389,27 @@ class KVCacheManager:
         each field means. A row with 0 tokens gets nothing, and stays where it is; its `token_ids` and
         rejections are taken.
 
+        `num_external_computed_tokens[j]`: the KV of so many tokens of a new request, behind its hit (as
+        `cached_tokens` counts it), comes from elsewhere: they get slots, are computed tokens of the plan,
+        and the request's own tokens follow. Without `delay_cache_blocks[j]` they are loaded within this
+        step, and their blocks are hits for later plans like all that it fills. With it, they come some
+        time later: the request gets no further slots (`new_num_tokens[j]` is 0), is not served, and none
+        of its blocks is a hit, until `finish_receiving`. In window groups only what the next token reads
+        has slots. Where other rows of the step change the hit, the request waits (`WAIT`).
+
+        `in_step_hits`: what a new request does where an earlier row of this step fills blocks of its
+        prefix. "none": it computes these tokens, too. "wait": it is answered `WAIT`, and hits them in the
+        next step. "share": it reads them in this step, and the plan's `depends_on` names the two rows, so
+        the worker must fill them by then; not with recurrent groups. Only whole blocks are shared.
+
+        `read_cache`: whether new requests take hits in this call, whatever their own `read_cache` says;
+        one for all, or one for each of `new`, in which None leaves it to the request. A request with
+        encoder tokens takes none.
+
         Raises ValueError, with nothing changed, for an unknown row, a row that `allocate_slots` admitted,
-        a row or request named twice, a request without tokens, or tokens beyond `max_model_len`
-        (`token_ids` may have one more: the last sampled token).
+        a row or request named twice, a request without tokens, tokens beyond `max_model_len` (`token_ids`
+        may have one more: the last sampled token), a row that is receiving, or external tokens that leave
+        none of the request to be computed.
         """
         plan = self._native.step(
             rows,
@@ -395,28 +424,76 @@ class KVCacheManager:
             num_reserved_blocks,
             swap_out,
             max_host_blocks,
+            num_external_computed_tokens,
+            None if delay_cache_blocks is None else _flags(delay_cache_blocks),
+            0 if in_step_hits == "none" else _in_step_hits(in_step_hits),
+            None if read_cache is None else _choices(read_cache, len(new)),
         )
         plan.page_bytes = self._page_bytes
         return plan
 
-    def would_fit(self, request: Request, num_tokens: int | None = None) -> Status:
+    def would_fit(
+        self,
+        request: Request,
+        num_tokens: int | None = None,
+        *,
+        whole: bool = False,
+        num_lookahead_tokens: int = 0,
+        num_reserved_blocks: int = 0,
+        max_host_blocks: int | None = None,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        read_cache: bool | None = None,
+    ) -> Status:
         """The status that `step` would give a new request now; changes nothing.
 
-        `num_tokens`: as `new_num_tokens` of `step`; None for all known tokens. `NEVER` holds for this
-        number of tokens: with smaller chunks a request may fit, since window groups then hold fewer
-        blocks.
+        `num_tokens`: as `new_num_tokens` of `step`; None for all known tokens. The further arguments are
+        those of `step`, too. `NEVER` holds for this number of tokens. `allocate_slots` answers None for
+        both `WAIT` and `NEVER`.
+
+        With `whole`, the answer is for all known tokens, computed in chunks of `num_tokens`: `SERVED` if
+        the blocks that are free now suffice to the end, if nobody else takes any, `WAIT` if those of the
+        pool do, `NEVER` if not even these. A first chunk that fits is served in any case.
+
+        Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
+        tokens that are not computed, at least one). Only `num_lookahead_tokens` may be given besides.
         """
+        row = self._rows.get(_id_of(request))
         count = MAX_INT32 if num_tokens is None else num_tokens
-        return Status(self._native.would_fit(self._new_chain(request), count))
+        if row is None:
+            if num_tokens is None and delay_cache_blocks and not whole:
+                count = 0
+            answer = self._native.would_fit(
+                self._new_chain(request),
+                count,
+                flag(whole, "whole"),
+                num_lookahead_tokens,
+                num_reserved_blocks,
+                max_host_blocks,
+                num_external_computed_tokens,
+                flag(delay_cache_blocks, "delay_cache_blocks"),
+                _choice(read_cache, "read_cache"),
+            )
+            return Status(answer)
+        of_new = whole, num_reserved_blocks, max_host_blocks, num_external_computed_tokens
+        if of_new != (False, 0, None, 0) or delay_cache_blocks or read_cache is not None:
+            raise ValueError(
+                f"request {request.request_id!r} is admitted already: expected num_tokens and "
+                "num_lookahead_tokens alone"
+            )
+        if num_tokens is None:
+            count = max(request.num_tokens - self._native.num_computed_tokens(row), 1)
+        return Status(self._native.would_extend(row, count, num_lookahead_tokens))
 
     def checkpoint_tokens(self, request: Request, num_tokens: int | None = None) -> int:
         """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
 
-        1 to `num_tokens`; None: all that are known. A recurrent state can be hit only where a step
-        ended. In this order: the end of the prefix that the other groups share with earlier requests;
-        the last multiple of the states' block size, or of the hash block before the prompt's last token,
-        that the tokens reach; else, and for a manager without a recurrent group, `num_tokens`. The
-        request is admitted, or is to be: then the tokens come behind its hit. Changes nothing.
+        At most `num_tokens` (None: all that are known), 0 where all known tokens are computed. A
+        recurrent state can be hit only where a step ended. In this order: the end of the prefix that the
+        other groups share with earlier requests; the last multiple of the states' block size, or of the
+        hash block before the prompt's last token, that the tokens reach; else, and for a manager without
+        a recurrent group, `num_tokens`. The request is admitted, or is to be: then the tokens come
+        behind its hit. Changes nothing. ValueError for `num_tokens` below 1.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 64)]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024)
@@ -454,9 +531,13 @@ class KVCacheManager:
         self._native.check_reader()
         return self._native.is_on_host(self.row(request))
 
-    def cached_tokens(self, request: Request) -> CachedTokens:
-        """The cached tokens of a request on each tier, in whole blocks; changes nothing."""
-        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request))
+    def cached_tokens(self, request: Request, *, read_cache: bool | None = None) -> CachedTokens:
+        """The cached tokens of a request on each tier, in whole blocks; changes nothing.
+
+        `read_cache`: as for `get_computed_blocks`.
+        """
+        reads = _choice(read_cache, "read_cache")
+        on_device, with_host, num_blocks = self._native.lookup_tiers(self._chain(request), reads)
         return CachedTokens(on_device, with_host, num_blocks, num_blocks * self._page_bytes)
 
     def access(self, request: Request, now: float) -> None:
@@ -475,14 +556,17 @@ class KVCacheManager:
         """Ends the pins of a session; returns how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
-    def get_computed_blocks(self, request: Request) -> tuple[np.ndarray | list[np.ndarray], int]:
+    def get_computed_blocks(
+        self, request: Request, *, read_cache: bool | None = None
+    ) -> tuple[np.ndarray | list[np.ndarray], int]:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
 
         At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
-        `read_cache=False`. For several groups the ids are a list with one array per group; in window
+        `read_cache=False`, be it this call's or, where that is None, the request's. For several groups the ids are a list with one array per group; in window
         groups, blocks that are not read any more are null.
         """
-        ids, num_tokens = self._native.lookup(self._chain(request))
+        reads = _choice(read_cache, "read_cache")
+        ids, num_tokens = self._native.lookup(self._chain(request), reads)
         return self._by_group(ids), num_tokens
 
     def allocate_slots(
@@ -491,25 +575,60 @@ class KVCacheManager:
         num_tokens: int,
         computed_blocks: Ids | Sequence[Ids] = NO_IDS,
         num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        *,
+        read_cache: bool | None = None,
     ) -> np.ndarray | list[np.ndarray] | None:
         """Admits a request with these computed blocks and slots for `num_tokens` more tokens.
 
         Returns its new blocks (int32[k], without the computed ones; for several groups a list), or None
         where they do not fit, with nothing changed. Computed blocks without references do not count as
-        free. ValueError for computed blocks with `read_cache=False` or without caching, and for a manager
-        with a recurrent group.
+        free. A cross-attention group gets the blocks of the request's `num_encoder_tokens`.
+
+        `num_external_computed_tokens`: the KV of so many tokens behind the computed blocks comes from
+        elsewhere; they get slots besides. With `delay_cache_blocks` it comes later: `num_tokens` is 0,
+        and nothing is cached nor appended until `finish_receiving`. In window groups what the next token
+        does not read is null, computed blocks included: `block_ids` has the whole table.
+
+        `read_cache`: as `get_computed_blocks` was called. ValueError for computed blocks with `read_cache=False` or without caching, for external tokens
+        that leave none of the request to be computed, and for a manager with a recurrent group.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]
         else:
             computed = list(computed_blocks) if len(computed_blocks) else self._no_computed
         answer = self._native.allocate(
-            self._new_chain(request), num_tokens, computed, num_lookahead_tokens
+            self._new_chain(request),
+            num_tokens,
+            computed,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            flag(delay_cache_blocks, "delay_cache_blocks"),
+            _choice(read_cache, "read_cache"),
         )
         if answer is None:
             return None
         self._rows[request.request_id], ids = answer
         return self._by_group(ids)
+
+    def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
+        """Ends the wait of a request that was admitted with `delay_cache_blocks`.
+
+        `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A
+        load that failed is one of 0 or a few tokens. It is over: nobody writes to the blocks any more.
+        Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
+        tokens, behind which it goes on: what has arrived; less, where an abort or an invalidation took
+        away what came before it; where its blocks do not hold what the next token reads (a window, a
+        state), what the cache has. ValueError for a request that is not receiving, and for more tokens
+        than it was to receive.
+        """
+        return self._native.finish_receiving(self.row(request), num_tokens)
+
+    def is_receiving(self, request: Request) -> bool:
+        """Whether an admitted request waits for `finish_receiving`."""
+        self._native.check_reader()
+        return self._native.is_receiving(self.row(request))
 
     def append_slots(
         self, request: Request, num_tokens: int, num_lookahead_tokens: int = 0
@@ -535,6 +654,8 @@ class KVCacheManager:
         turn: int = 0,
         request_class: int = -1,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
+        after_step: int | None = None,
+        keep_blocks: bool = False,
     ) -> None:
         """Releases the blocks of requests, one request after the other, each tail first.
 
@@ -546,17 +667,37 @@ class KVCacheManager:
         For eviction policies, and the same for all `requests`: `turn` of the conversation,
         `request_class` (a number of the caller's), and `retention`, tuples (first token, stop, priority
         0 to 100, seconds or None for ever).
+
+        `after_step`: the blocks are released when a report says that this step is done, with or without
+        `fence_frees`. `keep_blocks`: they are handed to a connector, which may read them, or still write
+        to those of a request that is receiving, until `release_blocks`; the row is free at once. Cached
+        ones are hits meanwhile. ValueError for both together, for a step that there was not, for a
+        request that is receiving without `keep_blocks`, for one that is swapped out with it, and while
+        blocks of an earlier request with this id are kept.
         """
-        if turn != 0 or request_class != -1 or retention != ():
+        keep_blocks = flag(keep_blocks, "keep_blocks")
+        if keep_blocks and after_step is not None:
+            raise ValueError(f"after_step is {after_step} with keep_blocks: expected one of them")
+        is_plain = turn == 0 and request_class == -1 and retention == ()
+        if not is_plain or keep_blocks or after_step is not None:
             self._native.free_requests(
                 self._requests,
                 requests,
                 integer(turn, "turn"),
                 integer(request_class, "request_class", least=-1),
                 checked_retention(retention),
+                after_step,
+                keep_blocks,
             )
         else:
             self._native.free_requests(self._requests, requests)
+
+    def release_blocks(self, request: Request) -> None:
+        """Releases the blocks of a request that was freed with `keep_blocks`: the connector is done.
+
+        With `fence_frees` they wait for the steps in flight. ValueError for any other request.
+        """
+        self._native.release_kept(_id_of(request))
 
     def report(self, report: StepReport) -> dict[str, int]:
         """Processes a worker's report of a step; returns the result of `abort` and `invalidate`.
@@ -604,6 +745,17 @@ class KVCacheManager:
         then.
         """
         return self._by_request(self._native.invalidate(ids))
+
+    def take_cached(self, request: Request) -> int:
+        """Lets an admitted request go on from what the device's cache has of its tokens by now.
+
+        Returns its number of computed tokens. Where the cache has no more than the request has computed,
+        nothing changes; else its own blocks are released, and the next plan sends its whole table. For
+        requests that shared a block which turned out to be invalid (`report`, `invalidate`): one of them
+        computes it anew, and the others take it from the cache when the step that does so is planned.
+        Whole blocks only. ValueError for a request that is not admitted, or is swapped out.
+        """
+        return self._native.take_cached(self.row(request))
 
     def get_num_common_prefix_blocks(
         self, request: Request, num_running_requests: int, group: int = 0
@@ -663,6 +815,27 @@ class KVCacheManager:
             return {}
         names = {row: request_id for request_id, row in self._rows.items()}
         return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
+
+
+def _in_step_hits(value: str) -> int:
+    if isinstance(value, str) and value in _IN_STEP_HITS:
+        return _IN_STEP_HITS.index(value)
+    raise ValueError(f"in_step_hits is {value!r}: expected one of {', '.join(_IN_STEP_HITS)}")
+
+
+def _choice(value: bool | None, name: str) -> bool | None:
+    """True or False of a call, or None where it leaves it to the request."""
+    return None if value is None else flag(value, name)
+
+
+def _choices(values: bool | Sequence[bool | None], n: int) -> list[bool | None]:
+    if not isinstance(values, list | tuple):
+        return [_choice(values, "read_cache")] * n
+    return [_choice(value, f"read_cache[{i}]") for i, value in enumerate(values)]
+
+
+def _flags(values: Sequence[bool]) -> list[int]:
+    return [int(flag(value, f"delay_cache_blocks[{i}]")) for i, value in enumerate(values)]
 
 
 def _id_of(request: Request) -> str:

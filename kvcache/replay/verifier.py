@@ -89,7 +89,7 @@ class KVVerifier:
         ]
         # A request holds at most every block but the null one; where a window slides, its row may
         # become longer still, and `reserve` widens the tables.
-        self._make_tables([max(num_blocks - 1, 1)] * len(specs))
+        self._make_tables([max(num_blocks - 1, 1)] * len(specs), last_step_id=-1)
         self.groups = self._make_groups(kinds, num_layers)
 
     @property
@@ -112,7 +112,10 @@ class KVVerifier:
         if all(width >= blocks for width, blocks in zip(widths, needed)):
             return
         old = self.tables.block_tables
-        self._make_tables([max(2 * width, blocks) for width, blocks in zip(widths, needed)])
+        self._make_tables(
+            [max(2 * width, blocks) for width, blocks in zip(widths, needed)],
+            self.worker.last_step_id,
+        )
         for row in range(self._max_num_reqs):
             held = [each.block_table.np[row, : each.num_blocks_per_row[row]] for each in old]
             self.tables.add_row(held, row)
@@ -141,7 +144,7 @@ class KVVerifier:
         """
         return _all(group.check(span) for group in self.groups)
 
-    def _make_tables(self, widths: list[int]) -> None:
+    def _make_tables(self, widths: list[int], last_step_id: int) -> None:
         sizes = [spec.block_size for spec in self._specs]
         self.tables = MultiGroupBlockTable(
             self._max_num_reqs,
@@ -155,7 +158,7 @@ class KVVerifier:
             circular=[buffer is not None for buffer in self._buffers],
             slot_mapping=self._has_slots,
         )
-        self.worker = Worker(self.storages, self.tables, self._host)
+        self.worker = Worker(self.storages, self.tables, self._host, last_step_id=last_step_id)
 
     def _make_groups(self, kinds: list[KindProperties], num_layers: int) -> list[VerifiedGroup]:
         features = [each.num_kv_heads * each.head_size for each in self.storages]

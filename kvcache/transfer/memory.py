@@ -8,17 +8,19 @@ from kvcache.layouts import Placement
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation
 from kvcache.transfer.receive import permute_received_blocks
+from kvcache.transfer.states import StateDescription
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
 
 
 def region_addresses(
-    description: CacheDescription, pages: Pages, rank: int | None = None
+    description: CacheDescription | StateDescription, pages: Pages, rank: int | None = None
 ) -> np.ndarray:
     """int64[r]: the address where each region of a description begins, in the pages of one rank.
 
     Byte b of region r in a plan is at `addresses[r] + b`. rank: whose pages they are; None where all
-    ranks hold equal pages. ValueError where the pages are not laid out as described: other layers,
+    ranks hold equal pages. Of a `StateDescription` pages have one fragment per layer, a state or more.
+    ValueError where the pages are not laid out as described: other layers,
     sizes, memory order or `page_stride`, or bytes that the description does not have.
 
     >>> storage = KVStorage(9, 4, num_kv_heads=2, head_size=8, num_layers=2, backend="FLASHINFER")
@@ -27,6 +29,8 @@ def region_addresses(
     >>> (region_addresses(cache, storage.pages) - storage.pages.base).tolist()
     [0, 2304]
     """
+    if isinstance(description, StateDescription):
+        return _state_addresses(description, pages, rank)
     if rank is None:
         placed, strides = description.placement, description.region_strides
     else:
@@ -77,19 +81,42 @@ def permute_pages(
             )
 
 
+def _state_addresses(description: StateDescription, pages: Pages, rank: int | None) -> np.ndarray:
+    if rank is None and len(set(description.pipeline_stages)) > 1:
+        raise ValueError(f"stages of engine {description.engine_id!r} differ: expected a rank")
+    pp_rank = description.coordinates(rank or 0).pp_rank
+    num_layers = description.pipeline_stages[pp_rank].num_layers
+    least, stride = description.state_bytes(rank or 0), description.stride_of(pp_rank)
+    for layer in range(max(num_layers, pages.num_layers)):
+        own = np.flatnonzero(pages.layers == layer)
+        found = [(int(pages.sizes[i]), int(pages.strides[i])) for i in own]
+        if layer >= num_layers or len(own) != 1 or found[0][0] < least or found[0][1] != stride:
+            raise ValueError(
+                f"layer {layer} of the pages has fragments (bytes, bytes from page to page) {found}: "
+                f"expected {num_layers} layers of one fragment, {least} bytes or more, {stride} apart"
+            )
+    return pages.base + pages.offsets
+
+
 def _matched(
     placed: Placement, strides: np.ndarray, pages: Pages, layer: int
 ) -> list[tuple[tuple[int, int, int], tuple[int, int]]]:
     """The runs of a layer, (region, offset, length), each with (address, bytes from page to page).
 
-    The pages may have K and V of a layer as separate fragments, or as one where they are contiguous.
+    The pages may have K and V of a layer as separate fragments, or as one where they are contiguous; so
+    may they have scales.
     """
     own = np.flatnonzero(pages.layers == layer)
     sizes = pages.sizes[own].tolist()
     at = [(pages.base + int(pages.offsets[i]), int(pages.strides[i])) for i in own]
     together = placed.layer_runs(layer).tolist()
-    apart = [run for p in range(len(placed.head_bytes)) for run in placed.runs(layer, p).tolist()]
-    for runs in (together, apart):
+    num_parts = len(placed.head_bytes)
+    apart = [run for p in range(num_parts) for run in placed.runs(layer, p).tolist()]
+    candidates = [together, apart]
+    if placed.scale_bytes_per_token:
+        scales = placed.runs(layer, num_parts - 1).tolist()
+        candidates.append(placed.layer_runs(layer, num_parts - 1).tolist() + scales)
+    for runs in candidates:
         if sizes == [length for _, _, length in runs]:
             return list(zip(map(tuple, runs), at))
     if len(own) == len(together) == 1 and sizes[0] == strides[together[0][0]]:  # padded

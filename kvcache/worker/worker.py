@@ -88,7 +88,8 @@ class Worker:
     `storage`: one that serves all groups, or one per group, all over the same pages
     (`KVStorage.over`). Block sizes of storage and table must agree, except where a group has no slots
     (recurrent state). `host`: the pages of the manager's host tier, if it has one (`Pages.on_host`);
-    `swap_options`: what `SwapEngine` takes.
+    `last_step_id`: the step whose plan tables that were filled by another worker have already, its
+    `last_step_id`; -1: none. `swap_options`: what `SwapEngine` takes.
 
     >>> storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=1, head_size=8)
     >>> host = storage.pages.on_host(num_blocks=33)
@@ -103,6 +104,8 @@ class Worker:
         storage: KVStorage | Sequence[KVStorage],
         tables: BlockTable | MultiGroupBlockTable,
         host: Pages | None = None,
+        *,
+        last_step_id: int = -1,
         **swap_options: object,
     ) -> None:
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
@@ -134,7 +137,7 @@ class Worker:
         self._last: PendingStep | None = (
             None  # whose bytes, or those of a step before, may still move
         )
-        self._last_step_id = -1  # of the plan that the tables have
+        self._last_step_id = last_step_id  # of the plan that the tables have
 
     @property
     def last_step_id(self) -> int:

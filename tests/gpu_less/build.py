@@ -244,9 +244,8 @@ def _kernels(rules, python: Path) -> Path:
     include = Path(torch.stdout.strip()) / "include"
     flags = [rules.cxx(), "-std=c++17", "-O2", "-g1", "-fPIC", "-fvisibility=hidden", "-w"]
     flags += ["-DKVCACHE_GPULESS", f"-D{rules.TORCH_TARGET}", f"-I{root}", f"-isystem{include}"]
-    out = (
-        BUILD / f"kernels-{_key(_sources('ops', 'emul'), flags)}" / "libkvcache_gpuless_kernels.so"
-    )
+    key = _key(_sources("ops", "emul", "worker"), flags)
+    out = BUILD / f"kernels-{key}" / "libkvcache_gpuless_kernels.so"
     if not out.exists():
         print("gpu-less: compiling the kernels for the emulator", flush=True)
         _compile(sources, out, [*flags, "-x", "c++"], [])

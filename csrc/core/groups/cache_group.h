@@ -27,6 +27,7 @@ struct CacheGroup {
   uint8_t id;            // index among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
   int64_t num_hashes;    // per block
+  int64_t hit_unit;      // tokens: hits of the manager end at multiples of it
   int64_t max_blocks;    // of one request; circular: all that it ever has
   int64_t num_prealloc;  // blocks
 
@@ -34,6 +35,16 @@ struct CacheGroup {
   bool holds_state() const { return pages == AttentionKind::Pages::kState; }
   bool holds_encoder() const { return pages == AttentionKind::Pages::kEncoder; }
   bool is_circular() const { return pages == AttentionKind::Pages::kCircular; }
+
+  // Whether some hit reads this whole block, or computes it anew: the shortest that ends behind it
+  // reads most of it.
+  bool may_be_hit(int64_t block) const {
+    if (keeps_all) return true;
+    const int64_t end = (block + 1) * block_size;
+    if (first_needed_token(ceil_div(end, hit_unit) * hit_unit) < end) return true;
+    const int64_t hit = end - (has_partial ? hit_unit : block_size);
+    return drafts && hit > 0 && hit % hit_unit == 0;
+  }
 
   // A user's own kind may return any number, so it is clamped.
   int64_t first_needed_token(int64_t num_computed) const {

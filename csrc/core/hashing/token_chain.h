@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/hashing/block_hash.h"
@@ -70,6 +71,10 @@ class TokenChain {
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
+  // Where a call says whether it reads; with encoder tokens it never does.
+  bool reads(std::optional<bool> read_cache) const {
+    return read_cache.value_or(read_cache_) && num_encoder_tokens_ == 0;
+  }
   bool write_cache() const { return write_cache_; }
   int64_t num_encoder_tokens() const { return num_encoder_tokens_; }
   int64_t num_tokens() const { return tokens_->size(); }

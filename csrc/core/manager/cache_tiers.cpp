@@ -72,9 +72,9 @@ void CacheTiers::clear_counts() {
   if (pool_.residency() != nullptr) pool_.residency()->clear();
 }
 
-void CacheTiers::offload_queued() {
-  if (host_ == nullptr) return;
-  host_->offload_queued(/*holds_blocks=*/frees_.defers(steps_->numbers().num_steps));
+void CacheTiers::offload_queued(size_t n, const StepFills& fills) {
+  if (n == 0) return;
+  host_->offload_queued(n, /*holds_blocks=*/frees_.defers(steps_->numbers().num_steps), fills);
 }
 
 void CacheTiers::release_read() {

@@ -55,8 +55,9 @@ class CacheTiers {
   const TierCount& counts() const;
   void clear_counts();  // and residency times
 
-  // Within a step: cached blocks that wait for it go to the host.
-  void offload_queued();
+  // Within a step: the first n cached blocks that wait for it go to the host.
+  size_t num_queued() const { return host_ == nullptr ? 0 : host_->num_queued(); }
+  void offload_queued(size_t n, const StepFills& fills);
   // At a step's end: blocks that its plan reads are released behind it.
   void release_read();
 

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
+#include <string>
+#include <utility>
 
 namespace kvcache {
 
@@ -10,21 +12,52 @@ DeferredFrees::DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_
     : pool_(pool),
       steps_(steps),
       is_enabled_(is_enabled),
-      waiting_(is_enabled ? pool->num_blocks() : 0) {}
+      waiting_(pool->num_blocks()),
+      kept_of_(pool->num_blocks()) {}
 
 void DeferredFrees::release_or_defer(const BlockId* ids, int64_t n, int64_t step_id) {
   if (n == 0) return;
   pool_->notify_released(ids, n);
-  if (!defers(step_id)) {
+  if (defers(step_id)) {
+    add_fence(ids, n, step_id);
+  } else {
     pool_->release(ids, n);
-    return;
   }
+}
+
+void DeferredFrees::release_after(const BlockId* ids, int64_t n, int64_t step_id) {
+  if (is_enabled_) step_id = std::max(step_id, steps_->last_issued);
+  if (n == 0) return;
+  pool_->notify_released(ids, n);
+  if (step_id >= steps_->num_completed) {
+    add_fence(ids, n, step_id);
+  } else {
+    pool_->release(ids, n);
+  }
+}
+
+void DeferredFrees::add_fence(const BlockId* ids, int64_t n, int64_t step_id) {
   // In the order of their ends: what a step reads may be released before what it lets go of.
   auto at = fences_.end();
   while (at != fences_.begin() && std::prev(at)->step_id > step_id) --at;
   fences_.insert(at, {step_id, {ids, ids + n}});
   for (int64_t i = 0; i < n; ++i) ++waiting_[ids[i]];
   num_waiting_ += n;
+}
+
+void DeferredFrees::keep(const std::string& name, std::vector<BlockId> ids) {
+  for (BlockId id : ids) ++kept_of_[id];
+  num_kept_ += static_cast<int64_t>(ids.size());
+  kept_.emplace(name, std::move(ids));
+}
+
+void DeferredFrees::release_kept(const std::string& name) {
+  const auto found = kept_.find(name);
+  const std::vector<BlockId> ids = std::move(found->second);
+  kept_.erase(found);
+  for (BlockId id : ids) --kept_of_[id];
+  num_kept_ -= static_cast<int64_t>(ids.size());
+  release_or_defer(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
 void DeferredFrees::release_completed() {
@@ -42,7 +75,7 @@ void DeferredFrees::forget_aborted() {
 }
 
 void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
-  PerBlock<int32_t> counted(pool_->num_blocks());
+  PerBlock<int32_t> counted(pool_->num_blocks()), kept_of(pool_->num_blocks());
   int64_t num_waiting = 0, last = -1;
   for (const Fence& fence : fences_) {
     if (fence.step_id < last) throw std::logic_error("fences are not in the order of their steps");
@@ -53,10 +86,19 @@ void DeferredFrees::check_invariants(PerBlock<int32_t>* references) const {
       ++(*references)[id];
     }
   }
+  int64_t num_kept = 0;
+  for (const auto& [name, ids] : kept_) {
+    num_kept += static_cast<int64_t>(ids.size());
+    for (BlockId id : ids) {
+      ++kept_of[id];
+      ++(*references)[id];
+    }
+  }
   if (num_waiting != num_waiting_) throw std::logic_error("num_waiting is not what fences hold");
-  for (BlockId id = 1; id < pool_->num_blocks() && !waiting_.empty(); ++id) {
-    if (counted[id] != waiting_[id]) {
-      throw std::logic_error("fences hold block " + std::to_string(id) +
+  if (num_kept != num_kept_) throw std::logic_error("num_kept is not what names hold");
+  for (BlockId id = 1; id < pool_->num_blocks(); ++id) {
+    if (counted[id] != waiting_[id] || kept_of[id] != kept_of_[id]) {
+      throw std::logic_error("fences and names hold block " + std::to_string(id) +
                              " another number of times");
     }
   }

@@ -1,10 +1,13 @@
-// Released blocks that a step in flight may still read: they wait for the report on that step.
+// Released blocks that somebody may still read: a step in flight, until the report on it; a
+// connector that sends them, until it is done.
 //
-// Invariant: per block, the references counted here are those of the fences that wait.
+// Invariant: per block, the references counted here are those of fences and of kept blocks.
 #pragma once
 
 #include <cstdint>
 #include <deque>
+#include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "core/manager/step_numbers.h"
@@ -15,7 +18,7 @@ namespace kvcache {
 
 class DeferredFrees {
  public:
-  // Without `is_enabled` nothing waits: streams protect what steps in flight read.
+  // Without `is_enabled` only what is said to waits: streams protect what steps in flight read.
   DeferredFrees(BlockPool* pool, const StepNumbers* steps, bool is_enabled);
 
   // Whether blocks that this step reads must wait for a report.
@@ -28,16 +31,26 @@ class DeferredFrees {
     release_or_defer(ids, n, steps_->last_issued);
   }
 
+  // The same, and at least until step `step_id` is done, enabled or not.
+  void release_after(const BlockId* ids, int64_t n, int64_t step_id);
+
+  // Keeps one reference each under this name, which must be new, until it is released.
+  void keep(const std::string& name, std::vector<BlockId> ids);
+  bool keeps(const std::string& name) const { return kept_.count(name) != 0; }
+  void release_kept(const std::string& name);
+
   // Releases what waits for steps that are done.
   void release_completed();
   // Nothing reads any more for the steps behind the last issued one: what waits for them waits for
   // that one.
   void forget_aborted();
 
-  int64_t num_waiting() const { return num_waiting_; }  // references
-  int32_t num_waiting_of(BlockId id) const { return waiting_.empty() ? 0 : waiting_[id]; }
+  int64_t num_waiting() const { return num_waiting_; }  // references of fences
+  int64_t num_kept() const { return num_kept_; }        // references under names
+  int32_t num_waiting_of(BlockId id) const { return waiting_[id]; }
+  int32_t num_kept_of(BlockId id) const { return kept_of_[id]; }
 
-  // Adds to `references` what the fences hold. Throws std::logic_error where it is not what was
+  // Adds to `references` what is held here. Throws std::logic_error where it is not what was
   // counted.
   void check_invariants(PerBlock<int32_t>* references) const;
 
@@ -47,12 +60,16 @@ class DeferredFrees {
     std::vector<BlockId> ids;
   };
 
+  void add_fence(const BlockId* ids, int64_t n, int64_t step_id);
+
   BlockPool* pool_;
   const StepNumbers* steps_;
   bool is_enabled_;
-  std::deque<Fence> fences_;   // by step
-  PerBlock<int32_t> waiting_;  // references that fences hold; empty where nothing ever waits
-  int64_t num_waiting_ = 0;
+  std::deque<Fence> fences_;  // by step
+  std::unordered_map<std::string, std::vector<BlockId>> kept_;
+  PerBlock<int32_t> waiting_;  // references that fences hold
+  PerBlock<int32_t> kept_of_;  // references that names hold
+  int64_t num_waiting_ = 0, num_kept_ = 0;
 };
 
 }  // namespace kvcache

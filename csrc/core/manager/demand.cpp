@@ -36,10 +36,11 @@ struct Basis {
   bool frees_at_once;
 };
 
-// Inlined, as every row of a step asks it: most of it is known to be false where it is called.
+// `skip_for`: of a row that begins, the token that is read for; blocks before what it reads stay
+// null. Inlined, as every row of a step asks it: most of it is known where it is called.
 [[gnu::always_inline]] inline Demand demand_of(const Basis& on, const RowBlocks* held,
                                                const Span& span, const Supply& supply,
-                                               bool may_skip, bool may_share) {
+                                               int64_t skip_for, bool may_share) {
   Demand demand;
   const int64_t start = span.start, last = span.stop, stop = span.stop + span.lookahead;
   int64_t num_new = 0, num_free = supply.num_free;
@@ -58,9 +59,9 @@ struct Basis {
         needs.num_new = std::max<int64_t>(most - size, 0);
       }
       if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
-      if (may_skip && size == each.num_dropped) {
+      if (skip_for > 0 && size == each.num_dropped) {
         needs.num_skipped =
-            std::clamp<int64_t>(group.first_needed_block(last) - size, 0, needs.num_new);
+            std::clamp<int64_t>(group.first_needed_block(skip_for) - size, 0, needs.num_new);
         needs.num_new -= needs.num_skipped;
       }
       needs.drop_to = std::max(each.num_dropped, std::min(group.first_needed_block(start), size));
@@ -99,12 +100,16 @@ DemandRules::DemandRules(const std::vector<CacheGroup>* groups, const BlockPool*
 Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& supply, bool is_new,
                        bool may_share) const {
   return demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held, span,
-                   supply, computes_whole_prompt_ && is_new, may_share);
+                   supply,
+                   !is_new                  ? 0
+                   : computes_whole_prompt_ ? span.stop
+                                            : span.start,
+                   may_share);
 }
 
 Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share) const {
   Demand demand = demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held,
-                            span, {pool_->num_free(), 0}, /*may_skip=*/false, may_share);
+                            span, {pool_->num_free(), 0}, /*skip_for=*/0, may_share);
   if (demand.status == Status::kServed) return demand;
   int64_t num_blocks = 0;
   for (const CacheGroup& group : *groups_) {
@@ -140,8 +145,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
     }
     num_blocks += needs.num_new;
   }
-  const int64_t most = pool_->num_total() - watermark_blocks_;
-  if (std::max(num_blocks, num_blocks_ever(chain)) > most) demand.status = Status::kNever;
+  if (num_blocks > pool_->num_total() - watermark_blocks_) demand.status = Status::kNever;
   return demand;
 }
 
@@ -157,24 +161,41 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
   return false;
 }
 
-// Blocks that a request holds when its last known token runs alone.
-int64_t DemandRules::num_blocks_ever(const TokenChain& chain) const {
-  int64_t num_blocks = 0;
+Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
+                             int64_t num_tokens, const Demand& demand) const {
+  int64_t room = demand.num_spare, most = 0, most_new = 0;
   for (const CacheGroup& group : *groups_) {
-    if (group.holds_encoder()) {
-      num_blocks += num_encoder_blocks(group, chain);
-      continue;
-    }
-    const int64_t all = ceil_div(chain.num_tokens(), group.block_size);
-    if (group.is_circular()) {
-      num_blocks += std::min(all, group.max_blocks);
-      continue;
-    }
-    num_blocks += group.holds_state()
-                      ? std::min<int64_t>(all, 2)  // and the page that it is copied from
-                      : all - group.first_needed_block(chain.num_tokens() - 1);
+    if (!group.holds_encoder()) room += demand[group].num_new;
   }
-  return num_blocks;
+  for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
+    span.stop = std::min(span.stop, chain.num_tokens());
+    int64_t num_held = 0, num_new = 0;
+    for (const CacheGroup& group : *groups_) {
+      const int64_t size = held[group.id].size();
+      if (group.holds_encoder()) {
+        num_held += num_encoder_blocks(group, chain);
+      } else if (group.holds_state()) {
+        const int64_t column = ceil_div(span.stop, group.block_size);
+        // A state also moves within a block, where the cache keeps it.
+        const bool moves = span.start > 0 &&
+                           (group.has_partial || column > ceil_div(span.start, group.block_size));
+        const bool begins = span.start == first.start;
+        num_held += begins ? held[group.id].num_alive() + 1 : 1 + moves;
+        num_new += begins ? 1 : group.has_partial ? 2 : std::min<int64_t>(column - size, 1 + moves);
+      } else {
+        const int64_t stop =
+            std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
+        const int64_t needed = group.is_circular() ? 0 : group.first_needed_block(span.start);
+        num_held += std::max<int64_t>(stop - needed, 0);
+        num_new += std::max<int64_t>(stop - std::max(needed, size), 0);
+      }
+    }
+    most = std::max(most, num_held);
+    most_new = std::max(most_new, num_new);
+    if (span.stop == chain.num_tokens()) break;
+  }
+  if (demand.status == Status::kNever || most > pool_->num_total()) return Status::kNever;
+  return demand.status == Status::kServed && most_new <= room ? Status::kServed : Status::kWait;
 }
 
 }  // namespace kvcache

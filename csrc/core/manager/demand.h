@@ -58,6 +58,11 @@ class DemandRules {
   Demand of_new(const RowBlocks* held, const TokenChain& chain, const Span& span,
                 int64_t num_reserved) const;
 
+  // Whether a request whose first chunk demands that can be computed as a whole: with the blocks
+  // that are free now, with all of the pool, or never. Its further chunks have num_tokens tokens.
+  Status of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
+                  int64_t num_tokens, const Demand& demand) const;
+
   // The blocks alone. `is_new`: nothing is computed yet behind the start.
   Demand of(const RowBlocks* held, const Span& span, const Supply& supply, bool is_new,
             bool may_share) const;
@@ -73,7 +78,6 @@ class DemandRules {
  private:
   // Whether what leaves a row now is free at once, as no step may still read it.
   bool frees_at_once() const { return !frees_->defers(steps_->last_issued); }
-  int64_t num_blocks_ever(const TokenChain& chain) const;
 
   const std::vector<CacheGroup>* groups_;
   const BlockPool* pool_;

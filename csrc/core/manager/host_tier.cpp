@@ -80,15 +80,21 @@ void HostTier::queue(BlockId id) {
   queue_.push_back(id);
 }
 
-void HostTier::offload_queued(bool holds_blocks) {
-  for (auto next = queue_.rbegin(); next != queue_.rend(); ++next) {
+void HostTier::offload_queued(size_t n, bool holds_blocks, const StepFills& fills) {
+  const auto end = queue_.begin() + static_cast<std::ptrdiff_t>(n);
+  const std::vector<BlockId> first(queue_.begin(), end);
+  queue_.erase(queue_.begin(), end);
+  for (auto next = first.rbegin(); next != first.rend(); ++next) {
     const BlockId id = *next;  // tails first: they are the older ones on the host
+    if (fills.fills(id)) {     // it was taken for other content, which is not there yet
+      queue_.push_back(id);
+      continue;
+    }
     is_queued_[id] = 0;
     if (device_->hash_of(id) == nullptr || !offload(id) || !holds_blocks) continue;
     device_->retain(&id, 1);
     plan_->hold(id);
   }
-  queue_.clear();
 }
 
 void HostTier::clear() {

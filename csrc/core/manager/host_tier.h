@@ -18,6 +18,7 @@
 #include "core/manager/cache_stats.h"
 #include "core/manager/options.h"
 #include "core/manager/plan_builder.h"
+#include "core/manager/step_fills.h"
 #include "core/pool/block_pool.h"
 #include "core/pool/eviction_listener.h"
 #include "core/pool/per_block.h"
@@ -56,9 +57,11 @@ class HostTier : public EvictionListener {
   }
   void on_eviction(BlockId id) override;
 
-  // Offloads what became cached, or was hit often enough, in steps before; not what was forgotten
-  // since. With `holds_blocks` the plan holds them, as nothing else protects what it reads.
-  void offload_queued(bool holds_blocks);
+  // Offloads the first n blocks of those that became cached, or were hit often enough, in steps
+  // before; not what was forgotten since, and not yet what this step fills. With `holds_blocks` the
+  // plan holds them, as nothing else protects what it reads.
+  size_t num_queued() const { return queue_.size(); }
+  void offload_queued(size_t n, bool holds_blocks, const StepFills& fills = {});
   // Forgets every hash, and what is queued.
   void clear();
 

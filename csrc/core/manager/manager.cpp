@@ -2,6 +2,7 @@
 #include "core/manager/manager.h"
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "core/limits.h"
@@ -29,7 +30,8 @@ Manager::Manager(const ManagerOptions& options)
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  setup_.options),
-      checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages()}),
+      checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages(),
+               &tiers_.frees()}),
       intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, setup_.options.enable_caching),
       release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
                &tiers_.clock()),
@@ -93,19 +95,40 @@ const Hash* Manager::hash_of(BlockId id, bool on_host, int32_t* group) const {
   return hash;
 }
 
-const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host) {
+const PrefixHit& Manager::lookup(TokenChain& chain, bool with_host,
+                                 std::optional<bool> read_cache) {
   const Call call(this);
-  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  return finder_.find(chain, /*with_partial=*/false, with_host);
+  const bool reads = chain.reads(read_cache);
+  if (reads) intake_.hash_ahead(chain, /*reads=*/true);
+  return finder_.find(chain, /*with_partial=*/false, with_host, reads);
 }
 
-Status Manager::would_fit(TokenChain& chain, int64_t num_tokens) {
+Status Manager::would_fit(const StepRequest& request, bool whole) {
   const Call call(this);
+  const NewRow& asked = request.new_rows[0];
+  checks_.check_counts(asked, "num_tokens");
+  checked_size("max_host_blocks", asked.max_host_blocks, 0);
+  checked_size("num_lookahead_tokens", request.num_lookahead, 0);
+  checked_size("num_reserved_blocks", request.num_reserved_blocks, 0);
+  if (whole && asked.receives) {
+    throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
+  }
+  checks_.check_new(*asked.chain);
+  checks_.check_new_places(asked, request.num_lookahead);
+  if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
+  external_hits(request.new_rows);
+  return server_.would_fit(request, whole);
+}
+
+Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  rows_.at(row);
+  checks_.check_not_receiving(row);
   checked_size("num_tokens", num_tokens, 1);
-  checks_.check_new(chain);
-  checks_.check_places(0, std::min(num_tokens, chain.num_tokens()), "a new request");
-  if (chain.read_cache()) intake_.hash_ahead(chain, /*reads=*/true);
-  return server_.would_fit(chain, num_tokens);
+  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
+  checks_.check_length(rows_[row].num_computed + num_tokens, "a row");
+  checks_.check_places(rows_[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
+  return server_.would_extend(row, num_tokens, num_lookahead_tokens);
 }
 
 int64_t Manager::checkpoint_tokens(TokenChain& chain, int32_t row, int64_t num_tokens) {
@@ -146,39 +169,66 @@ void Manager::evict(const BlockId* ids, int64_t n) {
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
+  const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
   // From here on nothing is refused.
   steps_.begin();
   steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
-  tiers_.offload_queued();  // behind the rows, which must go there
+  const size_t num_queued = tiers_.num_queued();
   server_.serve_rows(request);
   swap_.answer(request, have_left);
-  server_.serve_new(request);
+  server_.serve_new(request, hits);
+  tiers_.offload_queued(num_queued, server_.fills());  // behind the rows, which come first
   server_.publish_served();
   publisher_.publish_offloaded();
   tiers_.release_read();
   return steps_.end(rows_);
 }
 
-Slots Manager::allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
-                        const std::vector<std::vector<BlockId>>& computed,
+// External tokens follow a hit: that of each request that has some.
+std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests) {
+  std::vector<int64_t> hits;
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const NewRow& asked = requests[i];
+    if (asked.num_external == 0) continue;
+    intake_.hash_ahead(*asked.chain, asked.reads());
+    hits.resize(requests.size());
+    hits[i] = server_.num_hit_tokens(asked);
+    checks_.check_external(asked, hits[i]);
+  }
+  return hits;
+}
+
+Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed,
                         int64_t num_lookahead_tokens) {
   const Call call(this);
-  checked_size("num_tokens", num_tokens, 1);
+  checks_.check_counts(asked, "num_tokens");
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_has_no_state("allocate_slots");
+  const std::shared_ptr<TokenChain>& chain = asked.chain;
   checks_.check_new(*chain, /*least_tokens=*/0);  // they may come later
   const bool any_computed =
       std::any_of(computed.begin(), computed.end(),
                   [](const std::vector<BlockId>& ids) { return !ids.empty(); });
   intake_.hash_ahead(*chain, any_computed);
   checks_.check_new(*chain, /*least_tokens=*/0);  // a digest may call back
-  const int64_t num_computed = checks_.check_computed(*chain, computed);
-  const Span span{num_computed, num_computed + num_tokens, num_lookahead_tokens};
-  checks_.check_length(span.stop, "a new request");
-  checks_.check_places(0, num_tokens + num_lookahead_tokens, "a new request");
-  return server_.allocate(chain, PrefixHit::of_device(num_computed, computed), span);
+  const int64_t num_computed = checks_.check_computed(*chain, computed, asked.reads());
+  checks_.check_external(asked, num_computed);
+  checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
+  checks_.check_places(0, asked.num_external + asked.num_tokens + num_lookahead_tokens,
+                       "a new request");
+  PrefixHit hit = PrefixHit::of_device(num_computed, computed);
+  hit.reads = asked.reads();
+  return server_.allocate(asked, hit, num_lookahead_tokens);
+}
+
+int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
+  const Call call(this);
+  checks_.check_receive(row, num_tokens);
+  intake_.hash_ahead(*rows_[row].chain, /*reads=*/true);
+  recovery_.receive(row, rows_.info(row).num_hit + num_tokens);
+  return rows_[row].num_computed;
 }
 
 Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
@@ -233,8 +283,8 @@ int64_t Manager::num_unique_blocks(const std::vector<int32_t>& rows) const {
   return swap_.num_unique_blocks(rows);
 }
 
-int64_t Manager::num_blocks_back(const std::vector<int32_t>& rows,
-                                 const std::vector<int64_t>& num_slots) const {
+RowSwap::BlocksBack Manager::num_blocks_back(const std::vector<int32_t>& rows,
+                                             const std::vector<int64_t>& num_slots) const {
   check_reader();
   checks_.check_swap(rows, /*on_host=*/true);
   return swap_.num_blocks_back(rows, num_slots);
@@ -256,16 +306,23 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   return swap_.swap_in(rows);
 }
 
-void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features) {
+void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features,
+                   const LeavingBlocks& blocks) {
   const Call call(this);
-  checks_.check_leaving(rows, n);
+  checks_.check_leaving(rows, n, blocks);
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
   }
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) publisher_.publish(rows[i]);
-    release_.leave(rows[i], features);
+    release_.leave(rows[i], features, blocks.departure_of(i));
   }
+}
+
+void Manager::release_kept(const std::string& name) {
+  const Call call(this);
+  checks_.check_kept(name);
+  tiers_.frees().release_kept(name);
 }
 
 int64_t Manager::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) {
@@ -315,6 +372,19 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();
   return recovery_.invalidate(invalid, {});
+}
+
+int64_t Manager::take_cached(int32_t row) {
+  const Call call(this);
+  checks_.check_on_device(row);
+  TokenChain& chain = *rows_[row].chain;
+  if (chain.read_cache()) {
+    intake_.hash_ahead(chain, /*reads=*/true);
+    checks_.check_on_device(row);  // a digest may call back
+  }
+  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false);
+  if (hit.num_tokens > rows_[row].num_computed) recovery_.restart(row);
+  return rows_[row].num_computed;
 }
 
 bool Manager::reset_prefix_cache() {

@@ -81,11 +81,15 @@ class Manager {
 
   // Longest prefix of whole cached blocks, at most num_tokens - 1 tokens: the last token must run.
   // None where the request opted out of reading. Changes nothing; valid until the next call.
-  const PrefixHit& lookup(TokenChain& chain, bool with_host = false);
+  // `read_cache`: of this call, else the chain's.
+  const PrefixHit& lookup(TokenChain& chain, bool with_host = false,
+                          std::optional<bool> read_cache = std::nullopt);
 
-  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
-  // now.
-  Status would_fit(TokenChain& chain, int64_t num_tokens);
+  // The answer that a step would give its only new request now. `whole`: that of all its known
+  // tokens, in chunks of as many tokens as it asks for.
+  Status would_fit(const StepRequest& request, bool whole);
+  // The answer that a row would get which asks for so many tokens more.
+  Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
   // How many of the next num_tokens tokens of a request, in this row or -1, a step is to compute so
   // that it ends where recurrent states are kept; see Checkpoints.
@@ -96,10 +100,14 @@ class Manager {
   // The plan is valid until the next call.
   const StepPlan& step(const StepRequest& request);
 
-  // A row with these blocks per group, which the caller looked up, and slots for num_tokens tokens
-  // more. `new_blocks` are without the computed ones.
-  Slots allocate(const std::shared_ptr<TokenChain>& chain, int64_t num_tokens,
-                 const std::vector<std::vector<BlockId>>& computed, int64_t num_lookahead_tokens);
+  // A row with these blocks per group, which the caller looked up, and slots for its external
+  // tokens and num_tokens more. `new_blocks` are without the computed ones.
+  Slots allocate(const NewRow& asked, const std::vector<std::vector<BlockId>>& computed,
+                 int64_t num_lookahead_tokens);
+
+  // So many of a receiving row's external tokens are there, and no more will come: what they fill
+  // is published, and the row goes on behind them. Where it goes on.
+  int64_t finish_receiving(int32_t row, int64_t num_tokens);
 
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
@@ -126,8 +134,8 @@ class Manager {
   bool by_step(int32_t row) const { return rows_.at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
   // As RowSwap says. 0 slots or more, per row.
-  int64_t num_blocks_back(const std::vector<int32_t>& rows,
-                          const std::vector<int64_t>& num_slots) const;
+  RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
+                                      const std::vector<int64_t>& num_slots) const;
 
   // The first num_tokens tokens of a row that `allocate` gave have their KV now.
   void mark_computed(int32_t row, int64_t num_tokens);
@@ -138,8 +146,11 @@ class Manager {
   // Row after row: publishes what has filled since the row was last served, then releases its
   // blocks, tail first, and the row; the next step's plan clears it, if a step admitted it.
   // `features`: what the caller says of the conversations, for the eviction policy.
-  void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {});
+  void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
+            const LeavingBlocks& blocks = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
+  // Blocks that were kept under this name are released.
+  void release_kept(const std::string& name);
 
   // The report of a worker. Completed: this step and all before it are done, what was released
   // until then can be used again. If not, the plan of this step and of every later one will not be
@@ -154,6 +165,10 @@ class Manager {
   // These blocks do not hold what they should: they and all that was computed from them leave the
   // cache, and the rows that used them go back to what is left.
   Recompute invalidate(const BlockId* ids, int64_t n);
+
+  // The row goes on from what the device's cache has by now, if that is more than it has computed.
+  // Its computed tokens.
+  int64_t take_cached(int32_t row);
 
   // Pins, for a session, what the device's cache has of the request's full blocks; see
   // BlockPool::pin. What the session had pinned before is not any more. The number of blocks.
@@ -178,6 +193,11 @@ class Manager {
   int64_t num_rows() const { return rows_.num_in_use(); }
   int64_t num_steps() const { return steps_.numbers().num_steps; }
   int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
+  int64_t num_kept() const { return tiers_.frees().num_kept(); }
+  int64_t num_external(int32_t row) const {  // of a receiving row
+    return rows_.at(row).num_computed - rows_.info(row).num_hit;
+  }
+  bool is_receiving(int32_t row) const { return rows_.at(row).is_receiving; }
   int64_t num_loading() const {  // blocks
     return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
   }
@@ -198,6 +218,8 @@ class Manager {
     explicit Call(Manager* manager) : scope(&manager->guard_) { manager->tiers_.read_clock(); }
     CallGuard::Scope scope;
   };
+
+  std::vector<int64_t> external_hits(const std::vector<NewRow>& requests);
 
   ManagerSetup setup_;
   CallGuard guard_;

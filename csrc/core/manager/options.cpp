@@ -94,6 +94,14 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
     groups.push_back(std::move(group));
   }
+  int64_t hit_unit = 1;
+  for (const CacheGroup& group : groups) {
+    if (!group.is_cached) continue;
+    hit_unit =
+        checked_size("the least common multiple of the groups' block sizes",
+                     std::lcm(hit_unit, group.has_partial ? hash_block_size : group.block_size), 1);
+  }
+  for (CacheGroup& group : groups) group.hit_unit = hit_unit;
   return groups;
 }
 

@@ -9,8 +9,9 @@
 namespace kvcache {
 
 void StepPlan::clear() {
-  for (std::vector<int32_t>* each : {&rows, &num_computed_tokens, &num_tokens, &clear_rows,
-                                     &append_rows, &swap_out, &copy, &zero, &swap_in}) {
+  for (std::vector<int32_t>* each :
+       {&rows, &num_computed_tokens, &num_tokens, &clear_rows, &append_rows, &swap_out, &copy,
+        &zero, &swap_in, &depends_on}) {
     each->clear();
   }
   status.clear();

@@ -49,6 +49,14 @@ class PlanBuilder {
     std::vector<int32_t>& replace = plan_.groups[group].replace;
     replace.insert(replace.end(), {row, static_cast<int32_t>(block), id});
   }
+  // Blocks that the row reads are filled by another one in this step.
+  void depend(int32_t row, int32_t on) {
+    const std::vector<int32_t>& pairs = plan_.depends_on;
+    for (size_t i = pairs.size(); i > 0 && pairs[i - 2] == row; i -= 2) {
+      if (pairs[i - 1] == on) return;
+    }
+    add(&plan_.depends_on, row, on);
+  }
   void copy(BlockId source, BlockId target) { add(&plan_.copy, source, target); }
   void zero(BlockId page) { plan_.zero.push_back(page); }
   void swap_out(BlockId device, BlockId host) { add(&plan_.swap_out, device, host); }

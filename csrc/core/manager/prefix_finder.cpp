@@ -39,10 +39,7 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
     has_states_ |= group.holds_state();
     if (group.holds_encoder() || group.is_circular()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
-    if (group.is_cached) {
-      unit_ = checked_size(
-          name, std::lcm(unit_, group.has_partial ? hash_block_size_ : group.block_size), 1);
-    }
+    unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
   }
   hit_.blocks.resize(groups_->size());
@@ -107,9 +104,11 @@ bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) con
                                             : partial_block_of(group, num_tokens) != kNullBlock;
 }
 
-const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host) {
+const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
+                                    bool reads) {
   static const std::vector<Hash> kNone;
-  const bool reads = is_enabled_ && chain.read_cache() && chain.num_tokens() > 0;
+  hit_.reads = reads;
+  reads = reads && is_enabled_ && chain.num_tokens() > 0;
   const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);
   hashes_ = &hashes;

@@ -19,6 +19,7 @@ struct PrefixHit {
   };
   int64_t num_tokens = 0;
   // What the groups of tokens would hit, whatever states are kept; 0 where there are none.
+  bool reads = true;  // whether hits were asked for
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null where they are not read any more, or are on the host.
   std::vector<std::vector<BlockId>> blocks;
@@ -57,10 +58,15 @@ class PrefixFinder {
   // The hit of a request, at most all its tokens but the last; valid until the next call. None
   // where caching is off or the request does not read the cache. Changes no pool. The chain's
   // hashes must be known. Partial blocks are found on the device only.
-  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host);
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host) {
+    return find(chain, with_partial, with_host, chain.read_cache());
+  }
+  // The same where the call says whether the request reads.
+  const PrefixHit& find(const TokenChain& chain, bool with_partial, bool with_host, bool reads);
 
-  // Tokens: hits end at multiples of it.
+  // Tokens: hits end at multiples of them, with and without those that end inside blocks.
   int64_t unit() const { return unit_; }
+  int64_t whole_unit() const { return whole_unit_; }
 
  private:
   int64_t accepted_by_all(int64_t num_tokens, bool with_states);

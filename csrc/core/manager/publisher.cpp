@@ -20,13 +20,13 @@ int64_t Publisher::num_with_kv(int32_t row) const {
 
 int64_t Publisher::next_publish(int32_t row) const {
   const Row& r = (*c_.rows)[row];
-  if (r.is_stale || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
+  if (r.is_stale || r.is_receiving || !is_enabled_ || !r.chain->write_cache()) return kUnbounded;
   int64_t next = kUnbounded;
   const RowBlocks* blocks = c_.rows->blocks(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = blocks[group.id];
     if (!group.is_cached) continue;
-    const int64_t partial = (each.num_partial + 1) * c_.hash_block_size;
+    const int64_t partial = (int64_t{each.num_partial} + 1) * c_.hash_block_size;
     const bool has_partial =
         group.has_partial && (!group.holds_state() || partial <= c_.rows->info(row).num_prompt);
     next = std::min(next, has_partial ? partial : (each.num_published + 1) * group.block_size);
@@ -51,11 +51,27 @@ void Publisher::publish_filled(int32_t row) {
   r.next_publish = next_publish(row);
 }
 
+void Publisher::publish_blocks(int32_t row) {
+  if (!may_publish(row)) return;
+  const int64_t num_hashed =
+      std::min(num_with_kv(row) / c_.hash_block_size,
+               static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+  for (const CacheGroup& group : *c_.groups) {
+    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
+  }
+}
+
+// What no hit can read is not published: its blocks go before all that is cached.
 void Publisher::publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t num_full = num_hashed / group.num_hashes;
   const int64_t first = std::max(each.num_published, each.num_dropped);
-  if (num_full > first) publish_run(row, group, first, num_full - first);
+  for (int64_t b = first; b < num_full; ++b) {
+    const int64_t run = b;
+    b = group.keeps_all ? num_full : b;
+    while (b < num_full && group.may_be_hit(b)) ++b;
+    if (b > run) publish_run(row, group, run, b - run);
+  }
   each.num_published = std::max(each.num_published, num_full);
 }
 
@@ -64,7 +80,7 @@ void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t nu
   const std::vector<Hash>& hashes = (*c_.rows)[row].chain->known_hashes();
   for (; each.num_partial < num_hashed; ++each.num_partial) {
     const int64_t block = each.num_partial / group.num_hashes;
-    const bool is_whole = (each.num_partial + 1) % group.num_hashes == 0;
+    const bool is_whole = (int64_t{each.num_partial} + 1) % group.num_hashes == 0;
     if (is_whole || block < each.num_dropped) continue;
     c_.pool->publish_partial(each[block], hashes[static_cast<size_t>(each.num_partial)], hashes[0],
                              group.id);
@@ -84,7 +100,7 @@ void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_
   }
   const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
-  publish_run(row, group, num_passed - 1, 1);
+  if (group.may_be_hit(num_passed - 1)) publish_run(row, group, num_passed - 1, 1);
   each.num_published = num_passed;
 }
 
@@ -95,7 +111,7 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t num_hashed = r.num_computed / c_.hash_block_size;
   if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
-  each.num_partial = num_hashed;
+  each.num_partial = static_cast<int32_t>(num_hashed);
   if (r.num_computed % c_.hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
       r.num_computed > c_.rows->info(row).num_prompt) {
     return;
@@ -111,7 +127,9 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
 
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
   const BlockId* ids = c_.rows->blocks(row)[group.id].blocks.data() + first_block;
-  publish_ids(*(*c_.rows)[row].chain, group, first_block, ids, n);
+  const Row& r = (*c_.rows)[row];
+  publish_ids(*r.chain, group, first_block, ids, n);
+  if (!c_.journal->notes(r)) return;
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }
 

@@ -41,6 +41,8 @@ class Publisher {
   void publish(int32_t row) {
     if (may_publish(row)) publish_filled(row);  // few rows of a step
   }
+  // The same of whole blocks of tokens alone, for later rows of the step that fills them.
+  void publish_blocks(int32_t row);
   // The state after num_tokens tokens, which the row's last page holds or held before this step, if
   // that is a block boundary.
   void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
@@ -56,11 +58,13 @@ class Publisher {
   // To be called when the row's blocks, or what is published of them, have changed otherwise.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
 
+  // Tokens of the row that have KV, as far as that is known.
+  int64_t num_with_kv(int32_t row) const;
+
   void check_invariants() const;
 
  private:
   int64_t next_publish(int32_t row) const;
-  int64_t num_with_kv(int32_t row) const;
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);

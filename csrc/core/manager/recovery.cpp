@@ -1,6 +1,7 @@
 #include "core/manager/recovery.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvcache {
 
@@ -94,13 +95,18 @@ Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
 }
 
 // Rows whose valid tokens end before what they have computed go back to that end, or, where their
-// own blocks do not hold all that they read from there, start anew.
+// own blocks do not hold all that they read from there, start anew. One that receives does so when
+// it is done.
 Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   RowTable& rows = *c_.rows;
   Recompute out;
   std::vector<int32_t> to_restart;
   for (const auto& [row, limit] : limits) {
     if (limit >= rows[row].num_computed) continue;
+    if (rows[row].is_receiving) {  // somebody writes to its blocks: it waits for them
+      rows.info(row).num_valid = std::min(rows.info(row).num_valid, limit);
+      continue;
+    }
     out.rows.push_back(row);
     if (!rows[row].on_host && parts_.release->can_resume(row, limit)) {
       parts_.release->truncate(row, limit);
@@ -116,6 +122,22 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
     out.num_computed_tokens.push_back(static_cast<int32_t>(rows[row].num_computed));
   }
   return out;
+}
+
+void Recovery::receive(int32_t row, int64_t num_tokens) {
+  Row& r = (*c_.rows)[row];
+  int64_t& num_valid = c_.rows->info(row).num_valid;
+  num_tokens = std::min(num_tokens, std::exchange(num_valid, kUnbounded));
+  r.is_receiving = false;
+  if (num_tokens < r.num_computed) recompute({{row, num_tokens}});
+  parts_.publisher->refresh(row);
+  parts_.publisher->publish(row);
+}
+
+void Recovery::restart(int32_t row) {
+  parts_.release->release_row(row, /*with_encoder=*/false);
+  c_.resend(row);
+  parts_.server->restart(row);
 }
 
 void Recovery::clear_cache() {

@@ -36,6 +36,11 @@ class Recovery {
   // that was computed from it, and the rows that used it recompute.
   Recompute invalidate(const std::vector<BlockId>& blocks, const std::vector<BlockId>& pages);
 
+  // A receiving row's tokens are there, so many at most: it goes on behind them.
+  void receive(int32_t row, int64_t num_tokens);
+  // The row releases its blocks, and goes on from what the device's cache has.
+  void restart(int32_t row);
+
   // Forgets the hashes of both tiers.
   void clear_cache();
   // The same, and what rows hold by now is never published.

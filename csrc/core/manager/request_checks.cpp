@@ -47,6 +47,11 @@ void RequestChecks::fail_driver(int32_t row, bool by_step) {
                                        : "step: expected its row among the rows of step"));
 }
 
+void RequestChecks::fail_receiving(int32_t row) {
+  throw std::invalid_argument("row " + std::to_string(row) +
+                              " is receiving: expected finish_receiving before it is used");
+}
+
 void RequestChecks::check_has_no_state(const char* call) const {
   if (!has_state_) return;
   throw std::invalid_argument(std::string(call) +
@@ -61,6 +66,63 @@ void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) con
   throw std::invalid_argument(
       "a request hashed for block_size " + std::to_string(chain.block_size()) +
       " came to a manager with block_size " + std::to_string(c_.setup->hash_block_size));
+}
+
+void RequestChecks::check_counts(const NewRow& asked, const char* name) const {
+  checked_size("num_external_computed_tokens", asked.num_external, 0);
+  if (!asked.receives) {
+    checked_size(name, asked.num_tokens, 1);
+    return;
+  }
+  if (asked.num_external == 0) {
+    throw std::invalid_argument(
+        "delay_cache_blocks of a request without external tokens: expected "
+        "num_external_computed_tokens of 1 or more");
+  }
+  if (asked.num_tokens == 0) return;
+  throw std::invalid_argument(std::string(name) + " is " + std::to_string(asked.num_tokens) +
+                              ": expected 0 with delay_cache_blocks, as the request computes "
+                              "nothing before its external tokens are there");
+}
+
+void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
+  const int64_t num_known = asked.chain->num_tokens();
+  if (num_hit + asked.num_external < num_known || asked.num_external == 0) return;
+  throw std::invalid_argument("num_external_computed_tokens is " +
+                              std::to_string(asked.num_external) + ": expected at most " +
+                              std::to_string(num_known - 1 - num_hit) + ", as the request has " +
+                              std::to_string(num_known) + " tokens, " + std::to_string(num_hit) +
+                              " of them are cached, and the last one must run");
+}
+
+void RequestChecks::check_receive(int32_t row, int64_t num_tokens) const {
+  const Row& r = c_.rows->at(row);
+  const int64_t most = r.num_computed - c_.rows->info(row).num_hit;
+  if (!r.is_receiving) {
+    throw std::invalid_argument("row " + std::to_string(row) +
+                                " is not receiving: expected a request with delay_cache_blocks");
+  }
+  if (num_tokens >= 0 && num_tokens <= most) return;
+  throw std::invalid_argument("num_tokens is " + std::to_string(num_tokens) + ": expected 0 to " +
+                              std::to_string(most) + ", the external tokens of the request");
+}
+
+void RequestChecks::check_departure(int32_t row, const Departure& departure) const {
+  if ((*c_.rows)[row].is_receiving && departure.keep_as == nullptr) {
+    throw std::invalid_argument("row " + std::to_string(row) +
+                                " is receiving: expected finish_receiving before, or keep_blocks");
+  }
+  if (departure.keep_as == nullptr) return;
+  check_on_device(row);
+  if (!c_.frees->keeps(*departure.keep_as)) return;
+  throw std::invalid_argument("blocks of request '" + *departure.keep_as +
+                              "' are kept already: expected release_blocks before");
+}
+
+void RequestChecks::check_kept(const std::string& name) const {
+  if (c_.frees->keeps(name)) return;
+  throw std::invalid_argument("no blocks of request '" + name +
+                              "' are kept: expected one that was freed with keep_blocks");
 }
 
 void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
@@ -86,7 +148,8 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
 }
 
 int64_t RequestChecks::check_computed(const TokenChain& chain,
-                                      const std::vector<std::vector<BlockId>>& computed) const {
+                                      const std::vector<std::vector<BlockId>>& computed,
+                                      bool reads) const {
   if (computed.size() != c_.setup->groups.size()) {
     throw std::invalid_argument("computed_blocks has " + std::to_string(computed.size()) +
                                 " groups: expected " + std::to_string(c_.setup->groups.size()));
@@ -112,7 +175,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   if (!c_.setup->options.enable_caching) {
     throw std::invalid_argument(what + ", but caching is off (enable_caching=False)");
   }
-  if (!chain.read_cache()) {
+  if (!reads) {
     throw std::invalid_argument(what + ", but the request has read_cache=False: expected none");
   }
   if (num_tokens > chain.num_tokens() - 1) {
@@ -146,6 +209,7 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     check_driver(row, /*by_step=*/true);
+    if (request.num_tokens[i] != 0) check_not_receiving(row);
     Row& r = (*c_.rows)[row];
     if (request.num_tokens[i] < 0) checked_size("num_tokens", request.num_tokens[i], 0);
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
@@ -162,6 +226,7 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     const int32_t row = request.swap_out_rows[i];
     check_driver(row, /*by_step=*/true);
     check_on_device(row);
+    check_not_receiving(row);
     if (!c_.rows->name(row)) {
       throw std::invalid_argument("swap_out names row " + std::to_string(row) +
                                   ", which rows or swap_out names too: expected it once");
@@ -210,15 +275,19 @@ void RequestChecks::check_step(const StepRequest& request) const {
       checked_size("num_lookahead_tokens", request.lookahead[i], 0);
     }
   }
+  if (request.in_step_hits == InStepHits::kShare && has_state_) {
+    throw std::invalid_argument(
+        "in_step_hits is 'share' with a recurrent group, whose states are copied before the step "
+        "computes: expected 'wait' or 'none'");
+  }
   check_step_rows(request);
   check_token_ids(request);
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     const NewRow& row = request.new_rows[i];
-    checked_size("new_num_tokens", row.num_tokens, 1);
+    check_counts(row, "new_num_tokens");
     checked_size("max_host_blocks", row.max_host_blocks, 0);
     check_new(*row.chain);
-    const int64_t lookahead = request.lookahead_of(request.num_rows + static_cast<int64_t>(i));
-    check_places(0, std::min(row.num_tokens, row.chain->num_tokens()) + lookahead, "a new request");
+    check_new_places(row, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
   }
 }
 
@@ -226,6 +295,7 @@ void RequestChecks::check_append(int32_t row, int64_t num_tokens, int64_t least,
                                  int64_t num_lookahead_tokens) const {
   check_driver(row, /*by_step=*/false);
   check_on_device(row);
+  check_not_receiving(row);
   checked_size("num_tokens", num_tokens, least);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   check_length((*c_.rows)[row].num_computed + num_tokens, "a row");
@@ -235,6 +305,7 @@ void RequestChecks::check_append(int32_t row, int64_t num_tokens, int64_t least,
 void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
   const Row& parent = c_.rows->at(row);
   check_on_device(row);
+  check_not_receiving(row);
   check_new(child);
   const int64_t num_known = parent.chain->num_tokens();
   if (num_known < parent.num_computed) {
@@ -270,16 +341,20 @@ void RequestChecks::check_swap(const std::vector<int32_t>& rows, bool on_host) c
                                   (on_host ? " is on the device: expected one that is swapped out"
                                            : " is swapped out: expected one on the device"));
     }
+    check_not_receiving(row);
     if (!c_.rows->name(row)) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
   }
 }
 
-void RequestChecks::check_leaving(const int32_t* rows, int64_t n) const {
+void RequestChecks::check_leaving(const int32_t* rows, int64_t n,
+                                  const LeavingBlocks& blocks) const {
+  if (blocks.after_step >= 0) c_.journal->check_step_id(blocks.after_step);
   c_.rows->begin_call();
   for (int64_t i = 0; i < n; ++i) {
     c_.rows->at(rows[i]);
+    check_departure(rows[i], blocks.departure_of(i));
     if (c_.rows->name(rows[i])) continue;
     throw std::invalid_argument("row " + std::to_string(rows[i]) +
                                 " is to be freed twice: expected each row once");

@@ -15,15 +15,14 @@ struct RowBlocks {
   std::vector<BlockId> blocks;
   int64_t num_dropped = 0;    // leading blocks that are null
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
-  int64_t num_partial = 0;    // has_partial: leading hash blocks that are, or never will be
   int64_t num_hits = 0;       // leading blocks that the row has not computed
-  int64_t num_slots = 0;      // circular: slots up to here were given, and may have been written
-  // While the row is being served: the block that is to be copied into its next one, or the page of
-  // the host that is to be loaded into it.
-  BlockId source = kNullBlock, host_source = kNullBlock;
+  int32_t num_partial = 0;    // has_partial: leading hash blocks in the index, or never will be
   // kState: the last page holds a state inside a block that is found. What comes next is written to
   // another page or, where there is none, the state is given up.
   bool keeps_state = false;
+  // While the row is being served: the block that is to be copied into its next one, or the page of
+  // the host that is to be loaded into it.
+  BlockId source = kNullBlock, host_source = kNullBlock;
 
   int64_t size() const { return static_cast<int64_t>(blocks.size()); }
   int64_t num_alive() const { return size() - num_dropped; }  // blocks that are not null
@@ -34,10 +33,14 @@ struct RowBlocks {
   // Nothing held; the memory stays for the next.
   void clear() {
     blocks.clear();
-    num_dropped = num_published = num_partial = num_hits = num_slots = 0;
+    num_dropped = num_published = num_hits = 0;
+    num_partial = 0;
     source = host_source = kNullBlock;
     keeps_state = false;
   }
 };
+
+// Each row of a step reads one per group: no more than a cache line.
+static_assert(sizeof(RowBlocks) <= 64);
 
 }  // namespace kvcache

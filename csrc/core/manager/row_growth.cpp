@@ -5,7 +5,8 @@
 
 namespace kvcache {
 
-void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit) {
+void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
+                        int64_t start) {
   const std::vector<BlockId>& blocks = hit.blocks[group.id];
   held->blocks.assign(blocks.begin(), blocks.end());
   held->num_published = held->size();
@@ -13,14 +14,20 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   // partial hashes only those behind the hit are valid for who reads them.
   const bool is_whole =
       group.first_hit_token(hit.num_tokens) <= held->num_published * group.block_size;
-  held->num_partial = is_whole ? held->num_published * group.num_hashes
-                               : hit.num_tokens / (group.block_size / group.num_hashes);
-  held->num_dropped = std::min(group.first_hit_block(hit.num_tokens), held->num_published);
+  held->num_partial =
+      static_cast<int32_t>(is_whole ? held->num_published * group.num_hashes
+                                    : hit.num_tokens / (group.block_size / group.num_hashes));
+  // Of a group that is not cached the hit brings nothing.
+  const int64_t first =
+      std::max(group.first_hit_block(hit.num_tokens), group.first_needed_block(start));
+  held->num_dropped = std::min(first, held->num_published);
+  std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
   held->keeps_state = false;
-  if (group.holds_state() && !hit.on_host[group.id].empty()) {
+  const bool reads_state = group.holds_state() && start == hit.num_tokens;
+  if (reads_state && !hit.on_host[group.id].empty()) {
     // The state is loaded into the page that goes on from it.
     held->host_source = hit.on_host[group.id].back().page;
     held->num_dropped = held->num_published;
@@ -107,7 +114,8 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     }
     const int64_t size = each.size();
     if (group.is_circular()) {
-      each.num_slots = std::max(each.num_slots, served->span.stop + served->span.lookahead);
+      int64_t& num_slots = c_.rows->info(served->row).num_slots;
+      num_slots = std::max(num_slots, served->span.stop + served->span.lookahead);
     }
     if (needs.drop_to > each.num_dropped) drop(served->row, group, needs.drop_to);
     int64_t more = 0;
@@ -211,6 +219,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
   each.num_dropped = drop_to;
+  std::reverse(dropped.begin(), dropped.end());  // tails are evicted before heads
   c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }
@@ -224,14 +233,14 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
     each.num_dropped = column;
   } else if (each.source != kNullBlock) {  // a hit inside a block, which copy_source copies
     each.num_dropped = column;
-  } else if (served->span.start > 0) {
+  } else if (each.num_alive() > 0) {
     const BlockId left = each.blocks.back();
     c_.plan->copy(left, page);
     state_moves_.push_back({served->row, group.id, left, each.size() - 1, served->span.start});
     // Within the block: the entry of the table is the new page's at once.
     if (column < each.size()) c_.plan->replace(served->row, group.id, column, page);
   } else {
-    c_.plan->zero(page);
+    if (served->span.start == 0) c_.plan->zero(page);  // else the state comes from elsewhere
     each.num_dropped = column;
   }
   each.resize(column);

@@ -41,8 +41,10 @@ class RowGrowth {
 
   RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
 
-  // The blocks with which a request begins that takes this hit; changes nothing but `held`.
-  static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit);
+  // The blocks with which a request begins that takes this hit and goes on at token `start`: what
+  // lies between comes from elsewhere. Changes nothing but `held`.
+  static void set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHit& hit,
+                      int64_t start);
 
   // The row, which begins with the hit's blocks, takes a reference of each.
   void take_hit(ServedRow* served, const PrefixHit& hit);

@@ -1,16 +1,17 @@
 #include "core/manager/row_release.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace kvcache {
 
-void RowRelease::leave(int32_t row, const ReleaseFeatures& features) {
+void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Departure& departure) {
   const Row& r = (*c_.rows)[row];
   if (!r.on_host) {
     note_left(row);
     notify_release(row, features);
   }
-  release_row(row, /*with_encoder=*/true);
+  release_row(row, /*with_encoder=*/true, departure);
   if (r.by_step) c_.plan->clear_later(row);
   c_.plan->forget_resend(row);
   c_.rows->give_up(row);
@@ -24,8 +25,9 @@ void RowRelease::note_left(int32_t row) const {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (group.holds_encoder()) continue;
     const int64_t size = c_.rows->num_written(row, group);
-    // Published blocks are found, unless one of these has happened.
-    const bool may_be_lost = has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
+    // Published blocks are found, unless no hit can read them or one of these has happened.
+    const bool may_be_lost =
+        !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;
     const int64_t first =
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
@@ -44,11 +46,15 @@ void RowRelease::note_onboards(int32_t row) const {
   }
 }
 
-void RowRelease::release_row(int32_t row, bool with_encoder) {
-  const std::vector<BlockId> ids = c_.rows->tail_first(row, with_encoder);
+void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& departure) {
+  std::vector<BlockId> ids = c_.rows->tail_first(row, with_encoder);
   const auto n = static_cast<int64_t>(ids.size());
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
+  } else if (departure.keep_as != nullptr) {
+    c_.frees->keep(*departure.keep_as, std::move(ids));
+  } else if (departure.after_step >= 0) {
+    c_.frees->release_after(ids.data(), n, departure.after_step);
   } else {
     c_.note_access(row, ids.data(), n);
     c_.frees->release_or_defer(ids.data(), n);
@@ -94,7 +100,7 @@ bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_state()) return false;  // it was updated in place
     if (group.is_circular() &&
-        held[group.id].num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
+        c_.rows->info(row).num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
       return false;  // it was written over
     }
     if (!group.holds_tokens()) continue;
@@ -123,7 +129,8 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
     }
     each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
-    each.num_partial = std::min(each.num_partial, num_tokens / hash_block_size_);
+    each.num_partial =
+        static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
     each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/eviction/eviction_policy.h"
@@ -14,13 +15,29 @@
 
 namespace kvcache {
 
+// What becomes of the blocks of a row that leaves.
+struct Departure {
+  int64_t after_step = -1;               // they wait until this step is done
+  const std::string* keep_as = nullptr;  // they are kept under this name
+};
+
+// The same of several rows.
+struct LeavingBlocks {
+  int64_t after_step = -1;
+  std::vector<std::string> keep_as = {};  // one name per row, or none
+
+  Departure departure_of(int64_t i) const {
+    return {after_step, keep_as.empty() ? nullptr : &keep_as[static_cast<size_t>(i)]};
+  }
+};
+
 class RowRelease {
  public:
   RowRelease(const RowContext& context, int64_t hash_block_size, const Clock* clock)
       : c_(context), hash_block_size_(hash_block_size), clock_(clock) {}
 
   // The row releases its blocks and is free; the next plan clears it, if plans have it at all.
-  void leave(int32_t row, const ReleaseFeatures& features);
+  void leave(int32_t row, const ReleaseFeatures& features, const Departure& departure);
 
   // Hashes were forgotten of blocks that rows hold: not all that was published is found.
   void note_forgotten() { has_forgotten_ = true; }
@@ -29,7 +46,7 @@ class RowRelease {
   void notify_release(int32_t row, ReleaseFeatures features);
 
   // All blocks of the row, tail first; `with_encoder`: those of an encoder, too.
-  void release_row(int32_t row, bool with_encoder);
+  void release_row(int32_t row, bool with_encoder, const Departure& departure = {});
 
   // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that
   // it goes into.

@@ -10,7 +10,9 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       parts_(parts),
       rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
       growth_(c_, parts.holders),
-      candidate_(c_.groups->size()) {}
+      candidate_(c_.groups->size()) {
+  for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
+}
 
 // Inlined, as every row of a step is answered.
 inline void RowServer::answer(const ServedRow& served, Status status) {
@@ -24,6 +26,7 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
 }
 
 void RowServer::serve_rows(const StepRequest& request) {
+  fills_.begin();
   for (int64_t i = 0; i < request.num_rows; ++i) {
     const int32_t row = request.rows[i];
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
@@ -39,40 +42,123 @@ void RowServer::serve_rows(const StepRequest& request) {
     const Status status = extend(&served);
     if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
     answer(served, status);
+    if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) share_filled(row);
   }
 }
 
-void RowServer::serve_new(const StepRequest& request) {
+void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
     const NewRow& asked = request.new_rows[i];
     ServedRow served;
     Status status = Status::kWait;
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
-      const PrefixHit* hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true);
-      if (hit->num_host_blocks > asked.max_host_blocks) {
-        hit = &parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false);
+      const PrefixHit& hit = find_hit(asked, with_partial);
+      served.span =
+          span_of(asked, hit, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
+      served.row = -1;
+      // Rows of this step may have changed what is cached: the load would be of other tokens.
+      if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;
+      if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
+          waits_for_earlier(*asked.chain, hit.num_tokens)) {
+        break;
       }
-      const int64_t start = hit->num_tokens;
-      served.span = {start, std::min(start + asked.num_tokens, asked.chain->num_tokens()),
-                     request.lookahead_of(request.num_rows + static_cast<int64_t>(i))};
-      status = admit(&served, asked.chain, *hit, request.num_reserved_blocks, /*by_step=*/true);
-      if (status != Status::kWait || !hit->copies_partial()) break;
+      status = admit(&served, asked, hit, request.num_reserved_blocks, /*by_step=*/true);
+      if (status == Status::kServed) note_shared(&served, hit);
+      if (status != Status::kWait || !hit.copies_partial()) break;
     }
     if (status == Status::kServed) c_.plan->clear(served.row);
     answer(served, status);
+    if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) {
+      share_filled(served.row);
+    }
   }
 }
 
-Status RowServer::would_fit(const TokenChain& chain, int64_t num_tokens) {
+// With external tokens, which were counted from the end of whole blocks, these alone.
+const PrefixHit& RowServer::find_hit(const NewRow& asked, bool with_partial) {
+  with_partial &= asked.num_external == 0;
+  const bool reads = asked.reads();
+  const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
+  if (hit.num_host_blocks <= asked.max_host_blocks) return hit;
+  return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
+}
+
+// What comes from elsewhere lies between the hit and the start.
+Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead) {
+  const int64_t num_known = asked.chain->num_tokens();
+  const int64_t start = hit.num_tokens + asked.num_external;
+  const int64_t stop = asked.receives ? start : std::min(start + asked.num_tokens, num_known);
+  return {start, stop, num_lookahead};
+}
+
+// Whether an earlier row of the step fills blocks that the next step finds for this request.
+bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) const {
+  const int64_t unit = has_state_ ? parts_.finder->unit() : parts_.finder->whole_unit();
+  const std::vector<Hash>& hashes = chain.known_hashes();
+  for (const StepJournal::Served& served : c_.journal->last().rows) {
+    const Row& r = (*c_.rows)[served.row];
+    if (r.next_publish == kUnbounded) continue;
+    const int64_t first = std::max(served.start, num_hit);
+    // The first boundary that the row passes and the hit does not; of states, the step's end.
+    const int64_t stop = has_state_ ? r.num_computed : (first / unit + 1) * unit;
+    if (stop % unit != 0 || stop <= first) continue;
+    if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
+    const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
+    const std::vector<Hash>& others = r.chain->known_hashes();
+    if (last < hashes.size() && last < others.size() && hashes[last] == others[last]) return true;
+  }
+  return false;
+}
+
+// Later rows of the step find the whole blocks that this one fills.
+void RowServer::share_filled(int32_t row) {
+  const RowBlocks* held = c_.rows->blocks(row);
+  std::array<int64_t, kMaxGroups> before;
+  for (const CacheGroup& group : *c_.groups) before[group.id] = held[group.id].num_published;
+  parts_.publisher->publish_blocks(row);
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = held[group.id];
+    for (int64_t b = before[group.id]; b < each.num_published; ++b) {
+      if (each[b] != kNullBlock) fills_.add(each[b], row);
+    }
+  }
+}
+
+void RowServer::note_shared(ServedRow* served, const PrefixHit& hit) {
+  for (const CacheGroup& group : *c_.groups) {
+    const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+    const auto num_hits = static_cast<int64_t>(hit.blocks[group.id].size());
+    for (int64_t b = each.num_dropped; b < num_hits; ++b) {
+      const int32_t other = fills_.row_of(each[b]);
+      if (other < 0) continue;
+      c_.plan->depend(served->row, other);
+      served->depends_from(b * group.block_size);
+    }
+  }
+}
+
+Status RowServer::would_fit(const StepRequest& request, bool whole) {
+  const NewRow& asked = request.new_rows[0];
   Status status = Status::kWait;
   for (bool with_partial : {true, false}) {
-    const PrefixHit& hit = parts_.finder->find(chain, with_partial, /*with_host=*/true);
-    const int64_t stop = std::min(hit.num_tokens + num_tokens, chain.num_tokens());
-    status = demand_of_new(chain, hit, {hit.num_tokens, stop, 0}, /*num_reserved=*/0).status;
+    const PrefixHit& hit = find_hit(asked, with_partial);
+    const Span span = span_of(asked, hit, request.num_lookahead);
+    const Demand demand = demand_of_new(*asked.chain, hit, span, request.num_reserved_blocks);
+    status = whole
+                 ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
+                 : demand.status;
     if (status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
+}
+
+Status RowServer::would_extend(int32_t row, int64_t num_tokens,
+                               int64_t num_lookahead_tokens) const {
+  const Row& r = (*c_.rows)[row];
+  const Span span{r.num_computed, r.num_computed + num_tokens, num_lookahead_tokens};
+  return r.on_host ? parts_.swap->return_of(row, span, rules_).demand.status
+                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share).status;
 }
 
 void RowServer::publish_served() {
@@ -125,25 +211,28 @@ void RowServer::keep_own_blocks(const ServedRow& served) {
 Demand RowServer::demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
                                 int64_t num_reserved) {
   for (const CacheGroup& group : *c_.groups) {
-    RowGrowth::set_hit(&candidate_[group.id], group, hit);
+    RowGrowth::set_hit(&candidate_[group.id], group, hit, span.start);
   }
   Demand demand = rules_.of_new(candidate_.data(), chain, span, num_reserved);
   if (demand.status == Status::kServed && !c_.rows->has_free()) demand.status = Status::kWait;
   return demand;
 }
 
-Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain,
-                        const PrefixHit& hit, int64_t num_reserved, bool by_step) {
+Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit,
+                        int64_t num_reserved, bool by_step) {
+  const std::shared_ptr<TokenChain>& chain = asked.chain;
   served->row = -1;
   const Demand demand = demand_of_new(*chain, hit, served->span, num_reserved);
   if (demand.status != Status::kServed) return demand.status;
   const int32_t row = served->row = c_.rows->take();
-  served->safe_start = hit.num_tokens;
+  // What is received comes whatever becomes of the step.
+  served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
   c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
   r.chain = chain;
-  r.start = hit.num_tokens;
+  r.start = served->span.start;
   r.num_computed = served->span.stop;
+  r.is_receiving = asked.receives;
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
@@ -151,7 +240,7 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
   parts_.publisher->announce_hit(*chain, hit);
-  if (chain->read_cache()) {
+  if (hit.reads) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
   }
@@ -161,10 +250,13 @@ Status RowServer::admit(ServedRow* served, const std::shared_ptr<TokenChain>& ch
 void RowServer::restart(int32_t row) {
   Row& r = (*c_.rows)[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
+  c_.rows->info(row).num_slots = 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
   for (const CacheGroup& group : *c_.groups) {
-    if (!group.holds_encoder()) RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit);
+    if (!group.holds_encoder()) {
+      RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
+    }
   }
   ServedRow served;
   served.row = row;
@@ -174,11 +266,11 @@ void RowServer::restart(int32_t row) {
   parts_.publisher->refresh(row);
 }
 
-Slots RowServer::allocate(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
-                          const Span& span) {
+Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead_tokens) {
+  const int64_t start = hit.num_tokens + asked.num_external;
   ServedRow served;
-  served.span = span;
-  const Status status = admit(&served, chain, hit, /*num_reserved=*/0, /*by_step=*/false);
+  served.span = {start, start + asked.num_tokens, num_lookahead_tokens};  // not clipped: drafts
+  const Status status = admit(&served, asked, hit, /*num_reserved=*/0, /*by_step=*/false);
   Slots slots{status, served.row, {}, {}};
   if (status != Status::kServed) return slots;
   std::array<int64_t, kMaxGroups> num_computed{};
@@ -230,6 +322,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.admission = admission;
   c_.rows->info(other) = {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
+  c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
@@ -237,7 +330,8 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     if (group.holds_encoder()) continue;
     each.num_hits = each.size();
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
-    each.num_partial = std::max(each.num_partial, r.num_computed / parts_.hash_block_size);
+    each.num_partial = static_cast<int32_t>(
+        std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));
   }
   parts_.publisher->refresh(other);
   if (r.by_step) c_.journal->inherit(row, parent, other, r);

@@ -20,6 +20,7 @@
 #include "core/manager/row_context.h"
 #include "core/manager/row_growth.h"
 #include "core/manager/row_swap.h"
+#include "core/manager/step_fills.h"
 #include "core/manager/step_plan.h"
 #include "core/manager/step_request.h"
 #include "core/manager/token_intake.h"
@@ -41,19 +42,28 @@ class RowServer {
 
   // Within a step: its running rows, then its requests, in the order given.
   void serve_rows(const StepRequest& request);
-  void serve_new(const StepRequest& request);
+  // `external_hits`: of requests with external tokens, the hit that these follow.
+  void serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits = {});
   // When all rows of the step are served: what a step computes is a hit for later plans only, never
   // within its own.
   void publish_served();
 
-  // The answer that admitting a request with at most num_tokens tokens behind its hit would get
-  // now. Its hashes must be known.
-  Status would_fit(const TokenChain& chain, int64_t num_tokens);
+  // Blocks that rows of the step at hand fill, as far as later rows may share them.
+  const StepFills& fills() const { return fills_; }
 
-  // Outside of steps. A row with the blocks of this hit and slots for the span behind it; slots for
-  // num_tokens tokens more in a row; another row that begins with all that `row` has computed, and
-  // shares its blocks.
-  Slots allocate(const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit, const Span& span);
+  // The answer that a step would give its only new request now, or to all its known tokens, in
+  // chunks of so many. Its hashes must be known.
+  Status would_fit(const StepRequest& request, bool whole);
+  // The answer that a row would get.
+  Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
+
+  // The tokens of the hit that admitting this request would take now. Its hashes must be known.
+  int64_t num_hit_tokens(const NewRow& asked) { return find_hit(asked, true).num_tokens; }
+
+  // Outside of steps. A row with the blocks of this hit and slots for the tokens behind it; slots
+  // for num_tokens tokens more in a row; another row that begins with all that `row` has computed,
+  // and shares its blocks.
+  Slots allocate(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead_tokens);
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
@@ -71,17 +81,24 @@ class RowServer {
   Status extend(ServedRow* served);
   Demand bring_back(ServedRow* served);
   void keep_own_blocks(const ServedRow& served);
+  const PrefixHit& find_hit(const NewRow& asked, bool with_partial);
+  static Span span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead);
   Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
                        int64_t num_reserved);
-  Status admit(ServedRow* served, const std::shared_ptr<TokenChain>& chain, const PrefixHit& hit,
-               int64_t num_reserved, bool by_step);
+  Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, int64_t num_reserved,
+               bool by_step);
   void answer(const ServedRow& served, Status status);
+  bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
+  void share_filled(int32_t row);
+  void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;
 
   RowContext c_;
   Parts parts_;
   DemandRules rules_;
   RowGrowth growth_;
+  StepFills fills_;
+  bool has_state_ = false;            // a group of pages that hold states
   std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
 };
 

@@ -15,14 +15,55 @@ int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
   return static_cast<int64_t>(unique.size());
 }
 
-int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
-                                 const std::vector<int64_t>& num_slots) const {
-  std::unordered_map<BlockId, int64_t> num_holders;  // of each page, among these rows
+RowSwap::BlocksBack RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
+                                             const std::vector<int64_t>& num_slots) const {
+  return {num_blocks_back(rows, num_slots, cached_twins(rows)),
+          num_blocks_back(rows, num_slots, {})};
+}
+
+// Pages of rows on the host with full blocks of computed tokens, from their first one on, that the
+// device's cache has too.
+RowSwap::Twins RowSwap::cached_twins(const std::vector<int32_t>& rows) const {
+  Twins twins;
   for (int32_t row : rows) {
-    for (BlockId page : c_.rows->written_blocks(row)) ++num_holders[page];
+    const Row& r = (*c_.rows)[row];
+    if (!r.chain->read_cache() || r.is_stale) continue;
+    const std::vector<Hash>& hashes = r.chain->known_hashes();
+    const int64_t num_known = std::min(publisher_->num_with_kv(row),
+                                       static_cast<int64_t>(hashes.size()) * r.chain->block_size());
+    for (const CacheGroup& group : *c_.groups) {
+      if (!group.holds_tokens()) continue;
+      const RowBlocks& each = c_.rows->blocks(row)[group.id];
+      const int64_t num_full = std::min(num_known / group.block_size, each.size());
+      for (int64_t b = each.num_dropped; b < num_full; ++b) {
+        const auto last = static_cast<size_t>((b + 1) * group.num_hashes - 1);
+        const BlockId id = c_.pool->find(hashes[last], group.id);
+        if (id == kNullBlock) break;
+        twins.emplace(each[b], id);
+      }
+    }
   }
-  auto num_held = static_cast<int64_t>(num_holders.size());
-  int64_t most = num_held;
+  return twins;
+}
+
+int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
+                                 const std::vector<int64_t>& num_slots, const Twins& twins) const {
+  // Of each block that is shared, and of each page that moves (below 0).
+  std::unordered_map<int64_t, int64_t> num_holders;
+  int64_t num_taken = 0, most = 0;
+  const auto key_of = [&](BlockId page) -> int64_t {
+    const auto twin = twins.find(page);
+    return twin == twins.end() ? -page : twin->second;
+  };
+  for (int32_t row : rows) {
+    for (BlockId page : c_.rows->written_blocks(row)) {
+      const int64_t key = key_of(page);
+      const auto [holders, is_new] = num_holders.emplace(key, 0);
+      if (is_new && key > 0) holders->second = c_.pool->ref_count(static_cast<BlockId>(key));
+      num_taken += holders->second++ == 0;
+    }
+  }
+  most = num_taken;
   for (size_t i = 0; i < rows.size(); ++i) {
     if (num_slots[i] == 0) continue;
     const int64_t start = (*c_.rows)[rows[i]].num_computed, stop = start + num_slots[i];
@@ -30,16 +71,18 @@ int64_t RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
       if (!group.holds_tokens()) continue;
       const RowBlocks& each = c_.rows->blocks(rows[i])[group.id];
       const int64_t drop_to = std::min(group.first_needed_block(start), each.size());
-      for (int64_t b = each.num_dropped; b < drop_to; ++b) num_held -= --num_holders[each[b]] == 0;
+      for (int64_t b = each.num_dropped; b < drop_to; ++b) {
+        num_taken -= --num_holders[key_of(each[b])] == 0;
+      }
       // Of a page that several write, the last one keeps the block.
       const int64_t num_blocks = std::min(ceil_div(stop, group.block_size), group.max_blocks);
       for (int64_t b = start / group.block_size; b < std::min(num_blocks, each.size()); ++b) {
-        int64_t& holders = num_holders[each[b]];
-        if (holders > 1) --holders, ++num_held;
+        int64_t& holders = num_holders[key_of(each[b])];
+        if (holders > 1) --holders, ++num_taken;
       }
-      num_held += std::max<int64_t>(num_blocks - each.size(), 0);
+      num_taken += std::max<int64_t>(num_blocks - each.size(), 0);
     }
-    most = std::max(most, num_held);
+    most = std::max(most, num_taken);
   }
   return most;
 }
@@ -54,10 +97,26 @@ std::optional<std::vector<BlockId>> RowSwap::swap_out(const std::vector<int32_t>
 }
 
 std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>& rows) {
-  if (num_unique_blocks(rows) > c_.pool->num_free()) return std::nullopt;
+  const Twins twins = cached_twins(rows);
+  std::unordered_set<BlockId> unique;
+  std::vector<BlockId> shared;
+  int64_t num_taken = num_unique_blocks(rows) - static_cast<int64_t>(twins.size());
+  for (const auto& [page, id] : twins) {
+    if (!unique.insert(id).second) continue;
+    num_taken += c_.pool->ref_count(id) == 0;
+    shared.push_back(id);
+  }
+  if (num_taken > c_.pool->num_free()) return std::nullopt;
   c_.plan->begin_direct();
   begin();
+  // Held first: what moves evicts nothing of it.
+  const auto num_shared = static_cast<int64_t>(shared.size());
+  std::sort(shared.begin(), shared.end());
+  c_.pool->retain(shared.data(), num_shared);
+  c_.pool->hit(shared.data(), num_shared);
+  moved_ = twins;
   for (int32_t row : rows) move_in(row, /*start=*/0, nullptr);
+  c_.pool->release(shared.data(), num_shared);
   return c_.plan->direct_pairs();
 }
 
@@ -211,6 +270,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
     for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
+    int64_t first_own = each.size(), num_own = 0;  // blocks that nobody has brought back before
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       BlockId& id = each[b];
       const BlockId page = id;
@@ -229,6 +289,8 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
       }
       c_.pool->allocate(1, &id);
       moved_.emplace(page, id);
+      first_own = std::min(first_own, b);
+      ++num_own;
       ++c_.host->mutable_counts()->swapped_in_blocks;
       if (back != nullptr) {
         c_.host->onboard({c_.journal->numbers().num_steps, page, id, b, group.id, {}});
@@ -237,11 +299,25 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
         left.push_back(page);
       }
     }
+    if (back == nullptr && group.holds_tokens()) {
+      publish_returned(row, group, first_own, num_own == each.size() - first_own);
+    }
   }
   std::reverse(left.begin(), left.end());
   c_.host->pages().release(left.data(), static_cast<int64_t>(left.size()));
   r.on_host = false;
   r.may_share = r.has_forked;
+}
+
+// The blocks that came back by a call, behind `num_shared` that are others' too, are found again
+// once their tokens are known to be computed; `is_whole`: none of those behind is another's.
+void RowSwap::publish_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
+                               bool is_whole) {
+  const int64_t num_full = (*c_.rows)[row].num_computed / group.block_size;
+  c_.rows->blocks(row)[group.id].num_published =
+      is_whole ? std::min(num_shared, num_full) : num_full;
+  publisher_->refresh(row);
+  publisher_->publish(row);
 }
 
 }  // namespace kvcache

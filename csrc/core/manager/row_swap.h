@@ -33,13 +33,17 @@ class RowSwap {
   // Blocks that hold KV of these rows, which are of one tier; shared ones count once.
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;
 
-  // Blocks that rows on the host take of the device: when they come back together and each then
-  // gets num_slots[i] slots more, in this order, the most that they hold at a time.
-  int64_t num_blocks_back(const std::vector<int32_t>& rows,
-                          const std::vector<int64_t>& num_slots) const;
+  // Blocks of the device that rows on the host take: when they come back together and each then
+  // gets num_slots[i] slots more, in this order, the most that they take at a time. `alone`: where
+  // the device holds nothing else.
+  struct BlocksBack {
+    int64_t num_taken, alone;
+  };
+  BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
+                             const std::vector<int64_t>& num_slots) const;
 
   // Outside of steps: (device page, host page) each, and back, of all rows or, where they do not
-  // fit, of none.
+  // fit, of none. Blocks that the device's cache still has do not move back: they are shared.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
 
@@ -68,6 +72,11 @@ class RowSwap {
   void move_out(int32_t row, const Departure& departure);
   bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
   void move_in(int32_t row, int64_t start, const Return* back);
+  using Twins = std::unordered_map<BlockId, BlockId>;  // page -> block
+  Twins cached_twins(const std::vector<int32_t>& rows) const;
+  int64_t num_blocks_back(const std::vector<int32_t>& rows, const std::vector<int64_t>& num_slots,
+                          const Twins& twins) const;
+  void publish_returned(int32_t row, const CacheGroup& group, int64_t num_shared, bool is_whole);
 
   RowContext c_;
   Publisher* publisher_;

@@ -34,6 +34,7 @@ struct Row {
   bool has_forked = false;            // shares blocks that are not full, or did
   bool may_share = false;             // of those that it writes next
   bool on_host = false;               // its blocks are pages of the host
+  bool is_receiving = false;          // KV of its tokens behind the hit is still to come
 };
 
 struct AdmissionInfo {     // for those who ask later
@@ -42,6 +43,8 @@ struct AdmissionInfo {     // for those who ask later
   int64_t num_marked = 0;  // tokens that were marked as computed
   int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
   Access access;           // the last one, which its blocks have not been said to have had
+  int64_t num_valid = kUnbounded;  // while it receives: tokens that are valid at most
+  int64_t num_slots = 0;           // slots up to here were given, and may have been written
 };
 
 class RowTable {

@@ -8,22 +8,24 @@
 namespace kvcache {
 
 void StepJournal::begin() {
-  // The memory of a step that is too old to be aborted is used again. By number, not by count:
-  // aborts leave gaps.
-  Step step;
+  // By number, not by count: aborts leave gaps.
   while (!in_flight_.empty() && in_flight_.front().id <= numbers_.num_steps - kMaxStepsInFlight) {
-    step = std::move(in_flight_.front());
-    last_left_ = step.id;
-    in_flight_.pop_front();
+    forget_oldest();
   }
-  step.id = numbers_.num_steps;
-  step.rows.clear();
-  step.swapped.clear();
-  step.written.clear();
-  step.clear_rows.clear();
-  step.published.clear();
-  step.dropped.clear();
-  in_flight_.push_back(std::move(step));
+  spare_.id = numbers_.num_steps;
+  in_flight_.push_back(std::exchange(spare_, {}));
+}
+
+void StepJournal::forget_oldest() {
+  spare_ = std::move(in_flight_.front());
+  in_flight_.pop_front();
+  last_left_ = spare_.id;
+  spare_.rows.clear();
+  spare_.swapped.clear();
+  spare_.written.clear();
+  spare_.clear_rows.clear();
+  spare_.published.clear();
+  spare_.dropped.clear();  // with the chains that it refers to
 }
 
 void StepJournal::issue(const std::vector<int32_t>& clear_rows) {
@@ -84,8 +86,7 @@ void StepJournal::check_may_abort(int64_t step_id) const {
 void StepJournal::complete_to(int64_t step_id) {
   numbers_.complete(step_id);
   while (!in_flight_.empty() && in_flight_.front().id < numbers_.num_completed) {
-    last_left_ = in_flight_.front().id;
-    in_flight_.pop_front();
+    forget_oldest();
   }
 }
 

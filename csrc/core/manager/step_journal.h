@@ -93,8 +93,12 @@ class StepJournal {
   void check_invariants() const;
 
  private:
+  // The oldest step cannot be aborted any more.
+  void forget_oldest();
+
   StepNumbers numbers_;
   std::deque<Step> in_flight_;
+  Step spare_{};            // empty: its memory is the next step's
   int64_t last_left_ = -1;  // the last step that is not in flight any more, and was not aborted
 };
 

@@ -31,7 +31,8 @@ struct StepPlan {
   std::vector<int32_t> swap_out;  // (device page, host page) each
   std::vector<int32_t> copy;      // (source, destination) each
   std::vector<int32_t> zero;
-  std::vector<int32_t> swap_in;  // (host page, device page) each
+  std::vector<int32_t> swap_in;     // (host page, device page) each
+  std::vector<int32_t> depends_on;  // (row, row of the step that fills blocks it reads) each
 
   void clear();
   // Whether a worker has nothing to do: no page moves and no table changes.

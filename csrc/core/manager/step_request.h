@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "core/hashing/token_chain.h"
@@ -15,7 +16,19 @@ struct NewRow {
   std::shared_ptr<TokenChain> chain;
   int64_t num_tokens;  // at most this many tokens beyond the hit; clipped to what the chain knows
   int64_t max_host_blocks =
-      kMaxSize;  // a hit that takes more from the host is not taken from there
+      kMaxSize;              // a hit that takes more from the host is not taken from there
+  int64_t num_external = 0;  // tokens behind the hit whose KV comes from elsewhere
+  bool receives = false;     // their KV comes later: until then the row is not served
+  std::optional<bool> read_cache = std::nullopt;  // of this call, else the chain's
+
+  bool reads() const { return chain->reads(read_cache); }
+};
+
+// What a new row does with blocks that earlier rows of the same step fill.
+enum class InStepHits : uint8_t {
+  kNone = 0,   // computes their tokens, too
+  kWait = 1,   // waits one step, and hits them
+  kShare = 2,  // reads them: the worker computes the rows so that they are filled by then
 };
 
 // The request to a step. Arrays of running rows have num_rows entries.
@@ -33,6 +46,7 @@ struct StepRequest {
   int64_t num_swap_out_rows = 0;
   std::vector<NewRow> new_rows;
   int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
+  InStepHits in_step_hits = InStepHits::kNone;
 
   int64_t lookahead_of(int64_t i) const {
     return lookahead == nullptr ? num_lookahead : lookahead[i];

@@ -35,7 +35,7 @@ void TokenIntake::hash_ahead(const StepRequest& request) const {
     }
   }
   for (int64_t i = 0; i < request.num_swap_out_rows; ++i) hash_filled(request.swap_out_rows[i]);
-  for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.chain->read_cache());
+  for (const NewRow& row : request.new_rows) hash_ahead(*row.chain, row.reads());
 }
 
 void TokenIntake::append_ids(const StepRequest& request) const {

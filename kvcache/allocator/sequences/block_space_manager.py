@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import index
 
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.options import CacheOptions, watermark_blocks
@@ -98,7 +97,10 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         max_model_len: int = 2**31 - 1,
     ) -> None:
         window = checked_window(sliding_window)
+        block_size = integer(block_size, "block_size", 1)
+        num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks")
         num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
+        max_model_len = integer(max_model_len, "max_model_len", 1)
         options = CacheOptions(
             enable_caching=enable_caching,
             num_preallocate_tokens=0,
@@ -121,13 +123,13 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             native.eviction = core.Eviction()
         super().__init__(
             core.Manager(native),
-            TokenSource(index(block_size), hash_seed),
-            block_size=index(block_size),
+            TokenSource(block_size, hash_seed),
+            block_size=block_size,
             sliding_window=window,
             enable_caching=flag(enable_caching, "enable_caching"),
             # `can_allocate` keeps it, not `allocate`.
             watermark_blocks=watermark_blocks(watermark, num_gpu_blocks),
-            max_model_len=index(max_model_len),
+            max_model_len=max_model_len,
         )
 
     # Admission -------------------------------------------------------------------------------------

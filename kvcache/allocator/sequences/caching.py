@@ -72,12 +72,21 @@ class SequenceCaching(SequenceTables):
         """
 
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
-        """Tokens that were hits when the sequence was allocated; before, those that are now."""
+        """Tokens of a sequence that are cached, in full blocks.
+
+        Before it is allocated, and while it is swapped out: those that are hits now. Until its whole
+        prompt is marked as computed: those that were hits when it was allocated. From then on, also
+        its own computed ones.
+        """
         known = self._allocated.get(seq.seq_id)
-        if known is not None:
-            return known.num_cached
-        if not self.enable_caching:
+        if not self.enable_caching or (known is not None and not known.tokens.are_read):
             return 0
+        if known is not None:
+            if self._native.is_on_host(known.row):
+                return self._hit_of(known.tokens)[1]
+            if known.num_marked < known.num_prompt:
+                return known.num_cached
+            return max(known.num_cached, known.num_with_kv // self.block_size * self.block_size)
         tokens = self._tokens.read(seq)
         self._tokens.keep(seq, tokens)
         return self._hit_of(tokens)[1]

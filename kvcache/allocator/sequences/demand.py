@@ -13,13 +13,6 @@ class AllocStatus(Enum):
     NEVER = auto()  # more than the device has
 
 
-def status_of(num_required: int, num_most: int, num_free: int, num_kept: int) -> AllocStatus:
-    """The status of a demand: `num_most` can ever be met, and `num_kept` blocks are left free."""
-    if num_required > num_most:
-        return AllocStatus.NEVER
-    return AllocStatus.OK if num_free - num_required >= num_kept else AllocStatus.LATER
-
-
 def num_skipped_blocks(num_tokens: int, block_size: int, window: int | None) -> int:
     """Leading blocks of a prompt that nothing behind its end reads, so that they are never held."""
     return 0 if window is None else max(num_tokens - window + 1, 0) // block_size

@@ -48,6 +48,6 @@ def extra_hash(seq: SequenceLike) -> str | None:
     extra = None if extra is None else extra()
     if extra is None or isinstance(extra, str):
         return extra
-    if isinstance(extra, int):
+    if isinstance(extra, int) and not isinstance(extra, bool):
         return str(extra)
     raise TypeError(f"extra_hash() of seq {seq.seq_id!r} is {extra!r}: expected a str, int or None")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcache.allocator.sequences.checks import fail_to_fit
-from kvcache.allocator.sequences.demand import AllocStatus, status_of
+from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike
 from kvcache.allocator.sequences.tables import Pairs, SequenceTables, as_pairs
 from kvcache.checks import integer
@@ -45,13 +45,24 @@ class SequenceSwaps(SequenceTables):
             return AllocStatus.NEVER
         seqs = core.sequences_with(seq_group, SWAPPED)
         rows = self._rows(seq_group, seqs, on_host=True)
-        slots = [self._num_new(seq) + lookahead for seq in seqs]
+        new = [self._num_new(seq) for seq in seqs]
+        slots = [count + lookahead for count in new]
+        too_long = any(
+            self._known(seq).num_tokens + count > self.max_model_len
+            for seq, count in zip(seqs, new)
+        )
         slots += [0] * (len(rows) - len(slots))  # the encoder's row
-        required = self._native.num_blocks_back(rows, slots)
-        return status_of(required, self._pool.num_total, self._pool.num_free, self.watermark_blocks)
+        required, alone = self._native.num_blocks_back(rows, slots)
+        if self._pool.num_free - required >= self.watermark_blocks and not too_long:
+            return AllocStatus.OK
+        never = too_long or alone > self._pool.num_total
+        return AllocStatus.NEVER if never else AllocStatus.LATER
 
     def swap_in(self, seq_group: SequenceGroupLike) -> Pairs:
-        """Moves the SWAPPED sequences and the encoder back: (host block, device block)."""
+        """Moves the SWAPPED sequences and the encoder back: (host block, device block).
+
+        Full blocks that the device's cache still has are shared, not moved.
+        """
         self._check_has_host()
         rows = self._rows(seq_group, core.sequences_with(seq_group, SWAPPED), on_host=True)
         pairs = self._native.swap_in(rows)

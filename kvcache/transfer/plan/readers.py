@@ -15,11 +15,12 @@ from kvcache.transfer.plan.patterns import (
     tokens_of_group,
 )
 from kvcache.transfer.plan.transfer_plan import check_same_content, pages_with
+from kvcache.transfer.states import StateDescription, plan_states
 
 
 def source_readers(
-    readers: CacheDescription,
-    source: CacheDescription,
+    readers: CacheDescription | StateDescription,
+    source: CacheDescription | StateDescription,
     num_tokens: int | None = None,
     *,
     first_token: int = 0,
@@ -33,9 +34,10 @@ def source_readers(
 
     num_tokens: of the request; None: at least a group of pages, so that every reader has some. Fewer
     tokens matter with context parallelism, where a rank may hold none of them. first_token: those
-    before it are not read (a prefix hit of the readers, a multiple of their `tokens_per_page`).
+    before it are not read (a prefix hit of the readers, a multiple of their `tokens_per_page`). Two
+    `StateDescription`s have no tokens: a rank reads a state whole (`plan_states`).
 
-    ValueError as `plan_transfer`, and for tokens out of range.
+    ValueError or TypeError as `plan_transfer` and `plan_states`, and for tokens out of range.
 
     >>> from dataclasses import replace
     >>> decode = CacheDescription(engine_id="d", num_layers=2, total_num_kv_heads=2, head_size=64,
@@ -45,6 +47,12 @@ def source_readers(
     >>> source_readers(replace(decode, tp_size=1), decode)  # two replicas of each head
     ((0,), (), (0,), ())
     """
+    if isinstance(readers, StateDescription):
+        if (num_tokens, first_token) != (None, 0):
+            raise ValueError(
+                f"num_tokens is {num_tokens}, first_token is {first_token}: expected none with states"
+            )
+        return _readers_of_states(readers, source)
     check_same_content(readers, source)
     group = lcm(readers.tokens_per_page, source.tokens_per_page)
     if num_tokens is None:
@@ -72,6 +80,17 @@ def source_readers(
                     at = Coordinates(source_cp_rank, source_pp_rank, source_tp_rank)
                     found[source.rank_of(at)].add(reader)
     return tuple(tuple(sorted(each)) for each in found)
+
+
+@lru_cache(maxsize=64)
+def _readers_of_states(
+    readers: StateDescription, source: StateDescription
+) -> tuple[tuple[int, ...], ...]:
+    plans = [plan_states(readers, source, rank) for rank in range(readers.world_size)]
+    return tuple(
+        tuple(rank for rank, plan in enumerate(plans) if number in plan.remote_ranks)
+        for number in range(source.world_size)
+    )
 
 
 @lru_cache(maxsize=64)

@@ -46,27 +46,16 @@ class ReceivePermutation(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class TransferPlan:
-    """How one local rank fills groups of pages from a remote engine; made by `plan_transfer`.
+class PatternPlan:
+    """The fragments that fill groups of pages of one local rank from remote ranks, factored.
 
-    A *group* is the smallest number of pages on both sides that hold the same tokens:
-    `tokens_per_group` tokens of a request, counted from its beginning, in `local_pages_per_group` pages
-    of this rank and `remote_pages_per_group` pages of each remote rank. `patterns` are the fragments of
-    one group, factored; `fragments` lists them. `permutation`: to be applied (`permute_pages`) to the
-    pages `[groups, local_pages_per_group]` once they have arrived; None where none is needed.
+    `patterns` are the fragments of one group, `fragments` lists them. A group is
+    `local_pages_per_group` pages of this rank and `remote_pages_per_group` pages of each remote rank.
     """
 
-    local: CacheDescription
-    remote: CacheDescription
-    local_rank: int
     patterns: tuple[Pattern, ...]
-    permutation: ReceivePermutation | None
-    tokens_per_group: int
     local_pages_per_group: int
     remote_pages_per_group: int
-    # Patterns without a permutation, for groups of which only some pages exist.
-    exact_patterns: tuple[Pattern, ...]
-    is_partial: bool = False  # made by `for_tokens`
 
     @cached_property
     def remote_ranks(self) -> tuple[int, ...]:
@@ -137,6 +126,37 @@ class TransferPlan:
             tuple(p.apply(local_ids, remote_ids[p.remote_rank]) for p in self.patterns)
         )
 
+    @cached_property
+    def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        """Which pages of a group are written, and by remote rank which are read: bool[pages]."""
+        local = np.zeros(self.local_pages_per_group, bool)
+        remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
+        for pattern in self.patterns:
+            local[pattern.runs[:, 2]] = True
+            remote[pattern.remote_rank][pattern.runs[:, 0]] = True
+        return local, remote
+
+
+@dataclass(frozen=True, eq=False)
+class TransferPlan(PatternPlan):
+    """How one local rank fills groups of pages from a remote engine; made by `plan_transfer`.
+
+    A *group* is the smallest number of pages on both sides that hold the same tokens:
+    `tokens_per_group` tokens of a request, counted from its beginning, in `local_pages_per_group` pages
+    of this rank and `remote_pages_per_group` pages of each remote rank. `patterns` are the fragments of
+    one group, factored; `fragments` lists them. `permutation`: to be applied (`permute_pages`) to the
+    pages `[groups, local_pages_per_group]` once they have arrived; None where none is needed.
+    """
+
+    local: CacheDescription
+    remote: CacheDescription
+    local_rank: int
+    permutation: ReceivePermutation | None
+    tokens_per_group: int
+    # Patterns without a permutation, for groups of which only some pages exist.
+    exact_patterns: tuple[Pattern, ...]
+    is_partial: bool = False  # made by `for_tokens`
+
     def for_tokens(self, num_tokens: int, *, first_token: int = 0) -> TransferPlan:
         """The plan for a group of which only some tokens are needed: a request's last group, or first.
 
@@ -189,16 +209,6 @@ class TransferPlan:
             is_partial=True,
         )
 
-    @cached_property
-    def _used(self) -> tuple[np.ndarray, dict[int, np.ndarray]]:
-        """Which pages of a group are written, and by remote rank which are read: bool[pages]."""
-        local = np.zeros(self.local_pages_per_group, bool)
-        remote = {rank: np.zeros(self.remote_pages_per_group, bool) for rank in self.remote_ranks}
-        for pattern in self.patterns:
-            local[pattern.runs[:, 2]] = True
-            remote[pattern.remote_rank][pattern.runs[:, 0]] = True
-        return local, remote
-
 
 def plan_transfer(
     local: CacheDescription,
@@ -247,14 +257,14 @@ def plan_transfer(
             patterns = received
             permutation = ReceivePermutation(remote.block_size, remote.layout)
     return TransferPlan(
+        patterns,
+        tokens_per_group // local.tokens_per_page,
+        tokens_per_group // remote.tokens_per_page,
         local,
         remote,
         local_rank,
-        patterns,
         permutation,
         tokens_per_group,
-        tokens_per_group // local.tokens_per_page,
-        tokens_per_group // remote.tokens_per_page,
         exact,
     )
 

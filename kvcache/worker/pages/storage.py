@@ -171,9 +171,9 @@ class KVStorage:
 
         Heads, sizes, dtype and scales are those of the group's layers; the i-th layer of a storage is
         `plan.groups[g].layers[i]`. `backend` is that of layers with K and V, by default FLASHINFER; a
-        layer with `is_mla`, or with one head and `v_head_size` 0, is MLA. Of a layer with `state_bytes` a page is one
-        token: one head, as many elements of `dtype` as the state has, no V, shaped as MLA. Scales of
-        fp8 layers are set with `set_scales`.
+        layer with `is_mla`, or with one head and `v_head_size` 0, is MLA. Of a layer with `state_bytes`
+        a page is one token: one head, as many elements of `dtype` as the state has, no V, shaped as MLA.
+        Scales of fp8 layers are set with `set_scales`.
 
         ValueError for layers of one group that differ in heads, sizes or dtype, and for a state that
         is no whole number of elements.

@@ -208,8 +208,8 @@ class BlockTable:
     ) -> torch.Tensor:
         """Slots of any tokens, int64[n] on the device, in a buffer of their own: to read a context.
 
-        Arguments and errors as of `compute_slot_mapping`, any number of tokens; `slot_mapping` stays as it
-        is. Tokens on the host are looked up in the tables there, tokens on the device in those of the
+        Arguments and errors as of `compute_slot_mapping`, any number of tokens; `slot_mapping` stays as
+        it is. Tokens on the host are looked up in the tables there, tokens on the device in those of the
         device.
         """
         return self._tables.slots_of(req_indices, positions, query_start_loc, self._group)

@@ -1,0 +1,457 @@
+"""Transfers of recurrent states: which slices of a state a rank holds, and a plan of what it reads.
+
+A state is a few tensors (the last inputs of a convolution, the state of an SSM or of linear attention),
+each with a dimension of channels that is spread over tensor-parallel ranks section by section: Mamba-2's
+convolution has sections x, B and C, of each of which a rank holds a slice. A page holds one state of a
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.checks import flag, integer
+from kvcache.specs import ELEMENT_BYTES
+from kvcache.transfer.description import DESCRIPTION_VERSION, Coordinates
+from kvcache.transfer.plan.fragments import Pattern, TransferRuns
+from kvcache.transfer.plan.transfer_plan import PatternPlan
+from kvcache.transfer.sharding import (
+    PipelineStage,
+    check_stages,
+    equal_stages,
+    heads_of_rank,
+    layers_of_stages,
+    reader_of_head,
+    replica_for,
+)
+
+
+class Section(NamedTuple):
+    """A run of a tensor's channels that is spread over ranks by itself.
+
+    `units` (heads, groups or single channels) of `unit_size` channels each: they are spread over
+    tensor-parallel ranks as KV heads are, so a unit is never cut, and ranks share units where they are
+    more than these.
+    """
+
+    units: int
+    unit_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateTensor:
+    """One tensor of a recurrent state.
+
+    sections: (units, channels of a unit) each, in the order of channels. row_size: elements of each
+    channel. channels_last: whether in memory a channel's elements lie apart, [row_size, channels]; else
+    it is [channels, row_size].
+
+    >>> ssm = StateTensor(sections=[(128, 1)], row_size=64 * 128, dtype="float32")  # heads
+    >>> conv = StateTensor(sections=[(128, 64), (8, 128), (8, 128)], row_size=3, channels_last=True)
+    >>> conv.num_bytes(tp_size=4), ssm.num_bytes(tp_size=4)
+    (15360, 1048576)
+    """
+
+    sections: tuple[Section, ...]
+    row_size: int = 1
+    channels_last: bool = False
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.sections, Sequence) or isinstance(self.sections, str):
+            raise TypeError(
+                f"sections is {self.sections!r}: expected a sequence of (units, unit_size)"
+            )
+        if len(self.sections) == 0:
+            raise ValueError("sections is empty: expected one or more")
+        made = []
+        for number, section in enumerate(self.sections):
+            if not isinstance(section, Sequence) or len(section) != 2:
+                raise TypeError(f"sections[{number}] is {section!r}: expected (units, unit_size)")
+            sizes = zip(Section._fields, section)
+            made.append(
+                Section(*(integer(n, f"{what} of sections[{number}]", 1) for what, n in sizes))
+            )
+        object.__setattr__(self, "sections", tuple(made))
+        object.__setattr__(self, "row_size", integer(self.row_size, "row_size", 1))
+        flag(self.channels_last, "channels_last")
+        if self.dtype not in ELEMENT_BYTES:
+            raise ValueError(f"dtype is {self.dtype!r}: expected one of {', '.join(ELEMENT_BYTES)}")
+
+    def channels(self, tp_size: int) -> int:
+        """Channels that each of `tp_size` ranks holds. ValueError where a section cannot be spread."""
+        for number, (units, _) in enumerate(self.sections):
+            if units % tp_size and tp_size % units:
+                raise ValueError(
+                    f"sections[{number}] has {units} units, tp_size is {tp_size}: "
+                    "expected one to divide the other"
+                )
+        return sum(
+            len(heads_of_rank(section.units, tp_size, 0)) * section.unit_size
+            for section in self.sections
+        )
+
+    def num_bytes(self, tp_size: int) -> int:
+        """Bytes of the tensor on each of `tp_size` ranks."""
+        return self.channels(tp_size) * self.row_size * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDescription:
+    """An engine's recurrent states, for one group of layers with equal tensors.
+
+    Each layer has a region of its own; a page holds one state, its `tensors` one behind the other
+    (tensors in memory of their own are descriptions of their own). `page_stride`: bytes from page to
+    page where pages are padded (shared with attention groups); one for all stages, or one each. Sizes
+    and ranks are those of `CacheDescription`; context-parallel ranks all hold the same states.
+
+    Holds plain values: it pickles, and `to_dict` gives values for JSON. ValueError or TypeError for
+    values out of range and sizes that do not divide.
+
+    >>> mamba = StateDescription(engine_id="prefill", num_layers=4, tp_size=2, tensors=[
+    ...     StateTensor(sections=[(8, 16), (2, 32), (2, 32)], row_size=3, channels_last=True),
+    ...     StateTensor(sections=[(8, 1)], row_size=16 * 32, dtype="float32")])
+    >>> mamba.state_bytes(rank=0)
+    8960
+    >>> StateDescription.from_dict(mamba.to_dict()) == mamba
+    True
+    """
+
+    engine_id: str
+    num_layers: int
+    tensors: tuple[StateTensor, ...]
+    tp_size: int = 1
+    pp_size: int = 1
+    cp_world_size: int = 1
+    stages: tuple[PipelineStage, ...] | None = None
+    page_stride: int | tuple[int, ...] | None = None
+    version: int = DESCRIPTION_VERSION
+
+    def __post_init__(self) -> None:
+        if self.version is True or self.version != DESCRIPTION_VERSION:
+            raise ValueError(
+                f"version is {self.version!r}, of engine {self.engine_id!r}: "
+                f"expected {DESCRIPTION_VERSION}, that of this library"
+            )
+        if not isinstance(self.engine_id, str):
+            raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
+        for name in ("num_layers", "tp_size", "pp_size", "cp_world_size"):
+            object.__setattr__(self, name, integer(getattr(self, name), name, 1))
+        tensors = tuple(self.tensors)
+        if not tensors or not all(isinstance(tensor, StateTensor) for tensor in tensors):
+            raise TypeError(f"tensors is {self.tensors!r}: expected one StateTensor or more")
+        object.__setattr__(self, "tensors", tensors)
+        if self.stages is not None:
+            object.__setattr__(self, "stages", check_stages(self.stages))
+            for name in ("tp_size", "pp_size"):
+                if getattr(self, name) != 1:
+                    raise ValueError(
+                        f"{name} is {getattr(self, name)}: expected 1 with stages, which say it"
+                    )
+        held = sum(stage.num_layers for stage in self.pipeline_stages)
+        if held != self.num_layers:
+            raise ValueError(
+                f"num_layers is {self.num_layers}, the layers of stages are {held}: expected the same"
+            )
+        sizes = [self._bytes_of(stage.tp_size) for stage in self.pipeline_stages]
+        given = self.page_stride
+        if given is None:
+            return
+        if not isinstance(given, Sequence):
+            object.__setattr__(self, "page_stride", integer(given, "page_stride", max(sizes)))
+            return
+        if len(given) != len(sizes):
+            raise ValueError(
+                f"page_stride has {len(given)} entries: expected {len(sizes)}, one per stage"
+            )
+        checked = (integer(n, f"page_stride[{i}]", sizes[i]) for i, n in enumerate(given))
+        object.__setattr__(self, "page_stride", tuple(checked))
+
+    def to_dict(self) -> dict[str, object]:
+        """The fields by name, as values for JSON."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values["tensors"] = [
+            {
+                "sections": [list(section) for section in tensor.sections],
+                "row_size": tensor.row_size,
+                "channels_last": tensor.channels_last,
+                "dtype": tensor.dtype,
+            }
+            for tensor in self.tensors
+        ]
+        if self.stages is not None:
+            values["stages"] = [list(stage) for stage in self.stages]
+        if isinstance(self.page_stride, tuple):
+            values["page_stride"] = list(self.page_stride)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> StateDescription:
+        """The inverse of `to_dict`. ValueError for another version, unknown or missing fields."""
+        if not isinstance(values, Mapping):
+            raise TypeError(f"values is a {type(values).__name__}: expected a mapping")
+        _check_fields(cls, values, "")
+        for number, tensor in enumerate(values["tensors"]):
+            _check_fields(StateTensor, tensor, f" of tensors[{number}]")
+        return cls(**{**values, "tensors": [StateTensor(**tensor) for tensor in values["tensors"]]})
+
+    @cached_property
+    def pipeline_stages(self) -> tuple[PipelineStage, ...]:
+        """Every stage's layers and ranks: `stages`, or `pp_size` equal ones."""
+        if self.stages is not None:
+            return self.stages
+        return equal_stages(self.num_layers, self.pp_size, self.tp_size)
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the engine."""
+        return self.cp_world_size * self._ranks_per_cp_rank
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The coordinates of a rank; ValueError for a rank out of range."""
+        rank = integer(rank, "rank", 0, self.world_size - 1)
+        cp_rank, rest = divmod(rank, self._ranks_per_cp_rank)
+        pp_rank = 0
+        while rest >= self.pipeline_stages[pp_rank].tp_size:
+            rest -= self.pipeline_stages[pp_rank].tp_size
+            pp_rank += 1
+        return Coordinates(cp_rank, pp_rank, rest)
+
+    def rank_of(self, at: Coordinates) -> int:
+        """The number of the rank at these coordinates."""
+        before = sum(stage.tp_size for stage in self.pipeline_stages[: at.pp_rank])
+        return at.cp_rank * self._ranks_per_cp_rank + before + at.tp_rank
+
+    def layers(self, rank: int) -> range:
+        """The layers that a rank holds, as numbered in the group."""
+        return layers_of_stages(self.pipeline_stages)[self.coordinates(rank).pp_rank]
+
+    def state_bytes(self, rank: int) -> int:
+        """Bytes of one layer's state on a rank: the `state_bytes` of its `LayerSpec`."""
+        return self._bytes_of(self.pipeline_stages[self.coordinates(rank).pp_rank].tp_size)
+
+    def stride_of(self, pp_rank: int) -> int:
+        """Bytes from page to page, on the ranks of a pipeline stage."""
+        if isinstance(self.page_stride, tuple):
+            return self.page_stride[pp_rank]
+        return self.page_stride or self._bytes_of(self.pipeline_stages[pp_rank].tp_size)
+
+    def _bytes_of(self, tp_size: int) -> int:
+        return sum(tensor.num_bytes(tp_size) for tensor in self.tensors)
+
+    @cached_property
+    def _ranks_per_cp_rank(self) -> int:
+        return sum(stage.tp_size for stage in self.pipeline_stages)
+
+
+@dataclass(frozen=True, eq=False)
+class StateTransferPlan(PatternPlan):
+    """How one local rank fills pages of states from a remote engine; made by `plan_states`.
+
+    A group is one page on both sides. `remote_ranks`, `patterns`, `fragments` and `bytes_per_group` are
+    those of one state of all the rank's layers.
+    """
+
+    local: StateDescription
+    remote: StateDescription
+    local_rank: int
+
+    def apply(
+        self, local_pages: np.ndarray, remote_pages: Mapping[int, np.ndarray] | np.ndarray
+    ) -> TransferRuns:
+        """The runs of bytes for given pages, as `TransferPlan.apply`.
+
+        local_pages: int[n]; remote_pages: int[n] for all remote ranks, or by remote rank.
+        """
+        if isinstance(remote_pages, Mapping):
+            remote = {rank: _column(ids) for rank, ids in remote_pages.items()}
+        else:
+            remote = _column(remote_pages)
+        return super().apply(_column(local_pages), remote)
+
+
+def plan_states(
+    local: StateDescription, remote: StateDescription, local_rank: int
+) -> StateTransferPlan:
+    """The plan by which a local rank fills its pages with the same states of a remote engine.
+
+    Parallel sizes, padding and the order of channels in memory may differ. Every unit of each section is
+    read from one rank; where several hold it, local ranks are spread over them. ValueError where layers
+    or tensors differ in anything but `channels_last`, and for a rank out of range.
+
+    >>> from dataclasses import replace
+    >>> mamba = StateDescription(engine_id="prefill", num_layers=2, tp_size=4, tensors=[
+    ...     StateTensor(sections=[(8, 16), (2, 32), (2, 32)], row_size=3),
+    ...     StateTensor(sections=[(8, 1)], row_size=16 * 32, dtype="float32")])
+    >>> plan = plan_states(replace(mamba, engine_id="decode", tp_size=2), mamba, local_rank=1)
+    >>> plan.remote_ranks, plan.num_fragments  # x and heads of both, B and C of one: 4 of each layer
+    ((2, 3), 8)
+    """
+    for name, description in (("local", local), ("remote", remote)):
+        if not isinstance(description, StateDescription):
+            raise TypeError(
+                f"{name} is a {type(description).__name__}: expected a StateDescription"
+            )
+    integer(local_rank, "local_rank", 0, local.world_size - 1)
+    for name, mine, theirs in (
+        ("num_layers", local.num_layers, remote.num_layers),
+        ("tensors", *([_content(t) for t in side.tensors] for side in (local, remote))),
+    ):
+        if mine != theirs:
+            raise ValueError(
+                f"local {name} is {mine!r} (engine {local.engine_id!r}), "
+                f"remote {name} is {theirs!r} (engine {remote.engine_id!r}): expected the same"
+            )
+    at = local.coordinates(local_rank)
+    mine = layers_of_stages(local.pipeline_stages)[at.pp_rank]
+    patterns: list[Pattern] = []
+    for pp_rank, theirs in enumerate(layers_of_stages(remote.pipeline_stages)):
+        shared = range(max(mine.start, theirs.start), min(mine.stop, theirs.stop))
+        if len(shared) == 0:
+            continue
+        layers = np.zeros((len(shared), 4), np.int64)
+        layers[:, 0] = np.array(shared) - theirs.start
+        layers[:, 2] = np.array(shared) - mine.start
+        strides = remote.stride_of(pp_rank), local.stride_of(at.pp_rank)
+        for tp_rank, runs in _runs_by_source(local, remote, at, pp_rank):
+            # All context-parallel ranks hold the state; equal engines read from the same rank.
+            source = Coordinates(at.cp_rank % remote.cp_world_size, pp_rank, tp_rank)
+            joins = len(runs) == 1 and (runs[0, 4] == strides).all()
+            offsets = np.zeros((1, 2), np.int64)
+            patterns.append(
+                Pattern(remote.rank_of(source), layers, offsets, runs, *strides, bool(joins))
+            )
+    return StateTransferPlan(tuple(patterns), 1, 1, local, remote, local_rank)
+
+
+def _runs_by_source(
+    local: StateDescription, remote: StateDescription, at: Coordinates, remote_pp_rank: int
+) -> list[tuple[int, np.ndarray]]:
+    """By remote tensor-parallel rank the runs of one layer, as `Pattern.runs`, contiguous ones merged."""
+    tp_size = local.pipeline_stages[at.pp_rank].tp_size
+    remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
+    columns = []  # source, remote byte, local byte, length
+    begins = np.zeros(2, np.int64)  # of the tensor, in the remote and the local page
+    for theirs, mine in zip(remote.tensors, local.tensors):
+        source, remote_channel, local_channel = _channels(
+            local, remote, at, remote_pp_rank, mine.sections
+        )
+        item, rows = ELEMENT_BYTES[mine.dtype], mine.row_size
+        if mine.channels_last or theirs.channels_last:
+            row, length = np.arange(rows), item
+        else:  # a channel's elements lie together on both sides
+            row, length = np.zeros(1, np.int64), rows * item
+        found = []
+        for tensor, channel, size, begin in (
+            (theirs, remote_channel, remote_tp_size, begins[0]),
+            (mine, local_channel, tp_size, begins[1]),
+        ):
+            steps = (1, tensor.channels(size)) if tensor.channels_last else (rows, 1)
+            found.append(begin + (channel[:, None] * steps[0] + row * steps[1]) * item)
+        columns.append(
+            np.stack(
+                [np.broadcast_to(each, found[0].shape).ravel()
+                 for each in (source[:, None], *found, np.int64(length))]
+            )
+        )  # fmt: skip
+        begins += theirs.num_bytes(remote_tp_size), mine.num_bytes(tp_size)
+    table = np.concatenate(columns, axis=1)
+    table = table[:, np.lexsort((table[2], table[0]))]
+    apart = np.ones(table.shape[1], bool)
+    ends = table[1:3, :-1] + table[3, :-1]
+    apart[1:] = (np.diff(table[0]) != 0) | (table[1:3, 1:] != ends).any(axis=0)
+    first = np.flatnonzero(apart)
+    source, remote_byte, local_byte = table[:3, first]
+    runs = np.zeros((len(first), 5), np.int64)
+    runs[:, 1], runs[:, 3] = remote_byte, local_byte
+    runs[:, 4] = np.add.reduceat(table[3], first)
+    return [(int(rank), runs[source == rank]) for rank in np.unique(source)]
+
+
+def _channels(
+    local: StateDescription,
+    remote: StateDescription,
+    at: Coordinates,
+    remote_pp_rank: int,
+    sections: tuple[Section, ...],
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each channel that a local rank holds: the remote tensor-parallel rank, and its number there and
+    here; int64[n] each."""
+    tp_size = local.pipeline_stages[at.pp_rank].tp_size
+    remote_tp_size = remote.pipeline_stages[remote_pp_rank].tp_size
+    found = []
+    firsts = [
+        [0, *accumulate(len(heads_of_rank(units, size, 0)) * n for units, n in sections)]
+        for size in (remote_tp_size, tp_size)
+    ]
+    for (units, unit_size), remote_first, local_first in zip(sections, *firsts):
+        held = heads_of_rank(units, tp_size, at.tp_rank)
+        unit = np.array(held)
+        if units >= remote_tp_size:  # one rank has it
+            source = unit * remote_tp_size // units
+        else:
+            source = np.array(
+                [_replica(local, remote, at, remote_pp_rank, units, each) for each in held]
+            )
+        in_source = unit - source * units // remote_tp_size
+        within = np.arange(unit_size)
+        found.append(
+            [
+                np.repeat(source, unit_size),
+                (remote_first + in_source[:, None] * unit_size + within).ravel(),
+                local_first + np.arange(len(unit) * unit_size),
+            ]
+        )
+    source, remote_channel, local_channel = (np.concatenate(column) for column in zip(*found))
+    return source, remote_channel, local_channel
+
+
+def _replica(
+    local: StateDescription,
+    remote: StateDescription,
+    at: Coordinates,
+    remote_pp_rank: int,
+    units: int,
+    unit: int,
+) -> int:
+    """The remote tensor-parallel rank that a local rank reads a unit from, of several that hold it."""
+    layers = layers_of_stages(remote.pipeline_stages)[remote_pp_rank]
+    sharing = [
+        stage
+        for stage, held in enumerate(layers_of_stages(local.pipeline_stages))
+        if held.start < layers.stop and layers.start < held.stop
+    ]
+    reader = reader_of_head(
+        unit,
+        units,
+        [local.pipeline_stages[stage].tp_size for stage in sharing],
+        stage=sharing.index(at.pp_rank),
+        tp_rank=at.tp_rank,
+    )
+    return replica_for(unit, units, remote.pipeline_stages[remote_pp_rank].tp_size, *reader)
+
+
+def _content(tensor: StateTensor) -> tuple:
+    return tuple(map(tuple, tensor.sections)), tensor.row_size, tensor.dtype
+
+
+def _column(ids: np.ndarray) -> np.ndarray:
+    given = np.asarray(ids)
+    return given[:, None] if given.ndim == 1 else given
+
+
+def _check_fields(cls: type, values: Mapping[str, object], where: str) -> None:
+    known = {each.name for each in fields(cls)}
+    required = {each.name for each in fields(cls) if each.default is MISSING}
+    if not isinstance(values, Mapping):
+        raise TypeError(f"values{where} is a {type(values).__name__}: expected a mapping")
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"unknown fields {unknown}{where}: expected {sorted(known)}")
+    if missing := sorted(required - set(values)):
+        raise ValueError(f"missing fields {missing}{where}: expected {sorted(required)}")

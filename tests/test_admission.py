@@ -1,0 +1,213 @@
+"""Chunks that fit, wholes that do not, and requests of one step with one prefix."""
+
+import numpy as np
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
+
+FULL = GroupSpec("full_attention", 16)
+
+
+def make(num_blocks=10, block_size=4, max_model_len=2048, **options):
+    options = {"num_preallocate_tokens": 0, **options}
+    return KVCacheManager(block_size, num_blocks, max_model_len, **options)
+
+
+# A first chunk that fits is served ---------------------------------------------------------------------
+
+
+def test_a_chunk_that_fits_is_served_though_the_whole_prompt_never_will_be():
+    """10 blocks of 4, 41 tokens, chunks of 4."""
+    manager, request = make(), Request("a", range(41))
+    assert manager.would_fit(request, 4) == Status.SERVED
+    assert manager.would_fit(request, 4, whole=True) == Status.NEVER
+    assert manager.would_fit(request) == Status.NEVER
+    assert manager.step(new=[request]).status.tolist() == [Status.NEVER]
+    assert manager.step(new=[request], new_num_tokens=[4]).status.tolist() == [Status.SERVED]
+    for _ in range(8):
+        assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
+    assert manager.would_fit(request, 4) == Status.NEVER
+    assert manager.step([0], [4]).status.tolist() == [Status.NEVER]
+
+
+def test_allocate_slots_serves_a_chunk_and_tells_never_from_not_now():
+    manager, request, other = make(), Request("a", range(41)), Request("b", range(50, 91))
+    assert manager.allocate_slots(request, 4).tolist() == [1]
+    assert manager.append_slots(request, 30) is not None
+    assert manager.allocate_slots(other, 4) is None
+    assert manager.would_fit(other, 4) == Status.WAIT
+    assert manager.would_fit(other, 4, whole=True) == Status.NEVER
+    assert manager.append_slots(request, 3) is None
+    assert manager.would_fit(request, 3) == manager.would_fit(request) == Status.NEVER
+    assert manager.would_fit(request, 2) == Status.SERVED
+
+
+def test_a_window_is_computed_in_chunks_whatever_the_length():
+    manager = KVCacheManager(16, 20, 4096, sliding_window=32, num_preallocate_tokens=0)
+    request = Request("a", range(2000))
+    assert manager.would_fit(request) == Status.NEVER
+    assert manager.would_fit(request, 128) == Status.SERVED
+    assert manager.would_fit(request, 128, whole=True) == Status.SERVED
+    assert manager.would_fit(request, 320, whole=True) == Status.NEVER
+    manager.step(new=[Request("b", range(5000, 5160))])
+    assert manager.would_fit(request, 128, whole=True) == Status.WAIT
+    assert manager.would_fit(request, 64, whole=True) == Status.SERVED
+
+
+def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
+    """What `would_fit(whole=True)` says, done."""
+    groups = [FULL, GroupSpec("sliding_window", 16, {"window": 32}), GroupSpec("recurrent", 16)]
+    for num_blocks in range(8, 40):
+        manager = KVCacheManager.for_groups(groups, num_blocks, 512, num_preallocate_tokens=0)
+        request = Request("a", range(300))
+        answer = manager.would_fit(request, 48, whole=True)
+        assert answer != Status.WAIT
+        status = manager.step(new=[request], new_num_tokens=[48]).status[0]
+        while status == Status.SERVED and manager.num_computed_tokens(request) < 300:
+            left = 300 - manager.num_computed_tokens(request)
+            status = manager.step([0], [min(48, left)]).status[0]
+        assert status == answer
+
+
+def test_what_step_takes_besides_counts():
+    manager, request = make(), Request("a", range(30))
+    assert manager.would_fit(request, 28) == Status.SERVED
+    assert manager.would_fit(request, 28, num_reserved_blocks=3) == Status.WAIT
+    assert manager.would_fit(request, 28, num_lookahead_tokens=12) == Status.NEVER
+    assert manager.would_fit(request, 28, num_external_computed_tokens=12) == Status.SERVED
+    with pytest.raises(
+        ValueError, match=r"num_external_computed_tokens is 30: expected at most 29"
+    ):
+        manager.would_fit(request, 1, num_external_computed_tokens=30)
+    with pytest.raises(ValueError, match=r"whole with delay_cache_blocks: expected one of them"):
+        manager.would_fit(
+            request, 0, whole=True, num_external_computed_tokens=3, delay_cache_blocks=True
+        )
+    manager.step(new=[request])
+    with pytest.raises(
+        ValueError, match=r"request 'a' is admitted already: expected num_tokens and"
+    ):
+        manager.would_fit(request, 1, whole=True)
+    assert manager.pool.num_free == 1
+
+
+def test_queued_offloads_take_nothing_from_the_request_that_would_fit():
+    """Write-through with fences: what is written to the host is held, but behind new requests."""
+    manager = make(num_host_blocks=20, host_write="through", fence_frees=True)
+    manager.step(new=[Request("a", range(32))])
+    manager.free(Request("a", [0]))
+    manager.report(StepReport(0, completed=True))  # 8 cached blocks are free, and wait for the host
+    request = Request("b", range(50, 82))
+    assert manager.would_fit(request) == Status.SERVED
+    plan = manager.step(new=[request])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert len(plan.swap_out) == 8
+
+
+# Requests of one step with one prefix ------------------------------------------------------------------
+
+
+def prompts(n, num_tokens=1610):
+    return [Request(f"r{i}", range(num_tokens)) for i in range(n)]
+
+
+def test_by_default_equal_prompts_of_one_step_are_all_computed():
+    manager = make(500, 16)
+    plan = manager.step(new=prompts(4))
+    assert plan.num_computed_tokens.tolist() == [0, 0, 0, 0]
+    assert len(plan.depends_on) == 0
+
+
+def test_equal_prompts_of_one_step_share_what_the_first_one_fills():
+    manager = make(500, 16)
+    plan = manager.step(new=prompts(4), in_step_hits="share")
+    assert plan.num_computed_tokens.tolist() == [0, 1600, 1600, 1600]
+    assert plan.num_tokens.tolist() == [1610, 10, 10, 10]
+    assert plan.depends_on.tolist() == [[1, 0], [2, 0], [3, 0]]
+    first = plan.append_ids[0][:100]
+    assert (plan.append_ids[0][101:201] == first).all()
+    assert manager.pool.num_free == 499 - 101 - 3
+
+
+def test_equal_prompts_of_one_step_wait_for_the_first_one():
+    manager = make(500, 16)
+    asked = prompts(4)
+    plan = manager.step(new=asked, in_step_hits="wait")
+    assert plan.status.tolist() == [Status.SERVED, *[Status.WAIT] * 3]
+    plan = manager.step([0], [1], new=asked[1:], in_step_hits="wait")
+    assert plan.answers.new.num_computed_tokens.tolist() == [1600, 1600, 1600]
+
+
+def test_states_are_waited_for_where_the_step_ends_at_a_block():
+    groups = [FULL, GroupSpec("recurrent", 16)]
+    manager = KVCacheManager.for_groups(groups, 500, 2048, num_preallocate_tokens=0)
+    asked = prompts(2)
+    plan = manager.step(new=asked, new_num_tokens=[1600, 1610], in_step_hits="wait")
+    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
+    plan = manager.step(new=asked[1:], in_step_hits="wait")
+    assert plan.num_computed_tokens.tolist() == [1600]
+    with pytest.raises(ValueError, match=r"in_step_hits is 'share' with a recurrent group"):
+        manager.step(in_step_hits="share")
+
+
+def test_a_running_row_is_shared_and_shares_form_chains():
+    manager = make(500, 16)
+    manager.step(new=[Request("a", range(100))], new_num_tokens=[20])
+    longer = Request("c", range(120))
+    plan = manager.step([0], [60], new=[Request("b", range(110)), longer], in_step_hits="share")
+    assert plan.num_computed_tokens.tolist() == [20, 80, 96]
+    assert sorted(plan.depends_on.tolist()) == [[1, 0], [2, 0], [2, 1]]
+
+
+def test_an_aborted_step_takes_back_all_that_depended_on_it():
+    manager = make(500, 16)
+    plan = manager.step(new=prompts(3), in_step_hits="share")
+    assert manager.abort(plan.step_id) == {"r0": 0, "r1": 0, "r2": 0}
+    assert manager.pool.num_cached == 0
+    manager.check_invariants()
+
+
+def test_a_failed_page_sends_all_back_that_share_it():
+    manager = make(500, 16)
+    plan = manager.step(new=prompts(2), in_step_hits="share")
+    page = int(plan.append_ids[0][50])
+    found = manager.report(StepReport(plan.step_id, completed=True, failed_pages=[page]))
+    assert found == {"r0": 800, "r1": 800}
+
+
+def test_what_may_not_be_cached_is_neither_waited_for_nor_shared():
+    for mode in ("wait", "share"):
+        manager = make(500, 16)
+        secret = Request("s", range(1610), write_cache=False)
+        own = Request("o", range(1610), read_cache=False)
+        plan = manager.step(new=[secret, *prompts(1), own], in_step_hits=mode)
+        assert plan.num_computed_tokens.tolist() == [0, 0, 0]
+        assert plan.status.tolist() == [Status.SERVED] * 3
+
+
+def test_blocks_that_a_step_fills_go_to_the_host_by_the_next_one():
+    """Write-through: a block that waits for the host is taken for other content, and shared at once."""
+    manager = make(10, 4, num_host_blocks=40, host_write="through")
+    manager.step(new=[Request("a", range(32))])
+    manager.free(Request("a", [0]))
+    asked = [Request(name, range(50, 84)) for name in "bc"]
+    plan = manager.step(new=asked[:1], in_step_hits="share")
+    assert len(plan.swap_out) == 8
+    written = {host for _, host in plan.swap_out.tolist()}
+    assert manager.host_pool.num_cached == len(written) == 8
+    plan = manager.step()
+    assert len(plan.swap_out) == 8
+
+
+@pytest.mark.parametrize("value", ["later", 1, None])
+def test_other_modes_are_refused(value):
+    with pytest.raises(ValueError, match=r"in_step_hits is .*: expected one of none, wait, share"):
+        make().step(in_step_hits=value)
+
+
+def test_the_plan_pickles_with_its_dependencies():
+    import pickle
+
+    plan = make(500, 16).step(new=prompts(2), in_step_hits="share")
+    again = pickle.loads(pickle.dumps(plan))
+    assert np.array_equal(again.depends_on, [[1, 0]])

@@ -1,0 +1,387 @@
+"""Tokens whose KV comes from elsewhere, and blocks that somebody else still uses."""
+
+import pytest
+
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
+
+FULL = GroupSpec("full_attention", 4)
+WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
+STATE = GroupSpec("recurrent", 4)
+
+
+def make(num_blocks=21, groups=(FULL,), **options):
+    options = {"num_preallocate_tokens": 0, **options}
+    return KVCacheManager.for_groups(list(groups), num_blocks, 64, **options)
+
+
+def hit_length(manager, n):
+    return manager.get_computed_blocks(Request("probe", range(n)))[1]
+
+
+def receiver(manager, name="a", num_tokens=21, num_external=16, **options):
+    request = Request(name, range(num_tokens))
+    plan = manager.step(
+        new=[request],
+        num_external_computed_tokens=[num_external],
+        delay_cache_blocks=[True],
+        **options,
+    )
+    assert plan.status.tolist() == [Status.SERVED]
+    return request, plan
+
+
+# Within a step -----------------------------------------------------------------------------------------
+
+
+def test_loaded_tokens_have_slots_and_are_computed():
+    manager = make()
+    request = Request("a", range(21))
+    plan = manager.step(new=[request], num_external_computed_tokens=[16])
+    assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 6)
+    assert manager.num_computed_tokens(request) == 21
+    assert hit_length(manager, 21) == 20
+
+
+def test_they_follow_the_hit():
+    manager = make()
+    manager.step(new=[Request("a", range(8))])
+    plan = manager.step(
+        new=[Request("b", range(21))], num_external_computed_tokens=[10], new_num_tokens=[1]
+    )
+    assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([18], 5)
+    assert plan.append_ids[0][:2].tolist() == [1, 2]
+
+
+def test_a_failed_load_of_the_step_sends_the_row_back():
+    manager = make()
+    request = Request("a", range(21))
+    plan = manager.step(new=[request], num_external_computed_tokens=[16])
+    lost = plan.append_ids[0][2:3]
+    report = StepReport(plan.step_id, completed=True, failed_pages=lost.tolist())
+    assert manager.report(report) == {"a": 8}
+    assert hit_length(manager, 21) == 8
+
+
+def test_an_aborted_step_has_loaded_nothing():
+    manager = make()
+    manager.step(new=[Request("a", range(8))])
+    request = Request("b", range(21))
+    plan = manager.step(new=[request], num_external_computed_tokens=[12])
+    assert manager.abort(plan.step_id) == {"b": 8}
+
+
+# Some time later ---------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_receiver_are_no_hits_before_their_bytes_have_arrived():
+    """By default prompt blocks are hits for the next plan; here the bytes come later."""
+    manager = make()
+    request, plan = receiver(manager)
+    assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([16], 4)
+    assert manager.is_receiving(request)
+    assert hit_length(manager, 21) == 0
+    assert manager.finish_receiving(request) == 16
+    assert hit_length(manager, 21) == 16
+    assert not manager.is_receiving(request)
+    plan = manager.step([manager.row(request)], [5])
+    assert plan.num_computed_tokens.tolist() == [16]
+    assert hit_length(manager, 21) == 20
+
+
+@pytest.mark.parametrize("arrived", [0, 1, 8, 10, 16])
+def test_what_has_not_arrived_is_computed(arrived):
+    manager = make()
+    request, _ = receiver(manager)
+    assert manager.finish_receiving(request, arrived) == arrived
+    assert hit_length(manager, 21) == arrived // 4 * 4
+    plan = manager.step([manager.row(request)], [21 - arrived])
+    assert plan.num_computed_tokens.tolist() == [arrived]
+    # The whole table is sent again where tokens were lost.
+    assert len(plan.append_ids[0]) == (2 if arrived == 16 else 6)
+    assert hit_length(manager, 21) == 20
+
+
+def test_a_failed_load_goes_back_to_the_hit():
+    manager = make()
+    manager.step(new=[Request("a", range(8))])
+    request, plan = receiver(manager, "b", num_external=9)
+    assert plan.num_computed_tokens.tolist() == [17]
+    assert manager.finish_receiving(request, 0) == 8
+    assert manager.block_ids(request).tolist() == [1, 2]
+
+
+def test_windows_and_states_hold_what_the_next_token_reads():
+    manager = make(groups=(FULL, WINDOW, STATE))
+    request, plan = receiver(manager, num_external=16)
+    blocks = [manager.block_ids(request, g).tolist() for g in range(3)]
+    assert [sum(block > 0 for block in each) for each in blocks] == [4, 2, 1]
+    assert blocks[1][:2] == [0, 0]
+    assert blocks[2][:3] == [0, 0, 0]
+    assert len(plan.copy) == len(plan.zero) == 0  # the state comes from elsewhere
+    assert manager.finish_receiving(request) == 16
+    assert hit_length(manager, 21) == 16
+
+
+def test_a_load_that_failed_in_part_starts_anew_where_a_window_lacks_what_is_read():
+    manager = make(groups=(FULL, WINDOW))
+    request, _ = receiver(manager, num_external=16)
+    assert manager.finish_receiving(request, 8) == 0
+    assert manager.pool.num_free == 20
+    manager.step([manager.row(request)], [21])
+    assert hit_length(manager, 21) == 20
+
+
+def test_an_abort_while_it_receives_takes_effect_when_it_is_done():
+    manager = make()
+    filler = manager.step(new=[Request("a", range(8))])
+    request, _ = receiver(manager, "b", num_external=9)
+    held = manager.block_ids(request).tolist()
+    assert manager.abort(filler.step_id) == {"a": 0}  # the hit of b came to nothing, too
+    assert manager.block_ids(request).tolist() == held  # somebody writes to them
+    assert manager.num_computed_tokens(request) == 17
+    assert manager.finish_receiving(request) == 0
+    plan = manager.step([manager.row(request)], [21])
+    assert (plan.num_computed_tokens.tolist(), len(plan.append_ids[0])) == ([0], 6)
+
+
+def test_a_receiver_survives_the_abort_of_its_own_step():
+    manager = make()
+    request, plan = receiver(manager)
+    assert manager.abort(plan.step_id) == {}
+    assert manager.finish_receiving(request) == 16
+    plan = manager.step([manager.row(request)], [5])
+    assert len(plan.append_ids[0]) == 6
+
+
+def test_a_new_epoch_while_it_receives_publishes_nothing():
+    manager = make()
+    request, _ = receiver(manager)
+    manager.start_epoch()
+    assert manager.finish_receiving(request) == 16
+    assert hit_length(manager, 21) == 0
+
+
+def test_external_tokens_wait_where_rows_of_the_step_change_the_hit():
+    """A row that leaves publishes what has filled since: what was to be loaded is cached now."""
+    manager = make(num_host_blocks=9)
+    first = Request("a", range(7))
+    manager.step(new=[first])
+    manager.step([0], [1])  # the eighth token is not known yet
+    first.append_tokens([7])
+    asked = {"new": [Request("b", range(21))], "num_external_computed_tokens": [8]}
+    plan = manager.step(swap_out=[0], **asked)
+    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
+    assert manager.step(**asked).num_computed_tokens.tolist() == [16]
+
+
+# One request at a time ---------------------------------------------------------------------------------
+
+
+def test_allocate_slots_takes_external_tokens():
+    manager = make()
+    request = Request("a", range(21))
+    assert manager.allocate_slots(request, 5, num_external_computed_tokens=16).tolist() == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    assert hit_length(manager, 21) == 20
+
+
+def test_allocate_slots_delays_caching():
+    manager = make(groups=(FULL, WINDOW))
+    manager.step(new=[Request("a", range(9))])
+    request = Request("b", range(21))
+    blocks, num_hit = manager.get_computed_blocks(request)
+    new = manager.allocate_slots(
+        request, 0, blocks, num_external_computed_tokens=12, delay_cache_blocks=True
+    )
+    assert num_hit == 8
+    assert [len(each) for each in new] == [3, 3]
+    assert manager.block_ids(request, 1)[:3].tolist() == [0, 0, 0]
+    assert hit_length(manager, 21) == 8
+    with pytest.raises(ValueError, match=r"row 1 is receiving: expected finish_receiving before"):
+        manager.append_slots(request, 1)
+    assert manager.finish_receiving(request) == 20
+    assert hit_length(manager, 21) == 20
+    assert manager.append_slots(request, 1) is not None
+
+
+def test_allocate_slots_takes_the_blocks_of_an_encoder():
+    manager = make(groups=(FULL, GroupSpec("cross_attention", 4)))
+    request = Request("a", range(9), num_encoder_tokens=10)
+    assert [len(each) for each in manager.allocate_slots(request, 9)] == [3, 3]
+    manager.append_slots(request, 8)
+    assert len(manager.block_ids(request, 1)) == 3
+    manager.free(request)
+    assert manager.pool.num_free == 20
+    assert manager.allocate_slots(Request("b", range(9), num_encoder_tokens=80), 9) is None
+
+
+# Frees that wait ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fence_frees", [False, True])
+def test_a_free_waits_for_the_step_that_it_names(fence_frees):
+    manager = make(fence_frees=fence_frees)
+    request = Request("a", range(8))
+    manager.step(new=[request])
+    manager.step([0], [1])
+    manager.free(request, after_step=0)
+    assert (manager.pool.num_free, manager.num_fenced_blocks) == (17, 3)
+    manager.report(StepReport(0, completed=True))
+    assert manager.num_fenced_blocks == (3 if fence_frees else 0)
+    manager.report(StepReport(1, completed=True))
+    assert manager.pool.num_free == 20
+
+
+def test_a_step_that_is_done_or_aborted_is_not_waited_for():
+    manager = make()
+    a, b = Request("a", range(8)), Request("b", range(50, 58))
+    manager.step(new=[a, b])
+    manager.free(a, after_step=0)
+    manager.abort(0)
+    assert manager.pool.num_free == 20  # nothing else was in flight, and b begins anew
+    manager.step([manager.row(b)], [1])
+    manager.report(StepReport(1, completed=True))
+    manager.free(b, after_step=1)
+    assert manager.pool.num_free == 20
+
+
+def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
+    manager = make(num_blocks=4)
+    request = Request("a", range(9))
+    manager.step(new=[request])
+    manager.free(request, keep_blocks=True)
+    assert (manager.num_kept_blocks, manager.pool.num_free) == (3, 0)
+    assert hit_length(manager, 9) == 8
+    assert manager.step(new=[Request("b", range(50, 54))]).status.tolist() == [Status.WAIT]
+    assert not manager.reset_prefix_cache()
+    with pytest.raises(ValueError, match=r"request 'b' are kept: expected one that was freed with"):
+        manager.release_blocks(Request("b", [1]))
+    manager.release_blocks(request)
+    assert (manager.num_kept_blocks, manager.pool.num_free) == (0, 3)
+    manager.check_invariants()
+
+
+def test_a_state_that_a_connector_reads_is_not_updated_in_place():
+    manager = make(groups=(STATE,))
+    parent, child = Request("a", range(7)), Request("b", range(7))
+    manager.step(new=[parent], new_num_tokens=[6])
+    manager.fork(parent, child)
+    manager.free(parent, keep_blocks=True)
+    plan = manager.step([manager.row(child)], [1])
+    assert len(plan.copy) == 1
+    manager.release_blocks(parent)
+
+
+def test_a_receiver_that_leaves_hands_its_blocks_over():
+    manager = make()
+    request, _ = receiver(manager)
+    with pytest.raises(
+        ValueError, match=r"row 0 is receiving: expected finish_receiving before, or"
+    ):
+        manager.free(request)
+    manager.free(request, keep_blocks=True)
+    assert (manager.num_kept_blocks, hit_length(manager, 21)) == (4, 0)
+    manager.release_blocks(request)
+    assert manager.pool.num_free == 20
+
+
+# Wrong calls: refused, and nothing changes -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (
+            {"num_external_computed_tokens": [13]},
+            r"is 13: expected at most 12, as the request has 21",
+        ),
+        ({"num_external_computed_tokens": [-1]}, r"num_external_computed_tokens is -1: expected 0"),
+        (
+            {"num_external_computed_tokens": [1, 2]},
+            r"new has 1 entries, num_external_",
+        ),
+        ({"delay_cache_blocks": [True]}, r"expected num_external_computed_tokens of 1 or more"),
+        (
+            {
+                "delay_cache_blocks": [True],
+                "num_external_computed_tokens": [4],
+                "new_num_tokens": [3],
+            },
+            r"new_num_tokens is 3: expected 0 with delay_cache_blocks",
+        ),
+    ],
+)
+def test_counts_that_cannot_be_meant_are_refused(arguments, error):
+    manager = make()
+    manager.step(new=[Request("a", range(8))])
+    with pytest.raises(ValueError, match=error):
+        manager.step(
+            token_ids=[9], rows=[0], num_tokens=[1], new=[Request("b", range(21))], **arguments
+        )
+    assert (manager.pool.num_free, manager._native.num_rows) == (18, 1)
+    assert manager.step([0], [1]).step_id == 1
+
+
+def test_wrong_types_are_refused_by_name():
+    manager, request = make(), Request("a", range(9))
+    with pytest.raises(TypeError, match=r"delay_cache_blocks\[0\] is 1: expected True or False"):
+        manager.step(new=[request], delay_cache_blocks=[1])
+    with pytest.raises(TypeError, match=r"keep_blocks is 'yes': expected True or False"):
+        manager.step(new=[request])
+        manager.free(request, keep_blocks="yes")
+    with pytest.raises(TypeError, match=r"after_step is 'a': expected an integer"):
+        manager.free(request, after_step="a")
+    assert manager.num_computed_tokens(request) == 9
+
+
+def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
+    manager = make(num_host_blocks=9)
+    request, _ = receiver(manager)
+    for call in (
+        lambda: manager.step([0], [1]),
+        lambda: manager.step(swap_out=[0]),
+        lambda: manager.fork(request, Request("b", range(21))),
+    ):
+        with pytest.raises(
+            ValueError, match=r"row 0 is receiving: expected finish_receiving before"
+        ):
+            call()
+    with pytest.raises(ValueError, match=r"'a' is admitted already"):
+        manager.step(new=[request], num_external_computed_tokens=[4])
+    with pytest.raises(
+        ValueError, match=r"num_tokens is 17: expected 0 to 16, the external tokens"
+    ):
+        manager.finish_receiving(request, 17)
+    with pytest.raises(ValueError, match=r"num_tokens is -1: expected 0 to 16"):
+        manager.finish_receiving(request, -1)
+    assert manager.finish_receiving(request) == 16
+    with pytest.raises(ValueError, match=r"row 0 is not receiving: expected a request with delay"):
+        manager.finish_receiving(request)
+
+
+def test_frees_that_cannot_be_meant_are_refused():
+    manager = make(num_host_blocks=9)
+    request = Request("a", range(9))
+    manager.step(new=[request])
+    with pytest.raises(ValueError, match=r"after_step is 0 with keep_blocks: expected one of them"):
+        manager.free(request, after_step=0, keep_blocks=True)
+    with pytest.raises(ValueError, match=r"step_id is 1: expected 0 to 0, the steps there were"):
+        manager.free(request, after_step=1)
+    with pytest.raises(ValueError, match=r"after_step is -1: expected 0 to"):
+        manager.free(request, after_step=-1)
+    manager.step(swap_out=[0])
+    with pytest.raises(ValueError, match=r"row 0 is swapped out: expected one on the device"):
+        manager.free(request, keep_blocks=True)
+    manager.step([0], [1])
+    manager.free(request, keep_blocks=True)
+    manager.step(new=[request])
+    with pytest.raises(
+        ValueError, match=r"blocks of request 'a' are kept already: expected release"
+    ):
+        manager.free(request, keep_blocks=True)
