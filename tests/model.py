@@ -398,7 +398,7 @@ class ModelManager:
 
     def _is_about_to_hit(self, request, num_hit):
         """Whether an earlier row of this step fills blocks that the next step finds for the request."""
-        if not request.reads or not self.caching:
+        if not request.reads or not self.caching or not self.any_cached:
             return False
         for row, _, start in self.in_flight[-1]["rows"]:
             other = self.rows[row]
@@ -421,7 +421,7 @@ class ModelManager:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages != TOKENS:
+            if group.pages != TOKENS or not group.cached:
                 continue
             for column in range(each.num_published, known // group.block_size):
                 self._publish_block(state, g, column)
