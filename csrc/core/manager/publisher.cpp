@@ -57,7 +57,7 @@ void Publisher::publish_blocks(int32_t row) {
       std::min(num_with_kv(row) / c_.hash_block_size,
                static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
   for (const CacheGroup& group : *c_.groups) {
-    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
+    if (group.holds_tokens() && group.is_cached) publish_whole(row, group, num_hashed);
   }
 }
 
