@@ -374,6 +374,7 @@ class Simulation:
         self.receive(conversation, table, first, stop, first + count)
         going_on = self.manager.finish_receiving(request, count)
         conversation.external, conversation.is_receiving = (0, 0), False
+        conversation.begin = going_on
         assert going_on == self.manager.num_computed_tokens(request)
         if self.may_lose():  # else there is wrong KV that the manager has not heard of
             self.check_what_is_kept("after KV was received")
