@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from itertools import zip_longest
 from time import perf_counter
 
 import numpy as np
@@ -32,7 +33,7 @@ ASKED = {
 
 # The same of all calls of a decode step, by length, in us; a bar of a tenth of an engine's.
 STEP_LENGTHS = {NUM_TOKENS: (13.6, 40.4), 16_001: (15.4, 50.2)}
-NUM_STEPS = 1_000
+NUM_STEPS, BATCH_SIZE = 1_000, 16
 
 
 class Sequence:
@@ -121,6 +122,33 @@ def steps_of_ours(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
         yield seconds
 
 
+def batches_of_ours(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
+    """Seconds per sequence of the same, where tables are views and slots are asked for in one call."""
+    num_blocks = BATCH_SIZE * (num_tokens // BLOCK_SIZE + 100)
+    manager = BlockSpaceManager(BLOCK_SIZE, num_blocks, 0, enable_caching=caching)
+    random = np.random.default_rng(0)
+    groups = []
+    for i in range(BATCH_SIZE):
+        sequence = Sequence(i, random.integers(0, 152_000, num_tokens).tolist())
+        group = Group(sequence)
+        group.request_id = str(i)
+        manager.allocate(group)
+        sequence.status = "RUNNING"
+        manager.mark_blocks_as_computed(group, num_tokens)
+        manager.get_block_table(sequence)
+        groups.append(group)
+    for i in range(NUM_STEPS):
+        for group in groups:
+            group.sequences[0].token_ids.append(5)
+        start = perf_counter()
+        manager.append_group_slots(groups, 0)
+        if caching:
+            for group in groups:
+                manager.access_all_blocks_in_seq(group.sequences[0], float(i))
+                manager.mark_blocks_as_computed(group, 1)
+        yield {"the same in cheap forms": (perf_counter() - start) / BATCH_SIZE}
+
+
 def steps_of_peer(num_tokens: int, caching: bool) -> Iterator[dict[str, float]]:
     """The same of the plain form."""
     blocks = peers.SequenceBlocks(NUM_BLOCKS, NUM_BLOCKS, BLOCK_SIZE)
@@ -171,7 +199,7 @@ def seconds_of(call: Callable, *arguments: object) -> float:
 def medians(*lives: Iterator[dict[str, float]]) -> list[dict[str, float]]:
     """Median us of each call, of lives that are taken in turns."""
     times: list[dict[str, list[float]]] = [defaultdict(list) for _ in lives]
-    for each_round in zip(*lives):
+    for each_round in zip_longest(*lives, fillvalue={}):
         for taken, seconds in zip(times, each_round):
             for name, value in seconds.items():
                 taken[name].append(value)
@@ -199,12 +227,22 @@ def all_results() -> Iterator[Result]:
 def step_results() -> Iterator[Result]:
     for num_tokens, engine in STEP_LENGTHS.items():
         for caching in (False, True):
-            lives = steps_of_ours(num_tokens, caching), steps_of_peer(num_tokens, caching)
-            ours, peer = medians(*lives)
+            lives = steps_of_ours, batches_of_ours, steps_of_peer
+            ours, batch, peer = medians(*(life(num_tokens, caching) for life in lives))
             title = f"{num_tokens:,} tokens{', caching' if caching else ''}: "
             name = "calls of a decode step"
             against = f"Python, block by block; an engine's: {engine[caching]}"
             bar = engine[caching] / 10
             yield Result(title + name, "us", ours[name], peer[name], against, bar, bar / 2)
+            ours |= batch
+            yield Result(
+                f"  {title}the same in cheap forms",
+                "us",
+                ours["the same in cheap forms"],
+                peer[name],
+                against,
+                bar,
+                bar / 2,
+            )
             for name in ("can_allocate", "append after a fork"):
                 yield Result(f"  {title}{name}", "us", ours[name], peer[name], "Python")

@@ -623,7 +623,11 @@ class Driver:
 
     def take_cached(self) -> None:
         """Also by requests that lost no block."""
-        rows = [row for row in sorted(self.requests) if not self.model.rows[row].on_host]
+        rows = [
+            row
+            for row in sorted(self.requests)
+            if not self.model.rows[row].on_host and not self.model.rows[row].receiving
+        ]
         if rows:
             row = self.choose.pick(rows)
             found = self.manager.take_cached(self.requests[row][0])
@@ -737,14 +741,15 @@ class Driver:
         ]
         receiving = [row for row in self.requests if self.model.rows[row].receiving]
         if receiving:
-            away = self.requests[receiving[0]][0]
+            receiver = self.requests[receiving[0]][0]
             calls += [
                 lambda: manager.step([receiving[0]], [1]),
-                lambda: manager.append_slots(away, 1),
-                lambda: manager.fork(away, Request("child", away.token_ids)),
-                lambda: manager.finish_receiving(away, -1),
-                lambda: manager.finish_receiving(away, LONGEST),
-                lambda: manager.free(away),
+                lambda: manager.append_slots(receiver, 1),
+                lambda: manager.fork(receiver, Request("child", receiver.token_ids)),
+                lambda: manager.finish_receiving(receiver, -1),
+                lambda: manager.take_cached(receiver),
+                lambda: manager.finish_receiving(receiver, LONGEST),
+                lambda: manager.free(receiver),
                 lambda: manager.step(swap_out=[receiving[0]]),
             ]
         on_host = [row for row in self.requests if self.model.rows[row].on_host]

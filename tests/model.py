@@ -424,7 +424,8 @@ class ModelManager:
             if group.pages != TOKENS or not group.cached:
                 continue
             for column in range(each.num_published, known // group.block_size):
-                self._publish_block(state, g, column)
+                if self.may_be_hit(g, column):
+                    self._publish_block(state, g, column)
                 if each.blocks[column]:
                     self.fills[each.blocks[column]] = row
             each.num_published = max(each.num_published, known // group.block_size)

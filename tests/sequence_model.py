@@ -293,7 +293,7 @@ class ModelSpace:
         if num_new + len(shared) > room:
             return None
         each.blocks[:drop_to] = [0] * drop_to
-        self.gpu.release(left)
+        self.gpu.release(left[::-1])
         own = self.gpu.take(len(shared) + num_new)
         pairs = []
         for column in shared:

@@ -347,6 +347,7 @@ def test_a_receiver_is_not_served_forked_swapped_out_or_admitted_again():
         lambda: manager.step([0], [1]),
         lambda: manager.step(swap_out=[0]),
         lambda: manager.fork(request, Request("b", range(21))),
+        lambda: manager.take_cached(request),
     ):
         with pytest.raises(
             ValueError, match=r"row 0 is receiving: expected finish_receiving before"

@@ -528,6 +528,60 @@ def test_a_table_is_one_list_that_is_kept_up_to_date(window):
     manager.check_invariants()
 
 
+def test_a_decode_step_of_all_groups_in_one_call():
+    manager = make(num_gpu_blocks=8, enable_caching=True)  # 7
+    groups = [
+        admitted(manager, n, name, first=50 * n) for n, name in ((4, "a"), (6, "b"), (3, "c"))
+    ]
+    child = child_of(manager, groups[1].seqs[0], "d")
+    groups[1].seqs.append(child)
+    for group in groups:
+        for i, one in enumerate(group.seqs):
+            one.tokens += [i]
+    tables = [manager.get_block_table(group.seqs[0]) for group in groups]
+    assert manager.append_group_slots(groups, 0) == (3, [(3, 6)])
+    assert tables == [[1, 5], [2, 6], [4]] and manager.get_block_table(child) == [2, 3]
+    for group in groups:
+        group.seqs[0].tokens += [7]
+    assert manager.append_group_slots(groups, 2) == (1, [])  # the second touches four blocks
+    assert counts(manager)[0] == 1 and manager.get_block_table(child) == [2, 3]
+    assert [manager._num_new(group.seqs[0]) for group in groups] == [0, 1, 1]
+    manager.check_invariants()
+
+
+def test_a_decode_step_that_is_refused_changes_nothing():
+    manager = make(num_gpu_blocks=30, enable_caching=True, max_model_len=10)
+    groups = [admitted(manager, 6, name) for name in "ab"]
+    for group in groups:
+        group.seqs[0].tokens += [5]
+    one, other = (group.seqs[0] for group in groups)
+    other.tokens[-1] = -1
+    wrong = [
+        (groups, "token_ids"),
+        ([groups[0], groups[0]], "seq_groups has seq 'a0' twice"),
+        ([groups[0], Group("x", [seq("x", 3, Status.RUNNING)])], "seq 'x' has no blocks"),
+    ]
+    for asked, named in wrong:
+        with pytest.raises(ValueError, match=named):
+            manager.append_group_slots(asked, 0)
+    other.tokens[-1] = 5
+    other.get_len = lambda: 5
+    with pytest.raises(ValueError, match="seq 'b0' has 5 tokens: expected 6 or more"):
+        manager.append_group_slots(groups, 0)
+    other.get_len = lambda: 8
+    with pytest.raises(ValueError, match=r"get_token_ids\(\) of seq 'b0' has 7 tokens: expected 8"):
+        manager.append_group_slots(groups, 0)
+    del other.get_len
+    for lookahead, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
+        with pytest.raises(error, match="num_lookahead_slots is"):
+            manager.append_group_slots(groups, lookahead)
+    assert [manager._num_new(each) for each in (one, other)] == [1, 1]
+    other.tokens += [5] * 4
+    assert manager.append_group_slots(groups, 0) == (1, [])  # the other is beyond max_model_len
+    assert manager.append_group_slots([], 0) == (0, [])
+    manager.check_invariants()
+
+
 def test_siblings_have_one_list_of_hits():
     manager = make(num_gpu_blocks=60, num_cpu_blocks=60, enable_caching=True)
     manager.mark_blocks_as_computed(admitted(manager, 20), 20)

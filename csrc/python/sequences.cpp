@@ -208,6 +208,7 @@ struct AllocatedSequence {
   // Views, made when they are first asked for: its blocks, and those of them that were hits.
   int64_t num_dropped = 0;  // leading null entries of `table`
   py::object table, hits;
+  int64_t last_call = 0;  // that named it, of those that name several
 
   // Tokens that have KV where the marks come to `marked`. Behind the prompt a step may accept
   // several tokens, whatever its mark says.
@@ -226,6 +227,18 @@ struct AllocatedSequence {
   void forget_views() {
     table = hits = py::object();
     num_dropped = 0;
+  }
+};
+
+// Tokens that a sequence gets slots for.
+struct NewTokens {
+  int64_t size = 0;
+  bool are_read = false;         // else it does not matter which
+  int32_t one = 0;               // where it is one
+  std::vector<int32_t> several;  // else
+
+  const int32_t* data() const {
+    return !are_read ? nullptr : several.empty() ? &one : several.data();
   }
 };
 
@@ -283,6 +296,7 @@ class SequenceCalls {
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* append_slots(py::handle seq, py::handle num_lookahead_slots) const;
+  PyObject* append_group_slots(py::handle groups, py::handle num_lookahead_slots) const;
   PyObject* get_block_table(py::handle seq, py::handle) const;
   PyObject* access_all_blocks_in_seq(py::handle seq, py::handle now) const;
   PyObject* mark_blocks_as_computed(py::handle group, py::handle token_chunk_size) const;
@@ -309,8 +323,14 @@ class SequenceCalls {
     }
   }
   int64_t marks_with(const AllocatedSequence& known, int64_t count, py::handle seq) const;
-  Slots append(const AllocatedSequence& known, py::handle seq, int64_t num_new,
-               int64_t num_lookahead) const;
+  // Blocks in which slots `start` to `stop - 1` are.
+  int64_t num_touched_blocks(int64_t start, int64_t stop) const {
+    return stop > start ? (stop - 1) / block_size_ - start / block_size_ + 1 : 0;
+  }
+  void read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
+                NewTokens* out) const;
+  bool append(AllocatedSequence* known, const NewTokens& tokens, int64_t num_lookahead,
+              py::list* pairs) const;
   void refresh_table(AllocatedSequence* known, int64_t first_written) const;
   const py::object& hits_of(AllocatedSequence* known) const;
 
@@ -321,7 +341,8 @@ class SequenceCalls {
   bool enable_caching_;
   int64_t watermark_blocks_, max_model_len_;
   AllocStatuses statuses_;
-  py::dict allocated_;  // by seq_id
+  py::dict allocated_;             // by seq_id
+  mutable int64_t num_calls_ = 0;  // that name several sequences
 };
 
 PyObject* SequenceCalls::can_allocate(py::handle group, py::handle num_lookahead_slots) const {
@@ -354,19 +375,17 @@ PyObject* SequenceCalls::can_append_slots(py::handle group, py::handle num_looka
     const AllocatedSequence& each = value_of(owner);
     const int64_t start = each.num_tokens, num_tokens = start + num_new(seq, each);
     is_too_long |= num_tokens > max_model_len_;
-    const int64_t stop = num_tokens + lookahead;
-    if (stop > start) num_touched += (stop - 1) / block_size_ - start / block_size_ + 1;
+    num_touched += num_touched_blocks(start, num_tokens + lookahead);
   }
   native_->check_reader();
   return py::bool_(!is_too_long && num_touched <= native_->pool().num_free()).release().ptr();
 }
 
-// The new token ids of a sequence are read where they matter, and no others.
-Slots SequenceCalls::append(const AllocatedSequence& known, py::handle seq, int64_t num_new,
-                            int64_t num_lookahead) const {
-  if (!known.reads_ids || num_new == 0) {
-    return native_->append_known(known.row, nullptr, num_new, num_lookahead);
-  }
+// The new token ids of a sequence; they are read where they matter, and no others.
+void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
+                             NewTokens* out) const {
+  out->size = num_new;
+  if (!known.reads_ids || num_new == 0) return;
   const py::object ids = call_method(seq, Names::get().get_token_ids);
   const int64_t first = known.num_tokens, stop = first + num_new;
   if (num_new == 1 && PyList_CheckExact(ids.ptr()) && PyList_GET_SIZE(ids.ptr()) == stop) {
@@ -375,38 +394,102 @@ Slots SequenceCalls::append(const AllocatedSequence& known, py::handle seq, int6
     const int64_t id =
         PyLong_CheckExact(last) ? PyLong_AsLongLongAndOverflow(last, &overflow) : kMaxInt32 + 1;
     if (overflow == 0 && id >= 0 && id <= kMaxInt32) {
-      const auto token_id = static_cast<int32_t>(id);
-      return native_->append_known(known.row, &token_id, 1, num_lookahead);
+      out->one = static_cast<int32_t>(id);
+      out->are_read = true;
+      return;
     }
   }
   const py::object tail = ids[py::slice(py::int_(first), py::none(), py::none())];
   const auto num_ids = static_cast<int64_t>(py::len(tail));
   if (num_ids != num_new) fail_ids(seq, first + num_ids, stop);
   const Int32Input array(tail, "token_ids", /*least=*/0);
-  return native_->append_known(known.row, array.data(), array.size(), num_lookahead);
+  out->several.assign(array.data(), array.data() + array.size());
+  out->are_read = true;
+  for (int64_t i = 0; i < num_new; ++i) {
+    if (out->data()[i] >= 0) continue;
+    throw py::value_error("token_ids[" + std::to_string(i) + "] is " +
+                          std::to_string(out->data()[i]) + ": expected 0 to 2147483647");
+  }
+}
+
+// Whether there are slots; the copies are added to the pairs.
+bool SequenceCalls::append(AllocatedSequence* known, const NewTokens& tokens, int64_t num_lookahead,
+                           py::list* pairs) const {
+  const Slots slots = native_->append_known(known->row, tokens.data(), tokens.size, num_lookahead);
+  if (slots.status != kvcache::Status::kServed) return false;
+  const int64_t start = known->num_tokens;
+  known->num_tokens = start + tokens.size;
+  refresh_table(known, start / block_size_);
+  for (size_t i = 0; i < slots.copies.size(); i += 2) {
+    pairs->append(py::make_tuple(slots.copies[i], slots.copies[i + 1]));
+  }
+  return true;
 }
 
 PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_slots) const {
   const py::object owner = known(seq);
   AllocatedSequence& known = value_of(owner);
   const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
-  const int64_t start = known.num_tokens, num_new = this->num_new(seq, known);
+  NewTokens tokens;
+  const int64_t num_new = this->num_new(seq, known);
   check_on_device(known, seq);
-  if (num_new == 0 && lookahead == 0) return py::list().release().ptr();
-  const Slots slots = append(known, seq, num_new, lookahead);
-  if (slots.status != kvcache::Status::kServed) {
-    throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
-                          std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
-                          " more, " + std::to_string(native_->pool().num_free()) +
-                          " blocks are free: expected can_append_slots to be asked first");
-  }
-  known.num_tokens = start + num_new;
-  refresh_table(&known, start / block_size_);
   py::list pairs;
-  for (size_t i = 0; i < slots.copies.size(); i += 2) {
-    pairs.append(py::make_tuple(slots.copies[i], slots.copies[i + 1]));
+  if (num_new == 0 && lookahead == 0) return pairs.release().ptr();
+  read_ids(known, seq, num_new, &tokens);
+  if (append(&known, tokens, lookahead, &pairs)) return pairs.release().ptr();
+  throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
+                        std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
+                        " more, " + std::to_string(native_->pool().num_free()) +
+                        " blocks are free: expected can_append_slots to be asked first");
+}
+
+PyObject* SequenceCalls::append_group_slots(py::handle groups,
+                                            py::handle num_lookahead_slots) const {
+  struct Growing {
+    py::object owner;
+    NewTokens tokens;
+  };
+  const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
+  std::vector<Growing> all;
+  std::vector<size_t> ends;  // of the groups, in `all`
+  ++num_calls_;
+  Sequences each_group(py::reinterpret_borrow<py::object>(groups));
+  while (const py::object group = each_group.next()) {
+    Sequences seqs = Sequences::of(group);
+    while (const py::object seq = seqs.next()) {
+      if (status_of(seq) != Status::kRunning) continue;
+      all.emplace_back();
+      Growing& growing = all.back();
+      growing.owner = known(seq);
+      AllocatedSequence& known = value_of(growing.owner);
+      check_on_device(known, seq);
+      if (std::exchange(known.last_call, num_calls_) == num_calls_) {
+        throw py::value_error("seq_groups has seq " + repr_of(seq_id_of(seq)) +
+                              " twice: expected it once");
+      }
+      read_ids(known, seq, num_new(seq, known), &growing.tokens);
+    }
+    ends.push_back(all.size());
   }
-  return pairs.release().ptr();
+  py::list pairs;
+  size_t num_served = 0, first = 0;
+  for (; num_served < ends.size(); first = ends[num_served++]) {
+    int64_t num_touched = 0;
+    bool is_too_long = false;
+    for (size_t i = first; i < ends[num_served]; ++i) {
+      const int64_t start = value_of(all[i].owner).num_tokens, stop = start + all[i].tokens.size;
+      is_too_long |= stop > max_model_len_;
+      num_touched += num_touched_blocks(start, stop + lookahead);
+    }
+    if (is_too_long || num_touched > native_->pool().num_free()) break;
+    for (size_t i = first; i < ends[num_served]; ++i) {
+      if (all[i].tokens.size == 0 && lookahead == 0) continue;
+      if (!append(&value_of(all[i].owner), all[i].tokens, lookahead, &pairs)) {
+        throw std::logic_error("slots that fit were not given");
+      }
+    }
+  }
+  return py::make_tuple(num_served, pairs).release().ptr();
 }
 
 // Brings the views up to date when blocks from `first_written` on were given, or exchanged, and
@@ -562,6 +645,11 @@ constexpr Spec kCalls[] = {
      2,
      2},
     {"append_slots", &SequenceCalls::append_slots, {"seq", "num_lookahead_slots"}, 2, 2},
+    {"append_group_slots",
+     &SequenceCalls::append_group_slots,
+     {"seq_groups", "num_lookahead_slots"},
+     2,
+     2},
     {"get_block_table", &SequenceCalls::get_block_table, {"seq", ""}, 1, 1},
     {"access_all_blocks_in_seq", &SequenceCalls::access_all_blocks_in_seq, {"seq", "now"}, 2, 2},
     {"mark_blocks_as_computed",

@@ -65,11 +65,11 @@ TEST(rows_leave_once_each) {
   Fixture f;
   f.add_row(3), f.add_row(3);
   const int32_t rows[] = {1, 0, 1, 7};
-  f.checks.check_leaving(rows, 0);
-  f.checks.check_leaving(rows, 2);
-  f.checks.check_leaving(rows, 2);  // of another call
-  CHECK_THROWS(f.checks.check_leaving(rows, 3), "row 1 is to be freed twice");
-  CHECK_THROWS(f.checks.check_leaving(rows + 2, 2), "row 7 is not in use");
+  f.checks.check_leaving(rows, 0, {});
+  f.checks.check_leaving(rows, 2, {});
+  f.checks.check_leaving(rows, 2, {});  // of another call
+  CHECK_THROWS(f.checks.check_leaving(rows, 3, {}), "row 1 is to be freed twice");
+  CHECK_THROWS(f.checks.check_leaving(rows + 2, 2, {}), "row 7 is not in use");
 }
 
 TEST(only_tokens_of_the_last_step_that_are_not_cached_can_be_rejected) {

@@ -562,8 +562,9 @@ class KVCacheManager:
         """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
 
         At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
-        `read_cache=False`, be it this call's or, where that is None, the request's. For several groups the ids are a list with one array per group; in window
-        groups, blocks that are not read any more are null.
+        `read_cache=False`, be it this call's or, where that is None, the request's. For several groups
+        the ids are a list with one array per group; in window groups, blocks that are not read any more
+        are null.
         """
         reads = _choice(read_cache, "read_cache")
         ids, num_tokens = self._native.lookup(self._chain(request), reads)
@@ -591,8 +592,9 @@ class KVCacheManager:
         and nothing is cached nor appended until `finish_receiving`. In window groups what the next token
         does not read is null, computed blocks included: `block_ids` has the whole table.
 
-        `read_cache`: as `get_computed_blocks` was called. ValueError for computed blocks with `read_cache=False` or without caching, for external tokens
-        that leave none of the request to be computed, and for a manager with a recurrent group.
+        `read_cache`: as `get_computed_blocks` was called. ValueError for computed blocks with
+        `read_cache=False` or without caching, for external tokens that leave none of the request to be
+        computed, and for a manager with a recurrent group.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]
@@ -753,7 +755,7 @@ class KVCacheManager:
         nothing changes; else its own blocks are released, and the next plan sends its whole table. For
         requests that shared a block which turned out to be invalid (`report`, `invalidate`): one of them
         computes it anew, and the others take it from the cache when the step that does so is planned.
-        Whole blocks only. ValueError for a request that is not admitted, or is swapped out.
+        Whole blocks only. ValueError for a request that is not admitted, is swapped out or receives.
         """
         return self._native.take_cached(self.row(request))
 

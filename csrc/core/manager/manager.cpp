@@ -377,6 +377,7 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
 int64_t Manager::take_cached(int32_t row) {
   const Call call(this);
   checks_.check_on_device(row);
+  checks_.check_not_receiving(row);
   TokenChain& chain = *rows_[row].chain;
   if (chain.read_cache()) {
     intake_.hash_ahead(chain, /*reads=*/true);

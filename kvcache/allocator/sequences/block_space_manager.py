@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from kvcache.allocator.hashing import DEFAULT_SEED
 from kvcache.allocator.options import CacheOptions, watermark_blocks
@@ -212,6 +212,17 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         Answers the copies (source, destination) of shared blocks that are written. Lookahead slots
         are given again to the next tokens. [] without new tokens and lookahead. ValueError where
         they do not fit.
+        """
+
+    @core.native_method
+    def append_group_slots(
+        self, seq_groups: Sequence[SequenceGroupLike], num_lookahead_slots: int
+    ) -> tuple[int, Pairs]:
+        """A decode step in one call: `can_append_slots` and `append_slots`, group by group.
+
+        Serves the RUNNING sequences of these groups in order, until a group does not fit: the number
+        of groups served, and the copies of all of them. Tables that `get_block_table` answered before
+        are up to date then. Everything is checked before anything changes.
         """
 
     def fork(self, parent_seq: SequenceLike, child_seq: SequenceLike) -> None:
