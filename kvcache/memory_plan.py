@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvcache.checks import MAX_INT32, MAX_INT64, integer
-from kvcache.kinds import KindProperties, checked_max_pages, make_kind
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
+from kvcache.kinds import KindProperties, check_planned_pages, checked_max_pages, make_kind
 from kvcache.specs import (
     ELEMENT_BYTES,
     MAX_GROUPS,
@@ -67,6 +67,11 @@ class CachePlan:
         )
 
     @property
+    def transferred_groups(self) -> tuple[int, ...]:
+        """The groups whose blocks may leave for other engines: those with `GroupSpec.transferred`."""
+        return tuple(g for g, group in enumerate(self.groups) if group.transferred)
+
+    @property
     def max_concurrency(self) -> float:
         """Requests of `max_model_len` that fit at once."""
         return (self.num_pages - 1) / self.pages_per_request(self.max_model_len)
@@ -77,17 +82,22 @@ def plan_cache(
     budget_bytes: int,
     *,
     max_model_len: int,
+    fit_max_model_len: bool = False,
     max_num_batched_tokens: int | None = None,
     max_encoder_tokens: int | None = None,
     state_interval: int | None = None,
     context_parallel: ContextParallel | None = None,
+    layer_page_bytes: int | None = None,
 ) -> CachePlan:
     """Groups, a uniform page and the number of pages, from a budget of bytes on one rank.
 
     `max_num_batched_tokens` is the most tokens of a step, `max_encoder_tokens` the most encoder tokens
-    of a request where layers have cross-attention; both are by default `max_model_len`. The pool must
-    hold the null page and one request of `max_model_len` tokens, not more; it never has more than
-    2**31 - 1 pages.
+    of a request where layers have cross-attention; both are by default the plan's `max_model_len`. The
+    pool must hold the null page and one request of `max_model_len` tokens, not more; it never has more
+    than 2**31 - 1 pages.
+
+    With `fit_max_model_len` the plan's `max_model_len` is the largest length that fits into the budget,
+    at most the one given.
 
     Layers of equal kind, options, block size, heads, head sizes, dtype, scales and state make groups
     of one size, the last of which may be smaller; the size gives the fewest groups with which a
@@ -95,7 +105,10 @@ def plan_cache(
     look-up). A layer's share of a page has the size of the largest block, rounded up to whole elements
     of every dtype: smaller blocks get more tokens (a multiple of `LayerSpec.block_size`), and where a
     recurrent state is larger than every block, blocks grow until one holds it, as in vLLM's hybrid
-    models. The rest of a share is padding.
+    models. The rest of a share is padding. `layer_page_bytes` gives the bytes of a share instead, where
+    pages must have a size of the caller's (that of another engine, say, or a multiple of 4096): at least
+    those of the largest block, in whole elements of every dtype. Block sizes are the same with it: all
+    that it adds is padding.
 
     `state_interval`: tokens, the block size of recurrent groups: at its multiples a state is kept where
     a step ends there, in a page of its own, and can be hit. None: the block of attention. A multiple of
@@ -107,7 +120,8 @@ def plan_cache(
 
     How many pages a request holds in a group is asked of the group's attention kind. A kind of your
     own that has no formula for it is asked for `first_needed_token` of every position below
-    `max_model_len`.
+    `max_model_len`. Where it has a formula, its answer for `max_model_len` is compared with what
+    `first_needed_token` makes a request hold.
 
     Raises ValueError if no plan fits, saying how many bytes are missing and what would fit;
     `kvcache.kinds.KindError` if a kind answers what it must not; TypeError or ValueError for wrong
@@ -124,22 +138,30 @@ def plan_cache(
     Traceback (most recent call last):
     ...
     ValueError: budget_bytes is 1048576 (0.00 GiB): one request of max_model_len 4096 needs ...
+    >>> plan_cache(layers, 2**23, max_model_len=4096, fit_max_model_len=True).max_model_len
+    160
     """
-    step = max_model_len if max_num_batched_tokens is None else max_num_batched_tokens
     budget_bytes = integer(budget_bytes, "budget_bytes", 0, MAX_INT64)
     max_model_len = integer(max_model_len, "max_model_len", 1)
-    step = integer(step, "max_num_batched_tokens", 1)
+    fits_length = flag(fit_max_model_len, "fit_max_model_len")
+    step = None
+    if max_num_batched_tokens is not None:
+        step = integer(max_num_batched_tokens, "max_num_batched_tokens", 1)
     cp = checked_context_parallel(context_parallel)
     by_name = _by_name(layers)
     interval = _checked_interval(state_interval, by_name.values())
     layer_page, buckets = _buckets(by_name.values(), interval)
+    if layer_page_bytes is not None:
+        layer_page = _checked_layer_page(layer_page_bytes, layer_page, by_name.values())
     kinds = [make_kind(bucket.kind, bucket.options) for bucket in buckets]
     has_encoder = any(kind.pages == "encoder" for kind in kinds)
     encoder_tokens = _checked_encoder_tokens(max_encoder_tokens, has_encoder)
     demand = _Demand(buckets, kinds, layer_page, step, encoder_tokens, cp)
-    size = demand.best_group_size(budget_bytes, max_model_len)
+    length = demand.longest(budget_bytes, max_model_len) if fits_length else max_model_len
+    size = demand.best_group_size(budget_bytes, length) if length else None
     if size is None:
         raise ValueError(demand.shortfall(budget_bytes, max_model_len))
+    demand.check_bounds(length)
     groups, page_bytes = _split(buckets, size, by_name), size * layer_page
     return CachePlan(
         tuple(by_name.values()),
@@ -148,10 +170,10 @@ def plan_cache(
         min(budget_bytes // page_bytes, MAX_INT32),
         layer_page,
         tuple(page_bytes - _data_bytes(group, by_name) for group in groups),
-        max_model_len,
-        step,
+        length,
+        step or length,
         cp,
-        encoder_tokens or (max_model_len if has_encoder else 0),
+        encoder_tokens or (length if has_encoder else 0),
     )
 
 
@@ -162,8 +184,8 @@ class _Demand:
     buckets: Sequence[GroupSpec]
     kinds: Sequence[KindProperties]  # of the buckets
     layer_page: int
-    max_num_batched_tokens: int
-    max_encoder_tokens: int | None  # None: as many as the request has tokens
+    max_num_batched_tokens: int | None  # None: as many as the request has tokens
+    max_encoder_tokens: int | None  # the same
     context_parallel: ContextParallel
 
     def num_groups(self, size: int) -> int:
@@ -180,7 +202,7 @@ class _Demand:
         return [n for n in range(1, largest + 1) if self.num_groups(n) <= MAX_GROUPS]
 
     def request_bytes(self, size: int, num_tokens: int) -> int:
-        step, cp = self.max_num_batched_tokens, self.context_parallel
+        step, cp = self.max_num_batched_tokens or num_tokens, self.context_parallel
         encoder_tokens = self.max_encoder_tokens or num_tokens
         pages = sum(
             _ceil_div(len(bucket.layers), size)
@@ -205,10 +227,23 @@ class _Demand:
         good = [n for n in fit if self.request_bytes(n, num_tokens) <= most]
         return min(good, key=lambda n: (self.num_groups(n), self.request_bytes(n, num_tokens)))
 
+    def longest(self, budget: int, max_model_len: int) -> int:
+        """The largest length of at most `max_model_len` that fits; 0: none."""
+        # More tokens never need fewer bytes, so the lengths that fit come first.
+        return bisect_right(range(1, max_model_len + 1), budget, key=self.least_bytes)
+
+    def check_bounds(self, num_tokens: int) -> None:
+        """KindError where a kind's own formula is less than what its rule makes a request hold."""
+        step = self.max_num_batched_tokens or num_tokens
+        for bucket, kind in zip(self.buckets, self.kinds):
+            is_encoder = kind.pages == "encoder"
+            most = self.max_encoder_tokens or num_tokens if is_encoder else num_tokens
+            tokens_per_page = bucket.tokens_per_block(self.context_parallel)
+            check_planned_pages(kind, most, step, tokens_per_page)
+
     def shortfall(self, budget: int, max_model_len: int) -> str:
         needed = self.least_bytes(max_model_len)
-        # More tokens never need fewer bytes, so the lengths that fit come first.
-        fits = bisect_right(range(1, max_model_len), budget, key=self.least_bytes)
+        fits = self.longest(budget, max_model_len - 1)
         encoder = self.max_encoder_tokens
         encoder = f"and max_encoder_tokens {encoder} " if encoder else ""
         return (
@@ -242,6 +277,21 @@ def _checked_encoder_tokens(max_encoder_tokens: int | None, has_encoder: bool) -
     return integer(max_encoder_tokens, "max_encoder_tokens", 1)
 
 
+def _checked_layer_page(layer_page_bytes: int, least: int, layers: Iterable[LayerSpec]) -> int:
+    value = integer(layer_page_bytes, "layer_page_bytes", least, MAX_INT64)
+    item = _common_element_bytes(layers)
+    if value % item:
+        raise ValueError(
+            f"layer_page_bytes is {value}: expected a multiple of {item}, of whole elements of every "
+            "layer's dtype"
+        )
+    return value
+
+
+def _common_element_bytes(layers: Iterable[LayerSpec]) -> int:
+    return math.lcm(*(ELEMENT_BYTES[layer.dtype] for layer in layers))
+
+
 def _checked_interval(state_interval: int | None, layers: Iterable[LayerSpec]) -> int | None:
     if state_interval is None:
         return None
@@ -269,12 +319,19 @@ def _buckets(layers: Iterable[LayerSpec], interval: int | None) -> tuple[int, li
     names: dict[tuple[GroupSpec, LayerSpec], list[str]] = {}
     for layer in layers:
         block_size = _block_size(layer, layer_page, base_block_size, interval)
-        group = GroupSpec(layer.kind, block_size, layer.options, layer.replicated)
+        group = GroupSpec(
+            layer.kind,
+            block_size,
+            layer.options,
+            layer.replicated,
+            cached=layer.cached,
+            transferred=layer.transferred,
+        )
         v_head_size = layer.head_size if layer.v_head_size is None else layer.v_head_size
         alike = replace(layer, name="any", block_size=1, v_head_size=v_head_size, drafts=False)
         names.setdefault((group, alike), []).append(layer.name)
     # Pages follow each other, and each begins with a whole element of its layer's dtype.
-    item = math.lcm(*(ELEMENT_BYTES[layer.dtype] for layer in layers))
+    item = _common_element_bytes(layers)
     layer_page = _ceil_div(layer_page, item) * item
     return layer_page, [replace(key[0], layers=tuple(some)) for key, some in names.items()]
 

@@ -108,13 +108,15 @@ class GroupSpec:
     options: Mapping[str, int] = field(default_factory=dict)  # parameters of the kind
     replicated: bool = False  # held whole by every context-parallel rank
     layers: tuple[str, ...] = ()
+    cached: bool = True  # False: its blocks are never hits, and it takes no part in those of others
+    transferred: bool = True  # False: its blocks stay with this engine
     drafts: bool = False  # has layers of a drafter: the last block of a hit is computed anew
 
     def __post_init__(self) -> None:
         check_name(self.kind, "kind")
         _set_integer(self, "block_size", 1)
-        _set_flag(self, "replicated")
-        _set_flag(self, "drafts")
+        for name in ("replicated", "cached", "transferred", "drafts"):
+            _set_flag(self, name)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
         object.__setattr__(self, "layers", tuple(self.layers))
@@ -160,6 +162,8 @@ class LayerSpec:
     state_bytes: int = 0  # of one request
     scale_bytes_per_token: int = 0  # of all heads, stored next to quantised K and V
     is_mla: bool = False
+    cached: bool = True  # False: its blocks are never hits; it reads what its request has computed
+    transferred: bool = True  # False: its blocks stay with this engine
     drafts: bool = False  # a drafter's layer: see `GroupSpec`
 
     def __post_init__(self) -> None:
@@ -168,9 +172,13 @@ class LayerSpec:
         _set_integer(self, "block_size", 1)
         object.__setattr__(self, "options", _Options(self.options))
         pages = self._make_kind().pages
-        _set_flag(self, "replicated")
-        _set_flag(self, "drafts")
-        _set_flag(self, "is_mla")
+        for name in ("replicated", "cached", "transferred", "drafts", "is_mla"):
+            _set_flag(self, name)
+        if pages == "state" and not self.cached:
+            raise ValueError(
+                f"cached is False: expected True for kind {self.kind!r}, whose state behind a hit of "
+                "other layers would be missing"
+            )
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         if self.drafts and pages != "tokens":
             raise ValueError(

@@ -21,7 +21,7 @@ from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
-from tests.model import ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
+from tests.model import CIRCULAR, ENCODER, STATE, TOKENS, ModelGroup, ModelManager, ModelRequest
 
 
 @register("test_sinks_and_stride")
@@ -69,6 +69,32 @@ FULL = Kind(
     lambda size: GroupSpec("full_attention", size),
     lambda size: ModelGroup(size, keeps_all=True),
 )
+UNCACHED = Kind(
+    lambda size: GroupSpec("full_attention", size, cached=False),
+    lambda size: ModelGroup(size, keeps_all=True, cached=False),
+)
+UNCACHED_WINDOW = Kind(
+    lambda size: GroupSpec("sliding_window", size, {"window": 6}, cached=False),
+    lambda size: ModelGroup(size, lambda n: max(n - 5, 0), cached=False),
+)
+
+
+def _circular(window: int, buffer: int, cached: bool) -> Kind:
+    return Kind(
+        lambda size: GroupSpec(
+            "circular_window", size, {"window": window, "buffer": buffer}, cached=cached
+        ),
+        lambda size: ModelGroup(
+            size,
+            lambda n: max(n - window + 1, 0),
+            CIRCULAR,
+            cached=False,
+            buffer=buffer,
+            ends_caching=cached,
+        ),
+    )
+
+
 CHUNKED = Kind(
     lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
     lambda size: ModelGroup(size, lambda n: n // 10 * 10),
@@ -106,6 +132,11 @@ MIXES = [
     ([(FULL, 12), (RECURRENT, 8)], 2),
     ([(RECURRENT, 12), (_window(5), 4), (FULL, 8)], 2),
     ([(RECURRENT, 8), (RECURRENT, 6)], 2),
+    ([(FULL, 4), (UNCACHED, 6)], None),
+    ([(FULL, 8), (UNCACHED_WINDOW, 4), (RECURRENT, 4)], 2),
+    ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
+    ([(FULL, 4), (_circular(6, 13, True), 2)], None),
+    ([(FULL, 8), (_circular(5, 12, False), 4), (_window(6), 4)], 2),
 ]
 
 
@@ -171,6 +202,7 @@ class Driver:
             **options,
         )
         self.has_state = any(group.pages == STATE for group in self.model.groups)
+        self.has_circular = any(group.pages == CIRCULAR for group in self.model.groups)
         self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
         self.num_groups = len(kinds)
         self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # by row
@@ -302,6 +334,12 @@ class Driver:
         pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
+        starts = [self.model.rows[row].num_computed - n for row, n in zip(rows, rejected)]
+        most = [self.model.most_slots(start) for start in [*starts, *[0] * len(pairs)]]
+        counts = [min(count, n) for count, n in zip(counts, most)]
+        limits = [min(limit, n) for limit, n in zip(limits, most[len(rows) :])]
+        asked = [*counts, *limits]
+        ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
         reserved = choose.pick([0, 0, 0, 4])
         most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
         reads, own_reads = self.reads_of_call(pairs)
@@ -368,6 +406,8 @@ class Driver:
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
+        if self.has_circular:
+            return 0
         most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
         return self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
 
@@ -476,10 +516,12 @@ class Driver:
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
         most = len(model.tokens) - 1 - num_hit
-        external = self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
+        may_receive = most > 0 and not self.has_circular
+        external = self.choose.integer(1, most) if may_receive and self.choose.chance(4) else 0
         delay = external > 0 and self.choose.chance(2)
-        count = 0 if delay else self.choose.integer(1, LONGEST - num_hit - external)
-        ahead = self.choose.pick([0, 0, 3])
+        slots = self.model.most_slots(0)
+        count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
+        ahead = min(self.choose.pick([0, 0, 3]), slots - count)
         computed = ids[0] if self.num_groups == 1 else ids
         found = self.manager.allocate_slots(request, count, computed, ahead, external, delay)
         wanted = self.model.allocate(model, count, num_hit, ahead, external, delay)
@@ -494,7 +536,9 @@ class Driver:
         if not rooms:
             return
         row = self.choose.pick([*rooms])
-        count, ahead = self.choose.integer(1, rooms[row]), self.choose.pick([0, 0, 3])
+        most = self.model.most_slots(self.model.rows[row].num_computed)
+        count = self.choose.integer(1, min(rooms[row], most))
+        ahead = min(self.choose.pick([0, 0, 3]), most - count)
         found = self.manager.append_slots(self.requests[row][0], count, ahead)
         want = self.model.append(row, count, ahead)
         if found is not None:
@@ -628,7 +672,10 @@ class Driver:
             found = self.manager.checkpoint_tokens(running, count)
             assert found == self.model.checkpoint_tokens(known, row, count)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([1, 3, 8, LONGEST])
+        slots = self.model.most_slots(0)
+        chunk = min(chunk, slots)
         ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
+        ahead = min(ahead, slots - chunk)
         cap = self.choose.pick([0, 99])
         external = self.num_external(model, cap)
         options = {
@@ -647,7 +694,9 @@ class Driver:
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
         if rooms:
             row = self.choose.pick(sorted(rooms))
-            count = self.choose.integer(1, rooms[row])
+            slots = self.model.most_slots(self.model.rows[row].num_computed)
+            count = self.choose.integer(1, min(rooms[row], slots))
+            ahead = min(ahead, slots - count)
             status = copy.deepcopy(self.model).would_extend(row, count, ahead)
             found = self.manager.would_fit(self.requests[row][0], count, num_lookahead_tokens=ahead)
             assert found == status

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import gcd, lcm
 
 SERVED, WAIT, NEVER = 0, 1, 2
-TOKENS, STATE, ENCODER = "tokens", "state", "encoder"
+TOKENS, STATE, ENCODER, CIRCULAR = "tokens", "state", "encoder", "circular"
 FOREVER = 10**9
 
 
@@ -24,6 +24,17 @@ class ModelGroup:
     pages: str = TOKENS
     keeps_all: bool = False  # reads_from is 0 always
     drafts: bool = False
+    cached: bool = True
+    buffer: int = 0  # CIRCULAR: tokens that a row has places for, rounded up to blocks
+    ends_caching: bool = False  # CIRCULAR, and said to be cached
+
+    def num_places(self):
+        """Blocks that a row has, if it has a fixed number."""
+        return ceil_div(self.buffer, self.block_size) if self.pages == CIRCULAR else FOREVER
+
+    def hits_from(self, n):
+        """The first token whose KV a hit of n tokens brings."""
+        return self.reads_from(n) if self.cached else n
 
 
 @dataclass
@@ -42,6 +53,7 @@ class ModelHeld:
     num_published: int = 0
     num_partial: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
+    num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
     keeps_state: bool = False  # the last page holds a state inside a block that is found
@@ -226,16 +238,22 @@ class ModelManager:
         sizes = [group.block_size for group in groups]
         self.hash_size = hash_block_size or gcd(*sizes)
         self.has_partial = [
-            hash_block_size is not None and self.hash_size < g.block_size and g.pages != ENCODER
+            hash_block_size is not None
+            and self.hash_size < g.block_size
+            and g.pages != ENCODER
+            and g.cached
             for g in groups
         ]
-        cacheable = [g for g, group in enumerate(groups) if group.pages != ENCODER]
-        self.whole_unit = lcm(*[sizes[g] for g in cacheable])
-        self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cacheable])
+        of_tokens = [g for g, group in enumerate(groups) if group.pages not in (ENCODER, CIRCULAR)]
+        self.columns = [min(ceil_div(max_model_len, g.block_size), g.num_places()) for g in groups]
+        cached = [g for g in of_tokens if groups[g].cached]
+        self.any_cached = bool(cached)
+        self.whole_unit = lcm(*[sizes[g] for g in of_tokens])
+        self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cached])
         self.is_uniform = all(size == self.hash_size for size in sizes)
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
-        self.caching = enable_caching
+        self.caching = enable_caching and not any(group.ends_caching for group in groups)
         self.announce_reused = announce_reused
 
         self.rows: dict[int, ModelRow] = {}
@@ -380,7 +398,7 @@ class ModelManager:
 
     def _is_about_to_hit(self, request, num_hit):
         """Whether an earlier row of this step fills blocks that the next step finds for the request."""
-        if not request.reads or not self.caching:
+        if not request.reads or not self.caching or not self.any_cached:
             return False
         for row, _, start in self.in_flight[-1]["rows"]:
             other = self.rows[row]
@@ -403,7 +421,7 @@ class ModelManager:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages != TOKENS:
+            if group.pages != TOKENS or not group.cached:
                 continue
             for column in range(each.num_published, known // group.block_size):
                 if self.may_be_hit(g, column):
@@ -465,8 +483,8 @@ class ModelManager:
                             else min(pages, ceil_div(stop, size) - columns)
                         )
                 else:
-                    need = min(ceil_div(stop + lookahead, size), ceil_div(self.max_model_len, size))
-                    first = group.reads_from(start) // size
+                    need = min(ceil_div(stop + lookahead, size), self.columns[g])
+                    first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
             if start == num_hit and count > self.num_blocks - 1 - self.watermark:
@@ -494,7 +512,10 @@ class ModelManager:
         if status != SERVED:
             return None
         self._publish(self.rows[row])
-        sizes = [num_hit // g.block_size if g.pages != ENCODER else 0 for g in self.groups]
+        sizes = [
+            num_hit // g.block_size if g.pages not in (ENCODER, CIRCULAR) else 0
+            for g in self.groups
+        ]
         return row, [held.blocks[n:] for held, n in zip(self.rows[row].held, sizes)]
 
     def append(self, row, count, lookahead):
@@ -511,6 +532,8 @@ class ModelManager:
             return 0
         kept = state.start
         for g, (group, held) in enumerate(zip(self.groups, state.held)):
+            if not group.cached:
+                continue
             kept = max(kept, held.num_published * group.block_size)
             if self.has_partial[g]:
                 kept = max(kept, held.num_partial * self.hash_size)
@@ -587,6 +610,15 @@ class ModelManager:
             count += 1
         return count
 
+    def most_slots(self, start):
+        """Slots, lookahead included, that a step may ask for from token `start` on."""
+        return min(
+            columns * group.block_size - (start - group.reads_from(start))
+            if group.pages == CIRCULAR
+            else FOREVER
+            for group, columns in zip(self.groups, self.columns)
+        )
+
     # Hits ------------------------------------------------------------------------------------------
 
     def find(self, g, prefix, with_host=False):
@@ -599,7 +631,9 @@ class ModelManager:
         """Whether every group has what the tokens behind this prefix read, and what it redoes."""
         for g, group in enumerate(self.groups):
             size = group.block_size
-            if group.pages == ENCODER or (group.pages == STATE and not with_states):
+            if group.pages == ENCODER or not group.cached:
+                continue
+            if group.pages == STATE and not with_states:
                 continue
             first = group.reads_from(num_tokens)
             for column in range(first // size, num_tokens // size):
@@ -625,9 +659,9 @@ class ModelManager:
 
     def hit_length(self, request, partial=False, with_host=False, with_states=True):
         """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
-        if not request.reads or not self.caching:
+        if not request.reads or not self.caching or not self.any_cached:
             return 0
-        if not with_states and all(group.pages != TOKENS for group in self.groups):
+        if not with_states and not any(g.pages == TOKENS and g.cached for g in self.groups):
             return 0
         lengths = range(0, len(request.tokens), self.unit if partial else self.whole_unit)
         where = partial, with_host, with_states
@@ -671,11 +705,11 @@ class ModelManager:
         held = []
         for g, group in enumerate(self.groups):
             size, each = group.block_size, ModelHeld()
-            if group.pages != ENCODER:
-                first = group.reads_from(num_tokens)
+            if group.pages not in (ENCODER, CIRCULAR):
+                first = group.hits_from(num_tokens)
                 for column in range(num_tokens // size):
                     prefix = tuple(request.tokens[: (column + 1) * size])
-                    is_read = column >= group.reads_from(start) // size
+                    is_read = column >= max(first, group.reads_from(start)) // size
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
                 each.num_hits = each.num_published
@@ -704,6 +738,11 @@ class ModelManager:
                 needs.append((int(after > columns * size), each.num_dropped))
             elif group.pages == ENCODER:
                 needs.append((0, 0))
+            elif group.pages == CIRCULAR:
+                need = min(
+                    ceil_div(after + lookahead, size), self.columns[self.groups.index(group)]
+                )
+                needs.append((max(need - columns, 0), 0))
             else:
                 most = ceil_div(self.max_model_len, size)
                 need = min(ceil_div(after + lookahead, size), most)
@@ -729,6 +768,10 @@ class ModelManager:
             if group.pages == STATE:  # in place, unless it moves on to another page
                 moves = after > len(each.blocks) * size
                 columns = [] if moves else [len(each.blocks) - 1]
+            if group.pages == CIRCULAR:
+                blocks = range(start // size, min(stop, start // size + self.columns[g]))
+                columns = [b % self.columns[g] for b in blocks]
+                columns = [column for column in columns if column < len(each.blocks)]
             if group.pages != ENCODER:
                 found += [(g, column) for column in columns if self._is_shared(each.blocks[column])]
         return found
@@ -764,7 +807,7 @@ class ModelManager:
             return NEVER if alive > self.num_blocks - 1 else WAIT
         state.start, state.num_computed = start, after
         self._allocate_blocks(
-            state, row, start, after, needs, max(room - self.watermark, 0), shared
+            state, row, start, after, lookahead, needs, max(room - self.watermark, 0), shared
         )
         self._own_what_is_written(state, start, after)
         return SERVED
@@ -818,7 +861,7 @@ class ModelManager:
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         state.start, state.num_computed = start, after
-        self._allocate_blocks(state, row, start, after, needs, room)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
 
@@ -862,7 +905,7 @@ class ModelManager:
         state.receiving, state.num_hit = delay, num_hit
         self.rows[row] = state
         self._take_hits(state)
-        self._allocate_blocks(state, row, start, after, needs, room)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         if self.announce_reused:
             self._announce(request, announced)
         if request.reads:
@@ -903,8 +946,10 @@ class ModelManager:
                 if self.pool.hits[block] == self.num_hits_to_write:
                     self._write_later(block)
 
-    def _allocate_blocks(self, state, row, start, after, needs, room, shared=()):
+    def _allocate_blocks(self, state, row, start, after, lookahead, needs, room, shared=()):
         numbers = []
+        for each in state.held:
+            each.num_slots = max(each.num_slots, after + lookahead)
         for g, (group, each, (num_new, drop_to)) in enumerate(zip(self.groups, state.held, needs)):
             first = each.num_dropped
             if drop_to > first:
@@ -947,6 +992,21 @@ class ModelManager:
                 self._note_dropped(state, g, len(each.blocks), each.source)
                 self.safe_start = min(self.safe_start, len(each.blocks) * group.block_size)
                 each.source = 0
+            is_behind_hit = not each.blocks and start > 0 and self.step_answer is not None
+            if taken[g] and group.pages == CIRCULAR and is_behind_hit:
+                self.step_answer.zero += taken[g]
+                self.safe_start = 0
+            starts = len(each.blocks) * group.block_size
+            is_step = self.step_answer is not None
+            if (
+                is_step
+                and taken[g]
+                and not group.cached
+                and group.pages == TOKENS
+                and starts < start
+            ):
+                self.step_answer.zero.append(taken[g][0])
+                self.safe_start = min(self.safe_start, starts)
             each.blocks += taken[g]
 
     def _own(self, state, g, column, block, start):
@@ -954,7 +1014,7 @@ class ModelManager:
         each, size = state.held[g], self.groups[g].block_size
         shared, each.blocks[column] = each.blocks[column], block
         each.num_hits = min(each.num_hits, column)
-        if self.groups[g].pages == STATE or column * size < start:
+        if self.groups[g].pages in (STATE, CIRCULAR) or column * size < start:
             self._note_dropped(state, g, column, shared)
             self.safe_start = min(self.safe_start, column * size)
             if self.step_answer:
@@ -1042,7 +1102,9 @@ class ModelManager:
             for block in each.blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(list(each.blocks), keeps_state=each.keeps_state)
+            child = ModelHeld(
+                list(each.blocks), keeps_state=each.keeps_state, num_slots=each.num_slots
+            )
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
@@ -1193,6 +1255,8 @@ class ModelManager:
             return
         known = min(state.num_computed, len(state.request.tokens))
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if not group.cached:
+                continue
             if self.has_partial[g] and group.pages == TOKENS:
                 self._publish_partials(state, g, known)
             if group.pages == STATE:
@@ -1442,7 +1506,8 @@ class ModelManager:
         for group, each in zip(self.groups, state.held):
             for column, block in enumerate(each.blocks):
                 if block and block in invalid and not state.on_host:
-                    right = max(invalid[block], column * group.block_size)
+                    start = 0 if group.pages == CIRCULAR else column * group.block_size
+                    right = max(invalid[block], start)
                     limit = min(limit, 0 if group.pages == ENCODER else right)
         tokens = state.request.tokens
         for prefix, (right, size) in prefixes.items():
@@ -1466,6 +1531,14 @@ class ModelManager:
             for column, block in enumerate(each.blocks):
                 block = 0 if state.on_host else block
                 start, end = column * size, (column + 1) * size
+                if group.pages == CIRCULAR and start < state.num_computed:
+                    if block:
+                        invalid[block] = min(invalid.get(block, limit), limit)
+                    elif prefixes is not None and self.caching:
+                        root = tuple(state.request.tokens[: self.hash_size])
+                        self.invalid_roots |= {root} if len(root) == self.hash_size else set()
+                if group.pages == CIRCULAR:
+                    continue
                 is_own = column >= each.num_hits and group.pages != ENCODER
                 right = max(limit, start)
                 if not is_own or end <= limit or start >= state.num_computed:
@@ -1527,9 +1600,11 @@ class ModelManager:
         """Whether its own blocks hold what the token reads, and the one that it goes into."""
         if num_tokens == 0:
             return False
-        for group, each in zip(self.groups, state.held):
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
             size, first = group.block_size, group.reads_from(num_tokens)
             if group.pages == STATE:
+                return False
+            if group.pages == CIRCULAR and each.num_slots - first > self.columns[g] * size:
                 return False
             needed = each.blocks[first // size : ceil_div(num_tokens, size)]
             is_any = num_tokens % size or first < num_tokens

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvcache.specs import GroupSpec
 from kvcache.transfer import KVCacheEvents, KVConnectorOutput, KVOutputAggregator, yield_req_data
 from tests.shared import sampled
 
@@ -881,3 +882,22 @@ def test_lengths_that_differ_are_named_before_anything_is_yielded():
     step = step_of([("n1", ([1],))], ["c1", "c2"], [([5],)], set())
     with pytest.raises(ValueError, match="2 req_ids, 1 new_block_ids: expected the same number"):
         yield_req_data(step)
+
+
+def test_groups_that_are_not_transferred_give_no_blocks_to_a_connector():
+    groups = [
+        GroupSpec("full_attention", 16),
+        GroupSpec("full_attention", 16, transferred=False),
+        GroupSpec("recurrent", 16),
+    ]
+    step = step_of([("a", ([1, 2], [3], [4]))], ["b", "c"], [([5], [6], [7]), None], {"c"})
+    assert list(yield_req_data(step, groups)) == [
+        ("a", ([1, 2], [], [4]), False),
+        ("b", ([5], [], [7]), False),
+        ("c", None, True),
+    ]
+    assert list(yield_req_data(step, groups[:1] * 3)) == list(yield_req_data(step))
+    with pytest.raises(
+        ValueError, match="has block ids of 3 groups: expected 2, as many as groups"
+    ):
+        list(yield_req_data(step, groups[:2]))

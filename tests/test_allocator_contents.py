@@ -25,7 +25,7 @@ from kvcache import (
     host_eviction_names,
 )
 from tests.allocator_driver import FULL, MIXES, Chooser, _window, groups_of
-from tests.model import ENCODER, STATE, ModelGroup
+from tests.model import CIRCULAR, ENCODER, STATE, ModelGroup
 from tests.shared import sampled
 
 NUM_SEEDS, SEEDS_PER_TEST, NUM_OPERATIONS = 200, 25, 150
@@ -52,6 +52,7 @@ class Conversation:
     tokens: list[int]
     num_sampled: int  # tokens that exist by now, whether or not the manager knows them
     num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
+    begin: int = 0  # tokens before it were a hit: groups that are not cached lack them
     external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
     is_receiving: bool = False
 
@@ -103,6 +104,7 @@ class Simulation:
         kinds, hash_block_size = choose.pick(KV_MIXES)
         specs, self.groups = groups_of(choose, kinds)
         self.has_state = any(group.pages == STATE for group in self.groups)
+        self.has_circular = any(group.pages == CIRCULAR for group in self.groups)
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
         if choose.chance(2):
@@ -186,18 +188,27 @@ class Simulation:
         missing = conversation.num_sampled - computed
         if missing <= 0 or choose.chance(3):
             return 0
-        count = choose.integer(1, missing)
+        most = self.most_slots(computed)
+        count = choose.integer(1, min(missing, most))
         if choose.chance(2):
             count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
         if count == missing and not self.has_state and choose.chance(2):
             count += choose.integer(0, 4)
-        return min(count, LONGEST - computed)
+        return min(count, LONGEST - computed, most)
+
+    def most_slots(self, start: int) -> int:
+        """Tokens that a step may have from `start` on, with what they read, in all buffers."""
+        return min(
+            group.num_places() * group.block_size - (start - group.reads_from(start))
+            for group in self.groups
+        )
 
     def restart(self, affected: dict[str, int]) -> None:
         """The manager answered from where these go on: no draft is left to reject."""
         for conversation in self.running.values():
             if conversation.request.request_id in affected:
                 conversation.num_rejected = 0
+                conversation.begin = affected[conversation.request.request_id]
 
     # Operations ------------------------------------------------------------------------------------
 
@@ -219,7 +230,8 @@ class Simulation:
             [*counts.values()],
             new=[each.request for each in admitted],
             new_num_tokens=[
-                0 if each.is_receiving else choose.pick([3, 8, LONGEST]) for each in admitted
+                0 if each.is_receiving else min(choose.pick([3, 8, LONGEST]), self.most_slots(0))
+                for each in admitted
             ],
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
@@ -245,7 +257,7 @@ class Simulation:
         cached = self.manager.cached_tokens(conversation.request)
         with_host = cached.num_host_blocks <= most_host_blocks
         num_hit = cached.with_host if with_host else cached.on_device
-        most = conversation.request.num_tokens - 1 - num_hit
+        most = 0 if self.has_circular else conversation.request.num_tokens - 1 - num_hit
         return self.choose.integer(1, most) if most > 0 and self.choose.chance(3) else 0
 
     def pages_held(self) -> dict[int, set[int]]:
@@ -291,7 +303,7 @@ class Simulation:
         request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
         row = self.manager.fork(parent.request, request)
         if row >= 0:
-            self.running[row] = Conversation(request, tokens, shared + 1)
+            self.running[row] = Conversation(request, tokens, shared + 1, begin=parent.begin)
             self.tables[row] = [[] for _ in self.groups]
 
     def pin(self) -> None:
@@ -362,6 +374,7 @@ class Simulation:
         self.receive(conversation, table, first, stop, first + count)
         going_on = self.manager.finish_receiving(request, count)
         conversation.external, conversation.is_receiving = (0, 0), False
+        conversation.begin = going_on
         assert going_on == self.manager.num_computed_tokens(request)
         if self.may_lose():  # else there is wrong KV that the manager has not heard of
             self.check_what_is_kept("after KV was received")
@@ -572,6 +585,8 @@ class Simulation:
                 is_out = self.manager.is_swapped_out(conversation.request)
                 assert is_out == (status == Status.SERVED)
             elif status == Status.SERVED:
+                if row not in self.running:
+                    conversation.begin = start
                 conversation.num_rejected = 0
                 self.running[row] = conversation
                 if not conversation.is_receiving:
@@ -598,7 +613,7 @@ class Simulation:
         if end > conversation.num_sampled:
             num_accepted = self.choose.integer(conversation.num_sampled, end)
         for position in range(start, end):
-            cells = self.cells_read(table, position, end)
+            cells = self.cells_read(table, position, end, conversation.begin)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
             assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
@@ -609,6 +624,13 @@ class Simulation:
             is_right = not wrong and position < num_accepted
             content = conversation.content(position) if is_right else BAD
             self.write(table, position, end, content, forbidden)
+        if self.has_circular and not self.has_state and start < end:
+            # A kernel writes all tokens of the step before the first one reads.
+            cells = self.cells_read(table, start, end, conversation.begin)
+            wrong = self.wrong_cells(
+                conversation, [cell for cell in cells if cell[2] < num_accepted]
+            )
+            assert not wrong or not self.may_lose(), f"row {row} wrote over what it reads: {wrong}"
         conversation.num_rejected = end - num_accepted
         if conversation.num_sampled <= num_accepted < LONGEST:
             conversation.num_sampled = num_accepted + 1
@@ -634,7 +656,8 @@ class Simulation:
         """The KV of a token, and the state behind it."""
         for group, blocks in zip(self.groups, table):
             is_state = group.pages == STATE
-            page = blocks[(end - 1 if is_state else position) // group.block_size]
+            column = (end - 1 if is_state else position) // group.block_size
+            page = blocks[column % group.num_places()]
             assert page, "KV is written to the null page"
             assert page not in forbidden, "KV is written to a page that a step in flight reads"
             slot = STATE if is_state else position % group.block_size
@@ -647,11 +670,12 @@ class Simulation:
     def block_ids(self, request: Request, group: int) -> list[int]:
         return self.manager.block_ids(request, group).tolist()
 
-    def cells_read(self, table: list[list[int]], position: int, end: int) -> list[Cell]:
+    def cells_read(self, table: list[list[int]], position: int, end: int, begin: int) -> list[Cell]:
         """The tokens that the token at `position` reads in a step that ends at `end`."""
-        each_group = zip(self.groups, table)
         return [
-            cell for group, blocks in each_group for cell in cells_of(group, blocks, position, end)
+            cell
+            for group, blocks in zip(self.groups, table)
+            for cell in cells_of(group, blocks, position, end, begin)
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
@@ -676,7 +700,8 @@ class Simulation:
         if computed:
             table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
             real = min(conversation.num_sampled, computed - conversation.num_rejected)
-            cells = [cell for cell in self.cells_read(table, computed, computed) if cell[2] < real]
+            cells = self.cells_read(table, computed, computed, conversation.begin)
+            cells = [cell for cell in cells if cell[2] < real]
             wrong = self.wrong_cells(conversation, cells)
             assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
 
@@ -686,16 +711,21 @@ class Simulation:
         if num_hit:
             found = [found] if len(self.groups) == 1 else found
             table = [ids.tolist() for ids in found]
-            wrong = self.wrong_cells(conversation, self.cells_read(table, num_hit, num_hit))
+            wrong = self.wrong_cells(
+                conversation, self.cells_read(table, num_hit, num_hit, num_hit)
+            )
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
 
-def cells_of(group: ModelGroup, blocks: list[int], position: int, end: int) -> list[Cell]:
+def cells_of(
+    group: ModelGroup, blocks: list[int], position: int, end: int, begin: int
+) -> list[Cell]:
     """The tokens of a group that the token at `position` reads in a step that ends at `end`."""
     size = group.block_size
     if group.pages == STATE:
         return [(blocks[(end - 1) // size], STATE, position - 1)]
-    return [(blocks[i // size], i % size, i) for i in range(group.reads_from(position), position)]
+    first = max(group.reads_from(position), 0 if group.cached else begin)
+    return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 
 
 def simulate(seed: int, *, lose_pages: bool) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcache import BlockTable, ContextParallel, GroupSpec, MultiGroupBlockTable
+from kvcache.worker import AttentionMetadataBuilder
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -905,3 +906,47 @@ def test_numbers_of_any_integer_type_are_rows_and_positions():
     ):
         with pytest.raises(ValueError, match=message):
             table.compute_slot_mapping(rows, positions)
+
+
+def test_columns_of_a_circular_group_are_written_round():
+    groups = [
+        GroupSpec("full_attention", 4),
+        GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}),
+    ]
+    sizes = {"max_num_reqs": 2, "max_model_len": 40, "max_num_batched_tokens": 16}
+    for kernel_sizes in (None, [2]):
+        tables = MultiGroupBlockTable.for_groups(groups, kernel_sizes=kernel_sizes, **sizes)
+        assert tables[1].layout.max_num_blocks == 4 and tables[1].layout.num_places == 16
+        tables.add_row((range(1, 11), [5, 6, 7, 8]), 1)
+        positions = np.array([0, 5, 15, 16, 31, 33, 39])
+        tables.compute_slot_mapping(np.full(7, 1), positions)
+        tables.commit_slot_mapping(7)
+        rounded = np.array([5, 6, 7, 8])[positions % 16 // 4] * 4 + positions % 4
+        assert tables[1].slot_mapping.np[:8].tolist() == [*rounded.tolist(), -1]
+        assert tables[0].slot_mapping.np[:7].tolist() == (positions + 4).tolist()
+        tables[1].compute_slot_mapping(np.full(7, 1), torch.from_numpy(positions))
+        assert tables[1].slot_mapping.np[:7].tolist() == rounded.tolist()
+        with pytest.raises((ValueError, RuntimeError), match=r"positions\[0\] is -1"):
+            tables[1].compute_slot_mapping(np.array([1]), np.array([-1]))
+        assert AttentionMetadataBuilder(tables).groups == [0]
+        with pytest.raises(ValueError, match=r"expected none of the circular ones \[1\]"):
+            AttentionMetadataBuilder(tables, groups=[0, 1])
+
+
+def test_a_circular_table_spread_over_ranks():
+    group = GroupSpec("circular_window", 4, {"window": 6, "buffer": 20})
+    sizes = {"max_num_reqs": 1, "max_model_len": 100, "max_num_batched_tokens": 16}
+    positions, found = np.arange(40, 56), {}
+    for rank in range(2):
+        cp = ContextParallel(dcp_world_size=2, dcp_rank=rank)
+        tables = MultiGroupBlockTable.for_groups([group], context_parallel=cp, **sizes)
+        tables.add_row(([3, 4, 5],), 0)  # 24 tokens
+        tables.compute_slot_mapping(np.zeros(16, np.int32), positions)
+        for position, slot in zip(positions.tolist(), tables[0].slot_mapping.np.tolist()):
+            if slot >= 0:
+                found[position] = rank, slot
+    place = positions % 24
+    assert found == {
+        int(p): (int(at) % 2, (3 + int(at) // 8) * 4 + int(at) % 8 // 2)
+        for p, at in zip(positions, place)
+    }

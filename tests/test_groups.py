@@ -55,6 +55,7 @@ def hit_length(manager, tokens):
         ("sliding_window", {"window": 1}, {0: 0, 9: 9}),
         ("sliding_window", {"window": 6}, {0: 0, 5: 0, 6: 1, 9: 4}),
         ("chunked_local", {"chunk_size": 8}, {0: 0, 7: 0, 8: 8, 15: 8, 16: 16}),
+        ("circular_window", {"window": 6, "buffer": 13}, {0: 0, 5: 0, 6: 1, 9: 4}),
         ("recurrent", {}, {0: 0, 1: 0, 9: 8}),
         ("cross_attention", {}, {9: 0}),
     ],
@@ -66,6 +67,7 @@ def test_a_kind_says_what_is_still_read(kind, options, reads_from):
 
 def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
     options = {"sliding_window": {"window": 6}, "chunked_local": {"chunk_size": 8}}
+    options["circular_window"] = {"window": 6, "buffer": 13}
     # Of the package: other tests register kinds, and names of kinds, of their own.
     ours = [n for n in kind_names() if kind_class(n).__module__ == f"kvcache.kinds.{n}"]
     kinds = {n: make_kind(n, options.get(n, {})) for n in ours}
@@ -73,6 +75,7 @@ def test_a_kind_says_what_its_pages_hold_and_which_window_a_table_shows():
         "full_attention": ("tokens", None),
         "sliding_window": ("tokens", 6),
         "chunked_local": ("tokens", None),
+        "circular_window": ("circular", 6),
         "recurrent": ("state", None),
         "cross_attention": ("encoder", None),
     }
@@ -532,6 +535,129 @@ def test_an_error_in_a_kind_keeps_every_block(monkeypatch):
     assert 0 not in manager.block_ids(request).tolist()
     assert seen and seen[0].exc_type is KeyError
     manager.check_invariants()
+
+
+def test_a_group_that_is_not_cached_takes_no_part_in_hits():
+    uncached = GroupSpec("full_attention", 4, cached=False)
+    manager = make(FULL, uncached, enable_events=True)
+    a = Request("a", range(20))
+    run(manager, a, 20)
+    assert manager.pool.num_cached == 5
+    assert {event.group for event in manager.drain_events()} == {0}
+    plan = manager.step(new=[Request("b", range(22))])
+    assert plan.num_computed_tokens.tolist() == [20]
+    # The table has null blocks where the others have the hit.
+    assert plan.append_ids[1].tolist() == [0] * 5 + [12]
+    assert [group.hit_blocks for group in manager.stats.groups] == [5, 0]
+    manager.check_invariants()
+    # Without any that is cached there are no hits.
+    manager = make(uncached)
+    run(manager, a, 20)
+    assert manager.pool.num_cached == 0 and hit_length(manager, range(22)) == 0
+
+
+def test_a_group_that_is_not_cached_may_have_larger_blocks():
+    """In a step a hit ends where the others' ends; what the block lacks before it is zero."""
+    manager = make(FULL, GroupSpec("full_attention", 16, cached=False))
+    run(manager, Request("a", range(20)), 20)
+    plan = manager.step(new=[Request("b", range(22))])
+    assert plan.num_computed_tokens.tolist() == [20]
+    assert plan.append_ids[1][0] == 0 and plan.zero.tolist() == plan.append_ids[1][1:].tolist()
+    # A caller that keeps its own tables cannot clear: whole blocks of all groups.
+    found, num_tokens = manager.get_computed_blocks(Request("c", range(22)))
+    assert num_tokens == 16 and [len(ids) for ids in found] == [4, 1]
+    request = Request("c", range(22))
+    assert [len(ids) for ids in manager.allocate_slots(request, 6, found)] == [2, 1]
+    assert manager.block_ids(request, 1)[0] == 0
+    manager.check_invariants()
+
+
+ROUND = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13})
+
+
+def test_a_circular_group_has_a_fixed_number_of_blocks():
+    manager = make(ROUND, num_blocks=5)
+    request = Request("a", range(100))
+    plans = run(manager, request, 6, 6, 8, *[11] * 7)
+    assert [plan.append_ids[0].tolist() for plan in plans[:4]] == [[1, 2], [3], [4], []]
+    # Over 16 places, the blocks stay as they are: no entry of the table changes.
+    assert all(len(plan.replace[0]) == 0 for plan in plans)
+    assert manager.block_ids(request).tolist() == [1, 2, 3, 4]
+    assert manager.num_computed_tokens(request) == 97
+    manager.check_invariants()
+    manager.free(request)
+    assert manager.pool.num_free == 4
+
+
+def test_a_step_asks_for_no_more_than_a_buffer_has_places_for():
+    manager = make(ROUND, max_model_len=40)
+    a = Request("a", range(40))
+    says = (
+        r"^a new request asks for 40 slots, lookahead included: expected at most 16, "
+        r"as group 0 has places for 16 tokens and reads 0 of them$"
+    )
+    for call in (lambda: manager.step(new=[a]), lambda: manager.would_fit(a)):
+        with pytest.raises(ValueError, match=says):
+            call()
+    run(manager, a, 16)
+    says = r"^a row asks for 12 slots, .*: expected at most 11, .* and reads 5 of them$"
+    with pytest.raises(ValueError, match=says):
+        manager.step([0], [10], num_lookahead_tokens=2)
+    manager.step([0], [9], num_lookahead_tokens=2)
+    # Behind max_model_len are no slots: lookahead ends there.
+    manager.step([0], [11])
+    manager.step([0], [4], num_lookahead_tokens=50)
+    assert manager.num_computed_tokens(a) == 40
+    with pytest.raises(ValueError, match="expected at most 16"):
+        manager.allocate_slots(Request("b", range(20)), 14, num_lookahead_tokens=3)
+    assert manager.pool.num_free == 36
+    manager.check_invariants()
+
+
+def test_hits_are_given_up_with_a_circular_group_unless_it_is_not_cached():
+    manager = make(FULL, ROUND)
+    run(manager, Request("a", range(16)), 16)
+    assert manager.pool.num_cached == 0 and hit_length(manager, range(16)) == 0
+    manager = make(FULL, replace(ROUND, cached=False))
+    a = Request("a", range(24))
+    run(manager, a, 16, 8)
+    plan = manager.step(new=[Request("b", range(26))], new_num_tokens=[2])
+    assert plan.num_computed_tokens.tolist() == [24]
+    # All its blocks at once, and no other request's tokens in them.
+    assert len(plan.append_ids[1]) == 4 and plan.zero.tolist() == plan.append_ids[1].tolist()
+    assert hit_length(manager, range(26)) == 24
+    manager.check_invariants()
+
+
+def test_a_fork_copies_the_blocks_of_a_buffer_that_are_written():
+    manager = make(ROUND)
+    a = Request("a", range(40))
+    run(manager, a, 10, 8)
+    manager.fork(a, Request("b", range(30)))
+    plan = manager.step([0], [3])  # tokens 18 to 20: columns 0 and 1
+    assert plan.copy[:, 0].tolist() == [1, 2]
+    assert manager.block_ids(a).tolist() == [*plan.copy[:, 1].tolist(), 3, 4]
+    manager.check_invariants()
+
+
+def test_a_row_resumes_unless_its_window_was_written_over():
+    for last, resumes_at in ((3, 13), (6, 0)):
+        manager = make(ROUND)
+        request = Request("a", range(40))
+        run(manager, request, 13)
+        plan = manager.step([0], [last])
+        # 16 places; the token at 13 reads from 8 on, and nothing of that is lost up to token 23.
+        plan = manager.step([0], [last])
+        affected = manager.abort(plan.step_id - 1)
+        assert affected == {"a": resumes_at}
+        manager.check_invariants()
+
+
+def test_a_state_must_be_cached():
+    with pytest.raises(
+        ValueError, match=r"^cached is False for a group of recurrent states: expected"
+    ):
+        make(FULL, GroupSpec("recurrent", 4, cached=False))
 
 
 def drafting(group):

@@ -29,6 +29,8 @@ WINDOWED = "full_attention,sliding_window:window=64"
 LOCAL = "full_attention,chunked_local:chunk_size=96:block_size=32"
 RECURRENT = "full_attention,recurrent:block_size=64"
 UNEQUAL = "full_attention,sliding_window:window=50:block_size=8"
+UNCACHED = "full_attention,full_attention:block_size=24:cached=0,sliding_window:window=50:cached=0"
+CIRCULAR = "full_attention,circular_window:window=50:buffer=150:block_size=8:cached=0"
 CHECKPOINTS = "full_attention,recurrent:block_size=48"
 ALL = f"{UNEQUAL},recurrent:block_size=32,chunked_local:chunk_size=70"
 
@@ -60,6 +62,7 @@ def hybrid(groups, num_blocks, concurrency=1, verified=None, **options) -> Repla
         (RECURRENT, None),
         (UNEQUAL, 4),
         ("full_attention:block_size=8", 4),
+        (UNCACHED, 4),
         (ALL, 2),
         (CHECKPOINTS, 4),
     ],
@@ -76,8 +79,35 @@ def test_chats_verify_and_hit(groups, hash_block_size, chunk_tokens, concurrency
     assert [group["kind"] for group in report.groups] == [spec.kind for spec in specs]
     if chunk_tokens or "recurrent" not in groups:  # a state stays only where a step ended
         assert report.token_hit_rate > 0.2
-        assert all(group["hit_blocks"] > 0 for group in report.groups)
+        hits = [group["hit_blocks"] > 0 for group in report.groups]
+        assert hits == [spec.cached for spec in specs]
     replayer.manager.check_invariants()
+
+
+@pytest.mark.parametrize(("cached", "hits"), [(0, True), (1, False)])
+def test_windows_written_round_verify(cached, hits):
+    """A few blocks per prompt, however long; hits only where the group takes no part in them."""
+    groups = f"full_attention,circular_window:window=50:buffer=150:block_size=8:cached={cached}"
+    specs = parse_groups(groups, 16)
+    replayer = hybrid(specs, 801, 4, chunk_tokens=100)
+    held = []
+    apply = replayer.verifier.apply
+    rows = replayer.verifier.tables[1].num_blocks_per_row
+    replayer.verifier.apply = lambda plan: (apply(plan), held.append(rows.max()))
+    report = replayer.run(chat_workload(60, 1))
+    assert report.mismatches == 0 and max(held) == 19
+    assert report.verified_tokens == report.prompt_tokens > 40_000
+    assert (report.token_hit_rate > 0.2) == hits
+    assert report.evicted_blocks > 0 if hits else report.cached_blocks == 0
+
+
+def test_a_buffer_that_is_too_small_is_caught():
+    """The manager has places for 8 tokens, what is verified reads 8 and writes 8."""
+    buffers = [f"circular_window:window={window}:buffer=16" for window in (1, 12)]
+    replayer = hybrid(buffers[0], 33, chunk_tokens=16, verified=buffers[1])
+    report = replayer.run(as_workload([range(40)]))
+    (found,) = report.mismatched_requests
+    assert (found.request, found.block_column) == (0, 1)
 
 
 def test_hits_inside_blocks_are_found_and_copied():
@@ -123,6 +153,7 @@ def group_lists(draw) -> list[GroupSpec]:
             kind,
             draw(st.sampled_from(BLOCKS)),
             {option[kind]: draw(st.integers(1, 14))} if kind in option else {},
+            cached=kind == "recurrent" or draw(st.integers(0, 4)) > 0,
         )
         for kind in draw(st.lists(kinds, min_size=1, max_size=4))
     ]
@@ -325,6 +356,21 @@ def test_a_state_that_was_not_cleared_is_caught(monkeypatch):
     assert (found.token, found.block_column, found.is_state) == (0, 3, True)
 
 
+def test_tokens_before_a_hit_that_were_not_cleared_are_caught(monkeypatch):
+    shared = list(range(6))
+    prompts = as_workload([[*shared, 50, 51], [*shared, 60, 61]])
+    groups = "full_attention:block_size=2,full_attention:block_size=4:cached=0"
+    replayer = hybrid(groups, 33)
+    replayer.verifier.storage.pages.layer(0)[1:] = 7  # what was there before
+    report = replayer.run(prompts)
+    assert (report.hit_tokens, report.mismatches) == (6, 0)
+    replayer = hybrid(groups, 33)
+    replayer.verifier.storage.pages.layer(0)[1:] = 7
+    plant_in_step(monkeypatch, replayer.manager, without_zeros)
+    (found,) = replayer.run(prompts).mismatched_requests
+    assert (found.request, found.token, found.block_column, found.group) == (1, 4, 1, 1)
+
+
 @register("test_segments")
 class Segments(AttentionKind):
     """A token reads its own segment of 8 tokens and `lookback` before it."""
@@ -442,3 +488,14 @@ def test_groups_are_read_as_they_are_written():
         GroupSpec("full_attention", 16),
         GroupSpec("sliding_window", 8, {"window": 9}),
     ]
+    assert parse_groups("full_attention:cached=0", 16) == [
+        GroupSpec("full_attention", 16, cached=False)
+    ]
+    with pytest.raises(
+        ValueError, match=r"'full_attention:cached=2': cached is 2: expected 0 or 1"
+    ):
+        parse_groups("full_attention:cached=2", 16)
+    with pytest.raises(
+        ValueError, match="cached is False for a group of recurrent states: expected"
+    ):
+        hybrid("full_attention,recurrent:cached=0", 9)

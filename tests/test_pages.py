@@ -551,7 +551,7 @@ def test_single_layers_are_copied_by_a_route_made_for_it():
 # --- storages of a plan ---------------------------------------------------------------------------
 
 
-def hybrid_plan():
+def hybrid_plan(**more):
     window = {"options": {"window": 32}}
     layers = [LayerSpec(f"full.{i}", "full_attention", 16, 2, 8, dtype="float16") for i in range(3)]
     layers += [LayerSpec("window", "sliding_window", 8, 2, 8, dtype="float16", **window)]
@@ -559,12 +559,13 @@ def hybrid_plan():
     scaled = {"dtype": "float8_e4m3fn", "scale_bytes_per_token": 8}
     layers += [LayerSpec("fp8", "full_attention", 16, 2, 8, 4, **scaled)]
     layers += [LayerSpec("state", "recurrent", 1, dtype="float32", state_bytes=512)]
-    return plan_cache(layers, 2**20, max_model_len=64, max_num_batched_tokens=16)
+    return plan_cache(layers, 2**20, max_model_len=64, max_num_batched_tokens=16, **more)
 
 
+@pytest.mark.parametrize("more", [{}, {"layer_page_bytes": 4096}], ids=["plain", "padded"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_a_plan_gives_a_storage_per_group_over_the_same_pages(layout):
-    plan = hybrid_plan()
+def test_a_plan_gives_a_storage_per_group_over_the_same_pages(layout, more):
+    plan = hybrid_plan(**more)
     storages = KVStorage.for_plan(plan, layout=layout)
     assert len(storages) == len(plan.groups)
     pages = storages[0].pages

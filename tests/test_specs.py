@@ -206,9 +206,19 @@ def test_a_wrong_layer_is_refused(wrong, error, message):
     assert str(caught.value) == message
 
 
+def test_a_state_is_cached():
+    with pytest.raises(ValueError, match="cached is False: expected True for kind 'recurrent'"):
+        LayerSpec("a", "recurrent", 1, state_bytes=8, cached=False)
+    for spec in (GroupSpec, lambda *some, **more: LayerSpec("a", *some, 1, 8, **more)):
+        for name in ("cached", "transferred"):
+            with pytest.raises(TypeError, match=f"{name} is 0: expected True or False"):
+                spec("full_attention", 16, **{name: 0})
+
+
 def test_a_layer_of_an_unknown_kind_is_refused():
     with pytest.raises(
-        ValueError, match=r"^kind is 'no_such': expected one of chunked_local, cross"
+        ValueError,
+        match=r"^kind is 'no_such': expected one of chunked_local, circular_window, cross",
     ):
         LayerSpec("x", "no_such", 16, 8, 128)
 
@@ -633,6 +643,78 @@ def test_a_kind_whose_bound_is_none_is_not_planned(monkeypatch, base, method, an
         plan_cache(attention("test_wrong", 1), GIB, max_model_len=64, max_num_batched_tokens=16)
 
 
+def plan_own(monkeypatch, base=AttentionKind, length=100, step=16, **members):
+    monkeypatch.setitem(registry._KINDS, "test_own", type("Own", (base,), members))
+    sizes = {"state_bytes": 64} if base.pages == "state" else {"num_kv_heads": 1, "head_size": 8}
+    return plan_cache(
+        [LayerSpec("own", "test_own", 8, **sizes)],
+        GIB,
+        max_model_len=length,
+        max_num_batched_tokens=step,
+    )
+
+
+def test_a_formula_of_ones_own_below_what_the_rule_needs_is_not_planned(monkeypatch):
+    """The step of tokens 25 to 40 reads from token 6 on: blocks 0 to 5."""
+    rule = {"first_needed_token": lambda self, n: max(n - 19, 0)}
+    says = (
+        r"^Own.max_pages\(100, 16, 8\) is 5: expected 6 or more, "
+        r"as Own.first_needed_token\(25\) is 6$"
+    )
+    with pytest.raises(KindError, match=says):
+        plan_own(monkeypatch, max_pages=lambda self, *_: 5, **rule)
+    plan = plan_own(monkeypatch, max_pages=lambda self, *_: 6, **rule)
+    assert blocks_touched(plan.groups[0], plan, 100) == 6
+
+
+@pytest.mark.parametrize(
+    ("base", "members", "says"),
+    [
+        # The pages follow from a bound of live tokens that is too low.
+        (
+            AttentionKind,
+            {
+                "first_needed_token": lambda self, n: 0,
+                "max_live_tokens": lambda self, n, step: step,
+            },
+            r"Own.max_pages\(100, 16, 8\) is 3: expected 4 or more, as Own.first_needed_token\(9\)",
+        ),
+        (
+            kind_class("full_attention"),
+            {"max_pages": lambda self, *_: 12},
+            r"\(100, 16, 8\) is 12: expected 13 or more, as Own.first_needed_token\(81\) is 0$",
+        ),
+        (
+            kind_class("recurrent"),
+            {"max_pages": lambda self, *_: 1},
+            r"\(100, 16, 8\) is 1: expected 2 or more, as its pages hold 'state'$",
+        ),
+        (
+            kind_class("cross_attention"),
+            {"max_pages": lambda self, *_: 12},
+            r"\(100, 16, 8\) is 12: expected 13 or more, as its pages hold 'encoder'$",
+        ),
+    ],
+)
+def test_a_formula_of_a_derived_kind_is_compared_too(monkeypatch, base, members, says):
+    with pytest.raises(KindError, match=says):
+        plan_own(monkeypatch, base, **members)
+
+
+@settings(max_examples=50)
+@given(window=st.integers(1, 60), length=st.integers(1, 90), step=st.integers(1, 40))
+def test_a_formula_is_refused_exactly_where_a_step_touches_more_blocks(window, length, step):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        rule = {"first_needed_token": lambda self, n: max(n - window + 1, 0)}
+        plan = plan_own(monkeypatch, length=length, step=step, **rule)
+        touched = blocks_touched(plan.groups[0], plan, length)
+        plan_own(monkeypatch, length=length, step=step, max_pages=lambda *_: touched, **rule)
+        if touched > 1:
+            with pytest.raises(KindError, match=f"is {touched - 1}: expected {touched} or more"):
+                less = touched - 1
+                plan_own(monkeypatch, length=length, step=step, max_pages=lambda *_: less, **rule)
+
+
 def test_a_rule_that_goes_back_is_refused_each_time_it_is_asked():
     class Back(AttentionKind):
         def first_needed_token(self, num_computed_tokens):
@@ -704,6 +786,27 @@ def test_more_kinds_of_layers_than_groups():
             ValueError,
             "max_num_batched_tokens is 0: expected 1 to 2147483647",
         ),
+        (
+            {"fit_max_model_len": 1},
+            TypeError,
+            "fit_max_model_len is 1: expected True or False",
+        ),
+        (
+            {"layer_page_bytes": 65535},
+            ValueError,
+            "layer_page_bytes is 65535: expected 65536 to 9223372036854775807",
+        ),
+        (
+            {"layer_page_bytes": 65537},
+            ValueError,
+            "layer_page_bytes is 65537: expected a multiple of 2, of whole elements of every "
+            "layer's dtype",
+        ),
+        (
+            {"layer_page_bytes": 1e9},
+            TypeError,
+            "layer_page_bytes is 1000000000.0: expected an integer",
+        ),
         ({"layers": None}, TypeError, "layers is None: expected an iterable of LayerSpec"),
         (
             {"layers": LayerSpec},
@@ -728,6 +831,46 @@ def test_wrong_input_is_refused(wrong, error, message):
     with pytest.raises(error) as caught:
         plan_cache(**{**right, **wrong})
     assert str(caught.value) == message
+
+
+def test_layers_that_are_not_cached_or_not_transferred_have_groups_of_their_own():
+    layers = [
+        *attention("full_attention", 2),
+        LayerSpec("draft", "full_attention", 16, 8, 128, cached=False),
+        LayerSpec("scratch", "full_attention", 16, 8, 128, transferred=False),
+    ]
+    plan = plan_cache(layers, GIB, max_model_len=64)
+    found = [(group.layers, group.cached, group.transferred) for group in plan.groups]
+    assert found == [
+        (("full_attention.0",), True, True),
+        (("full_attention.1",), True, True),
+        (("draft",), False, True),
+        (("scratch",), True, False),
+    ]
+    assert plan.transferred_groups == (0, 1, 2)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_a_buffer_must_hold_the_window_and_a_step():
+    def planned(buffer, step, length=1024):
+        options = {"window": 100, "buffer": buffer}
+        layers = attention("circular_window", 1, options=options)
+        return plan_cache(layers, GIB, max_model_len=length, max_num_batched_tokens=step)
+
+    plan = planned(160, 61)  # 10 blocks
+    assert plan.pages_per_request(1024) == 10 and plan.pages_per_request(40) == 3
+    says = (
+        r"^options of CircularWindow have buffer 144: expected 160 or more, "
+        r"window - 1 and the 61 tokens of a step$"
+    )
+    with pytest.raises(KindError, match=says):
+        planned(144, 61)
+    assert planned(129, 45)  # rounded up to 144 by whole blocks
+    assert planned(100, 1024, length=100)  # never written over
+    with pytest.raises(
+        ValueError, match=r"^buffer is 99: expected 100 to 2147483647 \(the window\)$"
+    ):
+        planned(99, 1)
 
 
 # --- any layers and budgets -----------------------------------------------------------------------
@@ -893,3 +1036,57 @@ def test_the_budget_said_to_be_needed_is_the_least(case):
     assert plan_cache(layers, needed, **arguments).max_concurrency >= 1
     with pytest.raises(ValueError, match=r", 1 \(0.00 GiB\) more"):
         plan_cache(layers, needed - 1, **arguments)
+
+
+# --- the length that fits, and padding --------------------------------------------------------------
+
+
+def test_the_length_is_fitted_to_the_budget():
+    layers = attention("full_attention", 2)
+    plan = plan_cache(layers, 10**6, max_model_len=8192, fit_max_model_len=True)
+    # Pages of 64 KiB: 7 for each layer's 112 tokens, and the null page.
+    assert (plan.max_model_len, plan.max_num_batched_tokens, plan.num_pages) == (112, 112, 15)
+    assert plan == plan_cache(layers, 10**6, max_model_len=112)
+    enough = {"max_model_len": 8192, "max_num_batched_tokens": 64}
+    fitted = plan_cache(layers, GIB, fit_max_model_len=True, **enough)
+    assert fitted == plan_cache(layers, GIB, **enough)
+    assert plan_cache(layers, 10**6, fit_max_model_len=True, **enough).max_num_batched_tokens == 64
+    with pytest.raises(ValueError, match=r"max_model_len 8192 needs .* of at most 0$"):
+        plan_cache(layers, 10**5, fit_max_model_len=True, **enough)
+
+
+@settings(max_examples=50)
+@given(case=cases(), part=st.floats(0, 1.5))
+def test_the_fitted_length_is_the_largest_that_fits(case, part):
+    layers, arguments = case
+    budget = int(least_budget(layers, arguments) * part)
+    most = arguments["max_model_len"]
+
+    def planned(length, **more):
+        try:
+            return plan_cache(layers, budget, **{**arguments, "max_model_len": length}, **more)
+        except ValueError:
+            return None
+
+    fitted = planned(most, fit_max_model_len=True)
+    length = fitted.max_model_len if fitted else 0
+    assert 0 <= length <= most and (fitted is not None or not planned(1))
+    if fitted:
+        assert fitted == planned(length)
+    if length < most:
+        assert planned(length + 1) is None and planned(most) is None
+
+
+def test_padding_is_given_by_the_caller():
+    layers = [
+        *attention("full_attention", 2),
+        *attention("sliding_window", 2, heads=4, options={"window": 64}),
+    ]
+    plain = plan_cache(layers, GIB, max_model_len=1024)
+    assert (plain.layer_page_bytes, plain.page_bytes) == (64 * KIB, 128 * KIB)
+    plan = plan_cache(layers, GIB, max_model_len=1024, layer_page_bytes=96 * KIB)
+    assert (plan.layer_page_bytes, plan.page_bytes) == (96 * KIB, 192 * KIB)
+    assert shape(plan) == shape(plain) == [("full_attention", 16, 2), ("sliding_window", 32, 2)]
+    assert plan.padding_bytes == (64 * KIB, 64 * KIB)
+    assert plan.num_pages == GIB // (192 * KIB)
+    assert plan_cache(layers, GIB, max_model_len=1024, layer_page_bytes=64 * KIB) == plain

@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from kvcache.memory_plan import plan_cache
+from kvcache.specs import ContextParallel, LayerSpec
 from kvcache.transfer.description import CacheDescription, Coordinates
 from tests.transfer_plan_checker import ORDERS, PACKINGS, PARTS, Memory, cache, of
 
@@ -172,3 +174,39 @@ def test_regions_are_those_of_the_storage(packing, layout, values):
             r, at = one.offset_of(layer, part, token, head)
             want = view[page, token, head].data_ptr() - pages.memory.data_ptr()
             assert start[int(r)] + page * one.region_bytes[r] + at == want
+
+
+def test_a_group_of_a_plan_is_described_unless_it_is_not_transferred():
+    cp = ContextParallel(dcp_world_size=2)
+    layers = [LayerSpec(f"full.{i}", "full_attention", 16, 2, 64) for i in range(4)]
+    layers += [LayerSpec("mla", "full_attention", 16, 1, 576, v_head_size=0, replicated=True)]
+    layers += [LayerSpec("own", "full_attention", 16, 2, 64, transferred=False)]
+    layers += [LayerSpec("state", "recurrent", 1, state_bytes=64)]
+    plan = plan_cache(layers, 2**24, max_model_len=64, context_parallel=cp)
+
+    def described(name, **sizes):
+        (group,) = [group for group in plan.groups if name in group.layers]
+        return CacheDescription.of_group(
+            group, plan.layers, engine_id="a", cp_world_size=2, **sizes
+        )
+
+    full = described("full.0", tp_size=4, pp_size=2)
+    group = next(group for group in plan.groups if "full.0" in group.layers)
+    assert (full.num_layers, full.layers_per_rank) == (2 * len(group.layers), len(group.layers))
+    assert (full.total_num_kv_heads, full.heads_per_rank, full.head_size) == (8, 2, 64)
+    assert (full.block_size, full.cp_world_size) == (group.block_size, 2)
+    assert described("full.0", tp_size=4, total_num_kv_heads=2).heads_per_rank == 1
+    mla = described("mla", tp_size=4)
+    assert (mla.is_mla, mla.total_num_kv_heads, mla.cp_world_size) == (True, 1, 1)
+    with pytest.raises(
+        ValueError, match=r"^group with layers \('own',\) has transferred=False: expected"
+    ):
+        described("own")
+    with pytest.raises(
+        ValueError, match="layer 'state' keeps a state: expected a group of K and V"
+    ):
+        described("state")
+    with pytest.raises(ValueError, match=r"of which \['x'\] are not among layers"):
+        CacheDescription.of_group(
+            replace(plan.groups[0], layers=("x",)), plan.layers, engine_id="a"
+        )

@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "core/groups/chunked_local.h"
+#include "core/groups/circular_window.h"
 #include "core/groups/cross_attention.h"
 #include "core/groups/full_attention.h"
 #include "core/groups/recurrent_state.h"
@@ -89,6 +90,12 @@ void bind_kinds(py::module_& m) {
              return std::make_shared<ChunkedLocal>(int_argument(chunk_size, "chunk_size"));
            }),
            py::arg("chunk_size"));
+  py::class_<CircularWindow, AttentionKind, std::shared_ptr<CircularWindow>>(m, "CircularWindow")
+      .def(py::init([](const py::object& window, const py::object& buffer) {
+             return std::make_shared<CircularWindow>(int_argument(window, "window"),
+                                                     int_argument(buffer, "buffer"));
+           }),
+           py::arg("window"), py::arg("buffer"));
   py::class_<RecurrentState, AttentionKind, std::shared_ptr<RecurrentState>>(m, "RecurrentState")
       .def(py::init<>());
   py::class_<CrossAttention, AttentionKind, std::shared_ptr<CrossAttention>>(m, "CrossAttention")

@@ -163,6 +163,8 @@ class Driver {
     options.watermark_blocks = below(3) == 0 ? below(4) : 0;
     options.groups[0].drafts =
         options.groups[0].kind->pages() == AttentionKind::Pages::kTokens && below(4) == 0;
+    auto& last = options.groups.back();
+    last.is_cached = last.kind->pages() == AttentionKind::Pages::kState || below(5) != 0;
     options.fence_frees = below(4) == 0;
     options.record_events = below(2) == 0;
     options.track_residency = below(2) == 0;

@@ -53,6 +53,22 @@ TEST(a_hit_is_the_leading_blocks_that_are_found) {
   CHECK_EQ(f.pool.ref_count(first), 1);
 }
 
+TEST(a_group_that_is_not_cached_takes_no_part) {
+  std::vector<CacheGroup> groups = full_groups(4);
+  groups.push_back(group_of(std::make_shared<FullAttention>(), 8, /*id=*/1, /*hash_block_size=*/4));
+  groups[1].is_cached = false;
+  Fixture f(groups);
+  for (size_t block = 0; block < 3; ++block) f.cache(&f.pool, block);
+  CHECK_EQ(f.find().num_tokens, 8);  // whole blocks of all groups
+  CHECK(f.find().blocks[1] == Ids({kNullBlock}));
+  const PrefixHit& hit = f.find(/*with_host=*/false, /*with_partial=*/true);
+  CHECK_EQ(hit.num_tokens, 12);
+  CHECK_EQ(hit.sources[1], kNullBlock);
+  groups[0].is_cached = false;
+  Fixture none(groups);
+  CHECK_EQ(none.find().num_tokens, 0);
+}
+
 TEST(the_last_token_must_run) {
   Fixture f;
   for (size_t block = 0; block < 4; ++block) f.cache(&f.pool, block);

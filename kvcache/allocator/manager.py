@@ -132,8 +132,11 @@ class KVCacheManager:
 
         A group's block holds `block_size * context_parallel.world_size` tokens (in `replicated` groups
         `block_size`), for allocation, hashing, hits and events. A hit is the longest prefix of which
-        every group has the blocks that it needs. `max_encoder_tokens`: a request with more encoder
-        tokens is refused (None: one with any). Options as for the constructor.
+        every group has the blocks that it needs. A group with `cached=False` takes no part in that: its
+        table has null blocks for the tokens of a hit, and its layers read only what the request has
+        computed behind them (where a hit ends inside a block, the block's tokens before are zeros).
+        Nothing of it is ever a hit, an event, or on the host for others. `max_encoder_tokens`: a
+        request with more encoder tokens is refused (None: one with any). Options as for the constructor.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 32})]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024, num_preallocate_tokens=0)
@@ -179,7 +182,7 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         native_options = options.native_of(
             [
-                (kind, size, group.drafts)
+                (kind, size, group.drafts, group.cached)
                 for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
             ],
             num_gpu_blocks,

@@ -167,11 +167,13 @@ class CacheOptions:
 
     def native_of(
         self,
-        groups: Sequence[tuple[core.AttentionKind, int, bool]],
+        groups: Sequence[tuple[core.AttentionKind, int, bool, bool]],
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
-        """The native options of a manager with these groups, (kind, tokens per block, drafts) each.
+        """The native options of a manager with these groups.
+
+        `groups`: (kind, tokens per block, whether it drafts, whether it is cached) each.
 
         `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
         """

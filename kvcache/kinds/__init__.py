@@ -25,6 +25,7 @@ ValueError: options of kind 'last_segment' are {}: expected segment=N
 
 from kvcache.kinds import (  # noqa: F401  (each registers its kind)
     chunked_local,
+    circular_window,
     cross_attention,
     full_attention,
     recurrent,
@@ -35,6 +36,7 @@ from kvcache.kinds.base import (
     KindError,
     KindProperties,
     Pages,
+    check_planned_pages,
     checked_first_live_token,
     checked_max_pages,
 )
@@ -45,6 +47,7 @@ __all__ = [
     "KindError",
     "KindProperties",
     "Pages",
+    "check_planned_pages",
     "checked_first_live_token",
     "checked_max_pages",
     "kind_class",

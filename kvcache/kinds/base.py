@@ -9,8 +9,9 @@ from kvcache.checks import MAX_INT64, integer
 from kvcache.native.load import core
 
 # The content of a kind's pages: KV of block_size tokens; the state of a request at the end of a
-# block; KV of the encoder's tokens, which no other request can use.
-Pages = Literal["tokens", "state", "encoder"]
+# block; KV of the encoder's tokens, which no other request can use; KV of the last tokens of a request,
+# in blocks that are written round.
+Pages = Literal["tokens", "state", "encoder", "circular"]
 
 
 class KindError(ValueError):
@@ -142,6 +143,52 @@ def checked_max_pages(
 ) -> int:
     """`kind.max_pages(...)`; KindError for a wrong answer."""
     return _answer(kind, "max_pages", (num_tokens, step_tokens, tokens_per_page), 1)
+
+
+def check_planned_pages(
+    kind: KindProperties, num_tokens: int, step_tokens: int, tokens_per_page: int
+) -> None:
+    """KindError where `max_pages` is less than a request of `num_tokens` holds by the kind's rule.
+
+    Asks only kinds that bring a formula of their own, as the others follow from the rule, and those
+    whose blocks are written round: their buffer must hold what a step reads and writes.
+    """
+    if kind.pages == "circular":
+        needed = min(kind.max_live_tokens(num_tokens, min(step_tokens, num_tokens)), num_tokens)
+        places = -(-kind.buffer // tokens_per_page) * tokens_per_page
+        if needed > places:
+            raise KindError(
+                f"options of {type(kind).__name__} have buffer {kind.buffer}: expected {needed} or more, "
+                f"window - 1 and the {min(step_tokens, num_tokens)} tokens of a step"
+            )
+    if not _has_own_bound(type(kind)):
+        return
+    planned = checked_max_pages(kind, num_tokens, step_tokens, tokens_per_page)
+    name, num_all = type(kind).__name__, -(-num_tokens // tokens_per_page)
+    call = f"{name}.max_pages({num_tokens}, {step_tokens}, {tokens_per_page}) is {planned}"
+    if kind.pages != "tokens":
+        held = {"encoder": num_all, "state": min(num_all, 2)}.get(kind.pages, 0)
+        if kind.pages == "circular":
+            held = -(-min(num_tokens, kind.buffer) // tokens_per_page)
+        if held > planned:
+            raise KindError(f"{call}: expected {held} or more, as its pages hold {kind.pages!r}")
+        return
+    # Of the steps whose last token is in the same page, the one that begins first holds most.
+    later = range(1 + -step_tokens % tokens_per_page, num_tokens, tokens_per_page)
+    for start in (0, *later):
+        first = _first_needed_token(kind, start)
+        stop = min(start + step_tokens, num_tokens)
+        held = -(-stop // tokens_per_page) - first // tokens_per_page
+        if held > planned:
+            raise KindError(
+                f"{call}: expected {held} or more, as {name}.first_needed_token({start}) is {first}"
+            )
+
+
+def _has_own_bound(kind: type[KindProperties]) -> bool:
+    """Whether planning asks a formula that this package did not write."""
+    methods = (getattr(kind, name) for name in ("max_pages", "max_live_tokens"))
+    return not all(getattr(each, "__module__", "").startswith("kvcache.kinds.") for each in methods)
 
 
 def _first_needed_token(kind: KindProperties, num_computed_tokens: int) -> int:

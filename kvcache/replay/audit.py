@@ -59,7 +59,9 @@ class Audit:
     def _span(self, running: Running, start: int) -> Span:
         groups = range(len(self._manager.groups))
         block_ids = [self._manager.block_ids(running.request, g) for g in groups]
-        return Span(running.item, running.row, block_ids, start, running.num_computed)
+        return Span(
+            running.item, running.row, block_ids, start, running.num_computed, running.num_hit
+        )
 
     def _count(self, check: Callable, spans: Sequence[Span]) -> None:
         for span in spans:

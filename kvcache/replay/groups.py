@@ -13,8 +13,9 @@ from kvcache.specs import MAX_GROUPS, GroupSpec
 def parse_groups(text: str, block_size: int) -> list[GroupSpec]:
     """Groups from `kind[:option=value]...`, separated by commas.
 
-    The option `block_size` is the group's allocation block (default: `block_size`, tokens); all others
-    are the kind's. ValueError names the group, what came and what was expected.
+    The option `block_size` is the group's allocation block (default: `block_size`, tokens), `cached=0`
+    says that it is not cached; all others are the kind's. ValueError names the group, what came and
+    what was expected.
 
     >>> for group in parse_groups("full_attention,sliding_window:window=1024:block_size=16", 32):
     ...     print(group.kind, group.block_size, group.options)
@@ -57,7 +58,10 @@ def _parse_group(text: str, block_size: int) -> GroupSpec:
         raise ValueError(f"{quoted(text)}: its kind is {quoted(kind)}: expected {_replayable()}")
     options = {name: _parse_number(name, value, text) for name, value in values.items()}
     try:
-        group = GroupSpec(kind, options.pop("block_size", block_size), options)
+        size, cached = options.pop("block_size", block_size), options.pop("cached", 1)
+        if cached not in (0, 1):
+            raise ValueError(f"cached is {cached}: expected 0 or 1")
+        group = GroupSpec(kind, size, options, cached=bool(cached))
         check_replayable(group)
     except ValueError as error:
         raise ValueError(f"{quoted(text)}: {error}") from None

@@ -42,3 +42,4 @@ class Span(NamedTuple):
     block_ids: Sequence[np.ndarray]  # per group int32[k], the request's as the manager has them
     start: int
     stop: int
+    num_hit: int = 0  # tokens that the request did not compute

@@ -39,6 +39,7 @@ class VerifiedGroup:
     table: BlockTable
     factors: np.ndarray
     chunk_tokens: int
+    is_cached: bool = True
 
     def check_arrival(self, span: Span) -> Found:
         """Reads content that the plan had to move for these tokens, before they are written."""
@@ -87,6 +88,14 @@ class VerifiedGroup:
 class TokenGroup(VerifiedGroup):
     """Pages of KV; a token reads from the first needed token of the kind on."""
 
+    def check_arrival(self, span: Span) -> Found:
+        """Where a hit of the other groups ends inside a block of this one: zeros before its end."""
+        first = span.num_hit - span.num_hit % self.storage.block_size
+        if self.is_cached or span.start != span.num_hit or first == span.num_hit:
+            return NOTHING_WRONG
+        zeros = np.zeros_like(self._content(span.request, first, span.num_hit))
+        return self._compare(span, first, zeros)
+
     def write(self, span: Span) -> None:
         """Writes the KV of the tokens."""
         for first, last in self._chunks(span.start, span.stop):
@@ -97,19 +106,28 @@ class TokenGroup(VerifiedGroup):
         """Reads all that the tokens attend to, themselves included; KindError."""
         count, found = 0, None
         start = checked_first_live_token(self.kind, span.start, span.stop)
+        if not self.is_cached:  # a hit of the other groups brings nothing
+            start = max(start, span.num_hit)
         for first, last in self._chunks(start, span.stop):
-            expected = self._content(span.request, first, last)
-            columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
-            slots = self._slots(span.row, first, last)
-            blocks = span.block_ids[self.index][columns].astype(np.int64)
-            mapped, placed = self._wrong(expected, slots, blocks, offsets)
-            wrong = np.flatnonzero(mapped | placed)
-            if len(wrong) and found is None:
-                at = int(wrong[0])
-                block_id = int(slots[at]) // self.storage.block_size if mapped[at] else blocks[at]
-                found = self._mismatch(span, first + at, int(columns[at]), int(block_id))
-            count += len(wrong)
+            number, mismatch = self._compare(span, first, self._content(span.request, first, last))
+            count, found = count + number, found or mismatch
         return count, found
+
+    def _compare(self, span: Span, first: int, expected: np.ndarray) -> Found:
+        """Reads the tokens from `first` on that have this content."""
+        last = first + expected.shape[1]
+        columns, offsets = np.divmod(np.arange(first, last), self.storage.block_size)
+        if self.table.layout.is_circular:
+            columns %= self.table.layout.max_num_blocks
+        slots = self._slots(span.row, first, last)
+        blocks = span.block_ids[self.index][columns].astype(np.int64)
+        mapped, placed = self._wrong(expected, slots, blocks, offsets)
+        wrong = np.flatnonzero(mapped | placed)
+        if not len(wrong):
+            return NOTHING_WRONG
+        at = int(wrong[0])
+        block_id = int(slots[at]) // self.storage.block_size if mapped[at] else blocks[at]
+        return len(wrong), self._mismatch(span, first + at, int(columns[at]), int(block_id))
 
     def _chunks(self, start: int, stop: int) -> list[tuple[int, int]]:
         starts = range(start, stop, self.chunk_tokens)

@@ -56,6 +56,11 @@ class KVVerifier:
     ) -> None:
         specs = checked_groups(block_size, groups)
         kinds = [make_kind(spec.kind, spec.options) for spec in specs]
+        # Columns of a buffer that is written round.
+        self._buffers = [
+            -(-kind.buffer // spec.block_size) if kind.pages == "circular" else None
+            for spec, kind in zip(specs, kinds)
+        ]
         self._specs, self._device = specs, device
         self._has_slots = [kind.pages != "state" for kind in kinds]
         self._max_num_reqs, self._num_blocks = max_num_reqs, num_blocks
@@ -100,7 +105,10 @@ class KVVerifier:
     def reserve(self, num_tokens: int) -> None:
         """Makes room in the tables for a request of `num_tokens` tokens."""
         widths = [table.max_num_blocks_per_req for table in self.tables.block_tables]
-        needed = [-(-num_tokens // spec.block_size) for spec in self._specs]
+        needed = [
+            1 if buffer else -(-num_tokens // spec.block_size)
+            for spec, buffer in zip(self._specs, self._buffers)
+        ]
         if all(width >= blocks for width, blocks in zip(widths, needed)):
             return
         old = self.tables.block_tables
@@ -146,7 +154,8 @@ class KVVerifier:
             self._device,
             sizes,
             sizes,
-            max_num_blocks=widths,
+            max_num_blocks=[buffer or width for buffer, width in zip(self._buffers, widths)],
+            circular=[buffer is not None for buffer in self._buffers],
             slot_mapping=self._has_slots,
         )
         self.worker = Worker(self.storages, self.tables, self._host, last_step_id=last_step_id)
@@ -164,6 +173,7 @@ class KVVerifier:
                 self.tables[g],
                 factors[g].reshape(-1, features[g]),
                 self._chunk_tokens,
+                self._specs[g].cached,
             )
             for g, kind in enumerate(kinds)
         ]

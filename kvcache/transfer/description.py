@@ -8,7 +8,7 @@ memory order allows; `region_addresses` finds them in a storage's `Pages`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 
 from kvcache.checks import dtype_name, integer
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
-from kvcache.specs import ELEMENT_BYTES
+from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.transfer.sharding import (
     PipelineStage,
     check_stages,
@@ -217,6 +217,67 @@ class CacheDescription:
         if not (np.isfinite(values) & (values > 0)).all():
             raise ValueError(f"{name} is {values.tolist()}: expected finite numbers above 0")
         return tuple(map(tuple, values.tolist()))
+
+    @classmethod
+    def of_group(
+        cls,
+        group: GroupSpec,
+        layers: Iterable[LayerSpec],
+        *,
+        engine_id: str,
+        total_num_kv_heads: int | None = None,
+        cp_world_size: int = 1,
+        **sizes: object,
+    ) -> CacheDescription:
+        """The description of one group of a plan: of `plan.groups[g]` and `plan.layers`.
+
+        Layers, heads per rank, head sizes, block size and dtype are those of the group.
+        `total_num_kv_heads`: of the model; by default each rank has heads of its own. Of a replicated
+        group `cp_world_size` is 1. `sizes`: the other fields. ValueError for a group whose blocks are
+        not transferred or hold no tokens.
+
+        >>> from kvcache import plan_cache
+        >>> layers = [LayerSpec("a", "full_attention", 16, 2, 64)]
+        >>> layers += [LayerSpec("b", "full_attention", 16, 2, 64, transferred=False)]
+        >>> plan = plan_cache(layers, 2**20, max_model_len=64)
+        >>> cache = CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x", tp_size=4)
+        >>> cache.total_num_kv_heads, cache.block_size
+        (8, 16)
+        >>> CacheDescription.of_group(plan.groups[1], plan.layers, engine_id="x")
+        Traceback (most recent call last):
+        ...
+        ValueError: group with layers ('b',) has transferred=False: expected one that is transferred
+        """
+        if not group.transferred:
+            raise ValueError(
+                f"group with layers {group.layers} has transferred=False: expected one that is "
+                "transferred"
+            )
+        by_name = {layer.name: layer for layer in layers}
+        missing = [name for name in group.layers if name not in by_name]
+        if missing or not group.layers:
+            raise ValueError(
+                f"group has layers {group.layers}, of which {missing} are not among layers: expected "
+                "the group and the layers of one plan"
+            )
+        layer = by_name[group.layers[0]]
+        if layer.state_bytes:
+            raise ValueError(f"layer {layer.name!r} keeps a state: expected a group of K and V")
+        is_mla = layer.is_mla or (layer.num_kv_heads == 1 and layer.v_head_size == 0)
+        if total_num_kv_heads is None:
+            total_num_kv_heads = 1 if is_mla else layer.num_kv_heads * sizes.get("tp_size", 1)
+        return cls(
+            engine_id=engine_id,
+            num_layers=len(group.layers) * sizes.get("pp_size", 1),
+            total_num_kv_heads=total_num_kv_heads,
+            head_size=layer.head_size,
+            v_head_size=layer.v_head_size,
+            block_size=group.block_size,
+            is_mla=is_mla,
+            dtype=layer.dtype,
+            cp_world_size=1 if group.replicated else cp_world_size,
+            **sizes,
+        )
 
     def to_dict(self) -> dict[str, object]:
         """The fields by name, as values for JSON."""

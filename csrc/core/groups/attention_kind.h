@@ -15,6 +15,7 @@ class AttentionKind {
     kTokens,   // KV of block_size tokens: one page per block of tokens that are still read
     kState,    // the state after the last token of its block: one page, and one per boundary stored
     kEncoder,  // KV of encoder tokens: taken at admission, released at the end, never shared
+    kCircular,  // KV of the last `buffer` tokens, in blocks that are written round: never cached
   };
 
   virtual ~AttentionKind() = default;
@@ -27,6 +28,9 @@ class AttentionKind {
   virtual bool keeps_all() const { return false; }
 
   virtual Pages pages() const { return Pages::kTokens; }
+
+  // kCircular: the most tokens from the first that a step reads to the last that it writes.
+  virtual int64_t buffer() const { return 0; }
 };
 
 }  // namespace kvcache

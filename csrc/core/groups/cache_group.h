@@ -21,18 +21,20 @@ struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   AttentionKind::Pages pages;
   bool keeps_all;
+  bool is_cached;        // its blocks can be hit; else it takes no part in hits
   bool drafts;           // the last block of a hit is computed anew
   bool has_partial;      // hits inside a block, which are copied
   uint8_t id;            // index among the groups, and group of its blocks in the pool
   int64_t block_size;    // tokens, over all context-parallel ranks
   int64_t num_hashes;    // per block
   int64_t hit_unit;      // tokens: hits of the manager end at multiples of it
-  int64_t max_blocks;    // of one request
+  int64_t max_blocks;    // of one request; circular: all that it ever has
   int64_t num_prealloc;  // blocks
 
   bool holds_tokens() const { return pages == AttentionKind::Pages::kTokens; }
   bool holds_state() const { return pages == AttentionKind::Pages::kState; }
-  bool is_cacheable() const { return pages != AttentionKind::Pages::kEncoder; }
+  bool holds_encoder() const { return pages == AttentionKind::Pages::kEncoder; }
+  bool is_circular() const { return pages == AttentionKind::Pages::kCircular; }
 
   // Whether some hit reads this whole block, or computes it anew: the shortest that ends behind it
   // reads most of it.
@@ -49,10 +51,23 @@ struct CacheGroup {
     return keeps_all ? 0
                      : std::clamp<int64_t>(kind->first_needed_token(num_computed), 0, num_computed);
   }
+  // Circular: the place of a block of the sequence, and the tokens that there are places for.
+  int64_t column_of(int64_t block) const { return is_circular() ? block % max_blocks : block; }
+  int64_t num_places() const { return max_blocks * block_size; }
+  // Circular: whether slots up to `stop` leave all that the token at `start` reads.
+  bool has_places_for(int64_t start, int64_t stop) const {
+    return stop - first_needed_token(start) <= num_places();
+  }
   // Blocks before this one hold no token that is still read.
   int64_t first_needed_block(int64_t num_computed) const {
     return keeps_all ? 0 : first_needed_token(num_computed) / block_size;
   }
+  // The first token whose KV a hit of so many tokens brings; behind it, a group that is not cached
+  // reads only what its request has computed.
+  int64_t first_hit_token(int64_t num_hit) const {
+    return is_cached ? first_needed_token(num_hit) : num_hit;
+  }
+  int64_t first_hit_block(int64_t num_hit) const { return first_hit_token(num_hit) / block_size; }
 };
 
 // Whether all blocks are of one size, that of a hash block.

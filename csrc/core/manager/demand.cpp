@@ -13,9 +13,17 @@ int64_t num_encoder_blocks(const CacheGroup& group, const TokenChain& chain) {
 // Blocks in which tokens start to stop - 1 are written, and that others hold.
 int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
                    int64_t start, int64_t stop) {
-  const int64_t last = std::min(ceil_div(stop, group.block_size), held.size());
-  int64_t n = 0;
-  for (int64_t b = start / group.block_size; b < last; ++b) n += holders.is_shared(held[b]);
+  const int64_t first = start / group.block_size;
+  int64_t n = 0, last = std::min(ceil_div(stop, group.block_size), held.size());
+  if (group.is_circular()) {
+    last = std::min(ceil_div(stop, group.block_size), first + group.max_blocks);
+    for (int64_t b = first; b < last; ++b) {
+      const int64_t column = group.column_of(b);
+      n += column < held.size() && holders.is_shared(held[column]);
+    }
+    return n;
+  }
+  for (int64_t b = first; b < last; ++b) n += holders.is_shared(held[b]);
   return n;
 }
 
@@ -61,6 +69,10 @@ struct Basis {
       for (int64_t b = each.num_dropped; b < needs.drop_to && on.frees_at_once; ++b) {
         num_free += on.pool->ref_count(each[b]) == 1;
       }
+    } else if (group.is_circular()) {
+      const int64_t most = std::min(ceil_div(stop, group.block_size), group.max_blocks);
+      needs.num_new = std::max<int64_t>(most - size, 0);
+      if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
     }
     num_new += needs.num_new + needs.num_shared;
     demand[group] = needs;
@@ -124,7 +136,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
                      /*may_share=*/false);
   for (const CacheGroup& group : *groups_) {
     GroupDemand& needs = demand[group];
-    if (!group.is_cacheable()) {
+    if (group.holds_encoder()) {
       needs.num_new = num_encoder_blocks(group, chain);
       if (demand.status == Status::kServed && needs.num_new > demand.num_spare) {
         demand.status = Status::kWait;
@@ -139,11 +151,12 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
 
 bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
   for (const CacheGroup& group : *groups_) {
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     const RowBlocks& each = held[group.id];
     const int64_t stop = each.size() * group.block_size;
-    if (num_shared(holders_, group, each, group.holds_state() ? stop - 1 : start, stop) > 0)
-      return true;
+    int64_t from = group.holds_state() ? stop - 1 : start;
+    if (group.is_circular()) from = 0;  // any of its blocks is written again
+    if (num_shared(holders_, group, each, from, stop) > 0) return true;
   }
   return false;
 }
@@ -152,14 +165,14 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
                              int64_t num_tokens, const Demand& demand) const {
   int64_t room = demand.num_spare, most = 0, most_new = 0;
   for (const CacheGroup& group : *groups_) {
-    if (group.is_cacheable()) room += demand[group].num_new;
+    if (!group.holds_encoder()) room += demand[group].num_new;
   }
   for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
     span.stop = std::min(span.stop, chain.num_tokens());
     int64_t num_held = 0, num_new = 0;
     for (const CacheGroup& group : *groups_) {
       const int64_t size = held[group.id].size();
-      if (!group.is_cacheable()) {
+      if (group.holds_encoder()) {
         num_held += num_encoder_blocks(group, chain);
       } else if (group.holds_state()) {
         const int64_t column = ceil_div(span.stop, group.block_size);
@@ -172,7 +185,7 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
       } else {
         const int64_t stop =
             std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
-        const int64_t needed = group.first_needed_block(span.start);
+        const int64_t needed = group.is_circular() ? 0 : group.first_needed_block(span.start);
         num_held += std::max<int64_t>(stop - needed, 0);
         num_new += std::max<int64_t>(stop - std::max(needed, size), 0);
       }

@@ -98,8 +98,8 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
       }
       const auto found = blocks_.find(each[b]);
       if (found == blocks_.end()) continue;
-      limit =
-          std::min(limit, group.is_cacheable() ? std::max(found->second, b * group.block_size) : 0);
+      const int64_t first = group.is_circular() ? 0 : b * group.block_size;
+      limit = std::min(limit, group.holds_encoder() ? 0 : std::max(found->second, first));
     }
   }
   return limit;
@@ -140,7 +140,7 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
 void Invalidation::add_left(const TokenChain& chain, int64_t first_token) {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : *context_.groups) {
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     for (int64_t b = first_token / group.block_size; b * group.num_hashes < num_hashed; ++b) {
       add_dropped(chain, group, b, std::max(first_token, b * group.block_size));
     }
@@ -176,11 +176,14 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
   bool changed = false;
   const Row& r = (*context_.rows)[row];
   for (const CacheGroup& group : *context_.groups) {
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     const RowBlocks& each = context_.rows->blocks(row)[group.id];
     const int64_t size = context_.rows->num_written(row, group);
-    for (int64_t b = std::max(each.num_hits, limit / group.block_size); b < size; ++b) {
-      const int64_t num_valid = std::max(limit, b * group.block_size);
+    // Circular: any of its blocks, which only forks share, may hold tokens behind the limit.
+    const int64_t first =
+        group.is_circular() ? 0 : std::max(each.num_hits, limit / group.block_size);
+    for (int64_t b = first; b < size; ++b) {
+      const int64_t num_valid = group.is_circular() ? limit : std::max(limit, b * group.block_size);
       const BlockId id = r.on_host ? kNullBlock : each[b];
       if (id != kNullBlock) {
         changed |= add_invalid_block(id, num_valid);

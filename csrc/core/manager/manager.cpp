@@ -20,27 +20,27 @@ RowContext row_context(const ManagerSetup& setup, CacheTiers* tiers, RowTable* r
 
 Manager::Manager(const ManagerOptions& options)
     : setup_(options),
-      rows_(&setup_.groups, options.max_num_reqs),
-      steps_(setup_.groups.size(), options.num_blocks),
+      rows_(&setup_.groups, setup_.options.max_num_reqs),
+      steps_(setup_.groups.size(), setup_.options.num_blocks),
       tiers_(&setup_, &steps_),
-      stats_(cached_block_sizes(setup_.groups), options.stats_window),
+      stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
-              options),
+              setup_.options),
       checkpoints_(setup_.groups, finder_.unit()),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
-                 options),
+                 setup_.options),
       checks_({&setup_, &rows_, &steps_.journal(), &tiers_.pool(), tiers_.host_pages(),
                &tiers_.frees()}),
-      intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, options.enable_caching),
+      intake_({&rows_, &publisher_, &steps_.journal(), &checks_}, setup_.options.enable_caching),
       release_(row_context(setup_, &tiers_, &rows_, &steps_), setup_.hash_block_size,
                &tiers_.clock()),
       swap_(row_context(setup_, &tiers_, &rows_, &steps_), &publisher_, &release_,
-            options.caches_swapped_rows),
+            setup_.options.caches_swapped_rows),
       server_(row_context(setup_, &tiers_, &rows_, &steps_),
               {setup_.hash_block_size, tiers_.holders(), &finder_, &publisher_, &swap_, &intake_,
                &stats_},
-              options),
+              setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
       pins_(&tiers_.pool()) {}
@@ -114,6 +114,7 @@ Status Manager::would_fit(const StepRequest& request, bool whole) {
     throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
   }
   checks_.check_new(*asked.chain);
+  checks_.check_new_places(asked, request.num_lookahead);
   if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
   external_hits(request.new_rows);
   return server_.would_fit(request, whole);
@@ -126,6 +127,7 @@ Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookah
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_length(rows_[row].num_computed + num_tokens, "a row");
+  checks_.check_places(rows_[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
   return server_.would_extend(row, num_tokens, num_lookahead_tokens);
 }
 
@@ -214,6 +216,8 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
   const int64_t num_computed = checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
+  checks_.check_places(0, asked.num_external + asked.num_tokens + num_lookahead_tokens,
+                       "a new request");
   PrefixHit hit = PrefixHit::of_device(num_computed, computed);
   hit.reads = asked.reads();
   return server_.allocate(asked, hit, num_lookahead_tokens);

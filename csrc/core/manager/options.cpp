@@ -1,5 +1,6 @@
 #include "core/manager/options.h"
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -35,8 +36,14 @@ ManagerOptions checked(const ManagerOptions& options) {
   }
   for (size_t g = 0; g < options.groups.size(); ++g) {
     const GroupOptions& group = options.groups[g];
+    const AttentionKind::Pages pages = group.kind->pages();
     checked_size("block_size", group.block_size, 1);
-    if (!group.drafts || group.kind->pages() == AttentionKind::Pages::kTokens) continue;
+    if (!group.is_cached && pages == AttentionKind::Pages::kState) {
+      throw std::invalid_argument(
+          "cached is False for a group of recurrent states: expected True, as its state would be "
+          "missing behind a hit of other groups; enable_caching=False caches nothing");
+    }
+    if (!group.drafts || pages == AttentionKind::Pages::kTokens) continue;
     throw std::invalid_argument("groups[" + std::to_string(g) +
                                 "] drafts, and its kind keeps no K and V of tokens: expected a "
                                 "drafter's layers in a group of another kind");
@@ -44,7 +51,14 @@ ManagerOptions checked(const ManagerOptions& options) {
   checked_size("num_gpu_blocks", options.num_blocks, 2, " (the null block is counted)");
   checked_size("max_model_len", options.max_model_len, 1);
   check_optional(options);
-  return options;
+  ManagerOptions out = options;
+  // What is written round is gone: behind a hit such a group lacks its window.
+  for (const GroupOptions& group : options.groups) {
+    if (group.is_cached && group.kind->pages() == AttentionKind::Pages::kCircular) {
+      out.enable_caching = false;
+    }
+  }
+  return out;
 }
 
 int64_t hash_block_size_of(const ManagerOptions& options) {
@@ -66,19 +80,23 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.kind = each.kind;
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
+    group.is_cached = each.is_cached && !group.holds_encoder() && !group.is_circular();
     group.drafts = each.drafts;
-    group.has_partial = options.hash_block_size > 0 && hash_block_size < each.block_size &&
-                        group.pages != AttentionKind::Pages::kEncoder;
+    group.has_partial =
+        group.is_cached && options.hash_block_size > 0 && hash_block_size < each.block_size;
     group.id = static_cast<uint8_t>(groups.size());
     group.block_size = each.block_size;
     group.num_hashes = each.block_size / hash_block_size;
     group.max_blocks = ceil_div(options.max_model_len, each.block_size);
+    if (group.is_circular()) {
+      group.max_blocks = std::min(group.max_blocks, ceil_div(each.kind->buffer(), each.block_size));
+    }
     group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
     groups.push_back(std::move(group));
   }
   int64_t hit_unit = 1;
   for (const CacheGroup& group : groups) {
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     hit_unit =
         checked_size("the least common multiple of the groups' block sizes",
                      std::lcm(hit_unit, group.has_partial ? hash_block_size : group.block_size), 1);
@@ -90,7 +108,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
 std::vector<int64_t> cached_block_sizes(const std::vector<CacheGroup>& groups) {
   std::vector<int64_t> sizes;
   for (const CacheGroup& group : groups) {
-    sizes.push_back(group.is_cacheable() ? group.block_size : 0);
+    sizes.push_back(group.is_cached ? group.block_size : 0);
   }
   return sizes;
 }

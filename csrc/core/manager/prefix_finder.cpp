@@ -31,11 +31,13 @@ PrefixFinder::PrefixFinder(const Context& context, const ManagerOptions& options
       host_(context.host),
       groups_(context.groups),
       hash_block_size_(context.hash_block_size),
-      is_enabled_(options.enable_caching) {
+      is_enabled_(options.enable_caching &&
+                  std::any_of(groups_->begin(), groups_->end(),
+                              [](const CacheGroup& group) { return group.is_cached; })) {
   for (const CacheGroup& group : *groups_) {
-    has_tokens_ |= group.holds_tokens();
+    has_tokens_ |= group.holds_tokens() && group.is_cached;
     has_states_ |= group.holds_state();
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder() || group.is_circular()) continue;
     const char* name = "the least common multiple of the groups' block sizes";
     unit_ = group.hit_unit;
     whole_unit_ = checked_size(name, std::lcm(whole_unit_, group.block_size), 1);
@@ -144,7 +146,7 @@ int64_t PrefixFinder::accepted_by_all(int64_t num_tokens, bool with_states) {
 }
 
 int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
-  if (!group.is_cacheable()) return num_tokens;
+  if (!group.is_cached) return num_tokens;
   return group.keeps_all ? accepted_by_prefix(group, num_tokens)
                          : accepted_by_window(group, num_tokens);
 }
@@ -195,23 +197,23 @@ void PrefixFinder::collect(const CacheGroup& group) {
   std::vector<BlockId>& blocks = hit_.blocks[group.id];
   std::vector<PrefixHit::HostBlock>& on_host = hit_.on_host[group.id];
   const int64_t n = hit_.num_tokens;
-  if (n == 0 || !group.is_cacheable()) {
+  if (n == 0 || group.holds_encoder() || group.is_circular()) {
     blocks.clear();
     on_host.clear();
     return;
   }
   blocks.resize(static_cast<size_t>(n / group.block_size));
   while (!on_host.empty() && on_host.back().column >= n / group.block_size) on_host.pop_back();
-  if (!group.keeps_all) {
+  if (!group.keeps_all || !group.is_cached) {
     std::fill(blocks.begin(), blocks.end(), kNullBlock);
-    for (int64_t b = group.first_needed_block(n); b < n / group.block_size; ++b) {
+    for (int64_t b = group.first_hit_block(n); b < n / group.block_size; ++b) {
       const BlockId id = device_block(group, b);
       blocks[static_cast<size_t>(b)] = id;
       if (id == kNullBlock) on_host.push_back({b, host_page(group, b)});
     }
   }
   hit_.num_host_blocks += static_cast<int64_t>(on_host.size());
-  if (n % group.block_size != 0 && group.first_needed_token(n) < n) {
+  if (n % group.block_size != 0 && group.first_hit_token(n) < n) {
     hit_.sources[group.id] = partial_block_of(group, n);
   }
 }

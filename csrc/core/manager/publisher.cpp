@@ -25,7 +25,7 @@ int64_t Publisher::next_publish(int32_t row) const {
   const RowBlocks* blocks = c_.rows->blocks(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = blocks[group.id];
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     const int64_t partial = (int64_t{each.num_partial} + 1) * c_.hash_block_size;
     const bool has_partial =
         group.has_partial && (!group.holds_state() || partial <= c_.rows->info(row).num_prompt);
@@ -39,10 +39,11 @@ void Publisher::publish_filled(int32_t row) {
   const int64_t num_hashed = std::min(num_with_kv(row) / c_.hash_block_size,
                                       static_cast<int64_t>(r.chain->known_hashes().size()));
   for (const CacheGroup& group : *c_.groups) {
+    if (!group.is_cached) continue;
     if (group.holds_state()) {
       publish_state(row, group, r.num_computed);
       if (group.has_partial) keep_state(row, group);
-    } else if (group.holds_tokens()) {
+    } else {
       if (group.has_partial) publish_partial(row, group, num_hashed);
       publish_whole(row, group, num_hashed);
     }
@@ -56,7 +57,7 @@ void Publisher::publish_blocks(int32_t row) {
       std::min(num_with_kv(row) / c_.hash_block_size,
                static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
   for (const CacheGroup& group : *c_.groups) {
-    if (group.holds_tokens()) publish_whole(row, group, num_hashed);
+    if (group.holds_tokens() && group.is_cached) publish_whole(row, group, num_hashed);
   }
 }
 
@@ -207,7 +208,7 @@ void Publisher::check_invariants() const {
     if (r.next_publish > next_publish(row)) fail("waits too long to publish");
     for (const CacheGroup& group : *c_.groups) {
       const RowBlocks& each = c_.rows->blocks(row)[group.id];
-      if (each.num_published * group.block_size > r.num_computed) {
+      if (group.is_cached && each.num_published * group.block_size > r.num_computed) {
         fail("has published blocks that are not full");
       }
       if (each.keeps_state && !(group.holds_state() && r.num_computed % c_.hash_block_size == 0)) {

@@ -9,7 +9,10 @@
 namespace kvcache {
 
 RequestChecks::RequestChecks(const Context& context) : c_(context) {
-  for (const CacheGroup& group : c_.setup->groups) has_state_ |= group.holds_state();
+  for (const CacheGroup& group : c_.setup->groups) {
+    has_state_ |= group.holds_state();
+    has_circular_ |= group.is_circular();
+  }
 }
 
 void RequestChecks::check_group(int64_t group) const {
@@ -22,6 +25,20 @@ void RequestChecks::fail_length(int64_t num_total, const char* what) const {
   throw std::invalid_argument(std::string(what) + " would have " + std::to_string(num_total) +
                               " tokens: expected at most max_model_len, which is " +
                               std::to_string(c_.setup->options.max_model_len));
+}
+
+void RequestChecks::check_circular(int64_t start, int64_t num_slots, const char* what) const {
+  const int64_t stop = std::min(start + num_slots, c_.setup->options.max_model_len);
+  for (const CacheGroup& group : c_.setup->groups) {
+    if (!group.is_circular() || group.has_places_for(start, stop)) continue;
+    const int64_t num_read = start - group.first_needed_token(start);
+    throw std::invalid_argument(std::string(what) + " asks for " + std::to_string(num_slots) +
+                                " slots, lookahead included: expected at most " +
+                                std::to_string(group.num_places() - num_read) + ", as group " +
+                                std::to_string(group.id) + " has places for " +
+                                std::to_string(group.num_places()) + " tokens and reads " +
+                                std::to_string(num_read) + " of them");
+  }
 }
 
 void RequestChecks::fail_driver(int32_t row, bool by_step) {
@@ -120,7 +137,7 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   int64_t kept = r.start;
   for (const CacheGroup& group : c_.setup->groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     kept = std::max(kept, each.num_published * group.block_size);
     if (group.has_partial) kept = std::max(kept, each.num_partial * c_.setup->hash_block_size);
   }
@@ -143,8 +160,9 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
     const auto n = static_cast<int64_t>(computed[group.id].size());
     most_blocks = std::max(most_blocks, computed[group.id].size());
     const int64_t covered = n * group.block_size;
-    if (!group.is_cacheable() ? n == 0 : num_tokens < 0 || covered == num_tokens) {
-      if (group.is_cacheable()) num_tokens = covered;
+    const bool has_none = group.holds_encoder() || group.is_circular();
+    if (has_none ? n == 0 : num_tokens < 0 || covered == num_tokens) {
+      if (!has_none) num_tokens = covered;
       continue;
     }
     throw std::invalid_argument("computed_blocks[" + std::to_string(group.id) + "] covers " +
@@ -168,7 +186,7 @@ int64_t RequestChecks::check_computed(const TokenChain& chain,
   const std::vector<Hash>& hashes = chain.known_hashes();
   for (const CacheGroup& group : c_.setup->groups) {
     const std::vector<BlockId>& ids = computed[group.id];
-    const int64_t first = group.first_needed_block(num_tokens);
+    const int64_t first = group.first_hit_block(num_tokens);
     for (int64_t b = 0; b < static_cast<int64_t>(ids.size()); ++b) {
       const int64_t last_hash = (b + 1) * group.num_hashes - 1;
       const BlockId id = ids[static_cast<size_t>(b)];
@@ -197,6 +215,8 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
+    check_places(r.num_computed - num_rejected, request.num_tokens[i] + request.lookahead_of(i),
+                 "a row");
     if (!c_.rows->name(row)) {
       throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
     }
@@ -262,10 +282,12 @@ void RequestChecks::check_step(const StepRequest& request) const {
   }
   check_step_rows(request);
   check_token_ids(request);
-  for (const NewRow& row : request.new_rows) {
+  for (size_t i = 0; i < request.new_rows.size(); ++i) {
+    const NewRow& row = request.new_rows[i];
     check_counts(row, "new_num_tokens");
     checked_size("max_host_blocks", row.max_host_blocks, 0);
     check_new(*row.chain);
+    check_new_places(row, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
   }
 }
 
@@ -277,6 +299,7 @@ void RequestChecks::check_append(int32_t row, int64_t num_tokens, int64_t least,
   checked_size("num_tokens", num_tokens, least);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   check_length((*c_.rows)[row].num_computed + num_tokens, "a row");
+  check_places((*c_.rows)[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
 }
 
 void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {

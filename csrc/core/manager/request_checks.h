@@ -3,6 +3,7 @@
 // Invariant: changes nothing but which rows the call has named.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -42,6 +43,16 @@ class RequestChecks {
   void check_not_receiving(int32_t row) const {
     if ((*c_.rows)[row].is_receiving) fail_receiving(row);
   }
+  // That the slots of one step leave all that it reads, where blocks are written round. `what` asks
+  // for `num_slots`, lookahead included, from token `start` on.
+  void check_places(int64_t start, int64_t num_slots, const char* what) const {
+    if (has_circular_) check_circular(start, num_slots, what);
+  }
+  void check_new_places(const NewRow& row, int64_t lookahead) const {
+    check_places(0,
+                 std::min(row.num_external + row.num_tokens, row.chain->num_tokens()) + lookahead,
+                 "a new request");
+  }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
   void check_on_device(int32_t row) const;
@@ -74,9 +85,11 @@ class RequestChecks {
   [[noreturn]] static void fail_receiving(int32_t row);
   void check_step_rows(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
+  void check_circular(int64_t start, int64_t num_slots, const char* what) const;
 
   Context c_;
-  bool has_state_ = false;  // a group of pages that hold states
+  bool has_state_ = false;     // a group of pages that hold states
+  bool has_circular_ = false;  // a group of blocks that are written round
 };
 
 }  // namespace kvcache

@@ -13,11 +13,14 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
   // Where a window begins inside the hit's last block, the block lacks what lies before: of its
   // partial hashes only those behind the hit are valid for who reads them.
   const bool is_whole =
-      group.first_needed_token(hit.num_tokens) <= held->num_published * group.block_size;
+      group.first_hit_token(hit.num_tokens) <= held->num_published * group.block_size;
   held->num_partial =
       static_cast<int32_t>(is_whole ? held->num_published * group.num_hashes
                                     : hit.num_tokens / (group.block_size / group.num_hashes));
-  held->num_dropped = std::min(group.first_needed_block(start), held->num_published);
+  // Of a group that is not cached the hit brings nothing.
+  const int64_t first =
+      std::max(group.first_hit_block(hit.num_tokens), group.first_needed_block(start));
+  held->num_dropped = std::min(first, held->num_published);
   std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
   held->num_hits = held->num_published;
   held->source = hit.sources[group.id];
@@ -33,7 +36,7 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
 
 void RowGrowth::take_hit(ServedRow* served, const PrefixHit& hit) {
   for (const CacheGroup& group : *c_.groups) {
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     const RowBlocks& each = c_.rows->blocks(served->row)[group.id];
     const BlockId source = hit.sources[group.id];
     if (source != kNullBlock) {
@@ -110,6 +113,10 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
       each.num_dropped = each.size();
     }
     const int64_t size = each.size();
+    if (group.is_circular()) {
+      int64_t& num_slots = c_.rows->info(served->row).num_slots;
+      num_slots = std::max(num_slots, served->span.stop + served->span.lookahead);
+    }
     if (needs.drop_to > each.num_dropped) drop(served->row, group, needs.drop_to);
     int64_t more = 0;
     if (needs.num_new > 0 && group.holds_tokens()) {
@@ -141,11 +148,23 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     if (group.holds_state()) {
       move_state(served, group, *next);
     } else {
+      clear_uncomputed(served, group, next, num_new[group.id]);
       each.blocks.insert(each.blocks.end(), next, next + num_new[group.id]);
     }
     next += num_new[group.id];
     if (each.source != kNullBlock) copy_source(served, group);
   }
+}
+
+// Behind a hit, a group that is not cached has zeros for the tokens before: in the block that the
+// hit ends in, or, where blocks are written round, in all.
+void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, const BlockId* blocks,
+                                 int64_t n) {
+  if (group.is_cached || group.holds_encoder() || !c_.plan->is_step()) return;
+  const int64_t token = c_.rows->blocks(served->row)[group.id].size() * group.block_size;
+  if (token >= served->span.start || (group.is_circular() && token > 0)) return;
+  for (int64_t i = 0; i < (group.is_circular() ? n : 1); ++i) c_.plan->zero(blocks[i]);
+  served->depends_from(token);
 }
 
 // A hit that ends inside a block: what it holds is copied into the row's own.
@@ -166,7 +185,9 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const Span& span = served->span;
   const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
-  for (int64_t b = first; num_shared > 0; ++b) {
+  for (int64_t block = first; num_shared > 0; ++block) {
+    const int64_t b = group.column_of(block);
+    if (b >= each.size()) continue;  // circular: a new one
     BlockId& id = each[b];
     if (!holders_.is_shared(id)) continue;
     --num_shared;
@@ -174,7 +195,7 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     c_.note_access(row, &shared, 1);
     each.num_hits = std::min(each.num_hits, b);
     c_.plan->replace(row, group.id, b, id);
-    if (group.holds_state() || b * group.block_size < span.start) {
+    if (group.holds_state() || group.is_circular() || b * group.block_size < span.start) {
       note_dropped(row, group, b, shared);  // had, and not kept
       served->depends_from(b * group.block_size);
       c_.plan->copy(shared, id);

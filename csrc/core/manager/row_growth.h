@@ -71,6 +71,8 @@ class RowGrowth {
   const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
                                const BlockId* own);
   void move_state(ServedRow* served, const CacheGroup& group, BlockId page);
+  void clear_uncomputed(ServedRow* served, const CacheGroup& group, const BlockId* blocks,
+                        int64_t n);
   void copy_source(ServedRow* served, const CacheGroup& group);
 
   RowContext c_;

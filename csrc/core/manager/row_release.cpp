@@ -23,7 +23,7 @@ void RowRelease::note_left(int32_t row) const {
   if (c_.host != nullptr) note_onboards(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     const int64_t size = c_.rows->num_written(row, group);
     // Published blocks are found, unless no hit can read them or one of these has happened.
     const bool may_be_lost =
@@ -61,7 +61,7 @@ void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& de
   }
   c_.rows->info(row).access = {};
   for (const CacheGroup& group : *c_.groups) {
-    if (with_encoder || group.is_cacheable()) c_.rows->blocks(row)[group.id].clear();
+    if (with_encoder || !group.holds_encoder()) c_.rows->blocks(row)[group.id].clear();
   }
 }
 
@@ -75,7 +75,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   features.wall_ms = clock_->now_ms();
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     features.num_new_blocks +=
         std::max<int64_t>(c_.rows->num_written(row, group) - each.num_hits, 0);
   }
@@ -83,7 +83,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   std::vector<int64_t> ends;
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
-    if (!group.is_cacheable()) continue;
+    if (!group.is_cached) continue;
     ids.assign(each.blocks.rbegin(), each.blocks.rend() - each.num_dropped);
     ends.clear();
     for (auto end = each.size(); end > each.num_dropped; --end) {
@@ -99,6 +99,10 @@ bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   if (num_tokens == 0) return false;  // the cache may still have something
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_state()) return false;  // it was updated in place
+    if (group.is_circular() &&
+        c_.rows->info(row).num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
+      return false;  // it was written over
+    }
     if (!group.holds_tokens()) continue;
     const bool needs_any =
         num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;
@@ -111,7 +115,7 @@ bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
 
 void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : *c_.groups) {
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     RowBlocks& each = c_.rows->blocks(row)[group.id];
     const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
     if (each.blocks.size() > kept) {

@@ -250,10 +250,11 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 void RowServer::restart(int32_t row) {
   Row& r = (*c_.rows)[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
+  c_.rows->info(row).num_slots = 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
   for (const CacheGroup& group : *c_.groups) {
-    if (group.is_cacheable()) {
+    if (!group.holds_encoder()) {
       RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
     }
   }
@@ -321,11 +322,12 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   r.admission = admission;
   c_.rows->info(other) = {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
+  c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
-    if (!group.is_cacheable()) continue;
+    if (group.holds_encoder()) continue;
     each.num_hits = each.size();
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = static_cast<int32_t>(

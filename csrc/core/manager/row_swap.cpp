@@ -251,8 +251,8 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
 // Whether another row has just brought back the same page, and this one does not write it at once.
 bool RowSwap::shares_onboard(const CacheGroup& group, int64_t column, int64_t start,
                              BlockId page) const {
-  if (moved_.count(page) == 0 || group.holds_state()) return false;
-  return !group.is_cacheable() || (column + 1) * group.block_size <= start;
+  if (moved_.count(page) == 0 || group.holds_state() || group.is_circular()) return false;
+  return group.holds_encoder() || (column + 1) * group.block_size <= start;
 }
 
 void RowSwap::move_in(int32_t row, int64_t start, const Return& back) {

@@ -34,7 +34,7 @@ void RowTable::give_up(int32_t row) {
 
 int64_t RowTable::num_written(int32_t row, const CacheGroup& group) const {
   const int64_t size = blocks(row)[group.id].size();
-  if (!group.is_cacheable()) return size;
+  if (group.holds_encoder()) return size;
   return std::min(size, ceil_div(rows_[row].num_computed, group.block_size));
 }
 
@@ -51,7 +51,7 @@ std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
 
 std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_encoder) const {
   const RowBlocks* held = blocks(row);
-  if (num_groups_ == 1 && groups_->front().is_cacheable()) {
+  if (num_groups_ == 1 && !groups_->front().holds_encoder()) {
     return {held->blocks.rbegin(), held->blocks.rend() - held->num_dropped};
   }
   std::array<int64_t, kMaxGroups> left;
@@ -61,7 +61,7 @@ std::vector<BlockId> RowTable::tail_first(int32_t row, bool with_encoder) const 
   out.reserve(num_blocks);
   for (const CacheGroup& group : *groups_) {
     left[group.id] = held[group.id].size();
-    if (group.is_cacheable()) continue;
+    if (!group.holds_encoder()) continue;
     for (int64_t b = left[group.id]; with_encoder && b-- > 0;) out.push_back(held[group.id][b]);
     left[group.id] = 0;
   }

@@ -44,6 +44,7 @@ struct AdmissionInfo {     // for those who ask later
   int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
   Access access;           // the last one, which its blocks have not been said to have had
   int64_t num_valid = kUnbounded;  // while it receives: tokens that are valid at most
+  int64_t num_slots = 0;           // slots up to here were given, and may have been written
 };
 
 class RowTable {

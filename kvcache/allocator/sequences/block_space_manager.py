@@ -115,7 +115,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             if window is None
             else make_kind("sliding_window", {"window": window})
         )
-        native = options.native_of([(kind, block_size, False)], num_gpu_blocks, max_model_len)
+        native = options.native_of([(kind, block_size, False, True)], num_gpu_blocks, max_model_len)
         native.computes_whole_prompt = True
         native.publishes_when_marked = True
         native.caches_swapped_rows = False

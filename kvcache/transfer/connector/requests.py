@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+from kvcache.specs import GroupSpec
 
 
-def yield_req_data(scheduler_output: object) -> Iterator[tuple]:
+def yield_req_data(
+    scheduler_output: object, groups: Sequence[GroupSpec] | None = None
+) -> Iterator[tuple]:
     """`(req_id, new_block_id_groups, resumed)` of every request of a step, new ones first.
 
     scheduler_output: any object with `scheduled_new_reqs`, of objects with `req_id` and `block_ids`, and
     `scheduled_cached_reqs`, one object with `req_ids`, `new_block_ids` (one entry per request) and
     `resumed_req_ids`. A new request is not resumed. Block ids are passed on unchanged: one sequence per
-    cache group, or None where a request got none.
+    cache group, or None where a request got none. `groups`: those of the manager; for one with
+    `transferred=False` an empty list takes the place of the ids.
 
-    ValueError, before anything is yielded, where req_ids and new_block_ids differ in length.
+    ValueError where req_ids and new_block_ids differ in length, before anything is yielded, and for
+    block ids of another number of groups.
 
     >>> from types import SimpleNamespace as Some
     >>> cached = Some(req_ids=["b", "c"], new_block_ids=[([4],), ([5],)], resumed_req_ids={"c"})
@@ -29,7 +35,10 @@ def yield_req_data(scheduler_output: object) -> Iterator[tuple]:
             f"scheduled_cached_reqs has {len(cached.req_ids)} req_ids, "
             f"{len(cached.new_block_ids)} new_block_ids: expected the same number"
         )
-    return _entries(new, cached)
+    entries = _entries(new, cached)
+    if groups is None or all(group.transferred for group in groups):
+        return entries
+    return ((req_id, _transferred(ids, groups), resumed) for req_id, ids, resumed in entries)
 
 
 def _entries(new: object, cached: object) -> Iterator[tuple]:
@@ -37,3 +46,14 @@ def _entries(new: object, cached: object) -> Iterator[tuple]:
         yield request.req_id, request.block_ids, False
     for req_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
         yield req_id, block_ids, req_id in cached.resumed_req_ids
+
+
+def _transferred(block_ids: Sequence | None, groups: Sequence[GroupSpec]) -> tuple | None:
+    if block_ids is None:
+        return None
+    if len(block_ids) != len(groups):
+        raise ValueError(
+            f"a request has block ids of {len(block_ids)} groups: expected {len(groups)}, as many as "
+            "groups has"
+        )
+    return tuple(ids if group.transferred else [] for ids, group in zip(block_ids, groups))

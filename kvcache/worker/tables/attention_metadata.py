@@ -63,16 +63,17 @@ class AttentionMetadataBuilder:
     """Builds `AttentionMetadata` of batches over the rows of `tables`, in buffers of its own.
 
     Room for `max_num_reqs` requests with padding (default: as many as the tables serve). `groups`: the
-    groups to serve (default: those with a slot mapping, so none of recurrent state, but encoders).
-    `flash_attn`,
-    `flashinfer`: which backend's tensors to build; with neither, `query_start_loc` and `seqused_k`
-    alone. TypeError or ValueError for groups that are not there, and for a group that has a window
-    while its tokens are spread over context-parallel ranks: a kernel counts its window in the tokens
-    of one rank, of which a window over all ranks' tokens covers sometimes more and sometimes fewer.
+    groups to serve (default: those with a slot mapping, so none of recurrent state, but encoders and
+    circular ones). `flash_attn`, `flashinfer`: which backend's tensors to build; with neither,
+    `query_start_loc` and `seqused_k` alone. TypeError or ValueError for groups that are not there, and
+    for a group that has a window while its tokens are spread over context-parallel ranks: a kernel
+    counts its window in the tokens of one rank, of which a window over all ranks' tokens covers
+    sometimes more and sometimes fewer.
 
     Groups of encoders (cross-attention), whose sequences have other lengths, need a builder of their
-    own: ValueError for `groups` with such and others. Not for chunked local attention, whose chunks a
-    backend takes as requests of their own.
+    own: ValueError for `groups` with such and others. Groups of circular buffers have none: a kernel
+    for them reads the token at position p in column `p // block_size % columns`. Not for chunked local
+    attention, whose chunks a backend takes as requests of their own.
 
     >>> from kvcache import GroupSpec
     >>> groups = [GroupSpec("full_attention", 16), GroupSpec("sliding_window", 16, {"window": 20})]
@@ -114,13 +115,23 @@ class AttentionMetadataBuilder:
             serves if max_num_reqs is None else max_num_reqs, "max_num_reqs", least=1
         )
         if groups is None:
-            shared = [g for g, x in enumerate(layouts) if x.has_slots and not x.is_encoder]
+            shared = [
+                g
+                for g, x in enumerate(layouts)
+                if x.has_slots and not (x.is_encoder or x.is_circular)
+            ]
             groups = [tables._group] if one else shared
         self.groups = _checked_groups(groups, len(layouts))
         encoders = [g for g in self.groups if layouts[g].is_encoder]
         if len(encoders) not in (0, len(self.groups)):
             raise ValueError(
                 f"groups is {self.groups}: expected a builder of their own for the encoders {encoders}"
+            )
+        circular = [g for g in self.groups if layouts[g].is_circular]
+        if circular:
+            raise ValueError(
+                f"groups is {self.groups}: expected none of the circular ones {circular}, whose columns "
+                "are no longer in the order of the tokens"
             )
         self._layouts = [layouts[g] for g in self.groups]
         for g, layout in zip(self.groups, self._layouts):

@@ -32,7 +32,9 @@ class MultiGroupBlockTable:
     (a list of candidates; one list serves all groups), `slot_mapping=False` (recurrent state has no
     slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
     query sees, None for all), `encoder=True` (holds an encoder's tokens, for cross-attention: calls for
-    all groups leave its slots alone). Everything else as for `BlockTable`.
+    all groups leave its slots alone), `circular=True` (its columns, `max_num_blocks[g]`, are written
+    round: the token at position p is in column `p // block_size % columns`). Everything else as for
+    `BlockTable`.
 
     `for_groups` takes all of these from the groups of a plan. Pass arguments by keyword: engines order
     them differently.
@@ -66,6 +68,7 @@ class MultiGroupBlockTable:
         replicated: Sequence[bool] | None = None,
         windows: Sequence[int | None] | None = None,
         encoder: Sequence[bool] | None = None,
+        circular: Sequence[bool] | None = None,
         slot_mapping_dtype: torch.dtype = torch.int64,
         pcp_padding: bool = False,
     ) -> None:
@@ -108,6 +111,7 @@ class MultiGroupBlockTable:
         whole = per_group(replicated, "replicated", False)
         seen = per_group(windows, "windows", None)
         encoders = per_group(encoder, "encoder", False)
+        rounds = per_group(circular, "circular", False)
         max_model_len = integer(max_model_len, "max_model_len", least=1)
         cp = checked_context_parallel(context_parallel)
         layouts = []
@@ -127,6 +131,7 @@ class MultiGroupBlockTable:
                     seen[g],
                     with_slots[g],
                     encoders[g],
+                    rounds[g],
                 )
             )
         self._tables = make_table_set(
@@ -182,6 +187,7 @@ class MultiGroupBlockTable:
         kinds = [make_kind(group.kind, group.options) for group in groups]
         has_slots = [kind.pages != "state" for kind in kinds]
         is_encoder = [kind.pages == "encoder" for kind in kinds]
+        is_circular = [kind.pages == "circular" for kind in kinds]
         widths: list[int | None] = [None] * len(groups)
         if max_encoder_tokens is not None:
             most = integer(max_encoder_tokens, "max_encoder_tokens", least=1)
@@ -193,6 +199,10 @@ class MultiGroupBlockTable:
                 -(-most // group.tokens_per_block(cp)) if encoder else None
                 for group, encoder in zip(groups, is_encoder)
             ]
+        for g, (group, kind) in enumerate(zip(groups, kinds)):
+            if is_circular[g]:
+                tokens = min(integer(max_model_len, "max_model_len", least=1), kind.buffer)
+                widths[g] = -(-tokens // group.tokens_per_block(cp))
         return cls(
             max_num_reqs,
             max_model_len,
@@ -205,8 +215,9 @@ class MultiGroupBlockTable:
             max_num_blocks=widths,
             slot_mapping=has_slots,
             replicated=[group.replicated for group in groups],
-            windows=[kind.window for kind in kinds],
+            windows=[None if kind.pages == "circular" else kind.window for kind in kinds],
             encoder=is_encoder,
+            circular=is_circular,
             num_speculative_tokens=num_speculative_tokens,
             cp_kv_cache_interleave_size=cp_kv_cache_interleave_size,
             slot_mapping_dtype=slot_mapping_dtype,
@@ -276,6 +287,8 @@ class MultiGroupBlockTable:
         query_start_loc: np.ndarray | torch.Tensor | None = None,
     ) -> None:
         """Slots of all groups that have them, in one call (on a GPU one launch); see `BlockTable`.
+
+        Circular groups take a launch each: their positions go round.
 
         Groups of an encoder's tokens are left out: their positions are others. Call `[g]`'s own
         `compute_slot_mapping` and `commit_slot_mapping` where an encoder's output is written.

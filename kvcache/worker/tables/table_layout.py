@@ -22,6 +22,8 @@ class TableLayout:
     window: int = 0  # tokens that a query sees, 0 for all
     has_slots: bool = True
     is_encoder: bool = False  # its positions are those of an encoder's tokens
+    is_circular: bool = False  # its columns are written round
+    is_circular: bool = False  # its columns are written round
 
     @property
     def ratio(self) -> int:
@@ -37,6 +39,11 @@ class TableLayout:
     def tokens_per_column(self) -> int:
         """Tokens, over all ranks, that a table entry stands for."""
         return self.kernel_block_size * self.world_size
+
+    @property
+    def num_places(self) -> int:
+        """Tokens that a row has columns for."""
+        return self.num_columns * self.tokens_per_column
 
 
 def kernel_size_of(
@@ -92,6 +99,7 @@ def layout_of(
     window: int | None,
     has_slots: bool,
     is_encoder: bool = False,
+    is_circular: bool = False,
 ) -> TableLayout:
     """A group's table, from what its arguments say, the sizes already checked but for two."""
     interleave = integer(interleave, "cp_kv_cache_interleave_size", least=1)
@@ -111,6 +119,7 @@ def layout_of(
         window,
         flag(has_slots, "slot_mapping"),
         flag(is_encoder, "encoder"),
+        flag(is_circular, "circular"),
     )
 
 

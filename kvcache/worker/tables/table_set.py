@@ -126,8 +126,12 @@ class TableSet:
         n = self.num_slots
         with_slots = [g for g, each in enumerate(self.layouts) if each.has_slots]
         # The groups that share positions come first: calls for all groups serve these.
-        shared = [g for g in with_slots if not self.layouts[g].is_encoder]
-        groups = shared + [g for g in with_slots if self.layouts[g].is_encoder]
+        # Behind them those whose columns are written round, each with positions of its own.
+        self._circular = [g for g in with_slots if self.layouts[g].is_circular]
+        own = [g for g in with_slots if self.layouts[g].is_encoder or self.layouts[g].is_circular]
+        shared = [g for g in with_slots if g not in own]
+        encoders = [g for g in with_slots if self.layouts[g].is_encoder]
+        groups = shared + self._circular + encoders
         self._slots = HostDeviceBuffer((len(groups) * n,), dtype, self.device, pin_memory)
         self._slots.cpu.fill_(-1)
         self._slots.gpu.fill_(-1)
@@ -282,9 +286,11 @@ class TableSet:
         """Uploads slot mappings whole, -1 behind `num_tokens`."""
         call = self._slot_call(group)
         self._slots.before_write()
-        self._host_slots.commit(call.place, num_tokens)
-        if not self._slots_in_one_memory:
-            call.slots.upload(len(call.slots.cpu))
+        circular = self._circular if group == ALL_GROUPS else ()
+        for each in (call, *(self._slot_calls[g] for g in circular)):
+            self._host_slots.commit(each.place, num_tokens)
+            if not self._slots_in_one_memory:
+                each.slots.upload(len(each.slots.cpu))
 
     # Slots and batch order -------------------------------------------------------------------------
 
@@ -296,6 +302,10 @@ class TableSet:
         group: int = ALL_GROUPS,
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
+        if self._circular and positions is not None:
+            positions = self._in_places(positions, group)
+            for g in self._circular if group == ALL_GROUPS else ():
+                self.compute_slots(rows, positions, query_start_loc, g)
         call = self._slot_calls.get(group)
         if call is not None and type(positions) is np.ndarray:
             self._slots.before_write()
@@ -332,13 +342,23 @@ class TableSet:
         """Slots of one group in memory of their own; see `BlockTable.slots_of`."""
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
-        given = (rows, positions, query_start_loc)
         call = self._slot_call(group)
+        given = (rows, self._in_places(positions, group), query_start_loc)
         if self._on_cuda and any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
             return self._slots_on_device(call.fields, *given)
         given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
         slots = self._host_slots.slots_of(call.place, *self._on_host(*given))
         return torch.from_numpy(slots).to(self.device)
+
+    def _in_places(
+        self, positions: np.ndarray | torch.Tensor, group: int
+    ) -> np.ndarray | torch.Tensor:
+        """The positions of tokens in a circular group's columns; those of other groups as they are."""
+        if group == ALL_GROUPS or not self.layouts[group].is_circular:
+            return positions
+        # Of a position below 0 the rest is not above 0, so that it is refused, too.
+        of = torch if isinstance(positions, torch.Tensor) else np
+        return of.fmod(positions, self.layouts[group].num_places)
 
     def _on_host(
         self, rows: object, positions: object, query_start_loc: object
