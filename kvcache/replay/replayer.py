@@ -126,6 +126,8 @@ class Replayer:
 
     def _admit(self, new: Running) -> bool:
         """Whether the request was admitted; otherwise it is rejected."""
+        if self.chunk_tokens is not None and self._never_fits(new):
+            return False  # its first chunks alone might fit
         while True:
             status = self._step(new)
             if status == Status.SERVED:
@@ -133,6 +135,13 @@ class Replayer:
             if status == Status.NEVER or not self._running:
                 return False
             self._make_room()
+
+    def _never_fits(self, new: Running) -> bool:
+        """Whether the pool is too small for the prompt, even if nothing else were in it."""
+        start = perf_counter_ns()
+        status = self.manager.would_fit(new.request, self.chunk_tokens, whole=True)
+        self._step_ns += perf_counter_ns() - start
+        return status == Status.NEVER
 
     def _make_room(self) -> None:
         """Lets the oldest request finish; steps until its prompt is computed."""
