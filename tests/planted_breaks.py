@@ -188,7 +188,7 @@ DEFECTS = [
     Defect(
         "order of plans",
         MANAGER + "step_journal.cpp",
-        "    last_left_ = in_flight_.front().id;\n",
+        "  last_left_ = spare_.id;\n",
         "",  # a plan does not name a reported step: a lost one goes unnoticed
         "worker",
     ),
