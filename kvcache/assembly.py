@@ -117,8 +117,9 @@ class KVCache:
 
         Through the tables as they are on the host, with slots in a buffer of their own: those of the
         step (`slots`) stay. Tokens that slid out of a window are zeros, and so are those that another
-        context-parallel rank holds. ValueError for an unknown layer or row, for tokens that a row has
-        no blocks for, and for a recurrent layer.
+        context-parallel rank holds. Of a circular group num_tokens[i] is all that the row has computed:
+        what was written over by then is zeros. ValueError for an unknown layer or row, for tokens that a
+        row has no blocks for, and for a recurrent layer.
 
         >>> from kvcache import LayerSpec, Request, plan_cache
         >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
@@ -136,7 +137,14 @@ class KVCache:
             )
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
-        slots = self.tables[group].slots_of(np.repeat(rows, lengths), positions)
+        if len(rows) and rows.min() < 0:
+            raise ValueError(f"rows is {rows.tolist()}: expected rows of the tables, 0 or more")
+        of = np.repeat(rows, lengths)
+        layout = self.tables[group].layout
+        if layout.is_circular:
+            is_left = positions >= np.repeat(lengths, lengths) - layout.num_places
+            of = np.where(is_left, of, -1)
+        slots = self.tables[group].slots_of(of, positions)
         return self.storages[group].gather(index, slots, dtype)
 
     def _place(self, layer_name: str) -> tuple[int, int]:
@@ -278,4 +286,5 @@ def _in_kernel_blocks(plan: CachePlan, group: int, storage: KVStorage, ratio: in
         backend=storage.backend,
         layout=storage.layout,
         scale_bytes_per_token=spec.scale_bytes_per_token,
+        num_null_blocks=ratio,
     )

@@ -561,3 +561,46 @@ def test_unknown_options_name_the_public_function():
             call()
     with pytest.raises(ValueError, match=r"options of kind 'full_attention' are {'window': 16}"):
         LayerSpec("a", "full_attention", 16, 1, 8, options={"window": 16})
+
+
+def test_null_pages_in_kernel_blocks_are_not_written():
+    window = LayerSpec("w", "sliding_window", 16, 1, 8, dtype="float32", options={"window": 16})
+    plan = plan_cache([window], 2**20, max_model_len=128, max_num_batched_tokens=128)
+    for kernel_sizes in (None, [8], [4]):
+        cache = kvcache.build(
+            plan, max_num_reqs=4, kernel_sizes=kernel_sizes, num_preallocate_tokens=0
+        )
+        request = Request("a", range(100))
+        # 80 tokens come from elsewhere; most of them slid out of the window before they are written.
+        step = cache.manager.step(
+            new=[request], new_num_tokens=[4], num_external_computed_tokens=[96]
+        )
+        cache.worker.apply(step)
+        slots = cache.tables[0].slots_of(np.zeros(96, np.int32), np.arange(96))
+        ones = torch.ones(96, 1, 8)
+        cache.write("w", ones, ones, slots)
+        storage = cache.storages[0]
+        storage.write_layers(ones[None], ones[None], slots)
+        assert cache.pages.layer(0)[0].sum() == 0
+        for key in (cache.gather("w", slots)[0], storage.gather_layers(slots)[0][0]):
+            assert key[:, 0, 0].tolist() == [0.0] * 80 + [1.0] * 16
+
+
+def test_a_context_of_a_circular_group_is_zeros_where_it_was_written_over():
+    options = {"window": 16, "buffer": 79}
+    layer = LayerSpec("c", "circular_window", 16, 1, 8, dtype="float32", options=options)
+    plan = plan_cache([layer], 2**20, max_model_len=256, max_num_batched_tokens=64)
+    cache = kvcache.build(plan, max_num_reqs=2)
+    request = Request("a", range(100))
+    for first in range(0, 100, 20):
+        asked = {"new": [request], "new_num_tokens": [20]} if first == 0 else {}
+        rows = ([], []) if first == 0 else ([0], [20])
+        cache.manager.report(cache.worker.apply(cache.manager.step(*rows, **asked)))
+        positions = np.arange(first, first + 20)
+        slots = cache.tables[0].slots_of(np.zeros(20, np.int32), positions)
+        values = torch.tensor(positions + 1.0, dtype=torch.float32).view(-1, 1, 1).expand(-1, 1, 8)
+        cache.write("c", values.contiguous(), values.contiguous(), slots)
+    key = cache.gather_context("c", [0], [100])[0]
+    assert key[:, 0, 0].tolist() == [0.0] * 20 + list(range(21, 101))
+    with pytest.raises(ValueError, match=r"rows is \[-1\]: expected rows of the tables, 0 or more"):
+        cache.gather_context("c", [-1], [3])

@@ -950,3 +950,22 @@ def test_a_circular_table_spread_over_ranks():
         int(p): (int(at) % 2, (3 + int(at) // 8) * 4 + int(at) % 8 // 2)
         for p, at in zip(positions, place)
     }
+
+
+def test_positions_that_a_circular_group_refuses_change_no_group():
+    sizes = {"circular": [False, True], "max_num_blocks": [16, 3]}
+    tables = MultiGroupBlockTable(4, 256, 64, False, "cpu", [16, 16], **sizes)
+    tables.add_row(([1, 2, 3, 4, 5, 6, 7, 8], [11, 12, 13]), 0)
+    tables.compute_slot_mapping(np.zeros(3, np.int32), np.array([0, 50, 100]))
+    before = [group.slot_mapping.np[:3].tolist() for group in tables.block_tables]
+    assert before[1] == [176, 178, 180]
+    for positions in (np.array([1, 200]), np.array([1, -48]), [1, -1]):
+        with pytest.raises(ValueError, match="positions"):
+            tables.compute_slot_mapping(np.zeros(2, np.int32), positions)
+        for group, slots in zip(tables.block_tables, before, strict=True):
+            assert group.slot_mapping.np[:3].tolist() == slots
+            assert group.num_computed_slots == 3
+    with pytest.raises(ValueError, match=r"positions\[0\] is -48"):
+        tables[1].slots_of([0], [-48])
+    with pytest.raises(ValueError, match="encoder and circular"):
+        MultiGroupBlockTable(4, 256, 64, False, "cpu", [16], encoder=[True], circular=[True])

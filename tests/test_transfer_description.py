@@ -210,3 +210,25 @@ def test_a_group_of_a_plan_is_described_unless_it_is_not_transferred():
         CacheDescription.of_group(
             replace(plan.groups[0], layers=("x",)), plan.layers, engine_id="a"
         )
+
+
+def test_a_group_is_described_with_stages():
+    layers = [LayerSpec(str(i), "full_attention", 16, 2, 64) for i in range(30)]
+    plan = plan_cache(layers, 2**24, max_model_len=64)
+    stages = [(30, 4), (2, 8)]
+    with pytest.raises(ValueError, match="total_num_kv_heads is None with stages"):
+        CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x", stages=stages)
+    found = CacheDescription.of_group(
+        plan.groups[0], plan.layers, engine_id="x", stages=stages, total_num_kv_heads=8
+    )
+    assert found.num_layers == 32
+    with pytest.raises(TypeError, match="pp_size"):
+        CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x", pp_size="2")
+
+
+def test_a_circular_group_is_not_described():
+    options = {"window": 16, "buffer": 79}
+    layer = LayerSpec("c", "circular_window", 16, 1, 8, options=options)
+    plan = plan_cache([layer], 2**20, max_model_len=256, max_num_batched_tokens=64)
+    with pytest.raises(ValueError, match=r"group with layers \('c',\) is circular"):
+        CacheDescription.of_group(plan.groups[0], plan.layers, engine_id="x")

@@ -233,8 +233,9 @@ class CacheDescription:
 
         Layers, heads per rank, head sizes, block size and dtype are those of the group.
         `total_num_kv_heads`: of the model; by default each rank has heads of its own. Of a replicated
-        group `cp_world_size` is 1. `sizes`: the other fields. ValueError for a group whose blocks are
-        not transferred or hold no tokens.
+        group `cp_world_size` is 1. `sizes`: the other fields. With `stages`, whose ranks hold
+        unlike numbers of heads, `total_num_kv_heads` must be given. ValueError for a group whose blocks
+        are not transferred or hold no tokens, and for one that is written round.
 
         >>> from kvcache import plan_cache
         >>> layers = [LayerSpec("a", "full_attention", 16, 2, 64)]
@@ -264,11 +265,25 @@ class CacheDescription:
         if layer.state_bytes:
             raise ValueError(f"layer {layer.name!r} keeps a state: expected a group of K and V")
         is_mla = layer.is_mla or (layer.num_kv_heads == 1 and layer.v_head_size == 0)
+        if group.kind == "circular_window":
+            raise ValueError(
+                f"group with layers {group.layers} is circular: its blocks hold no run of tokens, and "
+                "only other groups are transferred"
+            )
+        num_layers = len(group.layers)
+        if sizes.get("stages") is not None:
+            num_layers = sum(stage.num_layers for stage in check_stages(sizes["stages"]))
+            if total_num_kv_heads is None and not is_mla:
+                raise ValueError(
+                    "total_num_kv_heads is None with stages: expected the model's number"
+                )
+        else:
+            num_layers *= integer(sizes.get("pp_size", 1), "pp_size", 1)
         if total_num_kv_heads is None:
             total_num_kv_heads = 1 if is_mla else layer.num_kv_heads * sizes.get("tp_size", 1)
         return cls(
             engine_id=engine_id,
-            num_layers=len(group.layers) * sizes.get("pp_size", 1),
+            num_layers=num_layers,
             total_num_kv_heads=total_num_kv_heads,
             head_size=layer.head_size,
             v_head_size=layer.v_head_size,

@@ -110,13 +110,15 @@ class KVStorage:
         layout: str = "NHD",
         layers: Sequence[int] | None = None,
         scale_bytes_per_token: int = 0,
+        num_null_blocks: int = 1,
     ) -> KVStorage:
         """The storage of one group over pages that all groups share; a page has one group at a time.
 
         A layer's bytes of a page are contiguous: K and V of the block in the order of `backend`, then the
         scales, then padding. ValueError where a block does not fit, and for a backend that keeps K and V
         of a block in separate regions. `layers`: the pages' layers that the group uses (default: all). A
-        recurrent state is stored as one token that is as wide as the state.
+        recurrent state is stored as one token that is as wide as the state. `num_null_blocks`: the first
+        blocks, in which nothing is written or read; more than one where `pages` are parts of pages.
 
         >>> pages = Pages.allocate(num_blocks=9, sizes=[[1024]])
         >>> full = KVStorage.over(pages, 16, num_kv_heads=2, head_size=8)
@@ -128,6 +130,7 @@ class KVStorage:
             raise TypeError(f"pages is a {type(pages).__name__}: expected Pages")
         self = cls.__new__(cls)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
+        num_null_blocks = integer(num_null_blocks, "num_null_blocks", 1)
         self._describe(
             pages.num_blocks,
             block_size,
@@ -138,6 +141,7 @@ class KVStorage:
             layout,
             backend,
         )
+        self._num_null_blocks = num_null_blocks
         self.memory_order = self.backend.memory_order(layout)
         placed = self._place(1, scale_bytes_per_token)
         if not placed.has_kv_together:
@@ -262,6 +266,7 @@ class KVStorage:
         return self
 
     def _start(self) -> None:
+        self._num_null_blocks = 1
         self.kv_caches: list[Tensors] = []
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
@@ -396,7 +401,8 @@ class KVStorage:
         if value is None:
             value = key[:, :, :0]
         scales = self._scales(layer, key.dtype)
-        ops.write_kv(key, value, cache, self.value_cache(layer), slot_mapping, *scales)
+        slots = self._of_tokens(slot_mapping)
+        ops.write_kv(key, value, cache, self.value_cache(layer), slots, *scales)
 
     def gather(
         self, layer: int, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
@@ -412,16 +418,18 @@ class KVStorage:
         key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
         value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
         caches = self.key_cache(layer), self.value_cache(layer)
-        ops.gather_kv(*caches, slot_mapping, key, value, *self._scales(layer, dtype))
+        slots = self._of_tokens(slot_mapping)
+        ops.gather_kv(*caches, slots, key, value, *self._scales(layer, dtype))
         return key, value
 
     def write_layers(
         self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """As `write`, for all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
+        slots = self._of_tokens(slot_mapping)
         for layers, *caches in self._stacks():
             scales = self._scales(layers, key.dtype)
-            ops.write_kv(key[layers], value[layers], *caches, slot_mapping, *scales)
+            ops.write_kv(key[layers], value[layers], *caches, slots, *scales)
 
     def gather_layers(
         self, slot_mapping: torch.Tensor, dtype: torch.dtype | str | None = None
@@ -434,10 +442,18 @@ class KVStorage:
         shape = (self.num_layers, len(slot_mapping), self.num_kv_heads)
         key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
         value = torch.empty((*shape, self.v_head_size), dtype=dtype, device=self.device)
+        slots = self._of_tokens(slot_mapping)
         for layers, *caches in self._stacks():
             scales = self._scales(layers, dtype)
-            ops.gather_kv(*caches, slot_mapping, key[layers], value[layers], *scales)
+            ops.gather_kv(*caches, slots, key[layers], value[layers], *scales)
         return key, value
+
+    def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
+        """The slots, those in null blocks as -1; the ops know the first block."""
+        if self._num_null_blocks == 1:
+            return slots
+        is_null = (slots >= 0) & (slots < self._num_null_blocks * self.block_size)
+        return torch.where(is_null, -1, slots)
 
     def _stacks(self) -> list[tuple[slice | int, torch.Tensor, torch.Tensor]]:
         """K and V of all layers as one [num_layers, num_blocks, ...] each, or layer by layer."""

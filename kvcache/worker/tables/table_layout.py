@@ -23,7 +23,6 @@ class TableLayout:
     has_slots: bool = True
     is_encoder: bool = False  # its positions are those of an encoder's tokens
     is_circular: bool = False  # its columns are written round
-    is_circular: bool = False  # its columns are written round
 
     @property
     def ratio(self) -> int:
@@ -109,6 +108,8 @@ def layout_of(
             f"the kernel block size {kernel_block_size}"
         )
     window = 0 if window is None else integer(window, "window", least=1)
+    if flag(is_encoder, "encoder") and flag(is_circular, "circular"):
+        raise ValueError("a group has encoder and circular: expected one of the two")
     return TableLayout(
         block_size,
         kernel_block_size,

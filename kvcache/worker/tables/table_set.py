@@ -303,9 +303,29 @@ class TableSet:
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
         if self._circular and positions is not None:
+            if group == ALL_GROUPS:
+                self._check_circular(rows, positions, query_start_loc)
             positions = self._in_places(positions, group)
-            for g in self._circular if group == ALL_GROUPS else ():
-                self.compute_slots(rows, positions, query_start_loc, g)
+        self._compute_slots(rows, positions, query_start_loc, group)
+        if group == ALL_GROUPS:
+            for g in self._circular:
+                self._compute_slots(rows, self._in_places(positions, g), query_start_loc, g)
+
+    def _check_circular(self, rows: object, positions: object, query_start_loc: object) -> None:
+        """Raises for what a circular group refuses on the host, before any group has new slots."""
+        given = (rows, positions, query_start_loc)
+        if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given):
+            for g in self._circular:
+                self.slots_of(*given, g)
+
+    def _compute_slots(
+        self,
+        rows: np.ndarray | torch.Tensor | None,
+        positions: np.ndarray | torch.Tensor,
+        query_start_loc: np.ndarray | torch.Tensor | None,
+        group: int,
+    ) -> None:
+        """Of the groups that share a launch, or of one whose positions are places already."""
         call = self._slot_calls.get(group)
         if call is not None and type(positions) is np.ndarray:
             self._slots.before_write()
@@ -318,7 +338,7 @@ class TableSet:
         if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
             given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
             rows, positions, query_start_loc = given
-            self.compute_slots(rows, positions, query_start_loc, group)
+            self._compute_slots(rows, positions, query_start_loc, group)
             self.commit_slots(len(positions), group)
             return
         call = self._slot_call(group)
@@ -356,9 +376,11 @@ class TableSet:
         """The positions of tokens in a circular group's columns; those of other groups as they are."""
         if group == ALL_GROUPS or not self.layouts[group].is_circular:
             return positions
-        # Of a position below 0 the rest is not above 0, so that it is refused, too.
         of = torch if isinstance(positions, torch.Tensor) else np
-        return of.fmod(positions, self.layouts[group].num_places)
+        if of is np:
+            positions = _one_dimensional(positions, torch.int64, "positions")
+        # A position below 0 stays, and is refused.
+        return of.where(positions < 0, positions, positions % self.layouts[group].num_places)
 
     def _on_host(
         self, rows: object, positions: object, query_start_loc: object
