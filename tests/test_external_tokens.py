@@ -1,4 +1,4 @@
-"""Tokens whose KV comes from elsewhere, and blocks that somebody else still uses."""
+"""Tokens whose KV comes from elsewhere, and blocks that a connector still uses."""
 
 import pytest
 
@@ -137,7 +137,7 @@ def test_an_abort_while_it_receives_takes_effect_when_it_is_done():
     request, _ = receiver(manager, "b", num_external=9)
     held = manager.block_ids(request).tolist()
     assert manager.abort(filler.step_id) == {"a": 0}  # the hit of b came to nothing, too
-    assert manager.block_ids(request).tolist() == held  # somebody writes to them
+    assert manager.block_ids(request).tolist() == held  # the sender writes to them
     assert manager.num_computed_tokens(request) == 17
     assert manager.finish_receiving(request) == 0
     plan = manager.step([manager.row(request)], [21])

@@ -6,7 +6,7 @@
 // dtype, divided by a scale (quantize.h).
 //
 // Block 0 is the null block: what is written to its slots is dropped, and they read as zeros, like
-// slot -1. So what slid out of a window, or is padding, is nobody's.
+// slot -1. So what slid out of a window, or is padding, belongs to no request.
 #pragma once
 
 #include <algorithm>

@@ -228,13 +228,13 @@ class PlanType {
     set(plan, slots_[field], value);
   }
 
-  // The same where nobody has set it.
+  // The same where it was not set.
   void set_missing(const py::object& plan, Field field, const py::object& value) const {
     if (value_of(plan.ptr(), slots_[field]) == nullptr) set(plan, slots_[field], value);
   }
 
   void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // What was held, borrowed; null for a plan that no step has made.
+  // The capsule that was held, borrowed; null for a plan that no step has made.
   PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
   // The answer or change of this name that is missing; kNumFields where none is.
   Field missing(PyObject* plan, PyObject* name) const {

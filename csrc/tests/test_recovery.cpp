@@ -62,7 +62,8 @@ TEST(a_receiving_row_goes_on_behind_what_has_arrived_and_is_valid) {
     CHECK_EQ(f.found(row, 0), kNullBlock);
     const Ids before = f.ids(row);
     if (num_valid == 6) {
-      CHECK(f.recovery.invalidate({before[1]}, {}).rows.empty());  // somebody writes to its blocks
+      CHECK(
+          f.recovery.invalidate({before[1]}, {}).rows.empty());  // the sender writes to its blocks
       CHECK_EQ(f.rows[row].num_computed, 12);
     }
     f.recovery.receive(row, 11);

@@ -14,7 +14,7 @@ namespace kvcache {
 // is written.
 std::optional<std::string> map_slots(const SlotMapping& m, const int64_t* fill_to = nullptr);
 
-// What is wrong with token i, which cannot be served. Its row and position are arguments, because
+// The error of token i, which cannot be served. Its row and position are arguments, because
 // they may have come from a device.
 inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int64_t position) {
   if (m.bad_row(row)) {
@@ -30,7 +30,7 @@ inline std::string wrong_token(const SlotMapping& m, int64_t i, int32_t row, int
   return text + ": expected less, as row " + std::to_string(row) + " holds no block for it";
 }
 
-// What is wrong with entry r of query_start_loc.
+// The error of entry r of query_start_loc.
 inline std::string wrong_query_start(int64_t r, int64_t num_tokens) {
   return "query_start_loc[" + std::to_string(r) + "] is wrong: expected numbers from 0 to " +
          std::to_string(num_tokens) + ", the number of positions, that never decrease";

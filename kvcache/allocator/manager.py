@@ -452,7 +452,7 @@ class KVCacheManager:
         both `WAIT` and `NEVER`.
 
         With `whole`, the answer is for all known tokens, computed in chunks of `num_tokens`: `SERVED` if
-        the blocks that are free now suffice to the end, if nobody else takes any, `WAIT` if those of the
+        the blocks that are free now suffice to the end, if no other takes any, `WAIT` if those of the
         pool do, `NEVER` if not even these. A first chunk that fits is served in any case.
 
         Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
@@ -618,7 +618,7 @@ class KVCacheManager:
         """Ends the wait of a request that was admitted with `delay_cache_blocks`.
 
         `num_tokens`: how many of its external tokens have arrived, from the first on; None for all. A
-        load that failed is one of 0 or a few tokens. It is over: nobody writes to the blocks any more.
+        load that failed is one of 0 or a few tokens. It is over: no one writes to the blocks any more.
         Blocks that the arrived tokens fill become hits. Returns the number of the request's computed
         tokens, behind which it goes on: what has arrived; less, where an abort or an invalidation took
         away what came before it; where its blocks do not hold what the next token reads (a window, a

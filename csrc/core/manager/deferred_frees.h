@@ -1,4 +1,4 @@
-// Released blocks that somebody may still read: a step in flight, until the report on it; a
+// Released blocks that may still be read: a step in flight, until the report on it; a
 // connector that sends them, until it is done.
 //
 // Invariant: per block, the references counted here are those of fences and of kept blocks.

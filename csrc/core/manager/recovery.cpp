@@ -103,7 +103,7 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
   std::vector<int32_t> to_restart;
   for (const auto& [row, limit] : limits) {
     if (limit >= rows[row].num_computed) continue;
-    if (rows[row].is_receiving) {  // somebody writes to its blocks: it waits for them
+    if (rows[row].is_receiving) {  // the sender still writes to its blocks
       rows.info(row).num_valid = std::min(rows.info(row).num_valid, limit);
       continue;
     }

@@ -15,7 +15,7 @@
 
 namespace kvcache {
 
-// What becomes of the blocks of a row that leaves.
+// The fate of the blocks of a row that leaves.
 struct Departure {
   int64_t after_step = -1;               // they wait until this step is done
   const std::string* keep_as = nullptr;  // they are kept under this name

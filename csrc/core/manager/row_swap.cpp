@@ -270,7 +270,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
     for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
-    int64_t first_own = each.size(), num_own = 0;  // blocks that nobody has brought back before
+    int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has brought back
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       BlockId& id = each[b];
       const BlockId page = id;

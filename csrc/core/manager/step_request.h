@@ -24,7 +24,7 @@ struct NewRow {
   bool reads() const { return chain->reads(read_cache); }
 };
 
-// What a new row does with blocks that earlier rows of the same step fill.
+// The use that a new row makes of blocks that earlier rows of the same step fill.
 enum class InStepHits : uint8_t {
   kNone = 0,   // computes their tokens, too
   kWait = 1,   // waits one step, and hits them

@@ -147,8 +147,8 @@ class KVOutputAggregator:
         - Other attributes are merged by their rule (`register_rule`).
 
         The merged report is of the class of the first report (where no worker reports anything, of the
-        last one seen; at first `KVConnectorOutput`). What nobody reported has the class's default, if it
-        is a dataclass, else None: so `invalid_block_ids` is an empty set where the engine's class has
+        last one seen; at first `KVConnectorOutput`). A field that no worker reported has the class's
+        default, if it is a dataclass, else None: so `invalid_block_ids` is an empty set where the engine's class has
         that by default. Empty statistics become None, and events that are false: lists and
         `KVCacheEvents` without an event, while an engine's own events without one stay, unless they say
         otherwise (`__bool__`). The workers' reports are not changed, except in the output that is
@@ -273,7 +273,7 @@ class _Merged:
         report = _emptied(empty)
         for name in (*_KNOWN, *self.others):
             if name in values or not hasattr(report, name):
-                # A class may lack what the aggregator knows anyway, and what nobody reported.
+                # A class may lack what the aggregator knows anyway, and what no worker reported.
                 optional = name not in values or name == "expected_finished_count"
                 _assign(report, name, values.get(name), optional=optional)
         return report
