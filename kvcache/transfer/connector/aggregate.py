@@ -149,8 +149,8 @@ class KVOutputAggregator:
         The merged report is of the class of the first report (where no worker reports anything, of the
         last one seen; at first `KVConnectorOutput`). A field that no worker reported has the class's
         default, if it is a dataclass, else None: so `invalid_block_ids` is an empty set where the
-        engine's class has that by default. Empty statistics become None, and events that are false: lists and
-        `KVCacheEvents` without an event, while an engine's own events without one stay, unless they say
+        engine's class has that by default. Empty statistics become None, and events that are false:
+        lists and `KVCacheEvents` without an event, while an engine's own events without one stay, unless they say
         otherwise (`__bool__`). The workers' reports are not changed, except in the output that is
         returned.
 
