@@ -408,8 +408,11 @@ class ModelManager:
             has_state = any(group.pages == STATE for group in self.groups)
             unit = self.unit if has_state else self.whole_unit
             ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
-            if has_state:
+            if has_state:  # inside blocks they are kept of prompts alone
                 ends = [n for n in ends if n == other.num_computed]
+                states = [group.block_size for group in self.groups if group.pages == STATE]
+                if any(other.num_computed % size for size in states):
+                    ends = [n for n in ends if n <= other.num_prompt]
             if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
                 return True
         return False

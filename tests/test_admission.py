@@ -211,3 +211,14 @@ def test_the_plan_pickles_with_its_dependencies():
     plan = make(500, 16).step(new=prompts(2), in_step_hits="share")
     again = pickle.loads(pickle.dumps(plan))
     assert np.array_equal(again.depends_on, [[1, 0]])
+
+
+def test_a_state_that_is_not_kept_makes_no_request_wait():
+    """Found by allocator_driver.drive(1029, 500)."""
+    groups = [GroupSpec("recurrent", 8), GroupSpec("recurrent", 6)]
+    manager = KVCacheManager.for_groups(groups, 30, 64, hash_block_size=2, num_preallocate_tokens=0)
+    manager.step(new=[Request("a", range(19))])
+    new = Request("b", range(28))
+    # The state after 20 tokens lies inside blocks, behind the prompt of 19.
+    plan = manager.step([0], [1], token_ids=[19], new=[new], in_step_hits="wait")
+    assert plan.status.tolist() == [Status.SERVED, Status.SERVED]

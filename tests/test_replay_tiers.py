@@ -259,7 +259,7 @@ def test_the_order_in_which_a_plan_is_applied_matters_where_it_says_so(monkeypat
         monkeypatch.setattr(Worker, f"_{name}", functools.partialmethod(later, name))
     workload = as_workload(prompts_that_use_every_section(np.random.default_rng(0)))
     groups = parse_groups("full_attention,recurrent", 8)
-    replayer = tiered(groups, 61, 400, concurrency=3, chunk_tokens=16)
+    replayer = tiered(groups, 41, 400, concurrency=3, chunk_tokens=16)
     report = replayer.run(workload)
     assert report.loaded_blocks > 0
     if order[0] == "swap_out":

@@ -102,13 +102,21 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     const int64_t first = std::max(served.start, num_hit);
     // The first boundary that the row passes and the hit does not; of states, the step's end.
     const int64_t stop = has_state_ ? r.num_computed : (first / unit + 1) * unit;
-    if (stop % unit != 0 || stop <= first) continue;
+    if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
     const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
     const std::vector<Hash>& others = r.chain->known_hashes();
     if (last < hashes.size() && last < others.size() && hashes[last] == others[last]) return true;
   }
   return false;
+}
+
+// Whether states of the row after so many tokens may stay: inside blocks those of its prompt alone.
+bool RowServer::keeps_states_at(int32_t row, int64_t num_tokens) const {
+  if (num_tokens <= c_.rows->info(row).num_prompt) return true;
+  return std::all_of(c_.groups->begin(), c_.groups->end(), [&](const CacheGroup& group) {
+    return !group.holds_state() || num_tokens % group.block_size == 0;
+  });
 }
 
 // Later rows of the step find the whole blocks that this one fills.

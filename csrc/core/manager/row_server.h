@@ -89,6 +89,7 @@ class RowServer {
                bool by_step);
   void answer(const ServedRow& served, Status status);
   bool waits_for_earlier(const TokenChain& chain, int64_t num_hit) const;
+  bool keeps_states_at(int32_t row, int64_t num_tokens) const;
   void share_filled(int32_t row);
   void note_shared(ServedRow* served, const PrefixHit& hit);
   void add_new_blocks(int32_t row, const int64_t* from, Slots* slots) const;

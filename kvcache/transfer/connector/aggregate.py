@@ -146,13 +146,13 @@ class KVOutputAggregator:
         - Invalid block ids are united.
         - Other attributes are merged by their rule (`register_rule`).
 
-        The merged report is of the class of the first report (where no worker reports anything, of the
-        last one seen; at first `KVConnectorOutput`). A field that no worker reported has the class's
-        default, if it is a dataclass, else None: so `invalid_block_ids` is an empty set where the
-        engine's class has that by default. Empty statistics become None, and events that are false:
-        lists and `KVCacheEvents` without an event, while an engine's own events without one stay, unless they say
-        otherwise (`__bool__`). The workers' reports are not changed, except in the output that is
-        returned.
+        The merged report is of the class of the first report (where no worker reports anything, of
+        the last one seen; at first `KVConnectorOutput`). A field that no worker reported has the
+        class's default, if it is a dataclass, else None: so `invalid_block_ids` is an empty set
+        where the engine's class has that by default. Empty statistics become None, and events that
+        are false: lists and `KVCacheEvents` without an event, while an engine's own events without
+        one stay, unless they say otherwise (`__bool__`). The workers' reports are not changed,
+        except in the output that is returned.
 
         Returns None where the output of `output_rank` is None or false. The merged report is then kept,
         and goes out with the next output that is not.
