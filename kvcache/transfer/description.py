@@ -8,7 +8,7 @@ memory order allows; `region_addresses` finds them in a storage's `Pages`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -20,13 +20,26 @@ from kvcache.layouts import Placement, check_memory_order, layout_of, place_elem
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.transfer.sharding import (
     PipelineStage,
+    check_page_stride,
     check_stages,
+    check_stages_of,
     heads_of_rank,
     layers_of_rank,
     layers_of_stages,
 )
 
 DESCRIPTION_VERSION = 1
+
+
+def check_identity(version: object, engine_id: object) -> None:
+    """ValueError for a description of another version of the format, TypeError for a wrong engine_id."""
+    if version is True or version != DESCRIPTION_VERSION:
+        raise ValueError(
+            f"version is {version!r}, of engine {engine_id!r}: "
+            f"expected {DESCRIPTION_VERSION}, that of this library"
+        )
+    if not isinstance(engine_id, str):
+        raise TypeError(f"engine_id is {engine_id!r}: expected a string")
 
 
 class Coordinates(NamedTuple):
@@ -122,17 +135,11 @@ class CacheDescription:
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
-        if self.version is True or self.version != DESCRIPTION_VERSION:
-            raise ValueError(
-                f"version is {self.version!r}, of engine {self.engine_id!r}: "
-                f"expected {DESCRIPTION_VERSION}, that of this library"
-            )
+        check_identity(self.version, self.engine_id)
         if not isinstance(self.is_mla, bool):
             raise TypeError(f"is_mla is {self.is_mla!r}: expected True or False")
         object.__setattr__(self, "dtype", dtype_name(self.dtype, ELEMENT_BYTES))
         object.__setattr__(self, "memory_order", check_memory_order(self.memory_order))
-        if not isinstance(self.engine_id, str):
-            raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
         if not isinstance(self.hash_algorithm, str):
             raise TypeError(f"hash_algorithm is {self.hash_algorithm!r}: expected a string")
         if self.v_head_size is None:
@@ -164,17 +171,10 @@ class CacheDescription:
             heads_of_rank(self.total_num_kv_heads, self.tp_size, 0)
             layers_of_rank(self.num_layers, self.pp_size, 0)
             return
-        stages = check_stages(self.stages)
+        stages = check_stages_of(
+            self.stages, self.num_layers, pp_size=self.pp_size, tp_size=self.tp_size
+        )
         object.__setattr__(self, "stages", stages)
-        for name in ("pp_size", "tp_size"):
-            if getattr(self, name) != 1:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)}: expected 1 with stages, which say it"
-                )
-        if (held := sum(stage.num_layers for stage in stages)) != self.num_layers:
-            raise ValueError(
-                f"num_layers is {self.num_layers}, the layers of stages are {held}: expected the same"
-            )
         for stage in stages:
             heads_of_rank(self.total_num_kv_heads, stage.tp_size, 0)
 
@@ -187,19 +187,8 @@ class CacheDescription:
                 f"page_stride is {given}: expected None where K and V have regions of "
                 f"their own, as memory_order is {self.memory_order}"
             )
-        if not isinstance(given, Sequence):
-            least = max(int(placed.region_bytes[0]) for placed in placements)
-            object.__setattr__(self, "page_stride", integer(given, "page_stride", least))
-            return
-        if len(given) != len(placements):
-            raise ValueError(
-                f"page_stride has {len(given)} entries: expected {len(placements)}, one per stage"
-            )
-        checked = (
-            integer(stride, f"page_stride[{number}]", int(placed.region_bytes[0]))
-            for number, (stride, placed) in enumerate(zip(given, placements))
-        )
-        object.__setattr__(self, "page_stride", tuple(checked))
+        page_bytes = [int(placed.region_bytes[0]) for placed in placements]
+        object.__setattr__(self, "page_stride", check_page_stride(given, page_bytes))
 
     def _checked_scale(self, given: object, name: str) -> tuple[tuple[float, ...], ...]:
         if ELEMENT_BYTES[self.dtype] != 1:

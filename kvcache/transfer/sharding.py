@@ -125,6 +125,35 @@ def check_stages(
     return tuple(found)
 
 
+def check_stages_of(
+    stages: Sequence[Sequence[int]], num_layers: int, *, pp_size: int, tp_size: int
+) -> tuple[PipelineStage, ...]:
+    """As `check_stages`; ValueError too unless they hold all layers, and both sizes are left at 1."""
+    checked = check_stages(stages)
+    for name, size in (("pp_size", pp_size), ("tp_size", tp_size)):
+        if size != 1:
+            raise ValueError(f"{name} is {size}: expected 1 with stages, which say it")
+    if (held := sum(stage.num_layers for stage in checked)) != num_layers:
+        raise ValueError(
+            f"num_layers is {num_layers}, the layers of stages are {held}: expected the same"
+        )
+    return checked
+
+
+def check_page_stride(
+    page_stride: int | Sequence[int], page_bytes: Sequence[int]
+) -> int | tuple[int, ...]:
+    """One distance for all stages, or one each: no less than a page's bytes, which are given by stage."""
+    if not isinstance(page_stride, Sequence):
+        return integer(page_stride, "page_stride", max(page_bytes))
+    if len(page_stride) != len(page_bytes):
+        raise ValueError(
+            f"page_stride has {len(page_stride)} entries: expected {len(page_bytes)}, one per stage"
+        )
+    given = enumerate(zip(page_stride, page_bytes))
+    return tuple(integer(stride, f"page_stride[{i}]", least) for i, (stride, least) in given)
+
+
 def layers_of_stages(stages: Sequence[PipelineStage]) -> tuple[range, ...]:
     """The layers that each stage holds: one run after the other.
 

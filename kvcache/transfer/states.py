@@ -18,12 +18,13 @@ import numpy as np
 
 from kvcache.checks import flag, integer
 from kvcache.specs import ELEMENT_BYTES
-from kvcache.transfer.description import DESCRIPTION_VERSION, Coordinates
+from kvcache.transfer.description import DESCRIPTION_VERSION, Coordinates, check_identity
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns
 from kvcache.transfer.plan.transfer_plan import PatternPlan
 from kvcache.transfer.sharding import (
     PipelineStage,
-    check_stages,
+    check_page_stride,
+    check_stages_of,
     equal_stages,
     heads_of_rank,
     layers_of_stages,
@@ -134,13 +135,7 @@ class StateDescription:
     version: int = DESCRIPTION_VERSION
 
     def __post_init__(self) -> None:
-        if self.version is True or self.version != DESCRIPTION_VERSION:
-            raise ValueError(
-                f"version is {self.version!r}, of engine {self.engine_id!r}: "
-                f"expected {DESCRIPTION_VERSION}, that of this library"
-            )
-        if not isinstance(self.engine_id, str):
-            raise TypeError(f"engine_id is {self.engine_id!r}: expected a string")
+        check_identity(self.version, self.engine_id)
         for name in ("num_layers", "tp_size", "pp_size", "cp_world_size"):
             object.__setattr__(self, name, integer(getattr(self, name), name, 1))
         tensors = tuple(self.tensors)
@@ -148,30 +143,15 @@ class StateDescription:
             raise TypeError(f"tensors is {self.tensors!r}: expected one StateTensor or more")
         object.__setattr__(self, "tensors", tensors)
         if self.stages is not None:
-            object.__setattr__(self, "stages", check_stages(self.stages))
-            for name in ("tp_size", "pp_size"):
-                if getattr(self, name) != 1:
-                    raise ValueError(
-                        f"{name} is {getattr(self, name)}: expected 1 with stages, which say it"
-                    )
-        held = sum(stage.num_layers for stage in self.pipeline_stages)
-        if held != self.num_layers:
-            raise ValueError(
-                f"num_layers is {self.num_layers}, the layers of stages are {held}: expected the same"
+            stages = check_stages_of(
+                self.stages, self.num_layers, pp_size=self.pp_size, tp_size=self.tp_size
             )
-        sizes = [self._bytes_of(stage.tp_size) for stage in self.pipeline_stages]
-        given = self.page_stride
-        if given is None:
-            return
-        if not isinstance(given, Sequence):
-            object.__setattr__(self, "page_stride", integer(given, "page_stride", max(sizes)))
-            return
-        if len(given) != len(sizes):
-            raise ValueError(
-                f"page_stride has {len(given)} entries: expected {len(sizes)}, one per stage"
-            )
-        checked = (integer(n, f"page_stride[{i}]", sizes[i]) for i, n in enumerate(given))
-        object.__setattr__(self, "page_stride", tuple(checked))
+            object.__setattr__(self, "stages", stages)
+        # ValueError where a stage's ranks cannot share the state.
+        page_bytes = [self._bytes_of(stage.tp_size) for stage in self.pipeline_stages]
+        if self.page_stride is not None:
+            page_stride = check_page_stride(self.page_stride, page_bytes)
+            object.__setattr__(self, "page_stride", page_stride)
 
     def to_dict(self) -> dict[str, object]:
         """The fields by name, as values for JSON."""
