@@ -683,13 +683,22 @@ class ModelManager:
             return stop - start
         if start < shared <= stop:
             return shared - start
+        equal = [n for n in range(0, known, self.unit) if self.can_hit_of_equal(known, n)]
+        if start < equal[-1] <= stop:
+            return equal[-1] - start
         boundary = lcm(self.unit, *states)
-        ends = [
-            n
-            for n in range(start + 1, stop + 1)
-            if n % boundary == 0 or (n % self.unit == 0 and stop == known > n)
-        ]
+        ends = [n for n in range(start + 1, stop + 1) if n % boundary == 0]
         return max(ends, default=stop) - start
+
+    def can_hit_of_equal(self, known, n):
+        """Whether a prompt can hit n tokens of an equal one of `known` tokens."""
+        full = known // self.hash_size * self.hash_size
+        redone = [
+            self.hash_size if self.has_partial[g] else group.block_size
+            for g, group in enumerate(self.groups)
+            if group.drafts and group.cached
+        ]
+        return n == 0 or n + max(redone, default=0) <= full
 
     def capped_hit(self, request, cap, partial=False):
         """The hit's length with at most `cap` loads, and whether the host has part in it."""

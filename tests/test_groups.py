@@ -467,6 +467,35 @@ def test_a_step_ends_where_the_shared_prefix_does():
     assert off.checkpoint_tokens(Request("x", range(150))) == 150
 
 
+@pytest.mark.parametrize(
+    ("full", "hash_block_size", "num_tokens", "want"),
+    [
+        (GroupSpec("full_attention", 512), 512, 1_024, 512),
+        (GroupSpec("full_attention", 512), 16, 1_024, 1_008),
+        (GroupSpec("full_attention", 512, drafts=True), 512, 1_024, 512),
+        (GroupSpec("full_attention", 16), 16, 1_100, 1_088),
+        (GroupSpec("full_attention", 16, drafts=True), 16, 1_100, 1_072),
+        (GroupSpec("full_attention", 32, drafts=True), 16, 1_100, 1_072),
+    ],
+)
+def test_an_equal_prompt_hits_all_that_it_can_the_first_time(
+    full, hash_block_size, num_tokens, want
+):
+    """Its last token is computed in any case, and a drafter computes one hash block anew."""
+    groups = [full, GroupSpec("recurrent", 512)]
+    manager = make(*groups, hash_block_size=hash_block_size, num_blocks=200, max_model_len=2_000)
+    hits = []
+    for i in range(3):
+        request = Request(f"r{i}", range(num_tokens))
+        chunk = manager.checkpoint_tokens(request)
+        plan = manager.step(new=[request], new_num_tokens=[chunk])
+        hits += plan.num_computed_tokens.tolist()
+        while manager.num_computed_tokens(request) < num_tokens:
+            manager.step([manager.row(request)], [manager.checkpoint_tokens(request)])
+        manager.free(request)
+    assert hits == [0, want, want]
+
+
 def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():
     manager = make(STATE, num_blocks=3)
     a = Request("a", range(30))

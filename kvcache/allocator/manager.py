@@ -489,11 +489,12 @@ class KVCacheManager:
         """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
 
         At most `num_tokens` (None: all that are known), 0 where all known tokens are computed. A
-        recurrent state can be hit only where a step ended. In this order: the end of the prefix that the
-        other groups share with earlier requests; the last multiple of the states' block size, or of the
-        hash block before the prompt's last token, that the tokens reach; else, and for a manager without
-        a recurrent group, `num_tokens`. The request is admitted, or is to be: then the tokens come
-        behind its hit. Changes nothing. ValueError for `num_tokens` below 1.
+        recurrent state can be hit only where a step ended. In this order, as far as the tokens reach:
+        the end of the prefix that the other groups share with earlier requests; the end of the longest
+        hit of an equal prompt (at most all its tokens but the last, and one block less than a drafting
+        group has filled); the last multiple of the states' block size; else, and for a manager without a
+        recurrent group, `num_tokens`. The request is admitted, or is to be: then the tokens come behind
+        its hit. Changes nothing. ValueError for `num_tokens` below 1.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 64)]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024)

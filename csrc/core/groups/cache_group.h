@@ -46,6 +46,12 @@ struct CacheGroup {
     return drafts && hit > 0 && hit % hit_unit == 0;
   }
 
+  // Tokens behind a hit that the group finds, too, and that are computed anew.
+  int64_t num_redone(bool with_partial) const {
+    if (!drafts || !is_cached) return 0;
+    return with_partial && has_partial ? block_size / num_hashes : block_size;
+  }
+
   // A user's own kind may return any number, so it is clamped.
   int64_t first_needed_token(int64_t num_computed) const {
     return keeps_all ? 0

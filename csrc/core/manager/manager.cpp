@@ -26,7 +26,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
               setup_.options),
-      checkpoints_(setup_.groups, finder_.unit()),
+      checkpoints_(setup_.groups, finder_.unit(), setup_.hash_block_size),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  setup_.options),
