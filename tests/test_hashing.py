@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import KVCacheManager, Request, hash_blocks
+from kvcache import KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator.hashing import encode_extra_keys
 from kvcache.native.load import core
 from tests.shared import shared_file
@@ -576,6 +576,34 @@ def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
     mine.append(given_hashes(list(range(8)), 4)[1])
     manager.step([row], [1], token_ids=[7])
     assert manager.pool.num_cached == 2
+
+
+def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
+    """Not by a later call, such as a report on other requests."""
+    tokens = list(range(8))
+    hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
+    manager, second = (engine_manager(num_preallocate_tokens=0) for _ in range(2))
+    request = Request("r", tokens[:7], block_hashes=mine)
+    other = Request("s", tokens[:7], block_hashes=hashes[:1])
+    for each in (manager, second):
+        each.step(new=[request, other])
+    expected = "block_hashes of request 'r' has 1 entries: expected 2, one per full block of 4"
+    with pytest.raises(ValueError, match=expected):
+        request.append_tokens([7, 8])
+    mine.append(bytes(31))
+    with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
+        request.append_tokens([7])
+    assert request.num_tokens == 7
+    other.block_hashes.append(hashes[1])
+    with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
+        manager.step([1, 0], [1, 1], token_ids=[7, 7])
+    assert other.num_tokens == 7 and second.block_hashes(other).shape == (1, 32)
+    mine[1] = hashes[1]
+    manager.step([0, 1], [1, 1], token_ids=[7, 7])
+    mine.clear()  # what was read is known
+    second.report(StepReport(0, completed=False))
+    assert manager.invalidate(manager.block_ids(other)[1:2]) == {"r": 4, "s": 4}
+    manager.check_invariants()
 
 
 def test_a_fork_has_the_hashes_of_its_parent():

@@ -268,7 +268,6 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
-  if (child->is_given()) intake_.hash_ahead(*child, /*reads=*/true);  // compared with the parent's
   checks_.check_fork(row, *child);
   if (publisher_.may_publish(row)) {
     intake_.hash_filled(row);
