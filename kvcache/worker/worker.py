@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache.step import PLAN_VERSION, StepPlan, StepReport
+from kvcache.checks import MAX_INT64, integer
+from kvcache.step import PLAN_VERSION, StepPlan, StepReport, check_plan
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
@@ -137,7 +138,8 @@ class Worker:
         self._last: PendingStep | None = (
             None  # whose bytes, or those of a step before, may still move
         )
-        self._last_step_id = last_step_id  # of the plan that the tables have
+        # Of the plan that the tables have.
+        self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
 
     @property
     def last_step_id(self) -> int:
@@ -157,6 +159,7 @@ class Worker:
         too few rows for the requests, free requests too; a row that the tables have not is empty there,
         so plans may clear it.
         """
+        check_plan(plan)
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
             return StepReport(plan.step_id, True)
@@ -165,6 +168,7 @@ class Worker:
     def start(self, plan: StepPlan) -> PendingStep:
         """As `apply`, but does not wait: work launched next on the calling stream finds pages and tables
         as the plan says, while swaps may still run."""
+        check_plan(plan)
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
             return PendingStep(plan.step_id, None, None)
