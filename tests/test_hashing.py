@@ -606,6 +606,22 @@ def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
     manager.check_invariants()
 
 
+def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
+    """Found by a random run: all requests with the hash of a failed block went back."""
+    manager = engine_manager(num_preallocate_tokens=0, enable_caching=False)
+    tokens = list(range(10))
+    pair = [Request(name, tokens, block_hashes=given_hashes(tokens, 4)) for name in "ab"]
+    manager.step(new=pair)
+    assert manager.invalidate(manager.block_ids(pair[1])[:1]) == {"b": 0}
+    # A request that another manager has hashed.
+    plain, caching = (KVCacheManager(4, 50, 100, enable_caching=on) for on in (False, True))
+    pair = [Request(name, tokens) for name in "ab"]
+    for request in pair:
+        caching.block_hashes(request)
+    plain.step(new=pair, new_num_tokens=[8, 8])
+    assert plain.invalidate(plain.block_ids(pair[1])[:1]) == {"b": 0}
+
+
 def test_a_fork_has_the_hashes_of_its_parent():
     tokens = list(range(10))
     manager = engine_manager()
@@ -615,4 +631,27 @@ def test_a_fork_has_the_hashes_of_its_parent():
     with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
         manager.fork(parent, Request("c", tokens, block_hashes=[hashes[0], bytes(32)]))
     assert manager.fork(parent, Request("c", tokens, block_hashes=list(hashes))) == 1
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("ids", [[True], [1, True], [False, 2], [3, np.True_], (np.False_, 3)])
+def test_true_and_false_are_no_token_ids(ids):
+    manager = KVCacheManager(4, 50, 100)
+    request = Request("r", range(7))
+    manager.step(new=[request])
+    at = next(i for i, each in enumerate(ids) if isinstance(each, bool | np.bool_))
+    message = rf"token_ids\[{at}\] is {ids[at]}: expected an integer"
+    for call in (
+        lambda: Request("s", ids),
+        lambda: request.append_tokens(ids),
+        lambda: hash_blocks(ids, 1),
+        lambda: manager.step([0], [1], token_ids=ids, num_token_ids=[len(ids)]),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match="token_ids has dtype bool: expected integers"):
+        request.append_tokens(np.array([True, False]))
+    with pytest.raises(TypeError, match="num_lookahead_tokens is True: expected an integer"):
+        manager.would_fit(Request("s", [1]), num_lookahead_tokens=True)
+    assert request.num_tokens == 7
     manager.check_invariants()

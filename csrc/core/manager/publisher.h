@@ -33,6 +33,8 @@ class Publisher {
   };
   Publisher(const Context& context, const ManagerOptions& options);
 
+  // Whether blocks are found under hashes at all.
+  bool is_enabled() const { return is_enabled_; }
   // Whether blocks of the row may have filled since it was published last.
   bool may_publish(int32_t row) const {
     return (*c_.rows)[row].num_computed >= (*c_.rows)[row].next_publish;
