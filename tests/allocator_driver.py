@@ -148,8 +148,9 @@ def groups_of(
     for kind, size in kinds:
         group = kind.model(size)
         drafts = group.pages == TOKENS and choose.chance(8)
-        specs.append(replace(kind.spec(size), drafts=drafts))
-        groups.append(replace(group, drafts=drafts))
+        options = {"drafts": drafts, "transferred": not choose.chance(8)}
+        specs.append(replace(kind.spec(size), **options))
+        groups.append(replace(group, **options))
     return specs, groups
 
 

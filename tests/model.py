@@ -25,6 +25,7 @@ class ModelGroup:
     keeps_all: bool = False  # reads_from is 0 always
     drafts: bool = False
     cached: bool = True
+    transferred: bool = True
     buffer: int = 0  # CIRCULAR: tokens that a row has places for, rounded up to blocks
     ends_caching: bool = False  # CIRCULAR, and said to be cached
 
@@ -78,6 +79,7 @@ class ModelRow:
     forked: bool = False
     on_host: bool = False
     receiving: bool = False
+    reads: bool = True  # takes hits where it starts anew
     num_hit: int = 0  # external tokens follow it
     num_valid: int = FOREVER  # while it receives: tokens that are valid at most
 
@@ -660,9 +662,10 @@ class ModelManager:
             return self.pool.find(g, prefix, partial=True)
         return self.find(g, prefix, with_host)
 
-    def hit_length(self, request, partial=False, with_host=False, with_states=True):
+    def hit_length(self, request, partial=False, with_host=False, with_states=True, reads=None):
         """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
-        if not request.reads or not self.caching or not self.any_cached:
+        reads = request.reads if reads is None else reads
+        if not reads or not self.caching or not self.any_cached:
             return 0
         if not with_states and not any(g.pages == TOKENS and g.cached for g in self.groups):
             return 0
@@ -915,6 +918,7 @@ class ModelManager:
         known = len(request.tokens)
         state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
         state.receiving, state.num_hit = delay, num_hit
+        state.reads = request.reads  # of this call
         self.rows[row] = state
         self._take_hits(state)
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
@@ -1089,7 +1093,14 @@ class ModelManager:
             for page in blocks:
                 self.host.release(page)
         elif keep_as is not None:
-            self.kept[keep_as] = blocks
+            own = {
+                block
+                for group, each in zip(self.groups, state.held)
+                for block in each.blocks
+                if not group.transferred
+            }
+            self._release([block for block in blocks if block in own], self.last_issued)
+            self.kept[keep_as] = [block for block in blocks if block not in own]
         elif after_step is not None:
             step = max(after_step, self.last_issued) if self.fence_frees else after_step
             self._release(blocks, step, is_fenced=step >= self.num_completed)
@@ -1128,6 +1139,7 @@ class ModelManager:
         known = len(request.tokens)
         state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions, known)
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
+        state.reads = request.reads
         self.rows[other] = state
         for step in self.in_flight:
             for what in ("rows", "swapped"):
@@ -1435,7 +1447,7 @@ class ModelManager:
     def take_cached(self, row):
         """The row goes on from the cache, if that has more than it has computed."""
         state = self.rows[row]
-        if self.hit_length(state.request) > state.num_computed:
+        if self.hit_length(state.request, reads=state.reads) > state.num_computed:
             state.resend |= state.by_step
             self._release_row(state, with_encoder=False)
             self._restart(state)
@@ -1638,7 +1650,7 @@ class ModelManager:
         state.num_computed = state.start = num_tokens
 
     def _restart(self, state):
-        num_hit = self.hit_length(state.request)
+        num_hit = self.hit_length(state.request, reads=state.reads)
         held = self.hit_blocks(state.request, num_hit)
         for g, group in enumerate(self.groups):
             if group.pages == ENCODER:

@@ -267,6 +267,28 @@ def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("fence_frees", [False, True])
+def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_frees):
+    own = GroupSpec("sliding_window", 4, {"window": 100}, transferred=False)
+    manager = make(num_blocks=20, groups=(own, FULL, own), fence_frees=fence_frees)
+    request = Request("a", range(9))
+    plan = manager.step(new=[request])
+    manager.free(request, keep_blocks=True)
+    assert manager.num_kept_blocks == 3
+    assert manager.num_fenced_blocks == (6 if fence_frees else 0)
+    manager.report(StepReport(plan.step_id, True))
+    assert (manager.num_kept_blocks, manager.pool.num_free) == (3, 16)
+    manager.check_invariants()
+    assert hit_length(manager, 9) == 8  # they are cached as before
+    received = Request("b", range(50, 60))
+    manager.step(new=[received], num_external_computed_tokens=[8], delay_cache_blocks=[True])
+    manager.free(received, keep_blocks=True)
+    assert manager.num_kept_blocks == 5
+    for each in (request, received):
+        manager.release_blocks(each)
+    manager.check_invariants()
+
+
 def test_a_state_that_a_connector_reads_is_not_updated_in_place():
     manager = make(groups=(STATE,))
     parent, child = Request("a", range(7)), Request("b", range(7))

@@ -3,7 +3,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import fields, make_dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from kvcache import KVCacheManager, Request, Status, StepPlan, hash_blocks
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, PLAN_VERSION
-from tests.shared import REPO
+from tests.shared import REPO, digest
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -376,16 +375,6 @@ def test_threads_that_share_a_request_get_the_hashes_it_has():
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(np.array_equal(hashes, want) for hashes in found)
-
-
-@contextmanager
-def digest(function):
-    """SHA-256 by a Python function, as where there is no libcrypto."""
-    core.set_sha256_fallback(function, force=True)
-    try:
-        yield
-    finally:
-        core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())
 
 
 def test_a_call_from_within_the_digest_is_refused():

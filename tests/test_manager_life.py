@@ -596,3 +596,41 @@ def test_without_events_none_are_kept():
     manager = make()
     manager.step(new=[Request("a", range(9))])
     assert manager.drain_events() == []
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize(
+    ("own", "of_call", "want"),
+    [(True, False, 0), (False, None, 0), (False, True, 8), (True, None, 8)],
+)
+def test_a_row_that_starts_anew_reads_the_cache_as_it_was_admitted(own, of_call, want, by_step):
+    manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
+    manager.step(new=[Request("first", range(12))])
+    request = Request("r", range(12), read_cache=own)
+    if by_step:
+        plan = manager.step(new=[request], read_cache=of_call)
+        assert plan.num_computed_tokens.tolist() == [want]
+    else:
+        ids, num_hit = manager.get_computed_blocks(request, read_cache=of_call)
+        assert num_hit == want
+        manager.allocate_slots(request, 12 - num_hit, ids, read_cache=of_call)
+    # Not by their hashes, under which others would be found too.
+    manager.evict(manager.block_ids(request)[want // 4 :])
+    affected = manager.invalidate(manager.block_ids(request)[want // 4 :])
+    assert affected == {"r": want}
+    assert manager.get_computed_blocks(Request("x", range(12)))[1] == 8
+    assert manager.take_cached(request) == want
+    manager.check_invariants()
+
+
+def test_a_fork_that_starts_anew_reads_the_cache_as_its_own_request_says():
+    manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
+    manager.step(new=[Request("first", range(12))])
+    parent = Request("p", range(12))
+    manager.step(new=[parent], read_cache=False)
+    for child in (Request("reads", range(12)), Request("not", range(12), read_cache=False)):
+        manager.fork(parent, child)
+    own = manager.block_ids(parent)
+    manager.evict(own)
+    assert manager.invalidate(own) == {"p": 0, "reads": 8, "not": 0}
+    manager.check_invariants()

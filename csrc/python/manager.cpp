@@ -736,21 +736,11 @@ void bind_manager(py::module_& m) {
              const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
              return py::make_tuple(back.num_taken, back.alone);
            })
-      // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
-      // of ints, or a number of tokens whose ids do not matter (no caching).
-      .def("append_sequence",
-           [](Manager& self, int32_t row, const py::object& token_ids,
-              int64_t num_lookahead) -> py::object {
-             Slots slots;
-             if (PyLong_Check(token_ids.ptr())) {
-               const int64_t n = int_argument(token_ids, "token_ids");
-               slots = self.append_known(row, nullptr, n, num_lookahead);
-             } else {
-               const Int32Input array(token_ids, "token_ids", /*least=*/0);
-               slots = self.append_known(row, array.data(), array.size(), num_lookahead);
-             }
-             if (slots.status != Status::kServed) return py::none();
-             return pairs_of(slots.copies);
+      // n tokens whose ids do not matter (no caching): whether they fit.
+      .def("append_unread",
+           [](Manager& self, int32_t row, int64_t n) {
+             return self.append_known({row, nullptr, n}, /*num_lookahead_tokens=*/0).status ==
+                    Status::kServed;
            })
       .def("mark_computed", &Manager::mark_computed)
       .def("access", &Manager::access)

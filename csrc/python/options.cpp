@@ -45,7 +45,7 @@ std::vector<GroupOptions> groups_of_tuples(const py::list& tuples) {
     const auto group = py::cast<py::tuple>(each);
     out.push_back({py::cast<std::shared_ptr<AttentionKind>>(group[0]),
                    int_argument(group[1], "block_size"), py::cast<bool>(group[2]),
-                   py::cast<bool>(group[3])});
+                   py::cast<bool>(group[3]), py::cast<bool>(group[4])});
   }
   return out;
 }
@@ -76,7 +76,7 @@ void bind_options(py::module_& m) {
   Binding options(m, "ManagerOptions");
   options.def(py::init<>()).def("check_optional", &check_optional);
   options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
-    // (kind, tokens per block, drafts, cached) each
+    // (kind, tokens per block, drafts, cached, transferred) each
     self.groups = groups_of_tuples(tuples);
   });
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);

@@ -329,8 +329,7 @@ class SequenceCalls {
   }
   void read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
                 NewTokens* out) const;
-  bool append(AllocatedSequence* known, const NewTokens& tokens, int64_t num_lookahead,
-              py::list* pairs) const;
+  bool take(AllocatedSequence* known, int64_t num_new, const Slots& slots, py::list* pairs) const;
   void refresh_table(AllocatedSequence* known, int64_t first_written) const;
   const py::object& hits_of(AllocatedSequence* known) const;
 
@@ -413,12 +412,11 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
 }
 
 // Whether there are slots; the copies are added to the pairs.
-bool SequenceCalls::append(AllocatedSequence* known, const NewTokens& tokens, int64_t num_lookahead,
-                           py::list* pairs) const {
-  const Slots slots = native_->append_known(known->row, tokens.data(), tokens.size, num_lookahead);
+bool SequenceCalls::take(AllocatedSequence* known, int64_t num_new, const Slots& slots,
+                         py::list* pairs) const {
   if (slots.status != kvcache::Status::kServed) return false;
   const int64_t start = known->num_tokens;
-  known->num_tokens = start + tokens.size;
+  known->num_tokens = start + num_new;
   refresh_table(known, start / block_size_);
   for (size_t i = 0; i < slots.copies.size(); i += 2) {
     pairs->append(py::make_tuple(slots.copies[i], slots.copies[i + 1]));
@@ -436,12 +434,35 @@ PyObject* SequenceCalls::append_slots(py::handle seq, py::handle num_lookahead_s
   py::list pairs;
   if (num_new == 0 && lookahead == 0) return pairs.release().ptr();
   read_ids(known, seq, num_new, &tokens);
-  if (append(&known, tokens, lookahead, &pairs)) return pairs.release().ptr();
+  const Slots slots = native_->append_known({known.row, tokens.data(), tokens.size}, lookahead);
+  if (take(&known, num_new, slots, &pairs)) return pairs.release().ptr();
   throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " does not get " +
                         std::to_string(num_new) + " slots and " + std::to_string(lookahead) +
                         " more, " + std::to_string(native_->pool().num_free()) +
                         " blocks are free: expected can_append_slots to be asked first");
 }
+
+// New tokens of several sequences that their chains have taken: those that get no slots go back.
+class TakenTokens {
+ public:
+  TakenTokens(Manager* native, std::vector<Manager::KnownTokens> all, int64_t num_lookahead)
+      : native_(native), all_(std::move(all)), num_lookahead_(num_lookahead) {
+    native_->take_known(all_.data(), all_.size(), num_lookahead_);
+  }
+  TakenTokens(const TakenTokens&) = delete;
+  ~TakenTokens() {
+    for (; next_ < all_.size(); ++next_) native_->give_back(all_[next_]);
+  }
+  // Of the next sequence, which keeps its tokens, where there are any slots for them.
+  Slots append_next() { return native_->append_taken(all_[next_++], num_lookahead_); }
+  void skip_next() { ++next_; }
+
+ private:
+  Manager* native_;
+  std::vector<Manager::KnownTokens> all_;
+  int64_t num_lookahead_;
+  size_t next_ = 0;
+};
 
 PyObject* SequenceCalls::append_group_slots(py::handle groups,
                                             py::handle num_lookahead_slots) const {
@@ -471,20 +492,31 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     }
     ends.push_back(all.size());
   }
+  // A group with a sequence that is too long does not fit, nor is one behind it served.
+  const auto too_long = std::find_if(all.begin(), all.end(), [&](const Growing& each) {
+    return value_of(each.owner).num_tokens + each.tokens.size > max_model_len_;
+  });
+  const auto num_short = static_cast<size_t>(too_long - all.begin());
+  while (!ends.empty() && ends.back() > num_short) ends.pop_back();
+  std::vector<Manager::KnownTokens> known_tokens;
+  for (size_t i = 0; i < (ends.empty() ? 0 : ends.back()); ++i) {
+    const NewTokens& tokens = all[i].tokens;
+    known_tokens.push_back({value_of(all[i].owner).row, tokens.data(), tokens.size});
+  }
+  TakenTokens taken(native_, std::move(known_tokens), lookahead);
   py::list pairs;
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
     int64_t num_touched = 0;
-    bool is_too_long = false;
     for (size_t i = first; i < ends[num_served]; ++i) {
       const int64_t start = value_of(all[i].owner).num_tokens, stop = start + all[i].tokens.size;
-      is_too_long |= stop > max_model_len_;
       num_touched += num_touched_blocks(start, stop + lookahead);
     }
-    if (is_too_long || num_touched > native_->pool().num_free()) break;
+    if (num_touched > native_->pool().num_free()) break;
     for (size_t i = first; i < ends[num_served]; ++i) {
-      if (all[i].tokens.size == 0 && lookahead == 0) continue;
-      if (!append(&value_of(all[i].owner), all[i].tokens, lookahead, &pairs)) {
+      if (all[i].tokens.size == 0 && lookahead == 0) {
+        taken.skip_next();
+      } else if (!take(&value_of(all[i].owner), all[i].tokens.size, taken.append_next(), &pairs)) {
         throw std::logic_error("slots that fit were not given");
       }
     }

@@ -31,6 +31,7 @@ inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t bl
   group.pages = kind->pages();
   group.keeps_all = kind->keeps_all();
   group.is_cached = !group.holds_encoder();
+  group.is_transferred = true;
   group.kind = std::move(kind);
   group.id = id;
   group.block_size = block_size;

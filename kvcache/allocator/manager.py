@@ -182,7 +182,7 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         native_options = options.native_of(
             [
-                (kind, size, group.drafts, group.cached)
+                (kind, size, group.drafts, group.cached, group.transferred)
                 for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
             ],
             num_gpu_blocks,
@@ -674,9 +674,11 @@ class KVCacheManager:
         `after_step`: the blocks are released when a report says that this step is done, with or without
         `fence_frees`. `keep_blocks`: they are handed to a connector, which may read them, or still write
         to those of a request that is receiving, until `release_blocks`; the row is free at once. Cached
-        ones are hits meanwhile. ValueError for both together, for a step that there was not, for a
-        request that is receiving without `keep_blocks`, for one that is swapped out with it, and while
-        blocks of an earlier request with this id are kept.
+        ones are hits meanwhile. Blocks of groups with `transferred=False` are released at once.
+
+        ValueError for both together, for a step that there was not, for a request that is receiving
+        without `keep_blocks`, for one that is swapped out with it, and while blocks of an earlier request
+        with this id are kept.
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
         if keep_blocks and after_step is not None:

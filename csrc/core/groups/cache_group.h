@@ -22,6 +22,7 @@ struct CacheGroup {
   AttentionKind::Pages pages;
   bool keeps_all;
   bool is_cached;        // its blocks can be hit; else it takes no part in hits
+  bool is_transferred;   // else no connector reads or writes its blocks
   bool drafts;           // the last block of a hit is computed anew
   bool has_partial;      // hits inside a block, which are copied
   uint8_t id;            // index among the groups, and group of its blocks in the pool

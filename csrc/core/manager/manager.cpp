@@ -238,23 +238,47 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
   return server_.append(row, num_tokens, num_lookahead_tokens);
 }
 
-Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
-                            int64_t num_lookahead_tokens) {
+Slots Manager::append_known(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
-  checks_.check_append(row, n, /*least=*/0, num_lookahead_tokens);
-  const std::shared_ptr<TokenChain> chain = rows_[row].chain;
-  chain->append(token_ids, n);
-  Slots slots{Status::kWait, row, {}, {}};
+  take_in(&tokens, 1, num_lookahead_tokens);
+  return append_or_give_back(tokens, num_lookahead_tokens);
+}
+
+void Manager::take_known(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  take_in(all, size, num_lookahead_tokens);
+}
+
+Slots Manager::append_taken(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  return append_or_give_back(tokens, num_lookahead_tokens);
+}
+
+void Manager::take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens) {
+  for (size_t i = 0; i < size; ++i) {
+    checks_.check_append(all[i].row, all[i].n, /*least=*/0, num_lookahead_tokens);
+  }
+  size_t num_taken = 0;
   try {
-    if (rows_[row].num_computed + n >= rows_[row].next_publish) {
-      intake_.hash_ahead(*chain, /*reads=*/false);
+    for (; num_taken < size; ++num_taken) {
+      const KnownTokens& each = all[num_taken];
+      rows_[each.row].chain->append(each.ids, each.n);
     }
-    slots = server_.append(row, n, num_lookahead_tokens);
+    for (size_t i = 0; i < size; ++i) {
+      const Row& r = rows_[all[i].row];
+      if (r.num_computed + all[i].n >= r.next_publish) {
+        intake_.hash_ahead(*r.chain, /*reads=*/false);
+      }
+    }
   } catch (...) {
-    chain->take_back(n);
+    for (size_t i = 0; i < num_taken; ++i) give_back(all[i]);
     throw;
   }
-  if (slots.status != Status::kServed) chain->take_back(n);
+}
+
+Slots Manager::append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
+  const Slots slots = server_.append(tokens.row, tokens.n, num_lookahead_tokens);
+  if (slots.status != Status::kServed) give_back(tokens);
   return slots;
 }
 
@@ -378,11 +402,12 @@ int64_t Manager::take_cached(int32_t row) {
   checks_.check_on_device(row);
   checks_.check_not_receiving(row);
   TokenChain& chain = *rows_[row].chain;
-  if (chain.read_cache()) {
+  const bool reads = rows_[row].reads;
+  if (reads) {
     intake_.hash_ahead(chain, /*reads=*/true);
     checks_.check_on_device(row);  // a digest may call back
   }
-  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false);
+  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false, reads);
   if (hit.num_tokens > rows_[row].num_computed) recovery_.restart(row);
   return rows_[row].num_computed;
 }

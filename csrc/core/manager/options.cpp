@@ -81,6 +81,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
     group.is_cached = each.is_cached && !group.holds_encoder() && !group.is_circular();
+    group.is_transferred = each.is_transferred;
     group.drafts = each.drafts;
     group.has_partial =
         group.is_cached && options.hash_block_size > 0 && hash_block_size < each.block_size;

@@ -1,6 +1,7 @@
 #include "core/manager/row_release.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 namespace kvcache {
@@ -52,7 +53,7 @@ void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& de
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
   } else if (departure.keep_as != nullptr) {
-    c_.frees->keep(*departure.keep_as, std::move(ids));
+    keep(row, *departure.keep_as, std::move(ids));
   } else if (departure.after_step >= 0) {
     c_.frees->release_after(ids.data(), n, departure.after_step);
   } else {
@@ -63,6 +64,22 @@ void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& de
   for (const CacheGroup& group : *c_.groups) {
     if (with_encoder || !group.holds_encoder()) c_.rows->blocks(row)[group.id].clear();
   }
+}
+
+// All of the row's blocks are kept for a connector, but those of groups that it does not transfer.
+void RowRelease::keep(int32_t row, const std::string& name, std::vector<BlockId> ids) {
+  std::unordered_set<BlockId> own;
+  for (const CacheGroup& group : *c_.groups) {
+    const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;
+    if (!group.is_transferred) own.insert(blocks.begin(), blocks.end());
+  }
+  const auto first_own =
+      std::stable_partition(ids.begin(), ids.end(), [&](BlockId id) { return own.count(id) == 0; });
+  const std::vector<BlockId> released(first_own, ids.end());
+  ids.erase(first_own, ids.end());
+  c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
+  c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()));
+  c_.frees->keep(name, std::move(ids));
 }
 
 void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {

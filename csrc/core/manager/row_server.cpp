@@ -240,6 +240,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
+  r.reads = asked.reads();
   r.is_receiving = asked.receives;
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
@@ -260,7 +261,8 @@ void RowServer::restart(int32_t row) {
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
   c_.rows->info(row).num_slots = 0;
   r.has_forked = r.may_share = false;
-  const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
+  const PrefixHit& hit =
+      parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false, r.reads);
   for (const CacheGroup& group : *c_.groups) {
     if (!group.holds_encoder()) {
       RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
@@ -326,6 +328,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const int64_t admission = r.admission;
   r = parent;
   r.chain = child;
+  r.reads = child->read_cache();
   r.start = r.num_computed;
   r.admission = admission;
   c_.rows->info(other) = {

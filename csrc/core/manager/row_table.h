@@ -30,6 +30,7 @@ struct Row {
   int64_t admission = 0;              // how many rows had been admitted when it was
   uint32_t stamp = 0;                 // of the last call that named it
   bool by_step = false;               // admitted by `step`
+  bool reads = false;                 // takes hits where it starts anew
   bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
   bool has_forked = false;            // shares blocks that are not full, or did
   bool may_share = false;             // of those that it writes next
