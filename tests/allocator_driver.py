@@ -203,7 +203,10 @@ class Driver:
             **options,
         )
         self.has_state = any(group.pages == STATE for group in self.model.groups)
-        self.has_circular = any(group.pages == CIRCULAR for group in self.model.groups)
+        self.takes_external = not any(  # as `is_cached` natively
+            group.cached and not group.transferred and group.pages not in (ENCODER, CIRCULAR)
+            for group in groups
+        )
         self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
         self.num_groups = len(kinds)
         self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # by row
@@ -337,16 +340,19 @@ class Driver:
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
         starts = [self.model.rows[row].num_computed - n for row, n in zip(rows, rejected)]
         most = [self.model.most_slots(start) for start in [*starts, *[0] * len(pairs)]]
+        reserved = choose.pick([0, 0, 0, 4])
+        caps = [choose.pick([0, 2, 99, 99]) for _ in pairs]
+        reads, own_reads = self.reads_of_call(pairs)
+        external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, caps)]
+        delays = [n > 0 and choose.chance(2) for n in external]
+        for i, ((_, model), cap, n) in enumerate(zip(pairs, caps, external), len(rows)):
+            if n > 0:
+                most[i] = self.model.most_slots(self.model.capped_hit(model, cap)[0] + n)
         counts = [min(count, n) for count, n in zip(counts, most)]
         limits = [min(limit, n) for limit, n in zip(limits, most[len(rows) :])]
+        limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
         asked = [*counts, *limits]
         ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
-        reserved = choose.pick([0, 0, 0, 4])
-        most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
-        reads, own_reads = self.reads_of_call(pairs)
-        external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, most)]
-        delays = [n > 0 and choose.chance(2) for n in external]
-        limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
         in_step = choose.pick(["none", "none", "wait", "none" if self.has_state else "share"])
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         for row, new_ids in zip(rows, ids):
@@ -363,7 +369,7 @@ class Driver:
             num_lookahead_tokens=ahead,
             num_reserved_blocks=reserved,
             swap_out=leaving,
-            max_host_blocks=most,
+            max_host_blocks=caps,
             num_external_computed_tokens=external,
             delay_cache_blocks=delays,
             in_step_hits=in_step,
@@ -380,7 +386,7 @@ class Driver:
             ahead,
             reserved,
             leaving,
-            most,
+            caps,
             external,
             delays,
             in_step,
@@ -407,7 +413,7 @@ class Driver:
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
-        if self.has_circular:
+        if not self.takes_external:
             return 0
         most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
         return self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
@@ -517,10 +523,10 @@ class Driver:
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
         most = len(model.tokens) - 1 - num_hit
-        may_receive = most > 0 and not self.has_circular
-        external = self.choose.integer(1, most) if may_receive and self.choose.chance(4) else 0
+        can = most > 0 and self.takes_external
+        external = self.choose.integer(1, most) if can and self.choose.chance(4) else 0
         delay = external > 0 and self.choose.chance(2)
-        slots = self.model.most_slots(0)
+        slots = self.model.most_slots(num_hit + external if external else 0)
         count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
         ahead = min(self.choose.pick([0, 0, 3]), slots - count)
         computed = ids[0] if self.num_groups == 1 else ids
@@ -673,12 +679,13 @@ class Driver:
             found = self.manager.checkpoint_tokens(running, count)
             assert found == self.model.checkpoint_tokens(known, row, count)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([1, 3, 8, LONGEST])
-        slots = self.model.most_slots(0)
+        cap = self.choose.pick([0, 99])
+        external = self.num_external(model, cap)
+        start = self.model.capped_hit(model, cap)[0] + external if external else 0
+        slots = self.model.most_slots(start)
         chunk = min(chunk, slots)
         ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
         ahead = min(ahead, slots - chunk)
-        cap = self.choose.pick([0, 99])
-        external = self.num_external(model, cap)
         options = {
             "num_lookahead_tokens": ahead,
             "num_reserved_blocks": reserved,

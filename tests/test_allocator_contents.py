@@ -41,6 +41,9 @@ KV_MIXES = [
 Content = tuple[int, ...] | str | None
 Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: the only one) -> content
 Tables = dict[int, list[list[int]]]  # row -> group -> pages
+# Groups that are not cached lack the tokens before the first, which were a hit; those that are not
+# transferred either lack what came from elsewhere, too, and begin at the second.
+Begins = tuple[int, int]
 Cell = tuple[int, int | str, int]  # page, slot, position of the token whose KV is to be there
 
 
@@ -52,7 +55,7 @@ class Conversation:
     tokens: list[int]
     num_sampled: int  # tokens that exist by now, whether or not the manager knows them
     num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
-    begin: int = 0  # tokens before it were a hit: groups that are not cached lack them
+    begins: Begins = (0, 0)
     external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
     is_receiving: bool = False
 
@@ -105,6 +108,7 @@ class Simulation:
         specs, self.groups = groups_of(choose, kinds)
         self.has_state = any(group.pages == STATE for group in self.groups)
         self.has_circular = any(group.pages == CIRCULAR for group in self.groups)
+        self.takes_external = all(group.transferred or not group.cached for group in self.groups)
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
         if choose.chance(2):
@@ -208,7 +212,8 @@ class Simulation:
         for conversation in self.running.values():
             if conversation.request.request_id in affected:
                 conversation.num_rejected = 0
-                conversation.begin = affected[conversation.request.request_id]
+                going_on = affected[conversation.request.request_id]
+                conversation.begins = going_on, going_on
 
     # Operations ------------------------------------------------------------------------------------
 
@@ -222,7 +227,8 @@ class Simulation:
         leaving = self.rows_to_swap_out(counts)
         held_before = self.pages_held()
         most = [choose.pick([0, 3, 99, 99]) for _ in admitted]
-        external = [self.num_external(each, cap) for each, cap in zip(admitted, most)]
+        spans = [self.external_span(each, cap) for each, cap in zip(admitted, most)]
+        external = [stop - first for first, stop in spans]
         for each, n in zip(admitted, external):
             each.is_receiving = n > 0 and choose.chance(2)
         plan = self.manager.step(
@@ -230,8 +236,10 @@ class Simulation:
             [*counts.values()],
             new=[each.request for each in admitted],
             new_num_tokens=[
-                0 if each.is_receiving else min(choose.pick([3, 8, LONGEST]), self.most_slots(0))
-                for each in admitted
+                0
+                if each.is_receiving
+                else min(choose.pick([3, 8, LONGEST]), self.most_slots(stop if stop > first else 0))
+                for each, (first, stop) in zip(admitted, spans)
             ],
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
@@ -252,13 +260,15 @@ class Simulation:
             plan, batch + [self.running[row] for row in leaving] + admitted, leaving, held_before
         )
 
-    def num_external(self, conversation: Conversation, most_host_blocks: int) -> int:
-        """Tokens behind its hit that come from elsewhere."""
+    def external_span(self, conversation: Conversation, most_host_blocks: int) -> tuple[int, int]:
+        """First token and stop of what comes from elsewhere, behind its hit."""
         cached = self.manager.cached_tokens(conversation.request)
         with_host = cached.num_host_blocks <= most_host_blocks
         num_hit = cached.with_host if with_host else cached.on_device
-        most = 0 if self.has_circular else conversation.request.num_tokens - 1 - num_hit
-        return self.choose.integer(1, most) if most > 0 and self.choose.chance(3) else 0
+        most = conversation.request.num_tokens - 1 - num_hit
+        can = most > 0 and self.takes_external
+        count = self.choose.integer(1, most) if can and self.choose.chance(3) else 0
+        return num_hit, num_hit + count
 
     def pages_held(self) -> dict[int, set[int]]:
         """By row, as the manager has them."""
@@ -303,7 +313,7 @@ class Simulation:
         request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
         row = self.manager.fork(parent.request, request)
         if row >= 0:
-            self.running[row] = Conversation(request, tokens, shared + 1, begin=parent.begin)
+            self.running[row] = Conversation(request, tokens, shared + 1, begins=parent.begins)
             self.tables[row] = [[] for _ in self.groups]
 
     def pin(self) -> None:
@@ -337,7 +347,8 @@ class Simulation:
 
     def keep(self, conversation: Conversation) -> None:
         table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
-        pages, written = pages_of(table) - {0}, set()
+        sent = [blocks for group, blocks in zip(self.groups, table) if group.transferred]
+        pages, written = pages_of(sent) - {0}, set()
         if conversation.is_receiving:
             first, stop = conversation.external
             written = {page for page, _, _ in self.cells_received(table, first, stop, stop)}
@@ -374,7 +385,11 @@ class Simulation:
         self.receive(conversation, table, first, stop, first + count)
         going_on = self.manager.finish_receiving(request, count)
         conversation.external, conversation.is_receiving = (0, 0), False
-        conversation.begin = going_on
+        is_moved = not all(
+            self.block_ids(request, g) == blocks[: len(self.block_ids(request, g))]
+            for g, blocks in enumerate(table)
+        )
+        conversation.begins = going_on if is_moved else conversation.begins[0], going_on
         assert going_on == self.manager.num_computed_tokens(request)
         if self.may_lose():  # else there is wrong KV that the manager has not heard of
             self.check_what_is_kept("after KV was received")
@@ -382,17 +397,21 @@ class Simulation:
     def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
         """Where the KV of these tokens goes, as far as it has slots; a state: that of the last one.
 
-        The step ends at `end`: it goes on from the state, in its page.
+        The step ends at `end`: it goes on from the state, in its page. Of a buffer that is written round
+        the last tokens come for which there are places.
         """
         cells = []
         for group, blocks in zip(self.groups, table):
+            if not group.transferred:
+                continue
             if group.pages == STATE:
                 cells.append((blocks[(end - 1) // group.block_size], STATE, stop - 1))
                 continue
+            size, columns = group.block_size, group.num_places()
             cells += [
-                (blocks[i // group.block_size], i % group.block_size, i)
-                for i in range(first, stop)
-                if blocks[i // group.block_size]
+                (blocks[i // size % columns], i % size, i)
+                for i in range(max(first, stop - columns * size), stop)
+                if blocks[i // size % columns]
             ]
         return cells
 
@@ -586,7 +605,8 @@ class Simulation:
                 assert is_out == (status == Status.SERVED)
             elif status == Status.SERVED:
                 if row not in self.running:
-                    conversation.begin = start
+                    first, stop = conversation.external
+                    conversation.begins = first if stop > first else start, start
                 conversation.num_rejected = 0
                 self.running[row] = conversation
                 if not conversation.is_receiving:
@@ -613,7 +633,7 @@ class Simulation:
         if end > conversation.num_sampled:
             num_accepted = self.choose.integer(conversation.num_sampled, end)
         for position in range(start, end):
-            cells = self.cells_read(table, position, end, conversation.begin)
+            cells = self.cells_read(table, position, end, conversation.begins)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
             assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
@@ -626,7 +646,7 @@ class Simulation:
             self.write(table, position, end, content, forbidden)
         if self.has_circular and not self.has_state and start < end:
             # A kernel writes all tokens of the step before the first one reads.
-            cells = self.cells_read(table, start, end, conversation.begin)
+            cells = self.cells_read(table, start, end, conversation.begins)
             wrong = self.wrong_cells(
                 conversation, [cell for cell in cells if cell[2] < num_accepted]
             )
@@ -670,12 +690,14 @@ class Simulation:
     def block_ids(self, request: Request, group: int) -> list[int]:
         return self.manager.block_ids(request, group).tolist()
 
-    def cells_read(self, table: list[list[int]], position: int, end: int, begin: int) -> list[Cell]:
+    def cells_read(
+        self, table: list[list[int]], position: int, end: int, begins: Begins
+    ) -> list[Cell]:
         """The tokens that the token at `position` reads in a step that ends at `end`."""
         return [
             cell
             for group, blocks in zip(self.groups, table)
-            for cell in cells_of(group, blocks, position, end, begin)
+            for cell in cells_of(group, blocks, position, end, begins)
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
@@ -700,7 +722,7 @@ class Simulation:
         if computed:
             table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
             real = min(conversation.num_sampled, computed - conversation.num_rejected)
-            cells = self.cells_read(table, computed, computed, conversation.begin)
+            cells = self.cells_read(table, computed, computed, conversation.begins)
             cells = [cell for cell in cells if cell[2] < real]
             wrong = self.wrong_cells(conversation, cells)
             assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
@@ -712,19 +734,19 @@ class Simulation:
             found = [found] if len(self.groups) == 1 else found
             table = [ids.tolist() for ids in found]
             wrong = self.wrong_cells(
-                conversation, self.cells_read(table, num_hit, num_hit, num_hit)
+                conversation, self.cells_read(table, num_hit, num_hit, (num_hit, num_hit))
             )
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
 
 def cells_of(
-    group: ModelGroup, blocks: list[int], position: int, end: int, begin: int
+    group: ModelGroup, blocks: list[int], position: int, end: int, begins: Begins
 ) -> list[Cell]:
     """The tokens of a group that the token at `position` reads in a step that ends at `end`."""
     size = group.block_size
     if group.pages == STATE:
         return [(blocks[(end - 1) // size], STATE, position - 1)]
-    first = max(group.reads_from(position), 0 if group.cached else begin)
+    first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
     return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 
 

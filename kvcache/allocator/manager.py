@@ -395,7 +395,9 @@ class KVCacheManager:
         step, and their blocks are hits for later plans like all that it fills. With it, they come some
         time later: the request gets no further slots (`new_num_tokens[j]` is 0), is not served, and none
         of its blocks is a hit, until `finish_receiving`. In window groups only what the next token reads
-        has slots. Where other rows of the step change the hit, the request waits (`WAIT`).
+        has slots; of a circular buffer the last tokens come, as many as it has places for. The KV comes
+        for all groups that are transferred; a cached one that is not is a ValueError. Where other rows of
+        the step change the hit, the request waits (`WAIT`).
 
         `in_step_hits`: what a new request does where an earlier row of this step fills blocks of its
         prefix. "none": it computes these tokens, too. "wait": it is answered `WAIT`, and hits them in the

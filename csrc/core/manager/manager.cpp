@@ -114,9 +114,11 @@ Status Manager::would_fit(const StepRequest& request, bool whole) {
     throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
   }
   checks_.check_new(*asked.chain);
-  checks_.check_new_places(asked, request.num_lookahead);
+  if (asked.num_external == 0) {
+    checks_.check_new_places(asked, /*start=*/0, request.num_lookahead);
+  }
   if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
-  external_hits(request.new_rows);
+  external_hits(request);
   return server_.would_fit(request, whole);
 }
 
@@ -169,7 +171,7 @@ void Manager::evict(const BlockId* ids, int64_t n) {
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
-  const std::vector<int64_t> hits = external_hits(request.new_rows);
+  const std::vector<int64_t> hits = external_hits(request);
   intake_.take_in(request);
   // From here on nothing is refused.
   steps_.begin();
@@ -187,7 +189,8 @@ const StepPlan& Manager::step(const StepRequest& request) {
 }
 
 // External tokens follow a hit: that of each request that has some.
-std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests) {
+std::vector<int64_t> Manager::external_hits(const StepRequest& request) {
+  const std::vector<NewRow>& requests = request.new_rows;
   std::vector<int64_t> hits;
   for (size_t i = 0; i < requests.size(); ++i) {
     const NewRow& asked = requests[i];
@@ -196,6 +199,7 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
     hits.resize(requests.size());
     hits[i] = server_.num_hit_tokens(asked);
     checks_.check_external(asked, hits[i]);
+    checks_.check_new_places(asked, hits[i] + asked.num_external, request.lookahead_of_new(i));
   }
   return hits;
 }
@@ -216,8 +220,8 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
   const int64_t num_computed = checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
-  checks_.check_places(0, asked.num_external + asked.num_tokens + num_lookahead_tokens,
-                       "a new request");
+  const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
+  checks_.check_places(start, asked.num_tokens + num_lookahead_tokens, "a new request");
   PrefixHit hit = PrefixHit::of_device(num_computed, computed);
   hit.reads = asked.reads();
   return server_.allocate(asked, hit, num_lookahead_tokens);

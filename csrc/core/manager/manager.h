@@ -229,7 +229,7 @@ class Manager {
 
   void take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens);
   Slots append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens);
-  std::vector<int64_t> external_hits(const std::vector<NewRow>& requests);
+  std::vector<int64_t> external_hits(const StepRequest& request);
 
   ManagerSetup setup_;
   CallGuard guard_;

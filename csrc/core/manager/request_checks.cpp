@@ -70,6 +70,7 @@ void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) con
 
 void RequestChecks::check_counts(const NewRow& asked, const char* name) const {
   checked_size("num_external_computed_tokens", asked.num_external, 0);
+  if (asked.num_external > 0) check_all_transferred(asked.num_external);
   if (!asked.receives) {
     checked_size(name, asked.num_tokens, 1);
     return;
@@ -83,6 +84,16 @@ void RequestChecks::check_counts(const NewRow& asked, const char* name) const {
   throw std::invalid_argument(std::string(name) + " is " + std::to_string(asked.num_tokens) +
                               ": expected 0 with delay_cache_blocks, as the request computes "
                               "nothing before its external tokens are there");
+}
+
+void RequestChecks::check_all_transferred(int64_t num_external) const {
+  for (const CacheGroup& group : c_.setup->groups) {
+    if (group.is_transferred || !group.is_cached) continue;
+    throw std::invalid_argument("num_external_computed_tokens is " + std::to_string(num_external) +
+                                ": expected 0, as group " + std::to_string(group.id) +
+                                " is cached and not transferred, so their KV in it would be "
+                                "missing");
+  }
 }
 
 void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
@@ -287,7 +298,8 @@ void RequestChecks::check_step(const StepRequest& request) const {
     check_counts(row, "new_num_tokens");
     checked_size("max_host_blocks", row.max_host_blocks, 0);
     check_new(*row.chain);
-    check_new_places(row, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
+    // With external tokens that is known only with the hit that they follow.
+    if (row.num_external == 0) check_new_places(row, /*start=*/0, request.lookahead_of_new(i));
   }
 }
 

@@ -48,10 +48,11 @@ class RequestChecks {
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_circular_) check_circular(start, num_slots, what);
   }
-  void check_new_places(const NewRow& row, int64_t lookahead) const {
-    check_places(0,
-                 std::min(row.num_external + row.num_tokens, row.chain->num_tokens()) + lookahead,
-                 "a new request");
+  // Of a request whose external tokens end at `start`: its own tokens, which follow them. Of the
+  // external ones the last come, as many as there are places for.
+  void check_new_places(const NewRow& asked, int64_t start, int64_t lookahead) const {
+    const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
+    check_places(start, num_tokens + lookahead, "a new request");
   }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
@@ -85,6 +86,7 @@ class RequestChecks {
   [[noreturn]] static void fail_receiving(int32_t row);
   void check_step_rows(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
+  void check_all_transferred(int64_t num_external) const;
   void check_circular(int64_t start, int64_t num_slots, const char* what) const;
 
   Context c_;

@@ -54,8 +54,7 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
       const PrefixHit& hit = find_hit(asked, with_partial);
-      served.span =
-          span_of(asked, hit, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
+      served.span = span_of(asked, hit, request.lookahead_of_new(i));
       served.row = -1;
       // Rows of this step may have changed what is cached: the load would be of other tokens.
       if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;

@@ -51,6 +51,9 @@ struct StepRequest {
   int64_t lookahead_of(int64_t i) const {
     return lookahead == nullptr ? num_lookahead : lookahead[i];
   }
+  int64_t lookahead_of_new(size_t i) const {
+    return lookahead_of(num_rows + static_cast<int64_t>(i));
+  }
 };
 
 }  // namespace kvcache
