@@ -34,10 +34,14 @@ int64_t Publisher::next_publish(int32_t row) const {
   return next;
 }
 
+int64_t Publisher::num_hashed(int32_t row) const {
+  return std::min(num_with_kv(row) / c_.hash_block_size,
+                  static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+}
+
 void Publisher::publish_filled(int32_t row) {
   Row& r = (*c_.rows)[row];
-  const int64_t num_hashed = std::min(num_with_kv(row) / c_.hash_block_size,
-                                      static_cast<int64_t>(r.chain->known_hashes().size()));
+  const int64_t num_hashed = this->num_hashed(row);
   for (const CacheGroup& group : *c_.groups) {
     if (!group.is_cached) continue;
     if (group.holds_state()) {
@@ -53,9 +57,7 @@ void Publisher::publish_filled(int32_t row) {
 
 void Publisher::publish_blocks(int32_t row) {
   if (!may_publish(row)) return;
-  const int64_t num_hashed =
-      std::min(num_with_kv(row) / c_.hash_block_size,
-               static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+  const int64_t num_hashed = this->num_hashed(row);
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_tokens() && group.is_cached) publish_whole(row, group, num_hashed);
   }

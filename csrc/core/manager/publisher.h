@@ -67,6 +67,7 @@ class Publisher {
 
  private:
   int64_t next_publish(int32_t row) const;
+  int64_t num_hashed(int32_t row) const;  // hash blocks of the row with KV
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
