@@ -99,10 +99,19 @@ CHUNKED = Kind(
     lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
     lambda size: ModelGroup(size, lambda n: n // 10 * 10),
 )
-RECURRENT = Kind(
-    lambda size: GroupSpec("recurrent", size),
-    lambda size: ModelGroup(size, lambda n: max(n - 1, 0), STATE),
-)
+
+
+def _recurrent(num_speculative: int) -> Kind:
+    options = {"num_speculative_blocks": num_speculative} if num_speculative else {}
+    return Kind(
+        lambda size: GroupSpec("recurrent", size, options),
+        lambda size: ModelGroup(
+            size, lambda n: max(n - 1, 0), STATE, num_speculative=num_speculative
+        ),
+    )
+
+
+RECURRENT, RECURRENT_1, RECURRENT_3 = _recurrent(0), _recurrent(1), _recurrent(3)
 CROSS = Kind(
     lambda size: GroupSpec("cross_attention", size),
     lambda size: ModelGroup(size, pages=ENCODER),
@@ -137,6 +146,12 @@ MIXES = [
     ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
     ([(FULL, 4), (_circular(6, 13, True), 2)], None),
     ([(FULL, 8), (_circular(5, 12, False), 4), (_window(6), 4)], 2),
+    ([(FULL, 4), (RECURRENT_1, 4)], None),
+    ([(FULL, 4), (RECURRENT_3, 4)], None),
+    ([(RECURRENT_3, 2), (_window(9), 2), (RECURRENT_3, 4)], None),
+    ([(RECURRENT_3, 1), (FULL, 2)], None),
+    ([(FULL, 8), (RECURRENT_3, 4), (RECURRENT_1, 6)], 2),
+    ([(RECURRENT_3, 12), (_window(5), 4), (FULL, 8)], 2),
 ]
 
 
@@ -232,7 +247,9 @@ class Driver:
             (1, self.release_blocks),
         ]
         if not self.has_state:
-            self.operations += [(2, self.allocate_slots), (3, self.append_slots), (1, self.reject)]
+            self.operations += [(2, self.allocate_slots), (3, self.append_slots)]
+        if not self.has_state or self.model.max_drafts:
+            self.operations += [(1, self.reject)]
         self.weighted = [each for weight, each in self.operations for _ in range(weight)]
 
     def run(self, num_operations: int) -> None:
@@ -335,6 +352,13 @@ class Driver:
             ids = [
                 self.later_tokens(self.requests[row][1], choose.pick([0, 1, 1, 3])) for row in rows
             ]
+        counts = [
+            min(
+                count,
+                self.most_with_drafts(row, self.model.rows[row].num_computed - back, len(new)),
+            )
+            for row, count, back, new in zip(rows, counts, rejected, ids)
+        ]
         pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
@@ -410,6 +434,13 @@ class Driver:
         self.apply(plan)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
+        """Tokens that a step may compute from `start` on: as far as they are known, and drafts."""
+        if not self.model.max_drafts:
+            return LONGEST
+        known = len(self.requests[row][1].tokens) + num_ids
+        return max(known - start, 1) + self.model.max_drafts
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
@@ -703,7 +734,8 @@ class Driver:
         if rooms:
             row = self.choose.pick(sorted(rooms))
             slots = self.model.most_slots(self.model.rows[row].num_computed)
-            count = self.choose.integer(1, min(rooms[row], slots))
+            drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
+            count = self.choose.integer(1, min(rooms[row], slots, drafts))
             ahead = min(ahead, slots - count)
             status = copy.deepcopy(self.model).would_extend(row, count, ahead)
             found = self.manager.would_fit(self.requests[row][0], count, num_lookahead_tokens=ahead)
@@ -786,6 +818,9 @@ class Driver:
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
+            drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
+            if drafts < rows[row]:
+                calls.append(lambda: manager.step([row], [drafts + 1]))
             if self.algorithm != ENGINE:  # else the given hashes say what they stand for
                 calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)

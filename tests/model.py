@@ -28,6 +28,7 @@ class ModelGroup:
     transferred: bool = True
     buffer: int = 0  # CIRCULAR: tokens that a row has places for, rounded up to blocks
     ends_caching: bool = False  # CIRCULAR, and said to be cached
+    num_speculative: int = 0  # STATE: drafts of a step that may be rejected
 
     def num_places(self):
         """Blocks that a row has, if it has a fixed number."""
@@ -48,7 +49,10 @@ class ModelRequest:
 
 @dataclass
 class ModelHeld:
-    """The blocks that a row holds of a group; 0 where a block was dropped."""
+    """The blocks that a row holds of a group; 0 where a block was dropped.
+
+    STATE: behind the zeros the page that a step reads, and behind that one for each of its drafts.
+    """
 
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
@@ -57,7 +61,7 @@ class ModelHeld:
     num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
-    keeps_state: bool = False  # the last page holds a state inside a block that is found
+    keeps_state: bool = False  # the page of the state holds a state inside a block that is found
 
     @property
     def num_dropped(self):
@@ -82,6 +86,11 @@ class ModelRow:
     reads: bool = True  # takes hits where it starts anew
     num_hit: int = 0  # external tokens follow it
     num_valid: int = FOREVER  # while it receives: tokens that are valid at most
+    drafts: int = 0  # of its last step, that may be rejected: with a page each after which
+
+    def take_back(self, count):
+        self.num_computed -= count
+        self.drafts = self.drafts and self.drafts - count
 
 
 @dataclass
@@ -253,6 +262,8 @@ class ModelManager:
         self.whole_unit = lcm(*[sizes[g] for g in of_tokens])
         self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cached])
         self.is_uniform = all(size == self.hash_size for size in sizes)
+        speculative = [group.num_speculative for group in groups if group.pages == STATE]
+        self.max_drafts = min(speculative, default=0)
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
         self.caching = enable_caching and not any(group.ends_caching for group in groups)
@@ -267,6 +278,8 @@ class ModelManager:
         self.writing: list[int] = []  # those of this step
         self.fills: dict[int, int] = {}  # of this step: block -> row that fills it
         self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
+        # States whose pages rows leave: (row, group, tokens, page).
+        self.moves: list[tuple[int, int, int, int]] = []
         self.moved: dict[int, int] = {}  # by this step's swaps
         self.step_answer = None
         self.in_flight: list[dict] = []
@@ -322,12 +335,13 @@ class ModelManager:
             answer.rows.append(row)
             answer.computed.append(start)
             if count == 0:  # gets nothing
-                state.num_computed = start
+                state.take_back(back)
                 state.request.tokens.extend(new_ids)
                 answer.status.append(SERVED)
                 answer.tokens.append(0)
                 continue
-            status = self._serve(state, row, start, count, ahead)
+            known = len(state.request.tokens) + len(new_ids)
+            status = self._serve(state, row, start, count, ahead, known)
             answer.status.append(status)
             answer.tokens.append(count if status == SERVED else 0)
             if status == SERVED:
@@ -374,16 +388,11 @@ class ModelManager:
                     self._publish_within(row)
         if self.host:
             self._write_pending()
-        for row, g, _, num_tokens, _ in self.moves:
-            self._publish_state(self.rows[row], g, num_tokens)
+        for row, g, num_tokens, page in self.moves:
+            self._publish_state(self.rows[row], g, num_tokens, page)
         for row in served:
             self._publish(self.rows[row])
-        for row, g, column, _, page in self.moves:
-            held = self.rows[row].held[g]
-            self._note_dropped(self.rows[row], g, column, page)
-            self._release([page], self.num_steps)
-            if held.blocks[column] == page:
-                held.blocks[column] = 0
+        self._release_left_states()
         self._end_writes()
         self.moved = {}
         self._release(self.held_for_step, self.num_steps)
@@ -406,14 +415,15 @@ class ModelManager:
             other = self.rows[row]
             if not other.request.writes or other.stale or other.receiving:
                 continue
+            decided = other.num_computed - other.drafts
             stop = min(other.num_computed, len(other.request.tokens), len(request.tokens) - 1)
             has_state = any(group.pages == STATE for group in self.groups)
             unit = self.unit if has_state else self.whole_unit
             ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
             if has_state:  # inside blocks they are kept of prompts alone
-                ends = [n for n in ends if n == other.num_computed]
+                ends = [n for n in ends if n == decided]
                 states = [group.block_size for group in self.groups if group.pages == STATE]
-                if any(other.num_computed % size for size in states):
+                if any(decided % size for size in states):
                     ends = [n for n in ends if n <= other.num_prompt]
             if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
                 return True
@@ -466,7 +476,7 @@ class ModelManager:
         encoder, most, most_new, start = 0, 0, 0, num_hit
         while start < len(request.tokens):
             stop = min(start + chunk, len(request.tokens))
-            count = new = 0
+            count = new = for_drafts = 0
             for g, (group, each) in enumerate(zip(self.groups, held)):
                 size, columns = group.block_size, len(each.blocks)
                 if group.pages == ENCODER:
@@ -477,6 +487,7 @@ class ModelManager:
                     # It moves to another page at a block's end, and where the cache keeps it.
                     moves = self.has_partial[g] or ceil_div(stop, size) > ceil_div(start, size)
                     pages = 2 if start and moves else 1
+                    for_drafts += min(lookahead, group.num_speculative)
                     if start == num_hit:
                         count += 1 + sum(block != 0 for block in each.blocks)
                         new += 1
@@ -494,6 +505,7 @@ class ModelManager:
                     new += max(need - max(first, columns), 0)
             if start == num_hit and count > self.num_blocks - 1 - self.watermark:
                 return NEVER
+            count, new = count + for_drafts, new + for_drafts
             most, most_new, start = max(most, count), max(most_new, new), stop
         if most > self.num_blocks - 1:
             return NEVER
@@ -506,7 +518,8 @@ class ModelManager:
         if self.step_answer is None:
             self.step_answer, self.held_for_step = Answer(), []
             self.in_flight.append({"rows": [], "published": [], "dropped": [], "swapped": []})
-        return self._serve(state, row, state.num_computed, count, lookahead)
+        known = len(state.request.tokens)
+        return self._serve(state, row, state.num_computed, count, lookahead, known)
 
     def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
         """The row and its blocks behind the hits, per group, or None."""
@@ -526,16 +539,17 @@ class ModelManager:
     def append(self, row, count, lookahead):
         state = self.rows[row]
         sizes = [len(held.blocks) for held in state.held]
-        if self._serve(state, row, state.num_computed, count, lookahead) != SERVED:
+        known = len(state.request.tokens)
+        if self._serve(state, row, state.num_computed, count, lookahead, known) != SERVED:
             return None
         self._publish(state)
         return [held.blocks[n:] for held, n in zip(state.held, sizes)]
 
     def most_rejected(self, row):
         state = self.rows[row]
-        if any(group.pages == STATE for group in self.groups):
-            return 0
         kept = state.start
+        if any(group.pages == STATE for group in self.groups):
+            kept = state.num_computed - state.drafts
         for g, (group, held) in enumerate(zip(self.groups, state.held)):
             if not group.cached:
                 continue
@@ -545,7 +559,7 @@ class ModelManager:
         return max(state.num_computed - kept, 0)
 
     def reject(self, row, count):
-        self.rows[row].num_computed -= count
+        self.rows[row].take_back(count)
 
     def finish_receiving(self, row, num_tokens):
         """Where the row goes on."""
@@ -744,13 +758,20 @@ class ModelManager:
 
     # Serving ---------------------------------------------------------------------------------------
 
-    def _needs(self, held, start, after, lookahead):
-        """Per group (new blocks, columns to drop up to)."""
+    def _needs(self, held, start, after, lookahead, drafts=0, accepted=0):
+        """Per group (new blocks, columns to drop up to).
+
+        `drafts`: of these tokens; `accepted`: of those of the step before.
+        """
         needs = []
         for group, each in zip(self.groups, held):
             size, columns = group.block_size, len(each.blocks)
             if group.pages == STATE:
-                needs.append((int(after > columns * size), each.num_dropped))
+                pages = [block for block in each.blocks if block]
+                passed = [n for n in range(start - accepted, start) if n % size == 0]
+                spare = len(pages) - 1 - len(passed) if pages else 0
+                moves = self._moves(group, each, start, after - drafts)
+                needs.append((moves + max(drafts - spare, 0), each.num_dropped))
             elif group.pages == ENCODER:
                 needs.append((0, 0))
             elif group.pages == CIRCULAR:
@@ -765,6 +786,12 @@ class ModelManager:
                 needs.append((max(need - columns, 0), drop_to))
         return needs
 
+    @staticmethod
+    def _moves(group, each, start, sure):
+        """Whether the state goes on in another page: it is at the end of a block, or there is none."""
+        size = group.block_size
+        return sure > (ceil_div(start, size) if any(each.blocks) else len(each.blocks)) * size
+
     def _room(self, held, needs, free):
         """Free blocks left when all of `needs` is met."""
         for each, (num_new, drop_to) in zip(held, needs):
@@ -773,7 +800,7 @@ class ModelManager:
                 free += self.pool.refs[block] == 1 and not self._is_fenced(self.last_issued)
         return free
 
-    def _shared(self, state, start, after, lookahead):
+    def _shared(self, state, start, after, lookahead, drafts, accepted):
         """(group, column) of blocks that are written for these tokens, and that others hold."""
         found = []
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -781,8 +808,10 @@ class ModelManager:
             stop = ceil_div(after + lookahead, size)
             columns = range(start // size, min(stop, len(each.blocks)))
             if group.pages == STATE:  # in place, unless it moves on to another page
-                moves = after > len(each.blocks) * size
-                columns = [] if moves else [len(each.blocks) - 1]
+                if not self._moves(group, each, start, after - drafts):
+                    page = each.blocks[each.num_dropped + accepted]
+                    found += [(g, (start - 1) // size)] if self._is_shared(page) else []
+                continue
             if group.pages == CIRCULAR:
                 blocks = range(start // size, min(stop, start // size + self.columns[g]))
                 columns = [b % self.columns[g] for b in blocks]
@@ -806,13 +835,17 @@ class ModelManager:
     def _is_fenced(self, step_id):
         return self.fence_frees and step_id >= self.num_completed
 
-    def _serve(self, state, row, start, count, lookahead):
+    def _serve(self, state, row, start, count, lookahead, known):
         after = start + count
+        drafts = max(after - max(start + 1, known), 0) if self.max_drafts else 0
+        accepted = state.drafts and state.drafts - (state.num_computed - start)
         self.safe_start, self.copies = start, []
         if state.on_host:
-            return self._resume(state, row, start, after, lookahead)
-        needs = self._needs(state.held, start, after, lookahead)
-        shared = self._shared(state, start, after, lookahead) if state.forked else []
+            return self._resume(state, row, start, after, lookahead, drafts)
+        needs = self._needs(state.held, start, after, lookahead, drafts, accepted)
+        shared = []
+        if state.forked:
+            shared = self._shared(state, start, after, lookahead, drafts, accepted)
         room = self._room(state.held, needs, self.pool.num_free()) - len(shared)
         if room < 0:
             alive = sum(
@@ -820,25 +853,34 @@ class ModelManager:
                 for each, (num_new, drop_to) in zip(state.held, needs)
             )
             return NEVER if alive > self.num_blocks - 1 else WAIT
-        state.start, state.num_computed = start, after
+        state.start, state.num_computed, state.drafts = start, after, drafts
+        before, self.moves = self.moves, []
+        for g, group in enumerate(self.groups):
+            if group.pages == STATE and accepted:
+                self._settle_state(row, g, start, accepted)
         self._allocate_blocks(
             state, row, start, after, lookahead, needs, max(room - self.watermark, 0), shared
         )
+        self.moves = before + sorted(self.moves, key=lambda move: move[1])  # by group
         self._own_what_is_written(state, start, after)
         return SERVED
 
     def _own_what_is_written(self, state, start, after):
         """A row has computed the tokens that it writes, even if it began in another row's block."""
         for group, each in zip(self.groups, state.held if state.forked else ()):
-            first = after - 1 if group.pages == STATE else start
+            first = after - state.drafts - 1 if group.pages == STATE else start
             each.num_hits = min(each.num_hits, first // group.block_size)
 
-    def _resume(self, state, row, start, after, lookahead):
+    def _resume(self, state, row, start, after, lookahead, drafts):
         """A row on the host needs what it still reads, and what it writes, on the device again."""
-        needs = self._needs(state.held, start, after, lookahead)
+        needs = self._needs(state.held, start, after, lookahead, drafts)
+        moving = [
+            group.pages == STATE and start > 0 and self._moves(group, each, start, after - drafts)
+            for group, each in zip(self.groups, state.held)
+        ]
         loads = []  # (group, column, whether a row of this step has loaded the same page)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages == STATE and needs[g][0] and start > 0:
+            if moving[g]:
                 continue  # loaded into its new page
             for column in range(needs[g][1], len(each.blocks)):
                 is_read_only = group.pages == ENCODER or (
@@ -857,9 +899,9 @@ class ModelManager:
             drop_to = needs[g][1]
             left += each.blocks[each.num_dropped : drop_to]
             each.blocks[:drop_to] = [0] * drop_to
-            if self.groups[g].pages == STATE and needs[g][0] and start > 0:
+            if moving[g]:
                 each.host_source, each.blocks[-1] = each.blocks[-1], 0
-                needs[g] = (1, len(each.blocks))
+                needs[g] = (needs[g][0], len(each.blocks))
             for column in [column for group, column, _ in loads if group == g]:
                 page = each.blocks[column]
                 if (g, column, True) in loads:
@@ -875,7 +917,7 @@ class ModelManager:
         state.on_host, state.resend = False, True
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
-        state.start, state.num_computed = start, after
+        state.start, state.num_computed, state.drafts = start, after, drafts
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
@@ -963,7 +1005,10 @@ class ModelManager:
                     self._write_later(block)
 
     def _allocate_blocks(self, state, row, start, after, lookahead, needs, room, shared=()):
-        numbers = []
+        numbers, sure = [], after - state.drafts
+        moving = [
+            self._moves(group, each, start, sure) for group, each in zip(self.groups, state.held)
+        ]
         for each in state.held:
             each.num_slots = max(each.num_slots, after + lookahead)
         for g, (group, each, (num_new, drop_to)) in enumerate(zip(self.groups, state.held, needs)):
@@ -985,11 +1030,12 @@ class ModelManager:
                 room -= more
             if each.keeps_state:
                 each.keeps_state = False
-                if not num_new and g not in [group for group, _ in shared]:
+                if not moving[g] and g not in [group for group, _ in shared]:
                     more = min(room, 1)  # the state stays in the page that is left
                     room -= more
+                    moving[g] = more > 0
                     if not more:
-                        self.pool.evict(each.blocks[-1])
+                        self.pool.evict(each.blocks[each.num_dropped])
             numbers.append(num_new + more)
         # Taken group by group: own ones in place of shared ones, then those behind.
         taken, own = [], []
@@ -1000,8 +1046,10 @@ class ModelManager:
         for g, column, block in own:
             self._own(state, g, column, block, start)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages == STATE and taken[g]:
-                self._move_state(row, each, g, start, after, taken[g][0])
+            if group.pages == STATE:
+                if moving[g]:
+                    self._move_state(row, each, g, start, sure, taken[g].pop(0))
+                each.blocks += taken[g]
                 continue
             if each.source and taken[g]:
                 self.step_answer.copy.append((each.source, taken[g][0]))
@@ -1040,25 +1088,48 @@ class ModelManager:
             self.copies.append((shared, block))
         self._release([shared], self.last_issued)
 
-    def _move_state(self, row, held, g, start, after, page):
+    def _move_state(self, row, held, g, start, sure, page):
+        column = (sure - 1) // self.groups[g].block_size
+        pages = [block for block in held.blocks if block]
         if held.host_source:
-            column = (after - 1) // self.groups[g].block_size
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
             held.host_source = 0
         elif held.source:
             self.step_answer.copy.append((held.source, page))
-            column = start // self.groups[g].block_size
-            self._note_dropped(self.rows[row], g, column, held.source)
-            self.safe_start = min(self.safe_start, column * self.groups[g].block_size)
+            inside = start // self.groups[g].block_size
+            self._note_dropped(self.rows[row], g, inside, held.source)
+            self.safe_start = min(self.safe_start, inside * self.groups[g].block_size)
             held.source = 0
-        elif held.blocks and held.blocks[-1]:
-            self.step_answer.copy.append((held.blocks[-1], page))
-            self.moves.append((row, g, len(held.blocks) - 1, start, held.blocks[-1]))
+        elif pages:
+            left = pages.pop(0)
+            self.step_answer.copy.append((left, page))
+            self.moves.append((row, g, start, left))
         elif start == 0:
             self.step_answer.zero.append(page)
-        column = (after - 1) // self.groups[g].block_size
-        del held.blocks[column:]
-        held.blocks += [0] * (column - len(held.blocks)) + [page]
+        held.blocks = [0] * column + [page] + pages
+
+    def _settle_state(self, row, g, start, accepted):
+        """The page of the last accepted draft comes first; the others serve again, or leave."""
+        state, held, size = self.rows[row], self.rows[row].held[g], self.groups[g].block_size
+        first, pages = held.num_dropped, held.blocks[held.num_dropped :]
+        spare = pages[accepted + 1 :]
+        for i in reversed(range(accepted)):
+            n = start - accepted + i
+            if n % size:
+                self._note_dropped(state, g, first, pages[i])
+                spare.insert(0, pages[i])
+        for i in range(accepted):
+            n = start - accepted + i
+            if n % size == 0:
+                self.moves.append((row, g, n, pages[i]))
+        held.blocks = [0] * ((start - 1) // size) + [pages[accepted]] + spare
+
+    def _release_left_states(self):
+        for row, g, num_tokens, page in self.moves:
+            column = (num_tokens - 1) // self.groups[g].block_size
+            self._note_dropped(self.rows[row], g, column, page)
+            self._release([page], self.num_steps)
+        self.moves = []
 
     # Blocks ----------------------------------------------------------------------------------------
 
@@ -1119,15 +1190,17 @@ class ModelManager:
         if other >= self.max_num_reqs:
             return -1
         self._publish(parent)
+        self._accept_drafts(row)
         parent.forked = True
         held = []
         for each, group in zip(parent.held, self.groups):
-            for block in each.blocks:
+            blocks = list(each.blocks)
+            if group.pages == STATE:  # without the pages for drafts
+                del blocks[each.num_dropped + 1 :]
+            for block in blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(
-                list(each.blocks), keeps_state=each.keeps_state, num_slots=each.num_slots
-            )
+            child = ModelHeld(blocks, keeps_state=each.keeps_state, num_slots=each.num_slots)
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
@@ -1155,12 +1228,28 @@ class ModelManager:
             ]
         return other
 
+    def _accept_drafts(self, row):
+        """The drafts of the row's last step can be rejected no more."""
+        state = self.rows[row]
+        if not state.drafts:
+            return
+        self.moves = []
+        for g, group in enumerate(self.groups):
+            if group.pages == STATE:
+                self._settle_state(row, g, state.num_computed, state.drafts)
+        self._release_left_states()
+        state.drafts, state.resend = 0, True
+
     def _move_out(self, row):
         """Whether the row's blocks with KV fit on the host, and went there."""
         state = self.rows[row]
         held = []
         for group, each in zip(self.groups, state.held):
             stop = len(each.blocks)
+            if group.pages == STATE and any(each.blocks):  # without the pages for drafts
+                column = (state.num_computed - 1) // group.block_size
+                held.append([0] * column + [each.blocks[each.num_dropped + state.drafts]])
+                continue
             if group.pages != ENCODER:
                 stop = min(stop, ceil_div(state.num_computed, group.block_size))
             held.append(each.blocks[: max(stop, each.num_dropped)])
@@ -1179,6 +1268,10 @@ class ModelManager:
             self.host.retain(page)
         left = self._tail_first(state, with_encoder=True)
         for g, blocks in enumerate(held):
+            first, pages = state.held[g].num_dropped, state.held[g].blocks
+            if self.groups[g].pages == STATE:
+                for page in pages[first : first + state.drafts]:
+                    self._note_dropped(state, g, first, page)
             state.held[g].blocks, state.held[g].keeps_state = [], False
             for column, block in enumerate(blocks):
                 if not block:
@@ -1197,7 +1290,7 @@ class ModelManager:
                         self.writes.append((page, group, prefix, "row"))
                 state.held[g].blocks.append(self.moved[block])
         self._release(left, self.num_steps)
-        state.on_host = True
+        state.on_host, state.drafts = True, 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         return True
 
@@ -1284,7 +1377,11 @@ class ModelManager:
             if self.has_partial[g] and group.pages == TOKENS:
                 self._publish_partials(state, g, known)
             if group.pages == STATE:
-                self._publish_state(state, g, state.num_computed)
+                first = state.num_computed - state.drafts
+                pages = each.blocks[each.num_dropped :]
+                for n, page in zip(range(first, state.num_computed + 1), pages):
+                    if n == first or n % group.block_size == 0:
+                        self._publish_state(state, g, n, page)
                 if self.has_partial[g]:
                     self._keep_state(state, g)
             elif group.pages == TOKENS:
@@ -1306,7 +1403,9 @@ class ModelManager:
         return any(group.reads_from(n) < end for n in hits)
 
     def _publish_block(self, state, g, column):
-        block = state.held[g].blocks[column]
+        self._publish_page(state, g, column, state.held[g].blocks[column])
+
+    def _publish_page(self, state, g, column, block):
         if not block:
             return
         prefix = tuple(state.request.tokens[: (column + 1) * self.groups[g].block_size])
@@ -1334,7 +1433,7 @@ class ModelManager:
             self._note_published(state, block, g, prefix)
         each.num_partial = max(each.num_partial, known // self.hash_size)
 
-    def _publish_state(self, state, g, num_tokens):
+    def _publish_state(self, state, g, num_tokens, page):
         if not state.request.writes or state.stale or not self.caching:
             return
         each, size = state.held[g], self.groups[g].block_size
@@ -1342,21 +1441,22 @@ class ModelManager:
             each.num_published = max(each.num_published, num_tokens // size)
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
             if self.may_be_hit(g, num_tokens // size - 1):
-                self._publish_block(state, g, num_tokens // size - 1)
+                self._publish_page(state, g, num_tokens // size - 1, page)
             each.num_published = num_tokens // size
 
     def _keep_state(self, state, g):
         """A state inside a block, where a step of the prompt ended at a hash boundary."""
         each, n = state.held[g], state.num_computed
-        if n // self.hash_size <= each.num_partial:
+        if state.drafts or n // self.hash_size <= each.num_partial:
             return
         each.num_partial = n // self.hash_size
         if n % self.hash_size or n % self.groups[g].block_size == 0 or n > state.num_prompt:
             return
         prefix = tuple(state.request.tokens[:n])
         if not self.pool.find(g, prefix, partial=True):
-            self.pool.publish_partial(each.blocks[-1], g, prefix)
-            self._note_published(state, each.blocks[-1], g, prefix)
+            page = each.blocks[each.num_dropped]
+            self.pool.publish_partial(page, g, prefix)
+            self._note_published(state, page, g, prefix)
             each.keeps_state = True
 
     def _note_published(self, state, block, g, prefix):
@@ -1531,6 +1631,8 @@ class ModelManager:
             for column, block in enumerate(each.blocks):
                 if block and block in invalid and not state.on_host:
                     start = 0 if group.pages == CIRCULAR else column * group.block_size
+                    if group.pages == STATE:  # pages for drafts lie behind that of the state
+                        start = each.num_dropped * group.block_size
                     right = max(invalid[block], start)
                     limit = min(limit, 0 if group.pages == ENCODER else right)
         tokens = state.request.tokens
@@ -1663,6 +1765,7 @@ class ModelManager:
         state.held = held
         state.on_host = state.on_host and state.request.num_encoder_tokens > 0
         state.forked = False
+        state.drafts = 0
         state.num_computed = state.start = num_hit
         state.stale = False
         return num_hit

@@ -58,6 +58,7 @@ class Conversation:
     begins: Begins = (0, 0)
     external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
     is_receiving: bool = False
+    num_sure: int = 0  # tokens of its last step and before that the manager takes no draft for
 
     def __post_init__(self) -> None:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
@@ -109,6 +110,9 @@ class Simulation:
         self.has_state = any(group.pages == STATE for group in self.groups)
         self.has_circular = any(group.pages == CIRCULAR for group in self.groups)
         self.takes_external = all(group.transferred or not group.cached for group in self.groups)
+        self.max_drafts = min(
+            (group.num_speculative for group in self.groups if group.pages == STATE), default=4
+        )
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
         if choose.chance(2):
@@ -196,8 +200,11 @@ class Simulation:
         count = choose.integer(1, min(missing, most))
         if choose.chance(2):
             count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
-        if count == missing and not self.has_state and choose.chance(2):
-            count += choose.integer(0, 4)
+        if count == missing and choose.chance(2):
+            count += choose.integer(0, self.max_drafts)
+        if self.has_state and self.max_drafts:  # tokens that the manager does not know are drafts
+            num_known = max(conversation.request.num_tokens - computed, 1)
+            count = min(count, num_known + self.max_drafts)
         return min(count, LONGEST - computed, most)
 
     def most_slots(self, start: int) -> int:
@@ -214,6 +221,7 @@ class Simulation:
                 conversation.num_rejected = 0
                 going_on = affected[conversation.request.request_id]
                 conversation.begins = going_on, going_on
+                conversation.num_sure = going_on
 
     # Operations ------------------------------------------------------------------------------------
 
@@ -225,6 +233,8 @@ class Simulation:
         late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
         leaving = self.rows_to_swap_out(counts)
+        for row in leaving if self.has_state else ():
+            self.decide(self.running[row])  # the pages for drafts do not leave with the row
         held_before = self.pages_held()
         most = [choose.pick([0, 3, 99, 99]) for _ in admitted]
         spans = [self.external_span(each, cap) for each, cap in zip(admitted, most)]
@@ -300,9 +310,7 @@ class Simulation:
         if not on_device:
             return
         parent = self.choose.pick(on_device)
-        if parent.num_rejected:
-            self.manager.reject_tokens(parent.request, parent.num_rejected)
-            parent.num_rejected = 0
+        self.decide(parent)
         parent.request.append_tokens(parent.late_tokens())
         shared = self.manager.num_computed_tokens(parent.request)
         if shared >= LONGEST:
@@ -313,8 +321,16 @@ class Simulation:
         request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
         row = self.manager.fork(parent.request, request)
         if row >= 0:
-            self.running[row] = Conversation(request, tokens, shared + 1, begins=parent.begins)
+            parent.num_sure = shared
+            child = Conversation(request, tokens, shared + 1, begins=parent.begins, num_sure=shared)
+            self.running[row] = child
             self.tables[row] = [[] for _ in self.groups]
+
+    def decide(self, conversation: Conversation) -> None:
+        """The manager hears which drafts of the last step were rejected."""
+        if conversation.num_rejected:
+            self.manager.reject_tokens(conversation.request, conversation.num_rejected)
+            conversation.num_rejected = 0
 
     def pin(self) -> None:
         session = self.choose.pick(["one", "two"])
@@ -334,9 +350,7 @@ class Simulation:
         if is_kept and any(each.request is request for each in self.kept):
             return
         del self.running[row]
-        if conversation.num_rejected:
-            self.manager.reject_tokens(conversation.request, conversation.num_rejected)
-            conversation.num_rejected = 0
+        self.decide(conversation)
         request.append_tokens(conversation.late_tokens())
         if is_kept:
             self.keep(conversation)
@@ -390,6 +404,7 @@ class Simulation:
             for g, blocks in enumerate(table)
         )
         conversation.begins = going_on if is_moved else conversation.begins[0], going_on
+        conversation.num_sure = going_on
         assert going_on == self.manager.num_computed_tokens(request)
         if self.may_lose():  # else there is wrong KV that the manager has not heard of
             self.check_what_is_kept("after KV was received")
@@ -602,6 +617,8 @@ class Simulation:
         for conversation, (row, status, start) in zip(asked, answers, strict=True):
             if row in leaving:
                 is_out = self.manager.is_swapped_out(conversation.request)
+                if is_out:
+                    conversation.num_sure = start
                 assert is_out == (status == Status.SERVED)
             elif status == Status.SERVED:
                 if row not in self.running:
@@ -630,10 +647,14 @@ class Simulation:
             self.load(conversation, table, forbidden)
         conversation.external = 0, 0
         end = num_accepted = self.manager.num_computed_tokens(request)
+        sure = end
+        if self.has_state and self.max_drafts:
+            sure = min(end, max(start + 1, request.num_tokens))
+        conversation.num_sure = sure
         if end > conversation.num_sampled:
             num_accepted = self.choose.integer(conversation.num_sampled, end)
         for position in range(start, end):
-            cells = self.cells_read(table, position, end, conversation.begins)
+            cells = self.cells_read(table, position, sure, conversation.begins)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
             assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
@@ -643,10 +664,10 @@ class Simulation:
             assert not wrong or not self.may_lose(), f"row {row} reads wrong KV: {wrong}"
             is_right = not wrong and position < num_accepted
             content = conversation.content(position) if is_right else BAD
-            self.write(table, position, end, content, forbidden)
+            self.write(table, position, sure, content, forbidden)
         if self.has_circular and not self.has_state and start < end:
             # A kernel writes all tokens of the step before the first one reads.
-            cells = self.cells_read(table, start, end, conversation.begins)
+            cells = self.cells_read(table, start, sure, conversation.begins)
             wrong = self.wrong_cells(
                 conversation, [cell for cell in cells if cell[2] < num_accepted]
             )
@@ -669,14 +690,16 @@ class Simulation:
         self,
         table: list[list[int]],
         position: int,
-        end: int,
+        sure: int,
         content: Content,
         forbidden: set[int],
     ) -> None:
-        """The KV of a token, and the state behind it."""
+        """The KV of a token, and the state behind it: of a draft, in a page of its own."""
         for group, blocks in zip(self.groups, table):
             is_state = group.pages == STATE
-            column = (end - 1 if is_state else position) // group.block_size
+            column = position // group.block_size
+            if is_state:
+                column = state_column(group, position + 1, sure)
             page = blocks[column % group.num_places()]
             assert page, "KV is written to the null page"
             assert page not in forbidden, "KV is written to a page that a step in flight reads"
@@ -691,13 +714,13 @@ class Simulation:
         return self.manager.block_ids(request, group).tolist()
 
     def cells_read(
-        self, table: list[list[int]], position: int, end: int, begins: Begins
+        self, table: list[list[int]], position: int, sure: int, begins: Begins
     ) -> list[Cell]:
-        """The tokens that the token at `position` reads in a step that ends at `end`."""
+        """The tokens that the token at `position` reads in a step whose drafts begin at `sure`."""
         return [
             cell
             for group, blocks in zip(self.groups, table)
-            for cell in cells_of(group, blocks, position, end, begins)
+            for cell in cells_of(group, blocks, position, sure, begins)
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
@@ -722,8 +745,12 @@ class Simulation:
         if computed:
             table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
             real = min(conversation.num_sampled, computed - conversation.num_rejected)
-            cells = self.cells_read(table, computed, computed, conversation.begins)
+            cells = self.cells_read(table, computed, conversation.num_sure, conversation.begins)
             cells = [cell for cell in cells if cell[2] < real]
+            for group, blocks in zip(self.groups, table):
+                if group.pages == STATE and real >= conversation.num_sure:  # the one to go on from
+                    column = state_column(group, real, conversation.num_sure)
+                    cells.append((blocks[column], STATE, real - 1))
             wrong = self.wrong_cells(conversation, cells)
             assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
 
@@ -739,13 +766,18 @@ class Simulation:
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
 
+def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
+    """The column of the state after so many tokens, of a step whose drafts begin at `sure`."""
+    return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
+
+
 def cells_of(
-    group: ModelGroup, blocks: list[int], position: int, end: int, begins: Begins
+    group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
 ) -> list[Cell]:
-    """The tokens of a group that the token at `position` reads in a step that ends at `end`."""
+    """The tokens of a group that the token at `position` reads in a step, with drafts from `sure` on."""
     size = group.block_size
     if group.pages == STATE:
-        return [(blocks[(end - 1) // size], STATE, position - 1)]
+        return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
     first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
     return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 

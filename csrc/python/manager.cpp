@@ -97,7 +97,11 @@ void bind_kinds(py::module_& m) {
            }),
            py::arg("window"), py::arg("buffer"));
   py::class_<RecurrentState, AttentionKind, std::shared_ptr<RecurrentState>>(m, "RecurrentState")
-      .def(py::init<>());
+      .def(py::init([](const py::object& num_speculative_blocks) {
+             return std::make_shared<RecurrentState>(
+                 int_argument(num_speculative_blocks, "num_speculative_blocks"));
+           }),
+           py::arg("num_speculative_blocks") = 0);
   py::class_<CrossAttention, AttentionKind, std::shared_ptr<CrossAttention>>(m, "CrossAttention")
       .def(py::init<>());
 }

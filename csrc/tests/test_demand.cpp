@@ -126,6 +126,19 @@ TEST(a_state_needs_a_page_where_it_enters_a_block) {
   CHECK_EQ(f.running({4, 20, 0}).groups[0].num_new, 1);
 }
 
+TEST(each_draft_needs_a_page_for_its_state) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(3), 4)});
+  f.held.blocks = take(&f.pool, 1);
+  CHECK_EQ(f.running({2, 4, 0, 1}).groups[0].num_new, 1);
+  CHECK_EQ(f.running({2, 6, 0, 3}).groups[0].num_new, 3);
+  CHECK_EQ(f.running({4, 6, 0, 1}).groups[0].num_new, 2);  // and the state moves
+  const Ids more = take(&f.pool, 3);
+  f.held.blocks.insert(f.held.blocks.end(), more.begin(), more.end());
+  CHECK_EQ(f.running({3, 7, 0, 3, 1}).groups[0].num_new, 0);  // those that it has serve again
+  CHECK_EQ(f.running({5, 9, 0, 3, 3}).groups[0].num_new, 1);  // but for the state after 4 tokens
+  CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);  // which the row leaves here
+}
+
 TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {
   Fixture f;
   f.held.blocks = take(&f.pool, 3);

@@ -455,7 +455,8 @@ class KVCacheManager:
 
         With `whole`, the answer is for all known tokens, computed in chunks of `num_tokens`: `SERVED` if
         the blocks that are free now suffice to the end, if no other takes any, `WAIT` if those of the
-        pool do, `NEVER` if not even these. A first chunk that fits is served in any case.
+        pool do, `NEVER` if not even these. A first chunk that fits is served in any case. A recurrent
+        group counts a page for each of the `num_lookahead_tokens`, up to its `num_speculative_blocks`.
 
         Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
         tokens that are not computed, at least one). Only `num_lookahead_tokens` may be given besides.
@@ -649,7 +650,7 @@ class KVCacheManager:
         """Removes the last `num_tokens` tokens, drafts that were not accepted.
 
         The next tokens use their slots. ValueError for more tokens than the last call served, for cached
-        tokens, and for a manager with a recurrent group.
+        tokens, and for more than the drafts that a recurrent group keeps states of.
         """
         self._native.reject(self.row(request), num_tokens)
 

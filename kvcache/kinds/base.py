@@ -37,6 +37,11 @@ class KindProperties:
         """
         return None
 
+    @property
+    def num_speculative_blocks(self) -> int:
+        """Of states: the most drafts of a step, each of which has a page and a column of the table."""
+        return 0
+
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """At most this many tokens of a request of `num_tokens` are needed in one step.
 

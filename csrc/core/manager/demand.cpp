@@ -27,6 +27,23 @@ int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const R
   return n;
 }
 
+// The pages of states that a row writes: one, and one for each draft. Those that it has serve
+// again, but for states at the ends of blocks, which drafts have passed or which the row leaves.
+GroupDemand demand_of_states(const CacheGroup& group, const RowBlocks& held, const Span& span) {
+  const bool has_any = held.num_alive() > 0;
+  const int64_t column = has_any ? ceil_div(span.start, group.block_size) : held.size();
+  GroupDemand needs{0, held.num_dropped, 0, 0, span.state_column(group) >= column};
+  int64_t num_spare = 0;
+  if (has_any) {
+    const int64_t before = span.start - span.num_accepted;
+    const int64_t num_passed =
+        (span.start - 1) / group.block_size - (before - 1) / group.block_size;
+    num_spare = held.num_alive() - 1 - num_passed;
+  }
+  needs.num_new = needs.moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
+  return needs;
+}
+
 // The inputs that all demands share.
 struct Basis {
   const std::vector<CacheGroup>* groups;
@@ -42,16 +59,16 @@ struct Basis {
                                                const Span& span, const Supply& supply,
                                                int64_t skip_for, bool may_share) {
   Demand demand;
-  const int64_t start = span.start, last = span.stop, stop = span.stop + span.lookahead;
+  const int64_t start = span.start, stop = span.stop + span.lookahead;
   int64_t num_new = 0, num_free = supply.num_free;
   for (const CacheGroup& group : *on.groups) {
     const RowBlocks& each = held[group.id];
     const int64_t size = each.size(), num_slots = size * group.block_size;
-    GroupDemand needs{0, each.num_dropped, 0, 0};
+    GroupDemand needs{0, each.num_dropped, 0, 0, false};
     if (group.holds_state()) {
-      needs.num_new = last > num_slots;
-      if (may_share && needs.num_new == 0) {
-        needs.num_shared = num_shared(on.holders, group, each, last - 1, last);
+      needs = demand_of_states(group, each, span);
+      if (may_share && !needs.moves) {
+        needs.num_shared = on.holders.is_shared(each[each.num_dropped + span.num_accepted]);
       }
     } else if (group.holds_tokens()) {
       if (stop > num_slots) {
@@ -153,9 +170,12 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
   for (const CacheGroup& group : *groups_) {
     if (group.holds_encoder()) continue;
     const RowBlocks& each = held[group.id];
+    if (group.holds_state()) {
+      if (each.num_alive() > 0 && holders_.is_shared(each[each.num_dropped])) return true;
+      continue;
+    }
     const int64_t stop = each.size() * group.block_size;
-    int64_t from = group.holds_state() ? stop - 1 : start;
-    if (group.is_circular()) from = 0;  // any of its blocks is written again
+    const int64_t from = group.is_circular() ? 0 : start;  // any of its blocks is written again
     if (num_shared(holders_, group, each, from, stop) > 0) return true;
   }
   return false;
@@ -180,8 +200,10 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
         const bool moves = span.start > 0 &&
                            (group.has_partial || column > ceil_div(span.start, group.block_size));
         const bool begins = span.start == first.start;
-        num_held += begins ? held[group.id].num_alive() + 1 : 1 + moves;
+        const int64_t num_spare = std::min(first.lookahead, group.num_speculative);
+        num_held += (begins ? held[group.id].num_alive() + 1 : 1 + moves) + num_spare;
         num_new += begins ? 1 : group.has_partial ? 2 : std::min<int64_t>(column - size, 1 + moves);
+        num_new += num_spare;
       } else {
         const int64_t stop =
             std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);

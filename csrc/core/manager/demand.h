@@ -20,6 +20,13 @@ namespace kvcache {
 // Tokens start to stop - 1 get slots, and so many lookahead tokens behind them.
 struct Span {
   int64_t start, stop, lookahead;
+  // Of states: tokens at the end that may be rejected, and those of the step before that were not.
+  int64_t num_drafts = 0, num_accepted = 0;
+
+  // The block of a group of states in whose column the first of the row's pages is to lie.
+  int64_t state_column(const CacheGroup& group) const {
+    return (stop - num_drafts - 1) / group.block_size;
+  }
 };
 
 struct GroupDemand {
@@ -27,6 +34,7 @@ struct GroupDemand {
   int64_t drop_to;      // blocks below it leave
   int64_t num_shared;   // blocks that it writes and others hold: it gets its own
   int64_t num_skipped;  // blocks behind those that it has, that stay null
+  bool moves;           // of states: the state goes on in a new page, and leaves its own
 };
 
 struct Demand {

@@ -98,7 +98,9 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
       }
       const auto found = blocks_.find(each[b]);
       if (found == blocks_.end()) continue;
-      const int64_t first = group.is_circular() ? 0 : b * group.block_size;
+      // Pages for drafts lie behind that of the state.
+      const int64_t column = group.holds_state() ? each.num_dropped : b;
+      const int64_t first = group.is_circular() ? 0 : column * group.block_size;
       limit = std::min(limit, group.holds_encoder() ? 0 : std::max(found->second, first));
     }
   }

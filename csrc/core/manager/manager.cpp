@@ -129,6 +129,7 @@ Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookah
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_length(rows_[row].num_computed + num_tokens, "a row");
+  checks_.check_drafts(row, rows_[row].num_computed, num_tokens, rows_[row].chain->num_tokens());
   checks_.check_places(rows_[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
   return server_.would_extend(row, num_tokens, num_lookahead_tokens);
 }
@@ -291,7 +292,7 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
   rows_.at(row);
   checked_size("num_tokens", num_tokens, 0);
   checks_.check_rejected(row, num_tokens);
-  rows_[row].num_computed -= num_tokens;
+  rows_[row].take_back(num_tokens);
 }
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {

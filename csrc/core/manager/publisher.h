@@ -45,9 +45,8 @@ class Publisher {
   }
   // The same of whole blocks of tokens alone, for later rows of the step that fills them.
   void publish_blocks(int32_t row);
-  // The state after num_tokens tokens, which the row's last page holds or held before this step, if
-  // that is a block boundary.
-  void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
+  // The state after num_tokens tokens, which this page holds, if that is a block boundary.
+  void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens, BlockId page);
   // Pages of the host that the plan at hand writes.
   void publish_offloaded();
   // Blocks of hits on the host whose steps are done, unless what their pages hold was reported
@@ -71,8 +70,10 @@ class Publisher {
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
+  void publish_states(int32_t row, const CacheGroup& group);
   void keep_state(int32_t row, const CacheGroup& group);
-  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n);
+  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
+                   int64_t n);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
   void announce(const TokenChain& chain, const PrefixHit& hit) const;
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,

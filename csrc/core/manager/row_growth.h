@@ -31,11 +31,10 @@ struct ServedRow {
 
 class RowGrowth {
  public:
-  struct StateMove {  // a recurrent state leaves a page, when all rows are served
+  struct LeftState {  // a page of a recurrent state that its row leaves, when all rows are served
     int32_t row;
     uint8_t group;
     BlockId page;
-    int64_t block;       // of the sequence
     int64_t num_tokens;  // that the state is of
   };
 
@@ -52,8 +51,12 @@ class RowGrowth {
   // Drops what the row does not read any more, and gives it what it demands.
   void serve(ServedRow* served, const Demand& demand);
 
-  // States whose pages are left behind by the step that is being made.
-  const std::vector<StateMove>& state_moves() const { return state_moves_; }
+  // The state of a row, which goes on at token span.start, is again in the first of its pages:
+  // those of drafts that were accepted before are spare ones, or left.
+  void settle_state(int32_t row, const CacheGroup& group, const Span& span);
+
+  // Pages that are left behind by the step that is being made.
+  const std::vector<LeftState>& left_states() const { return left_states_; }
   void release_left_states();
 
   // `column`: block of the sequence.
@@ -70,15 +73,19 @@ class RowGrowth {
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
   const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
                                const BlockId* own);
+  const BlockId* serve_state(ServedRow* served, const CacheGroup& group, const GroupDemand& needs,
+                             const BlockId* own);
   void move_state(ServedRow* served, const CacheGroup& group, BlockId page);
+  void replace_changed(int32_t row, const CacheGroup& group, int64_t first);
   void clear_uncomputed(ServedRow* served, const CacheGroup& group, const BlockId* blocks,
                         int64_t n);
   void copy_source(ServedRow* served, const CacheGroup& group);
 
   RowContext c_;
   BlockHolders holders_;
-  std::vector<StateMove> state_moves_;
-  std::vector<BlockId> taken_;  // memory for the blocks of one row
+  std::vector<LeftState> left_states_;
+  std::vector<BlockId> taken_;         // memory for the blocks of one row
+  std::vector<BlockId> pages_before_;  // and for its pages of states, as tables have them
 };
 
 }  // namespace kvcache

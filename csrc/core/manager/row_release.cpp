@@ -152,6 +152,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   }
   Row& r = (*c_.rows)[row];
   r.num_computed = r.start = num_tokens;
+  r.num_drafts = 0;
   r.may_share = r.has_forked;
 }
 

@@ -10,6 +10,7 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       parts_(parts),
       rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
       growth_(c_, parts.holders),
+      max_drafts_(max_drafts(*c_.groups)),
       candidate_(c_.groups->size()) {
   for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
 }
@@ -32,13 +33,13 @@ void RowServer::serve_rows(const StepRequest& request) {
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     const int64_t start = (*c_.rows)[row].num_computed - rejected;
     if (request.num_tokens[i] == 0) {  // gets nothing, wherever it is
-      (*c_.rows)[row].num_computed = start;
+      (*c_.rows)[row].take_back(rejected);
       c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
       continue;
     }
     ServedRow served;
     served.row = row;
-    served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};
+    served.span = span_of(row, rejected, request.num_tokens[i], request.lookahead_of(i));
     const Status status = extend(&served);
     if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
     answer(served, status);
@@ -83,6 +84,19 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, bool with_partial) {
   return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
 }
 
+// Of a row that runs: its tokens behind those that are known are drafts, but for the first.
+Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
+                        int64_t num_lookahead) const {
+  const Row& r = (*c_.rows)[row];
+  const int64_t start = r.num_computed - num_rejected;
+  Span span{start, start + num_tokens, num_lookahead};
+  if (max_drafts_ == 0) return span;
+  const int64_t num_known = std::max(start + 1, r.chain->num_tokens());
+  span.num_drafts = std::max<int64_t>(span.stop - num_known, 0);
+  span.num_accepted = r.num_drafts_after(num_rejected);
+  return span;
+}
+
 // What comes from elsewhere lies between the hit and the start.
 Span RowServer::span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead) {
   const int64_t num_known = asked.chain->num_tokens();
@@ -100,7 +114,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     if (r.next_publish == kUnbounded) continue;
     const int64_t first = std::max(served.start, num_hit);
     // The first boundary that the row passes and the hit does not; of states, the step's end.
-    const int64_t stop = has_state_ ? r.num_computed : (first / unit + 1) * unit;
+    const int64_t stop = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
     const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
@@ -163,14 +177,14 @@ Status RowServer::would_fit(const StepRequest& request, bool whole) {
 Status RowServer::would_extend(int32_t row, int64_t num_tokens,
                                int64_t num_lookahead_tokens) const {
   const Row& r = (*c_.rows)[row];
-  const Span span{r.num_computed, r.num_computed + num_tokens, num_lookahead_tokens};
+  const Span span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   return r.on_host ? parts_.swap->return_of(row, span, rules_).demand.status
                    : rules_.of_running(c_.rows->blocks(row), span, r.may_share).status;
 }
 
 void RowServer::publish_served() {
-  for (const RowGrowth::StateMove& move : growth_.state_moves()) {
-    parts_.publisher->publish_state(move.row, (*c_.groups)[move.group], move.num_tokens);
+  for (const RowGrowth::LeftState& left : growth_.left_states()) {
+    parts_.publisher->publish_state(left.row, (*c_.groups)[left.group], left.num_tokens, left.page);
   }
   for (const StepJournal::Served& served : c_.journal->last().rows) {
     parts_.publisher->publish(served.row);
@@ -188,6 +202,7 @@ Status RowServer::extend(ServedRow* served) {
   if (demand.status != Status::kServed) return demand.status;
   r.start = span.start;
   r.num_computed = span.stop;
+  r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
   if (r.may_share) r.may_share = rules_.shares_from(c_.rows->blocks(row), span.start);
   if (r.has_forked) keep_own_blocks(*served);
@@ -209,7 +224,8 @@ void RowServer::keep_own_blocks(const ServedRow& served) {
   const Span& span = served.span;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(served.row)[group.id];
-    const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
+    const int64_t first =
+        group.holds_state() ? span.state_column(group) : span.start / group.block_size;
     each.num_hits = std::min(each.num_hits, first);
   }
 }
@@ -271,6 +287,7 @@ void RowServer::restart(int32_t row) {
   served.row = row;
   growth_.take_hit(&served, hit);
   r.num_computed = r.start = hit.num_tokens;
+  r.num_drafts = 0;
   r.is_stale = false;
   parts_.publisher->refresh(row);
 }
@@ -294,10 +311,9 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
 
 Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   c_.plan->begin_direct();
-  const int64_t start = (*c_.rows)[row].num_computed;
   ServedRow served;
   served.row = row;
-  served.span = {start, start + num_tokens, num_lookahead_tokens};
+  served.span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   Slots slots{extend(&served), row, {}, {}};
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();
@@ -318,6 +334,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
   // Filled blocks are published now: none that both hold is left to be.
   parts_.publisher->publish(row);
+  accept_drafts(row);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
 
   const int32_t other = c_.rows->take();
@@ -336,6 +353,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
+    if (group.holds_state()) each.resize(std::min(each.size(), each.num_dropped + 1));
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (group.holds_encoder()) continue;
     each.num_hits = each.size();
@@ -349,6 +367,19 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   return {Status::kServed, other, {}, {}};
 }
 
+// The drafts of the row's last step, all of which are known, can be rejected no more.
+void RowServer::accept_drafts(int32_t row) {
+  Row& r = (*c_.rows)[row];
+  if (r.num_drafts == 0) return;
+  for (const CacheGroup& group : *c_.groups) {
+    if (!group.holds_state()) continue;
+    growth_.settle_state(row, group, {r.num_computed, 0, 0, 0, r.num_drafts});
+  }
+  growth_.release_left_states();
+  r.num_drafts = 0;
+  c_.resend(row);
+}
+
 int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {
   int64_t n = 0;
   for (BlockId id : c_.rows->blocks(row)[group].blocks) {
@@ -359,7 +390,7 @@ int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, in
 }
 
 void RowServer::check_invariants() const {
-  if (!growth_.state_moves().empty()) throw std::logic_error("a step has left a state on the move");
+  if (!growth_.left_states().empty()) throw std::logic_error("a step has left a state on the move");
 }
 
 }  // namespace kvcache

@@ -190,6 +190,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_encoder=*/true);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (group.holds_state()) keep_state_alone(row, group);
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
     each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
@@ -214,6 +215,22 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);
   (*c_.rows)[row].on_host = true;
+  (*c_.rows)[row].num_drafts = 0;
+}
+
+// The pages for drafts do not leave with the row: their tokens count as accepted.
+void RowSwap::keep_state_alone(int32_t row, const CacheGroup& group) const {
+  const Row& r = (*c_.rows)[row];
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  if (each.num_alive() <= 1) return;
+  const int64_t first = each.num_dropped;
+  for (int64_t b = first; b < first + r.num_drafts; ++b) {
+    c_.journal->note_dropped(row, r, first * group.block_size, each[b]);  // had, and not kept
+  }
+  const BlockId page = each[first + r.num_drafts];
+  each.num_dropped = (r.num_computed - 1) / group.block_size;
+  each.blocks.assign(static_cast<size_t>(each.num_dropped), kNullBlock);
+  each.blocks.push_back(page);
 }
 
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
@@ -232,7 +249,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
     on_device[group.id].resize(each.size());
     // A state that moves on is onboarded into its new page.
     const bool moves =
-        group.holds_state() && span.start > 0 && span.stop > each.size() * group.block_size;
+        group.holds_state() && span.start > 0 && span.state_column(group) >= each.size();
     for (int64_t b = first; b < each.size() && !moves; ++b) {
       num_onboards += !shares_onboard(group, b, span.start, each[b]);
       ++num_blocks;
@@ -266,7 +283,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   std::vector<BlockId> left;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
-    const bool moves = back != nullptr && group.holds_state() && back->demand[group].num_new > 0;
+    const bool moves = back != nullptr && back->demand[group].moves;
     for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }

@@ -29,13 +29,25 @@ struct Row {
   int64_t next_publish = kUnbounded;  // with fewer computed tokens there is nothing to publish
   int64_t admission = 0;              // how many rows had been admitted when it was
   uint32_t stamp = 0;                 // of the last call that named it
-  bool by_step = false;               // admitted by `step`
-  bool reads = false;                 // takes hits where it starts anew
-  bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
-  bool has_forked = false;            // shares blocks that are not full, or did
-  bool may_share = false;             // of those that it writes next
-  bool on_host = false;               // its blocks are pages of the host
-  bool is_receiving = false;          // KV of its tokens behind the hit is still to come
+  // Groups of states: computed tokens of the last step that may be rejected. The state after all
+  // computed tokens is in the page so many behind the first that the row holds.
+  int32_t num_drafts = 0;
+  bool by_step = false;       // admitted by `step`
+  bool reads = false;         // takes hits where it starts anew
+  bool is_stale = false;      // holds KV of an earlier epoch: publishes nothing
+  bool has_forked = false;    // shares blocks that are not full, or did
+  bool may_share = false;     // of those that it writes next
+  bool on_host = false;       // its blocks are pages of the host
+  bool is_receiving = false;  // KV of its tokens behind the hit is still to come
+
+  // The last n computed tokens were drafts that are rejected.
+  void take_back(int64_t n) {
+    num_computed -= n;
+    num_drafts = static_cast<int32_t>(num_drafts_after(n));
+  }
+  int64_t num_drafts_after(int64_t num_rejected) const {
+    return num_drafts == 0 ? 0 : num_drafts - num_rejected;
+  }
 };
 
 struct AdmissionInfo {     // for those who ask later
