@@ -290,15 +290,6 @@ class PlanType {
   std::vector<std::pair<Slot, py::object>> defaults_;  // of the other fields
 };
 
-// int32[n, width].
-py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const py::object& empty) {
-  if (values.empty()) return empty;
-  const auto n = static_cast<py::ssize_t>(values.size()) / width;
-  py::array_t<int32_t> out({n, width});
-  std::copy(values.begin(), values.end(), out.mutable_data());
-  return std::move(out);
-}
-
 // A plan whose arrays are made when they are asked for, by `plan_attribute`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
@@ -481,13 +472,8 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
                         tiers.swapped_out_blocks, tiers.swapped_in_blocks, host->num_evicted());
 }
 
-// (row, copies [n, 2]) of a fork or an append; int32[n, 2].
-py::object pairs_of(const std::vector<BlockId>& pairs) {
-  return rows_of(pairs, 2, PlanType::get().empty.pairs);
-}
-
 py::object pairs_or_none(const std::optional<std::vector<BlockId>>& pairs) {
-  return pairs ? pairs_of(*pairs) : py::object(py::none());
+  return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
 // (total, window, groups, lifetime or None, idle or None, host or None)
@@ -736,21 +722,10 @@ void bind_manager(py::module_& m) {
              const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
              return py::make_tuple(back.num_taken, back.alone);
            })
-      // None where they do not fit, else copy-on-write pairs int32[n, 2]. `token_ids`: a sequence
-      // of ints, or a number of tokens whose ids do not matter (no caching).
-      .def("append_sequence",
-           [](Manager& self, int32_t row, const py::object& token_ids,
-              int64_t num_lookahead) -> py::object {
-             Slots slots;
-             if (PyLong_Check(token_ids.ptr())) {
-               const int64_t n = int_argument(token_ids, "token_ids");
-               slots = self.append_known(row, nullptr, n, num_lookahead);
-             } else {
-               const Int32Input array(token_ids, "token_ids", /*least=*/0);
-               slots = self.append_known(row, array.data(), array.size(), num_lookahead);
-             }
-             if (slots.status != Status::kServed) return py::none();
-             return pairs_of(slots.copies);
+      // Tokens whose ids do not matter (no caching). Whether they fit.
+      .def("append_unread",
+           [](Manager& self, int32_t row, int64_t num_tokens) {
+             return self.append_known(row, nullptr, num_tokens, 0).status == Status::kServed;
            })
       .def("mark_computed", &Manager::mark_computed)
       .def("access", &Manager::access)

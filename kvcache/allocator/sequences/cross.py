@@ -49,7 +49,7 @@ class CrossTables:
         # all of an encoder's tokens are read.
         row, _ = self._native.allocate(self._tokens.unread(1).chain, 1, [NO_IDS], num_tokens - 1)
         if num_tokens > 1:
-            self._native.append_sequence(row, num_tokens - 1, 0)
+            self._native.append_unread(row, num_tokens - 1)
         self._rows[request_id] = row
 
     def free(self, request_id: object) -> None:
