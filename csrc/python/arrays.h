@@ -209,6 +209,16 @@ class Int32Input {
   std::vector<int32_t> copy_;
 };
 
+// [(values[0], values[1]), (values[2], values[3]), ...]
+inline py::list list_of_pairs(const std::vector<int32_t>& values) {
+  py::list out(values.size() / 2);
+  for (size_t i = 0; i < values.size(); i += 2) {
+    PyList_SET_ITEM(out.ptr(), static_cast<py::ssize_t>(i / 2),
+                    py::make_tuple(values[i], values[i + 1]).release().ptr());
+  }
+  return out;
+}
+
 inline void require_same_length(py::ssize_t a, const char* a_name, py::ssize_t b,
                                 const char* b_name) {
   if (a == b) return;

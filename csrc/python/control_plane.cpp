@@ -199,6 +199,12 @@ void bind_hashing(py::module_& m) {
              return out;
            }),
            py::arg("token_ids"), py::arg("takes_placeholders") = false)
+      .def_static("zeros",
+                  [](int64_t num_tokens) {
+                    auto out = std::make_shared<TokenIds>();
+                    out->append(nullptr, num_tokens);
+                    return out;
+                  })
       .def("append", &append_tokens, py::arg("token_ids"))
       .def("copy", [](const TokenIds& self) { return copy_int32(self.ids()); })
       .def("__len__", &TokenIds::size);

@@ -294,15 +294,6 @@ class PlanType {
   std::vector<std::pair<Slot, py::object>> defaults_;  // of the other fields
 };
 
-// int32[n, width].
-py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const py::object& empty) {
-  if (values.empty()) return empty;
-  const auto n = static_cast<py::ssize_t>(values.size()) / width;
-  py::array_t<int32_t> out({n, width});
-  std::copy(values.begin(), values.end(), out.mutable_data());
-  return std::move(out);
-}
-
 // A plan whose arrays are made when they are asked for, by `plan_attribute`.
 py::object as_plan(const StepPlan& plan) {
   const PlanType& type = PlanType::get();
@@ -485,13 +476,8 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
                         tiers.swapped_out_blocks, tiers.swapped_in_blocks, host->num_evicted());
 }
 
-// (row, copies [n, 2]) of a fork or an append; int32[n, 2].
-py::object pairs_of(const std::vector<BlockId>& pairs) {
-  return rows_of(pairs, 2, PlanType::get().empty.pairs);
-}
-
 py::object pairs_or_none(const std::optional<std::vector<BlockId>>& pairs) {
-  return pairs ? pairs_of(*pairs) : py::object(py::none());
+  return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
 // (total, window, groups, lifetime or None, idle or None, host or None)

@@ -74,6 +74,19 @@ TEST(xxh3_has_its_known_answers) {
   CHECK_EQ(digest(5000), "50f9578bb2cdb83e6cce044fb9d3e753");
 }
 
+TEST(generated_blocks_do_not_copy_all_hashes_each_time) {
+  Fixture f(4 * 1'000);
+  f.chain.hashes();
+  int64_t num_moves = 0;
+  for (int i = 0; i < 1'000; ++i) {
+    const Hash* before = f.chain.known_hashes().data();
+    f.append(4);
+    num_moves += f.chain.hashes().data() != before;
+  }
+  CHECK_EQ(f.chain.known_hashes().size(), 2'000);
+  CHECK(num_moves <= 1);
+}
+
 TEST(short_digests_are_followed_by_zeros) {
   Fixture f(9, HashAlgorithm::kXxh3Cbor);
   for (const Hash& hash : f.chain.hashes()) {

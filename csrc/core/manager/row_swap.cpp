@@ -7,12 +7,13 @@
 namespace kvcache {
 
 int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
-  std::unordered_set<BlockId> unique;
+  std::vector<BlockId> all;
   for (int32_t row : rows) {
     const std::vector<BlockId> blocks = c_.rows->written_blocks(row);
-    unique.insert(blocks.begin(), blocks.end());
+    all.insert(all.end(), blocks.begin(), blocks.end());
   }
-  return static_cast<int64_t>(unique.size());
+  std::sort(all.begin(), all.end());
+  return std::unique(all.begin(), all.end()) - all.begin();
 }
 
 RowSwap::BlocksBack RowSwap::num_blocks_back(const std::vector<int32_t>& rows,

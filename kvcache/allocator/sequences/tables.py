@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvcache.allocator.sequences.cross import CrossTables
 from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike
@@ -122,8 +120,3 @@ class SequenceTables(core.SequenceCalls):
     def _admit(self, seq: SequenceLike, known: core.AllocatedSequence) -> None:
         self._allocated[seq.seq_id] = known
         self._tokens.forget(seq)
-
-
-def as_pairs(pairs: np.ndarray) -> Pairs:
-    """(source, destination) of each row of int32[n, 2]."""
-    return list(zip(*pairs.T.tolist()))

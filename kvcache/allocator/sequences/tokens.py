@@ -32,7 +32,6 @@ class TokenSource:
     def __init__(self, key: HashKey) -> None:
         self.key = key
         self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
-        self._zeros = np.zeros(4096, np.int32)
 
     def read(self, seq: SequenceLike) -> Tokens:
         """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
@@ -46,9 +45,7 @@ class TokenSource:
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
-        if num_tokens > len(self._zeros):
-            self._zeros = np.zeros(2 * num_tokens, np.int32)
-        return self._make(core.TokenIds(self._zeros[:num_tokens]), False, None)
+        return self._make(core.TokenIds.zeros(num_tokens), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
         """The same tokens, which then go on by themselves."""
