@@ -154,7 +154,7 @@ TEST(hashes_differ_by_every_byte) {
   for (size_t i = 0; i < sizeof(Hash); ++i) {
     Hash a{}, b{};
     b.bytes[i] = 1;
-    CHECK(a.word() != b.word() && a.tag() != b.tag());
+    CHECK(HashOf()(a) != HashOf()(b) && tag_of(a) != tag_of(b));
   }
 }
 
