@@ -53,6 +53,7 @@ class ModelHeld:
     num_published: int = 0
     num_partial: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
+    state_start: int = 0  # STATE: the last page was taken with the state after so many tokens
     num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
@@ -372,13 +373,13 @@ class ModelManager:
                     self._publish_within(row)
         if self.host:
             self._write_pending()
-        for row, g, _, num_tokens, _ in self.moves:
+        for row, g, _, num_tokens, *_ in self.moves:
             self._publish_state(self.rows[row], g, num_tokens)
         for row in served:
             self._publish(self.rows[row])
-        for row, g, column, _, page in self.moves:
+        for row, g, column, _, page, first_token in self.moves:
             held = self.rows[row].held[g]
-            self._note_dropped(self.rows[row], g, column, page)
+            self._note_dropped(self.rows[row], g, column, page, first_token)
             self._release([page], self.num_steps)
             if held.blocks[column] == page:
                 held.blocks[column] = 0
@@ -575,6 +576,7 @@ class ModelManager:
                 stop = ceil_div(state.num_computed, group.block_size)
                 for column, block in enumerate(held.blocks[:stop]):
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
+                    is_found &= group.pages != STATE  # it computed blocks before its own, too
                     if group.pages != ENCODER and block and not is_found:
                         self._note_dropped(state, g, column, block)
         self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
@@ -715,7 +717,7 @@ class ModelManager:
                     is_read = column >= max(first, group.reads_from(start)) // size
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
-                each.num_hits = each.num_published
+                each.num_hits, each.state_start = each.num_published, num_tokens
                 each.num_partial = each.num_published * (size // self.hash_size)
                 if first > each.num_published * size:  # the last block lacks what lies before
                     each.num_partial = num_tokens // self.hash_size
@@ -848,6 +850,7 @@ class ModelManager:
             if self.groups[g].pages == STATE and needs[g][0] and start > 0:
                 each.host_source, each.blocks[-1] = each.blocks[-1], 0
                 needs[g] = (1, len(each.blocks))
+            each.state_start = start
             for column in [column for group, column, _ in loads if group == g]:
                 page = each.blocks[column]
                 if (g, column, True) in loads:
@@ -1019,6 +1022,7 @@ class ModelManager:
         each.num_hits = min(each.num_hits, column)
         if self.groups[g].pages in (STATE, CIRCULAR) or column * size < start:
             self._note_dropped(state, g, column, shared)
+            each.state_start = start
             self.safe_start = min(self.safe_start, column * size)
             if self.step_answer:
                 self.step_answer.copy.append((shared, block))
@@ -1028,6 +1032,7 @@ class ModelManager:
         self._release([shared], self.last_issued)
 
     def _move_state(self, row, held, g, start, after, page):
+        first_token, held.state_start = self._first_token(self.rows[row], g, 0), start
         if held.host_source:
             column = (after - 1) // self.groups[g].block_size
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
@@ -1040,7 +1045,8 @@ class ModelManager:
             held.source = 0
         elif held.blocks and held.blocks[-1]:
             self.step_answer.copy.append((held.blocks[-1], page))
-            self.moves.append((row, g, len(held.blocks) - 1, start, held.blocks[-1]))
+            move = row, g, len(held.blocks) - 1, start, held.blocks[-1], first_token
+            self.moves.append(move)
         elif start == 0:
             self.step_answer.zero.append(page)
         column = (after - 1) // self.groups[g].block_size
@@ -1106,7 +1112,10 @@ class ModelManager:
                 if block:
                     self.pool.retain(block)
             child = ModelHeld(
-                list(each.blocks), keeps_state=each.keeps_state, num_slots=each.num_slots
+                list(each.blocks),
+                keeps_state=each.keeps_state,
+                num_slots=each.num_slots,
+                state_start=each.state_start,
             )
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
@@ -1343,11 +1352,21 @@ class ModelManager:
             entry = (state.admission, block, g, prefix, self.pool.generation[block])
             self.in_flight[-1]["published"].append(entry)
 
-    def _note_dropped(self, state, g, column, block):
+    def _note_dropped(self, state, g, column, block, first_token=None):
         if self.in_flight and state.by_step:
-            start = column * self.groups[g].block_size
-            entry = (state.admission, start, block, state.request)
+            if first_token is None:
+                first_token = self._first_token(state, g, column)
+            entry = (state.admission, first_token, block, state.request)
             self.in_flight[-1]["dropped"].append(entry)
+
+    def _first_token(self, state, g, column):
+        """The first of the row's tokens that is invalid where this block's content is."""
+        group = self.groups[g]
+        if group.pages == ENCODER:
+            return 0
+        if group.pages == STATE:  # it ran in every step since, and the next one would read it
+            return min(state.held[g].state_start, state.num_computed - 1)
+        return column * group.block_size
 
     # Withdrawing -----------------------------------------------------------------------------------
 
@@ -1506,12 +1525,10 @@ class ModelManager:
 
     def _limit_of(self, state, invalid, prefixes):
         limit = FOREVER
-        for group, each in zip(self.groups, state.held):
+        for g, each in enumerate(state.held):
             for column, block in enumerate(each.blocks):
                 if block and block in invalid and not state.on_host:
-                    start = 0 if group.pages == CIRCULAR else column * group.block_size
-                    right = max(invalid[block], start)
-                    limit = min(limit, 0 if group.pages == ENCODER else right)
+                    limit = min(limit, max(invalid[block], self._first_token(state, g, column)))
         tokens = state.request.tokens
         for prefix, (right, size) in prefixes.items():
             if self.caching and tuple(tokens[: len(prefix)]) == prefix:

@@ -22,7 +22,8 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
       std::max(group.first_hit_block(hit.num_tokens), group.first_needed_block(start));
   held->num_dropped = std::min(first, held->num_published);
   std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
-  held->num_hits = held->num_published;
+  held->num_hits = static_cast<int32_t>(held->num_published);
+  held->state_start = static_cast<int32_t>(hit.num_tokens);
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
   held->keeps_state = false;
@@ -172,7 +173,7 @@ void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group) {
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];
   const int64_t column = served->num_before[group.id];
   c_.plan->copy(each.source, group.holds_state() ? each.blocks.back() : each[column]);
-  note_dropped(served->row, group, column, each.source);  // had, and not kept
+  c_.note_dropped(served->row, group, column, each.source);  // had, and not kept
   served->depends_from(column * group.block_size);
   each.source = kNullBlock;
 }
@@ -193,10 +194,11 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
     c_.note_access(row, &shared, 1);
-    each.num_hits = std::min(each.num_hits, b);
+    each.lower_hits(b);
     c_.plan->replace(row, group.id, b, id);
     if (group.holds_state() || group.is_circular() || b * group.block_size < span.start) {
-      note_dropped(row, group, b, shared);  // had, and not kept
+      c_.note_dropped(row, group, b, shared);  // had, and not kept
+      each.state_start = static_cast<int32_t>(span.start);
       served->depends_from(b * group.block_size);
       c_.plan->copy(shared, id);
       if (c_.plan->is_step()) {
@@ -214,7 +216,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
   std::vector<BlockId> dropped;
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     dropped.push_back(each[b]);
-    note_dropped(row, group, b, each[b]);
+    c_.note_dropped(row, group, b, each[b]);
     each[b] = kNullBlock;
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
@@ -236,7 +238,8 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
   } else if (each.num_alive() > 0) {
     const BlockId left = each.blocks.back();
     c_.plan->copy(left, page);
-    state_moves_.push_back({served->row, group.id, left, each.size() - 1, served->span.start});
+    state_moves_.push_back({served->row, group.id, left, each.size() - 1, served->span.start,
+                            c_.rows->first_token(served->row, group, each.size() - 1)});
     // Within the block: the entry of the table is the new page's at once.
     if (column < each.size()) c_.plan->replace(served->row, group.id, column, page);
   } else {
@@ -245,13 +248,13 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
   }
   each.resize(column);
   each.blocks.push_back(page);
+  each.state_start = static_cast<int32_t>(served->span.start);
 }
 
 void RowGrowth::release_left_states() {
   for (const StateMove& move : state_moves_) {
-    const CacheGroup& group = (*c_.groups)[move.group];
     RowBlocks& each = c_.rows->blocks(move.row)[move.group];
-    note_dropped(move.row, group, move.block, move.page);
+    c_.journal->note_dropped(move.row, (*c_.rows)[move.row], move.first_token, move.page);
     c_.note_access(move.row, &move.page, 1);
     c_.frees->release_or_defer(&move.page, 1, c_.journal->numbers().num_steps);
     if (move.block == each.size() - 1) continue;  // replaced there
