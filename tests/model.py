@@ -58,6 +58,7 @@ class ModelHeld:
     num_published: int = 0
     num_partial: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
+    state_start: int = 0  # STATE: the last page was taken with the state after so many tokens
     num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
@@ -279,7 +280,7 @@ class ModelManager:
         self.fills: dict[int, int] = {}  # of this step: block -> row that fills it
         self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
         # States whose pages rows leave: (row, group, tokens, page).
-        self.moves: list[tuple[int, int, int, int]] = []
+        self.moves: list[tuple[int, int, int, int, int]] = []
         self.moved: dict[int, int] = {}  # by this step's swaps
         self.step_answer = None
         self.in_flight: list[dict] = []
@@ -388,7 +389,7 @@ class ModelManager:
                     self._publish_within(row)
         if self.host:
             self._write_pending()
-        for row, g, num_tokens, page in self.moves:
+        for row, g, num_tokens, page, _ in self.moves:
             self._publish_state(self.rows[row], g, num_tokens, page)
         for row in served:
             self._publish(self.rows[row])
@@ -591,6 +592,7 @@ class ModelManager:
                 stop = ceil_div(state.num_computed, group.block_size)
                 for column, block in enumerate(held.blocks[:stop]):
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
+                    is_found &= group.pages != STATE  # it computed blocks before its own, too
                     if group.pages != ENCODER and block and not is_found:
                         self._note_dropped(state, g, column, block)
         self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
@@ -741,7 +743,7 @@ class ModelManager:
                     is_read = column >= max(first, group.reads_from(start)) // size
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
-                each.num_hits = each.num_published
+                each.num_hits, each.state_start = each.num_published, num_tokens
                 each.num_partial = each.num_published * (size // self.hash_size)
                 if first > each.num_published * size:  # the last block lacks what lies before
                     each.num_partial = num_tokens // self.hash_size
@@ -902,6 +904,7 @@ class ModelManager:
             if moving[g]:
                 each.host_source, each.blocks[-1] = each.blocks[-1], 0
                 needs[g] = (needs[g][0], len(each.blocks))
+            each.state_start = start
             for column in [column for group, column, _ in loads if group == g]:
                 page = each.blocks[column]
                 if (g, column, True) in loads:
@@ -1080,6 +1083,7 @@ class ModelManager:
         each.num_hits = min(each.num_hits, column)
         if self.groups[g].pages in (STATE, CIRCULAR) or column * size < start:
             self._note_dropped(state, g, column, shared)
+            each.state_start = start
             self.safe_start = min(self.safe_start, column * size)
             if self.step_answer:
                 self.step_answer.copy.append((shared, block))
@@ -1091,6 +1095,7 @@ class ModelManager:
     def _move_state(self, row, held, g, start, sure, page):
         column = (sure - 1) // self.groups[g].block_size
         pages = [block for block in held.blocks if block]
+        first_token, held.state_start = self._first_token(self.rows[row], g, 0), start
         if held.host_source:
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
             held.host_source = 0
@@ -1103,7 +1108,7 @@ class ModelManager:
         elif pages:
             left = pages.pop(0)
             self.step_answer.copy.append((left, page))
-            self.moves.append((row, g, start, left))
+            self.moves.append((row, g, start, left, first_token))
         elif start == 0:
             self.step_answer.zero.append(page)
         held.blocks = [0] * column + [page] + pages
@@ -1112,6 +1117,7 @@ class ModelManager:
         """The page of the last accepted draft comes first; the others serve again, or leave."""
         state, held, size = self.rows[row], self.rows[row].held[g], self.groups[g].block_size
         first, pages = held.num_dropped, held.blocks[held.num_dropped :]
+        first_token = self._first_token(state, g, first)
         spare = pages[accepted + 1 :]
         for i in reversed(range(accepted)):
             n = start - accepted + i
@@ -1121,13 +1127,13 @@ class ModelManager:
         for i in range(accepted):
             n = start - accepted + i
             if n % size == 0:
-                self.moves.append((row, g, n, pages[i]))
+                self.moves.append((row, g, n, pages[i], first_token))
         held.blocks = [0] * ((start - 1) // size) + [pages[accepted]] + spare
+        held.state_start = start
 
     def _release_left_states(self):
-        for row, g, num_tokens, page in self.moves:
-            column = (num_tokens - 1) // self.groups[g].block_size
-            self._note_dropped(self.rows[row], g, column, page)
+        for row, g, _, page, first_token in self.moves:
+            self._note_dropped(self.rows[row], g, 0, page, first_token)
             self._release([page], self.num_steps)
         self.moves = []
 
@@ -1200,7 +1206,12 @@ class ModelManager:
             for block in blocks:
                 if block:
                     self.pool.retain(block)
-            child = ModelHeld(blocks, keeps_state=each.keeps_state, num_slots=each.num_slots)
+            child = ModelHeld(
+                blocks,
+                keeps_state=each.keeps_state,
+                num_slots=each.num_slots,
+                state_start=each.state_start,
+            )
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
                 child.num_hits = len(each.blocks)
@@ -1464,11 +1475,21 @@ class ModelManager:
             entry = (state.admission, block, g, prefix, self.pool.generation[block])
             self.in_flight[-1]["published"].append(entry)
 
-    def _note_dropped(self, state, g, column, block):
+    def _note_dropped(self, state, g, column, block, first_token=None):
         if self.in_flight and state.by_step:
-            start = column * self.groups[g].block_size
-            entry = (state.admission, start, block, state.request)
+            if first_token is None:
+                first_token = self._first_token(state, g, column)
+            entry = (state.admission, first_token, block, state.request)
             self.in_flight[-1]["dropped"].append(entry)
+
+    def _first_token(self, state, g, column):
+        """The first of the row's tokens that is invalid where this block's content is."""
+        group = self.groups[g]
+        if group.pages == ENCODER:
+            return 0
+        if group.pages == STATE:  # it ran in every step since, and the next one would read it
+            return min(state.held[g].state_start, state.num_computed - 1)
+        return column * group.block_size
 
     # Withdrawing -----------------------------------------------------------------------------------
 
@@ -1627,14 +1648,10 @@ class ModelManager:
 
     def _limit_of(self, state, invalid, prefixes):
         limit = FOREVER
-        for group, each in zip(self.groups, state.held):
+        for g, each in enumerate(state.held):
             for column, block in enumerate(each.blocks):
                 if block and block in invalid and not state.on_host:
-                    start = 0 if group.pages == CIRCULAR else column * group.block_size
-                    if group.pages == STATE:  # pages for drafts lie behind that of the state
-                        start = each.num_dropped * group.block_size
-                    right = max(invalid[block], start)
-                    limit = min(limit, 0 if group.pages == ENCODER else right)
+                    limit = min(limit, max(invalid[block], self._first_token(state, g, column)))
         tokens = state.request.tokens
         for prefix, (right, size) in prefixes.items():
             if self.caching and tuple(tokens[: len(prefix)]) == prefix:

@@ -2,7 +2,8 @@
 
 The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
-aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost. Requests are
+aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost, behind a
+step or before it computes. Requests are
 forked, swapped out and back; a second tier of pages takes what is evicted, under any eviction policy.
 KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
 the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from math import gcd
 
 import pytest
 
@@ -113,6 +115,7 @@ class Simulation:
         self.max_drafts = min(
             (group.num_speculative for group in self.groups if group.pages == STATE), default=4
         )
+        self.hash_size = hash_block_size or gcd(*(size for _, size in kinds))
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
         if choose.chance(2):
@@ -144,6 +147,7 @@ class Simulation:
         self.lost_page: int | None = None  # not reported to the manager yet
         self.lost_slots: dict[int | str, Content] = {}
         self.lost_at = 0
+        self.failing: int | None = None  # page that takes nothing in this step
         self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
         self.lose_pages = lose_pages
         self.written_by: dict[int, int] = {}  # in this step: page -> row
@@ -541,8 +545,23 @@ class Simulation:
         self.notice_reuse_of_lost_page(plan, held_before)
         self.written_by = {}
         self.depends_on = set(map(tuple, plan.depends_on.tolist()))
-        for row, start in self.take_answers(plan, asked, leaving):
+        served = self.take_answers(plan, asked, leaving)
+        self.fail_page([row for row, _ in served])
+        for row, start in served:
             self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
+        if self.failing is not None:
+            self.lost_slots, self.failing = dict(self.pages[self.failing]), None
+
+    def fail_page(self, served: list[int]) -> None:
+        """A page of this step lacks what the plan moves there, and takes nothing of what is computed."""
+        if not (self.lose_pages and served and self.may_lose() and self.choose.chance(4)):
+            return
+        table = self.choose.pick([each for each in self.tables[self.choose.pick(served)] if each])
+        page = self.choose.pick(table[-2:])
+        if page:
+            self.pages[page] = dict.fromkeys([*range(16), STATE], BAD)
+            self.failing = self.lost_page = page
+            self.lost_at = self.num_steps
 
     def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
         """A page is written once, not while it is read, and no copy reads what a copy writes."""
@@ -682,7 +701,8 @@ class Simulation:
         end = self.manager.num_computed_tokens(conversation.request)
         for page, slot, position in self.cells_received(table, first, stop, end):
             assert page not in forbidden, "KV is loaded to a page that a step in flight reads"
-            self.pages.setdefault(page, {})[slot] = conversation.content(position)
+            content = BAD if page == self.failing else conversation.content(position)
+            self.pages.setdefault(page, {})[slot] = content
             self.last_written.append(page)
             self.written_by[page] = self.writing_row
 
@@ -704,7 +724,7 @@ class Simulation:
             assert page, "KV is written to the null page"
             assert page not in forbidden, "KV is written to a page that a step in flight reads"
             slot = STATE if is_state else position % group.block_size
-            self.pages.setdefault(page, {})[slot] = content
+            self.pages.setdefault(page, {})[slot] = BAD if page == self.failing else content
             self.last_written.append(page)
             self.written_by[page] = self.writing_row
 
@@ -739,6 +759,7 @@ class Simulation:
                 self.check_row(row, conversation, when)
         for conversation in [*self.running.values(), *self.idle]:
             self.check_hit(conversation, when)
+            self.check_cached(conversation, when)
 
     def check_row(self, row: int, conversation: Conversation, when: str) -> None:
         computed = self.manager.num_computed_tokens(conversation.request)
@@ -764,6 +785,27 @@ class Simulation:
                 conversation, self.cells_read(table, num_hit, num_hit, (num_hit, num_hit))
             )
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
+
+    def check_cached(self, conversation: Conversation, when: str) -> None:
+        """Blocks of the device in which some hit reads every slot, be they a hit now or not."""
+        tokens = conversation.tokens
+        hashes = self.manager.block_hashes(Request("probe", tokens))
+        for g, group in enumerate(self.groups):
+            if not (group.keeps_all or group.pages == STATE):
+                continue
+            size = group.block_size
+            num_hashes = size // self.hash_size
+            for column, page in enumerate(
+                self.manager.find_hashes(hashes[num_hashes - 1 :: num_hashes], g).device.tolist()
+            ):
+                end = (column + 1) * size
+                first = end - 1 if group.pages == STATE else column * size
+                cells = [
+                    (page, STATE if group.pages == STATE else i % size, i)
+                    for i in range(first, end)
+                ]
+                wrong = self.wrong_cells(conversation, cells) if page > 0 else []
+                assert not wrong, f"{when}, group {g} caches wrong KV: {wrong}"
 
 
 def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:

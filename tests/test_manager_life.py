@@ -464,6 +464,70 @@ def test_a_state_goes_back_to_the_last_one_stored():
     assert plan.num_computed_tokens.tolist() == [12] and len(plan.copy) == 1
 
 
+def hybrid(**options):
+    groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
+    options = {"num_preallocate_tokens": 0, "fence_frees": True, **options}
+    return KVCacheManager.for_groups(groups, 60, 64, **options)
+
+
+def cached_blocks(manager, request):
+    """Of the first group."""
+    found = manager.find_hashes(manager.block_hashes(request)).device
+    return [block for block, page in enumerate(found.tolist()) if page > 0]
+
+
+def test_a_failed_state_takes_along_all_that_ran_with_it():
+    """The step computed blocks 2 to 4 from the state in its page, whose own block is the last."""
+    manager = hybrid()
+    request = Request("a", range(24))
+    plan = manager.step(new=[request], new_num_tokens=[12], num_external_computed_tokens=[8])
+    page = int(manager.block_ids(request, 1)[4])
+    assert cached_blocks(manager, request) == [0, 1, 2, 3, 4]
+    assert manager.report(StepReport(plan.step_id, True, [page])) == {"a": 0}
+    assert cached_blocks(manager, request) == [0, 1]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["moves on", "leaves"])
+def test_a_state_that_fails_after_its_row_let_go_of_it_takes_the_same_along(leaves):
+    manager = hybrid()
+    request = Request("a", range(24))
+    manager.step(new=[request], new_num_tokens=[8])
+    manager.report(StepReport(0, completed=True))
+    plan = manager.step([0], [12])
+    page = int(manager.block_ids(request, 1)[4])
+    if leaves:
+        manager.free(request)
+    else:
+        manager.step([0], [2])
+    affected = manager.report(StepReport(plan.step_id, True, [page]))
+    assert affected == ({} if leaves else {"a": 0})
+    assert cached_blocks(manager, request) == [0, 1]
+
+
+def test_a_hit_state_that_fails_before_it_is_read_sends_its_row_back():
+    manager = hybrid(num_host_blocks=30)
+    request = Request("a", range(24))
+    manager.step(new=[request], new_num_tokens=[8])
+    manager.report(StepReport(0, completed=True))
+    manager.free(request)
+    other = Request("b", range(24))
+    plan = manager.step(new=[other], new_num_tokens=[4])
+    assert manager.abort(plan.step_id) == {"b": 8}
+    page = int(manager.block_ids(other, 1)[1])
+    plan = manager.step(swap_out=[0])
+    assert manager.report(StepReport(plan.step_id, True, [page])) == {"b": 0}
+
+
+def test_a_failed_page_of_an_encoder_that_was_swapped_out_restarts_the_request():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 2)]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_host_blocks=30)
+    request = Request("a", range(5), num_encoder_tokens=10)
+    manager.step(new=[request])
+    page = int(manager.block_ids(request, 1)[4])
+    plan = manager.step(swap_out=[0])
+    assert manager.report(StepReport(plan.step_id, True, [page])) == {"a": 0}
+
+
 def test_a_failed_page_of_an_encoder_restarts_the_request():
     """Found by a random run: the encoder's blocks were taken a second time."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]

@@ -98,10 +98,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
       }
       const auto found = blocks_.find(each[b]);
       if (found == blocks_.end()) continue;
-      // Pages for drafts lie behind that of the state.
-      const int64_t column = group.holds_state() ? each.num_dropped : b;
-      const int64_t first = group.is_circular() ? 0 : column * group.block_size;
-      limit = std::min(limit, group.holds_encoder() ? 0 : std::max(found->second, first));
+      limit = std::min(limit, std::max(found->second, context_.rows->first_token(row, group, b)));
     }
   }
   return limit;
@@ -183,7 +180,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
     const int64_t size = context_.rows->num_written(row, group);
     // Circular: any of its blocks, which only forks share, may hold tokens behind the limit.
     const int64_t first =
-        group.is_circular() ? 0 : std::max(each.num_hits, limit / group.block_size);
+        group.is_circular() ? 0 : std::max<int64_t>(each.num_hits, limit / group.block_size);
     for (int64_t b = first; b < size; ++b) {
       const int64_t num_valid = group.is_circular() ? limit : std::max(limit, b * group.block_size);
       const BlockId id = r.on_host ? kNullBlock : each[b];

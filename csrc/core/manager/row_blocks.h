@@ -1,6 +1,7 @@
 // The blocks that one row holds of one group.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -15,8 +16,10 @@ struct RowBlocks {
   std::vector<BlockId> blocks;
   int64_t num_dropped = 0;    // leading blocks that are null
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
-  int64_t num_hits = 0;       // leading blocks that the row has not computed
+  int32_t num_hits = 0;       // leading blocks that the row has not computed
   int32_t num_partial = 0;    // has_partial: leading hash blocks in the index, or never will be
+  // kState: the last page was taken with the state after so many tokens.
+  int32_t state_start = 0;
   // kState: the last page holds a state inside a block that is found. What comes next is written to
   // another page or, where there is none, the state is given up.
   bool keeps_state = false;
@@ -28,13 +31,15 @@ struct RowBlocks {
   int64_t num_alive() const { return size() - num_dropped; }  // blocks that are not null
   BlockId& operator[](int64_t block) { return blocks[static_cast<size_t>(block)]; }
   BlockId operator[](int64_t block) const { return blocks[static_cast<size_t>(block)]; }
+  // No more than so many blocks are hits.
+  void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }
 
   // Nothing held; the memory stays for the next.
   void clear() {
     blocks.clear();
-    num_dropped = num_published = num_hits = 0;
-    num_partial = 0;
+    num_dropped = num_published = 0;
+    num_hits = num_partial = state_start = 0;
     source = host_source = kNullBlock;
     keeps_state = false;
   }

@@ -28,6 +28,11 @@ struct RowContext {
     pool->access(ids, n, rows->info(row).access);
   }
 
+  // For the journal: the row lets go of a block that it had in this column.
+  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
+    journal->note_dropped(row, (*rows)[row], rows->first_token(row, group, column), id);
+  }
+
   // The next plan sends the row's table anew, if plans have it at all.
   void resend(int32_t row) const {
     if ((*rows)[row].by_step) plan->resend(row);

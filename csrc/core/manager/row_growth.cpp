@@ -22,7 +22,8 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
       std::max(group.first_hit_block(hit.num_tokens), group.first_needed_block(start));
   held->num_dropped = std::min(first, held->num_published);
   std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
-  held->num_hits = held->num_published;
+  held->num_hits = static_cast<int32_t>(held->num_published);
+  held->state_start = static_cast<int32_t>(hit.num_tokens);
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
   held->keeps_state = false;
@@ -172,7 +173,7 @@ void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group) {
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];
   const int64_t column = served->num_before[group.id];
   c_.plan->copy(each.source, group.holds_state() ? each[each.num_dropped] : each[column]);
-  note_dropped(served->row, group, column, each.source);  // had, and not kept
+  c_.note_dropped(served->row, group, column, each.source);  // had, and not kept
   served->depends_from(column * group.block_size);
   each.source = kNullBlock;
 }
@@ -194,10 +195,11 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
     c_.note_access(row, &shared, 1);
-    each.num_hits = std::min(each.num_hits, b);
+    each.lower_hits(b);
     if (!group.holds_state()) c_.plan->replace(row, group.id, b, id);
     if (group.holds_state() || group.is_circular() || b * group.block_size < span.start) {
-      note_dropped(row, group, b, shared);  // had, and not kept
+      c_.note_dropped(row, group, b, shared);  // had, and not kept
+      each.state_start = static_cast<int32_t>(span.start);
       served->depends_from(b * group.block_size);
       c_.plan->copy(shared, id);
       if (c_.plan->is_step()) {
@@ -215,7 +217,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
   std::vector<BlockId> dropped;
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     dropped.push_back(each[b]);
-    note_dropped(row, group, b, each[b]);
+    c_.note_dropped(row, group, b, each[b]);
     each[b] = kNullBlock;
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
@@ -245,15 +247,16 @@ const BlockId* RowGrowth::serve_state(ServedRow* served, const CacheGroup& group
 void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& span) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t first = each.num_dropped, current = first + span.num_accepted;
+  const int64_t first_token = c_.rows->first_token(row, group, first);
   std::vector<BlockId> spare;
   for (int64_t b = first; b < each.size(); ++b) {
     const int64_t num_tokens = span.start - (current - b);
     if (b == current) continue;
     if (b < current && num_tokens % group.block_size == 0) {
-      left_states_.push_back({row, group.id, each[b], num_tokens});
+      left_states_.push_back({row, group.id, each[b], num_tokens, first_token});
       continue;
     }
-    if (b < current) note_dropped(row, group, first, each[b]);  // had, and not kept
+    if (b < current) c_.note_dropped(row, group, first, each[b]);  // had, and not kept
     spare.push_back(each[b]);
   }
   const BlockId page = each[current];
@@ -262,6 +265,7 @@ void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& s
   each.resize(each.num_dropped);
   each.blocks.push_back(page);
   each.blocks.insert(each.blocks.end(), spare.begin(), spare.end());
+  each.state_start = static_cast<int32_t>(span.start);
 }
 
 // The state goes on in this page; the pages for drafts stay behind it.
@@ -275,7 +279,8 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
   } else if (each.source == kNullBlock) {  // else copy_source copies a hit inside a block
     if (each.num_alive() > 0) {
       c_.plan->copy(each[first], page);
-      left_states_.push_back({served->row, group.id, each[first], served->span.start});
+      left_states_.push_back({served->row, group.id, each[first], served->span.start,
+                              c_.rows->first_token(served->row, group, first)});
       spare.assign(each.blocks.begin() + first + 1, each.blocks.end());
     } else if (served->span.start == 0) {  // else the state comes from elsewhere
       c_.plan->zero(page);
@@ -286,6 +291,7 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
   each.num_dropped = column;
   each.blocks.push_back(page);
   each.blocks.insert(each.blocks.end(), spare.begin(), spare.end());
+  each.state_start = static_cast<int32_t>(served->span.start);
   if (each.source != kNullBlock) copy_source(served, group);
 }
 
@@ -300,8 +306,7 @@ void RowGrowth::replace_changed(int32_t row, const CacheGroup& group, int64_t fi
 
 void RowGrowth::release_left_states() {
   for (const LeftState& left : left_states_) {
-    const CacheGroup& group = (*c_.groups)[left.group];
-    note_dropped(left.row, group, (left.num_tokens - 1) / group.block_size, left.page);
+    c_.journal->note_dropped(left.row, (*c_.rows)[left.row], left.first_token, left.page);
     c_.note_access(left.row, &left.page, 1);
     c_.frees->release_or_defer(&left.page, 1, c_.journal->numbers().num_steps);
   }

@@ -35,7 +35,8 @@ class RowGrowth {
     int32_t row;
     uint8_t group;
     BlockId page;
-    int64_t num_tokens;  // that the state is of
+    int64_t num_tokens;   // that the state is of
+    int64_t first_token;  // that it has a part in
   };
 
   RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
@@ -58,11 +59,6 @@ class RowGrowth {
   // Pages that are left behind by the step that is being made.
   const std::vector<LeftState>& left_states() const { return left_states_; }
   void release_left_states();
-
-  // `column`: block of the sequence.
-  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) {
-    c_.journal->note_dropped(row, (*c_.rows)[row], column * group.block_size, id);
-  }
 
  private:
   void note_hits(const BlockId* ids, int64_t n);

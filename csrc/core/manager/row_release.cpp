@@ -33,7 +33,9 @@ void RowRelease::note_left(int32_t row) const {
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
       const BlockId id = each[b];
-      if (c_.pool->hash_of(id) == nullptr) note_dropped(row, group, b, id);
+      // The hash of a state says nothing of the blocks before its own that its step has computed.
+      const bool is_found = c_.pool->hash_of(id) != nullptr && !group.holds_state();
+      if (!is_found) c_.note_dropped(row, group, b, id);
     }
   }
 }
@@ -42,7 +44,7 @@ void RowRelease::note_onboards(int32_t row) const {
   for (const HostTier::Onboard& onboard : c_.host->onboards()) {
     const RowBlocks& each = c_.rows->blocks(row)[onboard.group];
     if (onboard.column < each.size() && each[onboard.column] == onboard.block) {
-      note_dropped(row, (*c_.groups)[onboard.group], onboard.column, onboard.block);
+      c_.note_dropped(row, (*c_.groups)[onboard.group], onboard.column, onboard.block);
     }
   }
 }
@@ -148,7 +150,7 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
     each.num_partial =
         static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
-    each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
+    each.lower_hits(static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];
   r.num_computed = r.start = num_tokens;

@@ -226,7 +226,7 @@ void RowServer::keep_own_blocks(const ServedRow& served) {
     RowBlocks& each = c_.rows->blocks(served.row)[group.id];
     const int64_t first =
         group.holds_state() ? span.state_column(group) : span.start / group.block_size;
-    each.num_hits = std::min(each.num_hits, first);
+    each.lower_hits(first);
   }
 }
 
@@ -356,7 +356,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     if (group.holds_state()) each.resize(std::min(each.size(), each.num_dropped + 1));
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (group.holds_encoder()) continue;
-    each.num_hits = each.size();
+    each.num_hits = static_cast<int32_t>(each.size());
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = static_cast<int32_t>(
         std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));

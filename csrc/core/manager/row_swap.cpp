@@ -197,7 +197,7 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
       // Had, and not kept.
-      c_.journal->note_dropped(row, (*c_.rows)[row], b * group.block_size, id);
+      c_.note_dropped(row, group, b, id);
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
       if (is_first) {
         to->second = *next++;
@@ -288,6 +288,7 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
     for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
+    each.state_start = static_cast<int32_t>(start);
     int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has brought back
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       BlockId& id = each[b];

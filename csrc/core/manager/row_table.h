@@ -5,6 +5,7 @@
 // host.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -100,6 +101,15 @@ class RowTable {
     const bool is_first = rows_[row].stamp != call_stamp_;
     rows_[row].stamp = call_stamp_;
     return is_first;
+  }
+
+  // Of the row's tokens, the first that the block in this column has a part in: where its content
+  // is invalid, so are that token and those behind it. A state has a part in all tokens since it
+  // came into its page, and in what comes next: a row without it does not go on where it is.
+  int64_t first_token(int32_t row, const CacheGroup& group, int64_t column) const {
+    if (group.holds_encoder()) return 0;
+    if (!group.holds_state()) return column * group.block_size;
+    return std::min<int64_t>(blocks(row)[group.id].state_start, rows_[row].num_computed - 1);
   }
 
   // Blocks of the row with KV in them, dropped ones counted; the others are lookahead.
