@@ -113,7 +113,7 @@ DEFECTS = [
     ),
     Defect(
         "plan arrays",
-        "csrc/python/manager.cpp",
+        "csrc/python/plan_type.cpp",
         "if (value_of(plan.ptr(), slots_[field]) == nullptr) set(",
         "set(",  # over what the caller has set
         "plan_arrays",

@@ -617,6 +617,33 @@ def test_what_is_no_plan_is_named(wrong):
     w.apply(plan)
 
 
+@pytest.mark.parametrize("wrong", [7, "x", np.zeros(3), torch.zeros(2), None])
+def test_what_a_worker_is_not_made_of_is_named(wrong):
+    w, kind = worker(), type(wrong).__name__
+    for make, message in (
+        (lambda: Worker(wrong, w.tables), f"storage has type {kind}: expected a KVStorage"),
+        (
+            lambda: Worker([*w.storages, wrong], w.tables),
+            rf"storage\[1\] has type {kind}: expected a KVStorage",
+        ),
+        (
+            lambda: Worker(w.storages, wrong),
+            f"tables has type {kind}: expected a BlockTable or a MultiGroupBlockTable",
+        ),
+        (
+            lambda: Worker(w.storages, w.tables, 0 if wrong is None else wrong),
+            "host has type .*: expected a Pages",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            make()
+    for call in (w.tables.add_row, w.tables.append_row):
+        error = ValueError if isinstance(wrong, int) else TypeError  # there are 4 rows
+        with pytest.raises(error, match=r"^row (is )?"):
+            call([3], wrong)
+    assert content(w.tables)[0] == []
+
+
 @pytest.mark.parametrize("wrong", [None, "1", 1.0, True, -2, 2**63])
 def test_a_last_step_id_that_is_none_is_named(wrong):
     w = worker()

@@ -78,7 +78,7 @@ struct Serving {
   int32_t add_row(int64_t num_tokens) {
     const int32_t row = rows.take();
     rows[row].chain = chain_of(num_tokens);
-    rows[row].by_step = true;
+    rows[row].by_step = rows[row].reads = true;
     return row;
   }
   // Another row with all blocks of this one.

@@ -109,7 +109,15 @@ class Worker:
         last_step_id: int = -1,
         **swap_options: object,
     ) -> None:
+        _check_type("tables", tables, BlockTable, MultiGroupBlockTable)
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
+        if host is not None:
+            _check_type("host", host, Pages)
+        if isinstance(storage, list | tuple):
+            for g, each in enumerate(storage):
+                _check_type(f"storage[{g}]", each, KVStorage)
+        else:
+            _check_type("storage", storage, KVStorage)
         shared = isinstance(storage, KVStorage)
         self.storages = [storage] * len(groups) if shared else list(storage)
         if len(self.storages) != len(groups):
@@ -257,6 +265,12 @@ class Worker:
     def _launch(self, work: Callable[[], None]) -> None:
         """Runs `work` on the calling stream."""
         self._streams.launch(self._streams.current(), work)
+
+
+def _check_type(name: str, value: object, *types: type) -> None:
+    if not isinstance(value, types):
+        expected = " or a ".join(each.__name__ for each in types)
+        raise TypeError(f"{name} has type {type(value).__name__}: expected a {expected}")
 
 
 def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:

@@ -15,7 +15,7 @@ class SequenceTables(core.SequenceCalls):
     """Each sequence that has blocks, and each encoder, is a row of the native manager.
 
     The calls that a scheduler makes for each sequence in each step are native methods
-    (`csrc/python/sequences.cpp`), declared here and in the classes below.
+    (`csrc/python/sequence_calls.cpp`), declared here and in the classes below.
     """
 
     def __init__(
