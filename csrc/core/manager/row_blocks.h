@@ -18,8 +18,8 @@ struct RowBlocks {
   int64_t num_published = 0;  // leading blocks that are in the index, or never will be
   int64_t num_hits = 0;       // leading blocks that the row has not computed
   int32_t num_partial = 0;    // has_partial: leading hash blocks in the index, or never will be
-  // kState: the first page holds a state inside a block that is found. What comes next is written to
-  // another page or, where there is none, the state is given up.
+  // kState: the first page holds a state inside a block that is found. What comes next is written
+  // to another page or, where there is none, the state is given up.
   bool keeps_state = false;
   // While the row is being served: the block that is to be copied into its next one, or the page of
   // the host that is to be loaded into it.
