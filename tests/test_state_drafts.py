@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from kvcache import (
+    ContextParallel,
     GroupSpec,
     KVCacheManager,
     LayerSpec,
@@ -289,8 +290,28 @@ def test_tables_have_columns_for_the_drafts_at_the_longest_sequence():
     assert tables[1].state_pages(np.array([0]), np.array([13]), np.array([0])).tolist() == [
         [pages[0, 0], 0, 0, 0]
     ]
+    with pytest.raises(ValueError, match=r"num_drafts is \[4\]: expected at most 3, num_spec"):
+        tables[1].state_pages([0], [16], [4])
     with pytest.raises(ValueError, match=r"has a slot mapping: expected one of recurrent states"):
         tables[0].state_pages([0], [16], [3])
+
+
+def test_columns_count_blocks_over_all_context_parallel_ranks():
+    tables = MultiGroupBlockTable.for_groups(
+        [states(4, 1)], max_num_reqs=1, max_model_len=32, max_num_batched_tokens=8,
+        context_parallel=ContextParallel(dcp_world_size=2),
+    )  # fmt: skip
+    tables.add_row([[0, 5, 6]], 0)
+    assert tables[0].state_pages([0], [10], [1]).tolist() == [[5, 6]]
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"), [(-1, "is -1: expected 0 to"), ("3", "expected an integer")]
+)
+def test_the_number_of_pages_for_drafts_is_checked(num_blocks, expected):
+    options = {"num_speculative_blocks": num_blocks}
+    with pytest.raises((TypeError, ValueError), match=expected):
+        LayerSpec("mamba", "recurrent", 16, state_bytes=64, options=options)
 
 
 def test_random_rejections_go_on_from_the_right_state():

@@ -29,10 +29,11 @@ int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const R
 
 // The pages of states that a row writes: one, and one for each draft. Those that it has serve
 // again, but for states at the ends of blocks, which drafts have passed or which the row leaves.
-GroupDemand demand_of_states(const CacheGroup& group, const RowBlocks& held, const Span& span) {
+void set_states(const CacheGroup& group, const RowBlocks& held, const Span& span,
+                GroupDemand* needs) {
   const bool has_any = held.num_alive() > 0;
   const int64_t column = has_any ? ceil_div(span.start, group.block_size) : held.size();
-  GroupDemand needs{0, held.num_dropped, 0, 0, span.state_column(group) >= column};
+  needs->moves = span.state_column(group) >= column;
   int64_t num_spare = 0;
   if (has_any) {
     const int64_t before = span.start - span.num_accepted;
@@ -40,8 +41,7 @@ GroupDemand demand_of_states(const CacheGroup& group, const RowBlocks& held, con
         (span.start - 1) / group.block_size - (before - 1) / group.block_size;
     num_spare = held.num_alive() - 1 - num_passed;
   }
-  needs.num_new = needs.moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
-  return needs;
+  needs->num_new = needs->moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
 }
 
 // The inputs that all demands share.
@@ -64,9 +64,10 @@ struct Basis {
   for (const CacheGroup& group : *on.groups) {
     const RowBlocks& each = held[group.id];
     const int64_t size = each.size(), num_slots = size * group.block_size;
-    GroupDemand needs{0, each.num_dropped, 0, 0, false};
+    GroupDemand& needs = demand[group];  // in place: a copy would wait for each field
+    needs = {0, each.num_dropped, 0, 0, false};
     if (group.holds_state()) {
-      needs = demand_of_states(group, each, span);
+      set_states(group, each, span, &needs);
       if (may_share && !needs.moves) {
         needs.num_shared = on.holders.is_shared(each[each.num_dropped + span.num_accepted]);
       }
@@ -92,7 +93,6 @@ struct Basis {
       if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
     }
     num_new += needs.num_new + needs.num_shared;
-    demand[group] = needs;
   }
   const bool fits = num_free - num_new >= supply.num_kept_free;
   const int64_t kept = std::max(supply.num_kept_free, on.watermark_blocks);

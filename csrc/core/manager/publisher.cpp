@@ -90,7 +90,7 @@ void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t nu
   }
 }
 
-// The states after the row's tokens, and before each draft: of those that are known.
+// The state after the tokens that are no drafts, and those after drafts, as far as these are known.
 void Publisher::publish_states(int32_t row, const CacheGroup& group) {
   const Row& r = (*c_.rows)[row];
   const RowBlocks& each = c_.rows->blocks(row)[group.id];

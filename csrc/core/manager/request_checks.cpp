@@ -241,8 +241,10 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
-    check_drafts(row, r.num_computed - num_rejected, request.num_tokens[i],
-                 r.chain->num_tokens() + request.num_ids_of(i));
+    if (max_drafts_ > 0) {
+      check_drafts(row, r.num_computed - num_rejected, request.num_tokens[i],
+                   r.chain->num_tokens() + request.num_ids_of(i));
+    }
     check_places(r.num_computed - num_rejected, request.num_tokens[i] + request.lookahead_of(i),
                  "a row");
     if (!c_.rows->name(row)) {

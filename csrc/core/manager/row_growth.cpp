@@ -103,10 +103,11 @@ void RowGrowth::onboard(ServedRow* served, const CacheGroup& group, int64_t colu
 
 void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   RowBlocks* held = c_.rows->blocks(served->row);
-  std::array<GroupDemand, kMaxGroups> takes;
+  std::array<int64_t, kMaxGroups> num_new;
+  std::array<bool, kMaxGroups> moves;  // of states
   int64_t num_taken = 0, num_spare = demand.num_spare;
   for (const CacheGroup& group : *c_.groups) {
-    const GroupDemand needs = demand[group];
+    const GroupDemand& needs = demand[group];
     RowBlocks& each = held[group.id];
     served->num_before[group.id] = each.size();
     if (needs.num_skipped > 0) {
@@ -133,8 +134,8 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
         if (more == 0) c_.pool->evict(&each[each.num_dropped], 1);
       }
     }
-    takes[group.id] = {needs.num_new + more, 0, needs.num_shared, 0,
-                       needs.moves || (group.holds_state() && more > 0)};
+    if (group.holds_state()) moves[group.id] = needs.moves || more > 0;
+    num_new[group.id] = needs.num_new + more;
     num_taken += needs.num_new + more + needs.num_shared;
   }
   if (num_taken == 0 && served->span.num_accepted == 0) return;
@@ -143,16 +144,16 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   const BlockId* next = taken_.data();
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = held[group.id];
-    const GroupDemand& needs = takes[group.id];
+    const int64_t num_shared = demand[group].num_shared, n = num_new[group.id];
     if (group.holds_state()) {
-      next = serve_state(served, group, needs, next);
+      next = serve_state(served, group, {n, num_shared, moves[group.id]}, next);
       continue;
     }
-    if (needs.num_shared > 0) next = copy_on_write(served, group, needs.num_shared, next);
-    if (needs.num_new == 0) continue;
-    clear_uncomputed(served, group, next, needs.num_new);
-    each.blocks.insert(each.blocks.end(), next, next + needs.num_new);
-    next += needs.num_new;
+    if (num_shared > 0) next = copy_on_write(served, group, num_shared, next);
+    if (n == 0) continue;
+    clear_uncomputed(served, group, next, n);
+    each.blocks.insert(each.blocks.end(), next, next + n);
+    next += n;
     if (each.source != kNullBlock) copy_source(served, group);
   }
 }
@@ -230,7 +231,7 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
 // Pages of states: the first goes on, in a new page where it must, and is followed by those for
 // drafts. `own` are new ones. Returns the first of them not used.
 const BlockId* RowGrowth::serve_state(ServedRow* served, const CacheGroup& group,
-                                      const GroupDemand& needs, const BlockId* own) {
+                                      const StateDemand& needs, const BlockId* own) {
   const bool settles = served->span.num_accepted > 0;
   if (!settles && needs.num_new + needs.num_shared == 0) return own;
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];

@@ -69,7 +69,11 @@ class RowGrowth {
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
   const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
                                const BlockId* own);
-  const BlockId* serve_state(ServedRow* served, const CacheGroup& group, const GroupDemand& needs,
+  struct StateDemand {
+    int64_t num_new, num_shared;
+    bool moves;
+  };
+  const BlockId* serve_state(ServedRow* served, const CacheGroup& group, const StateDemand& needs,
                              const BlockId* own);
   void move_state(ServedRow* served, const CacheGroup& group, BlockId page);
   void replace_changed(int32_t row, const CacheGroup& group, int64_t first);

@@ -26,6 +26,20 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
 }
 
+// Of a row that runs: its tokens behind those that are known are drafts, but for the first.
+// Inlined, as every row of a step asks it.
+inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
+                               int64_t num_lookahead) const {
+  const Row& r = (*c_.rows)[row];
+  const int64_t start = r.num_computed - num_rejected;
+  Span span{start, start + num_tokens, num_lookahead};
+  if (max_drafts_ == 0) return span;
+  const int64_t num_known = std::max(start + 1, r.chain->num_tokens());
+  span.num_drafts = std::max<int64_t>(span.stop - num_known, 0);
+  span.num_accepted = r.num_drafts_after(num_rejected);
+  return span;
+}
+
 void RowServer::serve_rows(const StepRequest& request) {
   fills_.begin();
   for (int64_t i = 0; i < request.num_rows; ++i) {
@@ -82,19 +96,6 @@ const PrefixHit& RowServer::find_hit(const NewRow& asked, bool with_partial) {
   const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
   if (hit.num_host_blocks <= asked.max_host_blocks) return hit;
   return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
-}
-
-// Of a row that runs: its tokens behind those that are known are drafts, but for the first.
-Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
-                        int64_t num_lookahead) const {
-  const Row& r = (*c_.rows)[row];
-  const int64_t start = r.num_computed - num_rejected;
-  Span span{start, start + num_tokens, num_lookahead};
-  if (max_drafts_ == 0) return span;
-  const int64_t num_known = std::max(start + 1, r.chain->num_tokens());
-  span.num_drafts = std::max<int64_t>(span.stop - num_known, 0);
-  span.num_accepted = r.num_drafts_after(num_rejected);
-  return span;
 }
 
 // What comes from elsewhere lies between the hit and the start.

@@ -228,8 +228,9 @@ class BlockTable:
         the state after the j-th draft to page [i, j]. Pages behind are the null page.
 
         Arguments on the host are looked up in the table there, tensors on the device in that of the
-        device. ValueError for a group with slots.
+        device. ValueError for a group with slots and, on the host, for more drafts.
 
+        >>> from kvcache import GroupSpec, MultiGroupBlockTable
         >>> tables = MultiGroupBlockTable.for_groups(
         ...     [GroupSpec("recurrent", 16, {"num_speculative_blocks": 2})],
         ...     max_num_reqs=4, max_model_len=64, max_num_batched_tokens=32,
@@ -247,8 +248,14 @@ class BlockTable:
             torch.as_tensor(each, device=table.device).long()
             for each in (req_indices, num_tokens, num_drafts)
         )
-        index = torch.arange(1 + self.layout.num_speculative_blocks, device=table.device)
-        columns = ((num_tokens - num_drafts - 1) // self.block_size)[:, None] + index
+        most = self.layout.num_speculative_blocks
+        if not on_device and (num_drafts > most).any():
+            raise ValueError(
+                f"num_drafts is {num_drafts.tolist()}: expected at most {most}, num_speculative_blocks"
+            )
+        index = torch.arange(1 + most, device=table.device)
+        tokens_per_block = self.block_size * self.layout.world_size
+        columns = ((num_tokens - num_drafts - 1) // tokens_per_block)[:, None] + index
         pages = table[rows[:, None], columns.clamp(0, table.shape[1] - 1)]
         return pages.masked_fill_(index > num_drafts[:, None], 0)
 
