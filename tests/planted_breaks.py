@@ -336,8 +336,9 @@ def _try(defect: Defect, tries_others: bool) -> tuple[str, str]:
         path.write_text(sound)
     if tests.returncode == 0:
         return "MISSED", tests.stdout
-    # Anything but 1 says that pytest itself could not run.
-    return ("caught" if tests.returncode == 1 else "NOT TESTED"), tests.stdout
+    # 1: a test failed; below 0: a test ended the process. Else pytest itself could not run.
+    is_caught = tests.returncode == 1 or tests.returncode < 0
+    return ("caught" if is_caught else "NOT TESTED"), tests.stdout
 
 
 def _run_tests(*arguments: str) -> subprocess.CompletedProcess:

@@ -179,3 +179,15 @@ print(constructed, resident() - before, pool.num_bytes)
     assert constructed < 16 << 20
     assert used <= 100 * 1_000_000
     assert claimed <= 100 * 1_000_000
+
+
+def test_no_block_is_cached_again_when_the_numbers_of_epochs_are_used_up():
+    """An epoch has 16 bits."""
+    pool = BlockPool(4)
+    for id in pool.allocate(2):
+        pool.publish([id], hashes(id))
+        pool.release([id])
+    for _ in range(2**16 + 2):
+        assert pool.reset()
+        pool.check_invariants()
+    assert pool.num_cached == 0 and pool.lookup(hashes(1)).tolist() == [-1]

@@ -908,3 +908,26 @@ def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
 def test_wrong_groups_and_options_are_named(groups, options, error, message):
     with pytest.raises(error, match=message):
         make(*groups, **options)
+
+
+def test_a_state_that_ends_no_hit_is_not_cached():
+    """Hits end at multiples of 8 tokens: nothing reads a state at 4 or 12."""
+    groups = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 4)]
+    manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
+    row = manager.step(new=[Request("r", range(16))], new_num_tokens=[4]).rows[0]
+    num_cached = [manager.pool.num_cached]
+    for _ in range(3):
+        manager.step([row], [4])
+        num_cached.append(manager.pool.num_cached)
+    assert num_cached == [0, 2, 2, 4]
+
+
+def test_a_request_with_an_encoder_takes_no_hit_of_one_without():
+    """What its decoder computes depends on the encoder, of which hashes say nothing."""
+    groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
+    manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
+    manager.step(new=[Request("plain", range(13))])
+    request = Request("encoder", range(13), num_encoder_tokens=4)
+    assert not request.read_cache and not request.write_cache
+    assert manager.get_computed_blocks(Request("plain too", range(13)))[1] == 12
+    assert manager.get_computed_blocks(request)[1] == 0

@@ -183,6 +183,36 @@ def test_token_ids_below_0_are_hashed_as_negative_integers():
     assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
 
 
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        (None, "f6"),
+        (False, "f4"),
+        (True, "f5"),
+        (0, "00"),
+        (23, "17"),
+        (24, "1818"),
+        (255, "18ff"),
+        (256, "190100"),
+        (65_535, "19ffff"),
+        (65_536, "1a00010000"),
+        (2**32 - 1, "1affffffff"),
+        (2**32, "1b0000000100000000"),
+        (2**64 - 1, "1bffffffffffffffff"),
+        (-1, "20"),
+        (-24, "37"),
+        (-25, "3818"),
+        (-(2**63), "3b7fffffffffffffff"),
+        ("", "60"),
+        ("é", "62c3a9"),
+        (b"\0\xff", "4200ff"),
+    ],
+)
+def test_known_encodings_of_extra_keys(value, encoded):
+    """RFC 8949, worked out by hand: an array of one array of one value."""
+    assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
+
+
 extra_key = st.one_of(
     st.tuples(st.just("lora"), st.text(max_size=30), st.text(max_size=300)),
     st.tuples(st.just("mm"), st.text(max_size=5), st.integers(-(2**63), 2**64 - 1)),

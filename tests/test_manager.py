@@ -914,3 +914,17 @@ def test_read_cache_of_a_call():
     with pytest.raises(TypeError, match="read_cache is 1"):
         manager.get_computed_blocks(reads, read_cache=1)
     manager.check_invariants()
+
+
+def test_other_tokens_after_a_wait_have_hashes_of_their_own():
+    """The ids that came with a step that could not be served were hashed, and are taken back."""
+    manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
+    request, other = Request("r", range(7)), Request("other", range(50, 57))
+    row = manager.step(new=[request, other]).rows[0]
+    plan = manager.step([row], [2], token_ids=[7, 8], num_token_ids=[2])
+    assert plan.status.tolist() == [Status.WAIT] and request.num_tokens == 7
+    manager.free(other)
+    plan = manager.step([row], [2], token_ids=[70, 80], num_token_ids=[2])
+    assert plan.status.tolist() == [Status.SERVED]
+    hashes = hash_blocks([*range(7), 70], 4)
+    assert manager.find_hashes(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()
