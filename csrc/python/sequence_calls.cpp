@@ -205,6 +205,12 @@ void SequenceCalls::refresh_table(AllocatedSequence* known, int64_t first_writte
   if (!known->table) return;
   PyObject* list = known->table.ptr();
   const auto set = [&](int64_t b) {
+    PyObject* const before = PyList_GET_ITEM(list, b);
+    int overflow = 0;
+    if (PyLong_CheckExact(before) &&
+        PyLong_AsLongAndOverflow(before, &overflow) == blocks[static_cast<size_t>(b)]) {
+      return;
+    }
     PyObject* id = PyLong_FromLong(blocks[static_cast<size_t>(b)]);
     if (id == nullptr || PyList_SetItem(list, b, id) != 0) throw py::error_already_set();
   };

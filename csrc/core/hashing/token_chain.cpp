@@ -112,7 +112,8 @@ const std::vector<Hash>& TokenChain::hashes() {
   const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
   static thread_local BlockHasher hasher;
   const int32_t* tokens = tokens_->ids().data();
-  // Exactly what a prompt needs; then by doubling, so that generated blocks do not copy it each time.
+  // Exactly what a prompt needs; then by doubling, so that generated blocks do not copy it each
+  // time.
   if (num_full > hashes_.capacity()) hashes_.reserve(std::max(num_full, 2 * hashes_.size()));
   while (hashes_.size() < num_full) {
     const auto i = static_cast<int64_t>(hashes_.size());

@@ -98,24 +98,21 @@ std::optional<std::vector<BlockId>> RowSwap::swap_out(const std::vector<int32_t>
 }
 
 std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>& rows) {
-  const Twins twins = cached_twins(rows);
-  std::unordered_set<BlockId> unique;
+  Twins twins = cached_twins(rows);
   std::vector<BlockId> shared;
+  for (const auto& [page, id] : twins) shared.push_back(id);
+  std::sort(shared.begin(), shared.end());
+  shared.erase(std::unique(shared.begin(), shared.end()), shared.end());
   int64_t num_taken = num_unique_blocks(rows) - static_cast<int64_t>(twins.size());
-  for (const auto& [page, id] : twins) {
-    if (!unique.insert(id).second) continue;
-    num_taken += c_.pool->ref_count(id) == 0;
-    shared.push_back(id);
-  }
+  for (BlockId id : shared) num_taken += c_.pool->ref_count(id) == 0;
   if (num_taken > c_.pool->num_free()) return std::nullopt;
   c_.plan->begin_direct();
   begin();
   // Held first: what moves evicts nothing of it.
   const auto num_shared = static_cast<int64_t>(shared.size());
-  std::sort(shared.begin(), shared.end());
   c_.pool->retain(shared.data(), num_shared);
   c_.pool->hit(shared.data(), num_shared);
-  moved_ = twins;
+  moved_ = std::move(twins);
   for (int32_t row : rows) move_in(row, /*start=*/0, nullptr);
   c_.pool->release(shared.data(), num_shared);
   return c_.plan->direct_pairs();

@@ -303,6 +303,11 @@ class TableSet:
         group: int = ALL_GROUPS,
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
+        call = self._slot_calls.get(group)
+        if type(positions) is np.ndarray and call is not None and not self._circular:
+            self._slots.before_write()
+            if self._compute(call.place, rows, positions, query_start_loc):
+                return
         if self._circular and positions is not None:
             if group == ALL_GROUPS:
                 self._check_circular(rows, positions, query_start_loc)
@@ -327,11 +332,6 @@ class TableSet:
         group: int,
     ) -> None:
         """Of the groups that share a launch, or of one whose positions are places already."""
-        call = self._slot_calls.get(group)
-        if call is not None and type(positions) is np.ndarray:
-            self._slots.before_write()
-            if self._compute(call.place, rows, positions, query_start_loc):
-                return
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
