@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
@@ -95,10 +95,14 @@ def _circular(window: int, buffer: int, cached: bool) -> Kind:
     )
 
 
-CHUNKED = Kind(
-    lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
-    lambda size: ModelGroup(size, lambda n: n // 10 * 10),
-)
+def _chunked(chunk: int) -> Kind:
+    return Kind(
+        lambda size: GroupSpec("chunked_local", size, {"chunk_size": chunk}),
+        lambda size: ModelGroup(size, lambda n: n // chunk * chunk),
+    )
+
+
+CHUNKED = _chunked(10)
 RECURRENT = Kind(
     lambda size: GroupSpec("recurrent", size),
     lambda size: ModelGroup(size, lambda n: max(n - 1, 0), STATE),
@@ -137,6 +141,9 @@ MIXES = [
     ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
     ([(FULL, 4), (_circular(6, 13, True), 2)], None),
     ([(FULL, 8), (_circular(5, 12, False), 4), (_window(6), 4)], 2),
+    ([(FULL, 4), (_chunked(3), 8)], 1),
+    ([(FULL, 2), (_window(6), 8)], None),
+    ([(FULL, 2), (RECURRENT, 4)], 2),
 ]
 
 
@@ -183,17 +190,22 @@ class Driver:
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
         specs, groups = groups_of(choose, kinds)
-        self.manager = KVCacheManager.for_groups(
-            specs,
-            num_blocks,
-            LONGEST,
-            watermark=watermark,
-            enable_events=True,
-            track_residency=True,
-            hash_algorithm=self.algorithm,
-            hash_bytes=self.hash_bytes,
-            **options,
-        )
+
+        def make_manager() -> KVCacheManager:
+            return KVCacheManager.for_groups(
+                specs,
+                num_blocks,
+                LONGEST,
+                watermark=watermark,
+                enable_events=True,
+                track_residency=True,
+                hash_algorithm=self.algorithm,
+                hash_bytes=self.hash_bytes,
+                **options,
+            )
+
+        self.make_manager = make_manager
+        self.manager = make_manager()
         self.model = ModelManager(
             groups,
             num_blocks,
@@ -369,6 +381,7 @@ class Driver:
             read_cache=reads,
         )
         models = [model for _, model in pairs]
+        known = [self.requests[row][1] for row in rows] + models
         want = self.model.step(
             rows,
             counts,
@@ -401,8 +414,36 @@ class Driver:
         assert set(map(tuple, plan.depends_on.tolist())) == want.depends_on
         self.check_destinations(plan)
         self.apply(plan)
+        answers = [*range(len(rows)), *range(len(rows) + len(leaving), len(want.status))]
+        for i, model, count, lookahead in zip(answers, known, asked, ahead):
+            if want.status[i] == Status.NEVER:
+                start = want.computed[i]
+                self.check_never(model, start, [max(count, 1)], lookahead)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    def check_never(
+        self, model: ModelRequest, start: int, chunks: list[int], lookahead: int
+    ) -> None:
+        """Alone in an empty manager, what never fits does not: token by token up to `start`, then so."""
+        stop = min(start + sum(chunks), LONGEST)
+        tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
+        request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
+        manager, num_computed = self.make_manager(), 0
+        for i, chunk in enumerate([1] * start + chunks):
+            ahead = [lookahead if i >= start else 0]
+            if num_computed == 0:
+                plan = manager.step(
+                    new=[request], new_num_tokens=[chunk], num_lookahead_tokens=ahead
+                )
+            else:
+                chunk = min(chunk, stop - num_computed)
+                plan = manager.step([0], [chunk], num_lookahead_tokens=ahead)
+            if plan.status[0] != Status.SERVED:
+                return
+            manager.report(StepReport(plan.step_id, completed=True))
+            num_computed += chunk
+        raise AssertionError(f"a request that was answered NEVER fits: {start}, {chunks}")
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
@@ -691,9 +732,13 @@ class Driver:
         assert fits == status
         status = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
         assert self.manager.would_fit(request, chunk, whole=True, **options) == status
+        if status == Status.NEVER:
+            start = min(self.model.capped_hit(model, cap, p)[0] for p in (True, False))
+            left = len(model.tokens) - start
+            self.check_never(model, start, [chunk] * (-(-left // chunk)), ahead)
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
-        if rooms:
-            row = self.choose.pick(sorted(rooms))
+        on_host = [row for row in sorted(rooms) if self.model.rows[row].on_host]
+        for row in [self.choose.pick(sorted(rooms)), *on_host] if rooms else []:
             slots = self.model.most_slots(self.model.rows[row].num_computed)
             count = self.choose.integer(1, min(rooms[row], slots))
             ahead = min(ahead, slots - count)
