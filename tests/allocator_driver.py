@@ -418,32 +418,31 @@ class Driver:
         for i, model, count, lookahead in zip(answers, known, asked, ahead):
             if want.status[i] == Status.NEVER:
                 start = want.computed[i]
-                self.check_never(model, start, [max(count, 1)], lookahead)
+                most = LONGEST if i < len(rows) else len(model.tokens)
+                stop = min(start + max(count, 1), most)
+                self.check_never(model, start, stop, stop - start, lookahead)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
 
     def check_never(
-        self, model: ModelRequest, start: int, chunks: list[int], lookahead: int
+        self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
     ) -> None:
         """Alone in an empty manager, what never fits does not: token by token up to `start`, then so."""
-        stop = min(start + sum(chunks), LONGEST)
         tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
         request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
-        manager, num_computed = self.make_manager(), 0
-        for i, chunk in enumerate([1] * start + chunks):
-            ahead = [lookahead if i >= start else 0]
-            if num_computed == 0:
-                plan = manager.step(
-                    new=[request], new_num_tokens=[chunk], num_lookahead_tokens=ahead
-                )
-            else:
-                chunk = min(chunk, stop - num_computed)
-                plan = manager.step([0], [chunk], num_lookahead_tokens=ahead)
+        manager, n = self.make_manager(), 0
+        while n < stop:
+            count, ahead = (1, 0) if n < start else (min(chunk, stop - n), lookahead)
+            if count + ahead > self.model.most_slots(n):
+                return  # more than there are places for is refused
+            rows = ([0], [count]) if n else ()
+            new = {} if n else {"new": [request], "new_num_tokens": [count]}
+            plan = manager.step(*rows, **new, num_lookahead_tokens=ahead)
             if plan.status[0] != Status.SERVED:
                 return
             manager.report(StepReport(plan.step_id, completed=True))
-            num_computed += chunk
-        raise AssertionError(f"a request that was answered NEVER fits: {start}, {chunks}")
+            n += count
+        raise AssertionError(f"answered NEVER, but fits: {start} to {stop} by {chunk}")
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
@@ -734,8 +733,7 @@ class Driver:
         assert self.manager.would_fit(request, chunk, whole=True, **options) == status
         if status == Status.NEVER:
             start = min(self.model.capped_hit(model, cap, p)[0] for p in (True, False))
-            left = len(model.tokens) - start
-            self.check_never(model, start, [chunk] * (-(-left // chunk)), ahead)
+            self.check_never(model, start, len(model.tokens), chunk, ahead)
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
         on_host = [row for row in sorted(rooms) if self.model.rows[row].on_host]
         for row in [self.choose.pick(sorted(rooms)), *on_host] if rooms else []:
