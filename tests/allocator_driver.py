@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
@@ -95,10 +95,14 @@ def _circular(window: int, buffer: int, cached: bool) -> Kind:
     )
 
 
-CHUNKED = Kind(
-    lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
-    lambda size: ModelGroup(size, lambda n: n // 10 * 10),
-)
+def _chunked(chunk: int) -> Kind:
+    return Kind(
+        lambda size: GroupSpec("chunked_local", size, {"chunk_size": chunk}),
+        lambda size: ModelGroup(size, lambda n: n // chunk * chunk),
+    )
+
+
+CHUNKED = _chunked(10)
 
 
 def _recurrent(num_speculative: int) -> Kind:
@@ -152,6 +156,9 @@ MIXES = [
     ([(RECURRENT_3, 1), (FULL, 2)], None),
     ([(FULL, 8), (RECURRENT_3, 4), (RECURRENT_1, 6)], 2),
     ([(RECURRENT_3, 12), (_window(5), 4), (FULL, 8)], 2),
+    ([(FULL, 4), (_chunked(3), 8)], 1),
+    ([(FULL, 2), (_window(6), 8)], None),
+    ([(FULL, 2), (RECURRENT, 4)], 2),
 ]
 
 
@@ -199,17 +206,22 @@ class Driver:
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
         specs, groups = groups_of(choose, kinds)
-        self.manager = KVCacheManager.for_groups(
-            specs,
-            num_blocks,
-            LONGEST,
-            watermark=watermark,
-            enable_events=True,
-            track_residency=True,
-            hash_algorithm=self.algorithm,
-            hash_bytes=self.hash_bytes,
-            **options,
-        )
+
+        def make_manager() -> KVCacheManager:
+            return KVCacheManager.for_groups(
+                specs,
+                num_blocks,
+                LONGEST,
+                watermark=watermark,
+                enable_events=True,
+                track_residency=True,
+                hash_algorithm=self.algorithm,
+                hash_bytes=self.hash_bytes,
+                **options,
+            )
+
+        self.make_manager = make_manager
+        self.manager = make_manager()
         self.model = ModelManager(
             groups,
             num_blocks,
@@ -400,6 +412,7 @@ class Driver:
             read_cache=reads,
         )
         models = [model for _, model in pairs]
+        known = [self.requests[row][1] for row in rows] + models
         want = self.model.step(
             rows,
             counts,
@@ -432,6 +445,13 @@ class Driver:
         assert set(map(tuple, plan.depends_on.tolist())) == want.depends_on
         self.check_destinations(plan)
         self.apply(plan)
+        answers = [*range(len(rows)), *range(len(rows) + len(leaving), len(want.status))]
+        for i, model, count, lookahead in zip(answers, known, asked, ahead):
+            if want.status[i] == Status.NEVER:
+                start = want.computed[i]
+                most = LONGEST if i < len(rows) else len(model.tokens)
+                stop = min(start + max(count, 1), most)
+                self.check_never(model, start, stop, stop - start, lookahead)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
 
@@ -441,6 +461,28 @@ class Driver:
             return LONGEST
         known = len(self.requests[row][1].tokens) + num_ids
         return max(known - start, 1) + self.model.max_drafts
+
+    def check_never(
+        self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
+    ) -> None:
+        """Alone in an empty manager, what never fits does not: token by token up to `start`, then so."""
+        if self.model.max_drafts and (lookahead or stop > len(model.tokens)):
+            return  # known tokens take no pages for drafts
+        tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
+        request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
+        manager, n = self.make_manager(), 0
+        while n < stop:
+            count, ahead = (1, 0) if n < start else (min(chunk, stop - n), lookahead)
+            if count + ahead > self.model.most_slots(n):
+                return  # more than there are places for is refused
+            rows = ([0], [count]) if n else ()
+            new = {} if n else {"new": [request], "new_num_tokens": [count]}
+            plan = manager.step(*rows, **new, num_lookahead_tokens=ahead)
+            if plan.status[0] != Status.SERVED:
+                return
+            manager.report(StepReport(plan.step_id, completed=True))
+            n += count
+        raise AssertionError(f"answered NEVER, but fits: {start} to {stop} by {chunk}")
 
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
@@ -730,9 +772,12 @@ class Driver:
         assert fits == status
         status = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
         assert self.manager.would_fit(request, chunk, whole=True, **options) == status
+        if status == Status.NEVER:
+            start = min(self.model.capped_hit(model, cap, p)[0] for p in (True, False))
+            self.check_never(model, start, len(model.tokens), chunk, ahead)
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
-        if rooms:
-            row = self.choose.pick(sorted(rooms))
+        on_host = [row for row in sorted(rooms) if self.model.rows[row].on_host]
+        for row in [self.choose.pick(sorted(rooms)), *on_host] if rooms else []:
             slots = self.model.most_slots(self.model.rows[row].num_computed)
             drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
             count = self.choose.integer(1, min(rooms[row], slots, drafts))

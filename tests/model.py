@@ -86,6 +86,7 @@ class ModelRow:
     receiving: bool = False
     reads: bool = True  # takes hits where it starts anew
     num_hit: int = 0  # external tokens follow it
+    hit_end: int = 0  # of the tokens before it, the blocks hold those that are read behind it
     num_valid: int = FOREVER  # while it receives: tokens that are valid at most
     drafts: int = 0  # of its last step, that may be rejected: with a page each after which
 
@@ -464,17 +465,20 @@ class ModelManager:
         for partial in (True, False):
             num_hit, _ = self.capped_hit(request, cap, partial)
             held = self.hit_blocks(request, num_hit)
-            status = self._fits_whole(request, chunk, lookahead, reserved, num_hit, held)
-            if status != WAIT or not any(each.source for each in held):
-                return status
-        return WAIT
+            asked = request, chunk, lookahead, reserved, num_hit, held
+            status, waits = self._fits_whole(*asked)
+            if not waits or not any(each.source for each in held):
+                break
+        return status
 
     def _fits_whole(self, request, chunk, lookahead, reserved, num_hit, held):
+        """The answer, and whether the first chunk waits."""
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
-        free = self.pool.num_free() - self.watermark - reserved
+        free = self.pool.num_free() - reserved
+        is_alone = self.pool.num_free() == self.num_blocks - 1
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
-        encoder, most, most_new, start = 0, 0, 0, num_hit
+        room, encoder, most, most_new, start = free - self.watermark, 0, 0, 0, num_hit
         while start < len(request.tokens):
             stop = min(start + chunk, len(request.tokens))
             count = new = for_drafts = 0
@@ -485,33 +489,34 @@ class ModelManager:
                     count += encoder
                     new += encoder
                 elif group.pages == STATE:
-                    # It moves to another page at a block's end, and where the cache keeps it.
-                    moves = self.has_partial[g] or ceil_div(stop, size) > ceil_div(start, size)
-                    pages = 2 if start and moves else 1
+                    # It moves to another page at a block's end.
+                    pages = 2 if ceil_div(stop, size) > ceil_div(start, size) else 1
                     for_drafts += min(lookahead, group.num_speculative)
                     if start == num_hit:
                         count += 1 + sum(block != 0 for block in each.blocks)
                         new += 1
                     else:
                         count += pages
-                        new += (
-                            pages
-                            if self.has_partial[g]
-                            else min(pages, ceil_div(stop, size) - columns)
-                        )
+                        new += pages
                 else:
                     need = min(ceil_div(stop + lookahead, size), self.columns[g])
                     first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
+                    first = max(first, each.num_dropped)  # null columns of the hit stay so
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
             if start == num_hit and count > self.num_blocks - 1 - self.watermark:
-                return NEVER
+                if not num_hit:
+                    return NEVER, False
+                room = new if is_alone and new <= free else -1
+            if start == num_hit:
+                first_count, first_new = count, new
             count, new = count + for_drafts, new + for_drafts
             most, most_new, start = max(most, count), max(most_new, new), stop
-        if most > self.num_blocks - 1:
-            return NEVER
         has_row = len(self.rows) < self.max_num_reqs
-        return SERVED if has_row and most_new <= free else WAIT
+        if most > self.num_blocks - 1:
+            return NEVER, first_count <= self.num_blocks - 1 and not (has_row and first_new <= room)
+        fits = has_row and most_new <= room
+        return SERVED if fits else WAIT, not (has_row and first_new <= room)
 
     def would_extend(self, row, count, lookahead):
         """The answer that a row would get; asked of a copy."""
@@ -849,23 +854,40 @@ class ModelManager:
         if state.forked:
             shared = self._shared(state, start, after, lookahead, drafts, accepted)
         room = self._room(state.held, needs, self.pool.num_free()) - len(shared)
+        spare = max(room - self.watermark, 0)
         if room < 0:
+            surplus = self._surplus(state.held, after + lookahead)
             alive = sum(
-                len(each.blocks) - drop_to + num_new
-                for each, (num_new, drop_to) in zip(state.held, needs)
+                len(each.blocks) - len(tail) - drop_to + num_new
+                for each, tail, (num_new, drop_to) in zip(state.held, surplus, needs)
             )
-            return NEVER if alive > self.num_blocks - 1 else WAIT
+            freed = sum(self.pool.refs[block] == 1 for tail in surplus for block in tail)
+            gives_up = freed and state.by_step and not self._is_fenced(self.last_issued)
+            if not gives_up or room + freed < 0:
+                return NEVER if alive > self.num_blocks - 1 else WAIT
+            spare, state.resend = 0, True
+            for each, tail in zip(state.held, surplus):
+                self._release(tail[::-1], self.last_issued)
+                del each.blocks[len(each.blocks) - len(tail) :]
+                each.num_hits = min(each.num_hits, len(each.blocks))
         state.start, state.num_computed, state.drafts = start, after, drafts
         before, self.moves = self.moves, []
         for g, group in enumerate(self.groups):
             if group.pages == STATE and accepted:
                 self._settle_state(row, g, start, accepted)
-        self._allocate_blocks(
-            state, row, start, after, lookahead, needs, max(room - self.watermark, 0), shared
-        )
+        self._allocate_blocks(state, row, start, after, lookahead, needs, spare, shared)
         self.moves = before + sorted(self.moves, key=lambda move: move[1])  # by group
         self._own_what_is_written(state, start, after)
         return SERVED
+
+    def _surplus(self, held, stop):
+        """Per group the blocks at the end in which no token before `stop` has a slot."""
+        return [
+            each.blocks[max(ceil_div(stop, group.block_size), each.num_dropped) :]
+            if group.pages == TOKENS
+            else []
+            for group, each in zip(self.groups, held)
+        ]
 
     def _own_what_is_written(self, state, start, after):
         """A row has computed the tokens that it writes, even if it began in another row's block."""
@@ -948,9 +970,12 @@ class ModelManager:
             if group.pages == ENCODER:
                 needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
         room = self._room(held, needs, free) - self.watermark - reserved
+        is_alone = self.pool.num_free() == self.num_blocks - 1
         now = len(hits) + sum(num_new for num_new, _ in needs)
-        if now > self.num_blocks - 1 - self.watermark:
+        if now > self.num_blocks - 1 - (0 if start else self.watermark):
             return NEVER, -1
+        if now > self.num_blocks - 1 - self.watermark and is_alone:
+            room = min(room + self.watermark, 0)  # none of it for preallocation
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
@@ -962,7 +987,7 @@ class ModelManager:
         self.num_admissions += 1
         known = len(request.tokens)
         state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
-        state.receiving, state.num_hit = delay, num_hit
+        state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit
         state.reads = request.reads  # of this call
         self.rows[row] = state
         self._take_hits(state)
@@ -1224,6 +1249,7 @@ class ModelManager:
         state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions, known)
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
         state.reads = request.reads
+        state.hit_end = parent.hit_end
         self.rows[other] = state
         for step in self.in_flight:
             for what in ("rows", "swapped"):
@@ -1750,6 +1776,12 @@ class ModelManager:
             if group.pages == CIRCULAR and each.num_slots - first > self.columns[g] * size:
                 return False
             needed = each.blocks[first // size : ceil_div(num_tokens, size)]
+            if group.pages == TOKENS and group.cached and num_tokens < state.hit_end:
+                brought = group.reads_from(state.hit_end)
+            else:
+                brought = 0
+            if any(i < brought for i in range(first, num_tokens)):
+                return False  # the hit did not bring them, even where their block is there
             is_any = num_tokens % size or first < num_tokens
             if group.pages == TOKENS and is_any and not all(needed):
                 return False
@@ -1767,6 +1799,7 @@ class ModelManager:
             each.num_partial = min(each.num_partial, num_tokens // self.hash_size)
             each.num_hits = min(each.num_hits, kept)
         state.num_computed = state.start = num_tokens
+        state.hit_end = min(state.hit_end, num_tokens)
 
     def _restart(self, state):
         num_hit = self.hit_length(state.request, reads=state.reads)
@@ -1783,6 +1816,6 @@ class ModelManager:
         state.on_host = state.on_host and state.request.num_encoder_tokens > 0
         state.forked = False
         state.drafts = 0
-        state.num_computed = state.start = num_hit
+        state.num_computed = state.start = state.hit_end = num_hit
         state.stale = False
         return num_hit

@@ -452,6 +452,16 @@ def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
+def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
+    """The hit of 6 tokens ends with a chunk of 3: of the chunk before, it brings nothing."""
+    groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 8, {"chunk_size": 3})]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0, hash_block_size=1)
+    manager.step(new=[Request("a", range(7))])
+    request = Request("b", [*range(6), 90, 91], write_cache=False)
+    assert manager.step(new=[request]).num_computed_tokens.tolist() == [6]
+    assert manager.invalidate([int(manager.block_ids(request, 0)[1])]) == {"b": 0}
+
+
 def test_a_state_goes_back_to_the_last_one_stored():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)

@@ -69,6 +69,21 @@ TEST(a_row_that_does_not_fit_waits_or_never_fits) {
   CHECK(f.running({8, 41, 0}).status == Status::kNever);
 }
 
+TEST(blocks_without_slots_make_room_where_the_row_gives_them_up) {
+  Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
+             group_of(std::make_shared<FullAttention>(), 8, 1)});
+  RowBlocks held[2];
+  held[0].blocks = take(&f.pool, 9);
+  held[1].blocks = take(&f.pool, 1);
+  const Span span{8, 12, 0};
+  CHECK(f.rules.of_running(held, span, false).status == Status::kWait);
+  const Demand demand = f.rules.of_running(held, span, false, /*gives_up=*/true);
+  CHECK(demand.status == Status::kServed && demand.has_surplus);
+  CHECK_EQ(demand.groups[0].num_surplus, 6);
+  CHECK_EQ(demand.groups[1].num_surplus, 0);
+  CHECK_EQ(demand.num_spare, 0);
+}
+
 TEST(what_is_spare_is_behind_the_watermark) {
   ManagerOptions options{};
   options.watermark_blocks = 3;

@@ -106,6 +106,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   std::array<int64_t, kMaxGroups> num_new;
   std::array<bool, kMaxGroups> moves;  // of states
   int64_t num_taken = 0, num_spare = demand.num_spare;
+  if (demand.has_surplus) give_up_surplus(served->row, demand);
   for (const CacheGroup& group : *c_.groups) {
     const GroupDemand& needs = demand[group];
     RowBlocks& each = held[group.id];
@@ -211,6 +212,15 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     c_.frees->release_or_defer(&shared, 1);
   }
   return own;
+}
+
+// The worker's table of the row is longer than that: it is sent anew.
+void RowGrowth::give_up_surplus(int32_t row, const Demand& demand) {
+  c_.resend(row);
+  for (const CacheGroup& group : *c_.groups) {
+    const int64_t size = c_.rows->blocks(row)[group.id].size();
+    c_.release_tail(row, group, size - demand[group].num_surplus);
+  }
 }
 
 void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {

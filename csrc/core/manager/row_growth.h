@@ -49,7 +49,7 @@ class RowGrowth {
   // The row, which begins with the hit's blocks, takes a reference of each.
   void take_hit(ServedRow* served, const PrefixHit& hit);
 
-  // Drops what the row does not read any more, and gives it what it demands.
+  // Drops what the row does not read any more or can do without, and gives it what it demands.
   void serve(ServedRow* served, const Demand& demand);
 
   // The state of a row, which goes on at token span.start, is again in the first of its pages:
@@ -66,6 +66,7 @@ class RowGrowth {
   void onboard_hit(ServedRow* served, const PrefixHit& hit);
   void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                BlockId block, bool is_hit);
+  void give_up_surplus(int32_t row, const Demand& demand);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
   const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
                                const BlockId* own);

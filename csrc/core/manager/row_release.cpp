@@ -115,16 +115,22 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
 
 bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   const RowBlocks* held = c_.rows->blocks(row);
+  const AdmissionInfo& info = c_.rows->info(row);
   if (num_tokens == 0) return false;  // the cache may still have something
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_state()) return false;  // it was updated in place
     if (group.is_circular() &&
-        c_.rows->info(row).num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
+        info.num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
       return false;  // it was written over
     }
     if (!group.holds_tokens()) continue;
-    const bool needs_any =
-        num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;
+    const int64_t first = group.first_needed_token(num_tokens);
+    // Inside the hit, what only shorter hits read was never there, even where its block is.
+    if (group.is_cached && num_tokens < info.hit_end &&
+        first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
+      return false;
+    }
+    const bool needs_any = num_tokens % group.block_size != 0 || first < num_tokens;
     if (needs_any && held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
       return false;
     }
@@ -136,25 +142,18 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_encoder()) continue;
     RowBlocks& each = c_.rows->blocks(row)[group.id];
-    const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
-    if (each.blocks.size() > kept) {
-      std::vector<BlockId> dropped(each.blocks.rbegin(),
-                                   each.blocks.rend() - static_cast<int64_t>(kept));
-      // The tail of a table may already be gone.
-      dropped.erase(std::remove(dropped.begin(), dropped.end(), kNullBlock), dropped.end());
-      c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
-      c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
-      each.blocks.resize(kept);
-    }
-    each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
+    const int64_t kept = ceil_div(num_tokens, group.block_size);
+    c_.release_tail(row, group, kept);
+    each.num_dropped = std::min(each.num_dropped, kept);
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
     each.num_partial =
         static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
-    each.lower_hits(static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];
   r.num_computed = r.start = num_tokens;
   r.num_drafts = 0;
+  int64_t& hit_end = c_.rows->info(row).hit_end;
+  hit_end = std::min(hit_end, num_tokens);
   r.may_share = r.has_forked;
 }
 

@@ -170,7 +170,8 @@ Status RowServer::would_fit(const StepRequest& request, bool whole) {
     status = whole
                  ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
                  : demand.status;
-    if (status != Status::kWait || !hit.copies_partial()) break;
+    // As `step` does, which knows of no further chunk.
+    if (demand.status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
 }
@@ -180,7 +181,7 @@ Status RowServer::would_extend(int32_t row, int64_t num_tokens,
   const Row& r = (*c_.rows)[row];
   const Span span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   return r.on_host ? parts_.swap->return_of(row, span, rules_).demand.status
-                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share).status;
+                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share, r.by_step).status;
 }
 
 void RowServer::publish_served() {
@@ -198,8 +199,9 @@ Status RowServer::extend(ServedRow* served) {
   Row& r = (*c_.rows)[row];
   const Span& span = served->span;
   served->safe_start = span.start;
-  const Demand demand =
-      r.on_host ? bring_back(served) : rules_.of_running(c_.rows->blocks(row), span, r.may_share);
+  const Demand demand = r.on_host ? bring_back(served)
+                                  : rules_.of_running(c_.rows->blocks(row), span, r.may_share,
+                                                      /*gives_up=*/r.by_step);
   if (demand.status != Status::kServed) return demand.status;
   r.start = span.start;
   r.num_computed = span.stop;
@@ -253,6 +255,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
   c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
+  c_.rows->info(row).hit_end = hit.num_tokens;
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
@@ -275,10 +278,12 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 void RowServer::restart(int32_t row) {
   Row& r = (*c_.rows)[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
-  c_.rows->info(row).num_slots = 0;
   r.has_forked = r.may_share = false;
   const PrefixHit& hit =
       parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false, r.reads);
+  AdmissionInfo& info = c_.rows->info(row);
+  info.num_slots = 0;
+  info.num_hit = info.hit_end = hit.num_tokens;
   for (const CacheGroup& group : *c_.groups) {
     if (!group.holds_encoder()) {
       RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
@@ -351,6 +356,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   c_.rows->info(other) = {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
+  c_.rows->info(other).hit_end = c_.rows->info(row).hit_end;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];

@@ -136,6 +136,7 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
                     (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
+  begin();  // no row moves any more: the next one is another step's
 }
 
 // Moves the row to the host. Whether it fits there.

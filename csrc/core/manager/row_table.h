@@ -53,12 +53,13 @@ struct Row {
 
 struct AdmissionInfo {     // for those who ask later
   int64_t num_prompt = 0;  // tokens known when it was admitted
-  int64_t num_hit = 0;     // of these
+  int64_t num_hit = 0;     // of these; a restart counts anew
   int64_t num_marked = 0;  // tokens that were marked as computed
   int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
   Access access;           // the last one, which its blocks have not been said to have had
   int64_t num_valid = kUnbounded;  // while it receives: tokens that are valid at most
   int64_t num_slots = 0;           // slots up to here were given, and may have been written
+  int64_t hit_end = 0;  // of the tokens before it, the blocks hold those that are read behind it
 };
 
 class RowTable {
