@@ -92,3 +92,10 @@ def test_layers_that_do_not_come_out_even_are_named():
 def test_what_is_out_of_range_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_readers_are_spread_over_replicas_that_lie_apart():
+    """Which replica a reader takes is part of the interface: both engines work it out on their own."""
+    assert [replica_for(1, 2, 8, reader, 2) for reader in range(2)] == [4, 6]
+    assert [replica_for(0, 1, 4, reader, 3) for reader in range(3)] == [0, 1, 2]
+    assert [replica_for(0, 1, 2, reader, 4) for reader in range(4)] == [0, 0, 1, 1]
