@@ -3,11 +3,14 @@
 import pytest
 
 from kvcache.transfer.sharding import (
+    equal_stages,
     heads_of_rank,
     layers_of_rank,
     ranks_of_head,
+    reader_of_head,
     replica_for,
     size_ratio,
+    sources_of_rank,
 )
 
 SIZES = [1, 2, 3, 4, 6, 8, 12]
@@ -99,3 +102,16 @@ def test_readers_are_spread_over_replicas_that_lie_apart():
     assert [replica_for(1, 2, 8, reader, 2) for reader in range(2)] == [4, 6]
     assert [replica_for(0, 1, 4, reader, 3) for reader in range(3)] == [0, 1, 2]
     assert [replica_for(0, 1, 2, reader, 4) for reader in range(4)] == [0, 0, 1, 1]
+
+
+def test_stages_that_only_adjoin_read_nothing_of_each_other():
+    stages = equal_stages(4, 2, 1)
+    assert [sources_of_rank(stages, stages, 1, stage, 0) for stage in (0, 1)] == [
+        [(0, 0)],
+        [(1, 0)],
+    ]
+
+
+def test_readers_of_a_head_are_numbered_over_all_stages():
+    readers = [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
+    assert readers == [(0, 4), (1, 4), (2, 4), (3, 4)]
