@@ -336,7 +336,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         "kvcache/allocator/request.py",
-        "hashing admission groups",
+        "hashing manager groups tenants",
         [
             (
                 'flag(read_cache, "read_cache") and not num_encoder_tokens',

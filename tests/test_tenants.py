@@ -183,3 +183,11 @@ def test_the_package_listens_on_nothing_unpickles_nothing_and_makes_no_temporary
                 assert not node.value.startswith("/tmp"), path
             elif isinstance(node, ast.Attribute) and node.attr == "load":
                 assert not (isinstance(node.value, ast.Name) and node.value.id == "torch"), path
+
+
+def test_one_request_has_hashes_of_each_manager_that_it_comes_to():
+    request = Request("r", TOKENS)
+    managers = [make(GROUPS["full"], hash_seed=seed) for seed in ("one", "other", "one")]
+    one, other, again = (bytes(manager.block_hashes(request)) for manager in managers)
+    assert one == again != other
+    assert one == bytes(hash_blocks(TOKENS, 4, seed="one"))
