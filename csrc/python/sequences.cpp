@@ -44,9 +44,22 @@ struct Names {
   }
 };
 
+// Of a sequence or group that has no such attribute. What its own code raises passes as it is.
+[[noreturn]] void fail_attribute(py::handle of, const py::str& name) {
+  py::error_already_set cause;
+  if (!cause.matches(PyExc_AttributeError) || PyObject_HasAttr(of.ptr(), name.ptr()) != 0) {
+    throw cause;
+  }
+  const Names& names = Names::get();
+  const bool is_group = name.is(names.get_seqs) || name.is(names.request_id) ||
+                        name.is(names.is_encoder_decoder) || name.is(names.get_encoder_seq);
+  throw py::type_error((is_group ? "seq_group is " : "seq is ") + short_repr(of) +
+                       ": expected an object with " + py::cast<std::string>(name));
+}
+
 py::object attribute(py::handle of, const py::str& name) {
   PyObject* value = PyObject_GetAttr(of.ptr(), name.ptr());
-  if (value == nullptr) throw py::error_already_set();
+  if (value == nullptr) fail_attribute(of, name);
   return py::reinterpret_steal<py::object>(value);
 }
 
@@ -54,11 +67,21 @@ py::object call_method(py::handle of, const py::str& name) {
   PyObject* const self = of.ptr();
   PyObject* value =
       PyObject_VectorcallMethod(name.ptr(), &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-  if (value == nullptr) throw py::error_already_set();
+  if (value == nullptr) fail_attribute(of, name);
   return py::reinterpret_steal<py::object>(value);
 }
 
-py::object seq_id_of(py::handle seq) { return attribute(seq, Names::get().seq_id); }
+// A name in dictionaries: hashable.
+py::object name_of(py::handle of, const py::str& attribute_name) {
+  py::object value = attribute(of, attribute_name);
+  if (PyObject_Hash(value.ptr()) != -1) return value;
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+  PyErr_Clear();
+  throw py::type_error(py::cast<std::string>(attribute_name) + " is " + short_repr(value) +
+                       ": expected what is hashable");
+}
+py::object seq_id_of(py::handle seq) { return name_of(seq, Names::get().seq_id); }
+py::object request_id_of(py::handle group) { return name_of(group, Names::get().request_id); }
 
 // `name` says of whose argument an error speaks; called only for one.
 template <class Name>
@@ -71,7 +94,11 @@ int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
     throw py::type_error(name() + " is " + repr_of(value) + ": expected an integer");
   } else {
     const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
-    if (!index) throw py::error_already_set();
+    if (!index) {
+      if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+      PyErr_Clear();
+      throw py::type_error(name() + " is " + short_repr(value) + ": expected an integer");
+    }
     number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   }
   if (overflow == 0 && number >= least && number <= most) return number;
@@ -147,12 +174,9 @@ Status status_of(py::handle seq) {
 // The sequences of a group, while Python code may run.
 class Sequences {
  public:
-  explicit Sequences(py::object seqs)
-      : seqs_(PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())
-                  ? std::move(seqs)
-                  : py::object(py::list(seqs))) {}
+  Sequences(py::object seqs, const char* name) : seqs_(listed(std::move(seqs), name)) {}
   static Sequences of(py::handle group) {
-    return Sequences(call_method(group, Names::get().get_seqs));
+    return Sequences(call_method(group, Names::get().get_seqs), "get_seqs() of seq_group");
   }
   // The next one; null behind the last.
   py::object next() {
@@ -161,6 +185,17 @@ class Sequences {
   }
 
  private:
+  // Lists and tuples as they are; of others, only what says how many it has.
+  static py::object listed(py::object seqs, const char* name) {
+    if (PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())) return seqs;
+    check_num_entries(seqs, name);
+    if (PyObject_Size(seqs.ptr()) < 0 || !py::isinstance<py::iterable>(seqs)) {
+      PyErr_Clear();
+      throw py::type_error(std::string(name) + " is " + short_repr(seqs) + ": expected a list");
+    }
+    return py::list(seqs);
+  }
+
   py::object seqs_;
   py::ssize_t at_ = 0;
 };
@@ -282,14 +317,10 @@ class SequenceCalls {
     const py::object owner = known(seq);
     return num_new(seq, value_of(owner));
   }
-  int64_t num_required(py::handle group, int64_t num_slots) const {
+  int64_t num_required(int64_t num_slots, int64_t num_encoder_tokens) const {
     int64_t required = ceil_div(num_slots, block_size_);
     if (window_) required = std::min(required, *window_ / block_size_ + 2);
-    const py::object has_encoder = call_method(group, Names::get().is_encoder_decoder);
-    if (is_true(has_encoder)) {
-      required += ceil_div(encoder_length(group, max_model_len_), block_size_);
-    }
-    return required;
+    return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
   // The calls.
@@ -353,7 +384,10 @@ PyObject* SequenceCalls::can_allocate(py::handle group, py::handle num_lookahead
     seq = seqs.next();
     if (!seq) fail_none(group, "WAITING");
   } while (status_of(seq) != Status::kWaiting);
-  const int64_t num_tokens = length_of(seq), required = num_required(group, num_tokens + lookahead);
+  const bool has_encoder = is_true(call_method(group, Names::get().is_encoder_decoder));
+  const int64_t num_encoder_tokens = has_encoder ? encoder_length(group, max_model_len_) : 0;
+  const int64_t num_tokens = length_of(seq);
+  const int64_t required = num_required(num_tokens + lookahead, num_encoder_tokens);
   native_->check_reader();
   const int64_t num_total = native_->pool().num_total(), num_free = native_->pool().num_free();
   const bool fits_ever = num_tokens <= max_model_len_ && num_total - required >= watermark_blocks_;
@@ -453,7 +487,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   std::vector<Growing> all;
   std::vector<size_t> ends;  // of the groups, in `all`
   ++num_calls_;
-  Sequences each_group(py::reinterpret_borrow<py::object>(groups));
+  Sequences each_group(py::reinterpret_borrow<py::object>(groups), "seq_groups");
   while (const py::object group = each_group.next()) {
     Sequences seqs = Sequences::of(group);
     while (const py::object seq = seqs.next()) {
@@ -539,17 +573,7 @@ PyObject* SequenceCalls::get_block_table(py::handle seq, py::handle) const {
 PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now) const {
   const py::object owner = known(seq);
   const AllocatedSequence& known = value_of(owner);
-  double moment = 0;
-  if (PyFloat_CheckExact(now.ptr())) {
-    moment = PyFloat_AS_DOUBLE(now.ptr());
-  } else {
-    moment = PyBool_Check(now.ptr()) ? -1 : PyFloat_AsDouble(now.ptr());
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
-    if (PyErr_Occurred() || PyBool_Check(now.ptr())) {
-      PyErr_Clear();
-      throw py::type_error("now is " + repr_of(now) + ": expected a number");
-    }
-  }
+  const double moment = number_argument(now, "now");
   check_on_device(known, seq);
   native_->access(known.row, moment);
   Py_RETURN_NONE;
@@ -605,7 +629,7 @@ const py::object& SequenceCalls::hits_of(AllocatedSequence* known) const {
 }
 
 PyObject* SequenceCalls::get_common_computed_block_ids(py::handle seqs, py::handle) const {
-  Sequences each(py::reinterpret_borrow<py::object>(seqs));
+  Sequences each(py::reinterpret_borrow<py::object>(seqs), "seqs");
   py::object common;
   while (const py::object seq = each.next()) {
     const py::object owner = known(seq);
@@ -806,9 +830,13 @@ void bind_sequences(py::module_& m) {
       .def("_known", &SequenceCalls::known)
       .def("_num_new",
            [](const SequenceCalls& self, const py::object& seq) { return self.num_new(seq); })
-      .def("_num_required", [](const SequenceCalls& self, const py::object& group,
-                               int64_t num_slots) { return self.num_required(group, num_slots); });
+      .def("_num_required", &SequenceCalls::num_required);
   m.def("native_method", &native_method);
+  m.def("seq_id_of", [](const py::object& seq) { return seq_id_of(seq); });
+  m.def("request_id_of", [](const py::object& group) { return request_id_of(group); });
+  m.def("has_encoder", [](const py::object& group) {
+    return py::cast<bool>(py::bool_(call_method(group, Names::get().is_encoder_decoder)));
+  });
   m.def("length_of", [](const py::object& seq) { return length_of(seq); });
   m.def("encoder_length", [](const py::object& group, int64_t max_model_len) {
     return encoder_length(group, max_model_len);

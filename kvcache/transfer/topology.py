@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvcache.checks import integer
+from kvcache.checks import flag, instance, integer
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -145,6 +145,8 @@ class KVTopology:
         if self.stages is not None:
             self._check_stages()
         heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
+        instance(self.remotes, Mapping, "remotes")
+        self._set("is_mla", flag(self.is_mla, "is_mla"))
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
         self._set("remotes", _Remotes(self.remotes))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from kvcache.checks import instance, integers, listed, shown
 from kvcache.step import PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
@@ -108,9 +109,12 @@ class Worker:
         last_step_id: int = -1,
         **swap_options: object,
     ) -> None:
+        instance(tables, BlockTable | MultiGroupBlockTable, "tables")
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
         shared = isinstance(storage, KVStorage)
-        self.storages = [storage] * len(groups) if shared else list(storage)
+        self.storages = [storage] * len(groups) if shared else listed(storage, "storage")
+        for each in self.storages:
+            instance(each, KVStorage, "storage")
         if len(self.storages) != len(groups):
             raise ValueError(
                 f"storage has {len(self.storages)} entries: expected {len(groups)}, one per group"
@@ -170,7 +174,7 @@ class Worker:
             return PendingStep(plan.step_id, None, None)
         self._check_order(plan)
         for name in ("swap_out", "swap_in"):
-            if len(getattr(plan, name)) and self.engine is None:
+            if self.engine is None and len(integers(getattr(plan, name), name, (2,))):
                 raise ValueError(f"plan has {name}: expected a worker that was given host pages")
         moves = checked_page_moves(
             plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
@@ -194,9 +198,12 @@ class Worker:
         return step
 
     def _check_order(self, plan: StepPlan) -> None:
-        if plan.version != PLAN_VERSION:
-            raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
+        if type(plan.version) is not int or plan.version != PLAN_VERSION:
+            raise ValueError(f"plan has version {shown(plan.version)}: expected {PLAN_VERSION}")
         last, previous = self._last_step_id, plan.previous_step_id
+        for name, number in (("step_id", plan.step_id), ("previous_step_id", previous)):
+            if type(number) is not int:
+                raise TypeError(f"plan has {name} {shown(number)}: expected an int")
         if plan.step_id <= last:
             raise ValueError(
                 f"plan has step_id {plan.step_id}: expected {last + 1} or later, since step {last} was "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -32,7 +32,7 @@ class SequenceGroupLike(Protocol):
 
     request_id: str  # any hashable, one per group that lives
 
-    def get_seqs(self) -> Iterable[SequenceLike]:
+    def get_seqs(self) -> Collection[SequenceLike]:
         """All of them, whatever their status."""
 
     def is_encoder_decoder(self) -> bool:
