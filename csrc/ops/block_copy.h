@@ -133,6 +133,7 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
                                     const Tensor& regions, const Tensor& pairs, int64_t num_sources,
                                     int64_t num_destinations, int64_t engine, int64_t pages_per_run,
                                     int64_t num_thread_blocks, bool pairs_on_cpu) {
+  check_defined(destination, "dst");
   check_dim(regions, "regions", 2, "[num_regions, 5]");
   check_size(regions, "regions", 1, kRegionFields, "the fields of a region");
   check_dtype(regions, "regions", {ScalarType::Long});
