@@ -22,8 +22,8 @@ class Request:
 
     `request_id` identifies it in managers; do not change it while it is admitted. `token_ids`: int32[n]
     or any collection of integers 0 to 2**31 - 1; copied. With `mm_items`, `prompt_embeds` or
-    `block_hashes` they may also be below 0, as placeholders of what these name. There may be none yet: `allocate_slots` gives
-    such a request slots, and `step` takes it once it has tokens.
+    `block_hashes` they may also be below 0, as placeholders of what these name. There may be none yet:
+    `allocate_slots` gives such a request slots, and `step` takes it once it has tokens.
 
     The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
     per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
