@@ -124,8 +124,8 @@ inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tenso
       fail(name + " leads beyond 2^61 bytes: expected offsets and distances of pages in memory");
     }
     copied_bytes = *sum;
-    if (to->meets(own)) fail_shared("the destination of " + name, "regions");
-    if (to->meets(ids)) fail_shared("the destination of " + name, "pairs");
+    if (to->meets(own)) fail_shared("dst in " + name, "regions");
+    if (to->meets(ids)) fail_shared("dst in " + name, "pairs");
   }
 }
 
