@@ -13,7 +13,7 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize soak fuzz dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -73,6 +73,10 @@ sanitize: setup
 # Random operations on the allocator, compared with its plain model, for SECONDS; prints its seeds.
 soak: setup
 	$(BIN)/python -m tests.allocator_driver $(SECONDS)
+
+# Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds.
+fuzz: setup
+	$(BIN)/python -m tests.wrong_calls --seconds $(SECONDS)
 
 # Compiles every kernel and checks the machine code; needs nvcc (and cuobjdump), not a GPU.
 cuda-check: setup

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sized
 from numbers import Real
 from operator import index
+from types import UnionType
 
 import numpy as np
 
 MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
 MAX_INT64 = 2**63 - 1
+_MOST_SHOWN = 200  # characters
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
     """A whole number of [least, most]. TypeError or ValueError."""
     try:
         number = index(value)  # also of numpy's integers, which would overflow
-    except TypeError:
+    except (TypeError, RuntimeError):  # RuntimeError: of a tensor that has no value
         number = None
     if number is None or isinstance(value, bool):
-        raise TypeError(f"{name} is {value!r}: expected an integer")
+        raise TypeError(f"{name} is {shown(value)}: expected an integer")
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}: expected {least} to {most}")
     return number
@@ -37,11 +40,60 @@ def number(value: float, name: str, expected: str = "a number") -> float:
         ) from None
 
 
+def shown(value: object) -> str:
+    """What came, for an error; cut off where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
+    """How many entries an argument has, before any is looked at: it may be without an end.
+
+    TypeError for what does not say how many it has, ValueError for more than an int32 counts.
+    """
+    try:
+        count = math.prod(values.shape) if hasattr(values, "shape") else len(values)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
+    except OverflowError:
+        count = MAX_INT64
+    if count > MAX_INT32:
+        raise ValueError(f"{name} has {count} entries: expected at most {MAX_INT32}")
+    return count
+
+
+def listed(values: Iterable, name: str, expected: str = "a sequence") -> list:
+    """The entries of an iterable that says how many it has. TypeError or ValueError."""
+    num_entries(values, name, expected)
+    try:
+        return list(values)
+    except TypeError:
+        raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
+
+
+def as_array(values: object, name: str) -> np.ndarray:
+    """An array of whatever dtype; TypeError or ValueError for what numpy makes none of."""
+    if hasattr(values, "__len__"):
+        num_entries(values, name)
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} is {shown(values)}: expected an array of integers") from None
+
+
 def flag(value: bool, name: str) -> bool:
     """True or False, and no other. TypeError."""
     if not isinstance(value, bool | np.bool_):
-        raise TypeError(f"{name} is {value!r}: expected True or False")
+        raise TypeError(f"{name} is {shown(value)}: expected True or False")
     return bool(value)
+
+
+def instance(value: object, kind: type | UnionType, name: str) -> None:
+    """TypeError unless it is an instance of this class, or of one of several."""
+    if not isinstance(value, kind):
+        kinds = kind.__args__ if isinstance(kind, UnionType) else (kind,)
+        expected = " or ".join(each.__name__ for each in kinds)
+        raise TypeError(f"{name} is {shown(value)}: expected a {expected}")
 
 
 def dtype_name(dtype: object, known: Iterable[str]) -> str:
@@ -93,7 +145,7 @@ def check_once(what: str, ids: np.ndarray) -> None:
 
 def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarray:
     """int64[n, *shape]; nothing is cut off. ValueError or TypeError for anything else."""
-    array = np.asarray(values)
+    array = as_array(values, name)
     if array.size == 0 and array.ndim <= 1 + len(shape):  # also [], of whatever was to be pairs
         return np.zeros((0, *shape), np.int64)
     if array.shape[1:] != shape or array.ndim != 1 + len(shape):

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvcache.checks import integer
+from kvcache.checks import flag, integer, listed, shown
 from kvcache.specs import LAYOUTS
 
 ROLES = ("kv", "block", "token", "head", "element")
@@ -226,7 +226,9 @@ class AttentionBackend:
         ('block', 'layer', 'token', 'element')
         """
         _check_layout(layout, "layout")
-        order = getattr(self, layout.lower() + ("_cross_layers" if cross_layers else ""))
+        order = getattr(
+            self, layout.lower() + ("_cross_layers" if flag(cross_layers, "cross_layers") else "")
+        )
         if order is None:
             raise ValueError(
                 f"layout is {layout!r} with cross_layers: backend {self.name!r} has no order for it, "
@@ -525,7 +527,7 @@ def backend(name: str) -> AttentionBackend:
     >>> backend("FLASH_ATTN").shape(100, 16, 8, 128), backend("MLA").shape(100, 16, 1, 576)
     ((2, 100, 16, 8, 128), (100, 16, 576))
     """
-    if name not in _BACKENDS:
+    if not isinstance(name, str) or name not in _BACKENDS:
         raise ValueError(f"backend is {name!r}: expected one of {', '.join(backend_names())}")
     return _BACKENDS[name]
 
@@ -693,7 +695,7 @@ def choose_layout(required: str | None | Iterable[str | None] | Mapping[str, str
     if required is None or isinstance(required, str):
         required = [required]
     if not isinstance(required, Mapping):
-        required = dict(enumerate(required))
+        required = dict(enumerate(listed(required, "required")))
     asked = {connector: layout for connector, layout in required.items() if layout is not None}
     for connector, layout in asked.items():
         _check_layout(layout, f"the layout that connector {connector!r} requires")
@@ -712,5 +714,5 @@ def _log_default() -> None:
 
 
 def _check_layout(layout: str, name: str) -> None:
-    if layout not in LAYOUTS:
-        raise ValueError(f"{name} is {layout!r}: expected 'NHD' or 'HND'")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"{name} is {shown(layout)}: expected 'NHD' or 'HND'")

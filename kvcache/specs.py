@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvcache.checks import MAX_INT32, MAX_INT64, check_name, dtype_name, flag, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, check_name, dtype_name, flag, integer, listed
 
 if TYPE_CHECKING:
     from kvcache.kinds import KindProperties
@@ -119,7 +119,7 @@ class GroupSpec:
             _set_flag(self, name)
         if isinstance(self.layers, str) or not isinstance(self.layers, Iterable):
             raise TypeError(f"layers is {self.layers!r}: expected a sequence of names")
-        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "layers", tuple(listed(self.layers, "layers")))
         for name in self.layers:
             check_name(name, "a name in layers")
         object.__setattr__(self, "options", _Options(self.options))

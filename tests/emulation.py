@@ -28,8 +28,18 @@ def emulated_ops():
 
 
 def build_library(asan: bool) -> Path:
+    """The library of the emulated kernels."""
     root = REPO / "csrc"
-    sources = [*build.cuda_sources(root), root / "emul" / "library.cpp"]
+    return _built([*build.cuda_sources(root), root / "emul" / "library.cpp"], asan, "emul")
+
+
+def build_cpu_library(asan: bool) -> Path:
+    """The library of the CPU ops, as the package has it but for the sanitizers."""
+    return _built(build.cpu_sources(REPO / "csrc"), asan, "cpu")
+
+
+def _built(sources: list[Path], asan: bool, name: str) -> Path:
+    root = REPO / "csrc"
     flags = ["-O1", "-g1"] if asan else ["-O2"]
     flags += [
         "-std=c++17",
@@ -39,14 +49,15 @@ def build_library(asan: bool) -> Path:
     ]
     flags += [f"-D{build.TORCH_TARGET}", f"-isystem{build.torch_dir() / 'include'}", f"-I{root}"]
     # Misaligned accesses end a launch with an exception: csrc/emul/alignment.h.
-    flags += ["-fsanitize=alignment", "-fno-sanitize-recover=all"]
+    flags += ["-fsanitize=alignment", "-fno-sanitize-recover=all"] if name == "emul" else []
     flags += [*SANITIZE, "-fno-omit-frame-pointer"] if asan else []
+    flags += ["-fno-sanitize-recover=all"] if asan else []
     folder = REPO / "build" / "emul"
     (folder / "objects").mkdir(parents=True, exist_ok=True)
     shared = _digest(*flags, torch.__version__, *_headers(root))
     objects = {s: folder / "objects" / f"{s.stem}-{_digest(shared, s)}.o" for s in sources}
-    library = folder / _digest(*map(str, objects.values())) / "libkvcache_emul.so"
-    with (folder / "lock").open("w") as lock:
+    library = folder / _digest(*map(str, objects.values())) / f"libkvcache_{name}.so"
+    with (folder / f"lock_{name}").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             with ThreadPoolExecutor() as pool:

@@ -320,7 +320,7 @@ def test_what_is_no_backend_is_not_registered():
         ([None, "HND"], "HND"),
         (["NHD", "NHD"], "NHD"),
         ({"nixl": "HND", "offload": None}, "HND"),
-        (iter(["HND"]), "HND"),
+        ({"HND"}, "HND"),
     ],
 )
 def test_the_layout_that_connectors_require(required, layout):

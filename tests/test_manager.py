@@ -728,7 +728,7 @@ def test_tokens_are_copied_and_checked_at_once():
         [10, 11],
         (10, 11),
         range(10, 12),
-        iter([10, 11]),
+        {10: 0, 11: 0}.keys(),
         np.array([10, 11]),
         np.array([10, 11], np.uint8),
         [np.int64(10), 11],

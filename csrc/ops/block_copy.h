@@ -124,8 +124,8 @@ inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tenso
       fail(name + " leads beyond 2^61 bytes: expected offsets and distances of pages in memory");
     }
     copied_bytes = *sum;
-    if (to->meets(own)) fail_shared("the destination of " + name, "regions");
-    if (to->meets(ids)) fail_shared("the destination of " + name, "pairs");
+    if (to->meets(own)) fail_shared("dst in " + name, "regions");
+    if (to->meets(ids)) fail_shared("dst in " + name, "pairs");
   }
 }
 
@@ -133,6 +133,7 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
                                     const Tensor& regions, const Tensor& pairs, int64_t num_sources,
                                     int64_t num_destinations, int64_t engine, int64_t pages_per_run,
                                     int64_t num_thread_blocks, bool pairs_on_cpu) {
+  check_defined(destination, "dst");
   check_dim(regions, "regions", 2, "[num_regions, 5]");
   check_size(regions, "regions", 1, kRegionFields, "the fields of a region");
   check_dtype(regions, "regions", {ScalarType::Long});

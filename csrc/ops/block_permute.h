@@ -100,7 +100,8 @@ inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, co
   }
   const ByteSpan span = span_of(cache), from = span_of(offsets), ids = span_of(indices);
   for (const int64_t offset : sorted) {
-    const std::string layer = "the layer at offset " + std::to_string(offset);
+    const std::string layer =
+        std::string("cache") + (offset == 0 ? "" : " at offset " + std::to_string(offset));
     if (span.moved(offset).meets(from)) fail_shared(layer, "offsets");
     if (span.moved(offset).meets(ids)) fail_shared(layer, "indices");
   }

@@ -45,7 +45,12 @@ inline void check_dtype(const Tensor& t, const char* name,
        ": expected " + expected);
 }
 
+inline void check_defined(const Tensor& t, const char* name) {
+  if (!t.defined()) fail(std::string(name) + " is None: expected a tensor");
+}
+
 inline void check_dim(const Tensor& t, const char* name, int64_t dim, const char* shape) {
+  check_defined(t, name);
   if (t.dim() != dim) fail(std::string(name) + " has shape " + shape_of(t) + ": expected " + shape);
 }
 

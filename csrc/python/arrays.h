@@ -94,6 +94,51 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
       (overflow > 0 ? ": expected at most " + std::to_string(kMaxInt32) : ": expected 0 or more"));
 }
 
+// A Python float, or what has __float__ or __index__, but not True or False.
+inline double number_argument(const py::handle& value, const char* name) {
+  const double out = PyBool_Check(value.ptr()) ? -1 : PyFloat_AsDouble(value.ptr());
+  if (!PyErr_Occurred() && !PyBool_Check(value.ptr())) return out;
+  const bool is_too_large = PyErr_Occurred() && PyErr_ExceptionMatches(PyExc_OverflowError);
+  if (PyErr_Occurred() && !is_too_large && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+      !PyErr_ExceptionMatches(PyExc_ValueError) && !PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+    throw py::error_already_set();
+  }
+  PyErr_Clear();
+  const std::string text = std::string(name) + " is " + short_repr(value) + ": expected a number";
+  if (is_too_large) throw py::value_error(text + " that a float can hold");
+  throw py::type_error(text);
+}
+
+inline bool flag_argument(const py::handle& value, const char* name) {
+  if (PyBool_Check(value.ptr())) return value.ptr() == Py_True;
+  throw py::type_error(std::string(name) + " is " + short_repr(value) + ": expected True or False");
+}
+
+// An integer argument from `least` to `most`.
+inline int64_t int_argument(const py::handle& value, const char* name, int64_t least,
+                            int64_t most) {
+  const int64_t number = int_argument(value, name);
+  if (number >= least && number <= most) return number;
+  throw py::value_error(std::string(name) + " is " + std::to_string(number) + ": expected " +
+                        std::to_string(least) + " to " + std::to_string(most));
+}
+
+// Refuses what says that it has more entries than an int32 counts, before any is looked at.
+inline void check_num_entries(const py::handle& value, const char* name) {
+  const Py_ssize_t size = PyObject_Size(value.ptr());
+  if (size < 0 && !PyErr_ExceptionMatches(PyExc_TypeError) &&
+      !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+    throw py::error_already_set();
+  }
+  const bool is_beyond = size < 0 && PyErr_ExceptionMatches(PyExc_OverflowError);
+  if (size < 0) PyErr_Clear();
+  if (is_beyond || size > kMaxInt32) {
+    throw py::value_error(std::string(name) + " has " +
+                          (is_beyond ? "more than 2^63" : std::to_string(size)) +
+                          " entries: expected at most " + std::to_string(kMaxInt32));
+  }
+}
+
 // int32 values of any one-dimensional integer sequence: a C-contiguous int32 array as it is, a list
 // or tuple of ints directly, everything else through numpy with the range checked. TypeError for
 // floats and for True and False, ValueError for values beyond int32. A `least` of 0 only makes an
@@ -170,6 +215,7 @@ class Int32Input {
   }
 
   Int32Array convert(const py::handle& value) const {
+    check_num_entries(value, name_);
     py::array array = py::array::ensure(value);
     if (!array) {
       PyErr_Clear();
@@ -188,6 +234,7 @@ class Int32Input {
       throw py::value_error(std::string(name_) + " has " + std::to_string(array.ndim()) +
                             " dimensions: expected 1");
     }
+    check_num_entries(array, name_);
     if (array.size() > 0 && array.itemsize() >= 4) check_range(array, kind == 'u');
     return py::array_t < int32_t, py::array::c_style | py::array::forcecast > (array);
   }

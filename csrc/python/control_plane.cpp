@@ -252,39 +252,61 @@ void check_ids(const BlockPool& pool, const Int32Input& ids) {
 }
 
 // A time in seconds, in milliseconds; at most about 285 million years.
-int64_t milliseconds(double seconds, const char* name) {
+int64_t milliseconds(const py::handle& value, const char* name) {
+  const double seconds = number_argument(value, name);
   if (std::abs(seconds) <= 9e15) return std::llround(seconds * 1000);
   throw py::value_error(std::string(name) + " is " + std::to_string(seconds) +
                         ": expected a finite number of seconds");
 }
 
-void notify_release(
-    BlockPool& self, const py::object& ids, const py::object& prefix_tokens,
-    int64_t tokens_per_block, int32_t turn, int64_t num_prefix_tokens, int64_t num_new_blocks,
-    int64_t num_output_tokens, int32_t request_class, int64_t logical_time, int64_t wall_ms,
-    const std::vector<std::tuple<int64_t, int64_t, int32_t, std::optional<double>>>& retention) {
+std::vector<Retention> retention_of(const py::object& ranges) {
+  const std::string expected = ": expected (first token, stop, priority 0 to 100, ttl_s or None)";
+  if (!PyList_Check(ranges.ptr()) && !PyTuple_Check(ranges.ptr())) {
+    throw py::type_error("retention is " + short_repr(ranges) + ": expected a list of ranges");
+  }
+  std::vector<Retention> out;
+  for (const py::handle& range : ranges) {
+    const std::string name = "retention[" + std::to_string(out.size()) + "]";
+    if ((!PyTuple_Check(range.ptr()) && !PyList_Check(range.ptr())) || py::len(range) != 4) {
+      throw py::type_error(name + " is " + short_repr(range) + expected);
+    }
+    const py::tuple fields = py::cast<py::tuple>(py::reinterpret_borrow<py::object>(range));
+    const int64_t first = int_argument(fields[0], (name + "[0]").c_str());
+    const int64_t stop = int_argument(fields[1], (name + "[1]").c_str());
+    const int64_t priority = int_argument(fields[2], (name + "[2]").c_str(), kMinInt32, kMaxInt32);
+    const py::object ttl_s = fields[3];
+    const std::string ttl = name + " has ttl_s";
+    const int64_t ttl_ms = ttl_s.is_none() ? -1 : milliseconds(ttl_s, ttl.c_str());
+    if (!ttl_s.is_none() && ttl_ms < 0) {
+      throw py::value_error(ttl + " " + short_repr(ttl_s) + ": expected 0 or more, or None");
+    }
+    out.push_back({first, stop, static_cast<int32_t>(priority), ttl_ms});
+  }
+  return out;
+}
+
+void notify_release(BlockPool& self, const py::object& ids, const py::object& prefix_tokens,
+                    const py::object& tokens_per_block, const py::object& turn,
+                    const py::object& num_prefix_tokens, const py::object& num_new_blocks,
+                    const py::object& num_output_tokens, const py::object& request_class,
+                    const py::object& logical_time, const py::object& wall_ms,
+                    const py::object& retention) {
   const Int32Input array(ids, "ids");
   check_ids(self, array);
   const Int32Input prefixes(prefix_tokens, "prefix_tokens");
   require_same_length(array.size(), "ids", prefixes.size(), "prefix_tokens");
   const std::vector<int64_t> wide(prefixes.data(), prefixes.data() + prefixes.size());
-  std::vector<Retention> wanted;
-  for (const auto& [first, stop, priority, ttl_s] : retention) {
-    if (ttl_s && !(*ttl_s >= 0)) {
-      throw py::value_error("retention[" + std::to_string(wanted.size()) + "] has ttl_s " +
-                            std::to_string(*ttl_s) + ": expected 0 or more, or None");
-    }
-    wanted.push_back({first, stop, priority, ttl_s ? milliseconds(*ttl_s, "ttl_s") : -1});
-  }
+  const std::vector<Retention> wanted = retention_of(retention);
   ReleaseFeatures features;
-  features.turn = turn;
-  features.num_prefix_tokens = num_prefix_tokens;
-  features.num_new_blocks = num_new_blocks;
-  features.num_output_tokens = num_output_tokens;
-  features.request_class = request_class;
-  features.logical_time = logical_time;
-  features.wall_ms = wall_ms;
-  features.tokens_per_block = tokens_per_block;
+  features.turn = static_cast<int32_t>(int_argument(turn, "turn", kMinInt32, kMaxInt32));
+  features.num_prefix_tokens = int_argument(num_prefix_tokens, "num_prefix_tokens");
+  features.num_new_blocks = int_argument(num_new_blocks, "num_new_blocks");
+  features.num_output_tokens = int_argument(num_output_tokens, "num_output_tokens");
+  features.request_class =
+      static_cast<int32_t>(int_argument(request_class, "request_class", kMinInt32, kMaxInt32));
+  features.logical_time = int_argument(logical_time, "logical_time");
+  features.wall_ms = int_argument(wall_ms, "wall_ms");
+  features.tokens_per_block = int_argument(tokens_per_block, "tokens_per_block");
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
   self.notify_release(array.data(), wide.data(), array.size(), features);
@@ -312,15 +334,18 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).")
       .def(
           "access",
-          [](BlockPool& self, const py::object& ids, double now) {
+          [](BlockPool& self, const py::object& ids, const py::object& now) {
             const Int32Input array(ids, "ids");
             check_ids(self, array);
-            self.access(array.data(), array.size(), self.begin_access(now));
+            const double moment = number_argument(now, "now");
+            self.access(array.data(), array.size(), self.begin_access(moment));
           },
           py::arg("ids"), py::arg("now"), "Notifies the policy that these blocks were accessed.")
       .def(
           "set_now",
-          [](BlockPool& self, double seconds) { self.set_now(milliseconds(seconds, "seconds")); },
+          [](BlockPool& self, const py::object& seconds) {
+            self.set_now(milliseconds(seconds, "seconds"));
+          },
           py::arg("seconds"), "Sets the clock of the policy; it never goes back.")
       .def(
           "pin",
@@ -401,13 +426,17 @@ default_priority of priority.
       .def(
           "publish",
           [](BlockPool& self, const py::object& ids, const py::object& hashes,
-             const py::object& group, const std::optional<std::string>& parent, bool is_chain) {
+             const py::object& group, const py::object& parent, const py::object& is_chain) {
             const Int32Input array(ids, "ids");
             const HashArray hash = hash_array(hashes, "hashes");
             require_same_length(array.size(), "ids", hash.shape(0), "hashes");
-            const Hash first = parent ? hash_of(*parent, "parent") : Hash{};
+            if (!parent.is_none() && !PyBytes_Check(parent.ptr())) {
+              throw py::type_error("parent is " + short_repr(parent) + ": expected 32 bytes");
+            }
+            const Hash first =
+                parent.is_none() ? Hash{} : hash_of(py::cast<std::string>(parent), "parent");
             Content content{as_hashes(hash), &first};
-            content.is_chain = is_chain;
+            content.is_chain = flag_argument(is_chain, "is_chain");
             self.publish(array.data(), content, array.size(), checked_group(group));
           },
           py::arg("ids"), py::arg("hashes"), py::arg("group") = 0, py::arg("parent") = py::none(),
@@ -418,11 +447,12 @@ default_priority of priority.
       .def(
           "lookup",
           [](const BlockPool& self, const py::object& hashes, const py::object& group,
-             bool prefix) {
+             const py::object& prefix) {
             const HashArray hash = hash_array(hashes, "hashes");
+            const bool is_prefix = flag_argument(prefix, "prefix");
+            const uint8_t g = checked_group(group);
             Int32Array out = new_int32(hash.shape(0));
-            self.lookup(as_hashes(hash), hash.shape(0), checked_group(group), prefix,
-                        out.mutable_data());
+            self.lookup(as_hashes(hash), hash.shape(0), g, is_prefix, out.mutable_data());
             return out;
           },
           py::arg("hashes"), py::arg("group") = 0, py::arg("prefix") = true,

@@ -17,7 +17,10 @@ PyObject* SequenceCalls::can_allocate(py::handle group, py::handle num_lookahead
     seq = seqs.next();
     if (!seq) fail_none(group, "WAITING");
   } while (status_of(seq) != Status::kWaiting);
-  const int64_t num_tokens = length_of(seq), required = num_required(group, num_tokens + lookahead);
+  const bool has_encoder = is_true(call_method(group, Names::get().is_encoder_decoder));
+  const int64_t num_encoder_tokens = has_encoder ? encoder_length(group, max_model_len_) : 0;
+  const int64_t num_tokens = length_of(seq);
+  const int64_t required = num_required(num_tokens + lookahead, num_encoder_tokens);
   native_->check_reader();
   const int64_t num_total = native_->pool().num_total(), num_free = native_->pool().num_free();
   const bool fits_ever = num_tokens <= max_model_len_ && num_total - required >= watermark_blocks_;
@@ -143,7 +146,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   std::vector<Growing> all;
   std::vector<size_t> ends;  // of the groups, in `all`
   ++num_calls_;
-  Sequences each_group(py::reinterpret_borrow<py::object>(groups));
+  Sequences each_group(py::reinterpret_borrow<py::object>(groups), "seq_groups");
   while (const py::object group = each_group.next()) {
     Sequences seqs = Sequences::of(group);
     while (const py::object seq = seqs.next()) {
@@ -250,17 +253,7 @@ PyObject* SequenceCalls::get_block_table(py::handle seq, py::handle) const {
 PyObject* SequenceCalls::access_all_blocks_in_seq(py::handle seq, py::handle now) const {
   const py::object owner = known(seq);
   const AllocatedSequence& known = value_of(owner);
-  double moment = 0;
-  if (PyFloat_CheckExact(now.ptr())) {
-    moment = PyFloat_AS_DOUBLE(now.ptr());
-  } else {
-    moment = PyBool_Check(now.ptr()) ? -1 : PyFloat_AsDouble(now.ptr());
-    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
-    if (PyErr_Occurred() || PyBool_Check(now.ptr())) {
-      PyErr_Clear();
-      throw py::type_error("now is " + repr_of(now) + ": expected a number");
-    }
-  }
+  const double moment = number_argument(now, "now");
   check_on_device(known, seq);
   native_->access(known.row, moment);
   Py_RETURN_NONE;
@@ -316,7 +309,7 @@ const py::object& SequenceCalls::hits_of(AllocatedSequence* known) const {
 }
 
 PyObject* SequenceCalls::get_common_computed_block_ids(py::handle seqs, py::handle) const {
-  Sequences each(py::reinterpret_borrow<py::object>(seqs));
+  Sequences each(py::reinterpret_borrow<py::object>(seqs), "seqs");
   py::object common;
   while (const py::object seq = each.next()) {
     const py::object owner = known(seq);

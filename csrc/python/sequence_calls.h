@@ -107,14 +107,10 @@ class SequenceCalls {
     const py::object owner = known(seq);
     return num_new(seq, value_of(owner));
   }
-  int64_t num_required(py::handle group, int64_t num_slots) const {
+  int64_t num_required(int64_t num_slots, int64_t num_encoder_tokens) const {
     int64_t required = ceil_div(num_slots, block_size_);
     if (window_) required = std::min(required, *window_ / block_size_ + 2);
-    const py::object has_encoder = call_method(group, Names::get().is_encoder_decoder);
-    if (is_true(has_encoder)) {
-      required += ceil_div(encoder_length(group, max_model_len_), block_size_);
-    }
-    return required;
+    return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
   // The calls.

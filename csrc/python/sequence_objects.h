@@ -34,9 +34,22 @@ struct Names {
   }
 };
 
+// Of a sequence or group that has no such attribute. What its own code raises passes as it is.
+[[noreturn]] inline void fail_attribute(py::handle of, const py::str& name) {
+  py::error_already_set cause;
+  if (!cause.matches(PyExc_AttributeError) || PyObject_HasAttr(of.ptr(), name.ptr()) != 0) {
+    throw cause;
+  }
+  const Names& names = Names::get();
+  const bool is_group = name.is(names.get_seqs) || name.is(names.request_id) ||
+                        name.is(names.is_encoder_decoder) || name.is(names.get_encoder_seq);
+  throw py::type_error((is_group ? "seq_group is " : "seq is ") + short_repr(of) +
+                       ": expected an object with " + py::cast<std::string>(name));
+}
+
 inline py::object attribute(py::handle of, const py::str& name) {
   PyObject* value = PyObject_GetAttr(of.ptr(), name.ptr());
-  if (value == nullptr) throw py::error_already_set();
+  if (value == nullptr) fail_attribute(of, name);
   return py::reinterpret_steal<py::object>(value);
 }
 
@@ -44,11 +57,23 @@ inline py::object call_method(py::handle of, const py::str& name) {
   PyObject* const self = of.ptr();
   PyObject* value =
       PyObject_VectorcallMethod(name.ptr(), &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-  if (value == nullptr) throw py::error_already_set();
+  if (value == nullptr) fail_attribute(of, name);
   return py::reinterpret_steal<py::object>(value);
 }
 
-inline py::object seq_id_of(py::handle seq) { return attribute(seq, Names::get().seq_id); }
+// A name in dictionaries: hashable.
+inline py::object name_of(py::handle of, const py::str& attribute_name) {
+  py::object value = attribute(of, attribute_name);
+  if (PyObject_Hash(value.ptr()) != -1) return value;
+  if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+  PyErr_Clear();
+  throw py::type_error(py::cast<std::string>(attribute_name) + " is " + short_repr(value) +
+                       ": expected what is hashable");
+}
+inline py::object seq_id_of(py::handle seq) { return name_of(seq, Names::get().seq_id); }
+inline py::object request_id_of(py::handle group) {
+  return name_of(group, Names::get().request_id);
+}
 
 // `name` says of whose argument an error speaks; called only for one.
 template <class Name>
@@ -61,7 +86,11 @@ int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
     throw py::type_error(name() + " is " + repr_of(value) + ": expected an integer");
   } else {
     const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
-    if (!index) throw py::error_already_set();
+    if (!index) {
+      if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+      PyErr_Clear();
+      throw py::type_error(name() + " is " + short_repr(value) + ": expected an integer");
+    }
     number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
   }
   if (overflow == 0 && number >= least && number <= most) return number;
@@ -137,12 +166,9 @@ inline Status status_of(py::handle seq) {
 // The sequences of a group, while Python code may run.
 class Sequences {
  public:
-  explicit Sequences(py::object seqs)
-      : seqs_(PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())
-                  ? std::move(seqs)
-                  : py::object(py::list(seqs))) {}
+  Sequences(py::object seqs, const char* name) : seqs_(listed(std::move(seqs), name)) {}
   static Sequences of(py::handle group) {
-    return Sequences(call_method(group, Names::get().get_seqs));
+    return Sequences(call_method(group, Names::get().get_seqs), "get_seqs() of seq_group");
   }
   // The next one; null behind the last.
   py::object next() {
@@ -151,6 +177,17 @@ class Sequences {
   }
 
  private:
+  // Lists and tuples as they are; of others, only what says how many it has.
+  static py::object listed(py::object seqs, const char* name) {
+    if (PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())) return seqs;
+    check_num_entries(seqs, name);
+    if (PyObject_Size(seqs.ptr()) < 0 || !py::isinstance<py::iterable>(seqs)) {
+      PyErr_Clear();
+      throw py::type_error(std::string(name) + " is " + short_repr(seqs) + ": expected a list");
+    }
+    return py::list(seqs);
+  }
+
   py::object seqs_;
   py::ssize_t at_ = 0;
 };

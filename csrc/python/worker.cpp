@@ -57,9 +57,23 @@ void let_go(const HostTables& tables, Int32Input* input) {
   if (tables.overlaps(input->data(), input->size())) input->copy_values();
 }
 
+// A section that has an entry per group.
+py::sequence per_group(const py::object& value, const char* name) {
+  if (!PySequence_Check(value.ptr()) || PyUnicode_Check(value.ptr()) ||
+      PyBytes_Check(value.ptr())) {
+    throw py::type_error(std::string(name) + " is " + short_repr(value) +
+                         ": expected a list with one entry per group");
+  }
+  check_num_entries(value, name);
+  return py::reinterpret_borrow<py::sequence>(value);
+}
+
 void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
-           const py::sequence& append_splits, const py::sequence& append_ids,
-           const py::sequence& replace, const py::object& num_blocks) {
+           const py::object& splits_of_groups, const py::object& ids_of_groups,
+           const py::object& replace_of_groups, const py::object& num_blocks) {
+  const py::sequence append_splits = per_group(splits_of_groups, "append_splits");
+  const py::sequence append_ids = per_group(ids_of_groups, "append_ids");
+  const py::sequence replace = per_group(replace_of_groups, "replace");
   Int32Input clear(clear_rows, "clear_rows");
   Int32Input append(append_rows, "append_rows");
   let_go(self, &clear);

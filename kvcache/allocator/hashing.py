@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import integer, text
+from kvcache.checks import integer, listed, text
 from kvcache.native.load import core
 
 DEFAULT_SEED = "vllm-none-hash"
@@ -109,13 +109,10 @@ def hash_bytes_of(
 
 
 def token_sequence(token_ids: np.ndarray | Iterable[int]) -> np.ndarray | list | tuple:
-    """Token ids as the native code takes them: other iterables (a range) become a list."""
+    """Token ids as the native code takes them: others that have a length (a range) become a list."""
     if isinstance(token_ids, np.ndarray | list | tuple):
         return token_ids
-    try:
-        return list(token_ids)
-    except TypeError:
-        raise TypeError(f"token_ids is {token_ids!r}: expected integers") from None
+    return listed(token_ids, "token_ids", "integers")
 
 
 def encode_extra_keys(keys: Sequence[tuple] | None, name: str = "keys") -> bytes:

@@ -19,7 +19,7 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, listed, num_entries, shown
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -429,7 +429,7 @@ class KVCacheManager:
             num_external_computed_tokens,
             None if delay_cache_blocks is None else _flags(delay_cache_blocks),
             0 if in_step_hits == "none" else _in_step_hits(in_step_hits),
-            None if read_cache is None else _choices(read_cache, len(new)),
+            None if read_cache is None else _choices(read_cache, num_entries(new, "new")),
         )
         plan.page_bytes = self._page_bytes
         return plan
@@ -603,7 +603,7 @@ class KVCacheManager:
         if len(self.groups) == 1:
             computed = [computed_blocks]
         else:
-            computed = list(computed_blocks) if len(computed_blocks) else self._no_computed
+            computed = listed(computed_blocks, "computed_blocks") or self._no_computed
         answer = self._native.allocate(
             self._new_chain(request),
             num_tokens,
@@ -800,7 +800,7 @@ class KVCacheManager:
         try:
             chain = request.chain
         except AttributeError:
-            raise TypeError(f"request is {request!r}: expected a Request") from None
+            raise TypeError(f"request is {shown(request)}: expected a Request") from None
         return chain(self._chain_key)
 
     def _new_chain(self, request: Request) -> core.TokenChain:
@@ -843,11 +843,12 @@ def _choices(values: bool | Sequence[bool | None], n: int) -> list[bool | None]:
 
 
 def _flags(values: Sequence[bool]) -> list[int]:
-    return [int(flag(value, f"delay_cache_blocks[{i}]")) for i, value in enumerate(values)]
+    flags = listed(values, "delay_cache_blocks", "a list of True and False")
+    return [int(flag(value, f"delay_cache_blocks[{i}]")) for i, value in enumerate(flags)]
 
 
 def _id_of(request: Request) -> str:
     try:
         return request.request_id
     except AttributeError:
-        raise TypeError(f"request is {request!r}: expected a Request") from None
+        raise TypeError(f"request is {shown(request)}: expected a Request") from None

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvcache.allocator.event_stream import RequestLabels, digest_of_rows
 from kvcache.allocator.hashing import HashKey, token_sequence
-from kvcache.checks import MAX_INT32, flag, integer, text
+from kvcache.checks import MAX_INT32, flag, integer, listed, text
 from kvcache.native.load import core
 
 
@@ -21,9 +21,9 @@ class Request:
     """One request: its known tokens (prompt and generated tokens) and their block hashes.
 
     `request_id` identifies it in managers; do not change it while it is admitted. `token_ids`: int32[n]
-    or any integers 0 to 2**31 - 1; copied. With `mm_items`, `prompt_embeds` or `block_hashes` they may
-    also be below 0, as placeholders of what these name. There may be none yet: `allocate_slots` gives
-    such a request slots, and `step` takes it once it has tokens.
+    or any collection of integers 0 to 2**31 - 1; copied. With `mm_items`, `prompt_embeds` or
+    `block_hashes` they may also be below 0, as placeholders of what these name. There may be none yet:
+    `allocate_slots` gives such a request slots, and `step` takes it once it has tokens.
 
     The KV also depends on `lora` (name, path); `mm_items`, (identifier, first token, number of tokens)
     per image or other item, whose tokens may be known later; `cache_salt`; and `prompt_embeds`, a numpy
@@ -206,10 +206,7 @@ _ITEM = "(identifier, first token, number of tokens)"
 
 
 def _checked_items(items: Iterable[tuple[str, int, int]]) -> tuple[tuple[str, int, int], ...]:
-    try:
-        items = tuple(items)
-    except TypeError:
-        raise TypeError(f"mm_items is {items!r}: expected a list of {_ITEM}") from None
+    items = listed(items, "mm_items", f"a list of {_ITEM}")
     return tuple(_checked_item(i, item) for i, item in enumerate(items))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import check_once, check_range, integers
+from kvcache.checks import check_once, check_range, instance, integers
 from kvcache.layouts import AttentionBackend, EngineBackend, backend_of_shape, described_backend
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.regions import Region, format_of, matched_regions
@@ -48,7 +48,11 @@ def copy_kv_blocks(
     dtype or order in memory, ids out of range, a block written twice, or, where both sides are one
     memory, both read and written.
     """
-    if direction not in ("h2d", "d2h"):
+    for name, caches in (("src_kv_caches", src_kv_caches), ("dst_kv_caches", dst_kv_caches)):
+        instance(caches, Mapping, name)
+        for layer, tensor in caches.items():
+            instance(tensor, torch.Tensor, f"{name}[{layer!r}]")
+    if not isinstance(direction, str) or direction not in ("h2d", "d2h"):
         raise ValueError(f"direction is {direction!r}: expected 'h2d' or 'd2h'")
     src_ids, dst_ids = _ids(src_block_ids, "src_block_ids"), _ids(dst_block_ids, "dst_block_ids")
     if len(src_ids) != len(dst_ids):
@@ -143,7 +147,7 @@ def _like_blocks(tensor: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 
 def _ids(ids: Ids, name: str) -> np.ndarray:
-    return integers(ids.cpu().numpy() if isinstance(ids, torch.Tensor) else ids, name, ())
+    return integers(ids.cpu() if isinstance(ids, torch.Tensor) else ids, name, ())
 
 
 def _check_layers(src: Mapping[str, torch.Tensor], dst: Mapping[str, torch.Tensor]) -> None:

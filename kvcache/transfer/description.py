@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import dtype_name, integer
+from kvcache.checks import dtype_name, integer, shown
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.transfer.sharding import (
@@ -33,9 +33,9 @@ DESCRIPTION_VERSION = 1
 
 def check_identity(version: object, engine_id: object) -> None:
     """ValueError for a description of another version of the format, TypeError for a wrong engine_id."""
-    if version is True or version != DESCRIPTION_VERSION:
+    if type(version) is not int or version != DESCRIPTION_VERSION:
         raise ValueError(
-            f"version is {version!r}, of engine {engine_id!r}: "
+            f"version is {shown(version)}, of engine {engine_id!r}: "
             f"expected {DESCRIPTION_VERSION}, that of this library"
         )
     if not isinstance(engine_id, str):

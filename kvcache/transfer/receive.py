@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.checks import as_array, listed, num_entries, shown
 from kvcache.worker.pages.regions import check_apart, regions_of
 
 Indices = Sequence[int] | np.ndarray | torch.Tensor
@@ -91,8 +92,8 @@ def permute_received_blocks(
     memory, and strides other than the above.
     """
     layers = _layers(caches)
-    if remote_layout not in ("HND", "NHD"):
-        raise ValueError(f"remote_layout is {remote_layout!r}: expected 'HND' or 'NHD'")
+    if not isinstance(remote_layout, str) or remote_layout not in ("HND", "NHD"):
+        raise ValueError(f"remote_layout is {shown(remote_layout)}: expected 'HND' or 'NHD'")
     size = layers[0].shape[1] if remote_block_size is None else remote_block_size
     if isinstance(size, bool) or not isinstance(size, int | np.integer):
         raise ValueError(f"remote_block_size is {size!r}: expected a number of tokens")
@@ -101,7 +102,7 @@ def permute_received_blocks(
 
 def _layers(caches: Caches) -> list[torch.Tensor]:
     """The layers as [num_blocks, block_size, num_kv_heads, head_size] each; checks that all are alike."""
-    layers = [caches] if isinstance(caches, torch.Tensor) else list(caches)
+    layers = [caches] if isinstance(caches, torch.Tensor) else listed(caches, "caches")
     if not layers:
         raise ValueError("cache is an empty sequence: expected a layer or more")
     for i, layer in enumerate(layers):
@@ -173,8 +174,9 @@ def _ids(indices: Indices, group_size: int) -> torch.Tensor:
     if isinstance(indices, torch.Tensor):
         if indices.is_floating_point():
             raise ValueError(f"indices has dtype {indices.dtype}: expected integers")
-        indices = indices.cpu().numpy()
-    given = np.asarray(indices)
+        num_entries(indices, "indices")
+        indices = indices.cpu()
+    given = as_array(indices, "indices")
     if given.size and given.dtype.kind not in "iu":
         raise ValueError(f"indices has dtype {given.dtype}: expected integers")
     per_row = given.shape[1] if given.ndim == 2 else group_size

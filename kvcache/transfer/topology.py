@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvcache.checks import integer
+from kvcache.checks import flag, instance, integer
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -138,6 +138,7 @@ class KVTopology:
     def __post_init__(self) -> None:
         for name in ("tp_size", "pp_size", "block_size", "total_num_kv_heads"):
             self._set(name, integer(getattr(self, name), name, 1))
+        self._set("is_mla", flag(self.is_mla, "is_mla"))
         self._set("tp_rank", integer(self.tp_rank, "tp_rank", 0, self.tp_size - 1))
         self._set("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
         if self.kv_cache_layout not in LAYOUTS:
@@ -145,6 +146,7 @@ class KVTopology:
         if self.stages is not None:
             self._check_stages()
         heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
+        instance(self.remotes, Mapping, "remotes")
         for engine_id, remote in self.remotes.items():
             self._check_remote(engine_id, remote)
         self._set("remotes", _Remotes(self.remotes))

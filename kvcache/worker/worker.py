@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, integer
+from kvcache.checks import MAX_INT64, instance, integer, integers, listed, shown
 from kvcache.step import PLAN_VERSION, StepPlan, StepReport, check_plan
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
@@ -109,17 +109,14 @@ class Worker:
         last_step_id: int = -1,
         **swap_options: object,
     ) -> None:
-        _check_type("tables", tables, BlockTable, MultiGroupBlockTable)
+        instance(tables, BlockTable | MultiGroupBlockTable, "tables")
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
         if host is not None:
-            _check_type("host", host, Pages)
-        if isinstance(storage, list | tuple):
-            for g, each in enumerate(storage):
-                _check_type(f"storage[{g}]", each, KVStorage)
-        else:
-            _check_type("storage", storage, KVStorage)
+            instance(host, Pages, "host")
         shared = isinstance(storage, KVStorage)
-        self.storages = [storage] * len(groups) if shared else list(storage)
+        self.storages = [storage] * len(groups) if shared else listed(storage, "storage")
+        for g, each in enumerate(self.storages):
+            instance(each, KVStorage, f"storage[{g}]")
         if len(self.storages) != len(groups):
             raise ValueError(
                 f"storage has {len(self.storages)} entries: expected {len(groups)}, one per group"
@@ -182,7 +179,7 @@ class Worker:
             return PendingStep(plan.step_id, None, None)
         self._check_order(plan)
         for name in ("swap_out", "swap_in"):
-            if len(getattr(plan, name)) and self.engine is None:
+            if self.engine is None and len(integers(getattr(plan, name), name, (2,))):
                 raise ValueError(f"plan has {name}: expected a worker that was given host pages")
         moves = checked_page_moves(
             plan, self.pages.num_blocks, 0 if self.host is None else self.host.num_blocks
@@ -206,9 +203,12 @@ class Worker:
         return step
 
     def _check_order(self, plan: StepPlan) -> None:
-        if plan.version != PLAN_VERSION:
-            raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
+        if type(plan.version) is not int or plan.version != PLAN_VERSION:
+            raise ValueError(f"plan has version {shown(plan.version)}: expected {PLAN_VERSION}")
         last, previous = self._last_step_id, plan.previous_step_id
+        for name, number in (("step_id", plan.step_id), ("previous_step_id", previous)):
+            if type(number) is not int:
+                raise TypeError(f"plan has {name} {shown(number)}: expected an int")
         if plan.step_id <= last:
             raise ValueError(
                 f"plan has step_id {plan.step_id}: expected {last + 1} or later, since step {last} was "
@@ -265,12 +265,6 @@ class Worker:
     def _launch(self, work: Callable[[], None]) -> None:
         """Runs `work` on the calling stream."""
         self._streams.launch(self._streams.current(), work)
-
-
-def _check_type(name: str, value: object, *types: type) -> None:
-    if not isinstance(value, types):
-        expected = " or a ".join(each.__name__ for each in types)
-        raise TypeError(f"{name} has type {type(value).__name__}: expected a {expected}")
 
 
 def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:

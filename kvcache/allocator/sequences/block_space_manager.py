@@ -154,24 +154,26 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
         seqs = core.sequences_with(seq_group, WAITING)
         # The KV of a decoder depends on the encoder's input: others cannot use it.
-        has_encoder = seq_group.is_encoder_decoder()
+        has_encoder = core.has_encoder(seq_group)
         reads_ids = self.enable_caching and not has_encoder
-        self._check_new(seq_group, seqs, reads_ids)
+        # From here on nothing is asked of the engine's objects twice: they could answer otherwise.
+        seq_ids, request_id = [core.seq_id_of(seq) for seq in seqs], core.request_id_of(seq_group)
+        self._check_new(seq_group, request_id, seqs, seq_ids, reads_ids)
         if has_encoder:
-            first = self._allocate_with_encoder(seq_group, seqs[0])
+            first = self._allocate_with_encoder(seq_group, request_id, seqs[0])
         elif reads_ids:
             first = self._allocate_behind_hit(seqs[0])
         else:
-            first = self._allocate_plain(seqs[0])
+            first = self._allocate_plain(core.length_of(seqs[0]))
         if first is None:
-            what = f"seq_group {seq_group.request_id!r} does not fit"
+            what = f"seq_group {request_id!r} does not fit"
             fail_to_fit(what, self._pool.num_free, "can_allocate")
-        self._admit(seqs[0], first)
-        for seq in seqs[1:]:
-            self._fork(first, seq, self._tokens.copy_of(first.tokens))
+        self._admit(seq_ids[0], first)
+        for seq_id in seq_ids[1:]:
+            self._fork(first, seq_id, self._tokens.copy_of(first.tokens))
 
-    def _allocate_plain(self, seq: SequenceLike) -> core.AllocatedSequence | None:
-        return self._row_for(self._tokens.unread(core.length_of(seq)), [NO_IDS], 0)
+    def _allocate_plain(self, num_tokens: int) -> core.AllocatedSequence | None:
+        return self._row_for(self._tokens.unread(num_tokens), [NO_IDS], 0)
 
     def _allocate_behind_hit(self, seq: SequenceLike) -> core.AllocatedSequence | None:
         tokens = self._tokens.read(seq)
@@ -183,14 +185,15 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         return known
 
     def _allocate_with_encoder(
-        self, seq_group: SequenceGroupLike, seq: SequenceLike
+        self, seq_group: SequenceGroupLike, request_id: object, seq: SequenceLike
     ) -> core.AllocatedSequence | None:
         num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
-        if self._num_required(seq_group, core.length_of(seq)) > self._pool.num_free:
+        num_tokens = core.length_of(seq)
+        if self._num_required(num_tokens, num_encoder_tokens) > self._pool.num_free:
             return None
-        known = self._allocate_plain(seq)
+        known = self._allocate_plain(num_tokens)
         if known is not None:
-            self._cross.allocate(seq_group.request_id, num_encoder_tokens)
+            self._cross.allocate(request_id, num_encoder_tokens)
         return known
 
     def _row_for(
@@ -243,28 +246,31 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         promises that all earlier tokens are the parent's too.
         """
         parent = self._known(parent_seq)
-        if child_seq.seq_id in self._allocated:
-            raise ValueError(
-                f"child_seq {child_seq.seq_id!r} has blocks already: expected a new seq_id"
-            )
-        core.check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
+        child_id = core.seq_id_of(child_seq)
+        if child_id in self._allocated:
+            raise ValueError(f"child_seq {child_id!r} has blocks already: expected a new seq_id")
+        parent_id = core.seq_id_of(parent_seq)
+        core.check_tier(self._native, parent.row, "parent_seq", parent_id, on_host=False)
         tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
-        self._fork(parent, child_seq, tokens)
+        self._fork(parent, child_id, tokens)
 
-    def _fork(
-        self, parent: core.AllocatedSequence, child_seq: SequenceLike, tokens: Tokens
-    ) -> None:
+    def _fork(self, parent: core.AllocatedSequence, child_id: object, tokens: Tokens) -> None:
         row = self._native.fork(parent.row, tokens.chain)
-        self._admit(child_seq, parent.forked(row, tokens))
+        self._admit(child_id, parent.forked(row, tokens))
 
     # Checks ----------------------------------------------------------------------------------------
 
     def _check_new(
-        self, seq_group: SequenceGroupLike, seqs: list[SequenceLike], reads_ids: bool
+        self,
+        seq_group: SequenceGroupLike,
+        request_id: object,
+        seqs: list[SequenceLike],
+        seq_ids: list[object],
+        reads_ids: bool,
     ) -> None:
-        self._cross.check_new(seq_group.request_id)
-        for seq in seqs:
-            if seq.seq_id in self._allocated:
-                raise ValueError(f"seq {seq.seq_id!r} has blocks already: expected a new seq_id")
+        self._cross.check_new(request_id)
+        for seq_id in seq_ids:
+            if seq_id in self._allocated:
+                raise ValueError(f"seq {seq_id!r} has blocks already: expected a new seq_id")
         if len(seqs) > 1:
             check_one_prompt(seq_group, seqs, reads_ids)

@@ -78,7 +78,7 @@ class SequenceCaching(SequenceTables):
         prompt is marked as computed: those that were hits when it was allocated. From then on, also
         its own computed ones.
         """
-        known = self._allocated.get(seq.seq_id)
+        known = self._allocated.get(core.seq_id_of(seq))
         if not self.enable_caching or (known is not None and not known.tokens.are_read):
             return 0
         if known is not None:
@@ -107,7 +107,7 @@ class SequenceCaching(SequenceTables):
 
     def remove_seq_from_computed_blocks_tracker(self, seq: SequenceLike) -> None:
         """Forgets the hashes of a sequence that was asked for and will not be allocated."""
-        self._tokens.forget(seq)
+        self._tokens.forget(core.seq_id_of(seq))
 
     def get_prefix_cache_hit_rate(self, device: Enum | str) -> float:
         """Hit blocks per full block of all prompts; -1.0 without caching. None hits the host's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -17,8 +17,13 @@ class SequenceLike(Protocol):
     `Request` does, an int as its decimal text.
     """
 
-    seq_id: int  # any hashable, one per sequence that lives
-    status: Enum | str  # its name: WAITING, RUNNING, SWAPPED, or one that begins with FINISHED
+    @property
+    def seq_id(self) -> Hashable:
+        """One per sequence that lives."""
+
+    @property
+    def status(self) -> Enum | str:
+        """Its name: WAITING, RUNNING, SWAPPED, or one that begins with FINISHED."""
 
     def get_len(self) -> int:
         """Tokens known so far, 1 or more; never fewer than before."""
@@ -30,9 +35,11 @@ class SequenceLike(Protocol):
 class SequenceGroupLike(Protocol):
     """Sequences that come from one prompt."""
 
-    request_id: str  # any hashable, one per group that lives
+    @property
+    def request_id(self) -> Hashable:
+        """One per group that lives."""
 
-    def get_seqs(self) -> Iterable[SequenceLike]:
+    def get_seqs(self) -> Collection[SequenceLike]:
         """All of them, whatever their status."""
 
     def is_encoder_decoder(self) -> bool:

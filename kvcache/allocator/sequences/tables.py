@@ -67,20 +67,21 @@ class SequenceTables(core.SequenceCalls):
 
     def get_cross_block_table(self, seq_group: SequenceGroupLike) -> list[int]:
         """Blocks of the group's encoder."""
-        return self._cross.blocks(seq_group.request_id)
+        return self._cross.blocks(core.request_id_of(seq_group))
 
     def free(self, seq: SequenceLike) -> None:
         """Releases a sequence's blocks, on either tier; does nothing for a sequence without blocks."""
-        known = self._allocated.get(seq.seq_id)
+        seq_id = core.seq_id_of(seq)
+        known = self._allocated.get(seq_id)
         if known is not None:
             self._native.free(known.row)
-            del self._allocated[seq.seq_id]
+            del self._allocated[seq_id]
         else:
-            self._tokens.forget(seq)
+            self._tokens.forget(seq_id)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
         """Releases the blocks of a group's encoder; does nothing without an encoder."""
-        self._cross.free(seq_group.request_id)
+        self._cross.free(core.request_id_of(seq_group))
 
     def check_invariants(self) -> None:
         """Raises where the pools or these tables are not consistent; for tests."""
@@ -112,11 +113,12 @@ class SequenceTables(core.SequenceCalls):
         rows = []
         for seq in seqs:
             row = self._known(seq).row
-            core.check_tier(self._native, row, "seq", seq.seq_id, on_host)
+            core.check_tier(self._native, row, "seq", core.seq_id_of(seq), on_host)
             rows.append(row)
-        cross = self._cross.row_on(seq_group.request_id, on_host)
+        cross = self._cross.row_on(core.request_id_of(seq_group), on_host)
         return rows if cross is None else [*rows, cross]
 
-    def _admit(self, seq: SequenceLike, known: core.AllocatedSequence) -> None:
-        self._allocated[seq.seq_id] = known
-        self._tokens.forget(seq)
+    def _admit(self, seq_id: object, known: core.AllocatedSequence) -> None:
+        """Only what was asked of the sequence before counts: it is not asked again."""
+        self._allocated[seq_id] = known
+        self._tokens.forget(seq_id)

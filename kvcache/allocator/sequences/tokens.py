@@ -36,7 +36,7 @@ class TokenSource:
     def read(self, seq: SequenceLike) -> Tokens:
         """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
         extra, num_tokens = extra_hash(seq), core.length_of(seq)
-        owner, kept = self._kept.get(seq.seq_id, (None, None))
+        owner, kept = self._kept.get(core.seq_id_of(seq), (None, None))
         if owner is seq and kept.extra == extra and len(kept.ids) <= num_tokens:
             if len(kept.ids) < num_tokens:
                 kept.ids.append(_tokens_from(seq, len(kept.ids), num_tokens))
@@ -81,12 +81,12 @@ class TokenSource:
 
     def keep(self, seq: SequenceLike, tokens: Tokens) -> None:
         """Until the sequence is forgotten."""
-        self._kept[seq.seq_id] = (seq, tokens)
+        self._kept[core.seq_id_of(seq)] = (seq, tokens)
 
-    def forget(self, seq: SequenceLike) -> None:
+    def forget(self, seq_id: object) -> None:
         """No-op where nothing is kept."""
         if self._kept:
-            self._kept.pop(seq.seq_id, None)
+            self._kept.pop(seq_id, None)
 
     def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
         block_size, parent, algorithm = self.key

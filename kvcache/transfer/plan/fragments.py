@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import MAX_INT32
+from kvcache.checks import MAX_INT32, as_array
 
 
 class GroupFragments(NamedTuple):
@@ -210,7 +210,7 @@ def joined(kind: Callable, tables: list[tuple]) -> tuple:
 
 def page_ids(ids: np.ndarray, used: np.ndarray, name: str) -> np.ndarray:
     """ids as int64[groups, len(used)]; TypeError or ValueError where a used entry is not a page."""
-    given = np.asarray(ids)
+    given = as_array(ids, name)
     width = len(used)
     if given.size and given.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {given.dtype}: expected integers")

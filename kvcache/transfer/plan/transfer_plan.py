@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import integer
+from kvcache.checks import flag, instance, integer
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.fragments import (
     GroupFragments,
@@ -238,6 +238,9 @@ def plan_transfer(
     >>> plan_transfer(decode, prefill, 1, allow_permutation=False).num_fragments  # head by head
     64
     """
+    instance(local, CacheDescription, "local")
+    instance(remote, CacheDescription, "remote")
+    allow_permutation = flag(allow_permutation, "allow_permutation")
     check_same_content(local, remote)
     integer(local_rank, "local_rank", 0, local.world_size - 1)
     tokens_per_group = lcm(local.tokens_per_page, remote.tokens_per_page)

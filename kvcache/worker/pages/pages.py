@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed
 from kvcache.worker.pages.pinning import allocate_host
 from kvcache.worker.pages.regions import Region, check_apart, format_of, regions_of
 
@@ -75,11 +76,10 @@ class Pages:
         sizes: per layer the bytes of each of its fragments in a page. Each fragment has its own region;
         with `block_major` all bytes of a page are contiguous.
         """
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
+        num_blocks = integer(num_blocks, "num_blocks", 1)
+        sizes = _checked_sizes(sizes, num_blocks)
+        block_major = flag(block_major, "block_major")
         fragments = np.array([size for layer in sizes for size in layer], np.int64)
-        if (fragments < 0).any():
-            raise ValueError(f"sizes has {fragments.min()}: expected 0 bytes or more")
         layers = np.repeat(np.arange(len(sizes)), [len(layer) for layer in sizes])
         if block_major:
             strides = np.full(len(fragments), fragments.sum())
@@ -108,14 +108,23 @@ class Pages:
         Host memory must not have been pinned in several chunks: this does not know their borders, and
         copies across them fail. `on_host` pins large memory in chunks; use the pages that it returns.
         """
+        layers = listed(layers, "layers")
         flat = [
             (number, tensor)
             for number, layer in enumerate(layers)
-            for tensor in ([layer] if isinstance(layer, torch.Tensor) else layer)
+            for tensor in (
+                [layer] if isinstance(layer, torch.Tensor) else listed(layer, f"layer {number}")
+            )
         ]
+        for number, tensor in flat:
+            instance(tensor, torch.Tensor, f"layer {number}")
         if not flat:
             raise ValueError("there are no tensors: expected one or more per layer")
-        dims = [block_dim] * len(layers) if isinstance(block_dim, int) else list(block_dim)
+        if isinstance(block_dim, int):
+            dims = [block_dim] * len(layers)
+        else:
+            dims = listed(block_dim, "block_dim", "an integer, or one per layer")
+        dims = [integer(each, "block_dim", -MAX_INT32) for each in dims]
         if len(dims) != len(layers):
             raise ValueError(
                 f"block_dim has {len(dims)} entries: expected {len(layers)}, one per layer"
@@ -164,9 +173,9 @@ class Pages:
         memory stays pageable. `progress(done, total)` is called with bytes; without it, slow progress is
         logged. MemoryError where the host has less memory.
         """
-        if num_blocks < 1:
-            raise ValueError(f"num_blocks is {num_blocks}: expected 1 or more")
-        pin = self.device.type == "cuda" if pin_memory is None else pin_memory
+        num_blocks = integer(num_blocks, "num_blocks", 1)
+        own = self.device.type == "cuda"
+        pin = own if pin_memory is None else flag(pin_memory, "pin_memory")
         stride = self._packed_bytes
         memory, per_chunk, keep = allocate_host(
             num_blocks, stride, self.device if pin else None, progress
@@ -231,7 +240,8 @@ class Pages:
         return self.device.type == "cpu" and all(t.is_pinned() for t in tensors.values())
 
     def fragment(self, region: int) -> torch.Tensor:
-        """uint8[num_blocks, bytes]: one region's fragments, a view."""
+        """uint8[num_blocks, bytes]: one region's fragments, a view. TypeError or ValueError."""
+        region = integer(region, "region", most=len(self.sizes) - 1)
         shape = (self.num_blocks, int(self.sizes[region]))
         return self._view(region, shape)
 
@@ -240,9 +250,8 @@ class Pages:
 
         ValueError where the layer's bytes of a page are not contiguous.
         """
+        number = integer(number, "number", most=self.num_layers - 1)
         regions = np.flatnonzero(self.layers == number)
-        if len(regions) == 0:
-            raise ValueError(f"layer is {number}: expected 0 to {self.num_layers - 1}")
         ends = self.offsets[regions] + self.sizes[regions]
         storages = {self._owners[r].untyped_storage().data_ptr() for r in regions}
         if (ends[:-1] != self.offsets[regions][1:]).any() or len(storages) > 1:
@@ -270,3 +279,21 @@ class Pages:
         from kvcache.worker.swap.page_copy import PageCopy  # imports this module
 
         PageCopy(self, self).zero(ids)
+
+
+def _checked_sizes(sizes: Sequence[Sequence[int]], num_blocks: int) -> list[list[int]]:
+    """Bytes of fragments, per layer, that int64 counts for all pages. TypeError or ValueError."""
+    checked = [
+        [integer(size, f"sizes[{i}][{j}]", most=MAX_INT64) for j, size in enumerate(fragments)]
+        for i, fragments in enumerate(
+            listed(layer, f"sizes[{i}]") for i, layer in enumerate(listed(sizes, "sizes"))
+        )
+    ]
+    page_bytes = sum(map(sum, checked))
+    total = (page_bytes + ALIGNMENT * len(checked)) * num_blocks
+    if total > MAX_INT64:
+        raise ValueError(
+            f"sizes has {page_bytes} bytes a page and num_blocks is {num_blocks}: expected fewer than "
+            "2^63 bytes in all"
+        )
+    return checked

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import dtype_name, integer
+from kvcache.checks import dtype_name, integer, listed
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -228,6 +228,8 @@ class KVStorage:
         """
         if isinstance(kv_caches, Mapping):
             raise TypeError("kv_caches is a mapping: expected a sequence, one entry per layer")
+        if not isinstance(kv_caches, torch.Tensor):
+            kv_caches = listed(kv_caches, "kv_caches")
         if len(kv_caches) == 0:
             raise ValueError("kv_caches is empty: expected one entry per layer")
         self = cls.__new__(cls)
@@ -430,8 +432,10 @@ class KVStorage:
     ) -> None:
         """As `write`, for all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
         _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
-        slots = self._of_tokens(slot_mapping)
-        for layers, *caches in self._stacks():
+        slots, stacks = self._of_tokens(slot_mapping), self._stacks()
+        self._check_all_layers(key, "key", len(stacks) == 1)
+        self._check_all_layers(value, "value", len(stacks) == 1)
+        for layers, *caches in stacks:
             scales = self._scales(layers, key.dtype)
             ops.write_kv(key[layers], value[layers], *caches, slots, *scales)
 
@@ -452,6 +456,20 @@ class KVStorage:
             scales = self._scales(layers, dtype)
             ops.gather_kv(*caches, slots, key[layers], value[layers], *scales)
         return key, value
+
+    def _check_all_layers(self, tokens: torch.Tensor, name: str, in_one_call: bool) -> None:
+        """That a call per layer is refused in the first, before any layer is written."""
+        if tokens.ndim != 4 or tokens.shape[0] != self.num_layers:
+            raise ValueError(
+                f"{name} has shape {list(tokens.shape)}: expected "
+                f"[{self.num_layers}, num_tokens, num_kv_heads, head_size]"
+            )
+        if in_one_call:
+            return
+        memory = tokens.untyped_storage().data_ptr()
+        caches = [*self._keys, *self._values]
+        if any(memory == cache.untyped_storage().data_ptr() for cache in caches if cache.numel()):
+            raise ValueError(f"{name} shares memory with the storage: expected memory of its own")
 
     def _of_tokens(self, slots: torch.Tensor) -> torch.Tensor:
         """The slots, those in null blocks as -1; the ops know the first block."""

@@ -8,7 +8,16 @@ import weakref
 import numpy as np
 
 from kvcache import ops
-from kvcache.checks import MAX_INT64, check_once, check_range, flag, integer, integers
+from kvcache.checks import (
+    MAX_INT64,
+    check_once,
+    check_range,
+    flag,
+    instance,
+    integer,
+    integers,
+    shown,
+)
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.calibration import (
     COPY_ENGINE,
@@ -73,9 +82,11 @@ class SwapEngine:
         batch_copies: bool = True,
         streams: CudaStreams | CpuStreams | None = None,
     ) -> None:
+        instance(device, Pages, "device")
+        instance(host, Pages, "host")
         if host.device.type != "cpu":
             raise ValueError(f"the host's pages are on {host.device}: expected cpu")
-        if method not in (None, *METHODS):
+        if method is not None and (not isinstance(method, str) or method not in METHODS):
             raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
         if not isinstance(calibration, Calibration | None):
             raise TypeError(f"calibration is {calibration!r}: expected a Calibration or None")
@@ -150,8 +161,8 @@ class SwapEngine:
 
         ValueError for a layer out of range; RuntimeError while the calling stream is captured.
         """
-        if layer is not None and not 0 <= layer < self.device.num_layers:
-            raise ValueError(f"layer is {layer}: expected 0 to {self.device.num_layers - 1}")
+        if layer is not None:
+            layer = integer(layer, "layer", most=self.device.num_layers - 1)
         self.check_not_captured("before_read")
         event = job.done
         if layer is not None and job.error is None:
@@ -207,6 +218,9 @@ class SwapEngine:
 
     def num_fragments(self, direction: str, pairs: np.ndarray) -> int:
         """The number of fragments, those of consecutive pages merged; at least 1."""
+        if not isinstance(direction, str) or direction not in self._swap_streams:
+            raise ValueError(f"direction is {shown(direction)}: expected {OUT!r} or {IN!r}")
+        pairs = integers(pairs, "pairs", (2,))
         page_copy = self._swap_streams[direction].page_copy
         num_runs = len(pairs)
         if page_copy.is_dense and len(pairs) > 1:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from kvcache.checks import number as checked_number
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.swap.page_copy import PageCopy
 from kvcache.worker.swap.staging import Staging
@@ -120,7 +121,9 @@ class SwapStream:
 
 def until(is_over: Callable[[], bool], timeout_s: float | None, name: str) -> None:
     """Polls until `is_over()`. TimeoutError with `name` after `timeout_s`."""
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    deadline = None
+    if timeout_s is not None:
+        deadline = time.monotonic() + checked_number(timeout_s, "timeout_s")
     while not is_over():
         if deadline is not None and time.monotonic() >= deadline:
             raise TimeoutError(f"{name} is not over after {timeout_s} s")

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
+from kvcache.checks import as_array, check_range, integers
 from kvcache.worker.pages.pages import Pages
 
 
@@ -74,14 +75,16 @@ class PageCopy:
 
     def zero(self, ids: np.ndarray) -> None:
         """Clears whole pages of the destination; ids: int32[n]."""
-        self.copy(np.stack([np.full(len(ids), -1, np.int32), np.asarray(ids)], axis=1))
+        ids = integers(ids, "ids", ())
+        check_range("ids", "is page", ids, 0, self.destination.num_blocks)
+        self.copy(np.stack([np.full(len(ids), -1), ids], axis=1))
 
 
 def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
     """pairs as int32[n, 2]; tensors are returned unchanged. ValueError or TypeError unless integers."""
     if isinstance(pairs, torch.Tensor):
         return pairs
-    array = np.asarray(pairs)
+    array = as_array(pairs, "pairs")
     if array.ndim != 2 or array.shape[1] != 2:
         if array.size:
             raise ValueError(f"pairs has shape {list(array.shape)}: expected [n, 2]")

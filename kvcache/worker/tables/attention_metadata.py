@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvcache.checks import MAX_INT64, integer
+from kvcache.checks import MAX_INT64, flag, integer, listed
 from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
@@ -107,6 +107,7 @@ class AttentionMetadataBuilder:
             raise TypeError(
                 f"tables is a {type(tables).__name__}: expected a MultiGroupBlockTable or a BlockTable"
             )
+        flash_attn, flashinfer = flag(flash_attn, "flash_attn"), flag(flashinfer, "flashinfer")
         one = isinstance(tables, BlockTable)
         self._tables = tables._tables
         layouts = self._tables.layouts
@@ -425,7 +426,7 @@ def _checked_groups(groups: Sequence[int], num_groups: int) -> list[int]:
     expected = f"expected one or more of 0 to {num_groups - 1}, each once"
     if isinstance(groups, str) or not isinstance(groups, Iterable):
         raise TypeError(f"groups is {groups!r}: {expected}")
-    groups = list(groups)
+    groups = listed(groups, "groups")
     if not all(isinstance(g, int | np.integer) for g in groups):
         raise TypeError(f"groups is {groups}: {expected}")
     known = all(0 <= g < num_groups for g in groups)

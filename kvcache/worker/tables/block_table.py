@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvcache.checks import flag, integer
+from kvcache.checks import as_array, flag, integer
 from kvcache.specs import ContextParallel, checked_context_parallel
 from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView
@@ -278,6 +278,8 @@ class BlockTable:
 
     def get_device_tensor(self, num_reqs: int | None = None) -> torch.Tensor:
         """int32[num_reqs, width] on the device, a view."""
+        if num_reqs is not None:
+            num_reqs = integer(num_reqs, "num_reqs")
         return self.block_table.gpu[:num_reqs]
 
     def get_cpu_tensor(self) -> torch.Tensor:
@@ -296,7 +298,7 @@ class BlockTable:
         array([ 0,  1,  2,  3,  8,  9, 10, 11], dtype=int32)
         """
         blocks_per_kv_block = integer(blocks_per_kv_block, "blocks_per_kv_block", least=1)
-        ids = np.asarray(block_ids)
+        ids = as_array(block_ids, "block_ids")
         if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise TypeError(f"block_ids has dtype {ids.dtype}: expected a list of integers")
         wrong = np.flatnonzero((ids < 0) | (ids >= 2**31 // blocks_per_kv_block))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 import numpy as np
 import torch
 
-from kvcache.checks import flag, integer
+from kvcache.checks import flag, integer, num_entries, shown
 from kvcache.kinds import make_kind
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
@@ -230,7 +231,12 @@ class MultiGroupBlockTable:
         )
 
     def __getitem__(self, group: int) -> BlockTable:
-        return self.block_tables[group]
+        try:
+            return self.block_tables[index(group)]
+        except IndexError:
+            raise IndexError(f"group is {group}: expected 0 to {len(self) - 1}") from None
+        except TypeError:
+            raise TypeError(f"group is {shown(group)}: expected an integer") from None
 
     def __len__(self) -> int:
         return len(self.block_tables)
@@ -327,7 +333,8 @@ class MultiGroupBlockTable:
         self._tables.clear()
 
     def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
-        if len(block_ids) != len(self):
+        row = integer(row, "row")
+        if num_entries(block_ids, "block_ids") != len(self):
             raise ValueError(
                 f"block_ids has {len(block_ids)} groups: expected {len(self)}, one per table"
             )
@@ -339,7 +346,9 @@ class MultiGroupBlockTable:
             num_computed_tokens=NO_IDS,
             clear_rows=rows if clear else NO_IDS,
             append_rows=rows,
-            append_splits=[[0, len(ids)] for ids in block_ids],
+            append_splits=[
+                [0, num_entries(ids, f"block_ids[{g}]")] for g, ids in enumerate(block_ids)
+            ],
             append_ids=list(block_ids),
             replace=[NO_REPLACE] * len(self),
         )

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import flag, integer
+from kvcache.checks import as_array, flag, instance, integer, num_entries
 from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS, ContextParallel
 from kvcache.step import StepPlan, check_plan
@@ -337,8 +337,7 @@ class TableSet:
         given = (rows, positions, query_start_loc)
         on_device = any(map(is_on_device, given))
         if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
-            given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
-            rows, positions, query_start_loc = given
+            rows, positions, query_start_loc = _on_cpu(*given)
             self._compute_slots(rows, positions, query_start_loc, group)
             self.commit_slots(len(positions), group)
             return
@@ -367,7 +366,7 @@ class TableSet:
         given = (rows, self._in_places(positions, group), query_start_loc)
         if self._on_cuda and any(isinstance(x, torch.Tensor) and x.is_cuda for x in given):
             return self._slots_on_device(call.fields, *given)
-        given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
+        given = _on_cpu(*given)
         slots = self._host_slots.slots_of(call.place, *self._on_host(*given))
         return torch.from_numpy(slots).to(self.device)
 
@@ -434,19 +433,24 @@ class TableSet:
         """Rows in batch order, all groups by one launch; see `MultiGroupBlockTable`."""
         if max_num_tokens is None:
             max_num_tokens = self.longest_row()
-        elif max_num_tokens < 0:
-            raise ValueError(f"max_num_tokens is {max_num_tokens}: expected 0 or more")
+        else:
+            max_num_tokens = integer(max_num_tokens, "max_num_tokens", most=2**64)
+        instance(idx_mapping, torch.Tensor, "idx_mapping")
+        if num_computed_tokens is not None:
+            instance(num_computed_tokens, torch.Tensor, "num_computed_tokens")
         # Never fewer columns than before: what an earlier batch left there must not stay.
+        if not self._on_cuda:
+            idx_mapping = cpu_tensor(idx_mapping, "idx_mapping")
+            if num_computed_tokens is not None:
+                num_computed_tokens = cpu_tensor(num_computed_tokens, "num_computed_tokens")
         most = min(max(self._batch_tokens, max_num_tokens), 2**31 - 1)
         on_cpu = not self._on_cuda
         ops.gather_block_tables(
             self._arena.cpu if on_cpu else self._arena.gpu,
             self._fields,
             self.num_rows,
-            idx_mapping.cpu() if on_cpu else idx_mapping,
-            num_computed_tokens.cpu()
-            if on_cpu and num_computed_tokens is not None
-            else num_computed_tokens,
+            idx_mapping,
+            num_computed_tokens,
             most,
             self._batch_arena,
         )
@@ -545,6 +549,24 @@ def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
     return values if isinstance(values, torch.Tensor) else host_tensor(values, dtype, name)
 
 
+def _on_cpu(rows: object, positions: object, query_start_loc: object) -> list:
+    """The arguments of a slot mapping; tensors on the CPU."""
+    names = ("req_indices", "positions", "query_start_loc")
+    return [
+        cpu_tensor(each, name) if isinstance(each, torch.Tensor) else each
+        for each, name in zip((rows, positions, query_start_loc), names)
+    ]
+
+
+def cpu_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """A tensor on the CPU. TypeError for one without data, ValueError for one without end."""
+    num_entries(tensor, name)
+    try:
+        return tensor.cpu()
+    except NotImplementedError:
+        raise TypeError(f"{name} is on {tensor.device}: expected a device with memory") from None
+
+
 def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarray:
     """Integers of any kind as an array of the dtype that the host's slot mapping takes."""
     array = host_tensor(values, dtype, name).numpy()
@@ -556,8 +578,10 @@ def _one_dimensional(values: object, dtype: torch.dtype, name: str) -> np.ndarra
 def host_tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:
     """Integers of any kind as a CPU tensor of the dtype the op takes: int32 or int64."""
     if isinstance(values, torch.Tensor):
-        values = values.cpu().numpy()
-    array = np.asarray(values)
+        values = cpu_tensor(values, name)
+    array = as_array(values, name)
+    if array.ndim == 0:
+        raise ValueError(f"{name} has shape []: expected one dimension")
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {array.dtype}: expected integers")
     wanted = np.int32 if dtype == torch.int32 else np.int64

@@ -1,0 +1,238 @@
+"""Wrong and hostile arguments: drawn at random, and those that once broke something, by their numbers."""
+
+import os
+import subprocess
+import sys
+from decimal import Decimal
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import BlockSpaceManager, KVStorage, Pages, Request, ops
+from tests.emulation import ASAN, build_cpu_library
+from tests.shared import REPO
+from tests.test_kernels_under_asan import run_with_asan
+from tests.wrong_calls import driver
+from tests.wrong_calls.scenes import SCENES, Group, Seq
+from tests.wrong_calls.values import HUGE, ClaimsMany, ManyMembers
+
+SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
+UNCLEAR = 0.02  # of the refused calls
+
+
+@pytest.mark.parametrize("share", range(4))
+def test_calls_with_wrong_arguments_are_refused_by_name_and_change_nothing(share):
+    counts = driver.run(SEED, 1000 * share, 240)
+    print(f"seed {SEED}", *driver.summary(counts), sep="\n")
+    assert counts.findings == []
+    assert counts.kinds["unclear"] <= UNCLEAR * counts.kinds["clear"]
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_right_calls_of_a_scene_change_it_and_twins_agree(name):
+    assert SCENES[name]().follow() == SCENES[name]().follow()
+
+
+def test_ops_with_wrong_arguments_change_nothing():
+    command = [
+        sys.executable,
+        "-m",
+        "tests.wrong_calls.ops",
+        str(REPO / "kvcache/libkvcache_cpu.so"),
+    ]
+    command += ["--calls", "2000", "--seed", str(SEED)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+@pytest.mark.skipif(ASAN, reason="this is the run under sanitizers itself")
+@pytest.mark.exhaustive
+def test_ops_with_wrong_arguments_stay_inside_their_tensors():
+    library = str(build_cpu_library(asan=True))
+    done = run_with_asan(
+        "-m", "tests.wrong_calls.ops", library, "--calls", "20000", "--seed", str(SEED)
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "20000 calls" in done.stdout
+
+
+# --- memory
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "sizes", "error", "message"),
+    [
+        (
+            2**57 + 1,
+            [[128]],
+            ValueError,
+            r"num_blocks is 144115188075855873: expected 1 to 2147483647",
+        ),
+        (2**63 - 1, [[64, 64], [64]], ValueError, r"num_blocks is 9223372036854775807: expected"),
+        (Decimal(1), [[64]], TypeError, r"num_blocks is Decimal\('1'\): expected an integer"),
+        (True, [[64]], TypeError, "num_blocks is True: expected an integer"),
+        (
+            2**31 - 1,
+            [[2**40]],
+            ValueError,
+            r"sizes has 1099511627776 bytes a page .* fewer than 2\^63",
+        ),
+        (2, [[2**62, 2**62]], ValueError, r"sizes has 9223372036854775808 bytes a page"),
+        (2, [[2**64]], ValueError, r"sizes\[0\]\[0\] is 18446744073709551616: expected 0 to"),
+        (2, [[1.5]], TypeError, r"sizes\[0\]\[0\] is 1.5: expected an integer"),
+        (2, [ClaimsMany()], ValueError, r"sizes\[0\] has 1099511627776 entries"),
+        (2, 64, TypeError, "sizes is 64: expected a sequence"),
+    ],
+)
+def test_pages_whose_bytes_int64_does_not_count_are_refused(num_blocks, sizes, error, message):
+    with pytest.raises(error, match=message):
+        Pages.allocate(num_blocks, sizes)
+
+
+def token_io():
+    """Memory with a key cache at its beginning, and as much again behind it."""
+    memory = torch.zeros(1 << 12, dtype=torch.uint8)
+    cache = memory[:512].view(torch.bfloat16).view(4, 4, 2, 8)
+    tokens = torch.ones(8, 2, 8, dtype=torch.bfloat16)
+    return memory, cache, tokens
+
+
+@pytest.mark.parametrize("start", [0, 64, 504])
+def test_slots_in_the_cache_that_they_write_to_are_refused(start):
+    memory, cache, tokens = token_io()
+    slots = memory[start : start + 64].view(torch.int64)
+    with pytest.raises(RuntimeError, match="key_cache shares memory with slot_mapping"):
+        ops.write_kv(tokens, tokens.clone(), cache, torch.zeros_like(cache), slots)
+    with pytest.raises(RuntimeError, match="value_cache shares memory with slot_mapping"):
+        ops.write_kv(tokens, tokens.clone(), torch.zeros_like(cache), cache, slots)
+    assert memory.sum() == 0
+
+
+def test_slots_in_the_tokens_that_are_gathered_are_refused():
+    memory, cache, _ = token_io()
+    slots = memory[1024 : 1024 + 64].view(torch.int64)
+    key = memory[1024 : 1024 + 256].view(torch.bfloat16).view(8, 2, 8)
+    with pytest.raises(RuntimeError, match="key shares memory with slot_mapping"):
+        ops.gather_kv(cache, cache.clone(), slots, key, torch.ones_like(key))
+    assert memory.sum() == 0
+
+
+def test_scales_and_other_tokens_in_memory_that_is_written_are_refused():
+    memory, _, _ = token_io()
+    cache = memory[:256].view(torch.float8_e4m3fn).view(4, 4, 2, 8)
+    tokens, slots = torch.ones(1, 2, 8), torch.tensor([5])
+    scale = memory[8:12].view(torch.float32)
+    with pytest.raises(RuntimeError, match="key_cache shares memory with v_scale"):
+        other = cache.clone()
+        ops.write_kv(tokens, tokens, cache, other, slots, torch.ones(1), scale)
+    with pytest.raises(RuntimeError, match="key_cache shares memory with value"):
+        shared = memory[:64].view(torch.float32).view(1, 2, 8)
+        ops.write_kv(tokens, shared, cache, cache.clone(), slots, torch.ones(1), torch.ones(1))
+
+
+def test_offsets_and_ids_in_the_layers_that_are_permuted_are_refused():
+    memory = torch.zeros(1 << 12, dtype=torch.uint8)
+    cache = memory[:512].view(torch.float32).view(4, 2, 2, 8)
+    ids, offsets = torch.tensor([[1, 2]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
+    inside = memory[256:264].view(torch.int64)
+    with pytest.raises(RuntimeError, match="cache shares memory with offsets"):
+        ops.permute_blocks_(cache, inside, ids, 4, True)
+    behind = memory[1032:1040].view(torch.int32).view(1, 2)  # in the second layer
+    behind.copy_(ids)
+    with pytest.raises(RuntimeError, match="cache at offset 1024 shares memory with indices"):
+        ops.permute_blocks_(cache, torch.tensor([0, 1024]), behind, 4, True)
+    for wrong in ([-(2**63), 2**63 - 1], [2**62]):
+        with pytest.raises(RuntimeError, match=r"offsets has -?\d+: expected bytes from the cache"):
+            ops.permute_blocks_(cache, torch.tensor(wrong), ids, 4, True)
+    assert memory.sum() == 3 and offsets[0] == 0
+
+
+@pytest.mark.parametrize(
+    "region", [[2**62, 32, 0, 32, 32], [0, 2**61, 0, 32, 32], [0, 32, 0, 32, 2**62]]
+)
+def test_regions_beyond_int64_are_refused(region):
+    memory, pairs = torch.zeros(256, dtype=torch.uint8), torch.tensor([[0, 1]], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"regions\[0\] (leads beyond|has \d+ bytes)"):
+        ops.copy_blocks(None, memory, torch.tensor([region]), pairs, 8, 8)
+
+
+def test_regions_and_pairs_in_the_pages_that_are_written_are_refused():
+    memory = torch.zeros(256, dtype=torch.uint8)
+    regions, pairs = torch.tensor([[0, 32, 0, 32, 32]]), torch.tensor([[0, 1]], dtype=torch.int32)
+    inside = memory[64:72].view(torch.int32).view(1, 2)
+    with pytest.raises(RuntimeError, match=r"dst in regions\[0\] shares memory with pairs"):
+        ops.copy_blocks(None, memory, regions, inside, 8, 8)
+    inside = memory[64:104].view(torch.int64).view(1, 5)
+    inside.copy_(regions)
+    with pytest.raises(RuntimeError, match=r"dst in regions\[0\] shares memory with regions"):
+        ops.copy_blocks(None, memory, inside, pairs, 8, 8)
+
+
+def test_counts_in_the_slots_that_are_written_are_refused():
+    out = torch.zeros(1, 4, dtype=torch.int32)
+    groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+    tables, rows = torch.tensor([1, 2], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    counts = out[:, :1].view(1, 1)
+    with pytest.raises(RuntimeError, match="out shares memory with num_blocks_per_row"):
+        ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([0, 1]), counts, out)
+
+
+# --- sizes
+
+
+def test_what_has_no_end_is_refused_before_a_loop():
+    def endless():
+        while True:
+            yield 1
+
+    for tokens in (ClaimsMany(), ManyMembers(), range(HUGE), np.broadcast_to(np.int32(1), (HUGE,))):
+        with pytest.raises(
+            ValueError, match="token_ids has 1099511627776 entries: expected at most"
+        ):
+            Request("r", tokens)
+    with pytest.raises(TypeError, match=r"token_ids is <generator .*: expected integers"):
+        Request("r", endless())
+
+
+# --- state
+
+
+def test_a_sequence_that_lies_about_its_length_leaves_nothing():
+    class Changing(Seq):
+        def get_len(self):
+            self.asked = getattr(self, "asked", 0) + 1
+            return 5 if self.asked % 2 else 19
+
+    for caching in (False, True):
+        manager = BlockSpaceManager(4, 12, 0, enable_caching=caching)
+        liar = Seq(1, [1, 2, 3])
+        liar.length = 9
+        for seq in (liar, Changing(2, list(range(19)))):
+            group = Group(seq, request_id=seq.seq_id, encoder=Changing(9, [1] * 5))
+            for each in (group, Group(seq, request_id=seq.seq_id)):
+                try:
+                    manager.allocate(each)
+                except ValueError:
+                    pass
+                else:
+                    manager.free(seq)
+                    manager.free_cross(each)
+                manager.check_invariants()
+                assert manager.get_num_free_gpu_blocks() == 11
+
+
+def test_layers_of_another_number_leave_separate_layers_as_they_are():
+    caches = [torch.zeros(2, 5, 4, 2, 8) for _ in range(2)]
+    storage = KVStorage.from_tensors(caches)
+    good, slots = torch.ones(2, 1, 2, 8), torch.tensor([5])
+    for bad in (torch.ones(1, 1, 2, 8), torch.ones(3, 1, 2, 8), torch.ones(1, 2, 8)):
+        for key, value in ((good, bad), (bad, good)):
+            with pytest.raises(
+                ValueError, match=r"(key|value) has shape .*: expected \[2, num_tokens"
+            ):
+                storage.write_layers(key, value, slots)
+    shared = torch.as_strided(caches[1], (2, 1, 2, 8), (16, 16, 8, 1))
+    with pytest.raises(ValueError, match="value shares memory with the storage"):
+        storage.write_layers(good, shared, slots)
+    assert not any(cache.any() for cache in caches)

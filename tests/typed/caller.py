@@ -1,0 +1,78 @@
+"""A caller's file without a mistake: `mypy --strict` says nothing of it."""
+
+import numpy as np
+import torch
+
+import kvcache
+from kvcache import (
+    BlockPool,
+    BlockSpaceManager,
+    BlockTable,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    LayerSpec,
+    Pages,
+    Request,
+    Status,
+    StepReport,
+    Worker,
+    hash_blocks,
+    plan_cache,
+)
+from kvcache.transfer import CacheDescription, plan_transfer
+
+
+class Seq:
+    """A sequence of an engine."""
+
+    def __init__(self, seq_id: int, tokens: list[int]) -> None:
+        self.seq_id, self.tokens, self.status = seq_id, tokens, "WAITING"
+
+    def get_len(self) -> int:
+        return len(self.tokens)
+
+    def get_token_ids(self) -> list[int]:
+        return self.tokens
+
+
+def serve() -> int:
+    manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, enable_events=True)
+    request = Request("r1", range(40), cache_salt="tenant")
+    plan = manager.step(new=[request])
+    ids = manager.block_ids(request)
+    status = manager.would_fit(request, 1)
+    if status is not Status.SERVED:
+        manager.free(request)
+    manager.report(StepReport(plan.step_id, True))
+    return len(ids) + plan.num_running
+
+
+def move() -> torch.Tensor:
+    storage = KVStorage(num_blocks=9, block_size=16, num_kv_heads=2, head_size=8)
+    table = BlockTable(
+        block_size=16, max_num_reqs=4, max_num_blocks_per_req=8, max_num_batched_tokens=64
+    )
+    worker = Worker(storage, table, storage.pages.on_host(3))
+    storage.write(0, torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), torch.tensor([17]))
+    pages = Pages.allocate(3, [[64, 64]])
+    return storage.gather(0, torch.tensor([17 + worker.last_step_id, pages.num_blocks]))[0]
+
+
+def others() -> None:
+    layers = [LayerSpec("l", "full_attention", 16, 2, 8)]
+    cache = kvcache.build(plan_cache(layers, 2**20, max_model_len=64), max_num_reqs=2)
+    cache.manager.step([], [])
+    KVCacheManager.for_groups([GroupSpec("full_attention", 16)], 10, 64)
+    description = CacheDescription(
+        engine_id="a", num_layers=1, total_num_kv_heads=2, head_size=8, block_size=4
+    )
+    plan_transfer(description, description, 0).apply(np.array([[1]]), np.array([[1]]))
+    pool = BlockPool(5)
+    held = pool.allocate(2)
+    if held is not None:
+        pool.publish(held, hash_blocks(range(32), 16))
+    sequences = BlockSpaceManager(16, num_gpu_blocks=9, num_cpu_blocks=0)
+    free: int = sequences.get_num_free_gpu_blocks()
+    table: list[int] = sequences.get_block_table(Seq(free, [1, 2]))
+    del table

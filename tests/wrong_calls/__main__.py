@@ -1,0 +1,45 @@
+"""python -m tests.wrong_calls [--calls N | --seconds S] [--seed N] [--scene NAME]..."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+
+from tests.wrong_calls import driver
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--calls", type=int, default=0, help="how many; 0: until --seconds are over"
+    )
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
+    parser.add_argument("--first", type=int, default=0, help="number of the first call")
+    parser.add_argument("--scene", action="append", default=None)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        driver.child(options.seed, options.first, options.calls, options.scene)
+        return 0
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    print(f"seed {seed}", flush=True)
+    counts, first, chunk = driver.Counts(), options.first, options.calls or 2000
+    end = time.monotonic() + options.seconds
+    while True:
+        part = driver.run(seed, first, chunk, options.scene)
+        first += chunk
+        counts.calls += part.calls
+        counts.kinds.update(part.kinds)
+        counts.unclear.update(part.unclear)
+        counts.findings += part.findings
+        counts.examples = part.examples | counts.examples
+        if options.calls or time.monotonic() > end:
+            break
+    print(*driver.summary(counts), sep="\n")
+    return 1 if counts.findings else 0
+
+
+sys.exit(main())
