@@ -619,20 +619,20 @@ def test_what_is_no_plan_is_named(wrong):
 
 @pytest.mark.parametrize("wrong", [7, "x", np.zeros(3), torch.zeros(2), None])
 def test_what_a_worker_is_not_made_of_is_named(wrong):
-    w, kind = worker(), type(wrong).__name__
+    w = worker()
     for make, message in (
-        (lambda: Worker(wrong, w.tables), f"storage has type {kind}: expected a KVStorage"),
+        (lambda: Worker(wrong, w.tables), "storage is .*: expected a KVStorage"),
         (
             lambda: Worker([*w.storages, wrong], w.tables),
-            rf"storage\[1\] has type {kind}: expected a KVStorage",
+            r"storage\[1\] is .*: expected a KVStorage",
         ),
         (
             lambda: Worker(w.storages, wrong),
-            f"tables has type {kind}: expected a BlockTable or a MultiGroupBlockTable",
+            "tables is .*: expected a BlockTable or MultiGroupBlockTable",
         ),
         (
             lambda: Worker(w.storages, w.tables, 0 if wrong is None else wrong),
-            "host has type .*: expected a Pages",
+            "host is .*: expected a Pages",
         ),
     ):
         with pytest.raises(TypeError, match=f"^{message}"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, instance, integer, integers, listed, shown
+from kvcache.checks import MAX_INT64, instance, integer, integers, shown
 from kvcache.step import PLAN_VERSION, StepPlan, StepReport, check_plan
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
@@ -113,10 +113,13 @@ class Worker:
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
         if host is not None:
             instance(host, Pages, "host")
-        shared = isinstance(storage, KVStorage)
-        self.storages = [storage] * len(groups) if shared else listed(storage, "storage")
-        for g, each in enumerate(self.storages):
-            instance(each, KVStorage, f"storage[{g}]")
+        if isinstance(storage, list | tuple):
+            self.storages = list(storage)
+            for g, each in enumerate(self.storages):
+                instance(each, KVStorage, f"storage[{g}]")
+        else:
+            instance(storage, KVStorage, "storage")
+            self.storages = [storage] * len(groups)
         if len(self.storages) != len(groups):
             raise ValueError(
                 f"storage has {len(self.storages)} entries: expected {len(groups)}, one per group"

@@ -29,6 +29,7 @@ class BlockSpaceManager:
         eviction_options: Mapping[str, float] | None = None,
         enable_events: bool = False,
         hash_seed: str = ...,
+        hash_algorithm: str = ...,
         max_model_len: int = ...,
     ) -> None: ...
     @property
