@@ -191,6 +191,16 @@ class Int32Input {
   std::vector<int32_t> copy_;
 };
 
+// The values of several arrays, each a list of its own.
+inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, const char* name) {
+  std::vector<std::vector<int32_t>> out;
+  for (const py::handle& each : arrays) {
+    const Int32Input values(each, name);
+    out.emplace_back(values.data(), values.data() + values.size());
+  }
+  return out;
+}
+
 inline void require_same_length(py::ssize_t a, const char* a_name, py::ssize_t b,
                                 const char* b_name) {
   if (a == b) return;

@@ -20,6 +20,7 @@
 #include "core/groups/cache_group.h"
 #include "core/manager/manager.h"
 #include "python/arrays.h"
+#include "python/construct.h"
 
 namespace kvcache {
 namespace {
@@ -215,6 +216,17 @@ struct AllocatedSequence {
   int64_t num_computed(int64_t marked) const {
     return marked < num_prompt ? marked : std::max(marked, num_tokens - 1);
   }
+  // A prompt of these tokens as it begins, in no row yet.
+  static AllocatedSequence begun(const py::object& tokens, int64_t num_cached, bool skips_blocks) {
+    AllocatedSequence out{};
+    out.row = -1;
+    out.tokens = tokens;
+    out.reads_ids = py::cast<bool>(tokens.attr("are_read"));
+    out.skips_blocks = skips_blocks;
+    out.num_tokens = out.num_prompt = static_cast<int64_t>(py::len(tokens.attr("ids")));
+    out.num_cached = out.num_with_kv = num_cached;
+    return out;
+  }
   // A child as it begins.
   AllocatedSequence forked(int32_t child_row, const py::object& child_tokens) const {
     AllocatedSequence child = *this;
@@ -292,6 +304,19 @@ class SequenceCalls {
     return required;
   }
 
+  // A row with slots for the prompt of `sequences`, (seq_id, Tokens) each, behind a hit, which the
+  // first of them gets and the others share; and one for an encoder, (rows of encoders, request_id,
+  // Tokens of one token, number of tokens) or None, which fits. False, with nothing changed, where
+  // the prompt does not fit.
+  bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
+                 bool skips_blocks, const py::object& encoder);
+  // A row for a child that shares the blocks of `parent`.
+  void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
+  // Whether the sequence had a row, which is free now.
+  bool free_row(const py::object& seq_id);
+  // The pairs that move, (device block, host block) each; None where they do not fit.
+  py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
+
   // The calls.
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
@@ -303,6 +328,13 @@ class SequenceCalls {
   PyObject* get_common_computed_block_ids(py::handle seqs, py::handle) const;
 
  private:
+  void set_row(const py::object& seq_id, const py::object& owner, int32_t row) {
+    value_of(owner).row = row;
+    if (PyDict_SetItem(allocated_.ptr(), seq_id.ptr(), owner.ptr()) != 0) {
+      throw py::error_already_set();
+    }
+  }
+  void take_encoder_row(const py::tuple& encoder);
   static bool is_true(const py::object& value) {
     if (value.ptr() == Py_True || value.ptr() == Py_False) return value.ptr() == Py_True;
     const int answer = PyObject_IsTrue(value.ptr());
@@ -344,6 +376,91 @@ class SequenceCalls {
   py::dict allocated_;             // by seq_id
   mutable int64_t num_calls_ = 0;  // that name several sequences
 };
+
+std::shared_ptr<TokenChain> chain_of(const py::handle& tokens) {
+  return py::cast<std::shared_ptr<TokenChain>>(tokens.attr("chain"));
+}
+
+bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
+                              bool skips_blocks, const py::object& encoder) {
+  struct New {
+    py::object seq_id, owner;  // of an AllocatedSequence, in no row yet
+    std::shared_ptr<TokenChain> chain;
+  };
+  std::vector<New> all;
+  for (const py::handle& item : sequences) {
+    const auto each = py::cast<py::tuple>(item);
+    const py::object tokens = each[1];
+    AllocatedSequence begun = all.empty()
+                                  ? AllocatedSequence::begun(tokens, num_cached, skips_blocks)
+                                  : value_of(all[0].owner).forked(/*child_row=*/-1, tokens);
+    all.push_back({each[0], py::cast(std::move(begun)), chain_of(tokens)});
+  }
+  NewRow asked;
+  asked.chain = all[0].chain;
+  asked.num_tokens = value_of(all[0].owner).num_tokens - num_cached;
+  const Slots slots = native_->allocate(asked, int32_lists(hits, "computed_blocks"), 0);
+  if (slots.status != kvcache::Status::kServed) return false;
+  const Soundness::Change change = native_->change("allocate");
+  for (const New& each : all) {
+    const bool is_first = &each == all.data();
+    set_row(each.seq_id, each.owner,
+            is_first ? slots.row : native_->fork(slots.row, each.chain).row);
+  }
+  if (!encoder.is_none()) take_encoder_row(py::cast<py::tuple>(encoder));
+  return true;
+}
+
+// Blocks that a window leaves behind are not held of a prompt, but are of what comes later, and all
+// of an encoder's tokens are read: behind the first they come later.
+void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
+  const auto num_more = py::cast<int64_t>(encoder[3]) - 1;
+  NewRow asked;
+  asked.chain = chain_of(encoder[2]);
+  asked.num_tokens = 1;
+  const Slots slots = native_->allocate(asked, {{}}, num_more);
+  if (slots.status != kvcache::Status::kServed) {
+    throw std::logic_error("an encoder that fits got no slots");
+  }
+  if (num_more > 0) native_->append_known(slots.row, nullptr, num_more, 0);
+  py::cast<py::dict>(encoder[0])[encoder[1]] = py::int_(slots.row);
+}
+
+void SequenceCalls::fork_row(const py::object& parent, const py::object& seq_id,
+                             const py::object& tokens) {
+  const int32_t row = value_of(parent).row;
+  const py::object child = py::cast(value_of(parent).forked(/*child_row=*/-1, tokens));
+  const int32_t child_row = native_->fork(row, chain_of(tokens)).row;
+  const Soundness::Change change = native_->change("fork");
+  set_row(seq_id, child, child_row);
+}
+
+bool SequenceCalls::free_row(const py::object& seq_id) {
+  const auto known =
+      py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(allocated_.ptr(), seq_id.ptr()));
+  if (!known) {
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return false;
+  }
+  native_->free(value_of(known).row);
+  if (PyDict_DelItem(allocated_.ptr(), seq_id.ptr()) != 0) throw py::error_already_set();
+  return true;
+}
+
+py::object SequenceCalls::swap_out_rows(const std::vector<int32_t>& rows,
+                                        const py::list& sequences) const {
+  const auto moved = native_->swap_out(rows);
+  if (!moved) return py::none();
+  const Soundness::Change change = native_->change("swap_out");
+  for (const py::handle& each : sequences) {
+    value_of(py::reinterpret_borrow<py::object>(each)).forget_views();
+  }
+  py::list pairs;
+  for (size_t i = 0; i < moved->size(); i += 2) {
+    pairs.append(py::make_tuple((*moved)[i], (*moved)[i + 1]));
+  }
+  return std::move(pairs);
+}
 
 PyObject* SequenceCalls::can_allocate(py::handle group, py::handle num_lookahead_slots) const {
   const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
@@ -417,6 +534,7 @@ bool SequenceCalls::append(AllocatedSequence* known, const NewTokens& tokens, in
                            py::list* pairs) const {
   const Slots slots = native_->append_known(known->row, tokens.data(), tokens.size, num_lookahead);
   if (slots.status != kvcache::Status::kServed) return false;
+  const Soundness::Change change = native_->change("append_slots");
   const int64_t start = known->num_tokens;
   known->num_tokens = start + tokens.size;
   refresh_table(known, start / block_size_);
@@ -472,6 +590,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     ends.push_back(all.size());
   }
   py::list pairs;
+  std::optional<Soundness::Change> change;  // from the first sequence that is served on
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
     int64_t num_touched = 0;
@@ -487,6 +606,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
       if (!append(&value_of(all[i].owner), all[i].tokens, lookahead, &pairs)) {
         throw std::logic_error("slots that fit were not given");
       }
+      if (!change) change.emplace(native_->soundness(), "append_group_slots");
     }
   }
   return py::make_tuple(num_served, pairs).release().ptr();
@@ -584,11 +704,13 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
       more.emplace_back(std::move(owner), num_marked);
     }
   }
+  std::optional<Soundness::Change> change;  // from the first sequence that is marked on
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
     if (enable_caching_) native_->mark_computed(known.row, known.num_computed(each.second));
     known.num_with_kv = std::max(known.num_with_kv, known.num_computed(each.second));
     known.num_marked = each.second;
+    if (!change) change.emplace(native_->soundness(), "mark_blocks_as_computed");
   };
   if (first.first) mark(first);
   for (const auto& each : more) mark(each);
@@ -766,19 +888,6 @@ py::object native_method(const py::object& declaration) {
 
 void bind_sequences(py::module_& m) {
   py::class_<AllocatedSequence>(m, "AllocatedSequence")
-      .def(py::init(
-               [](int32_t row, const py::object& tokens, int64_t num_cached, bool skips_blocks) {
-                 const auto num_tokens = static_cast<int64_t>(py::len(tokens.attr("ids")));
-                 AllocatedSequence out{};
-                 out.row = row;
-                 out.tokens = tokens;
-                 out.reads_ids = py::cast<bool>(tokens.attr("are_read"));
-                 out.skips_blocks = skips_blocks;
-                 out.num_tokens = out.num_prompt = num_tokens;
-                 out.num_cached = out.num_with_kv = num_cached;
-                 return out;
-               }),
-           py::arg("row"), py::arg("tokens"), py::arg("num_cached"), py::arg("skips_blocks"))
       .def_readonly("row", &AllocatedSequence::row)
       .def_readonly("tokens", &AllocatedSequence::tokens)
       .def_readonly("num_tokens", &AllocatedSequence::num_tokens)
@@ -790,18 +899,26 @@ void bind_sequences(py::module_& m) {
                              [](const AllocatedSequence& self) -> py::object {
                                return self.table ? self.table : py::object(py::none());
                              })
-      .def_property_readonly("hits",
-                             [](const AllocatedSequence& self) -> py::object {
-                               return self.hits ? self.hits : py::object(py::none());
-                             })
-      .def("forked", &AllocatedSequence::forked)
-      .def("forget_views", &AllocatedSequence::forget_views);
-  py::class_<SequenceCalls>(m, "SequenceCalls")
-      .def(py::init<const py::object&, int64_t, std::optional<int64_t>, bool, int64_t, int64_t,
-                    const py::tuple&>(),
-           py::kw_only(), py::arg("native"), py::arg("block_size"), py::arg("sliding_window"),
-           py::arg("enable_caching"), py::arg("watermark_blocks"), py::arg("max_model_len"),
-           py::arg("statuses"))
+      .def_property_readonly("hits", [](const AllocatedSequence& self) -> py::object {
+        return self.hits ? self.hits : py::object(py::none());
+      });
+  def_init(
+      py::class_<SequenceCalls>(m, "SequenceCalls"),
+      [](const py::object& native, int64_t block_size, std::optional<int64_t> window,
+         bool enable_caching, int64_t watermark_blocks, int64_t max_model_len,
+         const py::tuple& statuses) {
+        return std::make_unique<SequenceCalls>(native, block_size, window, enable_caching,
+                                               watermark_blocks, max_model_len, statuses);
+      },
+      py::kw_only(), py::arg("native"), py::arg("block_size"), py::arg("sliding_window"),
+      py::arg("enable_caching"), py::arg("watermark_blocks"), py::arg("max_model_len"),
+      py::arg("statuses"))
+      .def("_take_rows", &SequenceCalls::take_rows, py::arg("sequences"), py::arg("hits"),
+           py::arg("num_cached"), py::arg("skips_blocks"), py::arg("encoder"))
+      .def("_fork_row", &SequenceCalls::fork_row, py::arg("parent"), py::arg("seq_id"),
+           py::arg("tokens"))
+      .def("_free_row", &SequenceCalls::free_row, py::arg("seq_id"))
+      .def("_swap_out_rows", &SequenceCalls::swap_out_rows, py::arg("rows"), py::arg("sequences"))
       .def_property_readonly("_allocated", &SequenceCalls::allocated)
       .def("_known", &SequenceCalls::known)
       .def("_num_new",

@@ -2,6 +2,7 @@
 #include <deque>
 
 #include "python/arrays.h"
+#include "python/construct.h"
 #include "worker/host_slots.h"
 #include "worker/host_tables.h"
 
@@ -201,11 +202,10 @@ void commit_slots(HostSlots& self, int64_t place, const py::object& num_tokens) 
 }
 
 void bind_slots(py::module_& m) {
-  py::class_<HostSlots>(m, "HostSlots")
-      .def(py::init(&make_host_slots), py::arg("tables"), py::arg("counts"), py::arg("num_rows"),
-           py::arg("groups"), py::arg("num_shared"), py::arg("slots"), py::arg("num_slots"),
-           py::arg("one_memory"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 7>())
+  def_init(py::class_<HostSlots>(m, "HostSlots"), &make_host_slots, py::arg("tables"),
+           py::arg("counts"), py::arg("num_rows"), py::arg("groups"), py::arg("num_shared"),
+           py::arg("slots"), py::arg("num_slots"), py::arg("one_memory"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 7>())
       .def("compute", &compute_slots)
       .def("slots_of", &slots_of)
       .def("commit", &commit_slots)
@@ -218,17 +218,17 @@ void bind_slots(py::module_& m) {
 
 void bind_worker(py::module_& m) {
   bind_slots(m);
-  py::class_<HostTables>(m, "HostTables")
-      .def(py::init(
-               [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
-                 std::vector<TableGroup> groups = table_groups(fields);
-                 int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
-                 for (const TableGroup& group : groups) size += num_rows * group.width;
-                 return std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
-                                                     std::move(groups), track);
-               }),
-           py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
-           py::keep_alive<1, 2>())
+  def_init(
+      py::class_<HostTables>(m, "HostTables"),
+      [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
+        std::vector<TableGroup> groups = table_groups(fields);
+        int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
+        for (const TableGroup& group : groups) size += num_rows * group.width;
+        return std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
+                                            std::move(groups), track);
+      },
+      py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
+      py::keep_alive<1, 2>())
       .def("apply", &apply)
       .def("append_row",
            [](HostTables& self, int64_t group, int64_t row, const py::object& block_ids,

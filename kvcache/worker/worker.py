@@ -138,6 +138,7 @@ class Worker:
             None  # whose bytes, or those of a step before, may still move
         )
         self._last_step_id = last_step_id  # of the plan that the tables have
+        self._begun: int | None = None  # the step that is being carried out, or that broke the worker
 
     @property
     def last_step_id(self) -> int:
@@ -152,7 +153,8 @@ class Worker:
         one first, or abort its step (`KVCacheManager.abort`). Plans of aborted steps need not come.
 
         A plan that does not fit raises, and changes nothing; so does, with RuntimeError, a plan with
-        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph. Abort the
+        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph. One that
+        fails in the midst of its moves breaks the worker, and every later plan says so. Abort the
         step of a plan that was refused: the next plan sends what it should have said. Where tables have
         too few rows for the requests, free requests too; a row that the tables have not is empty there,
         so plans may clear it.
@@ -181,7 +183,7 @@ class Worker:
                 self.engine.check_not_captured("Worker.start")
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
         self.tables.apply(plan, self.pages.num_blocks)
-        self._last_step_id = plan.step_id
+        self._begun = self._last_step_id = plan.step_id
         step = PendingStep(plan.step_id, self.engine, self._earlier())
         if self.engine is not None:
             self.engine.order_after_swap_ins()
@@ -191,9 +193,15 @@ class Worker:
         self._swap_in(moves, step)
         self.tables.commit_updates()
         self._last = step if step.may_wait() else None
+        self._begun = None
         return step
 
     def _check_order(self, plan: StepPlan) -> None:
+        if self._begun is not None:
+            raise RuntimeError(
+                f"the worker is broken: memory ran out within `start`, or a launch failed, when a part of "
+                f"step {self._begun} was carried out: make a new one"
+            )
         if plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")
         last, previous = self._last_step_id, plan.previous_step_id

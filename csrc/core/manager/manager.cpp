@@ -43,11 +43,18 @@ Manager::Manager(const ManagerOptions& options)
               setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
-      pins_(&tiers_.pool()) {}
+      pins_(&tiers_.pool()) {
+  tiers_.share(&guard_.soundness());
+}
 
 void Manager::set_now(int64_t ms) {
   check_caller();
   tiers_.set_now(ms);
+}
+
+const EventLog::Drained& Manager::events() {
+  const Call call(this);
+  return tiers_.events();
 }
 
 EventLog::Drained Manager::drain_events() {
@@ -172,6 +179,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   const std::vector<int64_t> hits = external_hits(request.new_rows);
   intake_.take_in(request);
   // From here on nothing is refused.
+  const Soundness::Change change = this->change("step");
   steps_.begin();
   steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
@@ -220,6 +228,7 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
                        "a new request");
   PrefixHit hit = PrefixHit::of_device(num_computed, computed);
   hit.reads = asked.reads();
+  const Soundness::Change change = this->change("allocate_slots");
   return server_.allocate(asked, hit, num_lookahead_tokens);
 }
 
@@ -227,6 +236,7 @@ int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
   const Call call(this);
   checks_.check_receive(row, num_tokens);
   intake_.hash_ahead(*rows_[row].chain, /*reads=*/true);
+  const Soundness::Change change = this->change("finish_receiving");
   recovery_.receive(row, rows_.info(row).num_hit + num_tokens);
   return rows_[row].num_computed;
 }
@@ -235,6 +245,7 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
   const Call call(this);
   checks_.check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
   intake_.hash_ahead(*rows_[row].chain, /*reads=*/false);
+  const Soundness::Change change = this->change("append_slots");
   return server_.append(row, num_tokens, num_lookahead_tokens);
 }
 
@@ -249,6 +260,7 @@ Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
     if (rows_[row].num_computed + n >= rows_[row].next_publish) {
       intake_.hash_ahead(*chain, /*reads=*/false);
     }
+    const Soundness::Change change = this->change("append_slots");
     slots = server_.append(row, n, num_lookahead_tokens);
   } catch (...) {
     chain->take_back(n);
@@ -274,6 +286,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     intake_.hash_filled(row);
     checks_.check_fork(row, *child);  // a digest may call back
   }
+  const Soundness::Change change = this->change("fork");
   return server_.fork(row, child);
 }
 
@@ -296,6 +309,7 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   checks_.check_swap(rows, /*on_host=*/false);
   for (int32_t row : rows) intake_.hash_filled(row);
   checks_.check_swap(rows, /*on_host=*/false);  // a digest may call back
+  const Soundness::Change change = this->change("swap_out");
   return swap_.swap_out(rows);
 }
 
@@ -303,16 +317,19 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   const Call call(this);
   checks_.check_has_host("swap_in was called");
   checks_.check_swap(rows, /*on_host=*/true);
+  const Soundness::Change change = this->change("swap_in");
   return swap_.swap_in(rows);
 }
 
 void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features,
                    const LeavingBlocks& blocks) {
+  if (guard_.is_broken()) return;
   const Call call(this);
   checks_.check_leaving(rows, n, blocks);
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
   }
+  const Soundness::Change change = this->change("free");
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) publisher_.publish(rows[i]);
     release_.leave(rows[i], features, blocks.departure_of(i));
@@ -322,6 +339,7 @@ void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& featur
 void Manager::release_kept(const std::string& name) {
   const Call call(this);
   checks_.check_kept(name);
+  const Soundness::Change change = this->change("release_blocks");
   tiers_.frees().release_kept(name);
 }
 
@@ -345,6 +363,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
     }
   }
   int64_t& num_marked = rows_.info(row).num_marked;
+  const Soundness::Change change = this->change("mark_blocks_as_computed");
   num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
   if (!r.on_host) publisher_.publish(row);
 }
@@ -362,6 +381,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
   checks_.check_report(step_id, completed, failed, failed_on_host);
   // Else nothing becomes invalid: most reports.
   if (!completed || !failed.empty() || !failed_on_host.empty()) intake_.hash_rows();
+  const Soundness::Change change = this->change(completed ? "report" : "abort");
   return recovery_.report(step_id, completed, failed, failed_on_host);
 }
 
@@ -371,6 +391,7 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const std::vector<BlockId> invalid(ids, ids + n);
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();
+  const Soundness::Change change = this->change("invalidate");
   return recovery_.invalidate(invalid, {});
 }
 
@@ -384,13 +405,17 @@ int64_t Manager::take_cached(int32_t row) {
     checks_.check_on_device(row);  // a digest may call back
   }
   const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false);
-  if (hit.num_tokens > rows_[row].num_computed) recovery_.restart(row);
+  if (hit.num_tokens > rows_[row].num_computed) {
+    const Soundness::Change change = this->change("take_cached");
+    recovery_.restart(row);
+  }
   return rows_[row].num_computed;
 }
 
 bool Manager::reset_prefix_cache() {
   const Call call(this);
   if (tiers_.any_held()) return false;
+  const Soundness::Change change = this->change("reset_prefix_cache");
   recovery_.clear_cache();
   return true;
 }
@@ -402,6 +427,7 @@ bool Manager::reset_group(int64_t group) {
     if (rows_.is_in_use(row) && rows_.blocks(row)[group].num_alive() > 0) return false;
   }
   if (tiers_.host() != nullptr && tiers_.host()->num_onboards() > 0) return false;
+  const Soundness::Change change = this->change("reset_prefix_cache");
   release_.note_forgotten();
   const auto id = static_cast<uint8_t>(group);
   tiers_.pool().evict_group(id);
@@ -411,6 +437,7 @@ bool Manager::reset_group(int64_t group) {
 
 void Manager::start_epoch() {
   const Call call(this);
+  const Soundness::Change change = this->change("start_epoch");
   recovery_.start_epoch();
 }
 

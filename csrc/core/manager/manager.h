@@ -11,7 +11,8 @@
 //
 // A manager belongs to the thread that first uses it. Every call that changes something first
 // checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
-// and nothing may have been changed by then, or be changed by others before the call ends.
+// and nothing may have been changed by then, or be changed by others before the call ends. Where
+// memory runs out after that, the manager is broken, and every later call but `free` says so.
 #pragma once
 
 #include <cstdint>
@@ -60,11 +61,17 @@ class Manager {
   const CacheStats& stats() const { return stats_; }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
+  const EventLog::Drained& events();  // that wait to be drained
   EventLog::Drained drain_events();
 
   // As CallGuard says. All calls up to `check_invariants` check it.
   void check_caller() { guard_.check_caller(); }
   void check_reader() const { guard_.check_reader(); }
+  bool is_broken() const { return guard_.is_broken(); }
+  void check_sound() const { guard_.check_sound(); }
+  // Until it ends, an exception breaks the manager: for what belongs to a call and follows on it.
+  Soundness::Change change(const char* call) { return {soundness(), call}; }
+  Soundness* soundness() { return &guard_.soundness(); }
 
   // The clock of residency times and of eviction policies: milliseconds since any moment, for all
   // calls from now on. Throws where it would go back. Without it, each call that may publish,
@@ -146,6 +153,7 @@ class Manager {
   // Row after row: publishes what has filled since the row was last served, then releases its
   // blocks, tail first, and the row; the next step's plan clears it, if a step admitted it.
   // `features`: what the caller says of the conversations, for the eviction policy.
+  // A broken manager has nothing to release.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const LeavingBlocks& blocks = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }

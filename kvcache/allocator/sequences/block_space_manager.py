@@ -55,7 +55,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     cross-attention table under its `request_id`; it neither takes hits nor is cached.
 
     Copy the pairs (source, destination) that calls return in the order of the calls. Every error is a
-    ValueError or TypeError and changes nothing. A manager belongs to the thread that first uses it.
+    ValueError or TypeError and changes nothing; MemoryError in the midst of a change breaks the manager,
+    as it does a `KVCacheManager`. A manager belongs to the thread that first uses it.
 
     >>> class Prompt:
     ...     seq_id, status = 0, "WAITING"
@@ -147,54 +148,53 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         has_encoder = seq_group.is_encoder_decoder()
         reads_ids = self.enable_caching and not has_encoder
         self._check_new(seq_group, seqs, reads_ids)
-        if has_encoder:
-            first = self._allocate_with_encoder(seq_group, seqs[0])
-        elif reads_ids:
-            first = self._allocate_behind_hit(seqs[0])
+        if reads_ids:
+            tokens = self._tokens.read(seqs[0])
         else:
-            first = self._allocate_plain(seqs[0])
-        if first is None:
+            tokens = self._tokens.unread(core.length_of(seqs[0]))
+        new = [(seqs[0].seq_id, tokens)]
+        new += [(seq.seq_id, self._tokens.copy_of(tokens)) for seq in seqs[1:]]
+        if has_encoder:
+            fits = self._take_with_encoder(seq_group, new)
+        elif reads_ids:
+            fits = self._take_behind_hit(new)
+        else:
+            fits = self._take(new, [NO_IDS], 0)
+        if not fits:
             what = f"seq_group {seq_group.request_id!r} does not fit"
             fail_to_fit(what, self._pool.num_free, "can_allocate")
-        self._admit(seqs[0], first)
-        for seq in seqs[1:]:
-            self._fork(first, seq, self._tokens.copy_of(first.tokens))
+        for seq in seqs:
+            self._tokens.forget(seq)
 
-    def _allocate_plain(self, seq: SequenceLike) -> core.AllocatedSequence | None:
-        return self._row_for(self._tokens.unread(core.length_of(seq)), [NO_IDS], 0)
+    def _take_behind_hit(self, new: list[tuple[object, Tokens]]) -> bool:
+        hits, num_cached = self._hit_of(new[0][1])
+        if self._take(new, hits, num_cached):
+            return True
+        # With a window, more is held behind a hit than without.
+        return bool(num_cached) and self._take(new, [NO_IDS], 0)
 
-    def _allocate_behind_hit(self, seq: SequenceLike) -> core.AllocatedSequence | None:
-        tokens = self._tokens.read(seq)
-        hits, num_cached = self._hit_of(tokens)
-        known = self._row_for(tokens, hits, num_cached)
-        if known is None and num_cached:
-            # With a window, more is held behind a hit than without.
-            return self._row_for(tokens, [NO_IDS], 0)
-        return known
-
-    def _allocate_with_encoder(
-        self, seq_group: SequenceGroupLike, seq: SequenceLike
-    ) -> core.AllocatedSequence | None:
-        num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
-        if self._num_required(seq_group, core.length_of(seq)) > self._pool.num_free:
-            return None
-        known = self._allocate_plain(seq)
-        if known is not None:
-            self._cross.allocate(seq_group.request_id, num_encoder_tokens)
-        return known
-
-    def _row_for(
-        self, tokens: Tokens, hits: list, num_cached: int
-    ) -> core.AllocatedSequence | None:
-        """A row of these tokens behind a hit; None where it does not fit."""
-        num_tokens = len(tokens.ids)
-        answer = self._native.allocate(tokens.chain, num_tokens - num_cached, hits, 0)
-        if answer is None:
-            return None
-        num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
-        return core.AllocatedSequence(
-            answer[0], tokens, num_cached, bool(num_skipped and not num_cached)
+    def _take_with_encoder(
+        self, seq_group: SequenceGroupLike, new: list[tuple[object, Tokens]]
+    ) -> bool:
+        encoder = self._cross.new_row(
+            seq_group.request_id, core.encoder_length(seq_group, self.max_model_len)
         )
+        if self._num_required(seq_group, len(new[0][1].ids)) > self._pool.num_free:
+            return False
+        return self._take(new, [NO_IDS], 0, encoder)
+
+    def _take(
+        self,
+        new: list[tuple[object, Tokens]],
+        hits: list,
+        num_cached: int,
+        encoder: tuple | None = None,
+    ) -> bool:
+        """Rows of these sequences, by seq_id, behind a hit; False where they do not fit."""
+        num_tokens = len(new[0][1].ids)
+        num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
+        skips_blocks = bool(num_skipped and not num_cached)
+        return self._take_rows(new, hits, num_cached, skips_blocks, encoder)
 
     # Growth ----------------------------------------------------------------------------------------
 
@@ -239,13 +239,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             )
         core.check_tier(self._native, parent.row, "parent_seq", parent_seq.seq_id, on_host=False)
         tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
-        self._fork(parent, child_seq, tokens)
-
-    def _fork(
-        self, parent: core.AllocatedSequence, child_seq: SequenceLike, tokens: Tokens
-    ) -> None:
-        row = self._native.fork(parent.row, tokens.chain)
-        self._admit(child_seq, parent.forked(row, tokens))
+        self._fork_row(parent, child_seq.seq_id, tokens)
+        self._tokens.forget(child_seq)
 
     # Checks ----------------------------------------------------------------------------------------
 

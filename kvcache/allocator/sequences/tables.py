@@ -73,11 +73,7 @@ class SequenceTables(core.SequenceCalls):
 
     def free(self, seq: SequenceLike) -> None:
         """Releases a sequence's blocks, on either tier; does nothing for a sequence without blocks."""
-        known = self._allocated.get(seq.seq_id)
-        if known is not None:
-            self._native.free(known.row)
-            del self._allocated[seq.seq_id]
-        else:
+        if not self._free_row(seq.seq_id):
             self._tokens.forget(seq)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
@@ -118,10 +114,6 @@ class SequenceTables(core.SequenceCalls):
             rows.append(row)
         cross = self._cross.row_on(seq_group.request_id, on_host)
         return rows if cross is None else [*rows, cross]
-
-    def _admit(self, seq: SequenceLike, known: core.AllocatedSequence) -> None:
-        self._allocated[seq.seq_id] = known
-        self._tokens.forget(seq)
 
 
 def as_pairs(pairs: np.ndarray) -> Pairs:
