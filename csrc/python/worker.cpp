@@ -60,7 +60,7 @@ void let_go(const HostTables& tables, Int32Input* input) {
 
 void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
            const py::sequence& append_splits, const py::sequence& append_ids,
-           const py::sequence& replace, int64_t num_blocks) {
+           const py::sequence& replace, int64_t num_blocks, HostSlots* slots) {
   Int32Input clear(clear_rows, "clear_rows");
   Int32Input append(append_rows, "append_rows");
   let_go(self, &clear);
@@ -85,6 +85,7 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
   }
   self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
              num_blocks);
+  if (slots != nullptr) slots->begin_step();
 }
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
@@ -229,7 +230,9 @@ void bind_worker(py::module_& m) {
       },
       py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
       py::keep_alive<1, 2>())
-      .def("apply", &apply)
+      .def("apply", &apply, py::arg("clear_rows"), py::arg("append_rows"), py::arg("append_splits"),
+           py::arg("append_ids"), py::arg("replace"), py::arg("num_blocks"),
+           py::arg("slots") = nullptr)
       .def("append_row",
            [](HostTables& self, int64_t group, int64_t row, const py::object& block_ids,
               bool reset) {

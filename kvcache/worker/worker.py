@@ -138,7 +138,9 @@ class Worker:
             None  # whose bytes, or those of a step before, may still move
         )
         self._last_step_id = last_step_id  # of the plan that the tables have
-        self._begun: int | None = None  # the step that is being carried out, or that broke the worker
+        self._begun: int | None = (
+            None  # the step that is being carried out, or that broke the worker
+        )
 
     @property
     def last_step_id(self) -> int:
@@ -199,8 +201,8 @@ class Worker:
     def _check_order(self, plan: StepPlan) -> None:
         if self._begun is not None:
             raise RuntimeError(
-                f"the worker is broken: memory ran out within `start`, or a launch failed, when a part of "
-                f"step {self._begun} was carried out: make a new one"
+                "the worker is broken: memory ran out within `start`, or a launch failed, in "
+                f"the midst of step {self._begun}: make a new one"
             )
         if plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {plan.version}: expected {PLAN_VERSION}")

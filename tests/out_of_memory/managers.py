@@ -78,6 +78,14 @@ class Managed:
             lambda: m.drain_events(),
             lambda: m.num_fenced_blocks,
             lambda: m.set_now(9),
+            lambda: m.num_computed_tokens(a),
+            lambda: m.fork(a, Request("z", a.token_ids)),
+            lambda: m.append_slots(a, 1),
+            lambda: m.is_swapped_out(a),
+            lambda: m.finish_receiving(a),
+            lambda: m.allocate_slots(Request("y", range(9)), 4),
+            lambda: m.evict([1]),
+            lambda: m.reset_prefix_cache(),
         ]
 
     def state(self) -> Iterator[Callable[[], object]]:
@@ -215,7 +223,12 @@ def _trial(groups, options, call, prepare) -> Trial:
     managed = Managed(groups, **options)
     if prepare is not None:
         prepare(managed)
-    return Trial(lambda: call(managed), managed.state, managed.refusals())
+    return Trial(
+        lambda: call(managed),
+        managed.state,
+        managed.refusals(),
+        free=lambda: managed.manager.free(*managed.requests.values()),
+    )
 
 
 _PREPARED: dict[str, Callable[[Managed], object]] = {

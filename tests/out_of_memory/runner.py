@@ -68,7 +68,6 @@ def _say_broken(trial: Trial) -> list[bool]:
             return False
         return False
 
-    # The first one changes nothing, broken or not.
     if not trial.refusals or not refuses(trial.refusals[0]):
         return []
     return [refuses(call) for call in trial.refusals]
@@ -96,6 +95,7 @@ def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str,
         del raised
         said = _say_broken(trial)
         if all(said) and said:
+            trial.free()
             continue
         if any(said):
             return BROKEN_SILENT, f"calls that say so: {said}"

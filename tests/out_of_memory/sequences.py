@@ -116,7 +116,12 @@ _CALLS: dict[str, Callable[[Spaced], object]] = {
 
 def _trial(window: int | None, caching: bool, call: Callable[[Spaced], object]) -> Trial:
     spaced = Spaced(window, caching)
-    return Trial(lambda: call(spaced), spaced.state, spaced.refusals())
+    return Trial(
+        lambda: call(spaced),
+        spaced.state,
+        spaced.refusals(),
+        free=lambda: [spaced.manager.free(seq) for seq in spaced.seqs.values()],
+    )
 
 
 def sequence_cases() -> list[Case]:

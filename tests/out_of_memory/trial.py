@@ -19,8 +19,9 @@ class Trial:
     call: Callable[[], object]
     # Calls that show all of its state; they change it. The answers, in any form.
     state: Callable[[], Iterator[object]]
-    # Calls that a broken object refuses.
+    # Calls that a broken object refuses; the first of them changes nothing of a sound one.
     refusals: list[Callable[[], object]]
+    free: Callable[[], object] = lambda: None  # what a broken object still does
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kvcache.step import NO_REPLACE
 from kvcache.worker import SwapError
 from tests.out_of_memory.trial import Case, Trial
 
-GROUPS = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 8, {"window": 16})]
+GROUPS = [GroupSpec("full_attention", 4), GroupSpec("sliding_window", 4, {"window": 16})]
 
 
 def _ids(*values: int) -> np.ndarray:
@@ -44,15 +44,14 @@ class Tabled:
         self.tables = MultiGroupBlockTable.for_groups(
             GROUPS, max_num_reqs=6, max_model_len=64, max_num_batched_tokens=32
         )
-        first = KVStorage(num_blocks=20, block_size=4, num_kv_heads=2, head_size=2)
-        second = KVStorage.over(first.pages, block_size=8, num_kv_heads=1, head_size=2)
-        self.pages = first.pages
+        storage = KVStorage(num_blocks=20, block_size=4, num_kv_heads=2, head_size=2)
+        self.pages = storage.pages
         self.host = self.pages.on_host(10)
         for page in range(1, 20):
             self.pages.fragment(0)[page] = page
         for page in range(1, 10):
             self.host.fragment(0)[page] = 100 + page
-        self.worker = Worker([first, second], self.tables, self.host)
+        self.worker = Worker(storage, self.tables, self.host)
         for row in (0, 1, 3):
             self.tables.add_row([[1 + row, 2, 3], [4, 10 + row]], row)
         self.tables.commit_updates()
@@ -76,7 +75,9 @@ class Tabled:
             yield table.get_device_tensor
 
     def refusals(self) -> list[Callable[[], object]]:
-        plan = _plan(self.worker.last_step_id)  # refused as one that came before, unless it is broken
+        plan = _plan(
+            self.worker.last_step_id
+        )  # refused as one that came before, unless it is broken
         return [lambda: self.worker.apply(plan), lambda: self.worker.start(plan)]
 
 

@@ -137,8 +137,8 @@ class Manager {
   // order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
-  bool is_on_host(int32_t row) const { return rows_.at(row).on_host; }
-  bool by_step(int32_t row) const { return rows_.at(row).by_step; }
+  bool is_on_host(int32_t row) const { return row_at(row).on_host; }
+  bool by_step(int32_t row) const { return row_at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
   // As RowSwap says. 0 slots or more, per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
@@ -203,14 +203,14 @@ class Manager {
   int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
   int64_t num_kept() const { return tiers_.frees().num_kept(); }
   int64_t num_external(int32_t row) const {  // of a receiving row
-    return rows_.at(row).num_computed - rows_.info(row).num_hit;
+    return row_at(row).num_computed - rows_.info(row).num_hit;
   }
-  bool is_receiving(int32_t row) const { return rows_.at(row).is_receiving; }
+  bool is_receiving(int32_t row) const { return row_at(row).is_receiving; }
   int64_t num_loading() const {  // blocks
     return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
   }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
-  int64_t num_computed_tokens(int32_t row) const { return rows_.at(row).num_computed; }
+  int64_t num_computed_tokens(int32_t row) const { return row_at(row).num_computed; }
   // Whether the next plan sends the row's whole table.
   bool must_resend(int32_t row) const {
     rows_.at(row);
@@ -221,6 +221,11 @@ class Manager {
   void check_invariants() const;
 
  private:
+  const Row& row_at(int32_t row) const {
+    check_sound();
+    return rows_.at(row);
+  }
+
   // A call that may change something, or asks what only its thread may ask.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) { manager->tiers_.read_clock(); }

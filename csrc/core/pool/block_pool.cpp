@@ -300,6 +300,7 @@ void BlockPool::evict_group(uint8_t group) {
 }
 
 bool BlockPool::reset() {
+  check_sound();
   if (num_free_ != num_total()) return false;
   clear();
   return true;

@@ -143,6 +143,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
+        self._native.check_caller()
         seqs = core.sequences_with(seq_group, WAITING)
         # The KV of a decoder depends on the encoder's input: others cannot use it.
         has_encoder = seq_group.is_encoder_decoder()
@@ -232,6 +233,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         checked and, with caching, `extra_hash()` and the last `block_size` of those tokens. The caller
         promises that all earlier tokens are the parent's too.
         """
+        self._native.check_caller()
         parent = self._known(parent_seq)
         if child_seq.seq_id in self._allocated:
             raise ValueError(
