@@ -13,7 +13,7 @@ SECONDS ?= 600
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-exhaustive planted-breaks setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize soak dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -28,6 +28,10 @@ test-exhaustive: setup
 # Plants defects, one at a time; each must be noticed by the tests of `make test`.
 planted-breaks: setup
 	$(BIN)/python -m tests.planted_breaks
+
+# The same with the many small changes of tests/mutants.py; prints how many were noticed of how many. Hours.
+mutants: setup
+	$(BIN)/python -m tests.planted_breaks --mutants
 
 setup: $(VENV)/.built
 

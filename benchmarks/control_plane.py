@@ -80,7 +80,11 @@ def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
 
 
 def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
-    """All calls of a decode step of both planes, one token per row and no row that needs a block."""
+    """All calls of a decode step of both planes, one token per row and no row that needs a block.
+
+    The peer of all of them: an allocator row by row in Python, and numpy's slot mapping.
+    """
+    from benchmarks.tables import NumpyTables
     from kvcache import BlockTable, KVStorage, Worker
 
     num_steps = 65
@@ -93,9 +97,30 @@ def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
     worker.apply(plan)
     rows, ones = plan.rows, np.ones(num_rows, np.int32)
     positions = np.full(num_rows, 20)
-    times: dict[str, list[float]] = {name: [] for name in ("step", "apply", "slots", "report")}
+    cache = peers.PrefixCache(num_blocks)
+    prompts = [np.arange(20) + i for i in range(num_rows)]
+    running = [peers.Sequence(cache, each.tolist(), 16) for each in prompts]
+    peer_tables, wide, as_list = (
+        NumpyTables(1, num_rows, 16, 512),
+        rows.astype(np.int64),
+        [1] * num_rows,
+    )
+    for row, sequence in enumerate(running):
+        peer_tables.append_row(0, sequence.table, row)
+
+    def step_of_peer() -> None:
+        new = peers.decode_step(cache, running, 16, as_list)
+        for row, blocks in enumerate(new):
+            if blocks:
+                peer_tables.append_row(0, blocks, row)
+        peer_tables.slot_mapping(wide, positions, 16)
+
+    names = ("peer", "step", "apply", "slots", "report")
+    times: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(num_steps):
         marks = [perf_counter()]
+        step_of_peer()
+        marks.append(perf_counter())
         plan = manager.step(rows, ones, token_ids=ones)
         marks.append(perf_counter())
         report = worker.apply(plan)
@@ -110,7 +135,9 @@ def decode_calls(num_rows: int, bar: float) -> Iterator[Result]:
             times[name].append(end - start)
         assert plan.is_empty and report.completed
     us = {name: statistics.median(taken) * 1e6 for name, taken in times.items()}
-    yield Result(f"all calls of a decode step, {num_rows} rows", "us", sum(us.values()), bar=bar)
+    peer, ours = us.pop("peer"), sum(us.values())
+    against = "Python, row by row; numpy slot mapping"
+    yield Result(f"all calls of a decode step, {num_rows} rows", "us", ours, peer, against, bar)
     yield Result("  manager.step", "us", us["step"])
     yield Result("  worker.apply of a plan that changes nothing", "us", us["apply"], bar=3)
     yield Result("  slot mapping, computed and committed", "us", us["slots"])

@@ -275,6 +275,35 @@ def decode_step(
     return new_blocks
 
 
+class GroupMember:
+    """A sequence as an engine's scheduler has it."""
+
+    def __init__(self, seq_id: int, token_ids: list[int], status: str = "WAITING") -> None:
+        self.seq_id = seq_id
+        self.token_ids = token_ids
+        self.status = status
+
+    def get_len(self) -> int:
+        return len(self.token_ids)
+
+    def get_token_ids(self) -> list[int]:
+        return self.token_ids
+
+
+class Group:
+    """A sequence group of one sequence."""
+
+    def __init__(self, sequence: GroupMember) -> None:
+        self.request_id = str(sequence.seq_id)
+        self.sequences = [sequence]
+
+    def get_seqs(self) -> list[GroupMember]:
+        return self.sequences
+
+    def is_encoder_decoder(self) -> bool:
+        return False
+
+
 class Block:
     """One entry of a sequence's table: its block, and the tokens in it."""
 
@@ -287,13 +316,20 @@ class Block:
 
 
 class SequenceBlocks:
-    """A sequence-group manager as engines write it: an object and a step of Python per block."""
+    """A sequence-group manager as engines write it: an object and a step of Python per block.
 
-    def __init__(self, num_blocks: int, num_host_blocks: int, block_size: int) -> None:
+    Its calls are those of `BlockSpaceManager`, with the same sequences and groups.
+    """
+
+    def __init__(
+        self, block_size: int, num_blocks: int, num_host_blocks: int, enable_caching: bool
+    ) -> None:
         self.size = block_size
+        self.caching = enable_caching
         self.refs = [0] * num_blocks
         self.free_blocks = deque(range(1, num_blocks))
         self.free_pages = deque(range(1, num_host_blocks))
+        self.watermark = num_blocks // 100
         self.tables: dict[int, list[Block]] = {}
         self.lengths: dict[int, int] = {}
         self.accesses: dict[int, float] = {}
@@ -310,26 +346,49 @@ class SequenceBlocks:
         if self.refs[block_id] == 0:
             self.free_blocks.append(block_id)
 
-    def allocate(self, seq_id: int, token_ids: list[int]) -> None:
+    def can_allocate(self, group: Group, lookahead: int = 0) -> str:
+        sequence = _with_status(group, "WAITING")[0]
+        required = -(-(sequence.get_len() + lookahead) // self.size)
+        if group.is_encoder_decoder():
+            required += -(-group.get_encoder_seq().get_len() // self.size)
+        if len(self.refs) - 1 - required < self.watermark:
+            return "NEVER"
+        return "OK" if len(self.free_blocks) - required >= self.watermark else "LATER"
+
+    def allocate(self, group: Group) -> None:
+        sequence = _with_status(group, "WAITING")[0]
+        token_ids = sequence.get_token_ids()
         table: list[Block] = []
         for start in range(0, len(token_ids), self.size):
             prev = table[-1] if table else None
             table.append(Block(prev, token_ids[start : start + self.size], self._take()))
-        self.tables[seq_id] = table
-        self.lengths[seq_id] = len(token_ids)
+        self.tables[sequence.seq_id] = table
+        self.lengths[sequence.seq_id] = len(token_ids)
+        if self.caching:
+            self.touched.extend(block.block_id for block in table)
 
-    def fork(self, parent: int, child: int) -> None:
+    def fork(self, parent: GroupMember, child: GroupMember) -> None:
         table: list[Block] = []
-        for block in self.tables[parent]:
+        for block in self.tables[parent.seq_id]:
             self.refs[block.block_id] += 1
             prev = table[-1] if table else None
             table.append(Block(prev, [*block.token_ids], block.block_id))
-        self.tables[child] = table
-        self.lengths[child] = self.lengths[parent]
+        self.tables[child.seq_id] = table
+        self.lengths[child.seq_id] = self.lengths[parent.seq_id]
 
-    def append(self, seq_id: int, token_ids: list[int]) -> list[tuple[int, int]]:
-        table, pairs = self.tables[seq_id], []
-        for token in token_ids:
+    def can_append_slots(self, group: Group, lookahead: int) -> bool:
+        touched = 0
+        for sequence in _with_status(group, "RUNNING"):
+            last = self.tables[sequence.seq_id][-1]
+            num_empty = self.size - len(last.token_ids)
+            num_new = sequence.get_len() - self.lengths[sequence.seq_id] + lookahead
+            touched += 1 + -(-max(num_new - num_empty, 0) // self.size)
+        return touched <= len(self.free_blocks)
+
+    def append_slots(self, sequence: GroupMember, lookahead: int) -> list[tuple[int, int]]:
+        table, pairs = self.tables[sequence.seq_id], []
+        unseen = sequence.get_token_ids()[self.lengths[sequence.seq_id] :]
+        for token in unseen:
             last = table[-1]
             if len(last.token_ids) == self.size:
                 last = Block(last, [], self._take())
@@ -339,52 +398,42 @@ class SequenceBlocks:
                 self._release(old)
                 pairs.append((old, last.block_id))
             last.token_ids.append(token)
-            self.touched.append(last.block_id)
-        self.lengths[seq_id] += len(token_ids)
+            if self.caching:
+                self.touched.append(last.block_id)
+        self.lengths[sequence.seq_id] += len(unseen)
         return pairs
 
-    def can_allocate(self, num_tokens: int, lookahead: int, watermark: int) -> str:
-        required = -(-(num_tokens + lookahead) // self.size)
-        if len(self.refs) - 1 - required < watermark:
-            return "NEVER"
-        return "OK" if len(self.free_blocks) - required >= watermark else "LATER"
+    def get_block_table(self, sequence: GroupMember) -> list[int]:
+        return [block.block_id for block in self.tables[sequence.seq_id]]
 
-    def can_append(self, lengths: dict[int, int], lookahead: int) -> bool:
-        touched = 0
-        for seq_id, length in lengths.items():
-            table, known = self.tables[seq_id], self.lengths[seq_id]
-            num_empty = self.size - len(table[-1].token_ids)
-            num_new = length - known + lookahead
-            touched += 1 + -(-max(num_new - num_empty, 0) // self.size)
-        return touched <= len(self.free_blocks)
+    def access_all_blocks_in_seq(self, sequence: GroupMember, now: float) -> None:
+        if self.caching:
+            self.accesses[sequence.seq_id] = now
 
-    def block_table(self, seq_id: int) -> list[int]:
-        return [block.block_id for block in self.tables[seq_id]]
-
-    def access(self, seq_id: int, now: float) -> None:
-        self.accesses[seq_id] = now
-
-    def mark_computed(self) -> None:
+    def mark_blocks_as_computed(self, group: Group, num_tokens: int) -> None:
         self.computed.update(self.touched)
         self.touched.clear()
 
-    def common_computed(self, seq_ids: list[int]) -> list[int]:
-        tables = [self.block_table(seq_id) for seq_id in seq_ids]
-        common = []
-        for ids in zip(*tables):
+    def get_common_computed_block_ids(self, sequences: list[GroupMember]) -> list[int]:
+        common: list[int] = []
+        for ids in zip(*map(self.get_block_table, sequences)):
             if len({*ids}) > 1 or ids[0] not in self.computed:
                 break
             common.append(ids[0])
         return common
 
-    def free(self, seq_id: int) -> None:
-        del self.lengths[seq_id]
-        for block in reversed(self.tables.pop(seq_id)):
+    def free(self, sequence: GroupMember) -> None:
+        del self.lengths[sequence.seq_id]
+        for block in reversed(self.tables.pop(sequence.seq_id)):
             self._release(block.block_id)
 
-    def swap_out(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+    def _blocks(self, group: Group, status: str) -> list[Block]:
+        sequences = _with_status(group, status)
+        return [block for each in sequences for block in self.tables[each.seq_id]]
+
+    def swap_out(self, group: Group) -> list[tuple[int, int]]:
         moved: dict[int, int] = {}
-        for block in [block for seq_id in seq_ids for block in self.tables[seq_id]]:
+        for block in self._blocks(group, "RUNNING"):
             old = block.block_id
             if old not in moved:
                 moved[old] = self.free_pages.popleft()
@@ -392,9 +441,9 @@ class SequenceBlocks:
             self._release(old)
         return [*moved.items()]
 
-    def swap_in(self, seq_ids: list[int]) -> list[tuple[int, int]]:
+    def swap_in(self, group: Group) -> list[tuple[int, int]]:
         moved: dict[int, int] = {}
-        for block in [block for seq_id in seq_ids for block in self.tables[seq_id]]:
+        for block in self._blocks(group, "SWAPPED"):
             page = block.block_id
             if page in moved:
                 self.refs[moved[page]] += 1
@@ -403,3 +452,7 @@ class SequenceBlocks:
                 self.free_pages.append(page)
             block.block_id = moved[page]
         return [*moved.items()]
+
+
+def _with_status(group: Group, status: str) -> list[GroupMember]:
+    return [sequence for sequence in group.get_seqs() if sequence.status == status]

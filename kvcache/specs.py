@@ -136,7 +136,8 @@ class LayerSpec:
     `kind` is a registered attention kind (`kvcache.kinds`), `options` are what it takes:
     "sliding_window" needs `window` (tokens a query sees, with itself), "chunked_local" `chunk_size`.
     A layer whose kind keeps a state ("recurrent") has `state_bytes` and leaves heads and sizes 0; a
-    state can be stored after every `block_size` tokens. A packed format is `uint8` with the head size in
+    state can be stored after every `block_size` tokens, and with `num_speculative_blocks` after each of
+    so many drafts. A packed format is `uint8` with the head size in
     bytes.
 
     MLA, the same in `KVStorage` and `kvcache.transfer.CacheDescription`: one head; `head_size` is the

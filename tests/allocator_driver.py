@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport, hash_blocks
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport, hash_blocks
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.kinds import AttentionKind, register
@@ -95,14 +95,27 @@ def _circular(window: int, buffer: int, cached: bool) -> Kind:
     )
 
 
-CHUNKED = Kind(
-    lambda size: GroupSpec("chunked_local", size, {"chunk_size": 10}),
-    lambda size: ModelGroup(size, lambda n: n // 10 * 10),
-)
-RECURRENT = Kind(
-    lambda size: GroupSpec("recurrent", size),
-    lambda size: ModelGroup(size, lambda n: max(n - 1, 0), STATE),
-)
+def _chunked(chunk: int) -> Kind:
+    return Kind(
+        lambda size: GroupSpec("chunked_local", size, {"chunk_size": chunk}),
+        lambda size: ModelGroup(size, lambda n: n // chunk * chunk),
+    )
+
+
+CHUNKED = _chunked(10)
+
+
+def _recurrent(num_speculative: int) -> Kind:
+    options = {"num_speculative_blocks": num_speculative} if num_speculative else {}
+    return Kind(
+        lambda size: GroupSpec("recurrent", size, options),
+        lambda size: ModelGroup(
+            size, lambda n: max(n - 1, 0), STATE, num_speculative=num_speculative
+        ),
+    )
+
+
+RECURRENT, RECURRENT_1, RECURRENT_3 = _recurrent(0), _recurrent(1), _recurrent(3)
 CROSS = Kind(
     lambda size: GroupSpec("cross_attention", size),
     lambda size: ModelGroup(size, pages=ENCODER),
@@ -137,6 +150,15 @@ MIXES = [
     ([(UNCACHED, 4), (UNCACHED_WINDOW, 2)], None),
     ([(FULL, 4), (_circular(6, 13, True), 2)], None),
     ([(FULL, 8), (_circular(5, 12, False), 4), (_window(6), 4)], 2),
+    ([(FULL, 4), (RECURRENT_1, 4)], None),
+    ([(FULL, 4), (RECURRENT_3, 4)], None),
+    ([(RECURRENT_3, 2), (_window(9), 2), (RECURRENT_3, 4)], None),
+    ([(RECURRENT_3, 1), (FULL, 2)], None),
+    ([(FULL, 8), (RECURRENT_3, 4), (RECURRENT_1, 6)], 2),
+    ([(RECURRENT_3, 12), (_window(5), 4), (FULL, 8)], 2),
+    ([(FULL, 4), (_chunked(3), 8)], 1),
+    ([(FULL, 2), (_window(6), 8)], None),
+    ([(FULL, 2), (RECURRENT, 4)], 2),
 ]
 
 
@@ -148,8 +170,9 @@ def groups_of(
     for kind, size in kinds:
         group = kind.model(size)
         drafts = group.pages == TOKENS and choose.chance(8)
-        specs.append(replace(kind.spec(size), drafts=drafts))
-        groups.append(replace(group, drafts=drafts))
+        options = {"drafts": drafts, "transferred": not choose.chance(8)}
+        specs.append(replace(kind.spec(size), **options))
+        groups.append(replace(group, **options))
     return specs, groups
 
 
@@ -183,17 +206,22 @@ class Driver:
         self.hash_bytes = choose.pick([5, 16, 31, 32]) if self.algorithm == ENGINE else None
         watermark = choose.pick([0.0, 0.0, 0.2])
         specs, groups = groups_of(choose, kinds)
-        self.manager = KVCacheManager.for_groups(
-            specs,
-            num_blocks,
-            LONGEST,
-            watermark=watermark,
-            enable_events=True,
-            track_residency=True,
-            hash_algorithm=self.algorithm,
-            hash_bytes=self.hash_bytes,
-            **options,
-        )
+
+        def make_manager() -> KVCacheManager:
+            return KVCacheManager.for_groups(
+                specs,
+                num_blocks,
+                LONGEST,
+                watermark=watermark,
+                enable_events=True,
+                track_residency=True,
+                hash_algorithm=self.algorithm,
+                hash_bytes=self.hash_bytes,
+                **options,
+            )
+
+        self.make_manager = make_manager
+        self.manager = make_manager()
         self.model = ModelManager(
             groups,
             num_blocks,
@@ -202,7 +230,10 @@ class Driver:
             **options,
         )
         self.has_state = any(group.pages == STATE for group in self.model.groups)
-        self.has_circular = any(group.pages == CIRCULAR for group in self.model.groups)
+        self.takes_external = not any(  # as `is_cached` natively
+            group.cached and not group.transferred and group.pages not in (ENCODER, CIRCULAR)
+            for group in groups
+        )
         self.has_encoder = any(group.pages == ENCODER for group in self.model.groups)
         self.num_groups = len(kinds)
         self.requests: dict[int, tuple[Request, ModelRequest]] = {}  # by row
@@ -228,7 +259,9 @@ class Driver:
             (1, self.release_blocks),
         ]
         if not self.has_state:
-            self.operations += [(2, self.allocate_slots), (3, self.append_slots), (1, self.reject)]
+            self.operations += [(2, self.allocate_slots), (3, self.append_slots)]
+        if not self.has_state or self.model.max_drafts:
+            self.operations += [(1, self.reject)]
         self.weighted = [each for weight, each in self.operations for _ in range(weight)]
 
     def run(self, num_operations: int) -> None:
@@ -331,21 +364,31 @@ class Driver:
             ids = [
                 self.later_tokens(self.requests[row][1], choose.pick([0, 1, 1, 3])) for row in rows
             ]
+        counts = [
+            min(
+                count,
+                self.most_with_drafts(row, self.model.rows[row].num_computed - back, len(new)),
+            )
+            for row, count, back, new in zip(rows, counts, rejected, ids)
+        ]
         pairs = [self.new_request() for _ in range(choose.pick([0, 0, 1, 1, 2, 3]))]
         limits = [choose.pick([1, 4, 8, LONGEST, LONGEST]) for _ in pairs]
         ahead = [choose.pick([0, 0, 0, 3, 9]) for _ in range(len(rows) + len(pairs))]
         starts = [self.model.rows[row].num_computed - n for row, n in zip(rows, rejected)]
         most = [self.model.most_slots(start) for start in [*starts, *[0] * len(pairs)]]
+        reserved = choose.pick([0, 0, 0, 4])
+        caps = [choose.pick([0, 2, 99, 99]) for _ in pairs]
+        reads, own_reads = self.reads_of_call(pairs)
+        external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, caps)]
+        delays = [n > 0 and choose.chance(2) for n in external]
+        for i, ((_, model), cap, n) in enumerate(zip(pairs, caps, external), len(rows)):
+            if n > 0:
+                most[i] = self.model.most_slots(self.model.capped_hit(model, cap)[0] + n)
         counts = [min(count, n) for count, n in zip(counts, most)]
         limits = [min(limit, n) for limit, n in zip(limits, most[len(rows) :])]
+        limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
         asked = [*counts, *limits]
         ahead = [min(each, n - count) for each, n, count in zip(ahead, most, asked)]
-        reserved = choose.pick([0, 0, 0, 4])
-        most = [choose.pick([0, 2, 99, 99]) for _ in pairs]
-        reads, own_reads = self.reads_of_call(pairs)
-        external = [self.num_external(model, cap) for (_, model), cap in zip(pairs, most)]
-        delays = [n > 0 and choose.chance(2) for n in external]
-        limits = [0 if delay else limit for limit, delay in zip(limits, delays)]
         in_step = choose.pick(["none", "none", "wait", "none" if self.has_state else "share"])
         self.before[self.model.num_steps] = copy.deepcopy(self.tables)
         for row, new_ids in zip(rows, ids):
@@ -362,13 +405,14 @@ class Driver:
             num_lookahead_tokens=ahead,
             num_reserved_blocks=reserved,
             swap_out=leaving,
-            max_host_blocks=most,
+            max_host_blocks=caps,
             num_external_computed_tokens=external,
             delay_cache_blocks=delays,
             in_step_hits=in_step,
             read_cache=reads,
         )
         models = [model for _, model in pairs]
+        known = [self.requests[row][1] for row in rows] + models
         want = self.model.step(
             rows,
             counts,
@@ -379,7 +423,7 @@ class Driver:
             ahead,
             reserved,
             leaving,
-            most,
+            caps,
             external,
             delays,
             in_step,
@@ -401,12 +445,48 @@ class Driver:
         assert set(map(tuple, plan.depends_on.tolist())) == want.depends_on
         self.check_destinations(plan)
         self.apply(plan)
+        answers = [*range(len(rows)), *range(len(rows) + len(leaving), len(want.status))]
+        for i, model, count, lookahead in zip(answers, known, asked, ahead):
+            if want.status[i] == Status.NEVER:
+                start = want.computed[i]
+                most = LONGEST if i < len(rows) else len(model.tokens)
+                stop = min(start + max(count, 1), most)
+                self.check_never(model, start, stop, stop - start, lookahead)
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
 
+    def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
+        """Tokens that a step may compute from `start` on: as far as they are known, and drafts."""
+        if not self.model.max_drafts:
+            return LONGEST
+        known = len(self.requests[row][1].tokens) + num_ids
+        return max(known - start, 1) + self.model.max_drafts
+
+    def check_never(
+        self, model: ModelRequest, start: int, stop: int, chunk: int, lookahead: int
+    ) -> None:
+        """Alone in an empty manager, what never fits does not: token by token up to `start`, then so."""
+        if self.model.max_drafts and (lookahead or stop > len(model.tokens)):
+            return  # known tokens take no pages for drafts
+        tokens = model.tokens[:stop] + [0] * (stop - len(model.tokens))
+        request = self.make_request(tokens, num_encoder_tokens=model.num_encoder_tokens)
+        manager, n = self.make_manager(), 0
+        while n < stop:
+            count, ahead = (1, 0) if n < start else (min(chunk, stop - n), lookahead)
+            if count + ahead > self.model.most_slots(n):
+                return  # more than there are places for is refused
+            rows = ([0], [count]) if n else ()
+            new = {} if n else {"new": [request], "new_num_tokens": [count]}
+            plan = manager.step(*rows, **new, num_lookahead_tokens=ahead)
+            if plan.status[0] != Status.SERVED:
+                return
+            manager.report(StepReport(plan.step_id, completed=True))
+            n += count
+        raise AssertionError(f"answered NEVER, but fits: {start} to {stop} by {chunk}")
+
     def num_external(self, model: ModelRequest, cap: int = 0) -> int:
         """Tokens behind the request's hit that come from elsewhere."""
-        if self.has_circular:
+        if not self.takes_external:
             return 0
         most = len(model.tokens) - 1 - self.model.capped_hit(model, cap)[0]
         return self.choose.integer(1, most) if most > 0 and self.choose.chance(4) else 0
@@ -516,10 +596,10 @@ class Driver:
         if self.choose.chance(4):
             num_hit, ids = 0, [[] for _ in ids]
         most = len(model.tokens) - 1 - num_hit
-        may_receive = most > 0 and not self.has_circular
-        external = self.choose.integer(1, most) if may_receive and self.choose.chance(4) else 0
+        can = most > 0 and self.takes_external
+        external = self.choose.integer(1, most) if can and self.choose.chance(4) else 0
         delay = external > 0 and self.choose.chance(2)
-        slots = self.model.most_slots(0)
+        slots = self.model.most_slots(num_hit + external if external else 0)
         count = 0 if delay else self.choose.integer(1, min(LONGEST - num_hit - external, slots))
         ahead = min(self.choose.pick([0, 0, 3]), slots - count)
         computed = ids[0] if self.num_groups == 1 else ids
@@ -672,12 +752,13 @@ class Driver:
             found = self.manager.checkpoint_tokens(running, count)
             assert found == self.model.checkpoint_tokens(known, row, count)
         trial, chunk = copy.deepcopy(self.model), self.choose.pick([1, 3, 8, LONGEST])
-        slots = self.model.most_slots(0)
+        cap = self.choose.pick([0, 99])
+        external = self.num_external(model, cap)
+        start = self.model.capped_hit(model, cap)[0] + external if external else 0
+        slots = self.model.most_slots(start)
         chunk = min(chunk, slots)
         ahead, reserved = self.choose.pick([0, 0, 3]), self.choose.pick([0, 0, 4])
         ahead = min(ahead, slots - chunk)
-        cap = self.choose.pick([0, 99])
-        external = self.num_external(model, cap)
         options = {
             "num_lookahead_tokens": ahead,
             "num_reserved_blocks": reserved,
@@ -691,11 +772,15 @@ class Driver:
         assert fits == status
         status = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
         assert self.manager.would_fit(request, chunk, whole=True, **options) == status
+        if status == Status.NEVER:
+            start = min(self.model.capped_hit(model, cap, p)[0] for p in (True, False))
+            self.check_never(model, start, len(model.tokens), chunk, ahead)
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
-        if rooms:
-            row = self.choose.pick(sorted(rooms))
+        on_host = [row for row in sorted(rooms) if self.model.rows[row].on_host]
+        for row in [self.choose.pick(sorted(rooms)), *on_host] if rooms else []:
             slots = self.model.most_slots(self.model.rows[row].num_computed)
-            count = self.choose.integer(1, min(rooms[row], slots))
+            drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
+            count = self.choose.integer(1, min(rooms[row], slots, drafts))
             ahead = min(ahead, slots - count)
             status = copy.deepcopy(self.model).would_extend(row, count, ahead)
             found = self.manager.would_fit(self.requests[row][0], count, num_lookahead_tokens=ahead)
@@ -778,6 +863,9 @@ class Driver:
                 lambda: manager.fork(self.requests[row][0], self.requests[row][0]),
                 lambda: manager.step([row], [1], swap_out=[row]),
             ]
+            drafts = self.most_with_drafts(row, self.model.rows[row].num_computed)
+            if drafts < rows[row]:
+                calls.append(lambda: manager.step([row], [drafts + 1]))
             if self.algorithm != ENGINE:  # else the given hashes say what they stand for
                 calls.append(lambda: manager.step([row], [1], token_ids=[-1]))
         others = self.rows(by_step=False)

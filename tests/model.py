@@ -25,8 +25,10 @@ class ModelGroup:
     keeps_all: bool = False  # reads_from is 0 always
     drafts: bool = False
     cached: bool = True
+    transferred: bool = True
     buffer: int = 0  # CIRCULAR: tokens that a row has places for, rounded up to blocks
     ends_caching: bool = False  # CIRCULAR, and said to be cached
+    num_speculative: int = 0  # STATE: drafts of a step that may be rejected
 
     def num_places(self):
         """Blocks that a row has, if it has a fixed number."""
@@ -47,16 +49,20 @@ class ModelRequest:
 
 @dataclass
 class ModelHeld:
-    """The blocks that a row holds of a group; 0 where a block was dropped."""
+    """The blocks that a row holds of a group; 0 where a block was dropped.
+
+    STATE: behind the zeros the page that a step reads, and behind that one for each of its drafts.
+    """
 
     blocks: list[int] = field(default_factory=list)
     num_published: int = 0
     num_partial: int = 0
     num_hits: int = 0  # leading blocks that the row has not computed
+    state_start: int = 0  # STATE: the last page was taken with the state after so many tokens
     num_slots: int = 0  # CIRCULAR: slots up to here were given
     source: int = 0  # new rows: the block that is copied into the row's next one
     host_source: int = 0  # page of the host that is to be loaded into its next one
-    keeps_state: bool = False  # the last page holds a state inside a block that is found
+    keeps_state: bool = False  # the page of the state holds a state inside a block that is found
 
     @property
     def num_dropped(self):
@@ -78,8 +84,15 @@ class ModelRow:
     forked: bool = False
     on_host: bool = False
     receiving: bool = False
+    reads: bool = True  # takes hits where it starts anew
     num_hit: int = 0  # external tokens follow it
+    hit_end: int = 0  # of the tokens before it, the blocks hold those that are read behind it
     num_valid: int = FOREVER  # while it receives: tokens that are valid at most
+    drafts: int = 0  # of its last step, that may be rejected: with a page each after which
+
+    def take_back(self, count):
+        self.num_computed -= count
+        self.drafts = self.drafts and self.drafts - count
 
 
 @dataclass
@@ -251,6 +264,8 @@ class ModelManager:
         self.whole_unit = lcm(*[sizes[g] for g in of_tokens])
         self.unit = lcm(*[self.hash_size if self.has_partial[g] else sizes[g] for g in cached])
         self.is_uniform = all(size == self.hash_size for size in sizes)
+        speculative = [group.num_speculative for group in groups if group.pages == STATE]
+        self.max_drafts = min(speculative, default=0)
         self.watermark = watermark_blocks
         self.fence_frees = fence_frees
         self.caching = enable_caching and not any(group.ends_caching for group in groups)
@@ -265,6 +280,8 @@ class ModelManager:
         self.writing: list[int] = []  # those of this step
         self.fills: dict[int, int] = {}  # of this step: block -> row that fills it
         self.writes: list[tuple[int, int, tuple, str]] = []  # of this step
+        # States whose pages rows leave: (row, group, tokens, page).
+        self.moves: list[tuple[int, int, int, int, int]] = []
         self.moved: dict[int, int] = {}  # by this step's swaps
         self.step_answer = None
         self.in_flight: list[dict] = []
@@ -320,12 +337,13 @@ class ModelManager:
             answer.rows.append(row)
             answer.computed.append(start)
             if count == 0:  # gets nothing
-                state.num_computed = start
+                state.take_back(back)
                 state.request.tokens.extend(new_ids)
                 answer.status.append(SERVED)
                 answer.tokens.append(0)
                 continue
-            status = self._serve(state, row, start, count, ahead)
+            known = len(state.request.tokens) + len(new_ids)
+            status = self._serve(state, row, start, count, ahead, known)
             answer.status.append(status)
             answer.tokens.append(count if status == SERVED else 0)
             if status == SERVED:
@@ -372,16 +390,11 @@ class ModelManager:
                     self._publish_within(row)
         if self.host:
             self._write_pending()
-        for row, g, _, num_tokens, _ in self.moves:
-            self._publish_state(self.rows[row], g, num_tokens)
+        for row, g, num_tokens, page, _ in self.moves:
+            self._publish_state(self.rows[row], g, num_tokens, page)
         for row in served:
             self._publish(self.rows[row])
-        for row, g, column, _, page in self.moves:
-            held = self.rows[row].held[g]
-            self._note_dropped(self.rows[row], g, column, page)
-            self._release([page], self.num_steps)
-            if held.blocks[column] == page:
-                held.blocks[column] = 0
+        self._release_left_states()
         self._end_writes()
         self.moved = {}
         self._release(self.held_for_step, self.num_steps)
@@ -404,14 +417,15 @@ class ModelManager:
             other = self.rows[row]
             if not other.request.writes or other.stale or other.receiving:
                 continue
+            decided = other.num_computed - other.drafts
             stop = min(other.num_computed, len(other.request.tokens), len(request.tokens) - 1)
             has_state = any(group.pages == STATE for group in self.groups)
             unit = self.unit if has_state else self.whole_unit
             ends = [n for n in range(0, stop + 1, unit) if n > max(start, num_hit)]
             if has_state:  # inside blocks they are kept of prompts alone
-                ends = [n for n in ends if n == other.num_computed]
+                ends = [n for n in ends if n == decided]
                 states = [group.block_size for group in self.groups if group.pages == STATE]
-                if any(other.num_computed % size for size in states):
+                if any(decided % size for size in states):
                     ends = [n for n in ends if n <= other.num_prompt]
             if ends and request.tokens[: ends[0]] == other.request.tokens[: ends[0]]:
                 return True
@@ -451,20 +465,23 @@ class ModelManager:
         for partial in (True, False):
             num_hit, _ = self.capped_hit(request, cap, partial)
             held = self.hit_blocks(request, num_hit)
-            status = self._fits_whole(request, chunk, lookahead, reserved, num_hit, held)
-            if status != WAIT or not any(each.source for each in held):
-                return status
-        return WAIT
+            asked = request, chunk, lookahead, reserved, num_hit, held
+            status, waits = self._fits_whole(*asked)
+            if not waits or not any(each.source for each in held):
+                break
+        return status
 
     def _fits_whole(self, request, chunk, lookahead, reserved, num_hit, held):
+        """The answer, and whether the first chunk waits."""
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
-        free = self.pool.num_free() - self.watermark - reserved
+        free = self.pool.num_free() - reserved
+        is_alone = self.pool.num_free() == self.num_blocks - 1
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
-        encoder, most, most_new, start = 0, 0, 0, num_hit
+        room, encoder, most, most_new, start = free - self.watermark, 0, 0, 0, num_hit
         while start < len(request.tokens):
             stop = min(start + chunk, len(request.tokens))
-            count = new = 0
+            count = new = for_drafts = 0
             for g, (group, each) in enumerate(zip(self.groups, held)):
                 size, columns = group.block_size, len(each.blocks)
                 if group.pages == ENCODER:
@@ -472,31 +489,34 @@ class ModelManager:
                     count += encoder
                     new += encoder
                 elif group.pages == STATE:
-                    # It moves to another page at a block's end, and where the cache keeps it.
-                    moves = self.has_partial[g] or ceil_div(stop, size) > ceil_div(start, size)
-                    pages = 2 if start and moves else 1
+                    # It moves to another page at a block's end.
+                    pages = 2 if ceil_div(stop, size) > ceil_div(start, size) else 1
+                    for_drafts += min(lookahead, group.num_speculative)
                     if start == num_hit:
                         count += 1 + sum(block != 0 for block in each.blocks)
                         new += 1
                     else:
                         count += pages
-                        new += (
-                            pages
-                            if self.has_partial[g]
-                            else min(pages, ceil_div(stop, size) - columns)
-                        )
+                        new += pages
                 else:
                     need = min(ceil_div(stop + lookahead, size), self.columns[g])
                     first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
+                    first = max(first, each.num_dropped)  # null columns of the hit stay so
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
             if start == num_hit and count > self.num_blocks - 1 - self.watermark:
-                return NEVER
+                if not num_hit:
+                    return NEVER, False
+                room = new if is_alone and new <= free else -1
+            if start == num_hit:
+                first_count, first_new = count, new
+            count, new = count + for_drafts, new + for_drafts
             most, most_new, start = max(most, count), max(most_new, new), stop
-        if most > self.num_blocks - 1:
-            return NEVER
         has_row = len(self.rows) < self.max_num_reqs
-        return SERVED if has_row and most_new <= free else WAIT
+        if most > self.num_blocks - 1:
+            return NEVER, first_count <= self.num_blocks - 1 and not (has_row and first_new <= room)
+        fits = has_row and most_new <= room
+        return SERVED if fits else WAIT, not (has_row and first_new <= room)
 
     def would_extend(self, row, count, lookahead):
         """The answer that a row would get; asked of a copy."""
@@ -504,7 +524,8 @@ class ModelManager:
         if self.step_answer is None:
             self.step_answer, self.held_for_step = Answer(), []
             self.in_flight.append({"rows": [], "published": [], "dropped": [], "swapped": []})
-        return self._serve(state, row, state.num_computed, count, lookahead)
+        known = len(state.request.tokens)
+        return self._serve(state, row, state.num_computed, count, lookahead, known)
 
     def allocate(self, request, count, num_hit, lookahead, num_external=0, delay=False):
         """The row and its blocks behind the hits, per group, or None."""
@@ -524,16 +545,17 @@ class ModelManager:
     def append(self, row, count, lookahead):
         state = self.rows[row]
         sizes = [len(held.blocks) for held in state.held]
-        if self._serve(state, row, state.num_computed, count, lookahead) != SERVED:
+        known = len(state.request.tokens)
+        if self._serve(state, row, state.num_computed, count, lookahead, known) != SERVED:
             return None
         self._publish(state)
         return [held.blocks[n:] for held, n in zip(state.held, sizes)]
 
     def most_rejected(self, row):
         state = self.rows[row]
-        if any(group.pages == STATE for group in self.groups):
-            return 0
         kept = state.start
+        if any(group.pages == STATE for group in self.groups):
+            kept = state.num_computed - state.drafts
         for g, (group, held) in enumerate(zip(self.groups, state.held)):
             if not group.cached:
                 continue
@@ -543,7 +565,7 @@ class ModelManager:
         return max(state.num_computed - kept, 0)
 
     def reject(self, row, count):
-        self.rows[row].num_computed -= count
+        self.rows[row].take_back(count)
 
     def finish_receiving(self, row, num_tokens):
         """Where the row goes on."""
@@ -575,6 +597,7 @@ class ModelManager:
                 stop = ceil_div(state.num_computed, group.block_size)
                 for column, block in enumerate(held.blocks[:stop]):
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
+                    is_found &= group.pages != STATE  # it computed blocks before its own, too
                     if group.pages != ENCODER and block and not is_found:
                         self._note_dropped(state, g, column, block)
         self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
@@ -660,9 +683,10 @@ class ModelManager:
             return self.pool.find(g, prefix, partial=True)
         return self.find(g, prefix, with_host)
 
-    def hit_length(self, request, partial=False, with_host=False, with_states=True):
+    def hit_length(self, request, partial=False, with_host=False, with_states=True, reads=None):
         """Tokens of the longest hit; `partial`: also of those that end inside blocks."""
-        if not request.reads or not self.caching or not self.any_cached:
+        reads = request.reads if reads is None else reads
+        if not reads or not self.caching or not self.any_cached:
             return 0
         if not with_states and not any(g.pages == TOKENS and g.cached for g in self.groups):
             return 0
@@ -683,13 +707,22 @@ class ModelManager:
             return stop - start
         if start < shared <= stop:
             return shared - start
+        equal = [n for n in range(0, known, self.unit) if self.can_hit_of_equal(known, n)]
+        if start < equal[-1] <= stop:
+            return equal[-1] - start
         boundary = lcm(self.unit, *states)
-        ends = [
-            n
-            for n in range(start + 1, stop + 1)
-            if n % boundary == 0 or (n % self.unit == 0 and stop == known > n)
-        ]
+        ends = [n for n in range(start + 1, stop + 1) if n % boundary == 0]
         return max(ends, default=stop) - start
+
+    def can_hit_of_equal(self, known, n):
+        """Whether a prompt can hit n tokens of an equal one of `known` tokens."""
+        full = known // self.hash_size * self.hash_size
+        redone = [
+            self.hash_size if self.has_partial[g] else group.block_size
+            for g, group in enumerate(self.groups)
+            if group.drafts and group.cached
+        ]
+        return n == 0 or n + max(redone, default=0) <= full
 
     def capped_hit(self, request, cap, partial=False):
         """The hit's length with at most `cap` loads, and whether the host has part in it."""
@@ -715,7 +748,7 @@ class ModelManager:
                     is_read = column >= max(first, group.reads_from(start)) // size
                     each.blocks.append(self.find(g, prefix, with_host=True) if is_read else 0)
                 each.num_published = num_tokens // size
-                each.num_hits = each.num_published
+                each.num_hits, each.state_start = each.num_published, num_tokens
                 each.num_partial = each.num_published * (size // self.hash_size)
                 if first > each.num_published * size:  # the last block lacks what lies before
                     each.num_partial = num_tokens // self.hash_size
@@ -732,13 +765,20 @@ class ModelManager:
 
     # Serving ---------------------------------------------------------------------------------------
 
-    def _needs(self, held, start, after, lookahead):
-        """Per group (new blocks, columns to drop up to)."""
+    def _needs(self, held, start, after, lookahead, drafts=0, accepted=0):
+        """Per group (new blocks, columns to drop up to).
+
+        `drafts`: of these tokens; `accepted`: of those of the step before.
+        """
         needs = []
         for group, each in zip(self.groups, held):
             size, columns = group.block_size, len(each.blocks)
             if group.pages == STATE:
-                needs.append((int(after > columns * size), each.num_dropped))
+                pages = [block for block in each.blocks if block]
+                passed = [n for n in range(start - accepted, start) if n % size == 0]
+                spare = len(pages) - 1 - len(passed) if pages else 0
+                moves = self._moves(group, each, start, after - drafts)
+                needs.append((moves + max(drafts - spare, 0), each.num_dropped))
             elif group.pages == ENCODER:
                 needs.append((0, 0))
             elif group.pages == CIRCULAR:
@@ -753,6 +793,12 @@ class ModelManager:
                 needs.append((max(need - columns, 0), drop_to))
         return needs
 
+    @staticmethod
+    def _moves(group, each, start, sure):
+        """Whether the state goes on in another page: it is at the end of a block, or there is none."""
+        size = group.block_size
+        return sure > (ceil_div(start, size) if any(each.blocks) else len(each.blocks)) * size
+
     def _room(self, held, needs, free):
         """Free blocks left when all of `needs` is met."""
         for each, (num_new, drop_to) in zip(held, needs):
@@ -761,7 +807,7 @@ class ModelManager:
                 free += self.pool.refs[block] == 1 and not self._is_fenced(self.last_issued)
         return free
 
-    def _shared(self, state, start, after, lookahead):
+    def _shared(self, state, start, after, lookahead, drafts, accepted):
         """(group, column) of blocks that are written for these tokens, and that others hold."""
         found = []
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
@@ -769,8 +815,10 @@ class ModelManager:
             stop = ceil_div(after + lookahead, size)
             columns = range(start // size, min(stop, len(each.blocks)))
             if group.pages == STATE:  # in place, unless it moves on to another page
-                moves = after > len(each.blocks) * size
-                columns = [] if moves else [len(each.blocks) - 1]
+                if not self._moves(group, each, start, after - drafts):
+                    page = each.blocks[each.num_dropped + accepted]
+                    found += [(g, (start - 1) // size)] if self._is_shared(page) else []
+                continue
             if group.pages == CIRCULAR:
                 blocks = range(start // size, min(stop, start // size + self.columns[g]))
                 columns = [b % self.columns[g] for b in blocks]
@@ -794,39 +842,69 @@ class ModelManager:
     def _is_fenced(self, step_id):
         return self.fence_frees and step_id >= self.num_completed
 
-    def _serve(self, state, row, start, count, lookahead):
+    def _serve(self, state, row, start, count, lookahead, known):
         after = start + count
+        drafts = max(after - max(start + 1, known), 0) if self.max_drafts else 0
+        accepted = state.drafts and state.drafts - (state.num_computed - start)
         self.safe_start, self.copies = start, []
         if state.on_host:
-            return self._resume(state, row, start, after, lookahead)
-        needs = self._needs(state.held, start, after, lookahead)
-        shared = self._shared(state, start, after, lookahead) if state.forked else []
+            return self._resume(state, row, start, after, lookahead, drafts)
+        needs = self._needs(state.held, start, after, lookahead, drafts, accepted)
+        shared = []
+        if state.forked:
+            shared = self._shared(state, start, after, lookahead, drafts, accepted)
         room = self._room(state.held, needs, self.pool.num_free()) - len(shared)
+        spare = max(room - self.watermark, 0)
         if room < 0:
+            surplus = self._surplus(state.held, after + lookahead)
             alive = sum(
-                len(each.blocks) - drop_to + num_new
-                for each, (num_new, drop_to) in zip(state.held, needs)
+                len(each.blocks) - len(tail) - drop_to + num_new
+                for each, tail, (num_new, drop_to) in zip(state.held, surplus, needs)
             )
-            return NEVER if alive > self.num_blocks - 1 else WAIT
-        state.start, state.num_computed = start, after
-        self._allocate_blocks(
-            state, row, start, after, lookahead, needs, max(room - self.watermark, 0), shared
-        )
+            freed = sum(self.pool.refs[block] == 1 for tail in surplus for block in tail)
+            gives_up = freed and state.by_step and not self._is_fenced(self.last_issued)
+            if not gives_up or room + freed < 0:
+                return NEVER if alive > self.num_blocks - 1 else WAIT
+            spare, state.resend = 0, True
+            for each, tail in zip(state.held, surplus):
+                self._release(tail[::-1], self.last_issued)
+                del each.blocks[len(each.blocks) - len(tail) :]
+                each.num_hits = min(each.num_hits, len(each.blocks))
+        state.start, state.num_computed, state.drafts = start, after, drafts
+        before, self.moves = self.moves, []
+        for g, group in enumerate(self.groups):
+            if group.pages == STATE and accepted:
+                self._settle_state(row, g, start, accepted)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, spare, shared)
+        self.moves = before + sorted(self.moves, key=lambda move: move[1])  # by group
         self._own_what_is_written(state, start, after)
         return SERVED
+
+    def _surplus(self, held, stop):
+        """Per group the blocks at the end in which no token before `stop` has a slot."""
+        return [
+            each.blocks[max(ceil_div(stop, group.block_size), each.num_dropped) :]
+            if group.pages == TOKENS
+            else []
+            for group, each in zip(self.groups, held)
+        ]
 
     def _own_what_is_written(self, state, start, after):
         """A row has computed the tokens that it writes, even if it began in another row's block."""
         for group, each in zip(self.groups, state.held if state.forked else ()):
-            first = after - 1 if group.pages == STATE else start
+            first = after - state.drafts - 1 if group.pages == STATE else start
             each.num_hits = min(each.num_hits, first // group.block_size)
 
-    def _resume(self, state, row, start, after, lookahead):
+    def _resume(self, state, row, start, after, lookahead, drafts):
         """A row on the host needs what it still reads, and what it writes, on the device again."""
-        needs = self._needs(state.held, start, after, lookahead)
+        needs = self._needs(state.held, start, after, lookahead, drafts)
+        moving = [
+            group.pages == STATE and start > 0 and self._moves(group, each, start, after - drafts)
+            for group, each in zip(self.groups, state.held)
+        ]
         loads = []  # (group, column, whether a row of this step has loaded the same page)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages == STATE and needs[g][0] and start > 0:
+            if moving[g]:
                 continue  # loaded into its new page
             for column in range(needs[g][1], len(each.blocks)):
                 is_read_only = group.pages == ENCODER or (
@@ -845,9 +923,10 @@ class ModelManager:
             drop_to = needs[g][1]
             left += each.blocks[each.num_dropped : drop_to]
             each.blocks[:drop_to] = [0] * drop_to
-            if self.groups[g].pages == STATE and needs[g][0] and start > 0:
+            if moving[g]:
                 each.host_source, each.blocks[-1] = each.blocks[-1], 0
-                needs[g] = (1, len(each.blocks))
+                needs[g] = (needs[g][0], len(each.blocks))
+            each.state_start = start
             for column in [column for group, column, _ in loads if group == g]:
                 page = each.blocks[column]
                 if (g, column, True) in loads:
@@ -863,7 +942,7 @@ class ModelManager:
         state.on_host, state.resend = False, True
         self.safe_start = 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
-        state.start, state.num_computed = start, after
+        state.start, state.num_computed, state.drafts = start, after, drafts
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         self._own_what_is_written(state, start, after)
         return SERVED
@@ -891,9 +970,12 @@ class ModelManager:
             if group.pages == ENCODER:
                 needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
         room = self._room(held, needs, free) - self.watermark - reserved
+        is_alone = self.pool.num_free() == self.num_blocks - 1
         now = len(hits) + sum(num_new for num_new, _ in needs)
-        if now > self.num_blocks - 1 - self.watermark:
+        if now > self.num_blocks - 1 - (0 if start else self.watermark):
             return NEVER, -1
+        if now > self.num_blocks - 1 - self.watermark and is_alone:
+            room = min(room + self.watermark, 0)  # none of it for preallocation
         row = next(row for row in range(len(self.rows) + 1) if row not in self.rows)
         if room < 0 or row >= self.max_num_reqs:
             return WAIT, -1
@@ -905,7 +987,8 @@ class ModelManager:
         self.num_admissions += 1
         known = len(request.tokens)
         state = ModelRow(request, held, by_step, start, after, self.num_admissions, known)
-        state.receiving, state.num_hit = delay, num_hit
+        state.receiving, state.num_hit, state.hit_end = delay, num_hit, num_hit
+        state.reads = request.reads  # of this call
         self.rows[row] = state
         self._take_hits(state)
         self._allocate_blocks(state, row, start, after, lookahead, needs, room)
@@ -950,7 +1033,10 @@ class ModelManager:
                     self._write_later(block)
 
     def _allocate_blocks(self, state, row, start, after, lookahead, needs, room, shared=()):
-        numbers = []
+        numbers, sure = [], after - state.drafts
+        moving = [
+            self._moves(group, each, start, sure) for group, each in zip(self.groups, state.held)
+        ]
         for each in state.held:
             each.num_slots = max(each.num_slots, after + lookahead)
         for g, (group, each, (num_new, drop_to)) in enumerate(zip(self.groups, state.held, needs)):
@@ -972,11 +1058,12 @@ class ModelManager:
                 room -= more
             if each.keeps_state:
                 each.keeps_state = False
-                if not num_new and g not in [group for group, _ in shared]:
+                if not moving[g] and g not in [group for group, _ in shared]:
                     more = min(room, 1)  # the state stays in the page that is left
                     room -= more
+                    moving[g] = more > 0
                     if not more:
-                        self.pool.evict(each.blocks[-1])
+                        self.pool.evict(each.blocks[each.num_dropped])
             numbers.append(num_new + more)
         # Taken group by group: own ones in place of shared ones, then those behind.
         taken, own = [], []
@@ -987,8 +1074,10 @@ class ModelManager:
         for g, column, block in own:
             self._own(state, g, column, block, start)
         for g, (group, each) in enumerate(zip(self.groups, state.held)):
-            if group.pages == STATE and taken[g]:
-                self._move_state(row, each, g, start, after, taken[g][0])
+            if group.pages == STATE:
+                if moving[g]:
+                    self._move_state(row, each, g, start, sure, taken[g].pop(0))
+                each.blocks += taken[g]
                 continue
             if each.source and taken[g]:
                 self.step_answer.copy.append((each.source, taken[g][0]))
@@ -1019,6 +1108,7 @@ class ModelManager:
         each.num_hits = min(each.num_hits, column)
         if self.groups[g].pages in (STATE, CIRCULAR) or column * size < start:
             self._note_dropped(state, g, column, shared)
+            each.state_start = start
             self.safe_start = min(self.safe_start, column * size)
             if self.step_answer:
                 self.step_answer.copy.append((shared, block))
@@ -1027,25 +1117,50 @@ class ModelManager:
             self.copies.append((shared, block))
         self._release([shared], self.last_issued)
 
-    def _move_state(self, row, held, g, start, after, page):
+    def _move_state(self, row, held, g, start, sure, page):
+        column = (sure - 1) // self.groups[g].block_size
+        pages = [block for block in held.blocks if block]
+        first_token, held.state_start = self._first_token(self.rows[row], g, 0), start
         if held.host_source:
-            column = (after - 1) // self.groups[g].block_size
             self._load(self.rows[row], g, column, held.host_source, page, is_hit=False)
             held.host_source = 0
         elif held.source:
             self.step_answer.copy.append((held.source, page))
-            column = start // self.groups[g].block_size
-            self._note_dropped(self.rows[row], g, column, held.source)
-            self.safe_start = min(self.safe_start, column * self.groups[g].block_size)
+            inside = start // self.groups[g].block_size
+            self._note_dropped(self.rows[row], g, inside, held.source)
+            self.safe_start = min(self.safe_start, inside * self.groups[g].block_size)
             held.source = 0
-        elif held.blocks and held.blocks[-1]:
-            self.step_answer.copy.append((held.blocks[-1], page))
-            self.moves.append((row, g, len(held.blocks) - 1, start, held.blocks[-1]))
+        elif pages:
+            left = pages.pop(0)
+            self.step_answer.copy.append((left, page))
+            self.moves.append((row, g, start, left, first_token))
         elif start == 0:
             self.step_answer.zero.append(page)
-        column = (after - 1) // self.groups[g].block_size
-        del held.blocks[column:]
-        held.blocks += [0] * (column - len(held.blocks)) + [page]
+        held.blocks = [0] * column + [page] + pages
+
+    def _settle_state(self, row, g, start, accepted):
+        """The page of the last accepted draft comes first; the others serve again, or leave."""
+        state, held, size = self.rows[row], self.rows[row].held[g], self.groups[g].block_size
+        first, pages = held.num_dropped, held.blocks[held.num_dropped :]
+        first_token = self._first_token(state, g, first)
+        spare = pages[accepted + 1 :]
+        for i in reversed(range(accepted)):
+            n = start - accepted + i
+            if n % size:
+                self._note_dropped(state, g, first, pages[i])
+                spare.insert(0, pages[i])
+        for i in range(accepted):
+            n = start - accepted + i
+            if n % size == 0:
+                self.moves.append((row, g, n, pages[i], first_token))
+        held.blocks = [0] * ((start - 1) // size) + [pages[accepted]] + spare
+        held.state_start = start
+
+    def _release_left_states(self):
+        for row, g, _, page, first_token in self.moves:
+            self._note_dropped(self.rows[row], g, 0, page, first_token)
+            self._release([page], self.num_steps)
+        self.moves = []
 
     # Blocks ----------------------------------------------------------------------------------------
 
@@ -1080,7 +1195,14 @@ class ModelManager:
             for page in blocks:
                 self.host.release(page)
         elif keep_as is not None:
-            self.kept[keep_as] = blocks
+            own = {
+                block
+                for group, each in zip(self.groups, state.held)
+                for block in each.blocks
+                if not group.transferred
+            }
+            self._release([block for block in blocks if block in own], self.last_issued)
+            self.kept[keep_as] = [block for block in blocks if block not in own]
         elif after_step is not None:
             step = max(after_step, self.last_issued) if self.fence_frees else after_step
             self._release(blocks, step, is_fenced=step >= self.num_completed)
@@ -1099,14 +1221,21 @@ class ModelManager:
         if other >= self.max_num_reqs:
             return -1
         self._publish(parent)
+        self._accept_drafts(row)
         parent.forked = True
         held = []
         for each, group in zip(parent.held, self.groups):
-            for block in each.blocks:
+            blocks = list(each.blocks)
+            if group.pages == STATE:  # without the pages for drafts
+                del blocks[each.num_dropped + 1 :]
+            for block in blocks:
                 if block:
                     self.pool.retain(block)
             child = ModelHeld(
-                list(each.blocks), keeps_state=each.keeps_state, num_slots=each.num_slots
+                blocks,
+                keeps_state=each.keeps_state,
+                num_slots=each.num_slots,
+                state_start=each.state_start,
             )
             if group.pages != ENCODER:
                 full = parent.num_computed // group.block_size
@@ -1119,6 +1248,8 @@ class ModelManager:
         known = len(request.tokens)
         state = ModelRow(request, held, parent.by_step, n, n, self.num_admissions, known)
         state.forked, state.stale, state.resend = True, parent.stale, parent.by_step
+        state.reads = request.reads
+        state.hit_end = parent.hit_end
         self.rows[other] = state
         for step in self.in_flight:
             for what in ("rows", "swapped"):
@@ -1134,12 +1265,28 @@ class ModelManager:
             ]
         return other
 
+    def _accept_drafts(self, row):
+        """The drafts of the row's last step can be rejected no more."""
+        state = self.rows[row]
+        if not state.drafts:
+            return
+        self.moves = []
+        for g, group in enumerate(self.groups):
+            if group.pages == STATE:
+                self._settle_state(row, g, state.num_computed, state.drafts)
+        self._release_left_states()
+        state.drafts, state.resend = 0, True
+
     def _move_out(self, row):
         """Whether the row's blocks with KV fit on the host, and went there."""
         state = self.rows[row]
         held = []
         for group, each in zip(self.groups, state.held):
             stop = len(each.blocks)
+            if group.pages == STATE and any(each.blocks):  # without the pages for drafts
+                column = (state.num_computed - 1) // group.block_size
+                held.append([0] * column + [each.blocks[each.num_dropped + state.drafts]])
+                continue
             if group.pages != ENCODER:
                 stop = min(stop, ceil_div(state.num_computed, group.block_size))
             held.append(each.blocks[: max(stop, each.num_dropped)])
@@ -1158,6 +1305,10 @@ class ModelManager:
             self.host.retain(page)
         left = self._tail_first(state, with_encoder=True)
         for g, blocks in enumerate(held):
+            first, pages = state.held[g].num_dropped, state.held[g].blocks
+            if self.groups[g].pages == STATE:
+                for page in pages[first : first + state.drafts]:
+                    self._note_dropped(state, g, first, page)
             state.held[g].blocks, state.held[g].keeps_state = [], False
             for column, block in enumerate(blocks):
                 if not block:
@@ -1176,7 +1327,7 @@ class ModelManager:
                         self.writes.append((page, group, prefix, "row"))
                 state.held[g].blocks.append(self.moved[block])
         self._release(left, self.num_steps)
-        state.on_host = True
+        state.on_host, state.drafts = True, 0
         self.in_flight[-1]["swapped"].append((row, state.admission))
         return True
 
@@ -1263,7 +1414,11 @@ class ModelManager:
             if self.has_partial[g] and group.pages == TOKENS:
                 self._publish_partials(state, g, known)
             if group.pages == STATE:
-                self._publish_state(state, g, state.num_computed)
+                first = state.num_computed - state.drafts
+                pages = each.blocks[each.num_dropped :]
+                for n, page in zip(range(first, state.num_computed + 1), pages):
+                    if n == first or n % group.block_size == 0:
+                        self._publish_state(state, g, n, page)
                 if self.has_partial[g]:
                     self._keep_state(state, g)
             elif group.pages == TOKENS:
@@ -1285,7 +1440,9 @@ class ModelManager:
         return any(group.reads_from(n) < end for n in hits)
 
     def _publish_block(self, state, g, column):
-        block = state.held[g].blocks[column]
+        self._publish_page(state, g, column, state.held[g].blocks[column])
+
+    def _publish_page(self, state, g, column, block):
         if not block:
             return
         prefix = tuple(state.request.tokens[: (column + 1) * self.groups[g].block_size])
@@ -1313,7 +1470,7 @@ class ModelManager:
             self._note_published(state, block, g, prefix)
         each.num_partial = max(each.num_partial, known // self.hash_size)
 
-    def _publish_state(self, state, g, num_tokens):
+    def _publish_state(self, state, g, num_tokens, page):
         if not state.request.writes or state.stale or not self.caching:
             return
         each, size = state.held[g], self.groups[g].block_size
@@ -1321,21 +1478,22 @@ class ModelManager:
             each.num_published = max(each.num_published, num_tokens // size)
         elif num_tokens // size > each.num_published and num_tokens <= len(state.request.tokens):
             if self.may_be_hit(g, num_tokens // size - 1):
-                self._publish_block(state, g, num_tokens // size - 1)
+                self._publish_page(state, g, num_tokens // size - 1, page)
             each.num_published = num_tokens // size
 
     def _keep_state(self, state, g):
         """A state inside a block, where a step of the prompt ended at a hash boundary."""
         each, n = state.held[g], state.num_computed
-        if n // self.hash_size <= each.num_partial:
+        if state.drafts or n // self.hash_size <= each.num_partial:
             return
         each.num_partial = n // self.hash_size
         if n % self.hash_size or n % self.groups[g].block_size == 0 or n > state.num_prompt:
             return
         prefix = tuple(state.request.tokens[:n])
         if not self.pool.find(g, prefix, partial=True):
-            self.pool.publish_partial(each.blocks[-1], g, prefix)
-            self._note_published(state, each.blocks[-1], g, prefix)
+            page = each.blocks[each.num_dropped]
+            self.pool.publish_partial(page, g, prefix)
+            self._note_published(state, page, g, prefix)
             each.keeps_state = True
 
     def _note_published(self, state, block, g, prefix):
@@ -1343,11 +1501,21 @@ class ModelManager:
             entry = (state.admission, block, g, prefix, self.pool.generation[block])
             self.in_flight[-1]["published"].append(entry)
 
-    def _note_dropped(self, state, g, column, block):
+    def _note_dropped(self, state, g, column, block, first_token=None):
         if self.in_flight and state.by_step:
-            start = column * self.groups[g].block_size
-            entry = (state.admission, start, block, state.request)
+            if first_token is None:
+                first_token = self._first_token(state, g, column)
+            entry = (state.admission, first_token, block, state.request)
             self.in_flight[-1]["dropped"].append(entry)
+
+    def _first_token(self, state, g, column):
+        """The first of the row's tokens that is invalid where this block's content is."""
+        group = self.groups[g]
+        if group.pages == ENCODER:
+            return 0
+        if group.pages == STATE:  # it ran in every step since, and the next one would read it
+            return min(state.held[g].state_start, state.num_computed - 1)
+        return column * group.block_size
 
     # Withdrawing -----------------------------------------------------------------------------------
 
@@ -1426,7 +1594,7 @@ class ModelManager:
     def take_cached(self, row):
         """The row goes on from the cache, if that has more than it has computed."""
         state = self.rows[row]
-        if self.hit_length(state.request) > state.num_computed:
+        if self.hit_length(state.request, reads=state.reads) > state.num_computed:
             state.resend |= state.by_step
             self._release_row(state, with_encoder=False)
             self._restart(state)
@@ -1506,12 +1674,10 @@ class ModelManager:
 
     def _limit_of(self, state, invalid, prefixes):
         limit = FOREVER
-        for group, each in zip(self.groups, state.held):
+        for g, each in enumerate(state.held):
             for column, block in enumerate(each.blocks):
                 if block and block in invalid and not state.on_host:
-                    start = 0 if group.pages == CIRCULAR else column * group.block_size
-                    right = max(invalid[block], start)
-                    limit = min(limit, 0 if group.pages == ENCODER else right)
+                    limit = min(limit, max(invalid[block], self._first_token(state, g, column)))
         tokens = state.request.tokens
         for prefix, (right, size) in prefixes.items():
             if self.caching and tuple(tokens[: len(prefix)]) == prefix:
@@ -1610,6 +1776,12 @@ class ModelManager:
             if group.pages == CIRCULAR and each.num_slots - first > self.columns[g] * size:
                 return False
             needed = each.blocks[first // size : ceil_div(num_tokens, size)]
+            if group.pages == TOKENS and group.cached and num_tokens < state.hit_end:
+                brought = group.reads_from(state.hit_end)
+            else:
+                brought = 0
+            if any(i < brought for i in range(first, num_tokens)):
+                return False  # the hit did not bring them, even where their block is there
             is_any = num_tokens % size or first < num_tokens
             if group.pages == TOKENS and is_any and not all(needed):
                 return False
@@ -1627,9 +1799,10 @@ class ModelManager:
             each.num_partial = min(each.num_partial, num_tokens // self.hash_size)
             each.num_hits = min(each.num_hits, kept)
         state.num_computed = state.start = num_tokens
+        state.hit_end = min(state.hit_end, num_tokens)
 
     def _restart(self, state):
-        num_hit = self.hit_length(state.request)
+        num_hit = self.hit_length(state.request, reads=state.reads)
         held = self.hit_blocks(state.request, num_hit)
         for g, group in enumerate(self.groups):
             if group.pages == ENCODER:
@@ -1642,6 +1815,7 @@ class ModelManager:
         state.held = held
         state.on_host = state.on_host and state.request.num_encoder_tokens > 0
         state.forked = False
-        state.num_computed = state.start = num_hit
+        state.drafts = 0
+        state.num_computed = state.start = state.hit_end = num_hit
         state.stale = False
         return num_hit

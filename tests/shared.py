@@ -1,10 +1,15 @@
-"""Known answers and traces outside the project; tests that need them say so when skipped."""
+"""What several tests need: files outside the project, samples of values, digests in Python."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from kvcache.native.load import core
 
 REPO = Path(__file__).resolve().parent.parent
 SHARED = REPO.parent / "shared"
@@ -30,3 +35,13 @@ def spread(values, num: int) -> list:
     values = list(values)
     first = [values[i * len(values) // num] for i in range(num)]
     return sampled([*first, *(value for value in values if value not in first)], num)
+
+
+@contextmanager
+def digest(function: Callable[[bytes], bytes]) -> Iterator[None]:
+    """SHA-256 by a Python function, as where there is no libcrypto."""
+    core.set_sha256_fallback(function, force=True)
+    try:
+        yield
+    finally:
+        core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())

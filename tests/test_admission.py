@@ -69,6 +69,71 @@ def test_the_whole_fits_where_chunks_of_it_come_to_its_end():
         assert status == answer
 
 
+def test_a_row_gives_up_what_it_preallocated_where_another_group_of_its_own_needs_it():
+    groups = [GroupSpec("full_attention", 2), GroupSpec("sliding_window", 8, {"window": 6})]
+    manager = KVCacheManager.for_groups(groups, 10, 64, num_preallocate_tokens=64)
+    request = Request("a", range(12))
+    manager.step(new=[request], new_num_tokens=[8])
+    assert [len(manager.block_ids(request, g)) for g in (0, 1)] == [8, 1]
+    assert manager.would_fit(request, 4) == Status.SERVED
+    plan = manager.step([0], [4])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert plan.clear_rows.tolist() == [0]  # the table is sent anew
+    assert [len(ids) for ids in plan.append_ids] == [6, 2]
+    manager.check_invariants()
+
+
+def test_kept_states_are_not_needed():
+    groups = [GroupSpec("full_attention", 2), GroupSpec("recurrent", 4)]
+    manager = KVCacheManager.for_groups(groups, 6, 64, num_preallocate_tokens=0, hash_block_size=2)
+    request = Request("a", range(8))
+    assert manager.would_fit(request, 1, whole=True) == Status.SERVED
+    statuses = manager.step(new=[request], new_num_tokens=[1]).status.tolist()
+    for _ in range(7):
+        statuses += manager.step([0], [1]).status.tolist()
+    assert statuses == [Status.SERVED] * 8
+
+
+def test_null_columns_behind_a_hit_need_nothing():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 4, cached=False)]
+    manager = KVCacheManager.for_groups(groups, 9, 64, num_preallocate_tokens=0)
+    first = Request("a", range(16))
+    manager.step(new=[first])
+    manager.free(first)
+    request = Request("b", range(20))
+    assert manager.get_computed_blocks(request)[1] == 16
+    assert manager.would_fit(request, 4, whole=True) == Status.SERVED
+    assert manager.step(new=[request]).status.tolist() == [Status.SERVED]
+
+
+def test_a_request_is_not_refused_for_its_hit():
+    """Alone it ran beyond the watermark; admitted again, it would hit more than admissions may take."""
+    manager = KVCacheManager(4, 11, 64, num_preallocate_tokens=0, watermark=0.2)
+    request = Request("a", range(36))
+    manager.step(new=[request], new_num_tokens=[4])
+    for _ in range(8):
+        assert manager.step([0], [4]).status.tolist() == [Status.SERVED]
+    manager.free(request)
+    assert manager.step(new=[Request("b", range(99, 135))]).status.tolist() == [Status.NEVER]
+    other = Request("c", range(50, 52))
+    manager.step(new=[other])
+    assert manager.would_fit(request, 4) == Status.WAIT
+    manager.free(other)
+    plan = manager.step(new=[request], new_num_tokens=[4])
+    assert (plan.status.tolist(), plan.num_computed_tokens.tolist()) == ([Status.SERVED], [32])
+
+
+def test_a_row_on_the_host_shares_nothing_with_rows_that_came_back_in_an_earlier_step():
+    manager = KVCacheManager(4, 9, 64, num_preallocate_tokens=0, num_host_blocks=9)
+    request, child = Request("a", range(16)), Request("b", range(17))
+    manager.step(new=[request])
+    manager.fork(request, child)
+    manager.step(swap_out=[0, 1])
+    manager.step([0], [1], token_ids=[16])
+    assert manager.would_fit(child, 1) == Status.WAIT
+    assert manager.step([1], [1]).status.tolist() == [Status.WAIT]
+
+
 def test_what_step_takes_besides_counts():
     manager, request = make(), Request("a", range(30))
     assert manager.would_fit(request, 28) == Status.SERVED

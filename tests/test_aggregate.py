@@ -436,6 +436,41 @@ def test_a_failed_request_is_named_when_all_workers_have_ended_receiving_it():
     assert merged.finished_recving == merged.failed_recving == {"c"}
 
 
+def test_a_failure_that_comes_too_late_is_not_one_of_the_next_use():
+    aggregator = KVOutputAggregator(2)
+    both = [engine(finished_recving={"a"}), engine(finished_recving={"a"})]
+    late = [engine(failed_recving={"a"}), engine()]
+    for begins, want in ((True, set()), (False, {"a"})):
+        assert aggregator.aggregate(copy.deepcopy(both)).kv_connector_output.failed_recving == set()
+        aggregator.aggregate(copy.deepcopy(late))
+        assert aggregator.remaining_failed_recving == {"a"}
+        if begins:
+            aggregator.begin_receiving("a")
+        merged = aggregator.aggregate(copy.deepcopy(both)).kv_connector_output
+        assert (merged.finished_recving, merged.failed_recving) == ({"a"}, want)
+    # A failure named before all have finished is one of this use.
+    aggregator.begin_receiving("a")
+    aggregator.aggregate(copy.deepcopy(late))
+    assert aggregator.aggregate(both).kv_connector_output.failed_recving == {"a"}
+
+
+def test_a_request_begins_to_be_received_once_an_earlier_use_is_over():
+    aggregator = KVOutputAggregator(2)
+    aggregator.aggregate([engine(finished_recving={"a"}, failed_recving={"a"}), engine()])
+    before = state(aggregator)
+    with pytest.raises(ValueError, match="'a' is being received, and 1 reports are missing"):
+        aggregator.begin_receiving("a")
+    with pytest.raises(TypeError, match="request_id is 7: expected a string"):
+        aggregator.begin_receiving(7)
+    assert state(aggregator) == before
+    aggregator.aggregate([None, engine(finished_recving={"a"})])
+    with pytest.raises(ValueError, match="'a' was received, and no output has said so yet"):
+        aggregator.begin_receiving("a")
+    merged = aggregator.aggregate([engine(), engine()]).kv_connector_output
+    assert merged.failed_recving == {"a"}
+    aggregator.begin_receiving("a")
+
+
 class WorkerMeta:
     def __init__(self, *tags):
         self.tags = set(tags)
@@ -824,6 +859,14 @@ def test_random_steps_answer_and_remember_as_the_model(seed):
     seen = KVConnectorOutput
     for _ in range(1250):
         rank = rng.randrange(world)
+        if rng.random() < 0.2:
+            req_id = f"r{rng.randrange(12)}"
+            if req_id in model.reports["recving"] or req_id in model.carry["recving"]:
+                with pytest.raises(ValueError, match=f"'{req_id}' (is being|was) received"):
+                    aggregator.begin_receiving(req_id)
+            else:
+                aggregator.begin_receiving(req_id)
+                model.failed.discard(req_id)
         reports = [random_report(rng, kind) for _ in range(world)]
         outputs = [Output(kv_connector_output=copy.deepcopy(report)) for report in reports]
         form = rng.random()

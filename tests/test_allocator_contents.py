@@ -2,7 +2,8 @@
 
 The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
-aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost. Requests are
+aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost, behind a
+step or before it computes. Requests are
 forked, swapped out and back; a second tier of pages takes what is evicted, under any eviction policy.
 KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
 the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from math import gcd
 
 import pytest
 
@@ -41,6 +43,9 @@ KV_MIXES = [
 Content = tuple[int, ...] | str | None
 Pages = dict[int, dict[int | str, Content]]  # page -> slot (STATE: the only one) -> content
 Tables = dict[int, list[list[int]]]  # row -> group -> pages
+# Groups that are not cached lack the tokens before the first, which were a hit; those that are not
+# transferred either lack what came from elsewhere, too, and begin at the second.
+Begins = tuple[int, int]
 Cell = tuple[int, int | str, int]  # page, slot, position of the token whose KV is to be there
 
 
@@ -52,9 +57,10 @@ class Conversation:
     tokens: list[int]
     num_sampled: int  # tokens that exist by now, whether or not the manager knows them
     num_rejected: int = 0  # drafts of its last step that the manager has yet to hear of
-    begin: int = 0  # tokens before it were a hit: groups that are not cached lack them
+    begins: Begins = (0, 0)
     external: tuple[int, int] = (0, 0)  # first token and stop of what comes from elsewhere
     is_receiving: bool = False
+    num_sure: int = 0  # tokens of its last step and before that the manager takes no draft for
 
     def __post_init__(self) -> None:
         self.contents = [tuple(self.tokens[: i + 1]) for i in range(len(self.tokens))]
@@ -105,6 +111,11 @@ class Simulation:
         specs, self.groups = groups_of(choose, kinds)
         self.has_state = any(group.pages == STATE for group in self.groups)
         self.has_circular = any(group.pages == CIRCULAR for group in self.groups)
+        self.takes_external = all(group.transferred or not group.cached for group in self.groups)
+        self.max_drafts = min(
+            (group.num_speculative for group in self.groups if group.pages == STATE), default=4
+        )
+        self.hash_size = hash_block_size or gcd(*(size for _, size in kinds))
         self.fences = choose.chance(2)
         tiers = {"eviction": choose.pick(eviction_names())}
         if choose.chance(2):
@@ -136,6 +147,7 @@ class Simulation:
         self.lost_page: int | None = None  # not reported to the manager yet
         self.lost_slots: dict[int | str, Content] = {}
         self.lost_at = 0
+        self.failing: int | None = None  # page that takes nothing in this step
         self.lost_on_host: tuple[int, int] | None = None  # step that was to write it, page
         self.lose_pages = lose_pages
         self.written_by: dict[int, int] = {}  # in this step: page -> row
@@ -192,8 +204,11 @@ class Simulation:
         count = choose.integer(1, min(missing, most))
         if choose.chance(2):
             count = min(self.manager.checkpoint_tokens(conversation.request, count), missing)
-        if count == missing and not self.has_state and choose.chance(2):
-            count += choose.integer(0, 4)
+        if count == missing and choose.chance(2):
+            count += choose.integer(0, self.max_drafts)
+        if self.has_state and self.max_drafts:  # tokens that the manager does not know are drafts
+            num_known = max(conversation.request.num_tokens - computed, 1)
+            count = min(count, num_known + self.max_drafts)
         return min(count, LONGEST - computed, most)
 
     def most_slots(self, start: int) -> int:
@@ -208,7 +223,9 @@ class Simulation:
         for conversation in self.running.values():
             if conversation.request.request_id in affected:
                 conversation.num_rejected = 0
-                conversation.begin = affected[conversation.request.request_id]
+                going_on = affected[conversation.request.request_id]
+                conversation.begins = going_on, going_on
+                conversation.num_sure = going_on
 
     # Operations ------------------------------------------------------------------------------------
 
@@ -220,9 +237,12 @@ class Simulation:
         late = [each.late_tokens() if choose.chance(2) else [] for each in batch]
         admitted = [self.next_conversation() for _ in range(choose.pick([0, 1, 1, 2]))]
         leaving = self.rows_to_swap_out(counts)
+        for row in leaving if self.has_state else ():
+            self.decide(self.running[row])  # the pages for drafts do not leave with the row
         held_before = self.pages_held()
         most = [choose.pick([0, 3, 99, 99]) for _ in admitted]
-        external = [self.num_external(each, cap) for each, cap in zip(admitted, most)]
+        spans = [self.external_span(each, cap) for each, cap in zip(admitted, most)]
+        external = [stop - first for first, stop in spans]
         for each, n in zip(admitted, external):
             each.is_receiving = n > 0 and choose.chance(2)
         plan = self.manager.step(
@@ -230,8 +250,10 @@ class Simulation:
             [*counts.values()],
             new=[each.request for each in admitted],
             new_num_tokens=[
-                0 if each.is_receiving else min(choose.pick([3, 8, LONGEST]), self.most_slots(0))
-                for each in admitted
+                0
+                if each.is_receiving
+                else min(choose.pick([3, 8, LONGEST]), self.most_slots(stop if stop > first else 0))
+                for each, (first, stop) in zip(admitted, spans)
             ],
             token_ids=[token for tokens in late for token in tokens],
             num_token_ids=[len(tokens) for tokens in late],
@@ -252,13 +274,15 @@ class Simulation:
             plan, batch + [self.running[row] for row in leaving] + admitted, leaving, held_before
         )
 
-    def num_external(self, conversation: Conversation, most_host_blocks: int) -> int:
-        """Tokens behind its hit that come from elsewhere."""
+    def external_span(self, conversation: Conversation, most_host_blocks: int) -> tuple[int, int]:
+        """First token and stop of what comes from elsewhere, behind its hit."""
         cached = self.manager.cached_tokens(conversation.request)
         with_host = cached.num_host_blocks <= most_host_blocks
         num_hit = cached.with_host if with_host else cached.on_device
-        most = 0 if self.has_circular else conversation.request.num_tokens - 1 - num_hit
-        return self.choose.integer(1, most) if most > 0 and self.choose.chance(3) else 0
+        most = conversation.request.num_tokens - 1 - num_hit
+        can = most > 0 and self.takes_external
+        count = self.choose.integer(1, most) if can and self.choose.chance(3) else 0
+        return num_hit, num_hit + count
 
     def pages_held(self) -> dict[int, set[int]]:
         """By row, as the manager has them."""
@@ -290,9 +314,7 @@ class Simulation:
         if not on_device:
             return
         parent = self.choose.pick(on_device)
-        if parent.num_rejected:
-            self.manager.reject_tokens(parent.request, parent.num_rejected)
-            parent.num_rejected = 0
+        self.decide(parent)
         parent.request.append_tokens(parent.late_tokens())
         shared = self.manager.num_computed_tokens(parent.request)
         if shared >= LONGEST:
@@ -303,8 +325,16 @@ class Simulation:
         request = Request(f"r{self.num_conversations}", tokens[: shared + 1])
         row = self.manager.fork(parent.request, request)
         if row >= 0:
-            self.running[row] = Conversation(request, tokens, shared + 1, begin=parent.begin)
+            parent.num_sure = shared
+            child = Conversation(request, tokens, shared + 1, begins=parent.begins, num_sure=shared)
+            self.running[row] = child
             self.tables[row] = [[] for _ in self.groups]
+
+    def decide(self, conversation: Conversation) -> None:
+        """The manager hears which drafts of the last step were rejected."""
+        if conversation.num_rejected:
+            self.manager.reject_tokens(conversation.request, conversation.num_rejected)
+            conversation.num_rejected = 0
 
     def pin(self) -> None:
         session = self.choose.pick(["one", "two"])
@@ -324,9 +354,7 @@ class Simulation:
         if is_kept and any(each.request is request for each in self.kept):
             return
         del self.running[row]
-        if conversation.num_rejected:
-            self.manager.reject_tokens(conversation.request, conversation.num_rejected)
-            conversation.num_rejected = 0
+        self.decide(conversation)
         request.append_tokens(conversation.late_tokens())
         if is_kept:
             self.keep(conversation)
@@ -337,7 +365,8 @@ class Simulation:
 
     def keep(self, conversation: Conversation) -> None:
         table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
-        pages, written = pages_of(table) - {0}, set()
+        sent = [blocks for group, blocks in zip(self.groups, table) if group.transferred]
+        pages, written = pages_of(sent) - {0}, set()
         if conversation.is_receiving:
             first, stop = conversation.external
             written = {page for page, _, _ in self.cells_received(table, first, stop, stop)}
@@ -374,7 +403,12 @@ class Simulation:
         self.receive(conversation, table, first, stop, first + count)
         going_on = self.manager.finish_receiving(request, count)
         conversation.external, conversation.is_receiving = (0, 0), False
-        conversation.begin = going_on
+        is_moved = not all(
+            self.block_ids(request, g) == blocks[: len(self.block_ids(request, g))]
+            for g, blocks in enumerate(table)
+        )
+        conversation.begins = going_on if is_moved else conversation.begins[0], going_on
+        conversation.num_sure = going_on
         assert going_on == self.manager.num_computed_tokens(request)
         if self.may_lose():  # else there is wrong KV that the manager has not heard of
             self.check_what_is_kept("after KV was received")
@@ -382,17 +416,21 @@ class Simulation:
     def cells_received(self, table: list[list[int]], first: int, stop: int, end: int) -> list[Cell]:
         """Where the KV of these tokens goes, as far as it has slots; a state: that of the last one.
 
-        The step ends at `end`: it goes on from the state, in its page.
+        The step ends at `end`: it goes on from the state, in its page. Of a buffer that is written round
+        the last tokens come for which there are places.
         """
         cells = []
         for group, blocks in zip(self.groups, table):
+            if not group.transferred:
+                continue
             if group.pages == STATE:
                 cells.append((blocks[(end - 1) // group.block_size], STATE, stop - 1))
                 continue
+            size, columns = group.block_size, group.num_places()
             cells += [
-                (blocks[i // group.block_size], i % group.block_size, i)
-                for i in range(first, stop)
-                if blocks[i // group.block_size]
+                (blocks[i // size % columns], i % size, i)
+                for i in range(max(first, stop - columns * size), stop)
+                if blocks[i // size % columns]
             ]
         return cells
 
@@ -507,8 +545,23 @@ class Simulation:
         self.notice_reuse_of_lost_page(plan, held_before)
         self.written_by = {}
         self.depends_on = set(map(tuple, plan.depends_on.tolist()))
-        for row, start in self.take_answers(plan, asked, leaving):
+        served = self.take_answers(plan, asked, leaving)
+        self.fail_page([row for row, _ in served])
+        for row, start in served:
             self.compute(row, start, step.reads, fenced - held_before.get(row, set()))
+        if self.failing is not None:
+            self.lost_slots, self.failing = dict(self.pages[self.failing]), None
+
+    def fail_page(self, served: list[int]) -> None:
+        """A page of this step lacks what the plan moves there, and takes nothing of what is computed."""
+        if not (self.lose_pages and served and self.may_lose() and self.choose.chance(4)):
+            return
+        table = self.choose.pick([each for each in self.tables[self.choose.pick(served)] if each])
+        page = self.choose.pick(table[-2:])
+        if page:
+            self.pages[page] = dict.fromkeys([*range(16), STATE], BAD)
+            self.failing = self.lost_page = page
+            self.lost_at = self.num_steps
 
     def check_destinations(self, plan: StepPlan, fenced: set[int]) -> None:
         """A page is written once, not while it is read, and no copy reads what a copy writes."""
@@ -583,10 +636,13 @@ class Simulation:
         for conversation, (row, status, start) in zip(asked, answers, strict=True):
             if row in leaving:
                 is_out = self.manager.is_swapped_out(conversation.request)
+                if is_out:
+                    conversation.num_sure = start
                 assert is_out == (status == Status.SERVED)
             elif status == Status.SERVED:
                 if row not in self.running:
-                    conversation.begin = start
+                    first, stop = conversation.external
+                    conversation.begins = first if stop > first else start, start
                 conversation.num_rejected = 0
                 self.running[row] = conversation
                 if not conversation.is_receiving:
@@ -610,10 +666,14 @@ class Simulation:
             self.load(conversation, table, forbidden)
         conversation.external = 0, 0
         end = num_accepted = self.manager.num_computed_tokens(request)
+        sure = end
+        if self.has_state and self.max_drafts:
+            sure = min(end, max(start + 1, request.num_tokens))
+        conversation.num_sure = sure
         if end > conversation.num_sampled:
             num_accepted = self.choose.integer(conversation.num_sampled, end)
         for position in range(start, end):
-            cells = self.cells_read(table, position, end, conversation.begin)
+            cells = self.cells_read(table, position, sure, conversation.begins)
             reads.update(page for page, _, _ in cells)
             others = {self.written_by.get(page, row) for page, _, _ in cells} - {row}
             assert {(row, other) for other in others} <= self.depends_on, "an unnamed dependency"
@@ -623,10 +683,10 @@ class Simulation:
             assert not wrong or not self.may_lose(), f"row {row} reads wrong KV: {wrong}"
             is_right = not wrong and position < num_accepted
             content = conversation.content(position) if is_right else BAD
-            self.write(table, position, end, content, forbidden)
+            self.write(table, position, sure, content, forbidden)
         if self.has_circular and not self.has_state and start < end:
             # A kernel writes all tokens of the step before the first one reads.
-            cells = self.cells_read(table, start, end, conversation.begin)
+            cells = self.cells_read(table, start, sure, conversation.begins)
             wrong = self.wrong_cells(
                 conversation, [cell for cell in cells if cell[2] < num_accepted]
             )
@@ -641,7 +701,8 @@ class Simulation:
         end = self.manager.num_computed_tokens(conversation.request)
         for page, slot, position in self.cells_received(table, first, stop, end):
             assert page not in forbidden, "KV is loaded to a page that a step in flight reads"
-            self.pages.setdefault(page, {})[slot] = conversation.content(position)
+            content = BAD if page == self.failing else conversation.content(position)
+            self.pages.setdefault(page, {})[slot] = content
             self.last_written.append(page)
             self.written_by[page] = self.writing_row
 
@@ -649,19 +710,21 @@ class Simulation:
         self,
         table: list[list[int]],
         position: int,
-        end: int,
+        sure: int,
         content: Content,
         forbidden: set[int],
     ) -> None:
-        """The KV of a token, and the state behind it."""
+        """The KV of a token, and the state behind it: of a draft, in a page of its own."""
         for group, blocks in zip(self.groups, table):
             is_state = group.pages == STATE
-            column = (end - 1 if is_state else position) // group.block_size
+            column = position // group.block_size
+            if is_state:
+                column = state_column(group, position + 1, sure)
             page = blocks[column % group.num_places()]
             assert page, "KV is written to the null page"
             assert page not in forbidden, "KV is written to a page that a step in flight reads"
             slot = STATE if is_state else position % group.block_size
-            self.pages.setdefault(page, {})[slot] = content
+            self.pages.setdefault(page, {})[slot] = BAD if page == self.failing else content
             self.last_written.append(page)
             self.written_by[page] = self.writing_row
 
@@ -670,12 +733,14 @@ class Simulation:
     def block_ids(self, request: Request, group: int) -> list[int]:
         return self.manager.block_ids(request, group).tolist()
 
-    def cells_read(self, table: list[list[int]], position: int, end: int, begin: int) -> list[Cell]:
-        """The tokens that the token at `position` reads in a step that ends at `end`."""
+    def cells_read(
+        self, table: list[list[int]], position: int, sure: int, begins: Begins
+    ) -> list[Cell]:
+        """The tokens that the token at `position` reads in a step whose drafts begin at `sure`."""
         return [
             cell
             for group, blocks in zip(self.groups, table)
-            for cell in cells_of(group, blocks, position, end, begin)
+            for cell in cells_of(group, blocks, position, sure, begins)
         ]
 
     def wrong_cells(self, conversation: Conversation, cells: list[Cell]) -> list[Cell]:
@@ -694,14 +759,19 @@ class Simulation:
                 self.check_row(row, conversation, when)
         for conversation in [*self.running.values(), *self.idle]:
             self.check_hit(conversation, when)
+            self.check_cached(conversation, when)
 
     def check_row(self, row: int, conversation: Conversation, when: str) -> None:
         computed = self.manager.num_computed_tokens(conversation.request)
         if computed:
             table = [self.block_ids(conversation.request, g) for g in range(len(self.groups))]
             real = min(conversation.num_sampled, computed - conversation.num_rejected)
-            cells = self.cells_read(table, computed, computed, conversation.begin)
+            cells = self.cells_read(table, computed, conversation.num_sure, conversation.begins)
             cells = [cell for cell in cells if cell[2] < real]
+            for group, blocks in zip(self.groups, table):
+                if group.pages == STATE and real >= conversation.num_sure:  # the one to go on from
+                    column = state_column(group, real, conversation.num_sure)
+                    cells.append((blocks[column], STATE, real - 1))
             wrong = self.wrong_cells(conversation, cells)
             assert not wrong, f"{when}, row {row} keeps wrong KV: {wrong}"
 
@@ -712,19 +782,45 @@ class Simulation:
             found = [found] if len(self.groups) == 1 else found
             table = [ids.tolist() for ids in found]
             wrong = self.wrong_cells(
-                conversation, self.cells_read(table, num_hit, num_hit, num_hit)
+                conversation, self.cells_read(table, num_hit, num_hit, (num_hit, num_hit))
             )
             assert not wrong, f"{when}, a hit of {num_hit} tokens has wrong KV: {wrong}"
 
+    def check_cached(self, conversation: Conversation, when: str) -> None:
+        """Blocks of the device in which some hit reads every slot, be they a hit now or not."""
+        tokens = conversation.tokens
+        hashes = self.manager.block_hashes(Request("probe", tokens))
+        for g, group in enumerate(self.groups):
+            if not (group.keeps_all or group.pages == STATE):
+                continue
+            size = group.block_size
+            num_hashes = size // self.hash_size
+            for column, page in enumerate(
+                self.manager.find_hashes(hashes[num_hashes - 1 :: num_hashes], g).device.tolist()
+            ):
+                end = (column + 1) * size
+                first = end - 1 if group.pages == STATE else column * size
+                cells = [
+                    (page, STATE if group.pages == STATE else i % size, i)
+                    for i in range(first, end)
+                ]
+                wrong = self.wrong_cells(conversation, cells) if page > 0 else []
+                assert not wrong, f"{when}, group {g} caches wrong KV: {wrong}"
+
+
+def state_column(group: ModelGroup, num_tokens: int, sure: int) -> int:
+    """The column of the state after so many tokens, of a step whose drafts begin at `sure`."""
+    return (sure - 1) // group.block_size + max(num_tokens - sure, 0)
+
 
 def cells_of(
-    group: ModelGroup, blocks: list[int], position: int, end: int, begin: int
+    group: ModelGroup, blocks: list[int], position: int, sure: int, begins: Begins
 ) -> list[Cell]:
-    """The tokens of a group that the token at `position` reads in a step that ends at `end`."""
+    """The tokens of a group that the token at `position` reads in a step, with drafts from `sure` on."""
     size = group.block_size
     if group.pages == STATE:
-        return [(blocks[(end - 1) // size], STATE, position - 1)]
-    first = max(group.reads_from(position), 0 if group.cached else begin)
+        return [(blocks[state_column(group, position, sure)], STATE, position - 1)]
+    first = max(group.reads_from(position), 0 if group.cached else begins[not group.transferred])
     return [(blocks[i // size % group.num_places()], i % size, i) for i in range(first, position)]
 
 

@@ -7,6 +7,7 @@ from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
 STATE = GroupSpec("recurrent", 4)
+RING = GroupSpec("circular_window", 4, {"window": 6, "buffer": 13}, cached=False)  # 16 places
 
 
 def make(num_blocks=21, groups=(FULL,), **options):
@@ -264,6 +265,83 @@ def test_blocks_handed_to_a_connector_are_kept_until_it_is_done():
         manager.release_blocks(Request("b", [1]))
     manager.release_blocks(request)
     assert (manager.num_kept_blocks, manager.pool.num_free) == (0, 3)
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("fence_frees", [False, True])
+def test_blocks_of_groups_that_are_not_transferred_are_released_at_once(fence_frees):
+    own = GroupSpec("full_attention", 4, cached=False, transferred=False)
+    manager = make(num_blocks=20, groups=(own, FULL, own), fence_frees=fence_frees)
+    request = Request("a", range(9))
+    plan = manager.step(new=[request])
+    manager.free(request, keep_blocks=True)
+    assert manager.num_kept_blocks == 3
+    assert manager.num_fenced_blocks == (6 if fence_frees else 0)
+    manager.report(StepReport(plan.step_id, True))
+    assert (manager.num_kept_blocks, manager.pool.num_free) == (3, 16)
+    manager.check_invariants()
+    assert hit_length(manager, 9) == 8  # they are cached as before
+    received = Request("b", range(50, 60))
+    manager.step(new=[received], num_external_computed_tokens=[8], delay_cache_blocks=[True])
+    manager.free(received, keep_blocks=True)
+    assert manager.num_kept_blocks == 5
+    for each in (request, received):
+        manager.release_blocks(each)
+    manager.check_invariants()
+
+
+def test_a_cached_group_that_is_not_transferred_takes_no_external_tokens():
+    """Its blocks would be found without their KV."""
+    own = GroupSpec("full_attention", 4, transferred=False)
+    manager = make(groups=(FULL, own))
+    request = Request("a", range(9))
+    message = (
+        "num_external_computed_tokens is 4: expected 0, as group 1 is cached and not transferred"
+    )
+    for call in (
+        lambda: manager.step(new=[request], num_external_computed_tokens=[4]),
+        lambda: manager.would_fit(request, num_external_computed_tokens=4),
+        lambda: manager.allocate_slots(request, 1, num_external_computed_tokens=4),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert manager.pool.num_free == 20
+    manager.step(new=[request])
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("groups", [(RING,), (RING, FULL)])
+def test_of_a_buffer_written_round_the_last_external_tokens_come(groups):
+    """The step behind 30 external tokens may have 11 of its own: 5 are read."""
+    manager = make(num_blocks=40, groups=groups)
+    request = Request("a", range(60))
+    options = {"num_external_computed_tokens": [30]}
+    assert manager.would_fit(request, 11, num_external_computed_tokens=30) == Status.SERVED
+    message = "a new request asks for 12 slots, lookahead included: expected at most 11"
+    calls = [
+        lambda: manager.would_fit(request, 12, num_external_computed_tokens=30),
+        lambda: manager.step(new=[request], new_num_tokens=[12], **options),
+        lambda: manager.step(new=[request], new_num_tokens=[9], num_lookahead_tokens=3, **options),
+        lambda: manager.allocate_slots(request, 12, num_external_computed_tokens=30),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    plan = manager.step(new=[request], new_num_tokens=[11], **options)
+    assert (plan.num_computed_tokens.tolist(), plan.num_tokens.tolist()) == ([30], [11])
+    assert len(manager.block_ids(request)) == 4
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(("arrived", "goes_on"), [(30, 30), (28, 28), (19, 19), (18, 0), (0, 0)])
+def test_a_load_that_failed_in_part_goes_on_where_the_buffer_still_has_the_window(arrived, goes_on):
+    """Of 30 tokens the last 16 have places: behind token 19 all of its window, 14 to 18, has come."""
+    manager = make(num_blocks=40, groups=(RING,))
+    request = Request("a", range(60))
+    plan = manager.step(new=[request], num_external_computed_tokens=[30], delay_cache_blocks=[True])
+    assert plan.zero.tolist() == manager.block_ids(request).tolist()
+    assert manager.finish_receiving(request, arrived) == goes_on
+    manager.step([0], [11])
     manager.check_invariants()
 
 

@@ -336,7 +336,7 @@ def test_a_state_is_hit_only_where_one_was_stored():
     plan = manager.step(new=[Request("b", range(30))], new_num_tokens=[2])
     assert plan.num_computed_tokens.tolist() == [16]
     source, target = plan.copy.tolist()[0]
-    assert plan.append_ids[1].tolist() == [0, 0, 0, source, target]
+    assert source != target and plan.append_ids[1].tolist() == [0, 0, 0, 0, target]
     assert plan.replace[1].tolist() == [[1, 3, 0]]
     manager.check_invariants()
 
@@ -465,6 +465,35 @@ def test_a_step_ends_where_the_shared_prefix_does():
     assert make(FULL).checkpoint_tokens(Request("x", range(9)), 7) == 7
     off = make(*groups, enable_caching=False, max_model_len=1_000)
     assert off.checkpoint_tokens(Request("x", range(150))) == 150
+
+
+@pytest.mark.parametrize(
+    ("full", "hash_block_size", "num_tokens", "want"),
+    [
+        (GroupSpec("full_attention", 512), 512, 1_024, 512),
+        (GroupSpec("full_attention", 512), 16, 1_024, 1_008),
+        (GroupSpec("full_attention", 512, drafts=True), 512, 1_024, 512),
+        (GroupSpec("full_attention", 16), 16, 1_100, 1_088),
+        (GroupSpec("full_attention", 16, drafts=True), 16, 1_100, 1_072),
+        (GroupSpec("full_attention", 32, drafts=True), 16, 1_100, 1_072),
+    ],
+)
+def test_an_equal_prompt_hits_all_that_it_can_the_first_time(
+    full, hash_block_size, num_tokens, want
+):
+    """Its last token is computed in any case, and a drafter computes one hash block anew."""
+    groups = [full, GroupSpec("recurrent", 512)]
+    manager = make(*groups, hash_block_size=hash_block_size, num_blocks=200, max_model_len=2_000)
+    hits = []
+    for i in range(3):
+        request = Request(f"r{i}", range(num_tokens))
+        chunk = manager.checkpoint_tokens(request)
+        plan = manager.step(new=[request], new_num_tokens=[chunk])
+        hits += plan.num_computed_tokens.tolist()
+        while manager.num_computed_tokens(request) < num_tokens:
+            manager.step([manager.row(request)], [manager.checkpoint_tokens(request)])
+        manager.free(request)
+    assert hits == [0, want, want]
 
 
 def test_a_page_that_a_copy_reads_is_not_given_away_by_the_same_plan():
@@ -796,7 +825,7 @@ def test_a_recurrent_group_is_driven_by_steps():
     with pytest.raises(ValueError, match="allocate_slots cannot say which state is to be copied"):
         manager.allocate_slots(Request("a", range(4)), 4)
     run(manager, Request("a", range(4)), 4)
-    with pytest.raises(ValueError, match="expected 0, a recurrent state takes no token back"):
+    with pytest.raises(ValueError, match=r"takes no token back without num_speculative_blocks"):
         manager.step([0], [1], num_rejected_tokens=[1])
 
 
@@ -879,3 +908,26 @@ def test_a_kind_that_calls_back_is_refused_and_one_that_wavers_is_asked_once():
 def test_wrong_groups_and_options_are_named(groups, options, error, message):
     with pytest.raises(error, match=message):
         make(*groups, **options)
+
+
+def test_a_state_that_ends_no_hit_is_not_cached():
+    """Hits end at multiples of 8 tokens: nothing reads a state at 4 or 12."""
+    groups = [GroupSpec("full_attention", 8), GroupSpec("recurrent", 4)]
+    manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
+    row = manager.step(new=[Request("r", range(16))], new_num_tokens=[4]).rows[0]
+    num_cached = [manager.pool.num_cached]
+    for _ in range(3):
+        manager.step([row], [4])
+        num_cached.append(manager.pool.num_cached)
+    assert num_cached == [0, 2, 2, 4]
+
+
+def test_a_request_with_an_encoder_takes_no_hit_of_one_without():
+    """What its decoder computes depends on the encoder, of which hashes say nothing."""
+    groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 4)]
+    manager = KVCacheManager.for_groups(groups, 30, 64, num_preallocate_tokens=0)
+    manager.step(new=[Request("plain", range(13))])
+    request = Request("encoder", range(13), num_encoder_tokens=4)
+    assert not request.read_cache and not request.write_cache
+    assert manager.get_computed_blocks(Request("plain too", range(13)))[1] == 12
+    assert manager.get_computed_blocks(request)[1] == 0

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcache import KVCacheManager, Request, hash_blocks
+from kvcache import KVCacheManager, Request, StepReport, hash_blocks
 from kvcache.allocator.hashing import encode_extra_keys
 from kvcache.native.load import core
 from tests.shared import shared_file
@@ -181,6 +181,36 @@ def test_token_ids_below_0_are_hashed_as_negative_integers():
     tokens = [5, -1, -24, -25, -256, -257, -(2**31), 2**31 - 1]
     keys = [[("mm", "a", 1)], None]
     assert hexes(hash_blocks(tokens, 4, extra_keys=keys)) == reference(tokens, 4, keys)
+
+
+@pytest.mark.parametrize(
+    ("value", "encoded"),
+    [
+        (None, "f6"),
+        (False, "f4"),
+        (True, "f5"),
+        (0, "00"),
+        (23, "17"),
+        (24, "1818"),
+        (255, "18ff"),
+        (256, "190100"),
+        (65_535, "19ffff"),
+        (65_536, "1a00010000"),
+        (2**32 - 1, "1affffffff"),
+        (2**32, "1b0000000100000000"),
+        (2**64 - 1, "1bffffffffffffffff"),
+        (-1, "20"),
+        (-24, "37"),
+        (-25, "3818"),
+        (-(2**63), "3b7fffffffffffffff"),
+        ("", "60"),
+        ("é", "62c3a9"),
+        (b"\0\xff", "4200ff"),
+    ],
+)
+def test_known_encodings_of_extra_keys(value, encoded):
+    """RFC 8949, worked out by hand: an array of one array of one value."""
+    assert encode_extra_keys([(value,)]).hex() == "8181" + encoded
 
 
 extra_key = st.one_of(
@@ -578,6 +608,50 @@ def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
     assert manager.pool.num_cached == 2
 
 
+def test_tokens_whose_given_hash_is_missing_are_refused_when_they_come():
+    """Not by a later call, such as a report on other requests."""
+    tokens = list(range(8))
+    hashes, mine = given_hashes(tokens, 4), given_hashes(tokens[:7], 4)
+    manager, second = (engine_manager(num_preallocate_tokens=0) for _ in range(2))
+    request = Request("r", tokens[:7], block_hashes=mine)
+    other = Request("s", tokens[:7], block_hashes=hashes[:1])
+    for each in (manager, second):
+        each.step(new=[request, other])
+    expected = "block_hashes of request 'r' has 1 entries: expected 2, one per full block of 4"
+    with pytest.raises(ValueError, match=expected):
+        request.append_tokens([7, 8])
+    mine.append(bytes(31))
+    with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
+        request.append_tokens([7])
+    assert request.num_tokens == 7
+    other.block_hashes.append(hashes[1])
+    with pytest.raises(ValueError, match=r"block_hashes\[1\] of request 'r' has 31 bytes"):
+        manager.step([1, 0], [1, 1], token_ids=[7, 7])
+    assert other.num_tokens == 7 and second.block_hashes(other).shape == (1, 32)
+    mine[1] = hashes[1]
+    manager.step([0, 1], [1, 1], token_ids=[7, 7])
+    mine.clear()  # what was read is known
+    second.report(StepReport(0, completed=False))
+    assert manager.invalidate(manager.block_ids(other)[1:2]) == {"r": 4, "s": 4}
+    manager.check_invariants()
+
+
+def test_without_caching_equal_given_hashes_are_blocks_of_their_own():
+    """Found by a random run: all requests with the hash of a failed block went back."""
+    manager = engine_manager(num_preallocate_tokens=0, enable_caching=False)
+    tokens = list(range(10))
+    pair = [Request(name, tokens, block_hashes=given_hashes(tokens, 4)) for name in "ab"]
+    manager.step(new=pair)
+    assert manager.invalidate(manager.block_ids(pair[1])[:1]) == {"b": 0}
+    # A request that another manager has hashed.
+    plain, caching = (KVCacheManager(4, 50, 100, enable_caching=on) for on in (False, True))
+    pair = [Request(name, tokens) for name in "ab"]
+    for request in pair:
+        caching.block_hashes(request)
+    plain.step(new=pair, new_num_tokens=[8, 8])
+    assert plain.invalidate(plain.block_ids(pair[1])[:1]) == {"b": 0}
+
+
 def test_a_fork_has_the_hashes_of_its_parent():
     tokens = list(range(10))
     manager = engine_manager()
@@ -587,4 +661,27 @@ def test_a_fork_has_the_hashes_of_its_parent():
     with pytest.raises(ValueError, match="the child has other tokens, or other extra keys"):
         manager.fork(parent, Request("c", tokens, block_hashes=[hashes[0], bytes(32)]))
     assert manager.fork(parent, Request("c", tokens, block_hashes=list(hashes))) == 1
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("ids", [[True], [1, True], [False, 2], [3, np.True_], (np.False_, 3)])
+def test_true_and_false_are_no_token_ids(ids):
+    manager = KVCacheManager(4, 50, 100)
+    request = Request("r", range(7))
+    manager.step(new=[request])
+    at = next(i for i, each in enumerate(ids) if isinstance(each, bool | np.bool_))
+    message = rf"token_ids\[{at}\] is {ids[at]}: expected an integer"
+    for call in (
+        lambda: Request("s", ids),
+        lambda: request.append_tokens(ids),
+        lambda: hash_blocks(ids, 1),
+        lambda: manager.step([0], [1], token_ids=ids, num_token_ids=[len(ids)]),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
+    with pytest.raises(TypeError, match="token_ids has dtype bool: expected integers"):
+        request.append_tokens(np.array([True, False]))
+    with pytest.raises(TypeError, match="num_lookahead_tokens is True: expected an integer"):
+        manager.would_fit(Request("s", [1]), num_lookahead_tokens=True)
+    assert request.num_tokens == 7
     manager.check_invariants()

@@ -193,6 +193,36 @@ def test_a_folder_that_cannot_be_written_is_named(checkout, tmp_path):
     assert "set KVCACHE_JIT_DIR" in done.stderr
 
 
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_is_refused(monkeypatch, tmp_path, mode):
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    tmp_path.chmod(mode)
+    with pytest.raises(jit.BuildError, match=rf"mode {mode & 0o777:o}: expected .*chmod go-w"):
+        jit.build_core()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_folder_of_another_user_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path))
+    mine = tmp_path.stat().st_uid
+    if mine == 0:
+        os.chown(tmp_path, 4321, -1)
+    else:
+        monkeypatch.setattr(jit.os, "geteuid", lambda: mine + 1)
+    with pytest.raises(jit.BuildError, match=r"belongs to user \d+, this is user \d+: expected"):
+        jit.build_core()
+
+
+def test_the_folder_that_is_made_is_private(monkeypatch, tmp_path):
+    monkeypatch.setenv("KVCACHE_JIT_DIR", str(tmp_path / "made"))
+    before = os.umask(0)
+    try:
+        path = jit._cached("name", "file", tmp_path, [], lambda folder: None)
+    finally:
+        os.umask(before)
+    assert {each.stat().st_mode & 0o777 for each in (path.parent, path.parent.parent)} == {0o700}
+
+
 def test_an_error_of_the_compiler_is_shown(checkout, tmp_path):
     broken = tmp_path / "broken"
     shutil.copytree(checkout / "kvcache", broken / "kvcache")

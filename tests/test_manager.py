@@ -3,7 +3,6 @@ import pickle
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
 from dataclasses import fields, make_dataclass
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 from kvcache import KVCacheManager, Request, Status, StepPlan, hash_blocks
 from kvcache.native.load import core
 from kvcache.step import NO_IDS, NO_PAIRS, NO_REPLACE, NO_SPLITS, PLAN_VERSION
-from tests.shared import REPO
+from tests.shared import REPO, digest
 
 
 def make(num_blocks=11, block_size=4, **options):
@@ -376,16 +375,6 @@ def test_threads_that_share_a_request_get_the_hashes_it_has():
     for thread in threads:
         thread.join()
     assert len(found) == 4 and all(np.array_equal(hashes, want) for hashes in found)
-
-
-@contextmanager
-def digest(function):
-    """SHA-256 by a Python function, as where there is no libcrypto."""
-    core.set_sha256_fallback(function, force=True)
-    try:
-        yield
-    finally:
-        core.set_sha256_fallback(lambda data: hashlib.sha256(data).digest())
 
 
 def test_a_call_from_within_the_digest_is_refused():
@@ -925,3 +914,17 @@ def test_read_cache_of_a_call():
     with pytest.raises(TypeError, match="read_cache is 1"):
         manager.get_computed_blocks(reads, read_cache=1)
     manager.check_invariants()
+
+
+def test_other_tokens_after_a_wait_have_hashes_of_their_own():
+    """The ids that came with a step that could not be served were hashed, and are taken back."""
+    manager = KVCacheManager(4, 5, 100, num_preallocate_tokens=0)
+    request, other = Request("r", range(7)), Request("other", range(50, 57))
+    row = manager.step(new=[request, other]).rows[0]
+    plan = manager.step([row], [2], token_ids=[7, 8], num_token_ids=[2])
+    assert plan.status.tolist() == [Status.WAIT] and request.num_tokens == 7
+    manager.free(other)
+    plan = manager.step([row], [2], token_ids=[70, 80], num_token_ids=[2])
+    assert plan.status.tolist() == [Status.SERVED]
+    hashes = hash_blocks([*range(7), 70], 4)
+    assert manager.find_hashes(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()

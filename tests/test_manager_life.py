@@ -452,6 +452,16 @@ def test_a_row_whose_window_is_gone_restarts_from_what_the_cache_has():
     assert manager.step([0], [4]).num_computed_tokens.tolist() == [8]
 
 
+def test_a_row_does_not_resume_where_its_hit_lacks_what_a_shorter_one_reads():
+    """The hit of 6 tokens ends with a chunk of 3: of the chunk before, it brings nothing."""
+    groups = [GroupSpec("full_attention", 4), GroupSpec("chunked_local", 8, {"chunk_size": 3})]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0, hash_block_size=1)
+    manager.step(new=[Request("a", range(7))])
+    request = Request("b", [*range(6), 90, 91], write_cache=False)
+    assert manager.step(new=[request]).num_computed_tokens.tolist() == [6]
+    assert manager.invalidate([int(manager.block_ids(request, 0)[1])]) == {"b": 0}
+
+
 def test_a_state_goes_back_to_the_last_one_stored():
     groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
     manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
@@ -462,6 +472,70 @@ def test_a_state_goes_back_to_the_last_one_stored():
     assert manager.abort(aborted.step_id) == {"a": 12}
     plan = manager.step([0], [1])
     assert plan.num_computed_tokens.tolist() == [12] and len(plan.copy) == 1
+
+
+def hybrid(**options):
+    groups = [GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)]
+    options = {"num_preallocate_tokens": 0, "fence_frees": True, **options}
+    return KVCacheManager.for_groups(groups, 60, 64, **options)
+
+
+def cached_blocks(manager, request):
+    """Of the first group."""
+    found = manager.find_hashes(manager.block_hashes(request)).device
+    return [block for block, page in enumerate(found.tolist()) if page > 0]
+
+
+def test_a_failed_state_takes_along_all_that_ran_with_it():
+    """The step computed blocks 2 to 4 from the state in its page, whose own block is the last."""
+    manager = hybrid()
+    request = Request("a", range(24))
+    plan = manager.step(new=[request], new_num_tokens=[12], num_external_computed_tokens=[8])
+    page = int(manager.block_ids(request, 1)[4])
+    assert cached_blocks(manager, request) == [0, 1, 2, 3, 4]
+    assert manager.report(StepReport(plan.step_id, True, [page])) == {"a": 0}
+    assert cached_blocks(manager, request) == [0, 1]
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["moves on", "leaves"])
+def test_a_state_that_fails_after_its_row_let_go_of_it_takes_the_same_along(leaves):
+    manager = hybrid()
+    request = Request("a", range(24))
+    manager.step(new=[request], new_num_tokens=[8])
+    manager.report(StepReport(0, completed=True))
+    plan = manager.step([0], [12])
+    page = int(manager.block_ids(request, 1)[4])
+    if leaves:
+        manager.free(request)
+    else:
+        manager.step([0], [2])
+    affected = manager.report(StepReport(plan.step_id, True, [page]))
+    assert affected == ({} if leaves else {"a": 0})
+    assert cached_blocks(manager, request) == [0, 1]
+
+
+def test_a_hit_state_that_fails_before_it_is_read_sends_its_row_back():
+    manager = hybrid(num_host_blocks=30)
+    request = Request("a", range(24))
+    manager.step(new=[request], new_num_tokens=[8])
+    manager.report(StepReport(0, completed=True))
+    manager.free(request)
+    other = Request("b", range(24))
+    plan = manager.step(new=[other], new_num_tokens=[4])
+    assert manager.abort(plan.step_id) == {"b": 8}
+    page = int(manager.block_ids(other, 1)[1])
+    plan = manager.step(swap_out=[0])
+    assert manager.report(StepReport(plan.step_id, True, [page])) == {"b": 0}
+
+
+def test_a_failed_page_of_an_encoder_that_was_swapped_out_restarts_the_request():
+    groups = [GroupSpec("full_attention", 4), GroupSpec("cross_attention", 2)]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_host_blocks=30)
+    request = Request("a", range(5), num_encoder_tokens=10)
+    manager.step(new=[request])
+    page = int(manager.block_ids(request, 1)[4])
+    plan = manager.step(swap_out=[0])
+    assert manager.report(StepReport(plan.step_id, True, [page])) == {"a": 0}
 
 
 def test_a_failed_page_of_an_encoder_restarts_the_request():
@@ -596,3 +670,41 @@ def test_without_events_none_are_kept():
     manager = make()
     manager.step(new=[Request("a", range(9))])
     assert manager.drain_events() == []
+
+
+@pytest.mark.parametrize("by_step", [True, False])
+@pytest.mark.parametrize(
+    ("own", "of_call", "want"),
+    [(True, False, 0), (False, None, 0), (False, True, 8), (True, None, 8)],
+)
+def test_a_row_that_starts_anew_reads_the_cache_as_it_was_admitted(own, of_call, want, by_step):
+    manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
+    manager.step(new=[Request("first", range(12))])
+    request = Request("r", range(12), read_cache=own)
+    if by_step:
+        plan = manager.step(new=[request], read_cache=of_call)
+        assert plan.num_computed_tokens.tolist() == [want]
+    else:
+        ids, num_hit = manager.get_computed_blocks(request, read_cache=of_call)
+        assert num_hit == want
+        manager.allocate_slots(request, 12 - num_hit, ids, read_cache=of_call)
+    # Not by their hashes, under which others would be found too.
+    manager.evict(manager.block_ids(request)[want // 4 :])
+    affected = manager.invalidate(manager.block_ids(request)[want // 4 :])
+    assert affected == {"r": want}
+    assert manager.get_computed_blocks(Request("x", range(12)))[1] == 8
+    assert manager.take_cached(request) == want
+    manager.check_invariants()
+
+
+def test_a_fork_that_starts_anew_reads_the_cache_as_its_own_request_says():
+    manager = KVCacheManager(4, 30, 100, num_preallocate_tokens=0)
+    manager.step(new=[Request("first", range(12))])
+    parent = Request("p", range(12))
+    manager.step(new=[parent], read_cache=False)
+    for child in (Request("reads", range(12)), Request("not", range(12), read_cache=False)):
+        manager.fork(parent, child)
+    own = manager.block_ids(parent)
+    manager.evict(own)
+    assert manager.invalidate(own) == {"p": 0, "reads": 8, "not": 0}
+    manager.check_invariants()

@@ -52,7 +52,7 @@ FULL = GroupSpec("full_attention", 4)
 
 def native_of(options):
     kind = make_kind("full_attention", {})
-    return options.native_of([(kind, 4, False, True)], num_gpu_blocks=40, max_model_len=64)
+    return options.native_of([(kind, 4, False, True, True)], num_gpu_blocks=40, max_model_len=64)
 
 
 def test_arguments_are_the_fields():

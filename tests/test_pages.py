@@ -669,3 +669,50 @@ def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
             LayerSpec("a", "full_attention", 16, **sizes)
     with pytest.raises(TypeError, match=r"dtype is 3: expected a torch\.dtype or its name"):
         KVStorage(4, 16, 1, 8, dtype=3)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.complex64, torch.float64, torch.int32, torch.bool, "complex64"]
+)
+def test_a_dtype_that_no_cache_has_is_named(dtype):
+    name = str(dtype).removeprefix("torch.")
+    slots, pages = torch.zeros(1, dtype=torch.int64), Pages.allocate(4, [[4096]])
+    for make in (
+        lambda: KVStorage(4, 16, 1, 8, dtype=dtype),
+        lambda: KVStorage.over(pages, 16, 1, 8, dtype=dtype),
+        lambda: KVStorage(4, 16, 1, 8).gather(0, slots, dtype),
+        lambda: KVStorage(4, 16, 1, 8).gather_layers(slots, dtype),
+    ):
+        with pytest.raises(ValueError, match=f"dtype is '{name}': expected one of float32"):
+            make()
+
+
+def test_tokens_and_slots_that_are_no_tensors_are_named():
+    kv, slots = KVStorage(4, 16, 1, 8, dtype=torch.float32), torch.tensor([17])
+    key = torch.ones(1, 1, 8)
+    kv.pages.memory.zero_()
+    calls = {
+        "slot_mapping": [
+            lambda slots: kv.write(0, key, key, slots),
+            lambda slots: kv.gather(0, slots),
+            lambda slots: kv.write_layers(key[None], key[None], slots),
+            lambda slots: kv.gather_layers(slots),
+        ],
+        "key": [
+            lambda key: kv.write(0, key, None, slots),
+            lambda key: kv.write_layers(key, key, slots),
+        ],
+        "value": [lambda value: kv.write(0, key, value, slots)],
+    }
+    for name, each in calls.items():
+        for call in each:
+            for value in (None, [17], np.array([17]), 17):
+                if name == "value" and value is None:
+                    continue
+                kind = type(value).__name__
+                message = f"^{name} has type {kind}: expected a tensor"
+                with pytest.raises(TypeError, match=message):
+                    call(value)
+            with pytest.raises(ValueError, match=f"^{name} has 0 dimensions"):
+                call(torch.tensor(17))
+    assert not kv.key_cache(0)[1, 1].any()

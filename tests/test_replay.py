@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -504,7 +505,7 @@ def test_a_cached_block_that_was_overwritten_is_caught():
 
     def workload():
         yield prompts[0]
-        replayer.verifier.storage.value_cache(0)[2, 3, 1, 1] += 1
+        replayer.verifier.storage.value_cache(0).view(torch.int32)[2, 3, 1, 1] += 1
         yield prompts[1]
 
     report = replayer.run(workload())

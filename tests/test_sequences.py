@@ -1,6 +1,8 @@
 """The sequence-group manager, line by line of the contract; random calls are in sequence_driver.py."""
 
 import collections
+import copy
+import hashlib
 import inspect
 import itertools
 import threading
@@ -9,11 +11,11 @@ from enum import Enum
 import numpy as np
 import pytest
 
-from kvcache import AllocStatus, BlockSpaceManager, KVCacheManager, Request
+from kvcache import AllocStatus, BlockSpaceManager, KVCacheManager, Request, hash_blocks
 from kvcache.events import BlockRemoved, BlockStored
 from tests import sequence_driver
 from tests.sequence_driver import Group, Seq, Status
-from tests.shared import sampled
+from tests.shared import digest, sampled
 
 OK, LATER, NEVER = AllocStatus.OK, AllocStatus.LATER, AllocStatus.NEVER
 Device = Enum("Device", ["GPU", "CPU"])
@@ -579,6 +581,78 @@ def test_a_decode_step_that_is_refused_changes_nothing():
     other.tokens += [5] * 4
     assert manager.append_group_slots(groups, 0) == (1, [])  # the other is beyond max_model_len
     assert manager.append_group_slots([], 0) == (0, [])
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize("num_digests", range(4))
+def test_a_digest_that_raises_in_a_decode_step_changes_nothing(num_digests):
+    """Each of three sequences fills a block: none gets slots where the third cannot be hashed."""
+    manager = make(num_gpu_blocks=30, enable_caching=True)
+    groups = [admitted(manager, 7, name, first=10 * i) for i, name in enumerate("abc")]
+    tables = [manager.get_block_table(group.seqs[0]) for group in groups]
+    for group in groups:
+        manager.mark_blocks_as_computed(group, 7)
+        group.seqs[0].tokens += [5, 5]
+    before = copy.deepcopy(tables), counts(manager)
+    left = iter(range(num_digests))
+
+    def sha256(data):
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return hashlib.sha256(data).digest()
+
+    with digest(sha256):
+        if num_digests < 3:
+            with pytest.raises(KeyboardInterrupt):
+                manager.append_group_slots(groups, 0)
+    manager.check_invariants()
+    if num_digests < 3:
+        assert (tables, counts(manager)) == before
+        assert [manager._num_new(group.seqs[0]) for group in groups] == [2, 2, 2]
+    assert manager.append_group_slots(groups, 0) == (3, [])
+    assert [len(table) for table in tables] == [3, 3, 3]
+    manager.check_invariants()
+
+
+def test_blocks_are_hashed_by_the_algorithm_that_is_asked_for():
+    """Its hashes meet those of other managers; events name it."""
+    tokens = [*range(9)]
+    for algorithm, num_bytes in (("sha256_cbor", 32), ("xxh3_128_cbor", 16)):
+        manager = make(enable_caching=True, enable_events=True, hash_algorithm=algorithm)
+        group = admitted(manager, 9)
+        manager.mark_blocks_as_computed(group, 9)
+        (event,) = manager.drain_events()
+        assert event.hash_algorithm == algorithm and event.block_hashes.shape == (2, num_bytes)
+        assert np.array_equal(event.block_hashes, hash_blocks(tokens, 4, algorithm=algorithm))
+        assert manager.get_num_cached_tokens(seq("x", 9)) == 8
+        child = child_of(manager, group.seqs[0], "child")
+        child.tokens += [7, 8, 9]
+        manager.append_slots(child, 0)
+        manager.mark_blocks_as_computed(Group("c", [child]), 3)
+        (event,) = manager.drain_events()
+        hashes = hash_blocks(child.tokens, 4, algorithm=algorithm)
+        assert np.array_equal(event.block_hashes, hashes[2:])
+        extra = Seq("extra", tokens, extra="lora")
+        assert manager.get_num_cached_tokens(extra) == 0
+    for wrong, error in (("md5", ValueError), ("engine:own", ValueError), (None, TypeError)):
+        with pytest.raises(error, match=f"hash_algorithm is {wrong!r}: expected"):
+            make(hash_algorithm=wrong)
+
+
+def test_true_is_no_token_id():
+    manager = make(enable_caching=True)
+    group = admitted(manager, 6)
+    one = group.seqs[0]
+    for more in ([True], [7, True], [np.False_, 7]):
+        one.tokens = [*range(6), *more]
+        for call in (manager.append_slots, lambda s, n: manager.append_group_slots([group], n)):
+            with pytest.raises(
+                TypeError, match=r"token_ids(\[\d\] is \w+| has dtype bool): expected"
+            ):
+                call(one, 0)
+        with pytest.raises(TypeError, match=r"token_ids\[\d\] is \w+: expected an integer"):
+            manager.get_num_cached_tokens(Seq("x", [*range(6), *more]))
+    assert manager._num_new(one) == 2
     manager.check_invariants()
 
 

@@ -3,11 +3,14 @@
 import pytest
 
 from kvcache.transfer.sharding import (
+    equal_stages,
     heads_of_rank,
     layers_of_rank,
     ranks_of_head,
+    reader_of_head,
     replica_for,
     size_ratio,
+    sources_of_rank,
 )
 
 SIZES = [1, 2, 3, 4, 6, 8, 12]
@@ -92,3 +95,23 @@ def test_layers_that_do_not_come_out_even_are_named():
 def test_what_is_out_of_range_is_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_readers_are_spread_over_replicas_that_lie_apart():
+    """Which replica a reader takes is part of the interface: both engines work it out on their own."""
+    assert [replica_for(1, 2, 8, reader, 2) for reader in range(2)] == [4, 6]
+    assert [replica_for(0, 1, 4, reader, 3) for reader in range(3)] == [0, 1, 2]
+    assert [replica_for(0, 1, 2, reader, 4) for reader in range(4)] == [0, 0, 1, 1]
+
+
+def test_stages_that_only_adjoin_read_nothing_of_each_other():
+    stages = equal_stages(4, 2, 1)
+    assert [sources_of_rank(stages, stages, 1, stage, 0) for stage in (0, 1)] == [
+        [(0, 0)],
+        [(1, 0)],
+    ]
+
+
+def test_readers_of_a_head_are_numbered_over_all_stages():
+    readers = [reader_of_head(0, 1, [2, 2], stage=s, tp_rank=r) for r in (0, 1) for s in (0, 1)]
+    assert readers == [(0, 4), (1, 4), (2, 4), (3, 4)]

@@ -605,6 +605,57 @@ def test_a_manager_with_more_rows_than_the_tables_does_not_jam():
     assert plan.rows.tolist() == [1] and w.apply(plan).completed
 
 
+@pytest.mark.parametrize("wrong", [None, 7, {"step_id": 0}])
+def test_what_is_no_plan_is_named(wrong):
+    manager, w = planes(max_num_reqs=4)
+    plan = manager.step(new=[Request("a", range(20))])
+    for call in (w.apply, w.start, w.tables.apply):
+        message = f"plan has type {type(wrong).__name__}: expected a StepPlan"
+        with pytest.raises(TypeError, match=message):
+            call(wrong)
+    assert w.last_step_id == -1 and content(w.tables)[0] == []
+    w.apply(plan)
+
+
+@pytest.mark.parametrize("wrong", [7, "x", np.zeros(3), torch.zeros(2), None])
+def test_what_a_worker_is_not_made_of_is_named(wrong):
+    w, kind = worker(), type(wrong).__name__
+    for make, message in (
+        (lambda: Worker(wrong, w.tables), f"storage has type {kind}: expected a KVStorage"),
+        (
+            lambda: Worker([*w.storages, wrong], w.tables),
+            rf"storage\[1\] has type {kind}: expected a KVStorage",
+        ),
+        (
+            lambda: Worker(w.storages, wrong),
+            f"tables has type {kind}: expected a BlockTable or a MultiGroupBlockTable",
+        ),
+        (
+            lambda: Worker(w.storages, w.tables, 0 if wrong is None else wrong),
+            "host has type .*: expected a Pages",
+        ),
+    ):
+        with pytest.raises(TypeError, match=f"^{message}"):
+            make()
+    for call in (w.tables.add_row, w.tables.append_row):
+        error = ValueError if isinstance(wrong, int) else TypeError  # there are 4 rows
+        with pytest.raises(error, match=r"^row (is )?"):
+            call([3], wrong)
+    assert content(w.tables)[0] == []
+
+
+@pytest.mark.parametrize("wrong", [None, "1", 1.0, True, -2, 2**63])
+def test_a_last_step_id_that_is_none_is_named(wrong):
+    w = worker()
+    is_type = not isinstance(wrong, int) or isinstance(wrong, bool)
+    expected = "an integer" if is_type else "-1 to"
+    with pytest.raises(
+        TypeError if is_type else ValueError,
+        match=f"last_step_id is {wrong!r}: expected {expected}",
+    ):
+        Worker(w.storages[0], w.tables, last_step_id=wrong)
+
+
 def test_a_plan_that_changes_nothing_counts_as_a_step():
     manager, w = planes(max_num_reqs=4)
     request = Request("a", range(20))

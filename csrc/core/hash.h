@@ -16,25 +16,6 @@ inline constexpr BlockId kNullBlock = 0;
 struct Hash {
   uint8_t bytes[32];
   bool operator==(const Hash& other) const { return std::memcmp(bytes, other.bytes, 32) == 0; }
-
-  // All its bytes, folded: hashes that an engine gives may differ in any of them.
-  uint64_t word() const {
-    uint64_t words[4];
-    std::memcpy(words, bytes, sizeof(words));
-    return words[0] ^ rotated(words[1], 19) ^ rotated(words[2], 37) ^ rotated(words[3], 53);
-  }
-  // 32 bits; different digests collide with a probability of 2**-32.
-  uint32_t tag() const {
-    const uint64_t all = word();
-    return static_cast<uint32_t>(all ^ (all >> 32));
-  }
-
- private:
-  static uint64_t rotated(uint64_t word, int bits) { return word << bits | word >> (64 - bits); }
-};
-
-struct HashOf {
-  size_t operator()(const Hash& hash) const { return hash.word(); }
 };
 
 }  // namespace kvcache

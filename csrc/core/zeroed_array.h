@@ -7,6 +7,7 @@
 #include <cstring>
 #include <new>
 #include <type_traits>
+#include <utility>
 
 namespace kvcache {
 
@@ -30,6 +31,11 @@ class ZeroedArray {
   ~ZeroedArray() { munmap(data_, num_bytes_); }
   ZeroedArray(const ZeroedArray&) = delete;
   ZeroedArray& operator=(const ZeroedArray&) = delete;
+
+  void swap(ZeroedArray& other) {
+    std::swap(num_bytes_, other.num_bytes_);
+    std::swap(data_, other.data_);
+  }
 
   T* data() { return data_; }
   const T* data() const { return data_; }

@@ -242,25 +242,19 @@ inline AttentionMetadata checked_attention_metadata(
     m.page_indices = paged_kv_indices->mutable_data_ptr<int32_t>();
   }
 
-  const std::pair<const char*, const Tensor*> inputs[] = {
-      {"tables", &tables},
-      {"rows", &rows},
-      {"query_lens", &query_lens},
-      {"seq_lens", &seq_lens},
-      {"num_blocks_per_row", &num_blocks_per_row}};
-  const std::pair<const char*, const Tensor*> outputs[] = {
-      {"query_start_loc", &query_start_loc},
-      {"seqused_k", &seqused_k},
-      {"block_tables", block_tables ? &*block_tables : nullptr},
-      {"paged_kv_indptr", paged_kv_indptr ? &*paged_kv_indptr : nullptr},
-      {"paged_kv_indices", paged_kv_indices ? &*paged_kv_indices : nullptr},
-      {"paged_kv_last_page_len", paged_kv_last_page_len ? &*paged_kv_last_page_len : nullptr}};
-  for (const auto& [name, out] : outputs) {
-    if (out == nullptr) continue;
-    for (const auto& [read_name, read] : inputs) check_disjoint(*out, name, *read, read_name);
-    for (const auto& [other_name, other] : outputs) {
-      if (other == out) break;
-      if (other != nullptr) check_disjoint(*out, name, *other, other_name);
+  const NamedTensor outputs[] = {
+      {"query_start_loc", query_start_loc},   {"seqused_k", seqused_k},
+      {"block_tables", block_tables},         {"paged_kv_indptr", paged_kv_indptr},
+      {"paged_kv_indices", paged_kv_indices}, {"paged_kv_last_page_len", paged_kv_last_page_len}};
+  for (const NamedTensor& out : outputs) {
+    check_disjoint({out}, {{"tables", tables},
+                           {"rows", rows},
+                           {"query_lens", query_lens},
+                           {"seq_lens", seq_lens},
+                           {"num_blocks_per_row", num_blocks_per_row}});
+    for (const NamedTensor& other : outputs) {
+      if (other.tensor == out.tensor) break;
+      check_disjoint({out}, {other});
     }
   }
 

@@ -90,6 +90,45 @@ inline void check_pairs(const BlockCopy& c) {
   }
 }
 
+// The bytes from the first page of a region to its last. Nothing where int64 cannot count them.
+inline std::optional<ByteSpan> pages_span(const char* memory, int64_t offset, int64_t stride,
+                                          int64_t num_bytes, int64_t num_pages) {
+  if (num_pages == 0 || num_bytes == 0) return ByteSpan{};
+  const auto last = multiply_add(num_pages - 1, stride, offset);
+  if (!last || *last > INT64_MAX / 4 - num_bytes || *last < -(INT64_MAX / 4) ||
+      offset > INT64_MAX / 4 - num_bytes || offset < -(INT64_MAX / 4)) {
+    return {};
+  }
+  const auto base = reinterpret_cast<uintptr_t>(memory);
+  return ByteSpan{base + static_cast<uintptr_t>(std::min(offset, *last)),
+                  base + static_cast<uintptr_t>(std::max(offset, *last) + num_bytes)};
+}
+
+// Checks the sizes of regions, and that what is written shares no memory with `regions` and
+// `pairs`.
+inline void check_regions(const BlockCopy& c, const Tensor& regions, const Tensor& pairs) {
+  const ByteSpan own = span_of(regions), ids = span_of(pairs);
+  int64_t copied_bytes = 0;
+  for (int64_t i = 0; i < c.num_regions; ++i) {
+    const CopyRegion& r = c.regions[i];
+    const std::string name = "regions[" + std::to_string(i) + "]";
+    if (r.num_bytes < 0 || r.num_bytes > INT64_MAX / 4) {
+      fail(name + " has " + std::to_string(r.num_bytes) + " bytes: expected 0 or more" +
+           (r.num_bytes < 0 ? "" : ", and fewer than 2^61"));
+    }
+    const auto from = pages_span(c.source, r.source, r.source_stride, r.num_bytes, c.num_sources);
+    const auto to = pages_span(c.destination, r.destination, r.destination_stride, r.num_bytes,
+                               c.num_destinations);
+    const auto sum = multiply_add(c.num_pairs, r.num_bytes, copied_bytes);
+    if (!from || !to || !sum) {
+      fail(name + " leads beyond 2^61 bytes: expected offsets and distances of pages in memory");
+    }
+    copied_bytes = *sum;
+    if (to->meets(own)) fail_shared("the destination of " + name, "regions");
+    if (to->meets(ids)) fail_shared("the destination of " + name, "pairs");
+  }
+}
+
 inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const Tensor& destination,
                                     const Tensor& regions, const Tensor& pairs, int64_t num_sources,
                                     int64_t num_destinations, int64_t engine, int64_t pages_per_run,
@@ -107,14 +146,15 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
     fail("engine is " + std::to_string(engine) +
          ": expected 0 (kernel), 1 (copy engine) or 2 (copy engine, one copy per call)");
   }
-  const auto not_negative = [](int64_t value, const char* name) {
-    if (value < 0)
-      fail(std::string(name) + " is " + std::to_string(value) + ": expected 0 or more");
+  const auto check_count = [](int64_t value, const char* name) {
+    if (value < 0 || value > INT32_MAX)
+      fail(std::string(name) + " is " + std::to_string(value) + ": expected 0 " +
+           (value < 0 ? "or more" : "to 2147483647"));
   };
-  not_negative(num_sources, "num_src_blocks");
-  not_negative(num_destinations, "num_dst_blocks");
-  not_negative(pages_per_run, "pages_per_run");
-  not_negative(num_thread_blocks, "num_thread_blocks");
+  check_count(num_sources, "num_src_blocks");
+  check_count(num_destinations, "num_dst_blocks");
+  check_count(pages_per_run, "pages_per_run");
+  check_count(num_thread_blocks, "num_thread_blocks");
   BlockCopy c{};
   c.within = !source.has_value();
   c.destination = static_cast<char*>(destination.data_ptr());
@@ -129,11 +169,7 @@ inline BlockCopy checked_block_copy(const std::optional<Tensor>& source, const T
   c.engine = static_cast<CopyEngine>(engine);
   c.pages_per_run = pages_per_run;
   c.num_thread_blocks = num_thread_blocks;
-  for (int64_t r = 0; r < c.num_regions; ++r) {
-    if (c.regions[r].num_bytes >= 0) continue;
-    fail("regions[" + std::to_string(r) + "] has " + std::to_string(c.regions[r].num_bytes) +
-         " bytes: expected 0 or more");
-  }
+  check_regions(c, regions, pairs);
   if (c.pairs_on_cpu) check_pairs(c);
   return c;
 }

@@ -77,7 +77,10 @@ struct BlockPermute {
   int64_t unit_bytes() const { return int64_t{unit_rows} * row_bytes; }
 };
 
-inline void check_layer_offsets(const Tensor& offsets, int64_t row_bytes) {
+// Checks the argument `offsets`. Each layer has the cache's strides, so it shares no memory with
+// the arguments that are read, at its own place.
+inline void check_layer_offsets(const Tensor& offsets, const Tensor& indices, const Tensor& cache,
+                                int64_t row_bytes) {
   check_dim(offsets, "offsets", 1, "[num_layers]");
   check_dtype(offsets, "offsets", {ScalarType::Long});
   check_contiguous(offsets, "offsets");
@@ -85,10 +88,21 @@ inline void check_layer_offsets(const Tensor& offsets, int64_t row_bytes) {
   const int64_t* begin = offsets.const_data_ptr<int64_t>();
   std::vector<int64_t> sorted(begin, begin + offsets.numel());
   std::sort(sorted.begin(), sorted.end());
+  constexpr int64_t kMost = INT64_MAX / 4;  // sums with addresses stay within 64 bits
+  if (!sorted.empty() && (sorted.front() < -kMost || sorted.back() > kMost)) {
+    fail("offsets has " + std::to_string(sorted.front() < -kMost ? sorted.front() : sorted.back()) +
+         ": expected bytes from the cache to a layer");
+  }
   for (size_t i = 1; i < sorted.size(); ++i) {
     if (sorted[i] - sorted[i - 1] >= row_bytes) continue;
     fail("offsets has layers at " + std::to_string(sorted[i - 1]) + " and " +
          std::to_string(sorted[i]) + ": expected layers that share no memory");
+  }
+  const ByteSpan span = span_of(cache), from = span_of(offsets), ids = span_of(indices);
+  for (const int64_t offset : sorted) {
+    const std::string layer = "the layer at offset " + std::to_string(offset);
+    if (span.moved(offset).meets(from)) fail_shared(layer, "offsets");
+    if (span.moved(offset).meets(ids)) fail_shared(layer, "indices");
   }
 }
 
@@ -120,6 +134,9 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
          " in its last dimension: expected 1 (NHD or HND storage)");
   }
   if (block_size < 1) fail("cache has shape " + shape_of(cache) + ": expected tokens in a block");
+  if (num_blocks > INT32_MAX) {
+    fail("cache has shape " + shape_of(cache) + ": expected fewer than 2^31 blocks");
+  }
   check_no_overlap(cache, "cache");
   if (remote_block_size < 1 ||
       (remote_block_size % block_size != 0 && block_size % remote_block_size != 0)) {
@@ -127,18 +144,18 @@ inline BlockPermute checked_block_permute(const Tensor& cache, const Tensor& off
          ": expected a divisor or a multiple of the block size " + std::to_string(block_size));
   }
   const int64_t group_size = std::max<int64_t>(remote_block_size / block_size, 1);
-  const int64_t most = INT32_MAX / std::max<int64_t>(heads * cache.size(3) * element, 1);
+  const auto token_bytes = multiply_add(heads, cache.size(3), 0);
+  const int64_t most = token_bytes ? INT32_MAX / element / std::max<int64_t>(*token_bytes, 1) : 0;
   if (group_size > most / block_size) {
     fail("cache has shape " + shape_of(cache) + " and remote_block_size is " +
          std::to_string(remote_block_size) + ": expected less than 2 GiB in a block");
   }
-  check_layer_offsets(offsets, cache.numel() > 0 ? cache.size(3) * element : 0);
   check_dim(indices, "indices", 2, "[n, local blocks per remote block, at least 1]");
   check_dtype(indices, "indices", {ScalarType::Int});
   check_contiguous(indices, "indices");
   if (!indices.is_cpu()) check_same_device(indices, "indices", cache, "cache");
   check_size(indices, "indices", 1, group_size, "the local blocks per remote block");
-  if (indices.is_cpu() == cache.is_cpu()) check_disjoint(cache, "cache", indices, "indices");
+  check_layer_offsets(offsets, indices, cache, cache.numel() > 0 ? cache.size(3) * element : 0);
 
   // The stride of a dimension of one element has no meaning: NHD and HND are then the same.
   const bool local_is_hnd = block_size > 1 && heads > 1 && cache.stride(2) > cache.stride(1);

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -72,22 +73,58 @@ inline void check_no_overlap(const Tensor& t, const char* name) {
   }
 }
 
-// Checks that a tensor that is written shares no memory with one that is read, by the bytes that
-// both span.
-inline void check_disjoint(const Tensor& written, const char* name, const Tensor& read,
-                           const char* read_name) {
-  const auto span = [](const Tensor& t) {
-    int64_t last = 0;
-    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-    const auto* begin = static_cast<const char*>(t.data_ptr());
-    return std::pair{begin, begin + (last + 1) * static_cast<int64_t>(t.element_size())};
-  };
-  if (written.numel() == 0 || read.numel() == 0) return;
-  const auto [a, a_end] = span(written);
-  const auto [b, b_end] = span(read);
-  if (a < b_end && b < a_end) {
-    fail(std::string(name) + " shares memory with " + read_name + ": expected memory of its own");
+// The bytes from the first element of a tensor to its last. Without elements, none.
+struct ByteSpan {
+  uintptr_t begin = 0, end = 0;
+
+  bool meets(const ByteSpan& other) const { return begin < other.end && other.begin < end; }
+  ByteSpan moved(int64_t bytes) const {
+    return {begin + static_cast<uintptr_t>(bytes), end + static_cast<uintptr_t>(bytes)};
   }
+};
+
+inline ByteSpan span_of(const Tensor& t) {
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) {
+    if (t.size(i) == 0) return {};
+    last += (t.size(i) - 1) * t.stride(i);
+  }
+  const auto begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+  return {begin, begin + static_cast<uintptr_t>(last + 1) * t.element_size()};
+}
+
+[[noreturn]] inline void fail_shared(const std::string& written, const char* other) {
+  fail(written + " shares memory with " + other + ": expected memory of its own");
+}
+
+// An argument of an op; no tensor where an optional one is not given.
+struct NamedTensor {
+  NamedTensor(const char* name, const Tensor& t) : name(name), tensor(&t) {}
+  NamedTensor(const char* name, const std::optional<Tensor>& t)
+      : name(name), tensor(t ? &*t : nullptr) {}
+
+  const char* name;
+  const Tensor* tensor;
+};
+
+// Checks that no tensor that is written shares memory with one that is read, by the bytes that both
+// span. Every op lists all its tensors here but those that it copies before it writes.
+inline void check_disjoint(std::initializer_list<NamedTensor> written,
+                           std::initializer_list<NamedTensor> read) {
+  for (const NamedTensor& out : written) {
+    if (out.tensor == nullptr) continue;
+    const ByteSpan span = span_of(*out.tensor);
+    for (const NamedTensor& in : read) {
+      if (in.tensor != nullptr && span.meets(span_of(*in.tensor))) fail_shared(out.name, in.name);
+    }
+  }
+}
+
+// a * b + c, or nothing where int64 cannot hold it.
+inline std::optional<int64_t> multiply_add(int64_t a, int64_t b, int64_t c) {
+  int64_t product = 0, sum = 0;
+  if (__builtin_mul_overflow(a, b, &product) || __builtin_add_overflow(product, c, &sum)) return {};
+  return sum;
 }
 
 inline void check_size(const Tensor& t, const char* name, int64_t dim, int64_t expected,

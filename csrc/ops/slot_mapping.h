@@ -57,10 +57,11 @@ inline SlotMapping checked_slot_mapping(const Tensor& tables, const Tensor& grou
     check_counts(*num_blocks_per_row, m.groups, tables);
     m.counts = num_blocks_per_row->const_data_ptr<int32_t>();
   }
-  check_disjoint(out, "out", tables, "tables");
-  check_disjoint(out, "out", rows, "rows");
-  check_disjoint(out, "out", positions, "positions");
-  if (query_start_loc) check_disjoint(out, "out", *query_start_loc, "query_start_loc");
+  check_disjoint({{"out", out}}, {{"tables", tables},
+                                  {"rows", rows},
+                                  {"query_start_loc", query_start_loc},
+                                  {"positions", positions},
+                                  {"num_blocks_per_row", num_blocks_per_row}});
   m.tables = tables.const_data_ptr<int32_t>();
   m.rows = rows.const_data_ptr<int32_t>();
   m.positions = positions.const_data_ptr<int64_t>();

@@ -38,7 +38,7 @@ inline TableUpdate checked_table_update(const Tensor& tables, const Tensor& upda
   check_dtype(updates, "updates", {ScalarType::Int});
   check_contiguous(updates, "updates");
   check_same_device(updates, "updates", tables, "tables");
-  check_disjoint(tables, "tables", updates, "updates");
+  check_disjoint({{"tables", tables}}, {{"updates", updates}});
   if (updates.numel() < 1) fail("updates has shape [0]: expected at least the number of segments");
   return {tables.mutable_data_ptr<int32_t>(), tables.numel(), updates.const_data_ptr<int32_t>(),
           updates.numel()};
@@ -126,9 +126,9 @@ inline TableGather checked_table_gather(const Tensor& tables, const Tensor& grou
   }
   m.tables = tables.const_data_ptr<int32_t>();
   m.out = out.mutable_data_ptr<int32_t>();
-  check_disjoint(out, "out", tables, "tables");
-  check_disjoint(out, "out", idx_mapping, "idx_mapping");
-  if (num_computed_tokens) check_disjoint(out, "out", *num_computed_tokens, "num_computed_tokens");
+  check_disjoint({{"out", out}}, {{"tables", tables},
+                                  {"idx_mapping", idx_mapping},
+                                  {"num_computed_tokens", num_computed_tokens}});
   m.idx_mapping = idx_mapping.const_data_ptr<int32_t>();
   m.num_out_rows = idx_mapping.size(0);
   m.max_num_tokens = max_num_tokens;

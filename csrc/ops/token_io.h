@@ -146,7 +146,8 @@ inline TokenPages checked_token_pages(const Tensor& tokens, const std::string& n
   check_scale(scale, scale_name, tokens, name, cache);
 
   const int64_t num_heads = cache.size(first + 2), head_size = cache.size(first + 3);
-  if (num_heads * head_size > INT32_MAX / 16) {  // kernels count the bytes of a token in 32 bits
+  // Kernels count the bytes of a token in 32 bits.
+  if (head_size > 0 && num_heads > INT32_MAX / 16 / head_size) {
     fail(name + " has shape " + shape_of(tokens) + ": expected smaller tokens");
   }
   if (tokens.numel() > 0 && head_size > 1 && tokens.stride(first + 2) != 1) {
@@ -200,13 +201,19 @@ inline TokenIo checked_token_io(Direction direction, const Tensor& key, const Te
   const TokenPages v = checked_token_pages(value, "value", value_cache, v_scale);
   check_same_device(value, "value", key, "key");
   const bool writes = direction == Direction::kWrite;
-  check_disjoint(key, "key", key_cache, "key_cache");
-  check_disjoint(value, "value", value_cache, "value_cache");
   const Tensor &k_out = writes ? key_cache : key, &v_out = writes ? value_cache : value;
   const char *k_name = writes ? "key_cache" : "key", *v_name = writes ? "value_cache" : "value";
   check_no_overlap(k_out, k_name);
   check_no_overlap(v_out, v_name);
   check_separate(v_out, v_name, k_out, k_name);
+  const Tensor &k_in = writes ? key : key_cache, &v_in = writes ? value : value_cache;
+  const char *k_in_name = writes ? "key" : "key_cache",
+             *v_in_name = writes ? "value" : "value_cache";
+  check_disjoint({{k_name, k_out}, {v_name, v_out}}, {{k_in_name, k_in},
+                                                      {v_in_name, v_in},
+                                                      {"slot_mapping", slot_mapping},
+                                                      {"k_scale", k_scale},
+                                                      {"v_scale", v_scale}});
 
   check_dim(value_cache, "value_cache", key_cache.dim(), "as many dimensions as key_cache");
   const int64_t first = key_cache.dim() - 4;

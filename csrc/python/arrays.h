@@ -72,12 +72,16 @@ inline std::string short_repr(const py::handle& value) {
   return text.substr(0, end) + "...";
 }
 
-// A Python int, or what has __index__. TypeError for anything else; ValueError for what is beyond
-// int64, and so beyond every bound that C++ checks.
+// A Python int, or what has __index__, but not True or False. TypeError for anything else;
+// ValueError for what is beyond int64, and so beyond every bound that C++ checks.
 inline int64_t int_argument(const py::handle& value, const char* name) {
-  const auto number = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+  const auto number = PyBool_Check(value.ptr())
+                          ? py::object()
+                          : py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
   if (!number) {
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_TypeError)) {
+      throw py::error_already_set();
+    }
     PyErr_Clear();
     throw py::type_error(std::string(name) + " is " + py::cast<std::string>(py::repr(value)) +
                          ": expected an integer");
@@ -92,8 +96,8 @@ inline int64_t int_argument(const py::handle& value, const char* name) {
 
 // int32 values of any one-dimensional integer sequence: a C-contiguous int32 array as it is, a list
 // or tuple of ints directly, everything else through numpy with the range checked. TypeError for
-// floats, ValueError for values beyond int32. A `least` of 0 only makes an error say so: what fits
-// int32 is for the callee to check.
+// floats and for True and False, ValueError for values beyond int32. A `least` of 0 only makes an
+// error say so: what fits int32 is for the callee to check.
 class Int32Input {
  public:
   Int32Input(const py::handle& value, const char* name, int64_t least = kMinInt32)
@@ -135,13 +139,27 @@ class Int32Input {
                                                : std::to_string(least_) + " to 2147483647"));
   }
 
+  // numpy takes it for 0 or 1 beside integers.
+  void check_no_bool(const py::handle& value) const {
+    static const auto* numpy_bool = new py::object(py::module_::import("numpy").attr("bool_"));
+    for (py::ssize_t i = 0; i < size_; ++i) {
+      const py::handle item = PySequence_Fast_GET_ITEM(value.ptr(), i);
+      if (!PyBool_Check(item.ptr()) && !py::isinstance(item, *numpy_bool)) continue;
+      throw py::type_error(std::string(name_) + "[" + std::to_string(i) + "] is " +
+                           py::cast<std::string>(py::str(item)) + ": expected an integer");
+    }
+  }
+
   // False where an item is not a Python int; numpy then decides.
   bool copy_ints(const py::handle& value) {
     PyObject** items = PySequence_Fast_ITEMS(value.ptr());
     size_ = PySequence_Fast_GET_SIZE(value.ptr());
     copy_.resize(static_cast<size_t>(size_));
     for (py::ssize_t i = 0; i < size_; ++i) {
-      if (!PyLong_CheckExact(items[i])) return false;
+      if (!PyLong_CheckExact(items[i])) {
+        check_no_bool(value);
+        return false;
+      }
       int overflow = 0;
       const int64_t v = PyLong_AsLongLongAndOverflow(items[i], &overflow);
       if (overflow != 0 || !fits(v)) fail_range(i, items[i]);
@@ -197,6 +215,16 @@ inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, con
   for (const py::handle& each : arrays) {
     const Int32Input values(each, name);
     out.emplace_back(values.data(), values.data() + values.size());
+  }
+  return out;
+}
+
+// [(values[0], values[1]), (values[2], values[3]), ...]
+inline py::list list_of_pairs(const std::vector<int32_t>& values) {
+  py::list out(values.size() / 2);
+  for (size_t i = 0; i < values.size(); i += 2) {
+    PyList_SET_ITEM(out.ptr(), static_cast<py::ssize_t>(i / 2),
+                    py::make_tuple(values[i], values[i + 1]).release().ptr());
   }
   return out;
 }

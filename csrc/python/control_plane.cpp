@@ -193,9 +193,18 @@ void bind_hashing(py::module_& m) {
   m.def("hash_blocks", &hash_blocks_of, py::arg("token_ids"), py::arg("block_size"),
         py::arg("parent"), py::arg("extras"), py::arg("algorithm"));
 
+  py::class_<TokenIds, std::shared_ptr<TokenIds>> token_ids(m, "TokenIds",
+                                                            "Known token ids of one request.");
   def_init(
-      py::class_<TokenIds, std::shared_ptr<TokenIds>>(m, "TokenIds",
-                                                      "Known token ids of one request."),
+      token_ids,
+      [](int64_t num_zeros) {
+        auto out = std::make_shared<TokenIds>();
+        out->append(nullptr, num_zeros);
+        return out;
+      },
+      py::kw_only(), py::arg("num_zeros"));
+  def_init(
+      token_ids,
       [](const py::object& token_ids, bool takes_placeholders) {
         auto out = std::make_shared<TokenIds>(takes_placeholders);
         append_tokens(*out, token_ids);

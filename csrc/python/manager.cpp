@@ -4,7 +4,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <structmember.h>
 
 #include <algorithm>
 #include <array>
@@ -26,7 +25,7 @@
 #include "python/arrays.h"
 #include "python/construct.h"
 #include "python/hashes.h"
-#include "python/held_plan.h"
+#include "python/plan_type.h"
 #include "python/request_rows.h"
 
 namespace kvcache {
@@ -106,8 +105,13 @@ void bind_kinds(py::module_& m) {
                                                 int_argument(buffer, "buffer"));
       },
       py::arg("window"), py::arg("buffer"));
-  def_init(class_of<RecurrentState>(m, "RecurrentState"),
-           [] { return std::make_shared<RecurrentState>(); });
+  def_init(
+      class_of<RecurrentState>(m, "RecurrentState"),
+      [](const py::object& num_speculative_blocks) {
+        return std::make_shared<RecurrentState>(
+            int_argument(num_speculative_blocks, "num_speculative_blocks"));
+      },
+      py::arg("num_speculative_blocks") = 0);
   def_init(class_of<CrossAttention>(m, "CrossAttention"),
            [] { return std::make_shared<CrossAttention>(); });
 }
@@ -142,253 +146,6 @@ std::vector<NewRow> new_rows(RequestRows::Asking* asking, const OptionalInput& n
     out[i].num_tokens = num_tokens.is_given() ? num_tokens.data()[i] : all;
   }
   return out;
-}
-
-// The StepPlan of kvcache/step.py: the native step makes one and sets its fields by name.
-class PlanType {
- public:
-  // Arrays that all plans without entries share: int32[0], [1] (a 0), [0, 2] and [0, 3].
-  struct EmptySections {
-    py::object ids, splits, pairs, replace;
-  };
-
-  // One per field that the native step sets: some at once, answers and changes each when the
-  // first of them is asked for. A plan is mostly asked for its answers, and a plan that changes
-  // nothing for nothing else.
-  enum Field {
-    kStepId,
-    kPreviousStepId,
-    kIsEmpty,
-    kFirstAnswer,
-    kNumRunning = kFirstAnswer,
-    kNumLeaving,
-    kRows,
-    kStatus,
-    kNumComputedTokens,
-    kNumTokens,
-    kFirstChange,
-    kClearRows = kFirstChange,
-    kAppendRows,
-    kAppendSplits,
-    kAppendIds,
-    kReplace,
-    kSwapOut,
-    kCopy,
-    kZero,
-    kSwapIn,
-    kDependsOn,
-    kNumFields,
-  };
-
-  static PlanType& get() {
-    static auto* type = new PlanType;  // leaked: it must outlive the interpreter
-    return *type;
-  }
-
-  // TypeError for a dataclass that lacks a field, or has another one without a default.
-  void use(const py::type& dataclass, EmptySections sections) {
-    static constexpr const char* kNames[kNumFields] = {"step_id",     "previous_step_id",
-                                                       "is_empty",    "num_running",
-                                                       "num_leaving", "rows",
-                                                       "status",      "num_computed_tokens",
-                                                       "num_tokens",  "clear_rows",
-                                                       "append_rows", "append_splits",
-                                                       "append_ids",  "replace",
-                                                       "swap_out",    "copy",
-                                                       "zero",        "swap_in",
-                                                       "depends_on"};
-    const py::module_ dataclasses = py::module_::import("dataclasses");
-    std::vector<std::pair<Slot, py::object>> defaults;
-    std::array<Slot, kNumFields> slots;
-    for (const py::handle& field : dataclasses.attr("fields")(dataclass)) {
-      const py::object name = field.attr("name");
-      const auto* known = std::find(kNames, kNames + kNumFields, py::cast<std::string>(name));
-      if (known != kNames + kNumFields) {
-        slots[static_cast<size_t>(known - kNames)] = slot_of(dataclass, name);
-      } else if (field.attr("default").is(dataclasses.attr("MISSING"))) {
-        throw py::type_error("field '" + py::cast<std::string>(name) +
-                             "' of the plan has no default, and the native step does not set it");
-      } else {
-        defaults.emplace_back(slot_of(dataclass, name), field.attr("default"));
-      }
-    }
-    for (size_t i = 0; i < slots.size(); ++i) {
-      if (slots[i].name) continue;
-      throw py::type_error(std::string("the plan has no field '") + kNames[i] +
-                           "': expected one for everything that the native step sets");
-    }
-    type_ = dataclass;
-    no_arguments_ = py::tuple();
-    held_ = slot_of(dataclass, py::str("_held"));
-    slots_ = std::move(slots);
-    defaults_ = std::move(defaults);
-    empty = std::move(sections);
-  }
-
-  // Without __init__, which costs as much as a small step.
-  py::object make() const {
-    auto* type = reinterpret_cast<PyTypeObject*>(type_.ptr());
-    auto plan = py::reinterpret_steal<py::object>(type->tp_new(type, no_arguments_.ptr(), nullptr));
-    if (!plan) throw py::error_already_set();
-    for (const auto& [slot, value] : defaults_) set(plan, slot, value);
-    return plan;
-  }
-
-  void set(const py::object& plan, Field field, const py::object& value) const {
-    set(plan, slots_[field], value);
-  }
-
-  // The same where it was not set.
-  void set_missing(const py::object& plan, Field field, const py::object& value) const {
-    if (value_of(plan.ptr(), slots_[field]) == nullptr) set(plan, slots_[field], value);
-  }
-
-  void hold(const py::object& plan, const py::object& capsule) const { set(plan, held_, capsule); }
-  // The capsule that was held, borrowed; null for a plan that no step has made.
-  PyObject* held(PyObject* plan) const { return value_of(plan, held_); }
-  // The answer or change of this name that is missing; kNumFields where none is.
-  Field missing(PyObject* plan, PyObject* name) const {
-    for (size_t i = kFirstAnswer; i < slots_.size(); ++i) {
-      if (slots_[i].name.ptr() != name) continue;
-      return value_of(plan, slots_[i]) == nullptr ? static_cast<Field>(i) : kNumFields;
-    }
-    return kNumFields;
-  }
-
-  EmptySections empty;
-
- private:
-  // A field, and where the plan keeps it; -1: behind its attribute.
-  struct Slot {
-    py::object name;
-    Py_ssize_t offset = -1;
-  };
-
-  static Slot slot_of(const py::type& dataclass, const py::handle& name) {
-    PyObject* text = name.inc_ref().ptr();
-    PyUnicode_InternInPlace(&text);
-    Slot out{py::reinterpret_steal<py::object>(text)};
-    const py::object member = py::getattr(dataclass, name, py::none());
-    if (Py_TYPE(member.ptr()) == &PyMemberDescr_Type) {
-      out.offset = reinterpret_cast<PyMemberDescrObject*>(member.ptr())->d_member->offset;
-    }
-    return out;
-  }
-
-  // Borrowed; null where it is not set.
-  static PyObject* value_of(PyObject* plan, const Slot& slot) {
-    if (slot.offset < 0) return nullptr;
-    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan) + slot.offset);
-  }
-
-  // Written in place, which takes a tenth of the time of an attribute.
-  static void set(const py::object& plan, const Slot& slot, const py::object& value) {
-    if (slot.offset < 0) {
-      if (PyObject_SetAttr(plan.ptr(), slot.name.ptr(), value.ptr()) != 0)
-        throw py::error_already_set();
-      return;
-    }
-    auto** place = reinterpret_cast<PyObject**>(reinterpret_cast<char*>(plan.ptr()) + slot.offset);
-    PyObject* const before = std::exchange(*place, value.inc_ref().ptr());
-    Py_XDECREF(before);
-  }
-
-  py::object type_;
-  Slot held_;
-  py::tuple no_arguments_;
-  std::array<Slot, kNumFields> slots_;
-  std::vector<std::pair<Slot, py::object>> defaults_;  // of the other fields
-};
-
-// int32[n, width].
-py::object rows_of(const std::vector<int32_t>& values, py::ssize_t width, const py::object& empty) {
-  if (values.empty()) return empty;
-  const auto n = static_cast<py::ssize_t>(values.size()) / width;
-  py::array_t<int32_t> out({n, width});
-  std::copy(values.begin(), values.end(), out.mutable_data());
-  return std::move(out);
-}
-
-// A plan whose arrays are made when they are asked for, by `plan_attribute`.
-py::object as_plan(const StepPlan& plan) {
-  const PlanType& type = PlanType::get();
-  py::object out = type.make();
-  type.set(out, PlanType::kStepId, py::int_(plan.step_id));
-  type.set(out, PlanType::kPreviousStepId, py::int_(plan.previous_step_id));
-  type.set(out, PlanType::kIsEmpty, py::bool_(plan.is_empty()));
-  type.hold(out, HeldPlan::capsule_of(plan));
-  return out;
-}
-
-void set_answers(const PlanType& type, const py::object& out, const py::object& capsule) {
-  HeldPlan& held = HeldPlan::of(capsule);
-  type.set_missing(out, PlanType::kNumRunning, py::int_(held.num_running()));
-  type.set_missing(out, PlanType::kNumLeaving, py::int_(held.num_leaving()));
-  type.set_missing(out, PlanType::kRows, held.view(capsule, HeldPlan::kRows));
-  type.set_missing(out, PlanType::kStatus, held.status_view(capsule));
-  type.set_missing(out, PlanType::kNumComputedTokens,
-                   held.view(capsule, HeldPlan::kNumComputedTokens));
-  type.set_missing(out, PlanType::kNumTokens, held.view(capsule, HeldPlan::kNumTokens));
-}
-
-void set_changes(const PlanType& type, const py::object& out, const py::object& capsule) {
-  HeldPlan& held = HeldPlan::of(capsule);
-  const PlanType::EmptySections& empty = type.empty;
-  const auto ids = [&](int section) {
-    return held.is_empty(section) ? empty.ids : held.view(capsule, section);
-  };
-  const auto pairs = [&](int section) {
-    return held.is_empty(section) ? empty.pairs : held.view(capsule, section, 2);
-  };
-  py::list splits(held.num_groups()), new_ids(held.num_groups()), replace(held.num_groups());
-  for (size_t g = 0; g < held.num_groups(); ++g) {
-    const int replaced = HeldPlan::in_group(g, HeldPlan::kReplace);
-    splits[g] = held.is_empty(HeldPlan::kAppendRows)
-                    ? empty.splits
-                    : held.view(capsule, HeldPlan::in_group(g, HeldPlan::kAppendSplits));
-    new_ids[g] = ids(HeldPlan::in_group(g, HeldPlan::kAppendIds));
-    replace[g] = held.is_empty(replaced) ? empty.replace : held.view(capsule, replaced, 3);
-  }
-  type.set_missing(out, PlanType::kClearRows, ids(HeldPlan::kClearRows));
-  type.set_missing(out, PlanType::kAppendRows, ids(HeldPlan::kAppendRows));
-  type.set_missing(out, PlanType::kAppendSplits, splits);
-  type.set_missing(out, PlanType::kAppendIds, new_ids);
-  type.set_missing(out, PlanType::kReplace, replace);
-  type.set_missing(out, PlanType::kSwapOut, pairs(HeldPlan::kSwapOut));
-  type.set_missing(out, PlanType::kCopy, pairs(HeldPlan::kCopy));
-  type.set_missing(out, PlanType::kZero, ids(HeldPlan::kZero));
-  type.set_missing(out, PlanType::kSwapIn, pairs(HeldPlan::kSwapIn));
-  type.set_missing(out, PlanType::kDependsOn, pairs(HeldPlan::kDependsOn));
-}
-
-// An attribute of a plan: of its arrays, the first that is asked for comes with all of its kind.
-PyObject* plan_attribute(PyObject* self, PyObject* name) {
-  const PlanType& type = PlanType::get();
-  const PlanType::Field field = type.missing(self, name);
-  PyObject* const held = field == PlanType::kNumFields ? nullptr : type.held(self);
-  if (held != nullptr) {
-    try {
-      const auto plan = py::reinterpret_borrow<py::object>(self);
-      const auto capsule = py::reinterpret_borrow<py::object>(held);
-      (field < PlanType::kFirstChange ? set_answers : set_changes)(type, plan, capsule);
-    } catch (py::error_already_set& error) {
-      error.restore();
-      return nullptr;
-    } catch (const std::bad_alloc&) {
-      return PyErr_NoMemory();
-    }
-  }
-  return PyObject_GenericGetAttr(self, name);
-}
-
-// The base of StepPlan.
-py::object held_arrays_type() {
-  PyType_Slot slots[] = {{Py_tp_getattro, reinterpret_cast<void*>(&plan_attribute)}, {0, nullptr}};
-  PyType_Spec spec{"kvcache._core.HeldArrays", sizeof(PyObject), 0,
-                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE, slots};
-  auto type = py::reinterpret_steal<py::object>(PyType_FromSpec(&spec));
-  if (!type) throw py::error_already_set();
-  return type;
 }
 
 py::object step(Manager& self, const py::object& rows, const py::object& num_tokens,
@@ -476,13 +233,8 @@ py::object as_python(const Recompute& recompute) {
   return py::make_tuple(recompute.rows, recompute.num_computed_tokens);
 }
 
-// int32[n, 2].
-py::object pairs_of(const std::vector<BlockId>& pairs) {
-  return rows_of(pairs, 2, PlanType::get().empty.pairs);
-}
-
 py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
-  return pairs ? pairs_of(*pairs) : py::object(py::none());
+  return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
 // What a call has answered; an answer that is lost breaks the manager, which has changed.
@@ -579,14 +331,6 @@ int64_t sound(const Manager& manager) {
 
 void bind_manager(py::module_& m) {
   bind_kinds(m);
-  m.def(
-      "use_plan_type",
-      [](const py::type& plan, const py::object& ids, const py::object& splits,
-         const py::object& pairs,
-         const py::object& replace) { PlanType::get().use(plan, {ids, splits, pairs, replace}); },
-      py::arg("plan"), py::arg("no_ids"), py::arg("no_splits"), py::arg("no_pairs"),
-      py::arg("no_replace"));
-  m.attr("HeldArrays") = held_arrays_type();
   def_init(
       py::class_<RequestRows>(m, "RequestRows"),
       [](const py::dict& rows, const py::tuple& chain_key, int64_t max_encoder_tokens) {
@@ -743,10 +487,6 @@ void bind_manager(py::module_& m) {
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
              return self.fork(row, child).row;
            })
-      .def("swap_out",
-           [](Manager& self, const std::vector<int32_t>& rows) {
-             return answer(self, "swap_out", self.swap_out(rows));
-           })
       .def("swap_in",
            [](Manager& self, const std::vector<int32_t>& rows) {
              return answer(self, "swap_in", self.swap_in(rows));
@@ -760,7 +500,6 @@ void bind_manager(py::module_& m) {
              const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
              return py::make_tuple(back.num_taken, back.alone);
            })
-      .def("mark_computed", &Manager::mark_computed)
       .def("access", &Manager::access)
       .def("pin", &Manager::pin)
       .def("unpin", &Manager::unpin)

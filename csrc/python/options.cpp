@@ -46,7 +46,7 @@ std::vector<GroupOptions> groups_of_tuples(const py::list& tuples) {
     const auto group = py::cast<py::tuple>(each);
     out.push_back({py::cast<std::shared_ptr<AttentionKind>>(group[0]),
                    int_argument(group[1], "block_size"), py::cast<bool>(group[2]),
-                   py::cast<bool>(group[3])});
+                   py::cast<bool>(group[3]), py::cast<bool>(group[4])});
   }
   return out;
 }
@@ -81,7 +81,7 @@ void bind_options(py::module_& m) {
     return std::make_unique<ManagerOptions>();
   }).def("check_optional", &check_optional);
   options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
-    // (kind, tokens per block, drafts, cached) each
+    // (kind, tokens per block, drafts, cached, transferred) each
     self.groups = groups_of_tuples(tuples);
   });
   bind_size(options, "num_gpu_blocks", &ManagerOptions::num_blocks);

@@ -60,7 +60,7 @@ void let_go(const HostTables& tables, Int32Input* input) {
 
 void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
            const py::sequence& append_splits, const py::sequence& append_ids,
-           const py::sequence& replace, int64_t num_blocks, HostSlots* slots) {
+           const py::sequence& replace, const py::object& num_blocks, HostSlots* slots) {
   Int32Input clear(clear_rows, "clear_rows");
   Int32Input append(append_rows, "append_rows");
   let_go(self, &clear);
@@ -84,7 +84,7 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
     replacements.push_back({array.data(), array.shape(0)});
   }
   self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
-             num_blocks);
+             int_argument(num_blocks, "num_blocks"));
   if (slots != nullptr) slots->begin_step();
 }
 
@@ -234,11 +234,11 @@ void bind_worker(py::module_& m) {
            py::arg("append_ids"), py::arg("replace"), py::arg("num_blocks"),
            py::arg("slots") = nullptr)
       .def("append_row",
-           [](HostTables& self, int64_t group, int64_t row, const py::object& block_ids,
+           [](HostTables& self, int64_t group, const py::object& row, const py::object& block_ids,
               bool reset) {
              Int32Input ids(block_ids, "block_ids");
              let_go(self, &ids);
-             self.append_row(group, row, ids.data(), ids.size(), reset);
+             self.append_row(group, int_argument(row, "row"), ids.data(), ids.size(), reset);
            })
       .def("move_rows",
            [](HostTables& self, const py::object& src, const py::object& tgt, int64_t group) {

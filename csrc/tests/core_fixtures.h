@@ -30,7 +30,9 @@ inline CacheGroup group_of(std::shared_ptr<const AttentionKind> kind, int64_t bl
   CacheGroup group{};
   group.pages = kind->pages();
   group.keeps_all = kind->keeps_all();
+  group.num_speculative = kind->num_speculative_blocks();
   group.is_cached = !group.holds_encoder();
+  group.is_transferred = true;
   group.kind = std::move(kind);
   group.id = id;
   group.block_size = block_size;

@@ -78,7 +78,7 @@ struct Serving {
   int32_t add_row(int64_t num_tokens) {
     const int32_t row = rows.take();
     rows[row].chain = chain_of(num_tokens);
-    rows[row].by_step = true;
+    rows[row].by_step = rows[row].reads = true;
     return row;
   }
   // Another row with all blocks of this one.
@@ -90,15 +90,16 @@ struct Serving {
     rows[row].may_share = true;
     return twin;
   }
-  // Gives the row slots for tokens start to stop - 1.
-  ServedRow serve(int32_t row, int64_t start, int64_t stop) {
+  // Gives the row slots for tokens start to stop - 1, the last of which are drafts.
+  ServedRow serve(int32_t row, int64_t start, int64_t stop, int32_t num_drafts = 0) {
     ServedRow served;
     served.row = row;
-    served.span = {start, stop, 0};
+    served.span = {start, stop, 0, num_drafts, rows[row].num_drafts};
     served.safe_start = start;
     const Demand demand = rules.of_running(rows.blocks(row), served.span, rows[row].may_share);
     CHECK(demand.status == Status::kServed);
     rows[row].num_computed = stop;
+    rows[row].num_drafts = num_drafts;
     growth.serve(&served, demand);
     return served;
   }

@@ -601,57 +601,6 @@ TEST(policies_are_made_by_name) {
   CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");
 }
 
-// A hash whose home in an index of `num_buckets` is this bucket: the inverse of HashIndex::tag_of.
-Hash crafted(int bucket, int num_buckets, uint64_t number) {
-  uint64_t inverse = 1;
-  for (int i = 0; i < 6; ++i) inverse *= 2 - 0x9E3779B97F4A7C15ull * inverse;  // Newton, mod 2**64
-  const uint64_t tag =
-      ((static_cast<uint64_t>(bucket) << 32) / num_buckets + (1 << 20) + 2 * number) | 1;
-  const uint64_t word = (tag << 32) * inverse;
-  Hash hash{};
-  std::memcpy(hash.bytes, &word, sizeof(word));
-  hash.bytes[8] = static_cast<uint8_t>(number);
-  return hash;
-}
-
-TEST(made_up_hashes_that_fill_every_bucket_do_not_hang_a_search) {
-  constexpr int kNumBuckets = 3;
-  BlockPool pool(12);
-  uint64_t number = 0;
-  const auto fill = [&](int bucket, int n) {
-    std::vector<BlockId> ids(n);
-    CHECK(pool.allocate(n, ids.data()));
-    for (BlockId id : ids) {
-      const Hash hash = crafted(bucket, kNumBuckets, ++number);
-      publish(&pool, &id, &hash, 1);
-    }
-    return ids;
-  };
-  const auto drop = [&](const std::vector<BlockId>& ids) {
-    pool.evict(ids.data(), static_cast<int64_t>(ids.size()));
-    pool.release(ids.data(), static_cast<int64_t>(ids.size()));
-  };
-  // In each bucket one entry is displaced into the next, and what displaced it leaves.
-  for (const int num_own : {7, 6}) {
-    const std::vector<BlockId> full = fill(num_own == 7 ? 0 : 1, num_own);
-    fill(num_own == 7 ? 0 : 1, 1);
-    drop(full);
-  }
-  fill(2, 6);
-  fill(2, 1);
-
-  const Hash missing = crafted(0, kNumBuckets, ++number);
-  BlockId found = 0;
-  CHECK_EQ(pool.lookup(&missing, 1, 0, true, &found), 0);
-  BlockId twins[2];
-  CHECK(pool.allocate(2, twins));
-  for (BlockId id : twins) publish(&pool, &id, &missing, 1);
-  pool.evict(&twins[1], 1);  // the younger of two has no entry: the search for it finds none
-  pool.lookup(&missing, 1, 0, true, &found);
-  CHECK_EQ(found, twins[0]);
-  pool.check_invariants();
-}
-
 TEST(sizes_that_make_no_pool_are_refused) {
   for (int64_t size : {int64_t{-1}, int64_t{0}, int64_t{1}, int64_t{1} << 31}) {
     CHECK_THROWS(BlockPool{size}, ("num_blocks is " + std::to_string(size)).c_str());

@@ -16,7 +16,8 @@ std::vector<CacheGroup> hybrid_groups() {
 }
 
 int64_t to_next(const Checkpoints::Prompt& prompt, int64_t num_tokens) {
-  return Checkpoints(hybrid_groups(), /*unit=*/16).num_tokens_to_next(prompt, num_tokens);
+  return Checkpoints(hybrid_groups(), /*unit=*/16, /*hash_block_size=*/16)
+      .num_tokens_to_next(prompt, num_tokens);
 }
 
 TEST(a_step_ends_at_the_last_boundary_that_it_reaches) {
@@ -29,8 +30,28 @@ TEST(a_step_ends_at_the_last_boundary_that_it_reaches) {
 TEST(the_last_step_of_a_prompt_ends_where_an_equal_prompt_can_hit) {
   CHECK_EQ(to_next({1024, 1200, 0, true}, 700), 160);  // at 1,184
   CHECK_EQ(to_next({1184, 1200, 0, true}, 700), 16);
-  CHECK_EQ(to_next({0, 1024, 0, true}, 1024), 1024);  // a longer prompt can
+  CHECK_EQ(to_next({0, 1195, 0, true}, 1190), 1184);  // with a few tokens left
+  // Only a longer prompt can hit all of this one.
+  CHECK_EQ(to_next({0, 1024, 0, true}, 1024), 1008);
+  CHECK_EQ(to_next({1008, 1024, 0, true}, 1024), 16);
   CHECK_EQ(to_next({0, 9, 0, true}, 9), 9);
+}
+
+TEST(an_equal_prompt_hits_what_a_drafter_does_not_redo) {
+  std::vector<CacheGroup> groups = {group_of(std::make_shared<FullAttention>(), 32, 0, 16),
+                                    group_of(std::make_shared<RecurrentState>(), 512, 1, 16)};
+  groups[0].drafts = true;
+  const auto next = [&](int64_t start, int64_t num_tokens) {
+    return Checkpoints(groups, 16, 16).num_tokens_to_next({start, 1100, 0, true}, num_tokens);
+  };
+  CHECK_EQ(next(0, 1100), 1056);
+  CHECK_EQ(next(0, 1060), 1056);
+  CHECK_EQ(next(0, 1050), 1024);
+  CHECK_EQ(next(1056, 1100), 44);
+  groups[0].has_partial = true;
+  CHECK_EQ(next(0, 1100), 1072);
+  groups[0].is_cached = false;
+  CHECK_EQ(next(0, 1100), 1088);
 }
 
 TEST(the_end_of_what_is_shared_comes_first) {
@@ -42,13 +63,13 @@ TEST(the_end_of_what_is_shared_comes_first) {
 TEST(steps_that_keep_no_states_take_all) {
   CHECK_EQ(to_next({0, 1200, 0, false}, 700), 700);
   CHECK_EQ(to_next({0, 1200, 0, false}, 7000), 1200);
-  CHECK_EQ(Checkpoints(full_groups(16), 16).num_tokens_to_next({0, 1200, 0, true}, 700), 700);
+  CHECK_EQ(Checkpoints(full_groups(16), 16, 16).num_tokens_to_next({0, 1200, 0, true}, 700), 700);
 }
 
 TEST(boundaries_are_those_of_all_states_at_which_hits_can_end) {
   const std::vector<CacheGroup> groups = {group_of(std::make_shared<RecurrentState>(), 48, 0),
                                           group_of(std::make_shared<RecurrentState>(), 64, 1)};
-  CHECK_EQ(Checkpoints(groups, 192).num_tokens_to_next({0, 1000, 0, true}, 500), 384);
+  CHECK_EQ(Checkpoints(groups, 192, 16).num_tokens_to_next({0, 1000, 0, true}, 500), 384);
 }
 
 }  // namespace

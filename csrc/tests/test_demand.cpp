@@ -69,6 +69,21 @@ TEST(a_row_that_does_not_fit_waits_or_never_fits) {
   CHECK(f.running({8, 41, 0}).status == Status::kNever);
 }
 
+TEST(blocks_without_slots_make_room_where_the_row_gives_them_up) {
+  Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
+             group_of(std::make_shared<FullAttention>(), 8, 1)});
+  RowBlocks held[2];
+  held[0].blocks = take(&f.pool, 9);
+  held[1].blocks = take(&f.pool, 1);
+  const Span span{8, 12, 0};
+  CHECK(f.rules.of_running(held, span, false).status == Status::kWait);
+  const Demand demand = f.rules.of_running(held, span, false, /*gives_up=*/true);
+  CHECK(demand.status == Status::kServed && demand.has_surplus);
+  CHECK_EQ(demand.groups[0].num_surplus, 6);
+  CHECK_EQ(demand.groups[1].num_surplus, 0);
+  CHECK_EQ(demand.num_spare, 0);
+}
+
 TEST(what_is_spare_is_behind_the_watermark) {
   ManagerOptions options{};
   options.watermark_blocks = 3;
@@ -124,6 +139,19 @@ TEST(a_state_needs_a_page_where_it_enters_a_block) {
   f.held.blocks = take(&f.pool, 1);
   CHECK_EQ(f.running({3, 4, 9}).groups[0].num_new, 0);
   CHECK_EQ(f.running({4, 20, 0}).groups[0].num_new, 1);
+}
+
+TEST(each_draft_needs_a_page_for_its_state) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(3), 4)});
+  f.held.blocks = take(&f.pool, 1);
+  CHECK_EQ(f.running({2, 4, 0, 1}).groups[0].num_new, 1);
+  CHECK_EQ(f.running({2, 6, 0, 3}).groups[0].num_new, 3);
+  CHECK_EQ(f.running({4, 6, 0, 1}).groups[0].num_new, 2);  // and the state moves
+  const Ids more = take(&f.pool, 3);
+  f.held.blocks.insert(f.held.blocks.end(), more.begin(), more.end());
+  CHECK_EQ(f.running({3, 7, 0, 3, 1}).groups[0].num_new, 0);  // those that it has serve again
+  CHECK_EQ(f.running({5, 9, 0, 3, 3}).groups[0].num_new, 1);  // but for the state after 4 tokens
+  CHECK_EQ(f.running({4, 8, 0, 3, 1}).groups[0].num_new, 1);  // which the row leaves here
 }
 
 TEST(blocks_that_others_hold_are_replaced_where_they_are_written) {

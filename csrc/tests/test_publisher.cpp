@@ -37,9 +37,10 @@ struct Fixture {
     tokens->append(std::vector<int32_t>(static_cast<size_t>(more), 7).data(), more);
     rows[0].num_computed = num_computed;
     for (const CacheGroup& group : groups) {
-      std::vector<BlockId>& blocks = rows.blocks(0)[group.id].blocks;
-      const auto size = static_cast<size_t>(ceil_div(num_computed, group.block_size));
-      while (blocks.size() < size) blocks.push_back(take(&pool, 1)[0]);
+      RowBlocks& held = rows.blocks(0)[group.id];
+      const int64_t size = ceil_div(num_computed, group.block_size);
+      while (held.size() < size) held.blocks.push_back(take(&pool, 1)[0]);
+      while (group.holds_state() && held.num_alive() > 1) held[held.num_dropped++] = kNullBlock;
     }
     rows[0].chain->hashes();
   }
@@ -159,6 +160,19 @@ TEST(a_state_is_found_where_a_step_ended_at_a_boundary) {
   f.publish();
   CHECK_EQ(f.pool.num_cached(), 1);
   CHECK_EQ(f.pool.find(f.rows[0].chain->known_hashes()[1], 0), f.block(1));
+}
+
+TEST(of_states_after_drafts_those_of_known_tokens_are_found) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(3), 4)});
+  f.compute(6, 9);
+  RowBlocks& held = f.rows.blocks(0)[0];
+  const Ids pages = take(&f.pool, 3);  // the states after 7, 8 and 9 tokens
+  f.rows[0].num_drafts = 3;
+  f.rows[0].num_computed = 9;
+  held.blocks.insert(held.blocks.end(), pages.begin(), pages.end());
+  f.publish();
+  CHECK_EQ(f.pool.num_cached(), 1);
+  CHECK_EQ(f.pool.find(f.rows[0].chain->known_hashes()[1], 0), pages[1]);
 }
 
 TEST(a_state_inside_a_block_is_kept_at_a_hash_boundary_of_the_prompt) {

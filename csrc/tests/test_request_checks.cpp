@@ -88,7 +88,22 @@ TEST(a_state_takes_no_token_back) {
   Fixture f({group_of(std::make_shared<RecurrentState>(), 4)});
   const int32_t row = f.add_row(20);
   CHECK_THROWS(f.checks.check_rejected(row, 1), "a recurrent state takes no token back");
+  CHECK_THROWS(f.checks.check_rejected(row, 1), "without num_speculative_blocks");
   CHECK_THROWS(f.checks.check_has_no_state("allocate_slots"), "with a recurrent group");
+}
+
+TEST(states_take_as_many_drafts_back_as_they_have_pages_for) {
+  Fixture f({group_of(std::make_shared<RecurrentState>(2), 4)});
+  const int32_t row = f.add_row(20);
+  f.checks.check_drafts(row, 20, 3, 20);
+  f.checks.check_drafts(row, 20, 5, 23);
+  CHECK_THROWS(f.checks.check_drafts(row, 20, 4, 20),
+               "num_tokens of row 0 is 4: expected at most 3, 1 that are known or were sampled");
+  CHECK_THROWS(f.checks.check_drafts(row, 18, 6, 21), "is 6: expected at most 5, 3 that are known");
+  f.serve(row, 0, 12, /*num_drafts=*/2);
+  f.checks.check_rejected(row, 2);
+  CHECK_THROWS(f.checks.check_rejected(row, 3), "expected at most 2, the drafts of its last step");
+  f.end();
 }
 
 TEST(computed_blocks_must_hold_what_the_request_says) {

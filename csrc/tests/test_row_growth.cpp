@@ -96,14 +96,70 @@ TEST(a_state_moves_to_the_page_of_its_block) {
   CHECK(s.end().zero == Ids({first}));
   s.begin();
   s.serve(row, 4, 11);
-  CHECK(s.ids(row)[0] == first);  // until it is published
-  CHECK_EQ(s.growth.state_moves().size(), 1);
-  CHECK_EQ(s.growth.state_moves()[0].num_tokens, 4);
+  CHECK_EQ(s.growth.left_states().size(), 1);
+  CHECK_EQ(s.growth.left_states()[0].num_tokens, 4);
+  CHECK_EQ(s.pool.ref_count(first), 1);  // until it is published
   s.growth.release_left_states();
+  CHECK_EQ(s.pool.ref_count(first), 0);
   const BlockId second = s.ids(row)[2];
   CHECK(s.ids(row) == Ids({kNullBlock, kNullBlock, second}));
-  CHECK(s.growth.state_moves().empty());
-  CHECK(s.end().copy == Ids({first, second}));
+  CHECK(s.growth.left_states().empty());
+  const StepPlan& plan = s.end();
+  CHECK(plan.copy == Ids({first, second}));
+  CHECK(plan.groups[0].replace == Ids({row, 0, kNullBlock}));
+}
+
+TEST(an_accepted_draft_s_page_changes_places_with_that_of_the_state) {
+  Serving s({group_of(std::make_shared<RecurrentState>(3), 8)});
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 2);
+  s.end();
+  s.begin();
+  s.serve(row, 2, 6, /*num_drafts=*/3);
+  const Ids pages = s.ids(row);
+  CHECK_EQ(pages.size(), 4);
+  CHECK(s.end().copy.empty());
+  s.begin();
+  s.rows[row].take_back(1);
+  s.serve(row, 5, 7, /*num_drafts=*/1);
+  CHECK(s.ids(row) == Ids({pages[2], pages[0], pages[1], pages[3]}));
+  const StepPlan& plan = s.end();
+  CHECK(plan.copy.empty());
+  CHECK(plan.groups[0].replace == Ids({row, 0, pages[2], row, 1, pages[0], row, 2, pages[1]}));
+}
+
+TEST(a_state_at_a_boundary_that_drafts_have_passed_leaves) {
+  Serving s({group_of(std::make_shared<RecurrentState>(3), 4)});
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 6, /*num_drafts=*/3);  // states after 3, 4, 5 and 6 tokens
+  const Ids pages = s.ids(row);
+  s.end();
+  s.begin();
+  s.serve(row, 6, 10, /*num_drafts=*/3);
+  CHECK_EQ(s.growth.left_states().size(), 1);
+  CHECK_EQ(s.growth.left_states()[0].page, pages[1]);
+  CHECK_EQ(s.growth.left_states()[0].num_tokens, 4);
+  s.growth.release_left_states();
+  CHECK_EQ(s.ids(row).size(), 5);
+  CHECK(Ids(s.ids(row).begin(), s.ids(row).end() - 1) ==
+        Ids({kNullBlock, pages[3], pages[0], pages[2]}));
+  CHECK_EQ(s.pool.ref_count(pages[1]), 0);
+  CHECK(s.end().copy.empty());
+}
+
+TEST(behind_a_boundary_a_state_is_copied_to_a_new_page_and_its_spare_ones_stay) {
+  Serving s({group_of(std::make_shared<RecurrentState>(2), 4)});
+  const int32_t row = s.add_row(20);
+  s.serve(row, 0, 4, /*num_drafts=*/2);
+  const Ids pages = s.ids(row);
+  s.end();
+  s.begin();
+  s.serve(row, 4, 5);
+  CHECK_EQ(s.growth.left_states().size(), 1);
+  s.growth.release_left_states();
+  const BlockId page = s.ids(row)[1];
+  CHECK(s.ids(row) == Ids({kNullBlock, page, pages[0], pages[1]}));
+  CHECK(s.end().copy == Ids({pages[2], page}));
 }
 
 TEST(a_state_that_is_kept_stays_behind_where_a_page_is_free) {
@@ -154,7 +210,7 @@ TEST(a_hit_on_a_state_inside_a_block_is_copied) {
   s.growth.serve(&served, s.rules.of_running(s.rows.blocks(row), served.span, false));
   const BlockId page = s.ids(row)[2];
   CHECK(s.ids(row) == Ids({kNullBlock, kNullBlock, page}));
-  CHECK(s.growth.state_moves().empty());
+  CHECK(s.growth.left_states().empty());
   CHECK_EQ(served.safe_start, 8);
   CHECK(s.end().copy == Ids({cached[0], page}));
   CHECK_EQ(s.pool.ref_count(cached[0]), 0);

@@ -1,6 +1,7 @@
 #include "core/manager/row_table.h"
 
 #include "core/groups/cross_attention.h"
+#include "core/groups/recurrent_state.h"
 #include "core/groups/sliding_window.h"
 #include "tests/check.h"
 #include "tests/core_fixtures.h"
@@ -49,6 +50,21 @@ TEST(the_smallest_free_row_is_taken_under_a_new_admission) {
   CHECK(!f.rows.is_still(1, before));
   CHECK(f.rows.is_still(1, f.rows[1].admission));
   f.check();
+}
+
+TEST(the_first_token_that_a_block_has_a_part_in) {
+  const std::vector<CacheGroup> groups{group_of(std::make_shared<SlidingWindow>(4), 2, 0),
+                                       group_of(std::make_shared<RecurrentState>(), 4, 1),
+                                       group_of(std::make_shared<CrossAttention>(), 4, 2)};
+  RowTable rows{&groups, 1};
+  const int32_t row = rows.take();
+  rows[row].num_computed = 20;
+  rows.blocks(row)[1].state_start = 8;
+  CHECK_EQ(rows.first_token(row, groups[0], 3), 6);
+  CHECK_EQ(rows.first_token(row, groups[1], 4), 8);
+  CHECK_EQ(rows.first_token(row, groups[2], 1), 0);
+  rows[row].num_computed = 8;  // a hit that has not run: the next token reads it
+  CHECK_EQ(rows.first_token(row, groups[1], 1), 7);
 }
 
 TEST(rows_that_are_not_in_use_are_refused) {

@@ -29,10 +29,14 @@ struct Fixture {
   std::shared_ptr<Given> given = std::make_shared<Given>();
   TokenChain chain;
 
-  explicit Fixture(int64_t num_tokens, bool is_given = false,
-                   HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor)
+  explicit Fixture(int64_t num_tokens, HashAlgorithm algorithm = HashAlgorithm::kSha256Cbor)
+      : chain(tokens, 4, hash_of(0), ExtraKeys(), true, true, 0, HashScheme{algorithm, nullptr}) {
+    append(num_tokens);
+  }
+  Fixture(int64_t num_tokens, const std::vector<Hash>& hashes)
       : chain(tokens, 4, hash_of(0), ExtraKeys(), true, true, 0,
-              HashScheme{algorithm, is_given ? given : nullptr}) {
+              HashScheme{HashAlgorithm::kSha256Cbor, given}) {
+    given->hashes = hashes;
     append(num_tokens);
   }
   void append(int64_t n) {
@@ -70,8 +74,21 @@ TEST(xxh3_has_its_known_answers) {
   CHECK_EQ(digest(5000), "50f9578bb2cdb83e6cce044fb9d3e753");
 }
 
+TEST(generated_blocks_do_not_copy_all_hashes_each_time) {
+  Fixture f(4 * 1'000);
+  f.chain.hashes();
+  int64_t num_moves = 0;
+  for (int i = 0; i < 1'000; ++i) {
+    const Hash* before = f.chain.known_hashes().data();
+    f.append(4);
+    num_moves += f.chain.hashes().data() != before;
+  }
+  CHECK_EQ(f.chain.known_hashes().size(), 2'000);
+  CHECK(num_moves <= 1);
+}
+
 TEST(short_digests_are_followed_by_zeros) {
-  Fixture f(9, /*is_given=*/false, HashAlgorithm::kXxh3Cbor);
+  Fixture f(9, HashAlgorithm::kXxh3Cbor);
   for (const Hash& hash : f.chain.hashes()) {
     for (size_t i = 16; i < 32; ++i) CHECK_EQ(int{hash.bytes[i]}, 0);
   }
@@ -82,28 +99,53 @@ TEST(short_digests_are_followed_by_zeros) {
 }
 
 TEST(given_hashes_are_read_once_each) {
-  Fixture f(10, /*is_given=*/true);
-  f.given->hashes = hashes_from(50, 2);
+  Fixture f(10, hashes_from(50, 2));
   CHECK(f.chain.is_given());
-  CHECK(f.chain.hashes() == hashes_from(50, 2));
-  f.chain.hashes();
-  f.append(7);  // 17 tokens, 4 blocks
-  CHECK(f.chain.has_unhashed_blocks());
-  CHECK_THROWS(f.chain.hashes(), "too few");
   CHECK(f.chain.known_hashes() == hashes_from(50, 2));
+  CHECK(f.chain.hashes() == hashes_from(50, 2));
   f.given->hashes = hashes_from(50, 5);  // one ahead
-  CHECK(f.chain.hashes() == hashes_from(50, 4));
+  f.append(7);                           // 17 tokens, 4 blocks
+  CHECK(f.chain.known_hashes() == hashes_from(50, 4));
   CHECK_EQ(f.given->num_read, 4);
   f.chain.take_back(5);
   CHECK(f.chain.known_hashes() == hashes_from(50, 3));
 }
 
+TEST(tokens_whose_given_hashes_are_missing_are_refused) {
+  Fixture f(10, hashes_from(50, 3));
+  // A second manager's chain of the same tokens lags behind.
+  const auto fewer = std::make_shared<Given>();
+  fewer->hashes = hashes_from(70, 2);
+  TokenChain second(f.tokens, 4, hash_of(0), ExtraKeys(), true, true, 0,
+                    HashScheme{HashAlgorithm::kSha256Cbor, fewer});
+  f.append(1);
+  CHECK_THROWS(f.append(1), "too few");
+  CHECK_EQ(f.tokens->size(), 11);
+  CHECK(f.chain.known_hashes() == hashes_from(50, 2));
+  CHECK(second.known_hashes() == hashes_from(70, 2));
+  fewer->hashes = hashes_from(70, 3);
+  f.append(1);
+  CHECK(second.known_hashes() == hashes_from(70, 3));
+}
+
+TEST(a_chain_without_its_given_hashes_is_not_made) {
+  Fixture f(9);
+  const auto given = std::make_shared<Given>();
+  const auto make = [&] {
+    TokenChain chain(f.tokens, 4, hash_of(0), ExtraKeys(), true, true, 0,
+                     HashScheme{HashAlgorithm::kSha256Cbor, given});
+    CHECK_EQ(chain.known_hashes().size(), 2);
+  };
+  CHECK_THROWS(make(), "too few");
+  f.append(3);  // reads nothing for it
+  f.chain.take_back(3);
+  given->hashes = hashes_from(50, 2);
+  make();
+  f.append(3);  // it is gone
+}
+
 TEST(chains_with_other_given_hashes_do_not_begin_alike) {
-  Fixture a(10, /*is_given=*/true), b(10, /*is_given=*/true);
-  a.given->hashes = hashes_from(50, 2);
-  b.given->hashes = {hash_of(50), hash_of(99)};
-  a.chain.hashes();
-  b.chain.hashes();
+  Fixture a(10, hashes_from(50, 2)), b(10, {hash_of(50), hash_of(99)});
   CHECK(b.chain.begins_like(a.chain, 7));
   CHECK(!b.chain.begins_like(a.chain, 8));
 }
@@ -112,7 +154,7 @@ TEST(hashes_differ_by_every_byte) {
   for (size_t i = 0; i < sizeof(Hash); ++i) {
     Hash a{}, b{};
     b.bytes[i] = 1;
-    CHECK(a.word() != b.word() && a.tag() != b.tag());
+    CHECK(HashOf()(a) != HashOf()(b) && tag_of(a) != tag_of(b));
   }
 }
 

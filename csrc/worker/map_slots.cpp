@@ -43,10 +43,13 @@ KV_VECTOR_CLONES bool any_bad(const int32_t* rows, const int64_t* positions, int
 
 // Tokens in any order -------------------------------------------------------------------------
 
-// The column of each token, and its offset in there. What a dummy request's are is of no matter.
+// The column of each token, its offset in there, and the index of its entry in the group's table.
+// A dummy request's index is 0, what its others are is of no matter. Indices are used only in
+// tables of fewer than 2^31 entries.
 struct Places {
-  const int32_t* columns;
-  const int32_t* offsets;
+  int32_t* columns;
+  int32_t* offsets;
+  int32_t* indices;
 };
 
 // Finds the places of tokens; whether any of them cannot be served, as `any_bad` says it. In one
@@ -54,7 +57,8 @@ struct Places {
 KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
                                   const int64_t* __restrict positions, int64_t n, int32_t num_rows,
                                   int64_t num_positions, FastDivisor by_column,
-                                  int32_t* __restrict columns, int32_t* __restrict offsets) {
+                                  uint32_t num_columns, int32_t* __restrict columns,
+                                  int32_t* __restrict offsets, int32_t* __restrict indices) {
   int32_t bad = 0;
   for (int64_t i = 0; i < n; ++i) {
     const int32_t row = rows[i];
@@ -65,26 +69,30 @@ KV_VECTOR_CLONES bool find_places(const int32_t* __restrict rows,
     const uint32_t column = by_column.divide(position);
     columns[i] = static_cast<int32_t>(column);
     offsets[i] = static_cast<int32_t>(position - column * by_column.divisor);
+    const uint32_t index = static_cast<uint32_t>(row) * num_columns + column;
+    indices[i] = row < 0 ? 0 : static_cast<int32_t>(index);
   }
   return bad != 0;
 }
 
-// The places of all groups, made once for groups whose columns stand for as many tokens.
+// The places of all groups, made once for groups of equal rows: as many columns, of as many tokens.
 class PlacesByGroup {
  public:
   PlacesByGroup(const SlotMapping& m, const int32_t* rows) {
     static thread_local std::vector<int32_t> memory;
     const auto n = static_cast<size_t>(m.num_tokens);
-    memory.resize(2 * n * static_cast<size_t>(m.groups.num_groups));
+    memory.resize(3 * n * static_cast<size_t>(m.groups.num_groups));
     for (int g = 0; g < m.groups.num_groups; ++g) {
-      const FastDivisor& by_column = m.groups.group[g].by_column;
+      const TableGroupView& group = m.groups.group[g];
       int same = 0;
-      while (m.groups.group[same].by_column.divisor != by_column.divisor) ++same;
-      int32_t* columns = memory.data() + 2 * n * static_cast<size_t>(same);
-      places_[g] = {columns, columns + n};
+      while (!have_equal_rows(m.groups.group[same], group)) ++same;
+      int32_t* columns = memory.data() + 3 * n * static_cast<size_t>(same);
+      places_[g] = {columns, columns + n, columns + 2 * n};
       if (same != g) continue;
-      any_bad_ = find_places(rows, m.positions, m.num_tokens, m.groups.num_rows,
-                             m.groups.num_positions, by_column, columns, columns + n);
+      any_bad_ =
+          find_places(rows, m.positions, m.num_tokens, m.groups.num_rows, m.groups.num_positions,
+                      group.by_column, static_cast<uint32_t>(group.num_columns), columns,
+                      columns + n, columns + 2 * n);
     }
   }
   // Whether any token cannot be served, whatever its row holds.
@@ -92,13 +100,31 @@ class PlacesByGroup {
   const Places& operator[](int g) const { return places_[g]; }
 
  private:
+  static bool have_equal_rows(const TableGroupView& a, const TableGroupView& b) {
+    return a.num_columns == b.num_columns && a.by_column.divisor == b.by_column.divisor;
+  }
+
   bool any_bad_ = false;
   Places places_[kMaxGroups];
 };
 
 #ifdef KV_X86
-// Eight tokens at a time; each returns where it stopped. benchmarks/tables.py compares them with an
-// engine's plain loop.
+// Several tokens at a time; each returns where it stopped. benchmarks/tables.py compares them with
+// an engine's plain loop.
+
+// The entries that the rows of eight tokens hold: one read where the rows follow each other, as
+// they mostly do in a decode step; 0 for a dummy request.
+__attribute__((target("avx2"))) inline __m256i counts_of_eight(const int32_t* counts, __m256i rows,
+                                                               __m256i live) {
+  const int32_t first = _mm256_extract_epi32(rows, 0);
+  const __m256i following =
+      _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  if (first >= 0 && _mm256_movemask_epi8(_mm256_cmpeq_epi32(rows, following)) == -1) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(counts + first));
+  }
+  return _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), counts, rows, live, 4);
+}
+
 __attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, const int32_t* rows,
                                                          const int32_t* columns, int64_t n,
                                                          bool* found) {
@@ -109,7 +135,7 @@ __attribute__((target("avx2"))) int64_t find_behind_avx2(const int32_t* counts, 
     const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i));
     const __m256i column = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(columns + i));
     const __m256i live = _mm256_cmpgt_epi32(row, none);
-    const __m256i count = _mm256_mask_i32gather_epi32(_mm256_setzero_si256(), counts, row, live, 4);
+    const __m256i count = counts_of_eight(counts, row, live);
     behind = _mm256_or_si256(behind, _mm256_andnot_si256(_mm256_cmpgt_epi32(count, column), live));
   }
   *found = _mm256_testz_si256(behind, behind) == 0;
@@ -124,30 +150,22 @@ __attribute__((target("avx2"))) inline __m256i slots_of_four(__m128i blocks, __m
   return _mm256_or_si256(slot, _mm256_cvtepi32_epi64(without));
 }
 
-// The table has fewer than 2^31 entries.
+// The table has an entry, and fewer than 2^31. They are read one by one: a gather takes longer
+// where most are not in the nearest cache (AMD Zen 3).
 __attribute__((target("avx2"))) int64_t map_avx2(const int32_t* table, const TableGroupView& group,
                                                  const int32_t* rows, const Places& places,
                                                  int64_t n, int64_t* out) {
-  const __m256i columns = _mm256_set1_epi32(group.num_columns);
   const __m256i block_size = _mm256_set1_epi64x(group.block_size);
-  const __m256i none = _mm256_set1_epi32(-1);
   int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m256i row = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i));
-    const __m256i column = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(places.columns + i));
-    const __m256i offset = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(places.offsets + i));
-    const __m256i live = _mm256_cmpgt_epi32(row, none);
-    const __m256i at = _mm256_add_epi32(_mm256_mullo_epi32(row, columns), column);
-    // A dummy request reads nothing: like a token whose entry is no block id, it gets no slot.
-    const __m256i block = _mm256_mask_i32gather_epi32(none, table, at, live, 4);
-    const __m256i without = _mm256_srai_epi32(block, 31);
-    auto* place = reinterpret_cast<__m256i*>(out + i);
-    _mm256_storeu_si256(place,
-                        slots_of_four(_mm256_castsi256_si128(block), _mm256_castsi256_si128(offset),
-                                      _mm256_castsi256_si128(without), block_size));
-    _mm256_storeu_si256(place + 1, slots_of_four(_mm256_extracti128_si256(block, 1),
-                                                 _mm256_extracti128_si256(offset, 1),
-                                                 _mm256_extracti128_si256(without, 1), block_size));
+  for (; i + 4 <= n; i += 4) {
+    const int32_t* at = places.indices + i;
+    const __m128i block = _mm_setr_epi32(table[at[0]], table[at[1]], table[at[2]], table[at[3]]);
+    const __m128i row = _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + i));
+    const __m128i offset = _mm_loadu_si128(reinterpret_cast<const __m128i*>(places.offsets + i));
+    // No slot for a dummy request, nor for a token whose entry is no block id.
+    const __m128i without = _mm_srai_epi32(_mm_or_si128(block, row), 31);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
+                        slots_of_four(block, offset, without, block_size));
   }
   return i;
 }
@@ -172,8 +190,9 @@ void map_scattered(const SlotMapping& m, int g, const int32_t* rows, const Place
   int64_t i = 0;
 #ifdef KV_X86
   if constexpr (sizeof(Slot) == sizeof(int64_t)) {
-    const bool is_small = int64_t{m.groups.num_rows} * group.num_columns <= INT32_MAX;
-    if (is_small && has_avx2()) i = map_avx2(table, group, rows, places, m.num_tokens, out);
+    const int64_t num_entries = int64_t{m.groups.num_rows} * group.num_columns;
+    if (num_entries > 0 && num_entries <= INT32_MAX && has_avx2())
+      i = map_avx2(table, group, rows, places, m.num_tokens, out);
   }
 #endif
   for (; i < m.num_tokens; ++i) {

@@ -184,7 +184,7 @@ class KVCacheManager:
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
         native_options = options.native_of(
             [
-                (kind, size, group.drafts, group.cached)
+                (kind, size, group.drafts, group.cached, group.transferred)
                 for kind, size, group in zip(self._kinds, self.block_sizes, self.groups)
             ],
             num_gpu_blocks,
@@ -397,7 +397,9 @@ class KVCacheManager:
         step, and their blocks are hits for later plans like all that it fills. With it, they come some
         time later: the request gets no further slots (`new_num_tokens[j]` is 0), is not served, and none
         of its blocks is a hit, until `finish_receiving`. In window groups only what the next token reads
-        has slots. Where other rows of the step change the hit, the request waits (`WAIT`).
+        has slots; of a circular buffer the last tokens come, as many as it has places for. The KV comes
+        for all groups that are transferred; a cached one that is not is a ValueError. Where other rows of
+        the step change the hit, the request waits (`WAIT`).
 
         `in_step_hits`: what a new request does where an earlier row of this step fills blocks of its
         prefix. "none": it computes these tokens, too. "wait": it is answered `WAIT`, and hits them in the
@@ -455,7 +457,8 @@ class KVCacheManager:
 
         With `whole`, the answer is for all known tokens, computed in chunks of `num_tokens`: `SERVED` if
         the blocks that are free now suffice to the end, if no other takes any, `WAIT` if those of the
-        pool do, `NEVER` if not even these. A first chunk that fits is served in any case.
+        pool do, `NEVER` if not even these. A first chunk that fits is served in any case. A recurrent
+        group counts a page for each of the `num_lookahead_tokens`, up to its `num_speculative_blocks`.
 
         Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
         tokens that are not computed, at least one). Only `num_lookahead_tokens` may be given besides.
@@ -491,11 +494,12 @@ class KVCacheManager:
         """How many of a request's next `num_tokens` tokens to compute in one step, for its states.
 
         At most `num_tokens` (None: all that are known), 0 where all known tokens are computed. A
-        recurrent state can be hit only where a step ended. In this order: the end of the prefix that the
-        other groups share with earlier requests; the last multiple of the states' block size, or of the
-        hash block before the prompt's last token, that the tokens reach; else, and for a manager without
-        a recurrent group, `num_tokens`. The request is admitted, or is to be: then the tokens come
-        behind its hit. Changes nothing. ValueError for `num_tokens` below 1.
+        recurrent state can be hit only where a step ended. In this order, as far as the tokens reach:
+        the end of the prefix that the other groups share with earlier requests; the end of the longest
+        hit of an equal prompt (at most all its tokens but the last, and one block less than a drafting
+        group has filled); the last multiple of the states' block size; else, and for a manager without a
+        recurrent group, `num_tokens`. The request is admitted, or is to be: then the tokens come behind
+        its hit. Changes nothing. ValueError for `num_tokens` below 1.
 
         >>> groups = [GroupSpec("full_attention", 16), GroupSpec("recurrent", 64)]
         >>> manager = KVCacheManager.for_groups(groups, 100, 1024)
@@ -648,7 +652,7 @@ class KVCacheManager:
         """Removes the last `num_tokens` tokens, drafts that were not accepted.
 
         The next tokens use their slots. ValueError for more tokens than the last call served, for cached
-        tokens, and for a manager with a recurrent group.
+        tokens, and for more than the drafts that a recurrent group keeps states of.
         """
         self._native.reject(self.row(request), num_tokens)
 
@@ -675,9 +679,11 @@ class KVCacheManager:
         `after_step`: the blocks are released when a report says that this step is done, with or without
         `fence_frees`. `keep_blocks`: they are handed to a connector, which may read them, or still write
         to those of a request that is receiving, until `release_blocks`; the row is free at once. Cached
-        ones are hits meanwhile. ValueError for both together, for a step that there was not, for a
-        request that is receiving without `keep_blocks`, for one that is swapped out with it, and while
-        blocks of an earlier request with this id are kept.
+        ones are hits meanwhile. Blocks of groups with `transferred=False` are released at once.
+
+        ValueError for both together, for a step that there was not, for a request that is receiving
+        without `keep_blocks`, for one that is swapped out with it, and while blocks of an earlier request
+        with this id are kept.
         """
         keep_blocks = flag(keep_blocks, "keep_blocks")
         if keep_blocks and after_step is not None:

@@ -167,13 +167,13 @@ class CacheOptions:
 
     def native_of(
         self,
-        groups: Sequence[tuple[core.AttentionKind, int, bool, bool]],
+        groups: Sequence[tuple[core.AttentionKind, int, bool, bool, bool]],
         num_gpu_blocks: int,
         max_model_len: int,
     ) -> core.ManagerOptions:
         """The native options of a manager with these groups.
 
-        `groups`: (kind, tokens per block, whether it drafts, whether it is cached) each.
+        `groups`: (kind, tokens per block, whether it drafts, is cached, is transferred) each.
 
         `num_gpu_blocks` counts the null block, `max_model_len` is in tokens.
         """

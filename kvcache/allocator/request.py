@@ -40,7 +40,8 @@ class Request:
     (of `hash_block_size` tokens) of the tokens known, each as long as the manager's `hash_bytes`. It is
     not copied. Extend it before the tokens of a further block are appended; entries do not change.
     Nothing is hashed then. It must have exactly as many entries as blocks when a manager first meets the
-    request, and later at least as many: else that call raises ValueError and changes nothing.
+    request, and at least as many when tokens come: else that call (`step`, `append_tokens`) raises
+    ValueError and changes nothing.
 
     >>> request = Request("r1", range(40))
     >>> request.append_tokens([7, 8])

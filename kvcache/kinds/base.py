@@ -37,6 +37,11 @@ class KindProperties:
         """
         return None
 
+    @property
+    def num_speculative_blocks(self) -> int:
+        """Of states: the most drafts of a step, each of which has a page and a column of the table."""
+        return 0
+
     def max_live_tokens(self, num_tokens: int, step_tokens: int) -> int:
         """At most this many tokens of a request of `num_tokens` are needed in one step.
 
@@ -167,7 +172,8 @@ def check_planned_pages(
     name, num_all = type(kind).__name__, -(-num_tokens // tokens_per_page)
     call = f"{name}.max_pages({num_tokens}, {step_tokens}, {tokens_per_page}) is {planned}"
     if kind.pages != "tokens":
-        held = {"encoder": num_all, "state": min(num_all, 2)}.get(kind.pages, 0)
+        num_drafts = min(kind.num_speculative_blocks, num_tokens - 1)
+        held = {"encoder": num_all, "state": min(num_all, 2) + num_drafts}.get(kind.pages, 0)
         if kind.pages == "circular":
             held = -(-min(num_tokens, kind.buffer) // tokens_per_page)
         if held > planned:

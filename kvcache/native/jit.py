@@ -2,7 +2,7 @@
 
 Into `$KVCACHE_JIT_DIR`, else `~/.cache/kvcache`, under a key of everything that matters (sources,
 flags, versions): what was built once is loaded at once, by every process. A lock that the kernel
-drops with its process keeps two from building at a time.
+drops with its process keeps two from building at a time. A folder that other users may write is refused.
 """
 
 from __future__ import annotations
@@ -174,9 +174,13 @@ def _cached(
     name: str, file: str, root: Path, facts: list[str], compile_into: Callable[[Path], None]
 ) -> Path:
     """The path of `file`, built into a folder of its own where it is not there yet."""
-    folder = _base_folder() / f"{name}-{_key(root, facts)}"
+    base = _base_folder()
+    folder = base / f"{name}-{_key(root, facts)}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(base)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        _check_private(folder)
         # Beside the folder: within it, torch's own builder keeps a file of that name.
         lock = folder.with_suffix(".lock").open("w")
     except OSError as error:
@@ -206,6 +210,21 @@ def _base_folder() -> Path:
         raise BuildError(
             "there is no home folder to build in (HOME is not set): set KVCACHE_JIT_DIR to a folder"
         ) from error
+
+
+def _check_private(folder: Path) -> None:
+    """BuildError where others than this user and root may write: what lies there is run."""
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        raise BuildError(
+            f"{folder} belongs to user {found.st_uid}, this is user {os.geteuid()}: expected a folder "
+            "of one's own, as what lies there is run; set KVCACHE_JIT_DIR"
+        )
+    if found.st_mode & 0o022:
+        raise BuildError(
+            f"{folder} has mode {found.st_mode & 0o777:o}: expected one that only its owner may write, "
+            f"as what lies there is run; `chmod go-w {folder}`, or set KVCACHE_JIT_DIR"
+        )
 
 
 def _say_building(name: str, folder: Path) -> None:

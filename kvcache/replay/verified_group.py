@@ -27,7 +27,8 @@ Found = tuple[int, Mismatch | None]  # number of wrong tokens, and the first of 
 class VerifiedGroup:
     """A group whose pages hold tokens or states.
 
-    `storage`: the group's view of the pages. `factors`: uint64[2 * layers, features], other
+    `storage`: the group's view of the pages, of float32: content is integers of as many bits, which move
+    as they are. `factors`: uint64[2 * layers, features], other
     ones in each group, so that content of another group is wrong here. `index`: place among the
     groups, named in a mismatch where there are several.
     """
@@ -58,7 +59,7 @@ class VerifiedGroup:
         return kv.reshape(len(self.factors), stop - start, *shape)
 
     def _write(self, content: np.ndarray, slots: torch.Tensor) -> None:
-        kv = torch.from_numpy(content).to(self.storage.device)
+        kv = torch.from_numpy(content).to(self.storage.device).view(torch.float32)
         for layer in range(self.storage.num_layers):
             self.storage.write(layer, kv[2 * layer], kv[2 * layer + 1], slots)
 
@@ -73,16 +74,16 @@ class VerifiedGroup:
 
     def _gather(self, layer: int, slots: torch.Tensor) -> list[np.ndarray]:
         """Key and value of the tokens at these slots, by the op."""
-        return [tensor.cpu().numpy() for tensor in self.storage.gather(layer, slots)]
+        return [tensor.cpu().numpy().view(np.int32) for tensor in self.storage.gather(layer, slots)]
 
     def _read(self, layer: int, blocks: np.ndarray, offsets: np.ndarray) -> list[np.ndarray]:
         """Key and value of the tokens at these block offsets, without slot mapping and ops."""
         caches = (self.storage.key_cache(layer), self.storage.value_cache(layer))
         if self.storage.device.type == "cpu":
             # Not by torch: where cores are shared, its threads wait milliseconds for each other.
-            return [cache.numpy()[blocks, offsets] for cache in caches]
+            return [cache.numpy()[blocks, offsets].view(np.int32) for cache in caches]
         place = [torch.from_numpy(x).to(self.storage.device) for x in (blocks, offsets)]
-        return [cache[tuple(place)].cpu().numpy() for cache in caches]
+        return [cache[tuple(place)].cpu().numpy().view(np.int32) for cache in caches]
 
 
 class TokenGroup(VerifiedGroup):

@@ -85,7 +85,7 @@ class KVVerifier:
             for spec, slots in zip(specs, self._has_slots)
         ]
         self.storages = [
-            KVStorage.over(pages, *shape, dtype=torch.int32, layout=layout) for shape in shapes
+            KVStorage.over(pages, *shape, dtype=torch.float32, layout=layout) for shape in shapes
         ]
         # A request holds at most every block but the null one; where a window slides, its row may
         # become longer still, and `reserve` widens the tables.

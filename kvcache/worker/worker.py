@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from kvcache.step import PLAN_VERSION, StepPlan, StepReport
+from kvcache.checks import MAX_INT64, integer
+from kvcache.step import PLAN_VERSION, StepPlan, StepReport, check_plan
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
@@ -108,7 +109,15 @@ class Worker:
         last_step_id: int = -1,
         **swap_options: object,
     ) -> None:
+        _check_type("tables", tables, BlockTable, MultiGroupBlockTable)
         groups = [tables] if isinstance(tables, BlockTable) else tables.block_tables
+        if host is not None:
+            _check_type("host", host, Pages)
+        if isinstance(storage, list | tuple):
+            for g, each in enumerate(storage):
+                _check_type(f"storage[{g}]", each, KVStorage)
+        else:
+            _check_type("storage", storage, KVStorage)
         shared = isinstance(storage, KVStorage)
         self.storages = [storage] * len(groups) if shared else list(storage)
         if len(self.storages) != len(groups):
@@ -137,10 +146,10 @@ class Worker:
         self._last: PendingStep | None = (
             None  # whose bytes, or those of a step before, may still move
         )
-        self._last_step_id = last_step_id  # of the plan that the tables have
-        self._begun: int | None = (
-            None  # the step that is being carried out, or that broke the worker
-        )
+        # Of the plan that the tables have.
+        self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
+        # The step that is being carried out, or that broke the worker.
+        self._begun: int | None = None
 
     @property
     def last_step_id(self) -> int:
@@ -161,6 +170,7 @@ class Worker:
         too few rows for the requests, free requests too; a row that the tables have not is empty there,
         so plans may clear it.
         """
+        check_plan(plan)
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
             return StepReport(plan.step_id, True)
@@ -169,6 +179,7 @@ class Worker:
     def start(self, plan: StepPlan) -> PendingStep:
         """As `apply`, but does not wait: work launched next on the calling stream finds pages and tables
         as the plan says, while swaps may still run."""
+        check_plan(plan)
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
             return PendingStep(plan.step_id, None, None)
@@ -263,6 +274,12 @@ class Worker:
     def _launch(self, work: Callable[[], None]) -> None:
         """Runs `work` on the calling stream."""
         self._streams.launch(self._streams.current(), work)
+
+
+def _check_type(name: str, value: object, *types: type) -> None:
+    if not isinstance(value, types):
+        expected = " or a ".join(each.__name__ for each in types)
+        raise TypeError(f"{name} has type {type(value).__name__}: expected a {expected}")
 
 
 def _check_fits(group: int, storage: KVStorage, table: BlockTable) -> None:

@@ -8,13 +8,14 @@
 #include <vector>
 
 #include "core/hash.h"
+#include "core/secret_key.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
 // A key of 64 bits; different hashes collide with a probability of 2**-64.
 inline uint64_t wide_key(const Hash& hash, uint8_t group) {
-  return HashOf()(hash) ^ (uint64_t{group} * 0x9E3779B97F4A7C15ull);
+  return SecretKey::of_process().fold(hash, group);
 }
 
 // Per group and tag of a hash: the blocks with that hash, and how many cached blocks have it as

@@ -29,6 +29,9 @@ class AttentionKind {
 
   virtual Pages pages() const { return Pages::kTokens; }
 
+  // kState: drafts of a step whose states a row has pages for, so that they can be rejected.
+  virtual int64_t num_speculative_blocks() const { return 0; }
+
   // kCircular: the most tokens from the first that a step reads to the last that it writes.
   virtual int64_t buffer() const { return 0; }
 };

@@ -21,15 +21,17 @@ struct CacheGroup {
   std::shared_ptr<const AttentionKind> kind;
   AttentionKind::Pages pages;
   bool keeps_all;
-  bool is_cached;        // its blocks can be hit; else it takes no part in hits
-  bool drafts;           // the last block of a hit is computed anew
-  bool has_partial;      // hits inside a block, which are copied
-  uint8_t id;            // index among the groups, and group of its blocks in the pool
-  int64_t block_size;    // tokens, over all context-parallel ranks
-  int64_t num_hashes;    // per block
-  int64_t hit_unit;      // tokens: hits of the manager end at multiples of it
-  int64_t max_blocks;    // of one request; circular: all that it ever has
-  int64_t num_prealloc;  // blocks
+  bool is_cached;           // its blocks can be hit; else it takes no part in hits
+  bool is_transferred;      // else no connector reads or writes its blocks
+  bool drafts;              // the last block of a hit is computed anew
+  bool has_partial;         // hits inside a block, which are copied
+  uint8_t id;               // index among the groups, and group of its blocks in the pool
+  int64_t block_size;       // tokens, over all context-parallel ranks
+  int64_t num_hashes;       // per block
+  int64_t hit_unit;         // tokens: hits of the manager end at multiples of it
+  int64_t max_blocks;       // of one request; circular: all that it ever has
+  int64_t num_prealloc;     // blocks
+  int64_t num_speculative;  // of states: drafts of a step that may be rejected
 
   bool holds_tokens() const { return pages == AttentionKind::Pages::kTokens; }
   bool holds_state() const { return pages == AttentionKind::Pages::kState; }
@@ -44,6 +46,12 @@ struct CacheGroup {
     if (first_needed_token(ceil_div(end, hit_unit) * hit_unit) < end) return true;
     const int64_t hit = end - (has_partial ? hit_unit : block_size);
     return drafts && hit > 0 && hit % hit_unit == 0;
+  }
+
+  // Tokens behind a hit that the group finds, too, and that are computed anew.
+  int64_t num_redone(bool with_partial) const {
+    if (!drafts || !is_cached) return 0;
+    return with_partial && has_partial ? block_size / num_hashes : block_size;
   }
 
   // A user's own kind may return any number, so it is clamped.
@@ -69,6 +77,16 @@ struct CacheGroup {
   }
   int64_t first_hit_block(int64_t num_hit) const { return first_hit_token(num_hit) / block_size; }
 };
+
+// Drafts of a step that may be rejected in all groups of states; 0 without such groups.
+inline int64_t max_drafts(const std::vector<CacheGroup>& groups) {
+  int64_t most = -1;
+  for (const CacheGroup& group : groups) {
+    if (!group.holds_state()) continue;
+    most = most < 0 ? group.num_speculative : std::min(most, group.num_speculative);
+  }
+  return std::max<int64_t>(most, 0);
+}
 
 // Whether all blocks are of one size, that of a hash block.
 inline bool are_uniform(const std::vector<CacheGroup>& groups) {

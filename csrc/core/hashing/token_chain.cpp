@@ -19,13 +19,24 @@ void TokenIds::append(const int32_t* tokens, int64_t n) {
   if (ids_.capacity() == 0) ids_.reserve(static_cast<size_t>(n) + 256);
   if (tokens == nullptr) {
     ids_.resize(ids_.size() + static_cast<size_t>(n));
-    return;
+  } else {
+    if (!takes_placeholders_) {
+      const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
+      if (negative != tokens + n) fail_negative(negative - tokens, *negative);
+    }
+    ids_.insert(ids_.end(), tokens, tokens + n);
   }
-  if (!takes_placeholders_) {
-    const int32_t* negative = std::find_if(tokens, tokens + n, [](int32_t t) { return t < 0; });
-    if (negative != tokens + n) fail_negative(negative - tokens, *negative);
+  try {
+    for (TokenChain* chain : readers_) chain->read_given();
+  } catch (...) {
+    take_back(n);
+    throw;
   }
-  ids_.insert(ids_.end(), tokens, tokens + n);
+}
+
+void TokenIds::take_back(int64_t n) {
+  ids_.resize(ids_.size() - static_cast<size_t>(n));
+  for (TokenChain* chain : readers_) chain->forget_removed();
 }
 
 void TokenIds::fail_negative(int64_t i, int32_t id) {
@@ -45,7 +56,16 @@ TokenChain::TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, con
       write_cache_(write_cache),
       num_encoder_tokens_(checked_size("num_encoder_tokens", num_encoder_tokens, 0)),
       scheme_(std::move(scheme)),
-      labels_(std::move(labels)) {}
+      labels_(std::move(labels)) {
+  if (!is_given()) return;
+  read_given();
+  tokens_->readers_.push_back(this);
+}
+
+TokenChain::~TokenChain() {
+  std::vector<TokenChain*>& readers = tokens_->readers_;
+  readers.erase(std::remove(readers.begin(), readers.end(), this), readers.end());
+}
 
 bool TokenChain::begins_like(const TokenChain& other, int64_t num_tokens) const {
   const auto num_blocks = static_cast<size_t>(num_tokens / block_size_);
@@ -64,8 +84,7 @@ void TokenChain::adopt_hashes(const TokenChain& other, int64_t num_tokens) {
   hashes_.assign(other.hashes_.begin(), other.hashes_.begin() + static_cast<int64_t>(n));
 }
 
-void TokenChain::take_back(int64_t n) {
-  tokens_->take_back(n);
+void TokenChain::forget_removed() {
   const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
   if (hashes_.size() > num_full) hashes_.resize(num_full);
 }
@@ -91,13 +110,11 @@ const std::vector<Hash>& TokenChain::hashes() {
   } const hashing(this);
 
   const size_t num_full = static_cast<size_t>(num_tokens() / block_size_);
-  if (is_given()) {
-    read_given(num_full);
-    return hashes_;
-  }
   static thread_local BlockHasher hasher;
   const int32_t* tokens = tokens_->ids().data();
-  hashes_.reserve(num_full);
+  // Exactly what a prompt needs; then by doubling, so that generated blocks do not copy it each
+  // time.
+  if (num_full > hashes_.capacity()) hashes_.reserve(std::max(num_full, 2 * hashes_.size()));
   while (hashes_.size() < num_full) {
     const auto i = static_cast<int64_t>(hashes_.size());
     const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
@@ -107,8 +124,10 @@ const std::vector<Hash>& TokenChain::hashes() {
   return hashes_;
 }
 
-void TokenChain::read_given(size_t num_full) {
+void TokenChain::read_given() {
   const size_t num_known = hashes_.size();
+  const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
+  if (num_full <= num_known) return;
   hashes_.resize(num_full);
   try {
     scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),

@@ -15,18 +15,22 @@
 
 namespace kvcache {
 
+class TokenChain;
+
 // Known token ids; shared by the chains of a request.
 class TokenIds {
  public:
   // Ids are 0 or more; with `takes_placeholders` also below, where something else says what they
   // stand for.
   explicit TokenIds(bool takes_placeholders = false) : takes_placeholders_(takes_placeholders) {}
+  TokenIds(const TokenIds&) = delete;
 
-  // Null stands for zeros. Throws std::invalid_argument on a negative id and std::runtime_error
-  // while a chain hashes these tokens, with nothing appended.
+  // Null stands for zeros. Throws std::invalid_argument on a negative id, std::runtime_error while
+  // a chain hashes these tokens, and whatever the given hashes of a chain throw, with nothing
+  // appended.
   void append(const int32_t* tokens, int64_t n);
   // Removes the last n tokens, which the caller has just appended.
-  void take_back(int64_t n) { ids_.resize(ids_.size() - static_cast<size_t>(n)); }
+  void take_back(int64_t n);
 
   bool takes_placeholders() const { return takes_placeholders_; }
   // Throws std::invalid_argument that names the i-th id, which is negative.
@@ -39,7 +43,8 @@ class TokenIds {
   friend class TokenChain;
   bool takes_placeholders_;
   std::vector<int32_t> ids_;
-  int num_hashing_ = 0;  // chains that are hashing now
+  int num_hashing_ = 0;               // chains that are hashing now
+  std::vector<TokenChain*> readers_;  // chains that read given hashes as tokens come
 };
 
 // Hashes of a request's blocks that its engine has computed, and goes on computing.
@@ -60,14 +65,18 @@ struct HashScheme {
 // The caller's, for those who read events; nothing is known of it here. Null: there is none.
 using EventLabels = std::shared_ptr<const void>;
 
-// A request's block hashes for one block size and one first parent.
+// A request's block hashes for one block size and one first parent. Given ones are read when the
+// chain is made and when tokens come, so that no later call lacks any.
 class TokenChain {
  public:
   // `read_cache`, `write_cache`: whether the request may take hits, and whether its blocks are
   // cached. `num_encoder_tokens`: tokens that it needs in groups that hold an encoder's KV.
+  // Throws whatever the given hashes throw.
   TokenChain(std::shared_ptr<TokenIds> tokens, int64_t block_size, const Hash& parent,
              ExtraKeys extra_keys, bool read_cache, bool write_cache,
              int64_t num_encoder_tokens = 0, HashScheme scheme = {}, EventLabels labels = nullptr);
+  ~TokenChain();
+  TokenChain(const TokenChain&) = delete;
 
   int64_t block_size() const { return block_size_; }
   bool read_cache() const { return read_cache_; }
@@ -87,9 +96,9 @@ class TokenChain {
     return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();
   }
 
-  // Hashes of the full blocks; missing ones are computed now, or read from those given. Throws
-  // std::runtime_error while an earlier call computes them, and whatever the digest or the given
-  // hashes throw; blocks before keep their hashes then.
+  // Hashes of the full blocks; missing ones are computed now. Throws std::runtime_error while an
+  // earlier call computes them, and whatever the digest throws; blocks before keep their hashes
+  // then.
   const std::vector<Hash>& hashes();
 
   // Hashes computed so far; computes none.
@@ -104,10 +113,15 @@ class TokenChain {
   void adopt_hashes(const TokenChain& other, int64_t num_tokens);
 
   // Removes the last n tokens, which only the caller has seen, and the hashes of their blocks.
-  void take_back(int64_t n);
+  void take_back(int64_t n) {
+    tokens_->take_back(n);
+    forget_removed();
+  }
 
  private:
-  void read_given(size_t num_full);
+  friend class TokenIds;
+  void read_given();
+  void forget_removed();  // hashes of blocks that are not full any more
 
   std::shared_ptr<TokenIds> tokens_;
   int64_t block_size_;

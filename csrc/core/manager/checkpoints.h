@@ -20,17 +20,21 @@ class Checkpoints {
   };
 
   // `unit`: tokens, hits end at multiples of it.
-  Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit);
+  Checkpoints(const std::vector<CacheGroup>& groups, int64_t unit, int64_t hash_block_size);
 
   // How many of the next num_tokens tokens to compute: up to the end of what is shared; else up to
-  // the last boundary of the states' blocks, or the last place inside the prompt where a hit can
-  // end; else, and where no states are kept, all.
+  // the last place where an equal prompt's hit can end; else up to the last boundary of the states'
+  // blocks; else, and where no states are kept, all.
   int64_t num_tokens_to_next(const Prompt& prompt, int64_t num_tokens) const;
 
  private:
+  // Where the longest hit of a prompt ends that equals one of so many tokens.
+  int64_t last_hit(int64_t num_tokens) const;
+
   bool has_states_ = false;
-  int64_t unit_;          // tokens
-  int64_t interval_ = 1;  // tokens: all groups' states can be kept at multiples of it
+  int64_t unit_, hash_block_size_;  // tokens
+  int64_t num_redone_ = 0;          // tokens behind a hit that a drafting group finds, too
+  int64_t interval_ = 1;            // tokens: all groups' states can be kept at multiples of it
 };
 
 }  // namespace kvcache

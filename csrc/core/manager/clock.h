@@ -1,7 +1,10 @@
-// The time of residency and of eviction policies: the caller's, or the system's steady clock.
+// The time of residency and of eviction policies: the caller's, or the system's steady clock, to a
+// few milliseconds: each call reads it, so it must not take long.
 //
 // Invariant: time does not go back.
 #pragma once
+
+#include <time.h>
 
 #include <chrono>
 #include <cstdint>
@@ -32,13 +35,23 @@ class Clock {
   // Reads the system's clock, unless the caller sets this one. Whether it did.
   bool read() {
     if (is_set_ || !reads_system_) return false;
-    const auto since = std::chrono::steady_clock::now() - made_at_;
-    now_ms_ = std::chrono::duration_cast<std::chrono::milliseconds>(since).count();
+    now_ms_ = system_ms() - made_at_ms_;
     return true;
   }
 
  private:
-  const std::chrono::steady_clock::time_point made_at_ = std::chrono::steady_clock::now();
+  static int64_t system_ms() {
+#ifdef CLOCK_MONOTONIC_COARSE
+    timespec now;
+    if (clock_gettime(CLOCK_MONOTONIC_COARSE, &now) == 0) {
+      return int64_t{now.tv_sec} * 1000 + now.tv_nsec / 1'000'000;
+    }
+#endif
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::milliseconds>(since).count();
+  }
+
+  const int64_t made_at_ms_ = system_ms();
   bool reads_system_;
   bool is_set_ = false;
   int64_t now_ms_ = 0;

@@ -27,6 +27,31 @@ int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const R
   return n;
 }
 
+// The pages of states that a row writes: one, and one for each draft. Those that it has serve
+// again, but for states at the ends of blocks, which drafts have passed or which the row leaves.
+void set_states(const CacheGroup& group, const RowBlocks& held, const Span& span,
+                GroupDemand* needs) {
+  const bool has_any = held.num_alive() > 0;
+  const int64_t column = has_any ? ceil_div(span.start, group.block_size) : held.size();
+  needs->moves = span.state_column(group) >= column;
+  int64_t num_spare = 0;
+  if (has_any) {
+    const int64_t before = span.start - span.num_accepted;
+    const int64_t num_passed =
+        (span.start - 1) / group.block_size - (before - 1) / group.block_size;
+    num_spare = held.num_alive() - 1 - num_passed;
+  }
+  needs->num_new = needs->moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
+}
+
+// Blocks at the end of a row's table in which no token of the span has a slot: preallocation or an
+// earlier step's lookahead took them.
+int64_t num_surplus(const CacheGroup& group, const RowBlocks& held, const Span& span) {
+  if (!group.holds_tokens()) return 0;
+  const int64_t needed = ceil_div(span.stop + span.lookahead, group.block_size);
+  return std::max<int64_t>(held.size() - std::max(needed, held.num_dropped), 0);
+}
+
 // The inputs that all demands share.
 struct Basis {
   const std::vector<CacheGroup>* groups;
@@ -42,16 +67,17 @@ struct Basis {
                                                const Span& span, const Supply& supply,
                                                int64_t skip_for, bool may_share) {
   Demand demand;
-  const int64_t start = span.start, last = span.stop, stop = span.stop + span.lookahead;
+  const int64_t start = span.start, stop = span.stop + span.lookahead;
   int64_t num_new = 0, num_free = supply.num_free;
   for (const CacheGroup& group : *on.groups) {
     const RowBlocks& each = held[group.id];
     const int64_t size = each.size(), num_slots = size * group.block_size;
-    GroupDemand needs{0, each.num_dropped, 0, 0};
+    GroupDemand& needs = demand[group];  // in place: a copy would wait for each field
+    needs = {0, each.num_dropped, 0, 0, 0, false};
     if (group.holds_state()) {
-      needs.num_new = last > num_slots;
-      if (may_share && needs.num_new == 0) {
-        needs.num_shared = num_shared(on.holders, group, each, last - 1, last);
+      set_states(group, each, span, &needs);
+      if (may_share && !needs.moves) {
+        needs.num_shared = on.holders.is_shared(each[each.num_dropped + span.num_accepted]);
       }
     } else if (group.holds_tokens()) {
       if (stop > num_slots) {
@@ -75,12 +101,12 @@ struct Basis {
       if (may_share) needs.num_shared = num_shared(on.holders, group, each, start, stop);
     }
     num_new += needs.num_new + needs.num_shared;
-    demand[group] = needs;
   }
   const bool fits = num_free - num_new >= supply.num_kept_free;
   const int64_t kept = std::max(supply.num_kept_free, on.watermark_blocks);
   demand.status = fits ? Status::kServed : Status::kWait;
   demand.num_spare = fits ? std::max<int64_t>(num_free - num_new - kept, 0) : 0;
+  demand.has_surplus = false;
   return demand;
 }
 
@@ -107,13 +133,33 @@ Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& su
                    may_share);
 }
 
-Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share) const {
-  Demand demand = demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held,
-                            span, {pool_->num_free(), 0}, /*skip_for=*/0, may_share);
+Demand DemandRules::with_free(const RowBlocks* held, const Span& span, bool may_share,
+                              int64_t num_free) const {
+  return demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held, span,
+                   {num_free, 0}, /*skip_for=*/0, may_share);
+}
+
+Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share,
+                               bool gives_up) const {
+  Demand demand = with_free(held, span, may_share, pool_->num_free());
   if (demand.status == Status::kServed) return demand;
-  int64_t num_blocks = 0;
+  int64_t num_blocks = 0, num_freed = 0;
   for (const CacheGroup& group : *groups_) {
-    num_blocks += held[group.id].size() - demand[group].drop_to + demand[group].num_new;
+    const RowBlocks& each = held[group.id];
+    const int64_t size = each.size() - num_surplus(group, each, span);
+    num_blocks += size - demand[group].drop_to + demand[group].num_new;
+    for (int64_t b = size; b < each.size(); ++b) num_freed += pool_->ref_count(each[b]) == 1;
+  }
+  if (gives_up && num_freed > 0 && frees_at_once()) {
+    demand = with_free(held, span, may_share, pool_->num_free() + num_freed);
+    if (demand.status == Status::kServed) {
+      for (const CacheGroup& group : *groups_) {
+        demand[group].num_surplus = num_surplus(group, held[group.id], span);
+      }
+      demand.has_surplus = true;
+      demand.num_spare = 0;  // else it would take the same again
+      return demand;
+    }
   }
   demand.status = never_or_wait(num_blocks);
   return demand;
@@ -122,6 +168,7 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
 Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const Span& span,
                            int64_t num_reserved) const {
   int64_t num_free = pool_->num_free(), num_blocks = 0;
+  const bool is_alone = num_free == pool_->num_total();
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     // Hits that are free stop being so when this request takes them: they cannot also be its new
@@ -132,20 +179,28 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
     num_free -= each.source != kNullBlock && pool_->ref_count(each.source) == 0;
     num_blocks += each.num_alive();
   }
-  Demand demand = of(held, span, {num_free, watermark_blocks_ + num_reserved}, /*is_new=*/true,
-                     /*may_share=*/false);
+  Demand demand = with_encoder(held, chain, span, {num_free, watermark_blocks_ + num_reserved});
+  for (const CacheGroup& group : *groups_) num_blocks += demand[group].num_new;
+  if (num_blocks <= pool_->num_total() - watermark_blocks_) return demand;
+  // Computed from its first token on, in chunks, it would leave the watermark at its first chunk
+  // alone. So it is not refused for what it begins with, and admitted where nothing else is held.
+  const bool would_grow = span.start > 0 && !computes_whole_prompt_;
+  if (would_grow && is_alone) demand = with_encoder(held, chain, span, {num_free, num_reserved});
+  if (!would_grow || num_blocks > pool_->num_total()) demand.status = Status::kNever;
+  return demand;
+}
+
+// The demand of a row that begins, and of its encoder.
+Demand DemandRules::with_encoder(const RowBlocks* held, const TokenChain& chain, const Span& span,
+                                 const Supply& supply) const {
+  Supply rest = supply;
   for (const CacheGroup& group : *groups_) {
-    GroupDemand& needs = demand[group];
-    if (group.holds_encoder()) {
-      needs.num_new = num_encoder_blocks(group, chain);
-      if (demand.status == Status::kServed && needs.num_new > demand.num_spare) {
-        demand.status = Status::kWait;
-      }
-      demand.num_spare -= needs.num_new;
-    }
-    num_blocks += needs.num_new;
+    if (group.holds_encoder()) rest.num_free -= num_encoder_blocks(group, chain);
   }
-  if (num_blocks > pool_->num_total() - watermark_blocks_) demand.status = Status::kNever;
+  Demand demand = of(held, span, rest, /*is_new=*/true, /*may_share=*/false);
+  for (const CacheGroup& group : *groups_) {
+    if (group.holds_encoder()) demand[group].num_new = num_encoder_blocks(group, chain);
+  }
   return demand;
 }
 
@@ -153,9 +208,12 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
   for (const CacheGroup& group : *groups_) {
     if (group.holds_encoder()) continue;
     const RowBlocks& each = held[group.id];
+    if (group.holds_state()) {
+      if (each.num_alive() > 0 && holders_.is_shared(each[each.num_dropped])) return true;
+      continue;
+    }
     const int64_t stop = each.size() * group.block_size;
-    int64_t from = group.holds_state() ? stop - 1 : start;
-    if (group.is_circular()) from = 0;  // any of its blocks is written again
+    const int64_t from = group.is_circular() ? 0 : start;  // any of its blocks is written again
     if (num_shared(holders_, group, each, from, stop) > 0) return true;
   }
   return false;
@@ -171,23 +229,27 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
     span.stop = std::min(span.stop, chain.num_tokens());
     int64_t num_held = 0, num_new = 0;
     for (const CacheGroup& group : *groups_) {
-      const int64_t size = held[group.id].size();
+      const RowBlocks& each = held[group.id];
       if (group.holds_encoder()) {
         num_held += num_encoder_blocks(group, chain);
       } else if (group.holds_state()) {
-        const int64_t column = ceil_div(span.stop, group.block_size);
-        // A state also moves within a block, where the cache keeps it.
-        const bool moves = span.start > 0 &&
-                           (group.has_partial || column > ceil_div(span.start, group.block_size));
+        // It moves to another page at a block's end. Inside a block, where the cache may keep it,
+        // it goes on in place where no page is free.
+        const bool moves =
+            ceil_div(span.stop, group.block_size) > ceil_div(span.start, group.block_size);
         const bool begins = span.start == first.start;
-        num_held += begins ? held[group.id].num_alive() + 1 : 1 + moves;
-        num_new += begins ? 1 : group.has_partial ? 2 : std::min<int64_t>(column - size, 1 + moves);
+        const int64_t num_spare = std::min(first.lookahead, group.num_speculative);
+        num_held += (begins ? each.num_alive() + 1 : 1 + moves) + num_spare;
+        num_new += (begins ? 1 : 1 + moves) + num_spare;
       } else {
         const int64_t stop =
             std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);
-        const int64_t needed = group.is_circular() ? 0 : group.first_needed_block(span.start);
+        // Columns of the hit that are null stay so.
+        const int64_t needed =
+            group.is_circular() ? 0
+                                : std::max(group.first_needed_block(span.start), each.num_dropped);
         num_held += std::max<int64_t>(stop - needed, 0);
-        num_new += std::max<int64_t>(stop - std::max(needed, size), 0);
+        num_new += std::max<int64_t>(stop - std::max(needed, each.size()), 0);
       }
     }
     most = std::max(most, num_held);

@@ -20,6 +20,13 @@ namespace kvcache {
 // Tokens start to stop - 1 get slots, and so many lookahead tokens behind them.
 struct Span {
   int64_t start, stop, lookahead;
+  // Of states: tokens at the end that may be rejected, and those of the step before that were not.
+  int64_t num_drafts = 0, num_accepted = 0;
+
+  // The block of a group of states in whose column the first of the row's pages is to lie.
+  int64_t state_column(const CacheGroup& group) const {
+    return (stop - num_drafts - 1) / group.block_size;
+  }
 };
 
 struct GroupDemand {
@@ -27,11 +34,14 @@ struct GroupDemand {
   int64_t drop_to;      // blocks below it leave
   int64_t num_shared;   // blocks that it writes and others hold: it gets its own
   int64_t num_skipped;  // blocks behind those that it has, that stay null
+  int64_t num_surplus;  // blocks at the end that it gives up, as it needs others more
+  bool moves;           // of states: the state goes on in a new page, and leaves its own
 };
 
 struct Demand {
   Status status;
   int64_t num_spare;  // free blocks beyond those needed that preallocation may take
+  bool has_surplus;   // in any group
   std::array<GroupDemand, kMaxGroups> groups;  // as many as the manager has
 
   GroupDemand& operator[](const CacheGroup& group) { return groups[group.id]; }
@@ -50,8 +60,11 @@ class DemandRules {
               const ManagerOptions& options);
 
   // The demand of a row on the device. Where it does not fit: whether it ever will.
-  // `may_share`: others may hold blocks that it writes.
-  Demand of_running(const RowBlocks* held, const Span& span, bool may_share) const;
+  // `may_share`: others may hold blocks that it writes. `gives_up`: where it does not fit
+  // otherwise, blocks that no token of the span has a slot in make room for those that one of its
+  // groups lacks.
+  Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
+                    bool gives_up = false) const;
 
   // The demand of a request that would begin with these blocks; null ones behind num_dropped are to
   // be onboarded. `num_reserved`: blocks that it leaves free besides the watermark.
@@ -76,6 +89,9 @@ class DemandRules {
   }
 
  private:
+  Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free) const;
+  Demand with_encoder(const RowBlocks* held, const TokenChain& chain, const Span& span,
+                      const Supply& supply) const;
   // Whether what leaves a row now is free at once, as no step may still read it.
   bool frees_at_once() const { return !frees_->defers(steps_->last_issued); }
 

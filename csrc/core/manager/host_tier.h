@@ -22,6 +22,7 @@
 #include "core/pool/block_pool.h"
 #include "core/pool/eviction_listener.h"
 #include "core/pool/per_block.h"
+#include "core/secret_key.h"
 
 namespace kvcache {
 

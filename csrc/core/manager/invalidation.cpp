@@ -98,8 +98,7 @@ int64_t Invalidation::limit_by_blocks(int32_t row) const {
       }
       const auto found = blocks_.find(each[b]);
       if (found == blocks_.end()) continue;
-      const int64_t first = group.is_circular() ? 0 : b * group.block_size;
-      limit = std::min(limit, group.holds_encoder() ? 0 : std::max(found->second, first));
+      limit = std::min(limit, std::max(found->second, context_.rows->first_token(row, group, b)));
     }
   }
   return limit;
@@ -181,7 +180,7 @@ bool Invalidation::add_computed(int32_t row, int64_t limit) {
     const int64_t size = context_.rows->num_written(row, group);
     // Circular: any of its blocks, which only forks share, may hold tokens behind the limit.
     const int64_t first =
-        group.is_circular() ? 0 : std::max(each.num_hits, limit / group.block_size);
+        group.is_circular() ? 0 : std::max<int64_t>(each.num_hits, limit / group.block_size);
     for (int64_t b = first; b < size; ++b) {
       const int64_t num_valid = group.is_circular() ? limit : std::max(limit, b * group.block_size);
       const BlockId id = r.on_host ? kNullBlock : each[b];
@@ -245,7 +244,7 @@ bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group,
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
   // Others may have used it while it was found, and be found themselves.
-  if (!hashes.empty()) roots_.insert(hashes[0].tag());
+  if (!hashes.empty()) roots_.insert(tag_of(hashes[0]));
   for (int64_t i = num_valid / context_.hash_block_size;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
     const Hash& hash = hashes[static_cast<size_t>(i)];

@@ -16,6 +16,7 @@
 #include "core/manager/row_table.h"
 #include "core/manager/step_journal.h"
 #include "core/pool/block_pool.h"
+#include "core/secret_key.h"
 
 namespace kvcache {
 

@@ -26,7 +26,7 @@ Manager::Manager(const ManagerOptions& options)
       stats_(cached_block_sizes(setup_.groups), setup_.options.stats_window),
       finder_({&tiers_.pool(), tiers_.host_pages(), &setup_.groups, setup_.hash_block_size},
               setup_.options),
-      checkpoints_(setup_.groups, finder_.unit()),
+      checkpoints_(setup_.groups, finder_.unit(), setup_.hash_block_size),
       publisher_({&setup_.groups, setup_.hash_block_size, &rows_, &tiers_.pool(), tiers_.host(),
                   &steps_.journal(), &stats_},
                  setup_.options),
@@ -121,9 +121,11 @@ Status Manager::would_fit(const StepRequest& request, bool whole) {
     throw std::invalid_argument("whole with delay_cache_blocks: expected one of them");
   }
   checks_.check_new(*asked.chain);
-  checks_.check_new_places(asked, request.num_lookahead);
+  if (asked.num_external == 0) {
+    checks_.check_new_places(asked, /*start=*/0, request.num_lookahead);
+  }
   if (asked.reads()) intake_.hash_ahead(*asked.chain, /*reads=*/true);
-  external_hits(request.new_rows);
+  external_hits(request);
   return server_.would_fit(request, whole);
 }
 
@@ -134,6 +136,7 @@ Status Manager::would_extend(int32_t row, int64_t num_tokens, int64_t num_lookah
   checked_size("num_tokens", num_tokens, 1);
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
   checks_.check_length(rows_[row].num_computed + num_tokens, "a row");
+  checks_.check_drafts(row, rows_[row].num_computed, num_tokens, rows_[row].chain->num_tokens());
   checks_.check_places(rows_[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
   return server_.would_extend(row, num_tokens, num_lookahead_tokens);
 }
@@ -176,7 +179,7 @@ void Manager::evict(const BlockId* ids, int64_t n) {
 const StepPlan& Manager::step(const StepRequest& request) {
   const Call call(this);
   checks_.check_step(request);
-  const std::vector<int64_t> hits = external_hits(request.new_rows);
+  const std::vector<int64_t> hits = external_hits(request);
   intake_.take_in(request);
   // From here on nothing is refused.
   const Soundness::Change change = this->change("step");
@@ -195,7 +198,8 @@ const StepPlan& Manager::step(const StepRequest& request) {
 }
 
 // External tokens follow a hit: that of each request that has some.
-std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests) {
+std::vector<int64_t> Manager::external_hits(const StepRequest& request) {
+  const std::vector<NewRow>& requests = request.new_rows;
   std::vector<int64_t> hits;
   for (size_t i = 0; i < requests.size(); ++i) {
     const NewRow& asked = requests[i];
@@ -204,6 +208,7 @@ std::vector<int64_t> Manager::external_hits(const std::vector<NewRow>& requests)
     hits.resize(requests.size());
     hits[i] = server_.num_hit_tokens(asked);
     checks_.check_external(asked, hits[i]);
+    checks_.check_new_places(asked, hits[i] + asked.num_external, request.lookahead_of_new(i));
   }
   return hits;
 }
@@ -224,8 +229,8 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
   const int64_t num_computed = checks_.check_computed(*chain, computed, asked.reads());
   checks_.check_external(asked, num_computed);
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
-  checks_.check_places(0, asked.num_external + asked.num_tokens + num_lookahead_tokens,
-                       "a new request");
+  const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
+  checks_.check_places(start, asked.num_tokens + num_lookahead_tokens, "a new request");
   PrefixHit hit = PrefixHit::of_device(num_computed, computed);
   hit.reads = asked.reads();
   const Soundness::Change change = this->change("allocate_slots");
@@ -249,24 +254,48 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
   return server_.append(row, num_tokens, num_lookahead_tokens);
 }
 
-Slots Manager::append_known(int32_t row, const int32_t* token_ids, int64_t n,
-                            int64_t num_lookahead_tokens) {
+Slots Manager::append_known(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
-  checks_.check_append(row, n, /*least=*/0, num_lookahead_tokens);
-  const std::shared_ptr<TokenChain> chain = rows_[row].chain;
-  chain->append(token_ids, n);
-  Slots slots{Status::kWait, row, {}, {}};
+  take_in(&tokens, 1, num_lookahead_tokens);
+  return append_or_give_back(tokens, num_lookahead_tokens);
+}
+
+void Manager::take_known(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  take_in(all, size, num_lookahead_tokens);
+}
+
+Slots Manager::append_taken(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  return append_or_give_back(tokens, num_lookahead_tokens);
+}
+
+void Manager::take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens) {
+  for (size_t i = 0; i < size; ++i) {
+    checks_.check_append(all[i].row, all[i].n, /*least=*/0, num_lookahead_tokens);
+  }
+  size_t num_taken = 0;
   try {
-    if (rows_[row].num_computed + n >= rows_[row].next_publish) {
-      intake_.hash_ahead(*chain, /*reads=*/false);
+    for (; num_taken < size; ++num_taken) {
+      const KnownTokens& each = all[num_taken];
+      rows_[each.row].chain->append(each.ids, each.n);
     }
-    const Soundness::Change change = this->change("append_slots");
-    slots = server_.append(row, n, num_lookahead_tokens);
+    for (size_t i = 0; i < size; ++i) {
+      const Row& r = rows_[all[i].row];
+      if (r.num_computed + all[i].n >= r.next_publish) {
+        intake_.hash_ahead(*r.chain, /*reads=*/false);
+      }
+    }
   } catch (...) {
-    chain->take_back(n);
+    for (size_t i = 0; i < num_taken; ++i) give_back(all[i]);
     throw;
   }
-  if (slots.status != Status::kServed) chain->take_back(n);
+}
+
+Slots Manager::append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
+  const Soundness::Change change = this->change("append_slots");
+  const Slots slots = server_.append(tokens.row, tokens.n, num_lookahead_tokens);
+  if (slots.status != Status::kServed) give_back(tokens);
   return slots;
 }
 
@@ -275,12 +304,11 @@ void Manager::reject(int32_t row, int64_t num_tokens) {
   rows_.at(row);
   checked_size("num_tokens", num_tokens, 0);
   checks_.check_rejected(row, num_tokens);
-  rows_[row].num_computed -= num_tokens;
+  rows_[row].take_back(num_tokens);
 }
 
 Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const Call call(this);
-  if (child->is_given()) intake_.hash_ahead(*child, /*reads=*/true);  // compared with the parent's
   checks_.check_fork(row, *child);
   if (publisher_.may_publish(row)) {
     intake_.hash_filled(row);
@@ -400,11 +428,12 @@ int64_t Manager::take_cached(int32_t row) {
   checks_.check_on_device(row);
   checks_.check_not_receiving(row);
   TokenChain& chain = *rows_[row].chain;
-  if (chain.read_cache()) {
+  const bool reads = rows_[row].reads;
+  if (reads) {
     intake_.hash_ahead(chain, /*reads=*/true);
     checks_.check_on_device(row);  // a digest may call back
   }
-  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false);
+  const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false, reads);
   if (hit.num_tokens > rows_[row].num_computed) {
     const Soundness::Change change = this->change("take_cached");
     recovery_.restart(row);

@@ -119,10 +119,18 @@ class Manager {
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
-  // The same for n tokens that have become known: the chain takes them, unless they do not fit.
-  // `token_ids` null: it does not matter which. n may be 0, for lookahead slots alone.
-  Slots append_known(int32_t row, const int32_t* token_ids, int64_t n,
-                     int64_t num_lookahead_tokens);
+  // The same for tokens that have become known: the chain takes them, unless they do not fit.
+  struct KnownTokens {
+    int32_t row;
+    const int32_t* ids;  // null: it does not matter which
+    int64_t n;           // may be 0, for lookahead slots alone
+  };
+  Slots append_known(const KnownTokens& tokens, int64_t num_lookahead_tokens);
+  // The same of several rows in two parts. First the chains of all take their tokens; where one is
+  // refused or a digest raises, those of none. Then, row after row, they get slots or go back.
+  void take_known(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens);
+  Slots append_taken(const KnownTokens& tokens, int64_t num_lookahead_tokens);
+  void give_back(const KnownTokens& tokens) { rows_[tokens.row].chain->take_back(tokens.n); }
 
   // Takes back the last num_tokens tokens of a row: drafts that were rejected. Their slots are the
   // row's next ones.
@@ -232,7 +240,9 @@ class Manager {
     CallGuard::Scope scope;
   };
 
-  std::vector<int64_t> external_hits(const std::vector<NewRow>& requests);
+  void take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens);
+  Slots append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens);
+  std::vector<int64_t> external_hits(const StepRequest& request);
 
   ManagerSetup setup_;
   CallGuard guard_;

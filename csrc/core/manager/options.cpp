@@ -81,6 +81,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     group.pages = each.kind->pages();
     group.keeps_all = each.kind->keeps_all();
     group.is_cached = each.is_cached && !group.holds_encoder() && !group.is_circular();
+    group.is_transferred = each.is_transferred;
     group.drafts = each.drafts;
     group.has_partial =
         group.is_cached && options.hash_block_size > 0 && hash_block_size < each.block_size;
@@ -91,6 +92,7 @@ std::vector<CacheGroup> groups_of(const ManagerOptions& options, int64_t hash_bl
     if (group.is_circular()) {
       group.max_blocks = std::min(group.max_blocks, ceil_div(each.kind->buffer(), each.block_size));
     }
+    group.num_speculative = each.kind->num_speculative_blocks();
     group.num_prealloc = ceil_div(options.num_preallocate_tokens, each.block_size);
     groups.push_back(std::move(group));
   }

@@ -22,9 +22,10 @@ enum class HostWrite : uint8_t {
 
 struct GroupOptions {
   std::shared_ptr<const AttentionKind> kind;
-  int64_t block_size;     // tokens, over all context-parallel ranks
-  bool drafts = false;    // has layers of a drafter: the last block of a hit is computed anew
-  bool is_cached = true;  // its blocks may be hits
+  int64_t block_size;          // tokens, over all context-parallel ranks
+  bool drafts = false;         // has layers of a drafter: the last block of a hit is computed anew
+  bool is_cached = true;       // its blocks may be hits
+  bool is_transferred = true;  // else no connector reads or writes its blocks
 };
 
 struct Eviction {  // of a pool

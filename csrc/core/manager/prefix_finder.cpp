@@ -92,12 +92,6 @@ BlockId PrefixFinder::partial_block_of(const CacheGroup& group, int64_t num_toke
   return pool_->find_partial(hash_at(num_tokens), group.id);
 }
 
-// Tokens behind a hit that the group finds, too, and that are computed anew.
-int64_t PrefixFinder::num_redone(const CacheGroup& group) const {
-  if (!group.drafts) return 0;
-  return with_partial_ && group.has_partial ? hash_block_size_ : group.block_size;
-}
-
 // Whether the group finds the block in which the last of so many tokens is, filled as far.
 bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) const {
   return num_tokens % group.block_size == 0 ? is_found(group, num_tokens / group.block_size - 1)
@@ -152,7 +146,7 @@ int64_t PrefixFinder::accepted(const CacheGroup& group, int64_t num_tokens) {
 }
 
 int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_tokens) {
-  const int64_t bs = group.block_size, redone = num_redone(group);
+  const int64_t bs = group.block_size, redone = group.num_redone(with_partial_);
   num_tokens = std::min(num_tokens, num_hashed_ - redone);
   int64_t& num_leading = num_leading_[group.id];
   if (num_leading < 0) {
@@ -170,7 +164,7 @@ int64_t PrefixFinder::accepted_by_prefix(const CacheGroup& group, int64_t num_to
 }
 
 int64_t PrefixFinder::accepted_by_window(const CacheGroup& group, int64_t num_tokens) {
-  const int64_t bs = group.block_size, redone = num_redone(group);
+  const int64_t bs = group.block_size, redone = group.num_redone(with_partial_);
   while (num_tokens > num_hashed_ - redone) num_tokens -= step_;
   while (num_tokens > 0) {
     if (redone > 0 && !is_end_found(group, num_tokens + redone)) {

@@ -74,7 +74,6 @@ class PrefixFinder {
   int64_t accepted_by_prefix(const CacheGroup& group, int64_t num_tokens);
   int64_t accepted_by_window(const CacheGroup& group, int64_t num_tokens);
   const Hash& hash_at(int64_t num_tokens) const;  // of the prefix of so many tokens
-  int64_t num_redone(const CacheGroup& group) const;
   bool is_end_found(const CacheGroup& group, int64_t num_tokens) const;
   BlockId device_block(const CacheGroup& group, int64_t block) const;
   BlockId host_page(const CacheGroup& group, int64_t block) const;

@@ -34,14 +34,18 @@ int64_t Publisher::next_publish(int32_t row) const {
   return next;
 }
 
+int64_t Publisher::num_hashed(int32_t row) const {
+  return std::min(num_with_kv(row) / c_.hash_block_size,
+                  static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+}
+
 void Publisher::publish_filled(int32_t row) {
   Row& r = (*c_.rows)[row];
-  const int64_t num_hashed = std::min(num_with_kv(row) / c_.hash_block_size,
-                                      static_cast<int64_t>(r.chain->known_hashes().size()));
+  const int64_t num_hashed = this->num_hashed(row);
   for (const CacheGroup& group : *c_.groups) {
     if (!group.is_cached) continue;
     if (group.holds_state()) {
-      publish_state(row, group, r.num_computed);
+      publish_states(row, group);
       if (group.has_partial) keep_state(row, group);
     } else {
       if (group.has_partial) publish_partial(row, group, num_hashed);
@@ -53,9 +57,7 @@ void Publisher::publish_filled(int32_t row) {
 
 void Publisher::publish_blocks(int32_t row) {
   if (!may_publish(row)) return;
-  const int64_t num_hashed =
-      std::min(num_with_kv(row) / c_.hash_block_size,
-               static_cast<int64_t>((*c_.rows)[row].chain->known_hashes().size()));
+  const int64_t num_hashed = this->num_hashed(row);
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_tokens() && group.is_cached) publish_whole(row, group, num_hashed);
   }
@@ -70,7 +72,7 @@ void Publisher::publish_whole(int32_t row, const CacheGroup& group, int64_t num_
     const int64_t run = b;
     b = group.keeps_all ? num_full : b;
     while (b < num_full && group.may_be_hit(b)) ++b;
-    if (b > run) publish_run(row, group, run, b - run);
+    if (b > run) publish_run(row, group, run, each.blocks.data() + run, b - run);
   }
   each.num_published = std::max(each.num_published, num_full);
 }
@@ -88,8 +90,22 @@ void Publisher::publish_partial(int32_t row, const CacheGroup& group, int64_t nu
   }
 }
 
-// A state at a block boundary stays where a step ended there.
-void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens) {
+// The state after the tokens that are no drafts, and those after drafts, as far as these are known.
+void Publisher::publish_states(int32_t row, const CacheGroup& group) {
+  const Row& r = (*c_.rows)[row];
+  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  if (each.num_alive() == 0) return;
+  const int64_t first = r.num_computed - r.num_drafts;
+  publish_state(row, group, first, each[each.num_dropped]);
+  for (int64_t n = (first / group.block_size + 1) * group.block_size; n <= r.num_computed;
+       n += group.block_size) {
+    publish_state(row, group, n, each[each.num_dropped + n - first]);
+  }
+}
+
+// A state at a block boundary stays where a step ended there, or a draft that was accepted.
+void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens,
+                              BlockId page) {
   const Row& r = (*c_.rows)[row];
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   if (r.next_publish == kUnbounded) return;
@@ -100,7 +116,7 @@ void Publisher::publish_state(int32_t row, const CacheGroup& group, int64_t num_
   }
   const auto num_known = static_cast<int64_t>(r.chain->known_hashes().size());
   if (num_passed <= each.num_published || num_passed * group.num_hashes > num_known) return;
-  if (group.may_be_hit(num_passed - 1)) publish_run(row, group, num_passed - 1, 1);
+  if (group.may_be_hit(num_passed - 1)) publish_run(row, group, num_passed - 1, &page, 1);
   each.num_published = num_passed;
 }
 
@@ -110,6 +126,7 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
   const Row& r = (*c_.rows)[row];
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t num_hashed = r.num_computed / c_.hash_block_size;
+  if (r.num_drafts > 0) return;  // none of a prompt
   if (r.next_publish == kUnbounded || num_hashed <= each.num_partial) return;
   each.num_partial = static_cast<int32_t>(num_hashed);
   if (r.num_computed % c_.hash_block_size != 0 || r.num_computed % group.block_size == 0 ||
@@ -119,14 +136,14 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
   const std::vector<Hash>& hashes = r.chain->known_hashes();
   const Hash& hash = hashes[static_cast<size_t>(num_hashed - 1)];
   if (c_.pool->find_partial(hash, group.id) != kNullBlock) return;
-  const BlockId page = each.blocks.back();
+  const BlockId page = each[each.num_dropped];
   c_.pool->publish_partial(page, hash, hashes[0], group.id);
-  note(row, group, each.size() - 1, page);
+  note(row, group, each.num_dropped, page);
   each.keeps_state = true;
 }
 
-void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n) {
-  const BlockId* ids = c_.rows->blocks(row)[group.id].blocks.data() + first_block;
+void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block,
+                            const BlockId* ids, int64_t n) {
   const Row& r = (*c_.rows)[row];
   publish_ids(*r.chain, group, first_block, ids, n);
   if (!c_.journal->notes(r)) return;

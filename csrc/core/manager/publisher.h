@@ -33,6 +33,8 @@ class Publisher {
   };
   Publisher(const Context& context, const ManagerOptions& options);
 
+  // Whether blocks are found under hashes at all.
+  bool is_enabled() const { return is_enabled_; }
   // Whether blocks of the row may have filled since it was published last.
   bool may_publish(int32_t row) const {
     return (*c_.rows)[row].num_computed >= (*c_.rows)[row].next_publish;
@@ -43,9 +45,8 @@ class Publisher {
   }
   // The same of whole blocks of tokens alone, for later rows of the step that fills them.
   void publish_blocks(int32_t row);
-  // The state after num_tokens tokens, which the row's last page holds or held before this step, if
-  // that is a block boundary.
-  void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens);
+  // The state after num_tokens tokens, which this page holds, if that is a block boundary.
+  void publish_state(int32_t row, const CacheGroup& group, int64_t num_tokens, BlockId page);
   // Pages of the host that the plan at hand writes.
   void publish_offloaded();
   // Blocks of hits on the host whose steps are done, unless what their pages hold was reported
@@ -65,11 +66,14 @@ class Publisher {
 
  private:
   int64_t next_publish(int32_t row) const;
+  int64_t num_hashed(int32_t row) const;  // hash blocks of the row with KV
   void publish_filled(int32_t row);
   void publish_whole(int32_t row, const CacheGroup& group, int64_t num_hashed);
   void publish_partial(int32_t row, const CacheGroup& group, int64_t num_hashed);
+  void publish_states(int32_t row, const CacheGroup& group);
   void keep_state(int32_t row, const CacheGroup& group);
-  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, int64_t n);
+  void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
+                   int64_t n);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
   void announce(const TokenChain& chain, const PrefixHit& hit) const;
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,

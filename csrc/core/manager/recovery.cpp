@@ -84,7 +84,8 @@ void Recovery::add_published(const StepJournal::Published& published, Invalidati
 
 Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,
                                const std::vector<BlockId>& pages) {
-  Invalidation invalid(invalidation_context(), /*by_hash=*/true);
+  // Without caching equal hashes are blocks of their own: hashes may be known of another manager.
+  Invalidation invalid(invalidation_context(), /*by_hash=*/parts_.publisher->is_enabled());
   invalid.add_failed(blocks, pages);
   invalid.spread();
   const InvalidChains chains = invalid.chains();

@@ -8,7 +8,8 @@
 
 namespace kvcache {
 
-RequestChecks::RequestChecks(const Context& context) : c_(context) {
+RequestChecks::RequestChecks(const Context& context)
+    : c_(context), max_drafts_(max_drafts(context.setup->groups)) {
   for (const CacheGroup& group : c_.setup->groups) {
     has_state_ |= group.holds_state();
     has_circular_ |= group.is_circular();
@@ -47,6 +48,14 @@ void RequestChecks::fail_driver(int32_t row, bool by_step) {
                                        : "step: expected its row among the rows of step"));
 }
 
+void RequestChecks::fail_drafts(int32_t row, int64_t num_tokens, int64_t num_sure) const {
+  throw std::invalid_argument(
+      "num_tokens of row " + std::to_string(row) + " is " + std::to_string(num_tokens) +
+      ": expected at most " + std::to_string(num_sure + max_drafts_) + ", " +
+      std::to_string(num_sure) + " that are known or were sampled and " +
+      std::to_string(max_drafts_) + " drafts, as many as num_speculative_blocks");
+}
+
 void RequestChecks::fail_receiving(int32_t row) {
   throw std::invalid_argument("row " + std::to_string(row) +
                               " is receiving: expected finish_receiving before it is used");
@@ -70,6 +79,7 @@ void RequestChecks::check_new(const TokenChain& chain, int64_t least_tokens) con
 
 void RequestChecks::check_counts(const NewRow& asked, const char* name) const {
   checked_size("num_external_computed_tokens", asked.num_external, 0);
+  if (asked.num_external > 0) check_all_transferred(asked.num_external);
   if (!asked.receives) {
     checked_size(name, asked.num_tokens, 1);
     return;
@@ -83,6 +93,16 @@ void RequestChecks::check_counts(const NewRow& asked, const char* name) const {
   throw std::invalid_argument(std::string(name) + " is " + std::to_string(asked.num_tokens) +
                               ": expected 0 with delay_cache_blocks, as the request computes "
                               "nothing before its external tokens are there");
+}
+
+void RequestChecks::check_all_transferred(int64_t num_external) const {
+  for (const CacheGroup& group : c_.setup->groups) {
+    if (group.is_transferred || !group.is_cached) continue;
+    throw std::invalid_argument("num_external_computed_tokens is " + std::to_string(num_external) +
+                                ": expected 0, as group " + std::to_string(group.id) +
+                                " is cached and not transferred, so their KV in it would be "
+                                "missing");
+  }
 }
 
 void RequestChecks::check_external(const NewRow& asked, int64_t num_hit) const {
@@ -130,10 +150,16 @@ void RequestChecks::check_rejected(int32_t row, int64_t num_rejected) const {
   const Row& r = (*c_.rows)[row];
   const std::string what =
       "num_rejected_tokens of row " + std::to_string(row) + " is " + std::to_string(num_rejected);
-  if (has_state_) {
-    throw std::invalid_argument(what + ": expected 0, a recurrent state takes no token back");
-  }
   checked_size("num_rejected_tokens", num_rejected, 0);
+  if (has_state_ && max_drafts_ == 0) {
+    throw std::invalid_argument(what +
+                                ": expected 0, a recurrent state takes no token back without "
+                                "num_speculative_blocks");
+  }
+  if (has_state_ && num_rejected > r.num_drafts) {
+    throw std::invalid_argument(what + ": expected at most " + std::to_string(r.num_drafts) +
+                                ", the drafts of its last step whose states are kept");
+  }
   int64_t kept = r.start;
   for (const CacheGroup& group : c_.setup->groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
@@ -215,6 +241,10 @@ void RequestChecks::check_step_rows(const StepRequest& request) const {
     const int64_t num_rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     if (num_rejected != 0) check_rejected(row, num_rejected);
     check_length(r.num_computed - num_rejected + request.num_tokens[i], "a row");
+    if (max_drafts_ > 0) {
+      check_drafts(row, r.num_computed - num_rejected, request.num_tokens[i],
+                   r.chain->num_tokens() + request.num_ids_of(i));
+    }
     check_places(r.num_computed - num_rejected, request.num_tokens[i] + request.lookahead_of(i),
                  "a row");
     if (!c_.rows->name(row)) {
@@ -287,7 +317,8 @@ void RequestChecks::check_step(const StepRequest& request) const {
     check_counts(row, "new_num_tokens");
     checked_size("max_host_blocks", row.max_host_blocks, 0);
     check_new(*row.chain);
-    check_new_places(row, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
+    // With external tokens that is known only with the hit that they follow.
+    if (row.num_external == 0) check_new_places(row, /*start=*/0, request.lookahead_of_new(i));
   }
 }
 

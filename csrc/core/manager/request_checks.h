@@ -48,10 +48,17 @@ class RequestChecks {
   void check_places(int64_t start, int64_t num_slots, const char* what) const {
     if (has_circular_) check_circular(start, num_slots, what);
   }
-  void check_new_places(const NewRow& row, int64_t lookahead) const {
-    check_places(0,
-                 std::min(row.num_external + row.num_tokens, row.chain->num_tokens()) + lookahead,
-                 "a new request");
+  // Of a request whose external tokens end at `start`: its own tokens, which follow them. Of the
+  // external ones the last come, as many as there are places for.
+  void check_new_places(const NewRow& asked, int64_t start, int64_t lookahead) const {
+    const int64_t num_tokens = std::min(asked.num_tokens, asked.chain->num_tokens() - start);
+    check_places(start, num_tokens + lookahead, "a new request");
+  }
+  // Drafts of a running row, which has num_known tokens known: no more than states are kept for.
+  void check_drafts(int32_t row, int64_t start, int64_t num_tokens, int64_t num_known) const {
+    const int64_t num_sure = std::max(start + 1, num_known) - start;
+    if (max_drafts_ > 0 && num_tokens > num_sure + max_drafts_)
+      fail_drafts(row, num_tokens, num_sure);
   }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
@@ -83,12 +90,15 @@ class RequestChecks {
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
   [[noreturn]] static void fail_driver(int32_t row, bool by_step);
   [[noreturn]] static void fail_receiving(int32_t row);
+  [[noreturn]] void fail_drafts(int32_t row, int64_t num_tokens, int64_t num_sure) const;
   void check_step_rows(const StepRequest& request) const;
   void check_token_ids(const StepRequest& request) const;
+  void check_all_transferred(int64_t num_external) const;
   void check_circular(int64_t start, int64_t num_slots, const char* what) const;
 
   Context c_;
   bool has_state_ = false;     // a group of pages that hold states
+  int64_t max_drafts_;         // of a step of a row
   bool has_circular_ = false;  // a group of blocks that are written round
 };
 

@@ -22,7 +22,8 @@ void RowGrowth::set_hit(RowBlocks* held, const CacheGroup& group, const PrefixHi
       std::max(group.first_hit_block(hit.num_tokens), group.first_needed_block(start));
   held->num_dropped = std::min(first, held->num_published);
   std::fill_n(held->blocks.begin(), held->num_dropped, kNullBlock);
-  held->num_hits = held->num_published;
+  held->num_hits = static_cast<int32_t>(held->num_published);
+  held->state_start = static_cast<int32_t>(hit.num_tokens);
   held->source = hit.sources[group.id];
   held->host_source = kNullBlock;
   held->keeps_state = false;
@@ -103,9 +104,11 @@ void RowGrowth::onboard(ServedRow* served, const CacheGroup& group, int64_t colu
 void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   RowBlocks* held = c_.rows->blocks(served->row);
   std::array<int64_t, kMaxGroups> num_new;
+  std::array<bool, kMaxGroups> moves;  // of states
   int64_t num_taken = 0, num_spare = demand.num_spare;
+  if (demand.has_surplus) give_up_surplus(served->row, demand);
   for (const CacheGroup& group : *c_.groups) {
-    const GroupDemand needs = demand[group];
+    const GroupDemand& needs = demand[group];
     RowBlocks& each = held[group.id];
     served->num_before[group.id] = each.size();
     if (needs.num_skipped > 0) {
@@ -125,33 +128,33 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
     }
     if (each.keeps_state) {
       each.keeps_state = false;
-      if (needs.num_new + needs.num_shared == 0) {
+      if (!needs.moves && needs.num_shared == 0) {
         more = std::min<int64_t>(num_spare, 1);
         num_spare -= more;
         // Written over by what comes next: the state is found no longer.
-        if (more == 0) c_.pool->evict(&each.blocks.back(), 1);
+        if (more == 0) c_.pool->evict(&each[each.num_dropped], 1);
       }
     }
+    if (group.holds_state()) moves[group.id] = needs.moves || more > 0;
     num_new[group.id] = needs.num_new + more;
     num_taken += needs.num_new + more + needs.num_shared;
   }
-  if (num_taken == 0) return;
+  if (num_taken == 0 && served->span.num_accepted == 0) return;
   taken_.resize(static_cast<size_t>(num_taken));
   c_.pool->allocate(num_taken, taken_.data());
   const BlockId* next = taken_.data();
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = held[group.id];
-    if (demand[group].num_shared > 0) {
-      next = copy_on_write(served, group, demand[group].num_shared, next);
-    }
-    if (num_new[group.id] == 0) continue;
+    const int64_t num_shared = demand[group].num_shared, n = num_new[group.id];
     if (group.holds_state()) {
-      move_state(served, group, *next);
-    } else {
-      clear_uncomputed(served, group, next, num_new[group.id]);
-      each.blocks.insert(each.blocks.end(), next, next + num_new[group.id]);
+      next = serve_state(served, group, {n, num_shared, moves[group.id]}, next);
+      continue;
     }
-    next += num_new[group.id];
+    if (num_shared > 0) next = copy_on_write(served, group, num_shared, next);
+    if (n == 0) continue;
+    clear_uncomputed(served, group, next, n);
+    each.blocks.insert(each.blocks.end(), next, next + n);
+    next += n;
     if (each.source != kNullBlock) copy_source(served, group);
   }
 }
@@ -171,8 +174,8 @@ void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, con
 void RowGrowth::copy_source(ServedRow* served, const CacheGroup& group) {
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];
   const int64_t column = served->num_before[group.id];
-  c_.plan->copy(each.source, group.holds_state() ? each.blocks.back() : each[column]);
-  note_dropped(served->row, group, column, each.source);  // had, and not kept
+  c_.plan->copy(each.source, group.holds_state() ? each[each.num_dropped] : each[column]);
+  c_.note_dropped(served->row, group, column, each.source);  // had, and not kept
   served->depends_from(column * group.block_size);
   each.source = kNullBlock;
 }
@@ -184,7 +187,8 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
   const int32_t row = served->row;
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const Span& span = served->span;
-  const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
+  const int64_t first =
+      group.holds_state() ? span.state_column(group) : span.start / group.block_size;
   for (int64_t block = first; num_shared > 0; ++block) {
     const int64_t b = group.column_of(block);
     if (b >= each.size()) continue;  // circular: a new one
@@ -193,10 +197,11 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
     --num_shared;
     const BlockId shared = std::exchange(id, *own++);
     c_.note_access(row, &shared, 1);
-    each.num_hits = std::min(each.num_hits, b);
-    c_.plan->replace(row, group.id, b, id);
+    each.lower_hits(b);
+    if (!group.holds_state()) c_.plan->replace(row, group.id, b, id);
     if (group.holds_state() || group.is_circular() || b * group.block_size < span.start) {
-      note_dropped(row, group, b, shared);  // had, and not kept
+      c_.note_dropped(row, group, b, shared);  // had, and not kept
+      each.state_start = static_cast<int32_t>(span.start);
       served->depends_from(b * group.block_size);
       c_.plan->copy(shared, id);
       if (c_.plan->is_step()) {
@@ -209,12 +214,21 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
   return own;
 }
 
+// The worker's table of the row is longer than that: it is sent anew.
+void RowGrowth::give_up_surplus(int32_t row, const Demand& demand) {
+  c_.resend(row);
+  for (const CacheGroup& group : *c_.groups) {
+    const int64_t size = c_.rows->blocks(row)[group.id].size();
+    c_.release_tail(row, group, size - demand[group].num_surplus);
+  }
+}
+
 void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   std::vector<BlockId> dropped;
   for (int64_t b = each.num_dropped; b < drop_to; ++b) {
     dropped.push_back(each[b]);
-    note_dropped(row, group, b, each[b]);
+    c_.note_dropped(row, group, b, each[b]);
     each[b] = kNullBlock;
     c_.plan->replace(row, group.id, b, kNullBlock);
   }
@@ -224,43 +238,90 @@ void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
   c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
 }
 
+// Pages of states: the first goes on, in a new page where it must, and is followed by those for
+// drafts. `own` are new ones. Returns the first of them not used.
+const BlockId* RowGrowth::serve_state(ServedRow* served, const CacheGroup& group,
+                                      const StateDemand& needs, const BlockId* own) {
+  const bool settles = served->span.num_accepted > 0;
+  if (!settles && needs.num_new + needs.num_shared == 0) return own;
+  RowBlocks& each = c_.rows->blocks(served->row)[group.id];
+  const int64_t first = each.num_dropped;
+  pages_before_.assign(each.blocks.begin() + first, each.blocks.end());
+  if (settles) settle_state(served->row, group, served->span);
+  if (needs.num_shared > 0) own = copy_on_write(served, group, needs.num_shared, own);
+  if (needs.moves) move_state(served, group, *own);
+  each.blocks.insert(each.blocks.end(), own + needs.moves, own + needs.num_new);
+  replace_changed(served->row, group, first);
+  return own + needs.num_new;
+}
+
+void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& span) {
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  const int64_t first = each.num_dropped, current = first + span.num_accepted;
+  const int64_t first_token = c_.rows->first_token(row, group, first);
+  std::vector<BlockId> spare;
+  for (int64_t b = first; b < each.size(); ++b) {
+    const int64_t num_tokens = span.start - (current - b);
+    if (b == current) continue;
+    if (b < current && num_tokens % group.block_size == 0) {
+      left_states_.push_back({row, group.id, each[b], num_tokens, first_token});
+      continue;
+    }
+    if (b < current) c_.note_dropped(row, group, first, each[b]);  // had, and not kept
+    spare.push_back(each[b]);
+  }
+  const BlockId page = each[current];
+  each.num_dropped = (span.start - 1) / group.block_size;
+  std::fill(each.blocks.begin() + first, each.blocks.end(), kNullBlock);
+  each.resize(each.num_dropped);
+  each.blocks.push_back(page);
+  each.blocks.insert(each.blocks.end(), spare.begin(), spare.end());
+  each.state_start = static_cast<int32_t>(span.start);
+}
+
+// The state goes on in this page; the pages for drafts stay behind it.
 void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId page) {
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];
-  const int64_t column = (served->span.stop - 1) / group.block_size;
+  const int64_t column = served->span.state_column(group), first = each.num_dropped;
+  std::vector<BlockId> spare;
   if (each.host_source != kNullBlock) {
     onboard(served, group, column, each.host_source, page, /*is_hit=*/false);
     each.host_source = kNullBlock;
-    each.num_dropped = column;
-  } else if (each.source != kNullBlock) {  // a hit inside a block, which copy_source copies
-    each.num_dropped = column;
-  } else if (each.num_alive() > 0) {
-    const BlockId left = each.blocks.back();
-    c_.plan->copy(left, page);
-    state_moves_.push_back({served->row, group.id, left, each.size() - 1, served->span.start});
-    // Within the block: the entry of the table is the new page's at once.
-    if (column < each.size()) c_.plan->replace(served->row, group.id, column, page);
-  } else {
-    if (served->span.start == 0) c_.plan->zero(page);  // else the state comes from elsewhere
-    each.num_dropped = column;
+  } else if (each.source == kNullBlock) {  // else copy_source copies a hit inside a block
+    if (each.num_alive() > 0) {
+      c_.plan->copy(each[first], page);
+      left_states_.push_back({served->row, group.id, each[first], served->span.start,
+                              c_.rows->first_token(served->row, group, first)});
+      spare.assign(each.blocks.begin() + first + 1, each.blocks.end());
+    } else if (served->span.start == 0) {  // else the state comes from elsewhere
+      c_.plan->zero(page);
+    }
   }
+  std::fill(each.blocks.begin() + first, each.blocks.end(), kNullBlock);
   each.resize(column);
+  each.num_dropped = column;
   each.blocks.push_back(page);
+  each.blocks.insert(each.blocks.end(), spare.begin(), spare.end());
+  each.state_start = static_cast<int32_t>(served->span.start);
+  if (each.source != kNullBlock) copy_source(served, group);
+}
+
+// Entries from column `first` on that the worker's table has otherwise.
+void RowGrowth::replace_changed(int32_t row, const CacheGroup& group, int64_t first) {
+  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  for (size_t i = 0; i < pages_before_.size(); ++i) {
+    const int64_t column = first + static_cast<int64_t>(i);
+    if (each[column] != pages_before_[i]) c_.plan->replace(row, group.id, column, each[column]);
+  }
 }
 
 void RowGrowth::release_left_states() {
-  for (const StateMove& move : state_moves_) {
-    const CacheGroup& group = (*c_.groups)[move.group];
-    RowBlocks& each = c_.rows->blocks(move.row)[move.group];
-    note_dropped(move.row, group, move.block, move.page);
-    c_.note_access(move.row, &move.page, 1);
-    c_.frees->release_or_defer(&move.page, 1, c_.journal->numbers().num_steps);
-    if (move.block == each.size() - 1) continue;  // replaced there
-    each[move.block] = kNullBlock;
-    each.num_dropped = each.size() - 1;
-    // The whole table of a row that is new is sent, this entry included.
-    c_.plan->replace(move.row, move.group, move.block, kNullBlock);
+  for (const LeftState& left : left_states_) {
+    c_.journal->note_dropped(left.row, (*c_.rows)[left.row], left.first_token, left.page);
+    c_.note_access(left.row, &left.page, 1);
+    c_.frees->release_or_defer(&left.page, 1, c_.journal->numbers().num_steps);
   }
-  state_moves_.clear();
+  left_states_.clear();
 }
 
 }  // namespace kvcache

@@ -31,12 +31,12 @@ struct ServedRow {
 
 class RowGrowth {
  public:
-  struct StateMove {  // a recurrent state leaves a page, when all rows are served
+  struct LeftState {  // a page of a recurrent state that its row leaves, when all rows are served
     int32_t row;
     uint8_t group;
     BlockId page;
-    int64_t block;       // of the sequence
-    int64_t num_tokens;  // that the state is of
+    int64_t num_tokens;   // that the state is of
+    int64_t first_token;  // that it has a part in
   };
 
   RowGrowth(const RowContext& context, BlockHolders holders) : c_(context), holders_(holders) {}
@@ -49,17 +49,16 @@ class RowGrowth {
   // The row, which begins with the hit's blocks, takes a reference of each.
   void take_hit(ServedRow* served, const PrefixHit& hit);
 
-  // Drops what the row does not read any more, and gives it what it demands.
+  // Drops what the row does not read any more or can do without, and gives it what it demands.
   void serve(ServedRow* served, const Demand& demand);
 
-  // States whose pages are left behind by the step that is being made.
-  const std::vector<StateMove>& state_moves() const { return state_moves_; }
-  void release_left_states();
+  // The state of a row, which goes on at token span.start, is again in the first of its pages:
+  // those of drafts that were accepted before are spare ones, or left.
+  void settle_state(int32_t row, const CacheGroup& group, const Span& span);
 
-  // `column`: block of the sequence.
-  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) {
-    c_.journal->note_dropped(row, (*c_.rows)[row], column * group.block_size, id);
-  }
+  // Pages that are left behind by the step that is being made.
+  const std::vector<LeftState>& left_states() const { return left_states_; }
+  void release_left_states();
 
  private:
   void note_hits(const BlockId* ids, int64_t n);
@@ -67,18 +66,27 @@ class RowGrowth {
   void onboard_hit(ServedRow* served, const PrefixHit& hit);
   void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                BlockId block, bool is_hit);
+  void give_up_surplus(int32_t row, const Demand& demand);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
   const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
                                const BlockId* own);
+  struct StateDemand {
+    int64_t num_new, num_shared;
+    bool moves;
+  };
+  const BlockId* serve_state(ServedRow* served, const CacheGroup& group, const StateDemand& needs,
+                             const BlockId* own);
   void move_state(ServedRow* served, const CacheGroup& group, BlockId page);
+  void replace_changed(int32_t row, const CacheGroup& group, int64_t first);
   void clear_uncomputed(ServedRow* served, const CacheGroup& group, const BlockId* blocks,
                         int64_t n);
   void copy_source(ServedRow* served, const CacheGroup& group);
 
   RowContext c_;
   BlockHolders holders_;
-  std::vector<StateMove> state_moves_;
-  std::vector<BlockId> taken_;  // memory for the blocks of one row
+  std::vector<LeftState> left_states_;
+  std::vector<BlockId> taken_;         // memory for the blocks of one row
+  std::vector<BlockId> pages_before_;  // and for its pages of states, as tables have them
 };
 
 }  // namespace kvcache

@@ -1,6 +1,7 @@
 #include "core/manager/row_release.h"
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 
 namespace kvcache {
@@ -32,7 +33,9 @@ void RowRelease::note_left(int32_t row) const {
         may_be_lost ? each.num_dropped : std::max(each.num_dropped, each.num_published);
     for (int64_t b = first; b < size; ++b) {
       const BlockId id = each[b];
-      if (c_.pool->hash_of(id) == nullptr) note_dropped(row, group, b, id);
+      // The hash of a state says nothing of the blocks before its own that its step has computed.
+      const bool is_found = c_.pool->hash_of(id) != nullptr && !group.holds_state();
+      if (!is_found) c_.note_dropped(row, group, b, id);
     }
   }
 }
@@ -41,7 +44,7 @@ void RowRelease::note_onboards(int32_t row) const {
   for (const HostTier::Onboard& onboard : c_.host->onboards()) {
     const RowBlocks& each = c_.rows->blocks(row)[onboard.group];
     if (onboard.column < each.size() && each[onboard.column] == onboard.block) {
-      note_dropped(row, (*c_.groups)[onboard.group], onboard.column, onboard.block);
+      c_.note_dropped(row, (*c_.groups)[onboard.group], onboard.column, onboard.block);
     }
   }
 }
@@ -52,7 +55,7 @@ void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& de
   if ((*c_.rows)[row].on_host) {
     c_.host->pages().release(ids.data(), n);
   } else if (departure.keep_as != nullptr) {
-    c_.frees->keep(*departure.keep_as, std::move(ids));
+    keep(row, *departure.keep_as, std::move(ids));
   } else if (departure.after_step >= 0) {
     c_.frees->release_after(ids.data(), n, departure.after_step);
   } else {
@@ -63,6 +66,22 @@ void RowRelease::release_row(int32_t row, bool with_encoder, const Departure& de
   for (const CacheGroup& group : *c_.groups) {
     if (with_encoder || !group.holds_encoder()) c_.rows->blocks(row)[group.id].clear();
   }
+}
+
+// All of the row's blocks are kept for a connector, but those of groups that it does not transfer.
+void RowRelease::keep(int32_t row, const std::string& name, std::vector<BlockId> ids) {
+  std::unordered_set<BlockId> own;
+  for (const CacheGroup& group : *c_.groups) {
+    const std::vector<BlockId>& blocks = c_.rows->blocks(row)[group.id].blocks;
+    if (!group.is_transferred) own.insert(blocks.begin(), blocks.end());
+  }
+  const auto first_own =
+      std::stable_partition(ids.begin(), ids.end(), [&](BlockId id) { return own.count(id) == 0; });
+  const std::vector<BlockId> released(first_own, ids.end());
+  ids.erase(first_own, ids.end());
+  c_.note_access(row, released.data(), static_cast<int64_t>(released.size()));
+  c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()));
+  c_.frees->keep(name, std::move(ids));
 }
 
 void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
@@ -96,16 +115,22 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
 
 bool RowRelease::can_resume(int32_t row, int64_t num_tokens) const {
   const RowBlocks* held = c_.rows->blocks(row);
+  const AdmissionInfo& info = c_.rows->info(row);
   if (num_tokens == 0) return false;  // the cache may still have something
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_state()) return false;  // it was updated in place
     if (group.is_circular() &&
-        c_.rows->info(row).num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
+        info.num_slots - group.first_needed_token(num_tokens) > group.num_places()) {
       return false;  // it was written over
     }
     if (!group.holds_tokens()) continue;
-    const bool needs_any =
-        num_tokens % group.block_size != 0 || group.first_needed_token(num_tokens) < num_tokens;
+    const int64_t first = group.first_needed_token(num_tokens);
+    // Inside the hit, what only shorter hits read was never there, even where its block is.
+    if (group.is_cached && num_tokens < info.hit_end &&
+        first < std::min(num_tokens, group.first_needed_token(info.hit_end))) {
+      return false;
+    }
+    const bool needs_any = num_tokens % group.block_size != 0 || first < num_tokens;
     if (needs_any && held[group.id].num_dropped > group.first_needed_block(num_tokens)) {
       return false;
     }
@@ -117,24 +142,18 @@ void RowRelease::truncate(int32_t row, int64_t num_tokens) {
   for (const CacheGroup& group : *c_.groups) {
     if (group.holds_encoder()) continue;
     RowBlocks& each = c_.rows->blocks(row)[group.id];
-    const auto kept = static_cast<size_t>(ceil_div(num_tokens, group.block_size));
-    if (each.blocks.size() > kept) {
-      std::vector<BlockId> dropped(each.blocks.rbegin(),
-                                   each.blocks.rend() - static_cast<int64_t>(kept));
-      // The tail of a table may already be gone.
-      dropped.erase(std::remove(dropped.begin(), dropped.end(), kNullBlock), dropped.end());
-      c_.note_access(row, dropped.data(), static_cast<int64_t>(dropped.size()));
-      c_.frees->release_or_defer(dropped.data(), static_cast<int64_t>(dropped.size()));
-      each.blocks.resize(kept);
-    }
-    each.num_dropped = std::min(each.num_dropped, static_cast<int64_t>(kept));
+    const int64_t kept = ceil_div(num_tokens, group.block_size);
+    c_.release_tail(row, group, kept);
+    each.num_dropped = std::min(each.num_dropped, kept);
     each.num_published = std::min(each.num_published, num_tokens / group.block_size);
     each.num_partial =
         static_cast<int32_t>(std::min<int64_t>(each.num_partial, num_tokens / hash_block_size_));
-    each.num_hits = std::min(each.num_hits, static_cast<int64_t>(kept));
   }
   Row& r = (*c_.rows)[row];
   r.num_computed = r.start = num_tokens;
+  r.num_drafts = 0;
+  int64_t& hit_end = c_.rows->info(row).hit_end;
+  hit_end = std::min(hit_end, num_tokens);
   r.may_share = r.has_forked;
 }
 

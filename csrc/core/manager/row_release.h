@@ -56,10 +56,8 @@ class RowRelease {
 
  private:
   void note_left(int32_t row) const;
+  void keep(int32_t row, const std::string& name, std::vector<BlockId> ids);
   void note_onboards(int32_t row) const;
-  void note_dropped(int32_t row, const CacheGroup& group, int64_t column, BlockId id) const {
-    c_.journal->note_dropped(row, (*c_.rows)[row], column * group.block_size, id);
-  }
 
   RowContext c_;
   int64_t hash_block_size_;

@@ -10,6 +10,7 @@ RowServer::RowServer(const RowContext& context, const Parts& parts, const Manage
       parts_(parts),
       rules_(c_.groups, c_.pool, c_.frees, &c_.journal->numbers(), parts.holders, options),
       growth_(c_, parts.holders),
+      max_drafts_(max_drafts(*c_.groups)),
       candidate_(c_.groups->size()) {
   for (const CacheGroup& group : *c_.groups) has_state_ |= group.holds_state();
 }
@@ -25,6 +26,20 @@ inline void RowServer::answer(const ServedRow& served, Status status) {
   c_.plan->append(served.row, c_.rows->blocks(served.row), served.num_before.data());
 }
 
+// Of a row that runs: its tokens behind those that are known are drafts, but for the first.
+// Inlined, as every row of a step asks it.
+inline Span RowServer::span_of(int32_t row, int64_t num_rejected, int64_t num_tokens,
+                               int64_t num_lookahead) const {
+  const Row& r = (*c_.rows)[row];
+  const int64_t start = r.num_computed - num_rejected;
+  Span span{start, start + num_tokens, num_lookahead};
+  if (max_drafts_ == 0) return span;
+  const int64_t num_known = std::max(start + 1, r.chain->num_tokens());
+  span.num_drafts = std::max<int64_t>(span.stop - num_known, 0);
+  span.num_accepted = r.num_drafts_after(num_rejected);
+  return span;
+}
+
 void RowServer::serve_rows(const StepRequest& request) {
   fills_.begin();
   for (int64_t i = 0; i < request.num_rows; ++i) {
@@ -32,13 +47,13 @@ void RowServer::serve_rows(const StepRequest& request) {
     const int64_t rejected = request.num_rejected == nullptr ? 0 : request.num_rejected[i];
     const int64_t start = (*c_.rows)[row].num_computed - rejected;
     if (request.num_tokens[i] == 0) {  // gets nothing, wherever it is
-      (*c_.rows)[row].num_computed = start;
+      (*c_.rows)[row].take_back(rejected);
       c_.plan->answer(row, Status::kServed, start, /*num_tokens=*/0);
       continue;
     }
     ServedRow served;
     served.row = row;
-    served.span = {start, start + request.num_tokens[i], request.lookahead_of(i)};
+    served.span = span_of(row, rejected, request.num_tokens[i], request.lookahead_of(i));
     const Status status = extend(&served);
     if (status != Status::kServed) parts_.intake->take_back_ids_of(request, i);
     answer(served, status);
@@ -54,8 +69,7 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
     // A hit inside a block takes that block and the copy: without it, less may do.
     for (bool with_partial : {true, false}) {
       const PrefixHit& hit = find_hit(asked, with_partial);
-      served.span =
-          span_of(asked, hit, request.lookahead_of(request.num_rows + static_cast<int64_t>(i)));
+      served.span = span_of(asked, hit, request.lookahead_of_new(i));
       served.row = -1;
       // Rows of this step may have changed what is cached: the load would be of other tokens.
       if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;
@@ -101,7 +115,7 @@ bool RowServer::waits_for_earlier(const TokenChain& chain, int64_t num_hit) cons
     if (r.next_publish == kUnbounded) continue;
     const int64_t first = std::max(served.start, num_hit);
     // The first boundary that the row passes and the hit does not; of states, the step's end.
-    const int64_t stop = has_state_ ? r.num_computed : (first / unit + 1) * unit;
+    const int64_t stop = has_state_ ? r.num_computed - r.num_drafts : (first / unit + 1) * unit;
     if (stop % unit != 0 || stop <= first || !keeps_states_at(served.row, stop)) continue;
     if (stop > r.num_computed || stop >= chain.num_tokens()) continue;
     const auto last = static_cast<size_t>(stop / parts_.hash_block_size - 1);
@@ -156,7 +170,8 @@ Status RowServer::would_fit(const StepRequest& request, bool whole) {
     status = whole
                  ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
                  : demand.status;
-    if (status != Status::kWait || !hit.copies_partial()) break;
+    // As `step` does, which knows of no further chunk.
+    if (demand.status != Status::kWait || !hit.copies_partial()) break;
   }
   return status;
 }
@@ -164,14 +179,14 @@ Status RowServer::would_fit(const StepRequest& request, bool whole) {
 Status RowServer::would_extend(int32_t row, int64_t num_tokens,
                                int64_t num_lookahead_tokens) const {
   const Row& r = (*c_.rows)[row];
-  const Span span{r.num_computed, r.num_computed + num_tokens, num_lookahead_tokens};
+  const Span span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   return r.on_host ? parts_.swap->return_of(row, span, rules_).demand.status
-                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share).status;
+                   : rules_.of_running(c_.rows->blocks(row), span, r.may_share, r.by_step).status;
 }
 
 void RowServer::publish_served() {
-  for (const RowGrowth::StateMove& move : growth_.state_moves()) {
-    parts_.publisher->publish_state(move.row, (*c_.groups)[move.group], move.num_tokens);
+  for (const RowGrowth::LeftState& left : growth_.left_states()) {
+    parts_.publisher->publish_state(left.row, (*c_.groups)[left.group], left.num_tokens, left.page);
   }
   for (const StepJournal::Served& served : c_.journal->last().rows) {
     parts_.publisher->publish(served.row);
@@ -184,11 +199,13 @@ Status RowServer::extend(ServedRow* served) {
   Row& r = (*c_.rows)[row];
   const Span& span = served->span;
   served->safe_start = span.start;
-  const Demand demand =
-      r.on_host ? bring_back(served) : rules_.of_running(c_.rows->blocks(row), span, r.may_share);
+  const Demand demand = r.on_host ? bring_back(served)
+                                  : rules_.of_running(c_.rows->blocks(row), span, r.may_share,
+                                                      /*gives_up=*/r.by_step);
   if (demand.status != Status::kServed) return demand.status;
   r.start = span.start;
   r.num_computed = span.stop;
+  r.num_drafts = static_cast<int32_t>(span.num_drafts);
   growth_.serve(served, demand);
   if (r.may_share) r.may_share = rules_.shares_from(c_.rows->blocks(row), span.start);
   if (r.has_forked) keep_own_blocks(*served);
@@ -210,8 +227,9 @@ void RowServer::keep_own_blocks(const ServedRow& served) {
   const Span& span = served.span;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(served.row)[group.id];
-    const int64_t first = (group.holds_state() ? span.stop - 1 : span.start) / group.block_size;
-    each.num_hits = std::min(each.num_hits, first);
+    const int64_t first =
+        group.holds_state() ? span.state_column(group) : span.start / group.block_size;
+    each.lower_hits(first);
   }
 }
 
@@ -237,9 +255,11 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   served->safe_start = asked.receives ? served->span.start : hit.num_tokens;
   Row& r = (*c_.rows)[row];
   c_.rows->info(row) = {chain->num_tokens(), hit.num_tokens, 0, hit.num_shared_tokens, {}};
+  c_.rows->info(row).hit_end = hit.num_tokens;
   r.chain = chain;
   r.start = served->span.start;
   r.num_computed = served->span.stop;
+  r.reads = asked.reads();
   r.is_receiving = asked.receives;
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
@@ -258,9 +278,12 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
 void RowServer::restart(int32_t row) {
   Row& r = (*c_.rows)[row];
   r.on_host = r.on_host && r.chain->num_encoder_tokens() > 0;
-  c_.rows->info(row).num_slots = 0;
   r.has_forked = r.may_share = false;
-  const PrefixHit& hit = parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false);
+  const PrefixHit& hit =
+      parts_.finder->find(*r.chain, /*with_partial=*/false, /*with_host=*/false, r.reads);
+  AdmissionInfo& info = c_.rows->info(row);
+  info.num_slots = 0;
+  info.num_hit = info.hit_end = hit.num_tokens;
   for (const CacheGroup& group : *c_.groups) {
     if (!group.holds_encoder()) {
       RowGrowth::set_hit(&c_.rows->blocks(row)[group.id], group, hit, hit.num_tokens);
@@ -270,6 +293,7 @@ void RowServer::restart(int32_t row) {
   served.row = row;
   growth_.take_hit(&served, hit);
   r.num_computed = r.start = hit.num_tokens;
+  r.num_drafts = 0;
   r.is_stale = false;
   parts_.publisher->refresh(row);
 }
@@ -293,10 +317,9 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
 
 Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
   c_.plan->begin_direct();
-  const int64_t start = (*c_.rows)[row].num_computed;
   ServedRow served;
   served.row = row;
-  served.span = {start, start + num_tokens, num_lookahead_tokens};
+  served.span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
   Slots slots{extend(&served), row, {}, {}};
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();
@@ -317,6 +340,7 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (!c_.rows->has_free()) return {Status::kWait, -1, {}, {}};
   // Filled blocks are published now: none that both hold is left to be.
   parts_.publisher->publish(row);
+  accept_drafts(row);
   child->adopt_hashes(*(*c_.rows)[row].chain, (*c_.rows)[row].num_computed);
 
   const int32_t other = c_.rows->take();
@@ -326,17 +350,20 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   const int64_t admission = r.admission;
   r = parent;
   r.chain = child;
+  r.reads = child->read_cache();
   r.start = r.num_computed;
   r.admission = admission;
   c_.rows->info(other) = {
       child->num_tokens(), r.num_computed, c_.rows->info(row).num_marked, 0, {}};
   c_.rows->info(other).num_slots = c_.rows->info(row).num_slots;
+  c_.rows->info(other).hit_end = c_.rows->info(row).hit_end;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(other)[group.id];
     each = c_.rows->blocks(row)[group.id];
+    if (group.holds_state()) each.resize(std::min(each.size(), each.num_dropped + 1));
     c_.pool->retain(each.blocks.data() + each.num_dropped, each.num_alive());
     if (group.holds_encoder()) continue;
-    each.num_hits = each.size();
+    each.num_hits = static_cast<int32_t>(each.size());
     each.num_published = std::max(each.num_published, r.num_computed / group.block_size);
     each.num_partial = static_cast<int32_t>(
         std::max<int64_t>(each.num_partial, r.num_computed / parts_.hash_block_size));
@@ -345,6 +372,19 @@ Slots RowServer::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
   if (r.by_step) c_.journal->inherit(row, parent, other, r);
   c_.resend(other);
   return {Status::kServed, other, {}, {}};
+}
+
+// The drafts of the row's last step, all of which are known, can be rejected no more.
+void RowServer::accept_drafts(int32_t row) {
+  Row& r = (*c_.rows)[row];
+  if (r.num_drafts == 0) return;
+  for (const CacheGroup& group : *c_.groups) {
+    if (!group.holds_state()) continue;
+    growth_.settle_state(row, group, {r.num_computed, 0, 0, 0, r.num_drafts});
+  }
+  growth_.release_left_states();
+  r.num_drafts = 0;
+  c_.resend(row);
 }
 
 int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, int64_t group) const {
@@ -357,7 +397,7 @@ int64_t RowServer::num_common_prefix_blocks(int32_t row, int64_t num_running, in
 }
 
 void RowServer::check_invariants() const {
-  if (!growth_.state_moves().empty()) throw std::logic_error("a step has left a state on the move");
+  if (!growth_.left_states().empty()) throw std::logic_error("a step has left a state on the move");
 }
 
 }  // namespace kvcache

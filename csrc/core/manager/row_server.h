@@ -81,8 +81,10 @@ class RowServer {
   Status extend(ServedRow* served);
   Demand bring_back(ServedRow* served);
   void keep_own_blocks(const ServedRow& served);
+  void accept_drafts(int32_t row);
   const PrefixHit& find_hit(const NewRow& asked, bool with_partial);
   static Span span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead);
+  Span span_of(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,
                        int64_t num_reserved);
   Status admit(ServedRow* served, const NewRow& asked, const PrefixHit& hit, int64_t num_reserved,
@@ -100,6 +102,7 @@ class RowServer {
   RowGrowth growth_;
   StepFills fills_;
   bool has_state_ = false;            // a group of pages that hold states
+  int64_t max_drafts_;                // of a step of a row
   std::vector<RowBlocks> candidate_;  // of a request that asks, by group; memory for the next
 };
 

@@ -7,12 +7,13 @@
 namespace kvcache {
 
 int64_t RowSwap::num_unique_blocks(const std::vector<int32_t>& rows) const {
-  std::unordered_set<BlockId> unique;
+  std::vector<BlockId> all;
   for (int32_t row : rows) {
     const std::vector<BlockId> blocks = c_.rows->written_blocks(row);
-    unique.insert(blocks.begin(), blocks.end());
+    all.insert(all.end(), blocks.begin(), blocks.end());
   }
-  return static_cast<int64_t>(unique.size());
+  std::sort(all.begin(), all.end());
+  return std::unique(all.begin(), all.end()) - all.begin();
 }
 
 RowSwap::BlocksBack RowSwap::num_blocks_back(const std::vector<int32_t>& rows,
@@ -97,24 +98,21 @@ std::optional<std::vector<BlockId>> RowSwap::swap_out(const std::vector<int32_t>
 }
 
 std::optional<std::vector<BlockId>> RowSwap::swap_in(const std::vector<int32_t>& rows) {
-  const Twins twins = cached_twins(rows);
-  std::unordered_set<BlockId> unique;
+  Twins twins = cached_twins(rows);
   std::vector<BlockId> shared;
+  for (const auto& [page, id] : twins) shared.push_back(id);
+  std::sort(shared.begin(), shared.end());
+  shared.erase(std::unique(shared.begin(), shared.end()), shared.end());
   int64_t num_taken = num_unique_blocks(rows) - static_cast<int64_t>(twins.size());
-  for (const auto& [page, id] : twins) {
-    if (!unique.insert(id).second) continue;
-    num_taken += c_.pool->ref_count(id) == 0;
-    shared.push_back(id);
-  }
+  for (BlockId id : shared) num_taken += c_.pool->ref_count(id) == 0;
   if (num_taken > c_.pool->num_free()) return std::nullopt;
   c_.plan->begin_direct();
   begin();
   // Held first: what moves evicts nothing of it.
   const auto num_shared = static_cast<int64_t>(shared.size());
-  std::sort(shared.begin(), shared.end());
   c_.pool->retain(shared.data(), num_shared);
   c_.pool->hit(shared.data(), num_shared);
-  moved_ = twins;
+  moved_ = std::move(twins);
   for (int32_t row : rows) move_in(row, /*start=*/0, nullptr);
   c_.pool->release(shared.data(), num_shared);
   return c_.plan->direct_pairs();
@@ -138,6 +136,7 @@ void RowSwap::answer(const StepRequest& request, const std::vector<bool>& have_l
     c_.plan->answer(row, have_left[i] ? Status::kServed : Status::kWait,
                     (*c_.rows)[row].num_computed, /*num_tokens=*/0);
   }
+  begin();  // no row moves any more: the next one is another step's
 }
 
 // Moves the row to the host. Whether it fits there.
@@ -190,12 +189,13 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   const std::vector<BlockId> released = c_.rows->tail_first(row, /*with_encoder=*/true);
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (group.holds_state()) keep_state_alone(row, group);
     each.resize(std::max(each.num_dropped, c_.rows->num_written(row, group)));
     each.keeps_state = false;
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       const BlockId id = each[b];
       // Had, and not kept.
-      c_.journal->note_dropped(row, (*c_.rows)[row], b * group.block_size, id);
+      c_.note_dropped(row, group, b, id);
       const auto [to, is_first] = moved_.emplace(id, kNullBlock);
       if (is_first) {
         to->second = *next++;
@@ -214,6 +214,22 @@ void RowSwap::move_out(int32_t row, const Departure& departure) {
   c_.frees->release_or_defer(released.data(), static_cast<int64_t>(released.size()),
                              c_.journal->numbers().num_steps);
   (*c_.rows)[row].on_host = true;
+  (*c_.rows)[row].num_drafts = 0;
+}
+
+// The pages for drafts do not leave with the row: their tokens count as accepted.
+void RowSwap::keep_state_alone(int32_t row, const CacheGroup& group) const {
+  const Row& r = (*c_.rows)[row];
+  RowBlocks& each = c_.rows->blocks(row)[group.id];
+  if (each.num_alive() <= 1) return;
+  const int64_t first = each.num_dropped;
+  for (int64_t b = first; b < first + r.num_drafts; ++b) {
+    c_.journal->note_dropped(row, r, first * group.block_size, each[b]);  // had, and not kept
+  }
+  const BlockId page = each[first + r.num_drafts];
+  each.num_dropped = (r.num_computed - 1) / group.block_size;
+  each.blocks.assign(static_cast<size_t>(each.num_dropped), kNullBlock);
+  each.blocks.push_back(page);
 }
 
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
@@ -232,7 +248,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
     on_device[group.id].resize(each.size());
     // A state that moves on is onboarded into its new page.
     const bool moves =
-        group.holds_state() && span.start > 0 && span.stop > each.size() * group.block_size;
+        group.holds_state() && span.start > 0 && span.state_column(group) >= each.size();
     for (int64_t b = first; b < each.size() && !moves; ++b) {
       num_onboards += !shares_onboard(group, b, span.start, each[b]);
       ++num_blocks;
@@ -266,10 +282,11 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   std::vector<BlockId> left;
   for (const CacheGroup& group : *c_.groups) {
     RowBlocks& each = c_.rows->blocks(row)[group.id];
-    const bool moves = back != nullptr && group.holds_state() && back->demand[group].num_new > 0;
+    const bool moves = back != nullptr && back->demand[group].moves;
     for (; back != nullptr && each.num_dropped < back->first[group.id]; ++each.num_dropped) {
       left.push_back(std::exchange(each[each.num_dropped], kNullBlock));
     }
+    each.state_start = static_cast<int32_t>(start);
     int64_t first_own = each.size(), num_own = 0;  // blocks that no other row has brought back
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
       BlockId& id = each[b];

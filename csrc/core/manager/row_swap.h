@@ -70,6 +70,7 @@ class RowSwap {
   bool leave(int32_t row);
   std::optional<Departure> departure_of(int32_t row) const;
   void move_out(int32_t row, const Departure& departure);
+  void keep_state_alone(int32_t row, const CacheGroup& group) const;
   bool shares_onboard(const CacheGroup& group, int64_t column, int64_t start, BlockId page) const;
   void move_in(int32_t row, int64_t start, const Return* back);
   using Twins = std::unordered_map<BlockId, BlockId>;  // page -> block

@@ -42,8 +42,12 @@ std::vector<BlockId> RowTable::written_blocks(int32_t row) const {
   std::vector<BlockId> out;
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = blocks(row)[group.id];
-    const auto first = each.blocks.begin() + each.num_dropped;
-    const int64_t size = rows_[row].on_host ? each.size() : num_written(row, group);
+    auto first = each.blocks.begin() + each.num_dropped;
+    int64_t size = rows_[row].on_host ? each.size() : num_written(row, group);
+    if (group.holds_state() && each.num_alive() > 0) {  // without the pages for drafts
+      first += rows_[row].num_drafts;
+      size = each.num_dropped + rows_[row].num_drafts + 1;
+    }
     out.insert(out.end(), first, std::max(first, each.blocks.begin() + size));
   }
   return out;
@@ -85,6 +89,9 @@ void RowTable::check_invariants(PerBlock<int32_t>* device, PerBlock<int32_t>* ho
     num_in_use += is_in_use(row);
     for (const CacheGroup& group : *groups_) {
       const RowBlocks& each = blocks(row)[group.id];
+      if (group.holds_state() && rows_[row].num_drafts >= std::max<int64_t>(each.num_alive(), 1)) {
+        throw std::logic_error("row " + std::to_string(row) + " has a draft without a page");
+      }
       for (int64_t b = 0; b < each.size(); ++b) {
         if ((each[b] == kNullBlock) != (b < each.num_dropped)) {
           throw std::logic_error("row " + std::to_string(row) +

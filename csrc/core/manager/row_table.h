@@ -5,6 +5,7 @@
 // host.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -29,22 +30,36 @@ struct Row {
   int64_t next_publish = kUnbounded;  // with fewer computed tokens there is nothing to publish
   int64_t admission = 0;              // how many rows had been admitted when it was
   uint32_t stamp = 0;                 // of the last call that named it
-  bool by_step = false;               // admitted by `step`
-  bool is_stale = false;              // holds KV of an earlier epoch: publishes nothing
-  bool has_forked = false;            // shares blocks that are not full, or did
-  bool may_share = false;             // of those that it writes next
-  bool on_host = false;               // its blocks are pages of the host
-  bool is_receiving = false;          // KV of its tokens behind the hit is still to come
+  // Groups of states: computed tokens of the last step that may be rejected. The state after all
+  // computed tokens is in the page so many behind the first that the row holds.
+  int32_t num_drafts = 0;
+  bool by_step = false;       // admitted by `step`
+  bool reads = false;         // takes hits where it starts anew
+  bool is_stale = false;      // holds KV of an earlier epoch: publishes nothing
+  bool has_forked = false;    // shares blocks that are not full, or did
+  bool may_share = false;     // of those that it writes next
+  bool on_host = false;       // its blocks are pages of the host
+  bool is_receiving = false;  // KV of its tokens behind the hit is still to come
+
+  // The last n computed tokens were drafts that are rejected.
+  void take_back(int64_t n) {
+    num_computed -= n;
+    num_drafts = static_cast<int32_t>(num_drafts_after(n));
+  }
+  int64_t num_drafts_after(int64_t num_rejected) const {
+    return num_drafts == 0 ? 0 : num_drafts - num_rejected;
+  }
 };
 
 struct AdmissionInfo {     // for those who ask later
   int64_t num_prompt = 0;  // tokens known when it was admitted
-  int64_t num_hit = 0;     // of these
+  int64_t num_hit = 0;     // of these; a restart counts anew
   int64_t num_marked = 0;  // tokens that were marked as computed
   int64_t num_shared = 0;  // of the prompt: what groups of tokens would have hit, with any states
   Access access;           // the last one, which its blocks have not been said to have had
   int64_t num_valid = kUnbounded;  // while it receives: tokens that are valid at most
   int64_t num_slots = 0;           // slots up to here were given, and may have been written
+  int64_t hit_end = 0;  // of the tokens before it, the blocks hold those that are read behind it
 };
 
 class RowTable {
@@ -87,6 +102,15 @@ class RowTable {
     const bool is_first = rows_[row].stamp != call_stamp_;
     rows_[row].stamp = call_stamp_;
     return is_first;
+  }
+
+  // Of the row's tokens, the first that the block in this column has a part in: where its content
+  // is invalid, so are that token and those behind it. A state has a part in all tokens since it
+  // came into its page, and in what comes next: a row without it does not go on where it is.
+  int64_t first_token(int32_t row, const CacheGroup& group, int64_t column) const {
+    if (group.holds_encoder()) return 0;
+    if (!group.holds_state()) return column * group.block_size;
+    return std::min<int64_t>(blocks(row)[group.id].state_start, rows_[row].num_computed - 1);
   }
 
   // Blocks of the row with KV in them, dropped ones counted; the others are lookahead.

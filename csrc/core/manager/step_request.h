@@ -48,8 +48,14 @@ struct StepRequest {
   int64_t num_reserved_blocks = 0;  // that new rows leave free, besides the watermark
   InStepHits in_step_hits = InStepHits::kNone;
 
+  int64_t num_ids_of(int64_t i) const {  // of running rows
+    return num_token_ids != nullptr ? num_token_ids[i] : num_ids > 0;
+  }
   int64_t lookahead_of(int64_t i) const {
     return lookahead == nullptr ? num_lookahead : lookahead[i];
+  }
+  int64_t lookahead_of_new(size_t i) const {
+    return lookahead_of(num_rows + static_cast<int64_t>(i));
   }
 };
 

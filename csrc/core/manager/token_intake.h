@@ -1,7 +1,7 @@
 // Token ids that came, and the hashes of the blocks that they fill, before anything else changes.
 //
 // A digest from Python may raise, or call back: what a call will need is hashed ahead, and ids that
-// it does not come to use are taken back.
+// it does not come to use are taken back. Hashes that the engine gives come with the ids.
 #pragma once
 
 #include <cstdint>

@@ -208,9 +208,10 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     const Hash& parent = content.parent_of(i);
     const Hash& hash = content.hash(i);
     if (!is_cached(block)) {
-      set_cached(ids[i], group, parent.tag(), content.root ? content.root->tag() : hash.tag());
+      set_cached(ids[i], group, tag_of(parent),
+                 content.root ? tag_of(*content.root) : tag_of(hash));
     }
-    lineage_[ids[i]].parent = parent.tag();  // partial hashes were published without
+    lineage_[ids[i]].parent = tag_of(parent);  // partial hashes were published without
     block.hash = hash;
     if (candidates_) notify_published(ids[i], content.is_chain);
     if (index_.insert(ids[i]) && events_ != nullptr) {
@@ -251,7 +252,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
   }
   const Soundness::Change change = this->change("publish_partial");
   if (!is_cached(block)) {
-    set_cached(id, group, /*parent=*/0, root.tag());
+    set_cached(id, group, /*parent=*/0, tag_of(root));
     if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
   }
   partial_.add(id, hash, group);

@@ -27,6 +27,7 @@
 #include "core/pool/hash_index.h"
 #include "core/pool/partial_index.h"
 #include "core/pool/residency.h"
+#include "core/secret_key.h"
 #include "core/soundness.h"
 #include "core/zeroed_array.h"
 

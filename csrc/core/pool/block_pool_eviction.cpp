@@ -172,7 +172,7 @@ void BlockPool::notify_published(BlockId id, bool is_chain) {
   const Block& block = blocks_[id];
   const uint32_t* parent = is_chain ? &lineage_[id].parent : nullptr;
   changed_.clear();
-  candidates_->tree().add(id, block.hash.tag(), parent, block.group, &changed_);
+  candidates_->tree().add(id, tag_of(block.hash), parent, block.group, &changed_);
   for (BlockId other : changed_) update_candidate(other);
   candidates_->policy().on_publish(id, &block.hash, block.group);
 }

@@ -18,7 +18,7 @@ uint64_t key_of(uint8_t group, uint32_t tag) { return uint64_t{group} << 32 | ta
 void BlockPool::add_chains(const BlockId* ids, int64_t n, InvalidChains* invalid) const {
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) continue;
-    invalid->hashes.insert(blocks_[ids[i]].hash.tag());
+    invalid->hashes.insert(tag_of(blocks_[ids[i]].hash));
     invalid->roots.insert(lineage_[ids[i]].root);
   }
 }
@@ -32,7 +32,7 @@ void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
     const Block& block = blocks_[id];
     if (!is_cached(block) || invalid.roots.count(lineage_[id].root) == 0) continue;
     found.push_back(id);
-    by_hash.emplace(key_of(block.group, block.hash.tag()), id);
+    by_hash.emplace(key_of(block.group, tag_of(block.hash)), id);
   }
   if (is_uniform) {
     const auto touched = [&](BlockId id) { return !is_untouched(id, invalid.hashes, &by_hash); };
@@ -48,9 +48,9 @@ bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& inv
   BlockId verdict = kTouched;
   for (BlockId up = id;;) {
     const Block& block = blocks_[up];
-    if (invalid.count(block.hash.tag()) != 0) break;
-    path.push_back(key_of(block.group, block.hash.tag()));
-    if (block.hash.tag() == lineage_[up].root) {
+    if (invalid.count(tag_of(block.hash)) != 0) break;
+    path.push_back(key_of(block.group, tag_of(block.hash)));
+    if (tag_of(block.hash) == lineage_[up].root) {
       verdict = kUntouched;
       break;
     }

@@ -1,24 +1,21 @@
 #include "core/pool/hash_index.h"
 
+#include <algorithm>
+#include <exception>
+
 namespace kvcache {
 
-HashIndex::HashIndex(Block* blocks, int64_t num_blocks)
+HashIndex::HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key)
     // Four of seven slots taken when every block is cached: then 5 % of the buckets overflow.
     : blocks_(blocks),
+      key_(key),
       num_buckets_((num_blocks + 3) / 4),
       buckets_(static_cast<size_t>(num_buckets_)) {}
 
-uint32_t HashIndex::tag_of(const Hash& hash, uint8_t group) {
-  // Digests are uniform already; the multiplication also spreads hashes that a caller made up.
-  const uint64_t word = (hash.word() ^ (uint64_t{group} << 48)) * 0x9E3779B97F4A7C15ull;
-  return static_cast<uint32_t>(word >> 32) | 1u;  // never that of an empty slot
-}
-
 HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
-  // Every walk is bounded: hashes that a caller made up can leave no bucket without displaced
-  // entries, and a search would go round for ever.
+  // No entry lies further on, and no bucket may be left without displaced entries to end a search.
   int64_t b = home_of(tag);
-  for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
+  for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
     const Bucket& bucket = buckets_[b];
     for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
       const int slot = __builtin_ctz(slots);
@@ -31,16 +28,16 @@ HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint8_t gro
 }
 
 BlockId HashIndex::find(const Hash& hash, uint8_t group) const {
-  const Place place = place_of(tag_of(hash, group), hash, group);
+  const Place place = place_of(entry_tag(hash, group), hash, group);
   return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
 }
 
 void HashIndex::prefetch_bucket(const Hash& hash, uint8_t group) const {
-  __builtin_prefetch(&buckets_[home_of(tag_of(hash, group))], 1);
+  __builtin_prefetch(&buckets_[home_of(entry_tag(hash, group))], 1);
 }
 
 void HashIndex::prefetch_block(const Hash& hash, uint8_t group) const {
-  const uint32_t tag = tag_of(hash, group);
+  const uint32_t tag = entry_tag(hash, group);
   const Bucket& bucket = buckets_[home_of(tag)];
   const unsigned slots = slots_with(bucket, tag);
   if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
@@ -48,26 +45,49 @@ void HashIndex::prefetch_block(const Hash& hash, uint8_t group) const {
 
 void HashIndex::add(uint32_t tag, BlockId id) {
   // There is an empty slot: the table has more of them than there are blocks.
-  for (int64_t b = home_of(tag);; b = after(b)) {
+  int64_t walk = 1;
+  for (int64_t b = home_of(tag);; b = after(b), ++walk) {
     Bucket& bucket = buckets_[b];
     const unsigned empty = slots_with(bucket, 0);
     if (empty != 0) {
       const int slot = __builtin_ctz(empty);
       bucket.tags[slot] = tag;
       bucket.ids[slot] = id;
-      return;
+      break;
     }
     ++bucket.num_displaced;
   }
+  longest_walk_ = std::max(longest_walk_, walk);
+}
+
+void HashIndex::draw_new_key() {
+  try {
+    ZeroedArray<Bucket> before(static_cast<size_t>(num_buckets_));
+    key_ = SecretKey::drawn();
+    before.swap(buckets_);
+    longest_walk_ = 1;
+    for (int64_t b = 0; b < num_buckets_; ++b) {
+      for (int slot = 0; slot < kSlots; ++slot) {
+        if (before[b].tags[slot] == 0) continue;
+        const Block& block = blocks_[before[b].ids[slot]];
+        add(entry_tag(block.hash, block.group), before[b].ids[slot]);
+      }
+    }
+  } catch (const std::exception&) {
+    // No memory, or no random bytes: the index stays as it is, correct and slow.
+  }
+  // Where that did not help, the next attempt waits, so that all attempts together stay cheap.
+  most_walk_ = std::max(kLongestWalk, 2 * longest_walk_);
 }
 
 bool HashIndex::insert(BlockId id) {
   Block& block = blocks_[id];
-  const uint32_t tag = tag_of(block.hash, block.group);
+  const uint32_t tag = entry_tag(block.hash, block.group);
   const Place place = place_of(tag, block.hash, block.group);
   if (place.slot < 0) {
     block.older = block.younger = id;
     add(tag, id);
+    if (longest_walk_ > most_walk_) draw_new_key();
     return true;
   }
   // The ring is circular: what is "older" than the oldest is the youngest, where `id` goes in.
@@ -82,7 +102,7 @@ bool HashIndex::insert(BlockId id) {
 
 bool HashIndex::erase(BlockId id) {
   Block& block = blocks_[id];
-  const uint32_t tag = tag_of(block.hash, block.group);
+  const uint32_t tag = entry_tag(block.hash, block.group);
   const bool alone = block.younger == id;
   if (!alone) {
     blocks_[block.older].younger = block.younger;
@@ -92,7 +112,7 @@ bool HashIndex::erase(BlockId id) {
   block.older = block.younger = kNullBlock;
   const int64_t home = home_of(tag);
   int64_t b = home;
-  for (int64_t left = num_buckets_; left > 0; --left, b = after(b)) {
+  for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
     Bucket& bucket = buckets_[b];
     for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
       const int slot = __builtin_ctz(slots);

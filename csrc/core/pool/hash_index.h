@@ -10,6 +10,7 @@
 
 #include "core/hash.h"
 #include "core/pool/block.h"
+#include "core/secret_key.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
@@ -20,17 +21,24 @@ namespace kvcache {
 // duplicates: insertion and removal stay O(1) however many there are.
 class HashIndex {
  public:
-  HashIndex(Block* blocks, int64_t num_blocks);
+  HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
   BlockId find(const Hash& hash, uint8_t group) const;
   // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
   bool insert(BlockId id);
   bool erase(BlockId id);  // whether it was the last under its hash
-  void clear() { buckets_.zero(); }
+  void clear() {
+    buckets_.zero();
+    longest_walk_ = 1;
+  }
   // Starts loading what `find` of the same key will read: first the bucket, then, once that has
   // arrived, the block it names.
   void prefetch_bucket(const Hash& hash, uint8_t group) const;
   void prefetch_block(const Hash& hash, uint8_t group) const;
   size_t num_bytes() const { return buckets_.num_bytes(); }
+  // Buckets that a search reads at most. With a key that nobody knows, more than kLongestWalk are
+  // all but impossible; where they come, the index draws another key and is built anew.
+  int64_t longest_walk() const { return longest_walk_; }
+  static constexpr int64_t kLongestWalk = 16;
 
  private:
   static constexpr int kSlots = 7;
@@ -43,7 +51,9 @@ class HashIndex {
     int64_t bucket;
     int slot;  // -1: not found
   };
-  static uint32_t tag_of(const Hash& hash, uint8_t group);
+  uint32_t entry_tag(const Hash& hash, uint8_t group) const {
+    return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // never that of an empty slot
+  }
   // Bit i: slot i has this tag.
   static unsigned slots_with(const Bucket& bucket, uint32_t tag) {
 #if defined(__SSE2__)
@@ -67,10 +77,14 @@ class HashIndex {
   int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
   Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const;
   void add(uint32_t tag, BlockId id);
+  void draw_new_key();
 
   Block* blocks_;
+  SecretKey key_;
   int64_t num_buckets_;
   ZeroedArray<Bucket> buckets_;
+  int64_t longest_walk_ = 1;
+  int64_t most_walk_ = kLongestWalk;  // a longer one is answered by a new key
 };
 
 }  // namespace kvcache

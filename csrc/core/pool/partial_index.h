@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/hash.h"
+#include "core/secret_key.h"
 
 namespace kvcache {
 
@@ -37,7 +38,7 @@ class PartialIndex {
   };
   struct KeyHash {
     size_t operator()(const Key& key) const {
-      return (HashOf()(key.hash) ^ key.group) * 0x9E3779B97F4A7C15ull;
+      return SecretKey::of_process().fold(key.hash, key.group);
     }
   };
   struct Part {

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.allocator.hashing import (
+    DEFAULT_ALGORITHM,
+    DEFAULT_SEED,
+    hash_bytes_of,
+    hash_key,
+)
 from kvcache.allocator.options import CacheOptions, watermark_blocks
 from kvcache.allocator.sequences.caching import SequenceCaching
 from kvcache.allocator.sequences.checks import (
@@ -46,7 +51,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
       its space is needed, one of `eviction_names()`. "last_access": the one accessed least recently,
       of several the one with the longest prefix.
     - `enable_events`: `drain_events` returns what entered and left the cache.
-    - `hash_seed` gives the parent of first blocks. `max_model_len`: tokens of a sequence.
+    - `hash_seed` gives the parent of first blocks; `hash_algorithm`: "sha256_cbor" or "xxh3_128_cbor",
+      as of `CacheOptions`. `max_model_len`: tokens of a sequence.
 
     Sequences and groups are any objects with the attributes in `sequences/protocol.py`. The caller sets
     the status of sequences: `can_allocate` and `allocate` use the WAITING ones of a group,
@@ -95,6 +101,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         eviction_options: Mapping[str, float] | None = None,
         enable_events: bool = False,
         hash_seed: str = DEFAULT_SEED,
+        hash_algorithm: str = DEFAULT_ALGORITHM,
         max_model_len: int = 2**31 - 1,
     ) -> None:
         window = checked_window(sliding_window)
@@ -102,11 +109,13 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks")
         num_host_blocks = integer(num_cpu_blocks, "num_cpu_blocks")
         max_model_len = integer(max_model_len, "max_model_len", 1)
+        hash_bytes_of(hash_algorithm, engines=False)
         options = CacheOptions(
             enable_caching=enable_caching,
             num_preallocate_tokens=0,
             enable_events=enable_events,
             hash_seed=hash_seed,
+            hash_algorithm=hash_algorithm,
             eviction=eviction,
             eviction_options=eviction_options,
             num_host_blocks=num_host_blocks if num_host_blocks > 1 else 0,
@@ -116,7 +125,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             if window is None
             else make_kind("sliding_window", {"window": window})
         )
-        native = options.native_of([(kind, block_size, False, True)], num_gpu_blocks, max_model_len)
+        group = (kind, block_size, False, True, True)
+        native = options.native_of([group], num_gpu_blocks, max_model_len)
         native.computes_whole_prompt = True
         native.publishes_when_marked = True
         native.caches_swapped_rows = False
@@ -124,7 +134,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
             native.eviction = core.Eviction()
         super().__init__(
             core.Manager(native),
-            TokenSource(block_size, hash_seed),
+            TokenSource(hash_key(block_size, hash_seed, hash_algorithm, None)),
             block_size=block_size,
             sliding_window=window,
             enable_caching=flag(enable_caching, "enable_caching"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvcache.allocator.sequences.checks import fail_to_fit
 from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.sequences.protocol import RUNNING, SWAPPED, SequenceGroupLike
-from kvcache.allocator.sequences.tables import Pairs, SequenceTables, as_pairs
+from kvcache.allocator.sequences.tables import Pairs, SequenceTables
 from kvcache.checks import integer
 from kvcache.native.load import core
 
@@ -68,7 +68,7 @@ class SequenceSwaps(SequenceTables):
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the device"
             fail_to_fit(what, self._pool.num_free, "can_swap_in")
-        return as_pairs(pairs)
+        return pairs
 
     def _check_has_host(self) -> None:
         if self._host is None:

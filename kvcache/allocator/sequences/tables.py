@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from kvcache.allocator.sequences.cross import CrossTables
 from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike
@@ -17,7 +15,7 @@ class SequenceTables(core.SequenceCalls):
     """Each sequence that has blocks, and each encoder, is a row of the native manager.
 
     The calls that a scheduler makes for each sequence in each step are native methods
-    (`csrc/python/sequences.cpp`), declared here and in the classes below.
+    (`csrc/python/sequence_calls.cpp`), declared here and in the classes below.
     """
 
     def __init__(
@@ -114,8 +112,3 @@ class SequenceTables(core.SequenceCalls):
             rows.append(row)
         cross = self._cross.row_on(seq_group.request_id, on_host)
         return rows if cross is None else [*rows, cross]
-
-
-def as_pairs(pairs: np.ndarray) -> Pairs:
-    """(source, destination) of each row of int32[n, 2]."""
-    return list(zip(*pairs.T.tolist()))

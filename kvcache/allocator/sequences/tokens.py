@@ -7,7 +7,7 @@ from typing import NoReturn
 import numpy as np
 
 from kvcache.allocator.event_stream import RequestLabels
-from kvcache.allocator.hashing import DEFAULT_ALGORITHM, hash_key, token_sequence
+from kvcache.allocator.hashing import HashKey, token_sequence
 from kvcache.allocator.sequences.protocol import SequenceLike, extra_hash
 from kvcache.native.load import core
 
@@ -29,10 +29,9 @@ class Tokens:
 class TokenSource:
     """Makes them; keeps those of sequences that were asked for, so that each is hashed once."""
 
-    def __init__(self, block_size: int, hash_seed: str) -> None:
-        self.key = hash_key(block_size, hash_seed, DEFAULT_ALGORITHM, None)
+    def __init__(self, key: HashKey) -> None:
+        self.key = key
         self._kept: dict[object, tuple[SequenceLike, Tokens]] = {}  # by seq_id
-        self._zeros = np.zeros(4096, np.int32)
 
     def read(self, seq: SequenceLike) -> Tokens:
         """All tokens of a sequence; of one that `keep` keeps only the new ones are read."""
@@ -46,9 +45,7 @@ class TokenSource:
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
-        if num_tokens > len(self._zeros):
-            self._zeros = np.zeros(2 * num_tokens, np.int32)
-        return self._make(core.TokenIds(self._zeros[:num_tokens]), False, None)
+        return self._make(core.TokenIds(num_zeros=num_tokens), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
         """The same tokens, which then go on by themselves."""
@@ -92,12 +89,13 @@ class TokenSource:
             self._kept.pop(seq.seq_id, None)
 
     def _make(self, ids: core.TokenIds, are_read: bool, extra: str | None) -> Tokens:
-        block_size, parent, _ = self.key
+        block_size, parent, algorithm = self.key
         plain = (ids, block_size, parent, are_read, are_read)
         if extra is None:
-            return Tokens(ids, are_read, extra, core.TokenChain(*plain))
+            chain = core.TokenChain(*plain, algorithm=algorithm)
+            return Tokens(ids, are_read, extra, chain)
         labels = RequestLabels(block_size, None, (), extra, None, None)
-        chain = core.TokenChain(*plain, None, (), extra, labels=labels)
+        chain = core.TokenChain(*plain, None, (), extra, algorithm=algorithm, labels=labels)
         return Tokens(ids, are_read, extra, chain)
 
 

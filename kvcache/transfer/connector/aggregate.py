@@ -97,8 +97,31 @@ class KVOutputAggregator:
 
     @property
     def remaining_failed_recving(self) -> set[str]:
-        """Requests reported as failed to receive that not all workers have finished receiving."""
+        """Requests reported as failed to receive, and not as finished since by all workers."""
         return set(self._failed_recving)
+
+    def begin_receiving(self, request_id: str) -> None:
+        """Says that the workers begin to receive for this request; for engines that use ids again.
+
+        A failure that a worker named after the last `finished_recving` of the id, too late, is dropped.
+        Without this call it counts for the next use of the id: the reports do not say which use they
+        mean. TypeError for an id that is no string. ValueError, with nothing changed, where reports on
+        an earlier use are missing, or no output has carried them yet.
+        """
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id is {request_id!r}: expected a string")
+        left = self._remaining_recving.get(request_id)
+        if left is not None:
+            raise ValueError(
+                f"request {request_id!r} is being received, and {left} reports are missing: expected "
+                "finished_recving of an earlier use first"
+            )
+        if self._pending is not None and request_id in self._pending.recving:
+            raise ValueError(
+                f"request {request_id!r} was received, and no output has said so yet: expected "
+                "another call of aggregate first"
+            )
+        self._failed_recving.discard(request_id)
 
     def register_rule(self, name: str, rule: Rule) -> None:
         """Says how to merge an attribute of an engine's own reports that `KVConnectorOutput` lacks.
@@ -136,7 +159,8 @@ class KVOutputAggregator:
           came. An id counts once per report. Reports are counted, not workers: if a worker names a
           request again in a later call, that counts again.
         - A request is in `failed_recving` of the call in which it is in `finished_recving`, if any
-          worker has named it there by then.
+          worker has named it there by then. One named later counts for the next use of the id, unless
+          `begin_receiving` is called.
         - Reports are merged in the order of workers. A worker's `expected_finished_count` holds from its
           own report on, for requests that are new.
         - Statistics are added up by type: `kv_connector_stats` is their sum, or `{type: sum}` where

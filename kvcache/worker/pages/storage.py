@@ -398,6 +398,8 @@ class KVStorage:
         is None where V has no elements (MLA without a rotary part).
         """
         cache = self.key_cache(layer)
+        given = key if value is None else value
+        _check_tensors(key=key, value=given, slot_mapping=slot_mapping)
         if value is None:
             value = key[:, :, :0]
         scales = self._scales(layer, key.dtype)
@@ -413,6 +415,7 @@ class KVStorage:
         `dtype`: the dtype of the result, for fp8 storage (values are multiplied by the scales); default
         the storage's.
         """
+        _check_tensors(slot_mapping=slot_mapping)
         shape = (len(slot_mapping), self.num_kv_heads)
         dtype = self.dtype if dtype is None else _torch_dtype(dtype)
         key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
@@ -426,6 +429,7 @@ class KVStorage:
         self, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
         """As `write`, for all layers: key, value [num_layers, n, num_kv_heads, (v_)head_size]."""
+        _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
         slots = self._of_tokens(slot_mapping)
         for layers, *caches in self._stacks():
             scales = self._scales(layers, key.dtype)
@@ -438,6 +442,7 @@ class KVStorage:
 
         For offloading single tokens. One launch where layers lie at equal distances.
         """
+        _check_tensors(slot_mapping=slot_mapping)
         dtype = self.dtype if dtype is None else _torch_dtype(dtype)
         shape = (self.num_layers, len(slot_mapping), self.num_kv_heads)
         key = torch.empty((*shape, self.head_size), dtype=dtype, device=self.device)
@@ -512,10 +517,17 @@ class KVStorage:
         return integer(layer, "layer", most=self.num_layers - 1)
 
 
+def _check_tensors(**arguments: object) -> None:
+    """TypeError for an argument that is no tensor, ValueError for one without a dimension."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} has type {type(value).__name__}: expected a tensor")
+        if value.ndim == 0:
+            raise ValueError(f"{name} has 0 dimensions: expected 1 or more")
+
+
 def _torch_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    """A dtype as it is, or by its name. TypeError or ValueError."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
+    """A dtype that caches have, given as that or by its name. TypeError or ValueError."""
     return getattr(torch, dtype_name(dtype, ELEMENT_BYTES))
 
 

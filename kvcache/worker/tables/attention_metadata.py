@@ -13,7 +13,7 @@ from kvcache.worker.tables.block_table import BlockTable
 from kvcache.worker.tables.buffer import HostDeviceBuffer
 from kvcache.worker.tables.multi_group import MultiGroupBlockTable
 from kvcache.worker.tables.table_layout import TableLayout
-from kvcache.worker.tables.table_set import host_tensor
+from kvcache.worker.tables.table_set import host_tensor, is_on_device
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
 MAX_CACHED_VIEWS = 64  # batch sizes whose views are kept: making them costs more than the launch
@@ -212,7 +212,7 @@ class AttentionMetadataBuilder:
         given = {"query_lens": query_lens, "seq_lens": seq_lens}
         if rows is not None:
             given["rows"] = rows
-        elsewhere = [isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given.values()]
+        elsewhere = [is_on_device(x) for x in given.values()]
         if any(elsewhere) and not all(elsewhere):
             names = [name for name, there in zip(given, elsewhere) if not there]
             raise ValueError(f"{' and '.join(names)} is on the cpu: expected all on one device")

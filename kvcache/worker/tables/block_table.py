@@ -214,6 +214,51 @@ class BlockTable:
         """
         return self._tables.slots_of(req_indices, positions, query_start_loc, self._group)
 
+    def state_pages(
+        self,
+        req_indices: np.ndarray | torch.Tensor,
+        num_tokens: np.ndarray | torch.Tensor,
+        num_drafts: np.ndarray | torch.Tensor,
+    ) -> torch.Tensor:
+        """Pages of a step's recurrent states: int32[n, 1 + num_speculative_blocks].
+
+        Row req_indices[i] has num_tokens[i] tokens when the step has run, of which the last
+        num_drafts[i] are drafts (at most `num_speculative_blocks`). A kernel reads the state before the
+        step from page [i, 0], writes the state after the last token that is no draft there, too, and
+        the state after the j-th draft to page [i, j]. Pages behind are the null page.
+
+        Arguments on the host are looked up in the table there, tensors on the device in that of the
+        device. ValueError for a group with slots and, on the host, for more drafts.
+
+        >>> from kvcache import GroupSpec, MultiGroupBlockTable
+        >>> tables = MultiGroupBlockTable.for_groups(
+        ...     [GroupSpec("recurrent", 16, {"num_speculative_blocks": 2})],
+        ...     max_num_reqs=4, max_model_len=64, max_num_batched_tokens=32,
+        ... )
+        >>> tables.add_row([[0, 5, 8, 9]], 0)
+        >>> tables[0].state_pages([0, 0], [20, 19], [2, 0])
+        tensor([[5, 8, 9],
+                [5, 0, 0]], dtype=torch.int32)
+        """
+        if self.layout.has_slots:
+            raise ValueError("the group has a slot mapping: expected one of recurrent states")
+        on_device = isinstance(num_tokens, torch.Tensor) and num_tokens.device.type != "cpu"
+        table = self.block_table.gpu if on_device else self.block_table.cpu
+        rows, num_tokens, num_drafts = (
+            torch.as_tensor(each, device=table.device).long()
+            for each in (req_indices, num_tokens, num_drafts)
+        )
+        most = self.layout.num_speculative_blocks
+        if not on_device and (num_drafts > most).any():
+            raise ValueError(
+                f"num_drafts is {num_drafts.tolist()}: expected at most {most}, num_speculative_blocks"
+            )
+        index = torch.arange(1 + most, device=table.device)
+        tokens_per_block = self.block_size * self.layout.world_size
+        columns = ((num_tokens - num_drafts - 1) // tokens_per_block)[:, None] + index
+        pages = table[rows[:, None], columns.clamp(0, table.shape[1] - 1)]
+        return pages.masked_fill_(index > num_drafts[:, None], 0)
+
     def commit_slot_mapping(self, num_tokens: int) -> None:
         """Uploads the slot mapping: what lies behind `num_tokens` is -1 on the device too."""
         self._tables.commit_slots(num_tokens, self._group)

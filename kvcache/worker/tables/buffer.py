@@ -10,6 +10,7 @@ import torch
 
 from kvcache.worker.swap.streams import PolledEvent
 
+_HUGE_PAGE = 1 << 21  # bytes
 _MOST_IN_HUGE_PAGES = 1 << 26  # bytes
 
 
@@ -70,9 +71,14 @@ class HostDeviceBuffer:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros in memory that asks for huge pages, as numpy's large arrays do: rows are read all over it.
     Not where so much memory would hardly be touched."""
-    if math.prod(shape) * dtype.itemsize > _MOST_IN_HUGE_PAGES:
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not _HUGE_PAGE <= num_bytes <= _MOST_IN_HUGE_PAGES:
         return torch.zeros(shape, dtype=dtype)
-    return torch.from_numpy(np.zeros(shape, torch.empty(0, dtype=dtype).numpy().dtype))
+    # Whole huge pages: those that an array covers in part are small ones.
+    size = -(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE
+    memory = np.zeros(size + _HUGE_PAGE, np.uint8)
+    first = -memory.ctypes.data % _HUGE_PAGE
+    return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)
 
 
 def device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -30,11 +30,11 @@ class MultiGroupBlockTable:
     `[g]` is group g's `BlockTable`. Widths are `max(ceil(max_model_len / (block_size * world size)),
     1 + num_speculative_tokens)` allocation blocks, or `max_num_blocks[g]`. Per group: `kernel_sizes`
     (a list of candidates; one list serves all groups), `slot_mapping=False` (recurrent state has no
-    slots), `replicated=True` (held whole by every context-parallel worker), `windows` (tokens that a
-    query sees, None for all), `encoder=True` (holds an encoder's tokens, for cross-attention: calls for
-    all groups leave its slots alone), `circular=True` (its columns, `max_num_blocks[g]`, are written
-    round: the token at position p is in column `p // block_size % columns`). Everything else as for
-    `BlockTable`.
+    slots), `num_speculative_blocks` (so many columns more, for states after drafts), `replicated=True`
+    (held whole by every context-parallel worker), `windows` (tokens that a query sees, None for all),
+    `encoder=True` (holds an encoder's tokens, for cross-attention: calls for all groups leave its slots
+    alone), `circular=True` (its columns, `max_num_blocks[g]`, are written round: the token at position p
+    is in column `p // block_size % columns`). Everything else as for `BlockTable`.
 
     `for_groups` takes all of these from the groups of a plan. Pass arguments by keyword: engines order
     them differently.
@@ -64,6 +64,7 @@ class MultiGroupBlockTable:
         kernel_sizes: Sequence[Sequence[int] | None] | None = None,
         context_parallel: ContextParallel | None = None,
         max_num_blocks: Sequence[int] | None = None,
+        num_speculative_blocks: Sequence[int] | None = None,
         slot_mapping: Sequence[bool] | None = None,
         replicated: Sequence[bool] | None = None,
         windows: Sequence[int | None] | None = None,
@@ -107,6 +108,7 @@ class MultiGroupBlockTable:
         single = per_group(kernel_block_sizes, "kernel_block_sizes", None)
         candidates = per_group(kernel_sizes, "kernel_sizes", None)
         widths = per_group(max_num_blocks, "max_num_blocks", None)
+        spare = per_group(num_speculative_blocks, "num_speculative_blocks", 0)
         with_slots = per_group(slot_mapping, "slot_mapping", True)
         whole = per_group(replicated, "replicated", False)
         seen = per_group(windows, "windows", None)
@@ -121,17 +123,19 @@ class MultiGroupBlockTable:
             tokens = block_size * spread.world_size
             derived = max(-(-max_model_len // tokens), 1 + num_speculative_tokens)
             width = derived if widths[g] is None else widths[g]
+            num_spare = integer(spare[g], f"num_speculative_blocks[{g}]")
             layouts.append(
                 layout_of(
                     block_size,
                     kernel_size_of(block_size, single[g], candidates[g], f"kernel_sizes[{g}]"),
-                    integer(width, f"max_num_blocks[{g}]", least=1),
+                    integer(width, f"max_num_blocks[{g}]", least=1) + num_spare,
                     spread,
                     cp_kv_cache_interleave_size,
                     seen[g],
                     with_slots[g],
                     encoders[g],
                     rounds[g],
+                    num_spare,
                 )
             )
         self._tables = make_table_set(
@@ -213,6 +217,7 @@ class MultiGroupBlockTable:
             kernel_sizes=[kernel_sizes if slots else None for slots in has_slots],
             context_parallel=cp,
             max_num_blocks=widths,
+            num_speculative_blocks=[kind.num_speculative_blocks for kind in kinds],
             slot_mapping=has_slots,
             replicated=[group.replicated for group in groups],
             windows=[None if kind.pages == "circular" else kind.window for kind in kinds],

@@ -23,6 +23,7 @@ class TableLayout:
     has_slots: bool = True
     is_encoder: bool = False  # its positions are those of an encoder's tokens
     is_circular: bool = False  # its columns are written round
+    num_speculative_blocks: int = 0  # of max_num_blocks: columns for states after drafts
 
     @property
     def ratio(self) -> int:
@@ -99,6 +100,7 @@ def layout_of(
     has_slots: bool,
     is_encoder: bool = False,
     is_circular: bool = False,
+    num_speculative_blocks: int = 0,
 ) -> TableLayout:
     """A group's table, from what its arguments say, the sizes already checked but for two."""
     interleave = integer(interleave, "cp_kv_cache_interleave_size", least=1)
@@ -121,6 +123,7 @@ def layout_of(
         flag(has_slots, "slot_mapping"),
         flag(is_encoder, "encoder"),
         flag(is_circular, "circular"),
+        num_speculative_blocks,
     )
 
 

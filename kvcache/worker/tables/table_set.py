@@ -12,7 +12,7 @@ from kvcache import ops
 from kvcache.checks import flag, integer
 from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS, ContextParallel
-from kvcache.step import StepPlan
+from kvcache.step import StepPlan, check_plan
 from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
 from kvcache.worker.tables.table_layout import TableLayout
 
@@ -174,6 +174,7 @@ class TableSet:
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
         """The table part of a plan, for all groups; an unknown row, an overflow, a column that a row
         has not or an id outside [0, num_blocks) is a ValueError, and nothing is changed."""
+        check_plan(plan)
         self._arena.before_write()
         self._native.apply(
             plan.clear_rows,
@@ -302,6 +303,11 @@ class TableSet:
         group: int = ALL_GROUPS,
     ) -> None:
         """Slots of all groups, or of one, by one launch; see `BlockTable.compute_slot_mapping`."""
+        call = self._slot_calls.get(group)
+        if type(positions) is np.ndarray and call is not None and not self._circular:
+            self._slots.before_write()
+            if self._compute(call.place, rows, positions, query_start_loc):
+                return
         if self._circular and positions is not None:
             if group == ALL_GROUPS:
                 self._check_circular(rows, positions, query_start_loc)
@@ -314,7 +320,7 @@ class TableSet:
     def _check_circular(self, rows: object, positions: object, query_start_loc: object) -> None:
         """Raises for what a circular group refuses on the host, before any group has new slots."""
         given = (rows, positions, query_start_loc)
-        if not any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given):
+        if not any(map(is_on_device, given)):
             for g in self._circular:
                 self.slots_of(*given, g)
 
@@ -326,15 +332,10 @@ class TableSet:
         group: int,
     ) -> None:
         """Of the groups that share a launch, or of one whose positions are places already."""
-        call = self._slot_calls.get(group)
-        if call is not None and type(positions) is np.ndarray:
-            self._slots.before_write()
-            if self._compute(call.place, rows, positions, query_start_loc):
-                return
         if positions is None:
             raise TypeError("positions is missing: expected int64[num_tokens]")
         given = (rows, positions, query_start_loc)
-        on_device = any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in given)
+        on_device = any(map(is_on_device, given))
         if on_device and not self._on_cuda:  # a device without kernels of ours: on the host
             given = (x.cpu() if isinstance(x, torch.Tensor) else x for x in given)
             rows, positions, query_start_loc = given
@@ -532,6 +533,11 @@ def _check_sizes(layouts: Sequence[TableLayout], num_entries: int) -> None:
                 f"group {g} has {layout.tokens_per_column} tokens per block over all ranks: "
                 "expected fewer than 2^31"
             )
+
+
+def is_on_device(value: object) -> bool:
+    """Whether an argument is a tensor that does not lie on the host."""
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def _tensor(values: object, dtype: torch.dtype, name: str) -> torch.Tensor:

@@ -1,0 +1,26 @@
+#include "core/secret_key.h"
+
+#include <unistd.h>
+
+#include <stdexcept>
+
+#if defined(__APPLE__)
+#include <sys/random.h>
+#endif
+
+namespace kvcache {
+
+SecretKey SecretKey::drawn() {
+  SecretKey key;
+  if (getentropy(key.numbers_, sizeof(key.numbers_)) != 0) {
+    throw std::runtime_error("the system gives no random bytes: expected 80 of getentropy");
+  }
+  return key;
+}
+
+const SecretKey& SecretKey::of_process() {
+  static const SecretKey key = drawn();
+  return key;
+}
+
+}  // namespace kvcache

@@ -1,0 +1,49 @@
+// Folds hashes to 64 bits by a key that nobody outside the process knows.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "core/hash.h"
+
+namespace kvcache {
+
+// Who sends tokens can search for those whose hashes begin alike; which of them collide here
+// depends on the key. A fold is a sum of products of 32-bit words, each plus a random number
+// (multilinear hashing, Lemire and Kaser, "Strongly universal string hashing is fast"): over the
+// keys, the upper half of the sums of any two hashes agrees with a probability of 2**-32.
+class SecretKey {
+ public:
+  SecretKey() = default;     // zeros: the same folds in each process, for tests
+  static SecretKey drawn();  // of random bytes of the system; std::runtime_error without any
+  static const SecretKey& of_process();
+
+  uint64_t fold(const Hash& hash, uint8_t group = 0) const {
+    uint32_t words[8];
+    std::memcpy(words, hash.bytes, sizeof(words));
+    uint64_t sum = numbers_[8] + numbers_[9] * group;
+    for (int i = 0; i < 8; i += 2) {
+      sum += (numbers_[i] + words[i]) * (numbers_[i + 1] + words[i + 1]);
+    }
+    // One to one: the lower bits of a sum depend on the lower bits of the words alone.
+    sum ^= sum >> 32;
+    sum *= 0x9E3779B97F4A7C15ull;
+    return sum ^ sum >> 32;
+  }
+
+ private:
+  uint64_t numbers_[10] = {};
+};
+
+// 32 bits of a hash, the same as long as the process lives; different hashes collide with a
+// probability of 2**-32.
+inline uint32_t tag_of(const Hash& hash) {
+  return static_cast<uint32_t>(SecretKey::of_process().fold(hash));
+}
+
+// The same with 64 bits, for hash tables.
+struct HashOf {
+  size_t operator()(const Hash& hash) const { return SecretKey::of_process().fold(hash); }
+};
+
+}  // namespace kvcache

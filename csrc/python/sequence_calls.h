@@ -1,0 +1,198 @@
+// The calls that a scheduler makes for each sequence in each step: what Python objects say of a
+// sequence in, the native manager's answer out.
+//
+// Lists that they answer are kept up to date, not made anew: none of them costs more for a longer
+// sequence.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/groups/cache_group.h"
+#include "core/manager/manager.h"
+#include "python/sequence_objects.h"
+
+namespace kvcache::sequences {
+
+// A sequence that has blocks: its row, its tokens, and how many of them are said to be computed.
+struct AllocatedSequence {
+  int32_t row;
+  py::object tokens;  // kvcache.allocator.sequences.tokens.Tokens
+  bool reads_ids;     // whether its token ids are asked for
+  bool skips_blocks;  // of a prompt longer than the window none are held that its end does not read
+  int64_t num_tokens;   // that have slots
+  int64_t num_prompt;   // of these, when it was allocated
+  int64_t num_cached;   // of the prompt, hits when it was allocated
+  int64_t num_marked;   // the sum of all marks, at most `num_tokens`
+  int64_t num_with_kv;  // of them, after the last mark
+  // Views, made when they are first asked for: its blocks, and those of them that were hits.
+  int64_t num_dropped = 0;  // leading null entries of `table`
+  py::object table, hits;
+  int64_t last_call = 0;  // that named it, of those that name several
+
+  // Tokens that have KV where the marks come to `marked`. Behind the prompt a step may accept
+  // several tokens, whatever its mark says.
+  int64_t num_computed(int64_t marked) const {
+    return marked < num_prompt ? marked : std::max(marked, num_tokens - 1);
+  }
+  // A prompt of these tokens as it begins, in no row yet.
+  static AllocatedSequence begun(const py::object& tokens, int64_t num_cached, bool skips_blocks) {
+    AllocatedSequence out{};
+    out.row = -1;
+    out.tokens = tokens;
+    out.reads_ids = py::cast<bool>(tokens.attr("are_read"));
+    out.skips_blocks = skips_blocks;
+    out.num_tokens = out.num_prompt = static_cast<int64_t>(py::len(tokens.attr("ids")));
+    out.num_cached = out.num_with_kv = num_cached;
+    return out;
+  }
+  // A child as it begins, in no row yet.
+  AllocatedSequence forked(const py::object& child_tokens) const {
+    AllocatedSequence child = *this;
+    child.row = -1;
+    child.tokens = child_tokens;
+    child.table = py::object();
+    child.num_dropped = 0;
+    return child;
+  }
+  void forget_views() {
+    table = hits = py::object();
+    num_dropped = 0;
+  }
+};
+
+// Tokens that a sequence gets slots for.
+struct NewTokens {
+  int64_t size = 0;
+  bool are_read = false;         // else it does not matter which
+  int32_t one = 0;               // where it is one
+  std::vector<int32_t> several;  // else
+
+  const int32_t* data() const {
+    return !are_read ? nullptr : several.empty() ? &one : several.data();
+  }
+};
+
+struct AllocStatuses {
+  py::object ok, later, never;
+};
+
+class SequenceCalls {
+ public:
+  SequenceCalls(const py::object& native, int64_t block_size, std::optional<int64_t> window,
+                bool enable_caching, int64_t watermark_blocks, int64_t max_model_len,
+                const py::tuple& statuses)
+      : owner_(native),
+        native_(py::cast<Manager*>(native)),
+        block_size_(block_size),
+        window_(window),
+        enable_caching_(enable_caching),
+        watermark_blocks_(watermark_blocks),
+        max_model_len_(max_model_len),
+        statuses_{statuses[0], statuses[1], statuses[2]} {}
+
+  const py::dict& allocated() const { return allocated_; }
+
+  // The AllocatedSequence of a sequence; null where it has no blocks.
+  py::object find(py::handle seq) const {
+    const py::object seq_id = seq_id_of(seq);
+    PyObject* known = PyDict_GetItemWithError(allocated_.ptr(), seq_id.ptr());
+    if (known == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    return py::reinterpret_borrow<py::object>(known);
+  }
+  py::object known(py::handle seq) const {
+    py::object found = find(seq);
+    if (!found) fail_unknown(seq);
+    return found;
+  }
+  static AllocatedSequence& value_of(const py::object& known) {
+    auto* instance = reinterpret_cast<py::detail::instance*>(known.ptr());
+    return *static_cast<AllocatedSequence*>(instance->get_value_and_holder().value_ptr());
+  }
+  int64_t num_new(py::handle seq) const {
+    const py::object owner = known(seq);
+    return num_new(seq, value_of(owner));
+  }
+  int64_t num_required(py::handle group, int64_t num_slots) const {
+    int64_t required = ceil_div(num_slots, block_size_);
+    if (window_) required = std::min(required, *window_ / block_size_ + 2);
+    const py::object has_encoder = call_method(group, Names::get().is_encoder_decoder);
+    if (is_true(has_encoder)) {
+      required += ceil_div(encoder_length(group, max_model_len_), block_size_);
+    }
+    return required;
+  }
+
+  // A row with slots for the prompt of `sequences`, (seq_id, Tokens) each, behind a hit, which the
+  // first of them gets and the others share; and one for an encoder, (rows of encoders, request_id,
+  // Tokens of one token, number of tokens) or None, which fits. False, with nothing changed, where
+  // the prompt does not fit.
+  bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
+                 bool skips_blocks, const py::object& encoder);
+  // A row for a child that shares the blocks of `parent`.
+  void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
+  // Whether the sequence had a row, which is free now.
+  bool free_row(const py::object& seq_id);
+  // The pairs that move, (device block, host block) each; None where they do not fit.
+  py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
+
+  // The calls.
+  PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
+  PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
+  PyObject* append_slots(py::handle seq, py::handle num_lookahead_slots) const;
+  PyObject* append_group_slots(py::handle groups, py::handle num_lookahead_slots) const;
+  PyObject* get_block_table(py::handle seq, py::handle) const;
+  PyObject* access_all_blocks_in_seq(py::handle seq, py::handle now) const;
+  PyObject* mark_blocks_as_computed(py::handle group, py::handle token_chunk_size) const;
+  PyObject* get_common_computed_block_ids(py::handle seqs, py::handle) const;
+
+ private:
+  void set_row(const py::object& seq_id, const py::object& owner, int32_t row);
+  void take_encoder_row(const py::tuple& encoder);
+  static bool is_true(const py::object& value) {
+    if (value.ptr() == Py_True || value.ptr() == Py_False) return value.ptr() == Py_True;
+    const int answer = PyObject_IsTrue(value.ptr());
+    if (answer < 0) throw py::error_already_set();
+    return answer != 0;
+  }
+  int64_t num_new(py::handle seq, const AllocatedSequence& known) const {
+    const int64_t num_tokens = length_of(seq);
+    if (num_tokens >= known.num_tokens) return num_tokens - known.num_tokens;
+    throw py::value_error("seq " + repr_of(seq_id_of(seq)) + " has " + std::to_string(num_tokens) +
+                          " tokens: expected " + std::to_string(known.num_tokens) +
+                          " or more, which have slots");
+  }
+  void check_on_device(const AllocatedSequence& known, py::handle seq) const {
+    native_->check_reader();
+    if (native_->is_on_host(known.row)) {
+      check_tier(*native_, known.row, "seq", seq_id_of(seq), /*on_host=*/false);
+    }
+  }
+  int64_t marks_with(const AllocatedSequence& known, int64_t count, py::handle seq) const;
+  // Blocks in which slots `start` to `stop - 1` are.
+  int64_t num_touched_blocks(int64_t start, int64_t stop) const {
+    return stop > start ? (stop - 1) / block_size_ - start / block_size_ + 1 : 0;
+  }
+  void read_ids(const AllocatedSequence& known, py::handle seq, int64_t num_new,
+                NewTokens* out) const;
+  bool take(AllocatedSequence* known, int64_t num_new, const Slots& slots, py::list* pairs) const;
+  void refresh_table(AllocatedSequence* known, int64_t first_written) const;
+  const py::object& hits_of(AllocatedSequence* known) const;
+
+  py::object owner_;  // of `native_`
+  Manager* native_;
+  int64_t block_size_;
+  std::optional<int64_t> window_;
+  bool enable_caching_;
+  int64_t watermark_blocks_, max_model_len_;
+  AllocStatuses statuses_;
+  py::dict allocated_;             // by seq_id
+  mutable int64_t num_calls_ = 0;  // that name several sequences
+};
+
+}  // namespace kvcache::sequences

@@ -1,0 +1,187 @@
+// What the engine's objects say: sequences and groups of `BlockSpaceManager`, asked by CPython's
+// own calls.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/manager/manager.h"
+#include "python/arrays.h"
+
+namespace kvcache::sequences {
+
+inline std::string repr_of(py::handle value) { return py::cast<std::string>(py::repr(value)); }
+
+// Attributes of sequences and groups.
+struct Names {
+  static const Names& get() {
+    static const auto* names = new Names;  // leaked: it must outlive the interpreter
+    return *names;
+  }
+  py::str seq_id = interned("seq_id"), status = interned("status"), name = interned("name");
+  py::str get_len = interned("get_len"), get_token_ids = interned("get_token_ids");
+  py::str get_seqs = interned("get_seqs"), request_id = interned("request_id");
+  py::str is_encoder_decoder = interned("is_encoder_decoder");
+  py::str get_encoder_seq = interned("get_encoder_seq");
+
+ private:
+  static py::str interned(const char* text) {
+    return py::reinterpret_steal<py::str>(PyUnicode_InternFromString(text));
+  }
+};
+
+inline py::object attribute(py::handle of, const py::str& name) {
+  PyObject* value = PyObject_GetAttr(of.ptr(), name.ptr());
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+inline py::object call_method(py::handle of, const py::str& name) {
+  PyObject* const self = of.ptr();
+  PyObject* value =
+      PyObject_VectorcallMethod(name.ptr(), &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  if (value == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(value);
+}
+
+inline py::object seq_id_of(py::handle seq) { return attribute(seq, Names::get().seq_id); }
+
+// `name` says of whose argument an error speaks; called only for one.
+template <class Name>
+int64_t whole_number(py::handle value, Name name, int64_t least, int64_t most) {
+  int64_t number = 0;
+  int overflow = 0;
+  if (PyLong_CheckExact(value.ptr())) {
+    number = PyLong_AsLongLongAndOverflow(value.ptr(), &overflow);
+  } else if (PyBool_Check(value.ptr()) || !PyIndex_Check(value.ptr())) {
+    throw py::type_error(name() + " is " + repr_of(value) + ": expected an integer");
+  } else {
+    const auto index = py::reinterpret_steal<py::object>(PyNumber_Index(value.ptr()));
+    if (!index) throw py::error_already_set();
+    number = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  }
+  if (overflow == 0 && number >= least && number <= most) return number;
+  throw py::value_error(name() + " is " + py::cast<std::string>(py::str(value)) + ": expected " +
+                        std::to_string(least) + " to " + std::to_string(most));
+}
+
+inline int64_t size_argument(py::handle value, const char* name) {
+  return whole_number(value, [=] { return std::string(name); }, 0, kMaxInt32);
+}
+
+inline int64_t length_of(py::handle seq) {
+  const py::object length = call_method(seq, Names::get().get_len);
+  return whole_number(
+      length, [&] { return "get_len() of seq " + repr_of(seq_id_of(seq)); }, 1, kMaxInt32);
+}
+
+[[noreturn]] inline void fail_ids(py::handle seq, int64_t num_ids, int64_t num_tokens) {
+  throw py::value_error("get_token_ids() of seq " + repr_of(seq_id_of(seq)) + " has " +
+                        std::to_string(num_ids) + " tokens: expected " +
+                        std::to_string(num_tokens) + ", as get_len() says");
+}
+
+[[noreturn]] inline void fail_unknown(py::handle seq) {
+  throw py::value_error("seq " + repr_of(seq_id_of(seq)) +
+                        " has no blocks: expected one that was allocated");
+}
+
+inline void check_tier(const Manager& native, int32_t row, const char* what, py::handle name,
+                       bool on_host) {
+  if (native.is_on_host(row) == on_host) return;
+  throw py::value_error(std::string(what) + " " + repr_of(name) +
+                        (on_host ? " is on the device: expected one that is swapped out"
+                                 : " is swapped out: expected one on the device"));
+}
+
+enum class Status { kWaiting, kRunning, kSwapped, kFinished, kOther };
+
+inline Status status_named(PyObject* name) {
+  constexpr std::pair<const char*, Status> kNames[] = {
+      {"WAITING", Status::kWaiting}, {"RUNNING", Status::kRunning}, {"SWAPPED", Status::kSwapped}};
+  for (const auto& [text, status] : kNames) {
+    if (PyUnicode_CompareWithASCIIString(name, text) == 0) return status;
+  }
+  const auto text = py::reinterpret_borrow<py::object>(name);
+  return py::cast<bool>(text.attr("startswith")("FINISHED")) ? Status::kFinished : Status::kOther;
+}
+
+// The status of a sequence, an enum member or text. What members are called does not change: those
+// met before are known.
+inline Status status_of(py::handle seq) {
+  constexpr size_t kMostKnown = 32;  // an engine has one enum
+  static auto* known = new std::vector<std::pair<PyObject*, Status>>;
+  const Names& names = Names::get();
+  const py::object status = attribute(seq, names.status);
+  for (const auto& [member, value] : *known) {
+    if (member == status.ptr()) return value;
+  }
+  if (PyUnicode_CheckExact(status.ptr())) return status_named(status.ptr());
+  const py::object name = py::getattr(status, names.name, status);
+  if (!PyUnicode_Check(name.ptr())) {
+    throw py::type_error("status of seq " + repr_of(seq_id_of(seq)) + " is " + repr_of(status) +
+                         ": expected an enum member or text");
+  }
+  const Status value = status_named(name.ptr());
+  static auto* enum_type = new py::object(py::module_::import("enum").attr("Enum"));
+  if (known->size() < kMostKnown && py::isinstance(status, *enum_type)) {
+    known->emplace_back(status.inc_ref().ptr(), value);
+  }
+  return value;
+}
+
+// The sequences of a group, while Python code may run.
+class Sequences {
+ public:
+  explicit Sequences(py::object seqs)
+      : seqs_(PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())
+                  ? std::move(seqs)
+                  : py::object(py::list(seqs))) {}
+  static Sequences of(py::handle group) {
+    return Sequences(call_method(group, Names::get().get_seqs));
+  }
+  // The next one; null behind the last.
+  py::object next() {
+    if (at_ >= PySequence_Fast_GET_SIZE(seqs_.ptr())) return {};
+    return py::reinterpret_borrow<py::object>(PySequence_Fast_GET_ITEM(seqs_.ptr(), at_++));
+  }
+
+ private:
+  py::object seqs_;
+  py::ssize_t at_ = 0;
+};
+
+[[noreturn]] inline void fail_none(py::handle group, const char* status) {
+  throw py::value_error("seq_group " + repr_of(attribute(group, Names::get().request_id)) +
+                        " has no " + status + " sequence: expected 1 or more");
+}
+
+// The group's sequences of this status, 1 or more.
+inline py::list sequences_with(py::handle group, const py::str& status) {
+  const Status wanted = status_named(status.ptr());
+  Sequences seqs = Sequences::of(group);
+  py::list out;
+  while (const py::object seq = seqs.next()) {
+    if (status_of(seq) == wanted) out.append(seq);
+  }
+  if (out.empty()) fail_none(group, py::cast<std::string>(status).c_str());
+  return out;
+}
+
+inline int64_t encoder_length(py::handle group, int64_t max_model_len) {
+  const py::object encoder = call_method(group, Names::get().get_encoder_seq);
+  const py::object length = call_method(encoder, Names::get().get_len);
+  const int64_t count =
+      whole_number(length, [] { return std::string("get_encoder_seq().get_len()"); }, 0, kMaxInt32);
+  if (count > 0 && count <= max_model_len) return count;
+  throw py::value_error("the encoder of seq_group " +
+                        repr_of(attribute(group, Names::get().request_id)) + " has " +
+                        std::to_string(count) + " tokens: expected 1 to max_model_len, which is " +
+                        std::to_string(max_model_len));
+}
+
+}  // namespace kvcache::sequences

@@ -1,0 +1,128 @@
+// The index alone, with keys that the test knows: what it finds, and how far it looks.
+#include "core/pool/hash_index.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "tests/check.h"
+
+using namespace kvcache;
+
+namespace {
+
+Hash hash_of(const uint32_t (&words)[8]) {
+  Hash hash;
+  std::memcpy(hash.bytes, words, sizeof(words));
+  return hash;
+}
+
+// All of these have one fold under the key of zeros: each product has a factor 0.
+Hash colliding(uint32_t number) { return hash_of({number, 0, 0, number * 77, 1, 0, 0, 0}); }
+
+struct Indexed {
+  explicit Indexed(int num_blocks, const SecretKey& key = {})
+      : blocks(num_blocks), index(blocks.data(), num_blocks, key) {}
+  bool insert(BlockId id, const Hash& hash, uint8_t group = 0) {
+    blocks[id].hash = hash;
+    blocks[id].group = group;
+    return index.insert(id);
+  }
+  std::vector<Block> blocks;
+  HashIndex index;
+};
+
+TEST(what_collides_under_a_known_key_is_spread_by_another) {
+  constexpr int kNum = 20'000;
+  CHECK_EQ(SecretKey().fold(colliding(1)), SecretKey().fold(colliding(2)));
+  Indexed all(kNum + 1);
+  for (BlockId id = 1; id <= kNum; ++id) {
+    CHECK(all.insert(id, colliding(id)));
+    CHECK(all.index.longest_walk() <= HashIndex::kLongestWalk);
+  }
+  for (BlockId id = 1; id <= kNum; ++id) CHECK_EQ(all.index.find(colliding(id), 0), id);
+  CHECK_EQ(all.index.find(colliding(kNum + 1), 0), kNullBlock);
+  CHECK_EQ(all.index.find(colliding(1), 1), kNullBlock);
+  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.index.erase(id));
+  CHECK_EQ(all.index.find(colliding(1), 0), kNullBlock);
+}
+
+TEST(duplicates_stay_together_when_the_key_changes) {
+  constexpr int kNum = 1'000;
+  Indexed all(2 * kNum + 1);
+  for (BlockId id = 1; id <= kNum; ++id) {
+    all.insert(id, colliding(id));
+    CHECK(!all.insert(kNum + id, colliding(id)));
+  }
+  for (BlockId id = 1; id <= kNum; ++id) {
+    CHECK_EQ(all.index.find(colliding(id), 0), id);
+    CHECK(!all.index.erase(id));
+    CHECK_EQ(all.index.find(colliding(id), 0), kNum + id);
+    CHECK(all.index.erase(kNum + id));
+    CHECK_EQ(all.index.find(colliding(id), 0), kNullBlock);
+  }
+}
+
+TEST(walks_of_hashes_that_nobody_chose_are_short) {
+  std::mt19937 random(7);
+  for (const int num_blocks : {2, 12, 1'000, 100'000}) {
+    Indexed all(num_blocks, SecretKey::drawn());
+    for (BlockId id = 1; id < num_blocks; ++id) {
+      uint32_t words[8];
+      for (uint32_t& word : words) word = random();
+      all.insert(id, hash_of(words));
+    }
+    CHECK(all.index.longest_walk() <= HashIndex::kLongestWalk / 2);
+    all.index.clear();
+    CHECK_EQ(all.index.longest_walk(), 1);
+  }
+}
+
+TEST(every_byte_and_the_group_change_a_fold) {
+  const SecretKey key = SecretKey::drawn();
+  for (int byte = 0; byte < 32; ++byte) {
+    Hash hash{};
+    const uint64_t before = key.fold(hash);
+    hash.bytes[byte] = 1;
+    CHECK(key.fold(hash) != before);
+  }
+  CHECK(key.fold({}, 0) != key.fold({}, 1));
+  CHECK(key.fold({}) != SecretKey::drawn().fold({}));
+}
+
+// Few buckets, entries that come and go: every bucket may have entries displaced over it, and only
+// a count ends the search for a hash that is not there.
+TEST(any_order_of_insertions_and_removals_agrees_with_a_map) {
+  for (uint32_t seed = 1; seed <= 200; ++seed) {
+    std::mt19937 random(seed);
+    const int num_blocks = 2 + static_cast<int>(random() % 30);
+    Indexed all(num_blocks, seed % 2 == 0 ? SecretKey() : SecretKey::drawn());
+    std::map<uint32_t, std::vector<BlockId>> model;  // by number of the hash, oldest first
+    std::vector<uint32_t> number_of(num_blocks, 0);
+    const uint32_t num_hashes = 1 + random() % 40;
+    for (int step = 0; step < 300; ++step) {
+      const BlockId id = 1 + static_cast<BlockId>(random() % (num_blocks - 1));
+      if (number_of[id] == 0) {
+        number_of[id] = 1 + random() % num_hashes;
+        std::vector<BlockId>& same = model[number_of[id]];
+        CHECK_EQ(all.insert(id, colliding(number_of[id])), same.empty());
+        same.push_back(id);
+      } else {
+        std::vector<BlockId>& same = model[number_of[id]];
+        same.erase(std::find(same.begin(), same.end(), id));
+        CHECK_EQ(all.index.erase(id), same.empty());
+        number_of[id] = 0;
+      }
+      for (uint32_t number = 1; number <= num_hashes + 1; ++number) {
+        const std::vector<BlockId>& same = model[number];
+        CHECK_EQ(all.index.find(colliding(number), 0), same.empty() ? kNullBlock : same.front());
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST_MAIN()

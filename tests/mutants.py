@@ -1,0 +1,435 @@
+"""Small changes of meaning, each of which the tests of `make test` must notice (`make mutants`).
+
+A mutant is a replacement in one file; `tests.planted_breaks` plants them. The test files that are named
+run first, and where they pass, all others: a mutant survives only if no test notices it.
+
+`SURVIVORS` has those that no test can notice, and why.
+"""
+
+from __future__ import annotations
+
+POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
+GROUPS, EVICTION, HASHING = "csrc/core/groups/", "csrc/core/eviction/", "csrc/core/hashing/"
+WORKER = "csrc/worker/"
+TRANSFER, PY_WORKER = "kvcache/transfer/", "kvcache/worker/"
+
+# By file: its path, the test files that are tried first, and (old, new) of each mutant. `old` stands once
+# in the file.
+_MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
+    (
+        POOL + "block_pool.cpp",
+        "block_pool eviction allocator_random",
+        [
+            ("if (n > num_free_) return false;", "if (n >= num_free_) return false;"),
+            ("num_free_ -= n;\n  if", "if"),
+            ("++block.generation;", ""),
+            ("if (num_cached_ > 0) index_.clear();", ""),
+            ("if (num_free_ != num_total()) return false;", ""),
+            ("  num_evicted_ += n;", "  num_evicted_ += 1;"),
+            ("if (blocks_[ids[j]].ref_count++ > 0) continue;", "continue;"),
+            ("&& !is_cached(block)) {\n      throw", "&& false) {\n      throw"),
+            (
+                "return num_leading < 0 ? n : num_leading;",
+                "return num_leading < 0 ? 0 : num_leading;",
+            ),
+            ("is_cached(block) && block.group != group) {\n      fail", "false) {\n      fail"),
+            ("if (++epoch_ == 0) {", "if (++epoch_ == 1) {"),
+        ],
+    ),
+    (
+        POOL + "hash_index.cpp",
+        "block_pool native",
+        [
+            ("if (bucket.num_displaced == 0) break;\n  }\n  return {b", "break;\n  }\n  return {b"),
+            ("++bucket.num_displaced;", ""),
+            ("--buckets_[passed].num_displaced;", ""),
+            ("blocks_[youngest].younger = id;", ""),
+            ("longest_walk_ = std::max(longest_walk_, walk);", "longest_walk_ = walk;"),
+            ("if (longest_walk_ > most_walk_) draw_new_key();", ""),
+        ],
+    ),
+    (
+        POOL + "block_pool_eviction.cpp",
+        "eviction pinning",
+        [
+            ("for (BlockId other : changed_) update_candidate(other);\n}\n\nvoid", "}\n\nvoid"),
+            ("return id != kNullBlock ? id : passed_.head();", "return passed_.head();"),
+            ("for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);", ""),
+            ("std::swap(passed_, cached_free_);", ""),
+        ],
+    ),
+    (
+        POOL + "block_pool_invalidation.cpp",
+        "manager_life allocator_contents",
+        [
+            ("if (invalid.count(tag_of(block.hash)) != 0) break;", ""),
+            ("if (is_uniform) {", "if (true) {"),
+            ("invalid.roots.count(lineage_[id].root) == 0", "false"),
+        ],
+    ),
+    (
+        POOL + "partial_index.cpp",
+        "groups manager allocator_random",
+        [
+            ("parts_[ends->second.last].younger = at;", ""),
+            ("if (ends->second.first == kNone) by_hash_.erase(ends);", ""),
+        ],
+    ),
+    (
+        GROUPS + "sliding_window.h",
+        "groups specs",
+        [("num_computed_tokens - window_ + 1", "num_computed_tokens - window_ + 2")],
+    ),
+    (
+        GROUPS + "chunked_local.h",
+        "groups specs",
+        [("return num_computed_tokens / chunk_size_ * chunk_size_;", "return 0;")],
+    ),
+    (
+        MANAGER + "prefix_finder.cpp",
+        "groups manager tiers allocator_random",
+        [
+            ("std::max<int64_t>(chain.num_tokens() - 1, 0);", "chain.num_tokens();"),
+            ("if (!group.drafts) return 0;", "return 0;"),
+            ("if (n == first) break;", "break;"),
+            ("while (block >= first_token / bs &&", "while (block > first_token / bs &&"),
+            ("if (group.holds_state() && !with_states) continue;", ""),
+            ("on_host.back().column >= n / group", "on_host.back().column > n / group"),
+            ("step_ = with_partial ? unit_ : whole_unit_;", "step_ = unit_;"),
+        ],
+    ),
+    (
+        MANAGER + "demand.cpp",
+        "manager groups admission allocator_random",
+        [
+            (
+                "num_free - num_new >= supply.num_kept_free",
+                "num_free - num_new > supply.num_kept_free",
+            ),
+            ("&& on.frees_at_once; ++b", "; ++b"),
+            ("num_free -= each[b] == kNullBlock || pool_->ref_count(each[b]) == 0;", ""),
+            ("if (group.is_circular()) from = 0;", ""),
+            ("demand.num_spare -= needs.num_new;", ""),
+            (
+                "num_blocks > pool_->num_total() - watermark_blocks_",
+                "num_blocks > pool_->num_total()",
+            ),
+        ],
+    ),
+    (
+        MANAGER + "row_release.cpp",
+        "manager manager_life allocator_random",
+        [
+            ("if (r.by_step) c_.plan->clear_later(row);", ""),
+            ("if (group.holds_state()) return false;", ""),
+            ("num_tokens % group.block_size != 0 || group", "group"),
+            ("if (c_.host != nullptr) note_onboards(row);", ""),
+            (
+                "each.num_published = std::min(each.num_published, num_tokens / group.block_size);",
+                "",
+            ),
+        ],
+    ),
+    (
+        MANAGER + "row_growth.cpp",
+        "manager groups tiers allocator_random",
+        [
+            ("if (more == 0) c_.pool->evict(&each.blocks.back(), 1);", ""),
+            ("if (!holders_.is_shared(id)) continue;", ""),
+            ("each.source = kNullBlock;\n}", "}"),
+        ],
+    ),
+    (
+        MANAGER + "deferred_frees.cpp",
+        "manager_life allocator_random",
+        [
+            ("fence.step_id = std::min(fence.step_id, steps_->last_issued);", "(void)fence;"),
+            ("std::prev(at)->step_id > step_id) --at;", "false) --at;"),
+            ("if (step_id >= steps_->num_completed) {", "if (step_id > steps_->num_completed) {"),
+        ],
+    ),
+    (
+        MANAGER + "token_intake.cpp",
+        "manager sequences hashing",
+        [
+            ("    take_back_ids(request, request.num_rows);\n", ""),
+            ("    take_back_ids(request, i);\n", ""),
+        ],
+    ),
+    (
+        MANAGER + "session_pins.cpp",
+        "pinning tiers",
+        [
+            ("unpin_all(of_session);", ""),
+            ("break;  // nothing finds what comes behind", "continue;"),
+            ("if (!group.is_cached) continue;", ""),
+        ],
+    ),
+    (
+        MANAGER + "publisher.cpp",
+        "manager groups tiers allocator_random",
+        [
+            ("if (group.may_be_hit(num_passed - 1)) publish_run", "publish_run"),
+            ("c_.journal->note_written(written);", ""),
+            ("if (!c_.host->may_publish(each)) continue;", ""),
+            ("content.parent = first_hash == 0 ?", "content.parent = true ?"),
+        ],
+    ),
+    (
+        MANAGER + "host_tier.cpp",
+        "tiers allocator_random",
+        [
+            ("++counts_.unwritten_blocks;", ""),
+            ("if (!each.is_row) pages_->release(&each.page, 1);", ""),
+            ("if (is_queued_[id] != 0) return;", ""),
+            ("std::reverse(over.begin(), over.end());", ""),
+            ("if (fills.fills(id)) {", "if (false) {"),
+        ],
+    ),
+    (
+        MANAGER + "row_table.cpp",
+        "manager groups allocator_random",
+        [
+            (
+                "rows_[row].admission = ++num_admissions_;",
+                "rows_[row].admission = num_admissions_;",
+            ),
+            ("with_encoder && b-- > 0;", "b-- > 0;"),
+        ],
+    ),
+    (
+        MANAGER + "request_checks.cpp",
+        "manager manager_life external_tokens",
+        [
+            ("if (num_tokens >= 0 && num_tokens <= most) return;", "if (num_tokens >= 0) return;"),
+            ("if (r.num_computed - num_rejected >= kept) return;", "return;"),
+            ("if (!completed) c_.journal->check_may_abort(step_id);", ""),
+            ("check_driver(row, /*by_step=*/true);\n    if (request", "if (request"),
+        ],
+    ),
+    (
+        HASHING + "extra_keys.cpp",
+        "hashing events",
+        [
+            ("const bool has_salt = block == 0 && !", "const bool has_salt = !"),
+            (
+                "items_[i].first + items_[i].length <= start",
+                "items_[i].first + items_[i].length < start",
+            ),
+            (
+                "append_int(&buffer_, items_[i].first - start);",
+                "append_int(&buffer_, items_[i].first);",
+            ),
+        ],
+    ),
+    (
+        HASHING + "token_chain.cpp",
+        "hashing forks manager",
+        [
+            ("if (hashes_.size() > num_full) hashes_.resize(num_full);", "(void)num_full;"),
+            ("extra_keys_ == other.extra_keys_ &&", ""),
+            ("    hashes_.resize(num_known);\n    throw;", "    throw;"),
+        ],
+    ),
+    (
+        WORKER + "host_tables.cpp",
+        "host_tables block_table",
+        [
+            ("empty_row(g, src);", ""),
+            ("const int64_t limit = this->limit(g, -1);", "const int64_t limit = INT32_MAX;"),
+            ("if (n < 0) fail(", "if (false) fail("),
+            ("num_dirty_ids_ = 0;", ""),
+            ("place[2] = static_cast<int32_t>(values);", "place[2] = 0;"),
+        ],
+    ),
+    (
+        WORKER + "host_slots.cpp",
+        "block_table slot_mapping_op",
+        [
+            ("fill(i, num_tokens, filled_[at]);", ""),
+            ("on_device_[at] = one_memory_ ? num_tokens : 0;", "on_device_[at] = num_tokens;"),
+        ],
+    ),
+    (
+        WORKER + "table_view.h",
+        "slot_mapping_op block_table",
+        [
+            (
+                "first_visible = int64_t{first} - window + 1;",
+                "first_visible = int64_t{first} - window;",
+            ),
+            ("return block < 0 ? -1 : block", "return block"),
+            ("if (turn > rank) of_round", "if (turn >= rank) of_round"),
+        ],
+    ),
+    (
+        OPS + "copy_pages.h",
+        "block_copy_op",
+        [("destination < 0 ||\n", "false ||\n")],
+    ),
+    (
+        OPS + "block_copy.h",
+        "block_copy_op pages",
+        [
+            ("if (writer < 0) continue;", "continue;"),
+            ("if (before >= 0) {", "if (false) {"),
+            ("if (up && !crosses(s - 1, d - 1)) {", "if (up) {"),
+            ("run.source = s;", ""),
+        ],
+    ),
+    (
+        OPS + "overlap.h",
+        "token_io_op block_permute_op",
+        [("static_cast<int64_t>(a.element_size()) - 1, budget", "0, budget")],
+    ),
+    (
+        OPS + "table_update.h",
+        "table_update_op",
+        [
+            ("if (idx_mapping.size(0) > num_rows) {", "if (false) {"),
+            (
+                "int64_t{place[0]} + place[1] > num_ids",
+                "int64_t{place[0]} + place[1] > num_ids + 1",
+            ),
+        ],
+    ),
+    (
+        "kvcache/checks.py",
+        "options specs swap worker transfer_blocks",
+        [
+            ("if number is None or isinstance(value, bool):", "if number is None:"),
+            ("if not least <= number <= most:", "if not least <= number:"),
+            ("np.flatnonzero((ids < least) | (ids >= size))", "np.flatnonzero(ids < least)"),
+            ("if len(found) and counts.max() > 1:", "if False:"),
+        ],
+    ),
+    (
+        "kvcache/memory_plan.py",
+        "specs",
+        [
+            ("(self.num_pages - 1) / self", "self.num_pages / self"),
+            ("_SLACK = 1.1", "_SLACK = 2.0"),
+            ("<= budget]", "< budget]"),
+            ("min(budget_bytes // page_bytes, MAX_INT32)", "budget_bytes // page_bytes"),
+            ("return block_size // common * common or block_size", "return block_size"),
+            ("drafts=any(by_name[name].drafts", "drafts=all(by_name[name].drafts"),
+        ],
+    ),
+    (
+        "kvcache/kinds/sliding_window.py",
+        "specs groups",
+        [("return self._window - 1 + step_tokens", "return self._window - 2 + step_tokens")],
+    ),
+    (
+        "kvcache/kinds/recurrent.py",
+        "specs groups",
+        [("return 2", "return 1")],
+    ),
+    (
+        "kvcache/allocator/hashing.py",
+        "hashing",
+        [
+            ('b"\\xf5" if value else b"\\xf4"', 'b"\\xf4" if value else b"\\xf5"'),
+            ("if value < 24:", "if value <= 24:"),
+            ("_head(_NEGATIVE, -1 - number)", "_head(_NEGATIVE, -number)"),
+        ],
+    ),
+    (
+        "kvcache/allocator/request.py",
+        "hashing manager groups tenants",
+        [
+            (
+                'flag(read_cache, "read_cache") and not num_encoder_tokens',
+                'flag(read_cache, "read_cache")',
+            ),
+            ("first + length > MAX_INT32", "first + length > MAX_INT32 + 1"),
+            ("if key is last_key:", "if chain is not None:"),
+        ],
+    ),
+    (
+        "kvcache/allocator/event_stream.py",
+        "events",
+        [
+            ("if first < stop and first + length > start:", "if first < stop:"),
+            ("self.cache_salt is not None and start == 0", "self.cache_salt is not None"),
+            ("return keys if any(keys) else None", "return keys"),
+        ],
+    ),
+    (
+        TRANSFER + "sharding.py",
+        "sharding transfer_plan",
+        [
+            ("reader * len(ranks) // num_readers", "reader % len(ranks)"),
+            (
+                "reader += 0 if rest else cp_rank + (other < stage)",
+                "reader += 0 if rest else cp_rank",
+            ),
+            ("return one.start < other.stop and", "return one.start <= other.stop and"),
+            (
+                "tp_rank * total_num_kv_heads // tp_size",
+                "tp_rank * (total_num_kv_heads // tp_size)",
+            ),
+        ],
+    ),
+    (
+        TRANSFER + "plan/transfer_plan.py",
+        "transfer_plan transfer_fragments transfer_readers",
+        [
+            ("if _num_fragments(received) < _num", "if _num_fragments(received) <= _num"),
+            ("and mine.heads_per_rank > 1", ""),
+            ("bool(mine.all())", "True"),
+            ("if len(differing := np.argwhere(mine != theirs)):", "if differing := []:"),
+            ("min(max(rest - cp_rank * chunk, 0), chunk)", "min(rest, chunk)"),
+        ],
+    ),
+    (
+        TRANSFER + "connector/aggregate.py",
+        "aggregate",
+        [
+            ("remaining.pop(req_id, None)", "remaining.setdefault(req_id, 1)"),
+            ("value = copy.deepcopy(value)  # the sum", "# the sum"),
+            ("return total if added is None else added", "return added"),
+        ],
+    ),
+    (
+        PY_WORKER + "worker.py",
+        "worker worker_order swap",
+        [
+            ("if plan.step_id <= last:", "if plan.step_id < last:"),
+            ("if previous > last:", "if False:"),
+            ("if each.pages is not self.pages:", "if False:"),
+            ("        self._table_set.begin_step()\n", ""),
+            ("if plan.version != PLAN_VERSION:", "if False:"),
+        ],
+    ),
+    (
+        PY_WORKER + "swap/engine.py",
+        "swap swap_streams calibration",
+        [
+            ('self._swap_streams[OUT].last_reading(pages), "released"', 'None, "released"'),
+            ("& (steps[:, 0] == steps[:, 1])", ""),
+            ("if layer < end), job.done", "if layer <= end), job.done"),
+        ],
+    ),
+    (
+        PY_WORKER + "swap/calibration.py",
+        "calibration",
+        [
+            ("(before + size) // 2", "size"),
+            ("if method not in METHODS:", "if False:"),
+            ("if found.machine != machine:", "if False:"),
+        ],
+    ),
+]
+
+# Names of mutants that no test can notice -> why.
+SURVIVORS = {
+    "hash_index.cpp:6": "Nobody knows the key: `make ctest` notices, with one that it knows.",
+}
+
+# (name, path, old, new, test files) each.
+MUTANTS = [
+    (f"{path.rpartition('/')[2]}:{number}", path, old, new, tests)
+    for path, tests, changes in _MUTANTS
+    for number, (old, new) in enumerate(changes, 1)
+]
