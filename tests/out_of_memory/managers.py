@@ -11,6 +11,7 @@ from tests.out_of_memory.trial import Case, Trial
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
 STATE = GroupSpec("recurrent", 4)
+DRAFTS = GroupSpec("recurrent", 4, {"num_speculative_blocks": 2})
 NAMES = "abcdefghi"
 
 
@@ -202,6 +203,26 @@ def _calls(groups: list[GroupSpec], has_host: bool) -> dict[str, Callable[[Manag
     return calls
 
 
+# Of a manager with pages of states for drafts.
+_DRAFT_CALLS: dict[str, Callable[[Managed], object]] = {
+    "step, drafts": lambda s: _draft(s),
+    "step, more drafts": lambda s: s.manager.step(
+        s.rows("ab"), [3, 3], num_rejected_tokens=[1, 0], token_ids=range(5), num_token_ids=[2, 3]
+    ),
+    "reject_tokens, drafts": lambda s: s.manager.reject_tokens(s.requests["a"], 2),
+    "swap out, drafts": lambda s: s.manager.step(swap_out=s.rows("ab")),
+    "free, drafts": lambda s: s.manager.free(*s.of("a", "b")),
+    "report, failed page of drafts": lambda s: s.manager.report(
+        StepReport(4, True, [int(s.manager.block_ids(s.requests["a"], 1)[-1])])
+    ),
+    "abort, drafts": lambda s: s.manager.abort(4),
+}
+
+
+def _draft(s: Managed) -> object:
+    return s.manager.step(s.rows("ab"), [3, 3], token_ids=[7, 8])
+
+
 def _child(s: Managed) -> Request:
     return Request("z", s.requests["a"].token_ids)
 
@@ -236,16 +257,18 @@ _PREPARED: dict[str, Callable[[Managed], object]] = {
         s.requests["g"], 0, num_external_computed_tokens=16, delay_cache_blocks=True
     ),
     "append_slots": lambda s: s.manager.allocate_slots(s.requests["i"], 9),
+    **dict.fromkeys([name for name in _DRAFT_CALLS if name != "step, drafts"], _draft),
 }
 
 
 def _cases(name: str, groups: list[GroupSpec], **options: object) -> list[Case]:
+    calls = _DRAFT_CALLS if DRAFTS in groups else _calls(groups, "num_host_blocks" in options)
     return [
         Case(
             f"KVCacheManager, {name}: {call_name}",
             functools.partial(_trial, groups, options, call, _PREPARED.get(call_name)),
         )
-        for call_name, call in _calls(groups, "num_host_blocks" in options).items()
+        for call_name, call in calls.items()
     ]
 
 
@@ -258,6 +281,9 @@ def manager_families() -> dict[str, Callable[[], list[Case]]]:
         ),
         "manager of three groups": lambda: _cases(
             "three groups", [FULL, WINDOW, STATE], num_host_blocks=60
+        ),
+        "manager with states of drafts": lambda: _cases(
+            "states of drafts", [FULL, DRAFTS], num_host_blocks=60
         ),
     } | {
         f"manager with {policy}": lambda policy=policy: _cases(
