@@ -256,6 +256,16 @@ class Int32Input {
   std::vector<int32_t> copy_;
 };
 
+// The values of several arrays, each a list of its own.
+inline std::vector<std::vector<int32_t>> int32_lists(const py::list& arrays, const char* name) {
+  std::vector<std::vector<int32_t>> out;
+  for (const py::handle& each : arrays) {
+    const Int32Input values(each, name);
+    out.emplace_back(values.data(), values.data() + values.size());
+  }
+  return out;
+}
+
 // [(values[0], values[1]), (values[2], values[3]), ...]
 inline py::list list_of_pairs(const std::vector<int32_t>& values) {
   py::list out(values.size() / 2);

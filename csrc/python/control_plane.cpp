@@ -19,6 +19,7 @@
 #include "core/limits.h"
 #include "core/pool/block_pool.h"
 #include "python/arrays.h"
+#include "python/construct.h"
 #include "python/hashes.h"
 
 namespace kvcache {
@@ -192,43 +193,47 @@ void bind_hashing(py::module_& m) {
   m.def("hash_blocks", &hash_blocks_of, py::arg("token_ids"), py::arg("block_size"),
         py::arg("parent"), py::arg("extras"), py::arg("algorithm"));
 
-  py::class_<TokenIds, std::shared_ptr<TokenIds>>(m, "TokenIds", "Known token ids of one request.")
-      .def(py::init([](const py::object& token_ids, bool takes_placeholders) {
-             auto out = std::make_shared<TokenIds>(takes_placeholders);
-             append_tokens(*out, token_ids);
-             return out;
-           }),
-           py::arg("token_ids"), py::arg("takes_placeholders") = false)
-      .def_static("zeros",
-                  [](int64_t num_tokens) {
-                    auto out = std::make_shared<TokenIds>();
-                    out->append(nullptr, num_tokens);
-                    return out;
-                  })
+  py::class_<TokenIds, std::shared_ptr<TokenIds>> token_ids(m, "TokenIds",
+                                                            "Known token ids of one request.");
+  def_init(
+      token_ids,
+      [](int64_t num_zeros) {
+        auto out = std::make_shared<TokenIds>();
+        out->append(nullptr, num_zeros);
+        return out;
+      },
+      py::kw_only(), py::arg("num_zeros"));
+  def_init(
+      token_ids,
+      [](const py::object& token_ids, bool takes_placeholders) {
+        auto out = std::make_shared<TokenIds>(takes_placeholders);
+        append_tokens(*out, token_ids);
+        return out;
+      },
+      py::arg("token_ids"), py::arg("takes_placeholders") = false)
       .def("append", &append_tokens, py::arg("token_ids"))
       .def("copy", [](const TokenIds& self) { return copy_int32(self.ids()); })
       .def("__len__", &TokenIds::size);
 
-  py::class_<TokenChain, std::shared_ptr<TokenChain>>(
-      m, "TokenChain", "The block hashes of one request for one block size and parent.")
-      .def(py::init([](std::shared_ptr<TokenIds> tokens, int64_t block_size,
-                       const std::string& parent, bool read_cache, bool write_cache,
-                       const py::object& lora, const py::tuple& mm_items,
-                       const py::object& cache_salt, const std::string& embed_digests,
-                       int64_t num_encoder_tokens, const std::string& algorithm,
-                       const py::object& given, const py::object& labels) {
-             const auto num_bytes = static_cast<int64_t>(parent.size());
-             return std::make_shared<TokenChain>(
-                 std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
-                 extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache,
-                 num_encoder_tokens, hash_scheme(algorithm, given, block_size, num_bytes),
-                 labels_of(labels));
-           }),
-           py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
-           py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
-           py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "",
-           py::arg("num_encoder_tokens") = 0, py::arg("algorithm") = "sha256_cbor",
-           py::arg("given") = py::none(), py::arg("labels") = py::none());
+  def_init(
+      py::class_<TokenChain, std::shared_ptr<TokenChain>>(
+          m, "TokenChain", "The block hashes of one request for one block size and parent."),
+      [](std::shared_ptr<TokenIds> tokens, int64_t block_size, const std::string& parent,
+         bool read_cache, bool write_cache, const py::object& lora, const py::tuple& mm_items,
+         const py::object& cache_salt, const std::string& embed_digests, int64_t num_encoder_tokens,
+         const std::string& algorithm, const py::object& given, const py::object& labels) {
+        const auto num_bytes = static_cast<int64_t>(parent.size());
+        return std::make_shared<TokenChain>(
+            std::move(tokens), block_size, hash_of(parent, "parent", num_bytes),
+            extra_keys(lora, mm_items, cache_salt, embed_digests), read_cache, write_cache,
+            num_encoder_tokens, hash_scheme(algorithm, given, block_size, num_bytes),
+            labels_of(labels));
+      },
+      py::arg("tokens"), py::arg("block_size"), py::arg("parent"), py::arg("read_cache"),
+      py::arg("write_cache"), py::arg("lora") = py::none(), py::arg("mm_items") = py::tuple(),
+      py::arg("cache_salt") = py::none(), py::arg("embed_digests") = "",
+      py::arg("num_encoder_tokens") = 0, py::arg("algorithm") = "sha256_cbor",
+      py::arg("given") = py::none(), py::arg("labels") = py::none());
 }
 
 std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::string& eviction,
@@ -244,6 +249,13 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::st
     options[py::cast<std::string>(name)] = py::cast<double>(py::float_(value.cast<py::object>()));
   }
   return std::make_unique<BlockPool>(n, make_eviction_policy(eviction, options, n));
+}
+
+// What a sound pool says of itself.
+template <auto kMethod>
+auto sound(const BlockPool& pool) {
+  pool.check_sound();
+  return (pool.*kMethod)();
 }
 
 // Checked also where the policy does not use them.
@@ -367,12 +379,13 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           "is_pinned",
           [](const BlockPool& self, const py::object& id) {
             const Int32Input array(py::make_tuple(id), "id");
+            self.check_sound();
             return self.is_pinned(array.data()[0]);
           },
           py::arg("id"))
       .def_property_readonly("has_policy", &BlockPool::has_policy)
-      .def_property_readonly("num_pinned", &BlockPool::num_pinned)
-      .def_property_readonly("num_pins_broken", &BlockPool::num_pins_broken,
+      .def_property_readonly("num_pinned", sound<&BlockPool::num_pinned>)
+      .def_property_readonly("num_pins_broken", sound<&BlockPool::num_pins_broken>,
                              "Blocks that were evicted though they were pinned.");
 }
 
@@ -380,7 +393,8 @@ void bind_pool(py::module_& m) {
   py::class_<BlockPool> pool(m, "BlockPool",
                              R"(Which block is free, held and cached; int32 ids, no bytes.
 
-Every call serves its whole batch or changes nothing. Block 0 is the null block: never handed out,
+Every call serves its whole batch or changes nothing. Where memory runs out in the midst of a change
+(MemoryError), the pool is broken, and every later call raises RuntimeError. Block 0 is the null block: never handed out,
 never cached, not counted in `num_total` and `num_free`. Ids out of range, a release of a block that
 is not held, a publish of a free or already published block: ValueError.
 
@@ -394,12 +408,13 @@ default_priority of priority.
 >>> pool.num_free
 4
 )");
-  pool.def(py::init(&make_pool), py::arg("num_blocks"), py::arg("eviction") = "lru",
+  def_init(pool, &make_pool, py::arg("num_blocks"), py::arg("eviction") = "lru",
            py::arg("eviction_options") = py::dict())
       .def(
           "allocate",
           [](BlockPool& self, const py::object& count) -> py::object {
             const int64_t n = int_argument(count, "n");
+            self.check_sound();
             if (n > self.num_free()) return py::none();
             Int32Array out = new_int32(std::max<int64_t>(n, 0));
             self.allocate(n, out.mutable_data());
@@ -452,6 +467,7 @@ default_priority of priority.
             const bool is_prefix = flag_argument(prefix, "prefix");
             const uint8_t g = checked_group(group);
             Int32Array out = new_int32(hash.shape(0));
+            self.check_sound();
             self.lookup(as_hashes(hash), hash.shape(0), g, is_prefix, out.mutable_data());
             return out;
           },
@@ -471,22 +487,34 @@ default_priority of priority.
           [](const BlockPool& self, const py::object& ids) {
             const Int32Input array(ids, "ids");
             Int32Array out = new_int32(array.size());
+            self.check_sound();
             for (py::ssize_t i = 0; i < array.size(); ++i) {
               out.mutable_data()[i] = self.ref_count(array.data()[i]);
             }
             return out;
           },
           py::arg("ids"))
-      .def("check_invariants", &BlockPool::check_invariants, "Walks the whole pool; for tests.")
+      .def("check_invariants", sound<&BlockPool::check_invariants>,
+           "Walks the whole pool; for tests.")
       .def_property_readonly("num_blocks", &BlockPool::num_blocks)
       .def_property_readonly("num_total", &BlockPool::num_total)
-      .def_property_readonly("num_free", &BlockPool::num_free)
-      .def_property_readonly("num_cached", &BlockPool::num_cached)
-      .def_property_readonly("num_evicted", &BlockPool::num_evicted)
-      .def_property_readonly("peak_used", &BlockPool::peak_used)
-      .def_property_readonly("num_bytes", &BlockPool::num_bytes,
+      .def_property_readonly("num_free", sound<&BlockPool::num_free>)
+      .def_property_readonly("num_cached", sound<&BlockPool::num_cached>)
+      .def_property_readonly("num_evicted", sound<&BlockPool::num_evicted>)
+      .def_property_readonly("peak_used", sound<&BlockPool::peak_used>)
+      .def_property_readonly("num_bytes", sound<&BlockPool::num_bytes>,
                              "Bytes of the pool itself when every block was used once.");
   bind_eviction(m, &pool);
+  m.def(
+      "reset_pools",
+      [](const std::vector<BlockPool*>& pools) {
+        for (const BlockPool* pool : pools) {
+          if (pool->num_free() != pool->num_total()) return false;
+        }
+        for (BlockPool* pool : pools) pool->reset();
+        return true;
+      },
+      py::arg("pools"), "Resets all of them, or none: False while any block is held.");
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "core/hashing/sha256.h"
 #include "core/limits.h"
 #include "python/arrays.h"
+#include "python/construct.h"
 #include "python/hashes.h"
 #include "python/plan_type.h"
 #include "python/request_rows.h"
@@ -72,37 +73,47 @@ bool calls_python(const Manager& manager) {
   return false;
 }
 
+template <class Kind>
+auto class_of(py::module_& m, const char* name) {
+  return py::class_<Kind, AttentionKind, std::shared_ptr<Kind>>(m, name);
+}
+
 void bind_kinds(py::module_& m) {
-  py::class_<AttentionKind, PythonKind, std::shared_ptr<AttentionKind>>(m, "AttentionKind")
-      .def(py::init<>())
+  def_init(
+      py::class_<AttentionKind, PythonKind, std::shared_ptr<AttentionKind>>(m, "AttentionKind"),
+      []() -> std::shared_ptr<AttentionKind> { return std::make_shared<PythonKind>(); })
       .def("first_needed_token", &AttentionKind::first_needed_token,
            py::arg("num_computed_tokens"));
-  py::class_<FullAttention, AttentionKind, std::shared_ptr<FullAttention>>(m, "FullAttention")
-      .def(py::init<>());
-  py::class_<SlidingWindow, AttentionKind, std::shared_ptr<SlidingWindow>>(m, "SlidingWindow")
-      .def(py::init([](const py::object& window) {
-             return std::make_shared<SlidingWindow>(int_argument(window, "window"));
-           }),
-           py::arg("window"));
-  py::class_<ChunkedLocal, AttentionKind, std::shared_ptr<ChunkedLocal>>(m, "ChunkedLocal")
-      .def(py::init([](const py::object& chunk_size) {
-             return std::make_shared<ChunkedLocal>(int_argument(chunk_size, "chunk_size"));
-           }),
-           py::arg("chunk_size"));
-  py::class_<CircularWindow, AttentionKind, std::shared_ptr<CircularWindow>>(m, "CircularWindow")
-      .def(py::init([](const py::object& window, const py::object& buffer) {
-             return std::make_shared<CircularWindow>(int_argument(window, "window"),
-                                                     int_argument(buffer, "buffer"));
-           }),
-           py::arg("window"), py::arg("buffer"));
-  py::class_<RecurrentState, AttentionKind, std::shared_ptr<RecurrentState>>(m, "RecurrentState")
-      .def(py::init([](const py::object& num_speculative_blocks) {
-             return std::make_shared<RecurrentState>(
-                 int_argument(num_speculative_blocks, "num_speculative_blocks"));
-           }),
-           py::arg("num_speculative_blocks") = 0);
-  py::class_<CrossAttention, AttentionKind, std::shared_ptr<CrossAttention>>(m, "CrossAttention")
-      .def(py::init<>());
+  def_init(class_of<FullAttention>(m, "FullAttention"),
+           [] { return std::make_shared<FullAttention>(); });
+  def_init(
+      class_of<SlidingWindow>(m, "SlidingWindow"),
+      [](const py::object& window) {
+        return std::make_shared<SlidingWindow>(int_argument(window, "window"));
+      },
+      py::arg("window"));
+  def_init(
+      class_of<ChunkedLocal>(m, "ChunkedLocal"),
+      [](const py::object& chunk_size) {
+        return std::make_shared<ChunkedLocal>(int_argument(chunk_size, "chunk_size"));
+      },
+      py::arg("chunk_size"));
+  def_init(
+      class_of<CircularWindow>(m, "CircularWindow"),
+      [](const py::object& window, const py::object& buffer) {
+        return std::make_shared<CircularWindow>(int_argument(window, "window"),
+                                                int_argument(buffer, "buffer"));
+      },
+      py::arg("window"), py::arg("buffer"));
+  def_init(
+      class_of<RecurrentState>(m, "RecurrentState"),
+      [](const py::object& num_speculative_blocks) {
+        return std::make_shared<RecurrentState>(
+            int_argument(num_speculative_blocks, "num_speculative_blocks"));
+      },
+      py::arg("num_speculative_blocks") = 0);
+  def_init(class_of<CrossAttention>(m, "CrossAttention"),
+           [] { return std::make_shared<CrossAttention>(); });
 }
 
 // An array argument of a step that may be None.
@@ -201,6 +212,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
   request.in_step_hits = static_cast<InStepHits>(in_step_hits);
   const StepPlan& plan = self.step(request);
+  const Soundness::Change change = self.change("step");
   requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
   return as_plan(plan);
 }
@@ -212,13 +224,24 @@ py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
 }
 
 // None where there are no slots, else (row, new block ids per group).
-py::object as_answer(const Slots& slots) {
+py::object as_python(const Slots& slots) {
   if (slots.status != Status::kServed) return py::none();
   return py::make_tuple(slots.row, per_group(slots.new_blocks));
 }
 
-py::tuple as_tuple(const Recompute& recompute) {
+py::object as_python(const Recompute& recompute) {
   return py::make_tuple(recompute.rows, recompute.num_computed_tokens);
+}
+
+py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
+  return pairs ? list_of_pairs(*pairs) : py::object(py::none());
+}
+
+// What a call has answered; an answer that is lost breaks the manager, which has changed.
+template <class Answer>
+py::object answer(Manager& self, const char* call, const Answer& native) {
+  const Soundness::Change change = self.change(call);
+  return as_python(native);
 }
 
 py::object as_tuple(const DurationStats& stats) {
@@ -235,10 +258,6 @@ py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
   if (host == nullptr) return py::none();
   return py::make_tuple(tiers.written_blocks, tiers.unwritten_blocks, tiers.loaded_blocks,
                         tiers.swapped_out_blocks, tiers.swapped_in_blocks, host->num_evicted());
-}
-
-py::object pairs_or_none(const std::optional<std::vector<BlockId>>& pairs) {
-  return pairs ? list_of_pairs(*pairs) : py::object(py::none());
 }
 
 // (total, window, groups, lifetime or None, idle or None, host or None)
@@ -262,7 +281,7 @@ py::tuple stats_of(Manager& self) {
 // (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
 // tokens int32[...], first tokens int32[n], is_reused uint8[n], labels of requests or None)
 py::tuple drained_events(Manager& self) {
-  const EventLog::Drained drained = self.drain_events();
+  const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
   py::array_t<uint8_t> kinds(n), mediums(n), is_reused(n);
   Int32Array groups = new_int32(n), first_tokens = new_int32(n);
@@ -281,14 +300,16 @@ py::tuple drained_events(Manager& self) {
     std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, static_cast<size_t>(num_bytes));
     std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, static_cast<size_t>(num_bytes));
   }
-  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens),
-                        first_tokens, is_reused, labels);
+  py::tuple out = py::make_tuple(kinds, mediums, groups, hashes, parents,
+                                 copy_int32(drained.tokens), first_tokens, is_reused, labels);
+  self.drain_events();  // once the answer is there
+  return out;
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
                    const ReleaseFeatures& features, int64_t after_step = -1,
                    bool keep_blocks = false) {
-  self.check_caller();  // also where there is nothing to free
+  if (!self.is_broken()) self.check_caller();  // also where there is nothing to free
   const RequestRows::Leaving leaving = requests.leaving(named);
   LeavingBlocks blocks;
   blocks.after_step = after_step;
@@ -299,24 +320,27 @@ void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
   requests.forget(leaving);
 }
 
-std::vector<std::vector<BlockId>> computed_blocks(const py::list& computed) {
-  std::vector<std::vector<BlockId>> out;
-  for (const py::handle& each : computed) {
-    const Int32Input ids(each, "computed_blocks");
-    out.emplace_back(ids.data(), ids.data() + ids.size());
-  }
-  return out;
+// What a sound manager says of itself, to any thread.
+template <auto kMethod>
+int64_t sound(const Manager& manager) {
+  manager.check_sound();
+  return (manager.*kMethod)();
 }
 
 }  // namespace
 
 void bind_manager(py::module_& m) {
   bind_kinds(m);
-  py::class_<RequestRows>(m, "RequestRows")
-      .def(py::init<py::dict, py::tuple, int64_t>(), py::arg("rows"), py::arg("chain_key"),
-           py::arg("max_encoder_tokens"));
-  py::class_<Manager>(m, "Manager")
-      .def(py::init<const ManagerOptions&>(), py::arg("options"))
+  def_init(
+      py::class_<RequestRows>(m, "RequestRows"),
+      [](const py::dict& rows, const py::tuple& chain_key, int64_t max_encoder_tokens) {
+        return std::make_unique<RequestRows>(rows, chain_key, max_encoder_tokens);
+      },
+      py::arg("rows"), py::arg("chain_key"), py::arg("max_encoder_tokens"));
+  def_init(
+      py::class_<Manager>(m, "Manager"),
+      [](const ManagerOptions& options) { return std::make_unique<Manager>(options); },
+      py::arg("options"))
       .def("check_caller", &Manager::check_caller)
       .def("set_now", &Manager::set_now)
       .def("hashes",
@@ -406,8 +430,9 @@ void bind_manager(py::module_& m) {
             asked.num_tokens = int_argument(num_tokens, "num_tokens");
             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
             asked.receives = receives;
-            return as_answer(
-                self.allocate(asked, computed_blocks(computed),
+            return answer(
+                self, "allocate_slots",
+                self.allocate(asked, int32_lists(computed, "computed_blocks"),
                               int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
           },
           py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
@@ -424,9 +449,9 @@ void bind_manager(py::module_& m) {
       .def("append",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead_tokens) {
-             return as_answer(
-                 self.append(row, int_argument(num_tokens, "num_tokens"),
-                             int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
+             return answer(self, "append_slots",
+                           self.append(row, int_argument(num_tokens, "num_tokens"),
+                                       int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
            })
       .def("reject",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
@@ -462,13 +487,9 @@ void bind_manager(py::module_& m) {
            [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
              return self.fork(row, child).row;
            })
-      .def("swap_out",
-           [](Manager& self, const std::vector<int32_t>& rows) {
-             return pairs_or_none(self.swap_out(rows));
-           })
       .def("swap_in",
            [](Manager& self, const std::vector<int32_t>& rows) {
-             return pairs_or_none(self.swap_in(rows));
+             return answer(self, "swap_in", self.swap_in(rows));
            })
       .def("is_on_host", &Manager::is_on_host)
       .def("by_step", &Manager::by_step)
@@ -479,24 +500,17 @@ void bind_manager(py::module_& m) {
              const RowSwap::BlocksBack back = self.num_blocks_back(rows, num_slots);
              return py::make_tuple(back.num_taken, back.alone);
            })
-      // n tokens whose ids do not matter (no caching): whether they fit.
-      .def("append_unread",
-           [](Manager& self, int32_t row, int64_t n) {
-             return self.append_known({row, nullptr, n}, /*num_lookahead_tokens=*/0).status ==
-                    Status::kServed;
-           })
-      .def("mark_computed", &Manager::mark_computed)
       .def("access", &Manager::access)
       .def("pin", &Manager::pin)
       .def("unpin", &Manager::unpin)
       .def("abort",
            [](Manager& self, const py::object& step_id) {
-             return as_tuple(self.abort(int_argument(step_id, "step_id")));
+             return answer(self, "abort", self.abort(int_argument(step_id, "step_id")));
            })
       .def("invalidate",
            [](Manager& self, const py::object& ids) {
              const Int32Input array(ids, "ids");
-             return as_tuple(self.invalidate(array.data(), array.size()));
+             return answer(self, "invalidate", self.invalidate(array.data(), array.size()));
            })
       .def("report",
            [](Manager& self, const py::object& step_id, bool completed, const py::object& failed,
@@ -505,9 +519,10 @@ void bind_manager(py::module_& m) {
                const Int32Input array(values, name);
                return std::vector<BlockId>(array.data(), array.data() + array.size());
              };
-             return as_tuple(self.report(int_argument(step_id, "step_id"), completed,
-                                         ids(failed, "failed_pages"),
-                                         ids(failed_on_host, "failed_host_pages")));
+             return answer(self, "report",
+                           self.report(int_argument(step_id, "step_id"), completed,
+                                       ids(failed, "failed_pages"),
+                                       ids(failed_on_host, "failed_host_pages")));
            })
       .def("evict",
            [](Manager& self, const py::object& ids) {
@@ -537,10 +552,10 @@ void bind_manager(py::module_& m) {
       .def("stats", &stats_of)
       .def("drain_events", &drained_events)
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
-      .def_property_readonly("num_rows", &Manager::num_rows)
-      .def_property_readonly("num_fenced", &Manager::num_fenced)
-      .def_property_readonly("num_kept", &Manager::num_kept)
-      .def_property_readonly("num_loading", &Manager::num_loading)
+      .def_property_readonly("num_rows", sound<&Manager::num_rows>)
+      .def_property_readonly("num_fenced", sound<&Manager::num_fenced>)
+      .def_property_readonly("num_kept", sound<&Manager::num_kept>)
+      .def_property_readonly("num_loading", sound<&Manager::num_loading>)
       .def_property_readonly(
           "host", [](Manager& self) { return self.host(); },
           py::return_value_policy::reference_internal)

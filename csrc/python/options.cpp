@@ -12,6 +12,7 @@
 #include "core/eviction/registry.h"
 #include "core/limits.h"
 #include "python/arrays.h"
+#include "python/construct.h"
 
 namespace kvcache {
 namespace {
@@ -53,13 +54,15 @@ std::vector<GroupOptions> groups_of_tuples(const py::list& tuples) {
 }  // namespace
 
 void bind_options(py::module_& m) {
-  py::class_<Eviction>(m, "Eviction")
-      .def(py::init<>())
-      .def(py::init([](const std::string& policy, const std::map<std::string, double>& options) {
-             make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
-             return Eviction{policy, options, /*make=*/{}};
-           }),
-           py::arg("policy"), py::arg("options"))
+  py::class_<Eviction> eviction(m, "Eviction");
+  def_init(eviction, [] { return std::make_unique<Eviction>(); });
+  def_init(
+      eviction,
+      [](const std::string& policy, const std::map<std::string, double>& options) {
+        make_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
+        return std::make_unique<Eviction>(Eviction{policy, options, /*make=*/{}});
+      },
+      py::arg("policy"), py::arg("options"))
       .def_static(
           "for_host",
           [](const std::string& policy, const std::map<std::string, double>& options) {
@@ -74,7 +77,9 @@ void bind_options(py::module_& m) {
       .value("THROUGH", HostWrite::kThrough)
       .value("SELECTIVE", HostWrite::kSelective);
   Binding options(m, "ManagerOptions");
-  options.def(py::init<>()).def("check_optional", &check_optional);
+  def_init(options, [] {
+    return std::make_unique<ManagerOptions>();
+  }).def("check_optional", &check_optional);
   options.def_property("groups", nullptr, [](ManagerOptions& self, const py::list& tuples) {
     // (kind, tokens per block, drafts, cached, transferred) each
     self.groups = groups_of_tuples(tuples);

@@ -1,6 +1,8 @@
 #include "python/sequence_calls.h"
 
 #include <algorithm>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -8,6 +10,97 @@
 #include "python/arrays.h"
 
 namespace kvcache::sequences {
+namespace {
+
+std::shared_ptr<TokenChain> chain_of(const py::handle& tokens) {
+  return py::cast<std::shared_ptr<TokenChain>>(tokens.attr("chain"));
+}
+
+}  // namespace
+
+void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, int32_t row) {
+  value_of(owner).row = row;
+  if (PyDict_SetItem(allocated_.ptr(), seq_id.ptr(), owner.ptr()) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+bool SequenceCalls::take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
+                              bool skips_blocks, const py::object& encoder) {
+  struct New {
+    py::object seq_id, owner;  // of an AllocatedSequence, in no row yet
+    std::shared_ptr<TokenChain> chain;
+  };
+  std::vector<New> all;
+  for (const py::handle& item : sequences) {
+    const auto each = py::cast<py::tuple>(item);
+    const py::object tokens = each[1];
+    AllocatedSequence begun = all.empty()
+                                  ? AllocatedSequence::begun(tokens, num_cached, skips_blocks)
+                                  : value_of(all[0].owner).forked(tokens);
+    all.push_back({each[0], py::cast(std::move(begun)), chain_of(tokens)});
+  }
+  NewRow asked;
+  asked.chain = all[0].chain;
+  asked.num_tokens = value_of(all[0].owner).num_tokens - num_cached;
+  const Slots slots = native_->allocate(asked, int32_lists(hits, "computed_blocks"), 0);
+  if (slots.status != kvcache::Status::kServed) return false;
+  const Soundness::Change change = native_->change("allocate");
+  for (const New& each : all) {
+    const bool is_first = &each == all.data();
+    set_row(each.seq_id, each.owner,
+            is_first ? slots.row : native_->fork(slots.row, each.chain).row);
+  }
+  if (!encoder.is_none()) take_encoder_row(py::cast<py::tuple>(encoder));
+  return true;
+}
+
+// Blocks that a window leaves behind are not held of a prompt, but are of what comes later, and all
+// of an encoder's tokens are read: behind the first they come later.
+void SequenceCalls::take_encoder_row(const py::tuple& encoder) {
+  const auto num_more = py::cast<int64_t>(encoder[3]) - 1;
+  NewRow asked;
+  asked.chain = chain_of(encoder[2]);
+  asked.num_tokens = 1;
+  const Slots slots = native_->allocate(asked, {{}}, num_more);
+  if (slots.status != kvcache::Status::kServed) {
+    throw std::logic_error("an encoder that fits got no slots");
+  }
+  if (num_more > 0) native_->append_known({slots.row, nullptr, num_more}, 0);
+  py::cast<py::dict>(encoder[0])[encoder[1]] = py::int_(slots.row);
+}
+
+void SequenceCalls::fork_row(const py::object& parent, const py::object& seq_id,
+                             const py::object& tokens) {
+  const int32_t row = value_of(parent).row;
+  const py::object child = py::cast(value_of(parent).forked(tokens));
+  const int32_t child_row = native_->fork(row, chain_of(tokens)).row;
+  const Soundness::Change change = native_->change("fork");
+  set_row(seq_id, child, child_row);
+}
+
+bool SequenceCalls::free_row(const py::object& seq_id) {
+  const auto known =
+      py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(allocated_.ptr(), seq_id.ptr()));
+  if (!known) {
+    if (PyErr_Occurred()) throw py::error_already_set();
+    return false;
+  }
+  native_->free(value_of(known).row);
+  if (PyDict_DelItem(allocated_.ptr(), seq_id.ptr()) != 0) throw py::error_already_set();
+  return true;
+}
+
+py::object SequenceCalls::swap_out_rows(const std::vector<int32_t>& rows,
+                                        const py::list& sequences) const {
+  const auto moved = native_->swap_out(rows);
+  if (!moved) return py::none();
+  const Soundness::Change change = native_->change("swap_out");
+  for (const py::handle& each : sequences) {
+    value_of(py::reinterpret_borrow<py::object>(each)).forget_views();
+  }
+  return list_of_pairs(*moved);
+}
 
 PyObject* SequenceCalls::can_allocate(py::handle group, py::handle num_lookahead_slots) const {
   const int64_t lookahead = size_argument(num_lookahead_slots, "num_lookahead_slots");
@@ -83,6 +176,7 @@ void SequenceCalls::read_ids(const AllocatedSequence& known, py::handle seq, int
 bool SequenceCalls::take(AllocatedSequence* known, int64_t num_new, const Slots& slots,
                          py::list* pairs) const {
   if (slots.status != kvcache::Status::kServed) return false;
+  const Soundness::Change change = native_->change("append_slots");
   const int64_t start = known->num_tokens;
   known->num_tokens = start + num_new;
   refresh_table(known, start / block_size_);
@@ -177,6 +271,7 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
   }
   TakenTokens taken(native_, std::move(known_tokens), lookahead);
   py::list pairs;
+  std::optional<Soundness::Change> change;  // from the first sequence that is served on
   size_t num_served = 0, first = 0;
   for (; num_served < ends.size(); first = ends[num_served++]) {
     int64_t num_touched = 0;
@@ -188,9 +283,12 @@ PyObject* SequenceCalls::append_group_slots(py::handle groups,
     for (size_t i = first; i < ends[num_served]; ++i) {
       if (all[i].tokens.size == 0 && lookahead == 0) {
         taken.skip_next();
-      } else if (!take(&value_of(all[i].owner), all[i].tokens.size, taken.append_next(), &pairs)) {
+        continue;
+      }
+      if (!take(&value_of(all[i].owner), all[i].tokens.size, taken.append_next(), &pairs)) {
         throw std::logic_error("slots that fit were not given");
       }
+      if (!change) change.emplace(native_->soundness(), "append_group_slots");
     }
   }
   return py::make_tuple(num_served, pairs).release().ptr();
@@ -288,11 +386,13 @@ PyObject* SequenceCalls::mark_blocks_as_computed(py::handle group,
       more.emplace_back(std::move(owner), num_marked);
     }
   }
+  std::optional<Soundness::Change> change;  // from the first sequence that is marked on
   const auto mark = [&](const std::pair<py::object, int64_t>& each) {
     AllocatedSequence& known = value_of(each.first);
     if (enable_caching_) native_->mark_computed(known.row, known.num_computed(each.second));
     known.num_with_kv = std::max(known.num_with_kv, known.num_computed(each.second));
     known.num_marked = each.second;
+    if (!change) change.emplace(native_->soundness(), "mark_blocks_as_computed");
   };
   if (first.first) mark(first);
   for (const auto& each : more) mark(each);

@@ -40,10 +40,21 @@ struct AllocatedSequence {
   int64_t num_computed(int64_t marked) const {
     return marked < num_prompt ? marked : std::max(marked, num_tokens - 1);
   }
-  // A child as it begins.
-  AllocatedSequence forked(int32_t child_row, const py::object& child_tokens) const {
+  // A prompt of these tokens as it begins, in no row yet.
+  static AllocatedSequence begun(const py::object& tokens, int64_t num_cached, bool skips_blocks) {
+    AllocatedSequence out{};
+    out.row = -1;
+    out.tokens = tokens;
+    out.reads_ids = py::cast<bool>(tokens.attr("are_read"));
+    out.skips_blocks = skips_blocks;
+    out.num_tokens = out.num_prompt = static_cast<int64_t>(py::len(tokens.attr("ids")));
+    out.num_cached = out.num_with_kv = num_cached;
+    return out;
+  }
+  // A child as it begins, in no row yet.
+  AllocatedSequence forked(const py::object& child_tokens) const {
     AllocatedSequence child = *this;
-    child.row = child_row;
+    child.row = -1;
     child.tokens = child_tokens;
     child.table = py::object();
     child.num_dropped = 0;
@@ -113,6 +124,19 @@ class SequenceCalls {
     return required + ceil_div(num_encoder_tokens, block_size_);
   }
 
+  // A row with slots for the prompt of `sequences`, (seq_id, Tokens) each, behind a hit, which the
+  // first of them gets and the others share; and one for an encoder, (rows of encoders, request_id,
+  // Tokens of one token, number of tokens) or None, which fits. False, with nothing changed, where
+  // the prompt does not fit.
+  bool take_rows(const py::list& sequences, const py::list& hits, int64_t num_cached,
+                 bool skips_blocks, const py::object& encoder);
+  // A row for a child that shares the blocks of `parent`.
+  void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
+  // Whether the sequence had a row, which is free now.
+  bool free_row(const py::object& seq_id);
+  // The pairs that move, (device block, host block) each; None where they do not fit.
+  py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
+
   // The calls.
   PyObject* can_allocate(py::handle group, py::handle num_lookahead_slots) const;
   PyObject* can_append_slots(py::handle group, py::handle num_lookahead_slots) const;
@@ -124,6 +148,8 @@ class SequenceCalls {
   PyObject* get_common_computed_block_ids(py::handle seqs, py::handle) const;
 
  private:
+  void set_row(const py::object& seq_id, const py::object& owner, int32_t row);
+  void take_encoder_row(const py::tuple& encoder);
   static bool is_true(const py::object& value) {
     if (value.ptr() == Py_True || value.ptr() == Py_False) return value.ptr() == Py_True;
     const int answer = PyObject_IsTrue(value.ptr());

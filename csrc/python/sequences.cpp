@@ -8,12 +8,14 @@
 #include <array>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <new>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "python/construct.h"
 #include "python/sequence_calls.h"
 
 namespace kvcache::sequences {
@@ -159,19 +161,6 @@ namespace kvcache {
 void bind_sequences(py::module_& m) {
   using namespace sequences;
   py::class_<AllocatedSequence>(m, "AllocatedSequence")
-      .def(py::init(
-               [](int32_t row, const py::object& tokens, int64_t num_cached, bool skips_blocks) {
-                 const auto num_tokens = static_cast<int64_t>(py::len(tokens.attr("ids")));
-                 AllocatedSequence out{};
-                 out.row = row;
-                 out.tokens = tokens;
-                 out.reads_ids = py::cast<bool>(tokens.attr("are_read"));
-                 out.skips_blocks = skips_blocks;
-                 out.num_tokens = out.num_prompt = num_tokens;
-                 out.num_cached = out.num_with_kv = num_cached;
-                 return out;
-               }),
-           py::arg("row"), py::arg("tokens"), py::arg("num_cached"), py::arg("skips_blocks"))
       .def_readonly("row", &AllocatedSequence::row)
       .def_readonly("tokens", &AllocatedSequence::tokens)
       .def_readonly("num_tokens", &AllocatedSequence::num_tokens)
@@ -183,18 +172,26 @@ void bind_sequences(py::module_& m) {
                              [](const AllocatedSequence& self) -> py::object {
                                return self.table ? self.table : py::object(py::none());
                              })
-      .def_property_readonly("hits",
-                             [](const AllocatedSequence& self) -> py::object {
-                               return self.hits ? self.hits : py::object(py::none());
-                             })
-      .def("forked", &AllocatedSequence::forked)
-      .def("forget_views", &AllocatedSequence::forget_views);
-  py::class_<SequenceCalls>(m, "SequenceCalls")
-      .def(py::init<const py::object&, int64_t, std::optional<int64_t>, bool, int64_t, int64_t,
-                    const py::tuple&>(),
-           py::kw_only(), py::arg("native"), py::arg("block_size"), py::arg("sliding_window"),
-           py::arg("enable_caching"), py::arg("watermark_blocks"), py::arg("max_model_len"),
-           py::arg("statuses"))
+      .def_property_readonly("hits", [](const AllocatedSequence& self) -> py::object {
+        return self.hits ? self.hits : py::object(py::none());
+      });
+  def_init(
+      py::class_<SequenceCalls>(m, "SequenceCalls"),
+      [](const py::object& native, int64_t block_size, std::optional<int64_t> window,
+         bool enable_caching, int64_t watermark_blocks, int64_t max_model_len,
+         const py::tuple& statuses) {
+        return std::make_unique<SequenceCalls>(native, block_size, window, enable_caching,
+                                               watermark_blocks, max_model_len, statuses);
+      },
+      py::kw_only(), py::arg("native"), py::arg("block_size"), py::arg("sliding_window"),
+      py::arg("enable_caching"), py::arg("watermark_blocks"), py::arg("max_model_len"),
+      py::arg("statuses"))
+      .def("_take_rows", &SequenceCalls::take_rows, py::arg("sequences"), py::arg("hits"),
+           py::arg("num_cached"), py::arg("skips_blocks"), py::arg("encoder"))
+      .def("_fork_row", &SequenceCalls::fork_row, py::arg("parent"), py::arg("seq_id"),
+           py::arg("tokens"))
+      .def("_free_row", &SequenceCalls::free_row, py::arg("seq_id"))
+      .def("_swap_out_rows", &SequenceCalls::swap_out_rows, py::arg("rows"), py::arg("sequences"))
       .def_property_readonly("_allocated", &SequenceCalls::allocated)
       .def("_known", &SequenceCalls::known)
       .def("_num_new",

@@ -2,6 +2,7 @@
 #include <deque>
 
 #include "python/arrays.h"
+#include "python/construct.h"
 #include "worker/host_slots.h"
 #include "worker/host_tables.h"
 
@@ -70,7 +71,7 @@ py::sequence per_group(const py::object& value, const char* name) {
 
 void apply(HostTables& self, const py::object& clear_rows, const py::object& append_rows,
            const py::object& splits_of_groups, const py::object& ids_of_groups,
-           const py::object& replace_of_groups, const py::object& num_blocks) {
+           const py::object& replace_of_groups, const py::object& num_blocks, HostSlots* slots) {
   const py::sequence append_splits = per_group(splits_of_groups, "append_splits");
   const py::sequence append_ids = per_group(ids_of_groups, "append_ids");
   const py::sequence replace = per_group(replace_of_groups, "replace");
@@ -98,6 +99,7 @@ void apply(HostTables& self, const py::object& clear_rows, const py::object& app
   }
   self.apply(clear.data(), clear.size(), append.data(), append.size(), ragged, replacements,
              int_argument(num_blocks, "num_blocks"));
+  if (slots != nullptr) slots->begin_step();
 }
 
 using Int64Array = py::array_t<int64_t, py::array::c_style>;
@@ -215,11 +217,10 @@ void commit_slots(HostSlots& self, int64_t place, const py::object& num_tokens) 
 }
 
 void bind_slots(py::module_& m) {
-  py::class_<HostSlots>(m, "HostSlots")
-      .def(py::init(&make_host_slots), py::arg("tables"), py::arg("counts"), py::arg("num_rows"),
-           py::arg("groups"), py::arg("num_shared"), py::arg("slots"), py::arg("num_slots"),
-           py::arg("one_memory"), py::keep_alive<1, 2>(), py::keep_alive<1, 3>(),
-           py::keep_alive<1, 7>())
+  def_init(py::class_<HostSlots>(m, "HostSlots"), &make_host_slots, py::arg("tables"),
+           py::arg("counts"), py::arg("num_rows"), py::arg("groups"), py::arg("num_shared"),
+           py::arg("slots"), py::arg("num_slots"), py::arg("one_memory"), py::keep_alive<1, 2>(),
+           py::keep_alive<1, 3>(), py::keep_alive<1, 7>())
       .def("compute", &compute_slots)
       .def("slots_of", &slots_of)
       .def("commit", &commit_slots)
@@ -232,18 +233,20 @@ void bind_slots(py::module_& m) {
 
 void bind_worker(py::module_& m) {
   bind_slots(m);
-  py::class_<HostTables>(m, "HostTables")
-      .def(py::init(
-               [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
-                 std::vector<TableGroup> groups = table_groups(fields);
-                 int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
-                 for (const TableGroup& group : groups) size += num_rows * group.width;
-                 return std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
-                                                     std::move(groups), track);
-               }),
-           py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
-           py::keep_alive<1, 2>())
-      .def("apply", &apply)
+  def_init(
+      py::class_<HostTables>(m, "HostTables"),
+      [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
+        std::vector<TableGroup> groups = table_groups(fields);
+        int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
+        for (const TableGroup& group : groups) size += num_rows * group.width;
+        return std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
+                                            std::move(groups), track);
+      },
+      py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
+      py::keep_alive<1, 2>())
+      .def("apply", &apply, py::arg("clear_rows"), py::arg("append_rows"), py::arg("append_splits"),
+           py::arg("append_ids"), py::arg("replace"), py::arg("num_blocks"),
+           py::arg("slots") = nullptr)
       .def("append_row",
            [](HostTables& self, int64_t group, const py::object& row, const py::object& block_ids,
               bool reset) {

@@ -1,6 +1,7 @@
 #include "core/manager/call_guard.h"
 
 #include <functional>
+#include <new>
 #include <string>
 #include <thread>
 
@@ -48,6 +49,33 @@ TEST(a_call_that_throws_is_over) {
     const CallGuard::Scope scope(&guard);
     throw std::runtime_error("refused");
   } catch (const std::runtime_error&) {
+  }
+  guard.check_caller();
+}
+
+TEST(a_change_that_an_exception_leaves_breaks_it) {
+  CallGuard guard;
+  {
+    const Soundness::Change change(&guard.soundness(), "free");
+  }
+  guard.check_caller();
+  try {
+    const Soundness::Change outer(&guard.soundness(), "step");
+    const Soundness::Change inner(&guard.soundness(), "allocate");
+    throw std::bad_alloc();
+  } catch (const std::bad_alloc&) {
+  }
+  CHECK_THROWS(guard.check_caller(), "the manager is broken: memory ran out within `step`");
+  CHECK_THROWS(guard.check_reader(), "make a new one");
+  CHECK_THROWS(Soundness::Change(&guard.soundness(), "free"), "is broken");
+}
+
+TEST(a_change_within_the_handling_of_an_error_breaks_nothing) {
+  CallGuard guard;
+  try {
+    throw std::bad_alloc();
+  } catch (const std::bad_alloc&) {
+    const Soundness::Change change(&guard.soundness(), "free");
   }
   guard.check_caller();
 }

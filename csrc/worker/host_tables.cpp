@@ -208,6 +208,7 @@ void HostTables::append_row(int64_t g, int64_t row, const int32_t* ids, int64_t 
     if (ids[i] >= 0 && ids[i] < limit) continue;
     fail("block_ids[" + str(i) + "] is " + str(ids[i]) + ": expected 0 to " + str(limit - 1));
   }
+  reserve_notes(2, 0);
   if (reset) empty_row(g, row);
   append(g, row, ids, n);
 }
@@ -246,6 +247,7 @@ void HostTables::swap(int64_t g, int32_t src, int32_t tgt) {
 void HostTables::move_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group) {
   check_rows(src, n, "src");
   check_rows(tgt, n, "tgt");
+  reserve_notes(3 * n * num_groups(), 0);
   for_groups(group, [&](int64_t g) {
     for (int64_t i = 0; i < n; ++i) move(g, src[i], tgt[i]);
   });
@@ -254,6 +256,7 @@ void HostTables::move_rows(const int32_t* src, const int32_t* tgt, int64_t n, in
 void HostTables::swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, int64_t group) {
   check_rows(src, n, "src");
   check_rows(tgt, n, "tgt");
+  reserve_notes(2 * n * num_groups(), 0);
   for_groups(group, [&](int64_t g) {
     for (int64_t i = 0; i < n; ++i) swap(g, src[i], tgt[i]);
   });
@@ -261,6 +264,7 @@ void HostTables::swap_rows(const int32_t* src, const int32_t* tgt, int64_t n, in
 
 void HostTables::clear_rows(const int32_t* rows, int64_t n, int64_t group) {
   check_rows(rows, n, "rows");
+  reserve_notes(n * num_groups(), 0);
   for_groups(group, [&](int64_t g) {
     for (int64_t i = 0; i < n; ++i) empty_row(g, rows[i]);
   });

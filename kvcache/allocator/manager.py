@@ -73,7 +73,9 @@ class KVCacheManager:
     passing a request that `allocate_slots` admitted to `step`. All other methods serve both. Blocks
     behind a window become the null block in `block_ids`; only plans list them.
 
-    Every error is a ValueError or TypeError that names the argument, and changes nothing.
+    Every error is a ValueError or TypeError that names the argument, and changes nothing. So does
+    MemoryError, unless memory runs out in the midst of a change: then the manager is broken. Every later
+    call but `free`, which does nothing then, raises RuntimeError and says so; make a new manager.
 
     A manager belongs to the thread that first calls one of its methods (except `stats`, `pool`,
     `block_ids` and `num_computed_tokens`). Calls from another thread, and calls from within another call

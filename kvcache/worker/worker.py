@@ -148,6 +148,8 @@ class Worker:
         )
         # Of the plan that the tables have.
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
+        # The step that is being carried out, or that broke the worker.
+        self._begun: int | None = None
 
     @property
     def last_step_id(self) -> int:
@@ -162,7 +164,8 @@ class Worker:
         one first, or abort its step (`KVCacheManager.abort`). Plans of aborted steps need not come.
 
         A plan that does not fit raises, and changes nothing; so does, with RuntimeError, a plan with
-        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph. Abort the
+        swaps, or any while swaps are under way, on a stream that is captured in a CUDA graph. One that
+        fails in the midst of its moves breaks the worker, and every later plan says so. Abort the
         step of a plan that was refused: the next plan sends what it should have said. Where tables have
         too few rows for the requests, free requests too; a row that the tables have not is empty there,
         so plans may clear it.
@@ -193,7 +196,7 @@ class Worker:
                 self.engine.check_not_captured("Worker.start")
         # On the host only, and checked as a whole: what it refuses has moved no byte yet.
         self.tables.apply(plan, self.pages.num_blocks)
-        self._last_step_id = plan.step_id
+        self._begun = self._last_step_id = plan.step_id
         step = PendingStep(plan.step_id, self.engine, self._earlier())
         if self.engine is not None:
             self.engine.order_after_swap_ins()
@@ -203,9 +206,15 @@ class Worker:
         self._swap_in(moves, step)
         self.tables.commit_updates()
         self._last = step if step.may_wait() else None
+        self._begun = None
         return step
 
     def _check_order(self, plan: StepPlan) -> None:
+        if self._begun is not None:
+            raise RuntimeError(
+                "the worker is broken: memory ran out within `start`, or a launch failed, in "
+                f"the midst of step {self._begun}: make a new one"
+            )
         if type(plan.version) is not int or plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {shown(plan.version)}: expected {PLAN_VERSION}")
         last, previous = self._last_step_id, plan.previous_step_id

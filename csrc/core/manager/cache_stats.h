@@ -1,6 +1,7 @@
 // How much of what was asked for was found: in total, and over the last requests.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <utility>
 #include <vector>
@@ -59,7 +60,12 @@ class CacheStats {
     return out;
   }
 
-  void clear() { *this = CacheStats(block_sizes_, static_cast<int64_t>(recent_.size())); }
+  void clear() {
+    total_ = window_ = {};
+    std::fill(groups_.begin(), groups_.end(), GroupCount{});
+    std::fill(recent_.begin(), recent_.end(), HitCount{});
+    next_ = 0;
+  }
 
  private:
   static void add_to(HitCount* sum, const HitCount& one, int64_t sign) {

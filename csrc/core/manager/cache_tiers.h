@@ -42,6 +42,12 @@ class CacheTiers {
   BlockHolders holders() const { return {&pool_, &frees_, host_.get(), &steps_->plan()}; }
   const Clock& clock() const { return clock_; }
 
+  // Both pools are as sound as their manager.
+  void share(Soundness* soundness) {
+    pool_.share(soundness);
+    if (host_ != nullptr) host_->pages().share(soundness);
+  }
+
   // As Clock says; both pools are notified.
   void set_now(int64_t ms) {
     clock_.set(ms);
@@ -51,6 +57,7 @@ class CacheTiers {
     if (clock_.read()) notify_clock();
   }
 
+  const EventLog::Drained& events() const { return events_.waiting(); }
   EventLog::Drained drain_events() { return events_.drain(); }
   const TierCount& counts() const;
   void clear_counts();  // and residency times

@@ -23,6 +23,7 @@ void CallGuard::check_reader() const {
         "called while another call of this manager has not returned (from within the SHA-256 "
         "fallback, or an attention kind?): expected one call at a time");
   }
+  soundness_.check();
 }
 
 }  // namespace kvcache

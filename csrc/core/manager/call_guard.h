@@ -1,4 +1,4 @@
-// One thread, one call at a time.
+// One thread, one call at a time, of a manager that is sound.
 //
 // A digest or an attention kind that comes from Python may call the manager again, or let another
 // thread run, while a call is under way: both are refused by name.
@@ -6,6 +6,8 @@
 #pragma once
 
 #include <thread>
+
+#include "core/soundness.h"
 
 namespace kvcache {
 
@@ -27,13 +29,18 @@ class CallGuard {
   };
 
   // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
-  // thread, and while a Scope is alive.
+  // thread, while a Scope is alive, and where the manager is broken.
   void check_caller();
 
   // The same without making an owner.
   void check_reader() const;
 
+  Soundness& soundness() { return soundness_; }
+  bool is_broken() const { return soundness_.is_broken(); }
+  void check_sound() const { soundness_.check(); }
+
  private:
+  Soundness soundness_{"manager"};
   std::thread::id owner_;  // of no thread until the first call
   bool in_call_ = false;
 };

@@ -43,11 +43,18 @@ Manager::Manager(const ManagerOptions& options)
               setup_.options),
       recovery_(row_context(setup_, &tiers_, &rows_, &steps_),
                 {setup_.hash_block_size, &publisher_, &release_, &server_}),
-      pins_(&tiers_.pool()) {}
+      pins_(&tiers_.pool()) {
+  tiers_.share(&guard_.soundness());
+}
 
 void Manager::set_now(int64_t ms) {
   check_caller();
   tiers_.set_now(ms);
+}
+
+const EventLog::Drained& Manager::events() {
+  const Call call(this);
+  return tiers_.events();
 }
 
 EventLog::Drained Manager::drain_events() {
@@ -175,6 +182,7 @@ const StepPlan& Manager::step(const StepRequest& request) {
   const std::vector<int64_t> hits = external_hits(request);
   intake_.take_in(request);
   // From here on nothing is refused.
+  const Soundness::Change change = this->change("step");
   steps_.begin();
   steps_.plan().set_parts(request.num_rows, request.num_swap_out_rows);
   const std::vector<bool> have_left = swap_.leave(request);
@@ -225,6 +233,7 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
   checks_.check_places(start, asked.num_tokens + num_lookahead_tokens, "a new request");
   PrefixHit hit = PrefixHit::of_device(num_computed, computed);
   hit.reads = asked.reads();
+  const Soundness::Change change = this->change("allocate_slots");
   return server_.allocate(asked, hit, num_lookahead_tokens);
 }
 
@@ -232,6 +241,7 @@ int64_t Manager::finish_receiving(int32_t row, int64_t num_tokens) {
   const Call call(this);
   checks_.check_receive(row, num_tokens);
   intake_.hash_ahead(*rows_[row].chain, /*reads=*/true);
+  const Soundness::Change change = this->change("finish_receiving");
   recovery_.receive(row, rows_.info(row).num_hit + num_tokens);
   return rows_[row].num_computed;
 }
@@ -240,6 +250,7 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
   const Call call(this);
   checks_.check_append(row, num_tokens, /*least=*/1, num_lookahead_tokens);
   intake_.hash_ahead(*rows_[row].chain, /*reads=*/false);
+  const Soundness::Change change = this->change("append_slots");
   return server_.append(row, num_tokens, num_lookahead_tokens);
 }
 
@@ -282,6 +293,7 @@ void Manager::take_in(const KnownTokens* all, size_t size, int64_t num_lookahead
 }
 
 Slots Manager::append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
+  const Soundness::Change change = this->change("append_slots");
   const Slots slots = server_.append(tokens.row, tokens.n, num_lookahead_tokens);
   if (slots.status != Status::kServed) give_back(tokens);
   return slots;
@@ -302,6 +314,7 @@ Slots Manager::fork(int32_t row, const std::shared_ptr<TokenChain>& child) {
     intake_.hash_filled(row);
     checks_.check_fork(row, *child);  // a digest may call back
   }
+  const Soundness::Change change = this->change("fork");
   return server_.fork(row, child);
 }
 
@@ -324,6 +337,7 @@ std::optional<std::vector<BlockId>> Manager::swap_out(const std::vector<int32_t>
   checks_.check_swap(rows, /*on_host=*/false);
   for (int32_t row : rows) intake_.hash_filled(row);
   checks_.check_swap(rows, /*on_host=*/false);  // a digest may call back
+  const Soundness::Change change = this->change("swap_out");
   return swap_.swap_out(rows);
 }
 
@@ -331,16 +345,19 @@ std::optional<std::vector<BlockId>> Manager::swap_in(const std::vector<int32_t>&
   const Call call(this);
   checks_.check_has_host("swap_in was called");
   checks_.check_swap(rows, /*on_host=*/true);
+  const Soundness::Change change = this->change("swap_in");
   return swap_.swap_in(rows);
 }
 
 void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& features,
                    const LeavingBlocks& blocks) {
+  if (guard_.is_broken()) return;
   const Call call(this);
   checks_.check_leaving(rows, n, blocks);
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) intake_.hash_filled(rows[i]);
   }
+  const Soundness::Change change = this->change("free");
   for (int64_t i = 0; i < n; ++i) {
     if (!rows_[rows[i]].on_host) publisher_.publish(rows[i]);
     release_.leave(rows[i], features, blocks.departure_of(i));
@@ -350,6 +367,7 @@ void Manager::free(const int32_t* rows, int64_t n, const ReleaseFeatures& featur
 void Manager::release_kept(const std::string& name) {
   const Call call(this);
   checks_.check_kept(name);
+  const Soundness::Change change = this->change("release_blocks");
   tiers_.frees().release_kept(name);
 }
 
@@ -373,6 +391,7 @@ void Manager::mark_computed(int32_t row, int64_t num_tokens) {
     }
   }
   int64_t& num_marked = rows_.info(row).num_marked;
+  const Soundness::Change change = this->change("mark_blocks_as_computed");
   num_marked = std::max(num_marked, std::min(num_tokens, r.num_computed));
   if (!r.on_host) publisher_.publish(row);
 }
@@ -390,6 +409,7 @@ Recompute Manager::report(int64_t step_id, bool completed, const std::vector<Blo
   checks_.check_report(step_id, completed, failed, failed_on_host);
   // Else nothing becomes invalid: most reports.
   if (!completed || !failed.empty() || !failed_on_host.empty()) intake_.hash_rows();
+  const Soundness::Change change = this->change(completed ? "report" : "abort");
   return recovery_.report(step_id, completed, failed, failed_on_host);
 }
 
@@ -399,6 +419,7 @@ Recompute Manager::invalidate(const BlockId* ids, int64_t n) {
   const std::vector<BlockId> invalid(ids, ids + n);
   checks_.check_ids(invalid, "ids");
   intake_.hash_rows();
+  const Soundness::Change change = this->change("invalidate");
   return recovery_.invalidate(invalid, {});
 }
 
@@ -413,13 +434,17 @@ int64_t Manager::take_cached(int32_t row) {
     checks_.check_on_device(row);  // a digest may call back
   }
   const PrefixHit& hit = finder_.find(chain, /*with_partial=*/false, /*with_host=*/false, reads);
-  if (hit.num_tokens > rows_[row].num_computed) recovery_.restart(row);
+  if (hit.num_tokens > rows_[row].num_computed) {
+    const Soundness::Change change = this->change("take_cached");
+    recovery_.restart(row);
+  }
   return rows_[row].num_computed;
 }
 
 bool Manager::reset_prefix_cache() {
   const Call call(this);
   if (tiers_.any_held()) return false;
+  const Soundness::Change change = this->change("reset_prefix_cache");
   recovery_.clear_cache();
   return true;
 }
@@ -431,6 +456,7 @@ bool Manager::reset_group(int64_t group) {
     if (rows_.is_in_use(row) && rows_.blocks(row)[group].num_alive() > 0) return false;
   }
   if (tiers_.host() != nullptr && tiers_.host()->num_onboards() > 0) return false;
+  const Soundness::Change change = this->change("reset_prefix_cache");
   release_.note_forgotten();
   const auto id = static_cast<uint8_t>(group);
   tiers_.pool().evict_group(id);
@@ -440,6 +466,7 @@ bool Manager::reset_group(int64_t group) {
 
 void Manager::start_epoch() {
   const Call call(this);
+  const Soundness::Change change = this->change("start_epoch");
   recovery_.start_epoch();
 }
 

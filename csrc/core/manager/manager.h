@@ -11,7 +11,8 @@
 //
 // A manager belongs to the thread that first uses it. Every call that changes something first
 // checks, then hashes what it will need, then changes: a digest from Python may raise or call back,
-// and nothing may have been changed by then, or be changed by others before the call ends.
+// and nothing may have been changed by then, or be changed by others before the call ends. Where
+// memory runs out after that, the manager is broken, and every later call but `free` says so.
 #pragma once
 
 #include <cstdint>
@@ -60,11 +61,17 @@ class Manager {
   const CacheStats& stats() const { return stats_; }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
+  const EventLog::Drained& events();  // that wait to be drained
   EventLog::Drained drain_events();
 
   // As CallGuard says. All calls up to `check_invariants` check it.
   void check_caller() { guard_.check_caller(); }
   void check_reader() const { guard_.check_reader(); }
+  bool is_broken() const { return guard_.is_broken(); }
+  void check_sound() const { guard_.check_sound(); }
+  // Until it ends, an exception breaks the manager: for what belongs to a call and follows on it.
+  Soundness::Change change(const char* call) { return {soundness(), call}; }
+  Soundness* soundness() { return &guard_.soundness(); }
 
   // The clock of residency times and of eviction policies: milliseconds since any moment, for all
   // calls from now on. Throws where it would go back. Without it, each call that may publish,
@@ -138,8 +145,8 @@ class Manager {
   // order of the calls.
   std::optional<std::vector<BlockId>> swap_out(const std::vector<int32_t>& rows);
   std::optional<std::vector<BlockId>> swap_in(const std::vector<int32_t>& rows);
-  bool is_on_host(int32_t row) const { return rows_.at(row).on_host; }
-  bool by_step(int32_t row) const { return rows_.at(row).by_step; }
+  bool is_on_host(int32_t row) const { return row_at(row).on_host; }
+  bool by_step(int32_t row) const { return row_at(row).by_step; }
   int64_t num_unique_blocks(const std::vector<int32_t>& rows) const;  // that hold KV; of one tier
   // As RowSwap says. 0 slots or more, per row.
   RowSwap::BlocksBack num_blocks_back(const std::vector<int32_t>& rows,
@@ -154,6 +161,7 @@ class Manager {
   // Row after row: publishes what has filled since the row was last served, then releases its
   // blocks, tail first, and the row; the next step's plan clears it, if a step admitted it.
   // `features`: what the caller says of the conversations, for the eviction policy.
+  // A broken manager has nothing to release.
   void free(const int32_t* rows, int64_t n, const ReleaseFeatures& features = {},
             const LeavingBlocks& blocks = {});
   void free(int32_t row, const ReleaseFeatures& features = {}) { free(&row, 1, features); }
@@ -203,14 +211,14 @@ class Manager {
   int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
   int64_t num_kept() const { return tiers_.frees().num_kept(); }
   int64_t num_external(int32_t row) const {  // of a receiving row
-    return rows_.at(row).num_computed - rows_.info(row).num_hit;
+    return row_at(row).num_computed - rows_.info(row).num_hit;
   }
-  bool is_receiving(int32_t row) const { return rows_.at(row).is_receiving; }
+  bool is_receiving(int32_t row) const { return row_at(row).is_receiving; }
   int64_t num_loading() const {  // blocks
     return tiers_.host() == nullptr ? 0 : tiers_.host()->num_onboards();
   }
   const std::vector<BlockId>& blocks(int32_t row, int64_t group) const;
-  int64_t num_computed_tokens(int32_t row) const { return rows_.at(row).num_computed; }
+  int64_t num_computed_tokens(int32_t row) const { return row_at(row).num_computed; }
   // Whether the next plan sends the row's whole table.
   bool must_resend(int32_t row) const {
     rows_.at(row);
@@ -221,6 +229,11 @@ class Manager {
   void check_invariants() const;
 
  private:
+  const Row& row_at(int32_t row) const {
+    check_sound();
+    return rows_.at(row);
+  }
+
   // A call that may change something, or asks what only its thread may ask.
   struct Call {
     explicit Call(Manager* manager) : scope(&manager->guard_) { manager->tiers_.read_clock(); }

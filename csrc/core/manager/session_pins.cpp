@@ -11,9 +11,9 @@ namespace kvcache {
 int64_t SessionPins::pin(const std::string& session, const std::vector<Hash>& hashes,
                          const std::vector<CacheGroup>& groups) {
   std::vector<Pinned> pinned = found(hashes, groups);
-  for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
   forget_dead_sessions();
-  std::vector<Pinned>& of_session = pins_[session];
+  std::vector<Pinned>& of_session = pins_[session];  // before anything is pinned: it may throw
+  for (const Pinned& each : pinned) pool_->pin(&each.id, 1);
   unpin_all(of_session);
   of_session = std::move(pinned);
   return static_cast<int64_t>(of_session.size());

@@ -95,6 +95,7 @@ void BlockPool::note_use() { peak_used_ = std::max(peak_used_, num_total() - num
 bool BlockPool::allocate(int64_t n, BlockId* out) {
   if (n < 0) throw std::invalid_argument("n is " + std::to_string(n) + ": expected 0 or more");
   if (n > num_free_) return false;
+  const Soundness::Change change = this->change("allocate");
   int64_t done = std::min<int64_t>(n, num_blocks_ - next_fresh_);
   std::iota(out, out + done, next_fresh_);
   next_fresh_ += static_cast<BlockId>(done);
@@ -122,6 +123,7 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
           named("ids", ids[i]) + ", which is free and not cached: expected a held or cached block");
     }
   }
+  const Soundness::Change change = this->change("retain");
   for (int64_t i = 0; i < n; ++i) {
     if (i + kPrefetchBlocks < n) __builtin_prefetch(&blocks_[ids[i + kPrefetchBlocks]], 1);
     Block& block = blocks_[ids[i]];
@@ -139,6 +141,7 @@ void BlockPool::retain(const BlockId* ids, int64_t n) {
 }
 
 void BlockPool::release(const BlockId* ids, int64_t n) {
+  check_sound();
   const BlockId last = cached_free_.tail();
   for (int64_t i = 0; i < n; ++i) {
     const BlockId ahead = i + kPrefetchBlocks < n ? ids[i + kPrefetchBlocks] : kNullBlock;
@@ -162,30 +165,30 @@ void BlockPool::release(const BlockId* ids, int64_t n) {
     throw std::invalid_argument(named("ids", id) +
                                 " more often than it is held: it was released already");
   }
-  if (candidates_) notify_idle(last);
+  if (!candidates_) return;
+  const Soundness::Change change = this->change("release");
+  notify_idle(last);
 }
 
 void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
   // Marked in a link that unindexed blocks do not use, so that an id that repeats is noticed.
   constexpr BlockId kMarked = -1;
   int64_t i = 0;
-  const auto fail = [&](const std::string& what) {
+  const auto fail = [&](const char* what) {
+    const BlockId id = ids[i];
     while (i-- > 0) blocks_[ids[i]].younger = kNullBlock;
-    throw std::invalid_argument(what);
+    at(id, "ids");  // throws where the id is not of this pool
+    throw std::invalid_argument(named("ids", id) + what);
   };
   for (; i < n; ++i) {
-    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) {
-      fail(named("ids", ids[i]) + ": expected 1 to " + std::to_string(num_blocks_ - 1));
-    }
+    if (ids[i] <= kNullBlock || ids[i] >= num_blocks_) fail("");
     Block& block = blocks_[ids[i]];
-    if (block.ref_count == 0) {
-      fail(named("ids", ids[i]) + ", which is free: expected a held one");
-    }
+    if (block.ref_count == 0) fail(", which is free: expected a held one");
     if (is_indexed(block) || block.younger == kMarked) {
-      fail(named("ids", ids[i]) + ", which is already published");
+      fail(", which is already published");
     }
     if (is_cached(block) && block.group != group) {
-      fail(named("ids", ids[i]) + ", which is published for another group");
+      fail(", which is published for another group");
     }
     block.younger = kMarked;
   }
@@ -196,6 +199,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     index_.prefetch_bucket(content.hash(i), group);
   }
   check_publish(ids, n, group);
+  const Soundness::Change change = this->change("publish");
   for (int64_t i = 0; i < n; ++i) {
     if (i + kPrefetchBlocks < n) {
       index_.prefetch_bucket(content.hash(i + kPrefetchBlocks), group);
@@ -218,6 +222,7 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
 
 void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
   if (events_ == nullptr) return;
+  const Soundness::Change change = this->change("announce");
   for (int64_t i = 0; i < n; ++i) events_->stored(content, i, group, /*is_reused=*/true);
 }
 
@@ -228,6 +233,7 @@ Copied BlockPool::copied(BlockId id, bool is_chain) const {
 
 void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   check_publish(&id, 1, copied.group);
+  const Soundness::Change change = this->change("publish_copy");
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
   if (candidates_) notify_published(id, copied.is_chain);
@@ -244,6 +250,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
   if (is_cached(block) && block.group != group) {
     throw std::invalid_argument(named("id", id) + ", which is published for another group");
   }
+  const Soundness::Change change = this->change("publish_partial");
   if (!is_cached(block)) {
     set_cached(id, group, /*parent=*/0, tag_of(root));
     if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
@@ -275,6 +282,7 @@ int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool pre
 
 void BlockPool::evict(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) at(ids[i], "ids");
+  const Soundness::Change change = this->change("evict");
   for (int64_t i = 0; i < n; ++i) {
     Block& block = blocks_[ids[i]];
     if (!is_cached(block)) continue;
@@ -293,12 +301,14 @@ void BlockPool::evict_group(uint8_t group) {
 }
 
 bool BlockPool::reset() {
+  check_sound();
   if (num_free_ != num_total()) return false;
   clear();
   return true;
 }
 
 void BlockPool::clear() {
+  const Soundness::Change change = this->change("reset");
   if (num_cached_ > 0) index_.clear();
   partial_.clear();
   if (!is_plain_) clear_places();

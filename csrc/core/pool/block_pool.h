@@ -1,8 +1,9 @@
 // The block pool: which block is free, held, cached, and under which hash.
 //
 // Arrays in, arrays out: every method serves a whole batch, and either serves it whole or throws /
-// says no with nothing changed. Knows block ids and 32-byte hashes; no requests, no tokens, no
-// bytes of KV. Plain C++17: no torch, no CUDA, no Python.
+// says no with nothing changed. Where memory runs out for a policy, an event or a partial hash in
+// the midst of a change, the pool is broken (soundness.h). Knows block ids and 32-byte hashes; no
+// requests, no tokens, no bytes of KV. Plain C++17: no torch, no CUDA, no Python.
 #pragma once
 
 #include <cstddef>
@@ -27,6 +28,7 @@
 #include "core/pool/partial_index.h"
 #include "core/pool/residency.h"
 #include "core/secret_key.h"
+#include "core/soundness.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
@@ -150,7 +152,9 @@ class BlockPool {
     if (has_policy()) notify_policy_release(ids, prefix_tokens, n, features);
   }
   void notify_released(const BlockId* ids, int64_t n) {
-    if (has_policy()) candidates_->policy().on_released(ids, n);
+    if (!has_policy()) return;
+    const Soundness::Change change = this->change("release");
+    candidates_->policy().on_released(ids, n);
   }
   // The access that begins now, for `access` of the blocks that had it, at any time later. Throws
   // where `now` is not finite.
@@ -159,7 +163,9 @@ class BlockPool {
     if (access.number > 0 && has_policy()) notify_access(ids, n, access);
   }
   void set_now(int64_t ms) {
-    if (has_policy()) candidates_->policy().set_now(ms);
+    if (!has_policy()) return;
+    const Soundness::Change change = this->change("set_now");
+    candidates_->policy().set_now(ms);
   }
 
   // The log that stored, removed and cleared hashes go to, and the tier that they are said of.
@@ -171,6 +177,10 @@ class BlockPool {
   // Hears of evictions from now on; null: nothing does. Must live as long as the pool is called.
   void set_eviction_listener(EvictionListener* listener) { eviction_listener_ = listener; }
 
+  // The state of an object that this pool is a part of is its own from now on.
+  void share(Soundness* soundness) { soundness_ = soundness; }
+  void check_sound() const { soundness_->check(); }
+
   // How long cached blocks stay, once they are tracked.
   void track_residency();
   Residency* residency() { return residency_.get(); }
@@ -180,6 +190,7 @@ class BlockPool {
   void check_invariants() const;
 
  private:
+  Soundness::Change change(const char* call) { return {soundness_, call}; }
   const Block& at(BlockId id, const char* what) const;
   Block& at(BlockId id, const char* what) {
     return const_cast<Block&>(std::as_const(*this).at(id, what));
@@ -250,6 +261,8 @@ class BlockPool {
   std::unique_ptr<Candidates> candidates_;
   std::vector<BlockId> changed_;  // scratch
   std::unique_ptr<Pins> pins_;
+  Soundness own_{"pool"};
+  Soundness* soundness_ = &own_;
 };
 
 }  // namespace kvcache

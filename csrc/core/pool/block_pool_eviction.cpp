@@ -81,6 +81,7 @@ void BlockPool::pin(const BlockId* ids, int64_t n) {
     pins_ = std::make_unique<Pins>(num_blocks_);
     is_plain_ = false;
   }
+  const Soundness::Change change = this->change("pin");
   for (int64_t i = 0; i < n; ++i) {
     pins_->add(ids[i]);
     update_candidate(ids[i]);
@@ -97,6 +98,7 @@ void BlockPool::unpin(const BlockId* ids, int64_t n) {
     for (int64_t j = 0; j < i; ++j) pins_->add(ids[j]);
     fail(ids[i], "not pinned that often: expected a pinned block");
   }
+  const Soundness::Change change = this->change("unpin");
   bool is_back = false;
   for (int64_t i = 0; i < n; ++i) {
     if (has_pin(blocks_[ids[i]])) continue;
@@ -119,6 +121,7 @@ void BlockPool::notify_hit(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     if (!is_cached(at(ids[i], "ids"))) fail(ids[i], "not cached: expected a cached block");
   }
+  const Soundness::Change change = this->change("hit");
   candidates_->policy().on_hit(ids, n);
 }
 
@@ -146,6 +149,7 @@ void BlockPool::notify_policy_release(const BlockId* ids, const int64_t* prefix_
                                   ": expected 0 to 100");
     }
   }
+  const Soundness::Change change = this->change("notify_release");
   candidates_->policy().on_release(ids, prefix_tokens, n, features);
 }
 
@@ -153,11 +157,14 @@ Access BlockPool::begin_access(double now) {
   if (!std::isfinite(now)) {
     throw std::invalid_argument("now is " + std::to_string(now) + ": expected a finite number");
   }
-  return has_policy() ? candidates_->policy().begin_access(now) : Access{};
+  if (!has_policy()) return {};
+  const Soundness::Change change = this->change("access");
+  return candidates_->policy().begin_access(now);
 }
 
 void BlockPool::notify_access(const BlockId* ids, int64_t n, const Access& access) {
   check_ids(ids, n);
+  const Soundness::Change change = this->change("access");
   candidates_->policy().on_access(ids, n, access);
 }
 

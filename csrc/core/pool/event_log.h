@@ -39,24 +39,25 @@ class EventLog {
     const int64_t num_tokens = content.tokens_per_block;
     event.first_token = content.first_token + i * num_tokens;
     if (content.labels != nullptr) event.labels = *content.labels;
-    drained_.events.push_back(std::move(event));
+    waiting_.events.push_back(std::move(event));
     if (content.tokens != nullptr) {
       const int32_t* tokens = content.tokens + i * num_tokens;
-      drained_.tokens.insert(drained_.tokens.end(), tokens, tokens + num_tokens);
+      waiting_.tokens.insert(waiting_.tokens.end(), tokens, tokens + num_tokens);
     }
   }
   void stored_on_host(const Hash& hash, uint8_t group) {
-    drained_.events.push_back({Kind::kStored, group, Tier::kHost, hash});
+    waiting_.events.push_back({Kind::kStored, group, Tier::kHost, hash});
   }
   void removed(const Hash& hash, uint8_t group, Tier tier) {
-    drained_.events.push_back({Kind::kRemoved, group, tier, hash});
+    waiting_.events.push_back({Kind::kRemoved, group, tier, hash});
   }
-  void cleared(Tier tier) { drained_.events.push_back({Kind::kCleared, 0, tier, Hash{}}); }
+  void cleared(Tier tier) { waiting_.events.push_back({Kind::kCleared, 0, tier, Hash{}}); }
 
-  Drained drain() { return std::exchange(drained_, {}); }
+  const Drained& waiting() const { return waiting_; }
+  Drained drain() { return std::exchange(waiting_, {}); }
 
  private:
-  Drained drained_;
+  Drained waiting_;
 };
 
 }  // namespace kvcache

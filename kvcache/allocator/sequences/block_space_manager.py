@@ -61,7 +61,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
     cross-attention table under its `request_id`; it neither takes hits nor is cached.
 
     Copy the pairs (source, destination) that calls return in the order of the calls. Every error is a
-    ValueError or TypeError and changes nothing. A manager belongs to the thread that first uses it.
+    ValueError or TypeError and changes nothing; MemoryError in the midst of a change breaks the manager,
+    as it does a `KVCacheManager`. A manager belongs to the thread that first uses it.
 
     >>> class Prompt:
     ...     seq_id, status = 0, "WAITING"
@@ -152,6 +153,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
 
     def allocate(self, seq_group: SequenceGroupLike) -> None:
         """Blocks for the group's prompt, shared by its WAITING sequences, and for its encoder."""
+        self._native.check_caller()
         seqs = core.sequences_with(seq_group, WAITING)
         # The KV of a decoder depends on the encoder's input: others cannot use it.
         has_encoder = core.has_encoder(seq_group)
@@ -159,55 +161,51 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         # From here on nothing is asked of the engine's objects twice: they could answer otherwise.
         seq_ids, request_id = [core.seq_id_of(seq) for seq in seqs], core.request_id_of(seq_group)
         self._check_new(seq_group, request_id, seqs, seq_ids, reads_ids)
-        if has_encoder:
-            first = self._allocate_with_encoder(seq_group, request_id, seqs[0])
-        elif reads_ids:
-            first = self._allocate_behind_hit(seqs[0])
+        if reads_ids:
+            tokens = self._tokens.read(seqs[0])
         else:
-            first = self._allocate_plain(core.length_of(seqs[0]))
-        if first is None:
+            tokens = self._tokens.unread(core.length_of(seqs[0]))
+        new = [(seq_ids[0], tokens)]
+        new += [(seq_id, self._tokens.copy_of(tokens)) for seq_id in seq_ids[1:]]
+        if has_encoder:
+            num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
+            fits = self._take_with_encoder(request_id, num_encoder_tokens, new)
+        elif reads_ids:
+            fits = self._take_behind_hit(new)
+        else:
+            fits = self._take(new, [NO_IDS], 0)
+        if not fits:
             what = f"seq_group {request_id!r} does not fit"
             fail_to_fit(what, self._pool.num_free, "can_allocate")
-        self._admit(seq_ids[0], first)
-        for seq_id in seq_ids[1:]:
-            self._fork(first, seq_id, self._tokens.copy_of(first.tokens))
+        for seq_id in seq_ids:
+            self._tokens.forget(seq_id)
 
-    def _allocate_plain(self, num_tokens: int) -> core.AllocatedSequence | None:
-        return self._row_for(self._tokens.unread(num_tokens), [NO_IDS], 0)
+    def _take_behind_hit(self, new: list[tuple[object, Tokens]]) -> bool:
+        hits, num_cached = self._hit_of(new[0][1])
+        if self._take(new, hits, num_cached):
+            return True
+        # With a window, more is held behind a hit than without.
+        return bool(num_cached) and self._take(new, [NO_IDS], 0)
 
-    def _allocate_behind_hit(self, seq: SequenceLike) -> core.AllocatedSequence | None:
-        tokens = self._tokens.read(seq)
-        hits, num_cached = self._hit_of(tokens)
-        known = self._row_for(tokens, hits, num_cached)
-        if known is None and num_cached:
-            # With a window, more is held behind a hit than without.
-            return self._row_for(tokens, [NO_IDS], 0)
-        return known
+    def _take_with_encoder(
+        self, request_id: object, num_encoder_tokens: int, new: list[tuple[object, Tokens]]
+    ) -> bool:
+        if self._num_required(len(new[0][1].ids), num_encoder_tokens) > self._pool.num_free:
+            return False
+        return self._take(new, [NO_IDS], 0, self._cross.new_row(request_id, num_encoder_tokens))
 
-    def _allocate_with_encoder(
-        self, seq_group: SequenceGroupLike, request_id: object, seq: SequenceLike
-    ) -> core.AllocatedSequence | None:
-        num_encoder_tokens = core.encoder_length(seq_group, self.max_model_len)
-        num_tokens = core.length_of(seq)
-        if self._num_required(num_tokens, num_encoder_tokens) > self._pool.num_free:
-            return None
-        known = self._allocate_plain(num_tokens)
-        if known is not None:
-            self._cross.allocate(request_id, num_encoder_tokens)
-        return known
-
-    def _row_for(
-        self, tokens: Tokens, hits: list, num_cached: int
-    ) -> core.AllocatedSequence | None:
-        """A row of these tokens behind a hit; None where it does not fit."""
-        num_tokens = len(tokens.ids)
-        answer = self._native.allocate(tokens.chain, num_tokens - num_cached, hits, 0)
-        if answer is None:
-            return None
+    def _take(
+        self,
+        new: list[tuple[object, Tokens]],
+        hits: list,
+        num_cached: int,
+        encoder: tuple | None = None,
+    ) -> bool:
+        """Rows of these sequences, by seq_id, behind a hit; False where they do not fit."""
+        num_tokens = len(new[0][1].ids)
         num_skipped = num_skipped_blocks(num_tokens, self.block_size, self.sliding_window)
-        return core.AllocatedSequence(
-            answer[0], tokens, num_cached, bool(num_skipped and not num_cached)
-        )
+        skips_blocks = bool(num_skipped and not num_cached)
+        return self._take_rows(new, hits, num_cached, skips_blocks, encoder)
 
     # Growth ----------------------------------------------------------------------------------------
 
@@ -245,6 +243,7 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         checked and, with caching, `extra_hash()` and the last `block_size` of those tokens. The caller
         promises that all earlier tokens are the parent's too.
         """
+        self._native.check_caller()
         parent = self._known(parent_seq)
         child_id = core.seq_id_of(child_seq)
         if child_id in self._allocated:
@@ -252,11 +251,8 @@ class BlockSpaceManager(SequenceSwaps, SequenceCaching):
         parent_id = core.seq_id_of(parent_seq)
         core.check_tier(self._native, parent.row, "parent_seq", parent_id, on_host=False)
         tokens = self._tokens.of_child(child_seq, parent.tokens, parent.num_tokens)
-        self._fork(parent, child_id, tokens)
-
-    def _fork(self, parent: core.AllocatedSequence, child_id: object, tokens: Tokens) -> None:
-        row = self._native.fork(parent.row, tokens.chain)
-        self._admit(child_id, parent.forked(row, tokens))
+        self._fork_row(parent, child_id, tokens)
+        self._tokens.forget(child_id)
 
     # Checks ----------------------------------------------------------------------------------------
 

@@ -126,8 +126,4 @@ class SequenceCaching(SequenceTables):
         pools = [self._pool] if "gpu" in names else []
         if "cpu" in names and self._host is not None:
             pools.append(self._host)
-        if any(pool.num_free != pool.num_total for pool in pools):
-            return False
-        for pool in pools:
-            pool.reset()
-        return True
+        return core.reset_pools(pools)

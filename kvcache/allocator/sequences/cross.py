@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvcache.allocator.sequences.tokens import TokenSource
 from kvcache.native.load import core
-from kvcache.step import NO_IDS
 
 
 class CrossTables:
@@ -43,14 +42,9 @@ class CrossTables:
                 "free_cross first"
             )
 
-    def allocate(self, request_id: object, num_tokens: int) -> None:
-        """A table for so many tokens, which are known to fit."""
-        # Blocks that a window leaves behind are not held of a prompt, but are of what comes later, and
-        # all of an encoder's tokens are read.
-        row, _ = self._native.allocate(self._tokens.unread(1).chain, 1, [NO_IDS], num_tokens - 1)
-        if num_tokens > 1:
-            self._native.append_unread(row, num_tokens - 1)
-        self._rows[request_id] = row
+    def new_row(self, request_id: object, num_tokens: int) -> tuple:
+        """A table for so many tokens, as `_take_rows` takes it."""
+        return self._rows, request_id, self._tokens.unread(1), num_tokens
 
     def free(self, request_id: object) -> None:
         """No-op where there is none."""

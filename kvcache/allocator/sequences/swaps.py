@@ -27,12 +27,11 @@ class SequenceSwaps(SequenceTables):
         """
         self._check_has_host()
         seqs = core.sequences_with(seq_group, RUNNING)
-        pairs = self._native.swap_out(self._rows(seq_group, seqs, on_host=False))
+        rows = self._rows(seq_group, seqs, on_host=False)
+        pairs = self._swap_out_rows(rows, [self._known(seq) for seq in seqs])
         if pairs is None:
             what = f"seq_group {seq_group.request_id!r} does not fit on the host"
             fail_to_fit(what, self._host.num_free, "can_swap_out")
-        for seq in seqs:
-            self._known(seq).forget_views()
         return pairs
 
     def can_swap_in(self, seq_group: SequenceGroupLike, num_lookahead_slots: int) -> AllocStatus:

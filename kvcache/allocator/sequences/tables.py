@@ -72,11 +72,7 @@ class SequenceTables(core.SequenceCalls):
     def free(self, seq: SequenceLike) -> None:
         """Releases a sequence's blocks, on either tier; does nothing for a sequence without blocks."""
         seq_id = core.seq_id_of(seq)
-        known = self._allocated.get(seq_id)
-        if known is not None:
-            self._native.free(known.row)
-            del self._allocated[seq_id]
-        else:
+        if not self._free_row(seq_id):
             self._tokens.forget(seq_id)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
@@ -117,8 +113,3 @@ class SequenceTables(core.SequenceCalls):
             rows.append(row)
         cross = self._cross.row_on(core.request_id_of(seq_group), on_host)
         return rows if cross is None else [*rows, cross]
-
-    def _admit(self, seq_id: object, known: core.AllocatedSequence) -> None:
-        """Only what was asked of the sequence before counts: it is not asked again."""
-        self._allocated[seq_id] = known
-        self._tokens.forget(seq_id)

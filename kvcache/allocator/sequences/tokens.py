@@ -45,7 +45,7 @@ class TokenSource:
 
     def unread(self, num_tokens: int) -> Tokens:
         """So many tokens, whichever they are; they neither take hits nor leave any."""
-        return self._make(core.TokenIds.zeros(num_tokens), False, None)
+        return self._make(core.TokenIds(num_zeros=num_tokens), False, None)
 
     def copy_of(self, tokens: Tokens) -> Tokens:
         """The same tokens, which then go on by themselves."""

@@ -307,14 +307,14 @@ class SwapEngine:
             self._after(begin, other.last_writing(pairs[:, 0]), "done")
             self._after(begin, other.last_reading(pairs[:, 1]), "released")
             self._carry(direction, swap_stream, job, method)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             job.fail(error)
         # The event comes after everything that was launched, also of a job that failed half-way.
         try:
             if job.error is not None and staging is not None:
                 staging.join()
             job.done = streams.record(end)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             job.fail(error)
         job.released = job.released or job.done
         swap_stream.add(job)

@@ -97,8 +97,10 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
         if len(out_of_range):
             i, j = out_of_range[0]
             raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
-    array = np.ascontiguousarray(array, np.int32)
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    # Copied: torch ends the process where memory runs out within `from_numpy`.
+    tensor = torch.empty(array.shape, dtype=torch.int32)
+    tensor.numpy()[:] = array
+    return tensor
 
 
 def _merged(source: Pages, destination: Pages, by_layer: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -183,8 +183,8 @@ class TableSet:
             plan.append_ids,
             plan.replace,
             num_blocks,
+            self._host_slots,
         )
-        self._host_slots.begin_step()
         self._changed(ALL_GROUPS)
 
     def begin_step(self) -> None:

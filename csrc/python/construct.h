@@ -1,0 +1,47 @@
+// Constructors of Python classes that stand where memory runs out.
+//
+// Where pybind11 has no memory to register an object that it has just made, it frees it twice, or
+// ends the process. Here the object is freed once, and MemoryError is raised.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <utility>
+
+namespace kvcache {
+
+namespace py = pybind11;
+
+template <class Make, class Signature = py::detail::function_signature_t<Make>>
+class Constructor;
+
+template <class Make, class Holder, class... Args>
+class Constructor<Make, Holder(Args...)> {
+ public:
+  explicit Constructor(Make make) : make_(std::move(make)) {}
+
+  void operator()(py::detail::value_and_holder& self, Args... args) const {
+    Holder made = make_(std::forward<Args>(args)...);
+    self.value_ptr() = made.get();
+    try {
+      self.type->init_instance(self.inst, &made);
+    } catch (...) {
+      self.value_ptr() = nullptr;
+      throw;
+    }
+  }
+
+ private:
+  Make make_;
+};
+
+// As `def(py::init(make), extra...)`; `make` returns what the class is held by (std::unique_ptr, or
+// std::shared_ptr).
+template <class Class, class Make, class... Extra>
+Class def_init(Class of, Make make, const Extra&... extra) {
+  of.def("__init__", Constructor<Make>(std::move(make)), py::detail::is_new_style_constructor(),
+         extra...);
+  return of;
+}
+
+}  // namespace kvcache
