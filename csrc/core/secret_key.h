@@ -1,4 +1,4 @@
-// Folds hashes to 64 bits by a key that nobody outside the process knows.
+// Folds hashes to 64 bits by a key that only this process knows.
 #pragma once
 
 #include <cstdint>

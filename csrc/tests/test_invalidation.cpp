@@ -125,7 +125,7 @@ TEST(a_row_that_left_is_followed_by_its_hashes) {
   const Invalidation invalid = f.failed({20});
   CHECK(invalid.limits().empty());
   CHECK(invalid.blocks() == Ids({ids[0], ids[1], 20}));
-  CHECK_EQ(invalid.chains().roots.count(hashes[0].tag()), 1);
+  CHECK_EQ(invalid.chains().roots.count(tag_of(hashes[0])), 1);
 }
 
 TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
@@ -141,7 +141,7 @@ TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {
   CHECK(f.failed({}, {pages[1]}).limits() == Limits({{0, 4}}));
   const Invalidation invalid = f.failed({ids[0]});
   CHECK(invalid.limits() == Limits({{0, 0}}));
-  CHECK_EQ(invalid.chains().hashes.count(hash_of(50).tag()), 1);  // the page is not used again
+  CHECK_EQ(invalid.chains().hashes.count(tag_of(hash_of(50))), 1);  // the page is not used again
 }
 
 TEST(a_swapped_row_starts_anew_where_a_page_of_it_is_invalid) {
