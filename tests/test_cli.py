@@ -189,7 +189,10 @@ def test_requests_of_the_published_trace_verify_with_a_window(capsys, num_reques
             "'sliding_window:block_size=8': options of kind 'sliding_window' are {}: expected window=N",
         ),
         ("chunked_local:size=3", "'chunked_local' are {'size': 3}: expected chunk_size=N"),
-        ("recurrent:window=3", "options of kind 'recurrent' are {'window': 3}: expected none"),
+        (
+            "recurrent:window=3",
+            "'recurrent' are {'window': 3}: expected [num_speculative_blocks=N]",
+        ),
         ("sliding_window:window=0", "'sliding_window:window=0': window is 0: expected 1 to"),
         (
             "sliding_window:window=x",
