@@ -1,5 +1,5 @@
-// To be preloaded: `operator new` that throws std::bad_alloc at the n-th call after fail_new_at(n), in
-// the thread that asked for it. n < 0: never.
+// To be preloaded: `operator new` that throws std::bad_alloc at the n-th call after fail_new_at(n),
+// in the thread that asked for it. n < 0: never.
 #include <cstdlib>
 #include <new>
 
@@ -14,7 +14,8 @@ void* allocate(std::size_t size, std::size_t alignment) {
     throw std::bad_alloc();
   }
   // aligned_alloc takes multiples of the alignment only.
-  const std::size_t rounded = alignment == 0 ? size : (size + alignment - 1) / alignment * alignment;
+  const std::size_t rounded =
+      alignment == 0 ? size : (size + alignment - 1) / alignment * alignment;
   void* const memory =
       alignment == 0 ? std::malloc(size == 0 ? 1 : size) : std::aligned_alloc(alignment, rounded);
   if (memory == nullptr) throw std::bad_alloc();

@@ -98,7 +98,7 @@ def pairs_tensor(pairs: np.ndarray | torch.Tensor) -> torch.Tensor:
             i, j = out_of_range[0]
             raise ValueError(f"pairs[{i}] has page {array[i, j]}: expected int32")
     # Copied: torch ends the process where memory runs out within `from_numpy`.
-    tensor = torch.empty(array.shape, dtype=torch.int32)
+    tensor = torch.empty(array.shape, dtype=torch.int32, device="cpu")
     tensor.numpy()[:] = array
     return tensor
 
