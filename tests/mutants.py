@@ -428,7 +428,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 # Names of mutants that no test can notice -> why.
 SURVIVORS = {
-    "hash_index.cpp:6": "Tests in Python do not know the key: `make ctest` notices, with one that it knows.",
+    "hash_index.cpp:6": "Python does not know the key: `make ctest` notices, with one that it knows.",
 }
 
 # (name, path, old, new, test files) each.

@@ -264,7 +264,7 @@ def main() -> int:
         print(*(f"{d.name}: {d.path}: {d.old}  ->  {d.new}" for d in defects), sep="\n")
         return 0
     # A text that is gone is found before anything is built.
-    stale = [problem for problem in map(_problem, defects) if problem]
+    stale = [text for text in map(problem, defects) if text]
     if stale:
         print(*stale, sep="\n")
         return 1
@@ -303,7 +303,8 @@ def _is_caught(defect: Defect, tries_others: bool) -> bool:
     return verdict == "caught"
 
 
-def _problem(defect: Defect) -> str | None:
+def problem(defect: Defect) -> str | None:
+    """What keeps a defect from being planted, if anything."""
     path = REPO / defect.path
     if not path.is_file():
         return f"{defect.name}: {defect.path} is not there"
