@@ -477,6 +477,9 @@ class ModelManager:
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free() - reserved
         is_alone = self.pool.num_free() == self.num_blocks - 1
+        # Other chunks may take what is kept free for new rows, and what was copied from.
+        room_later = self.pool.num_free()
+        room_later -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits)
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
         room, encoder, most, most_new, start = free - self.watermark, 0, 0, 0, num_hit
         while start < len(request.tokens):
@@ -515,7 +518,7 @@ class ModelManager:
         has_row = len(self.rows) < self.max_num_reqs
         if most > self.num_blocks - 1:
             return NEVER, first_count <= self.num_blocks - 1 and not (has_row and first_new <= room)
-        fits = has_row and most_new <= room
+        fits = has_row and first_new <= room and most_new <= room_later
         return SERVED if fits else WAIT, not (has_row and first_new <= room)
 
     def would_extend(self, row, count, lookahead):
@@ -595,6 +598,8 @@ class ModelManager:
                     self._note_dropped(state, load["group"], load["column"], load["device"])
             for g, (group, held) in enumerate(zip(self.groups, state.held)):
                 stop = ceil_div(state.num_computed, group.block_size)
+                if group.pages == STATE:  # with the pages of drafts
+                    stop = held.num_dropped + state.drafts + 1
                 for column, block in enumerate(held.blocks[:stop]):
                     is_found = self.pool.content.get(block, (0, None))[1] is not None
                     is_found &= group.pages != STATE  # it computed blocks before its own, too

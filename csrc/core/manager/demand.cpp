@@ -174,7 +174,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
     // Hits that are free stop being so when this request takes them: they cannot also be its new
     // ones. Those on the host take a free one.
     for (int64_t b = each.num_dropped; b < each.size(); ++b) {
-      num_free -= each[b] == kNullBlock || pool_->ref_count(each[b]) == 0;
+      num_free -= stops_being_free(each[b]);
     }
     num_free -= each.source != kNullBlock && pool_->ref_count(each.source) == 0;
     num_blocks += each.num_alive();
@@ -188,6 +188,11 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
   if (would_grow && is_alone) demand = with_encoder(held, chain, span, {num_free, num_reserved});
   if (!would_grow || num_blocks > pool_->num_total()) demand.status = Status::kNever;
   return demand;
+}
+
+// Whether a hit takes a free block: one without references or, on the host (null), a new one.
+bool DemandRules::stops_being_free(BlockId id) const {
+  return id == kNullBlock || pool_->ref_count(id) == 0;
 }
 
 // The demand of a row that begins, and of its encoder.
@@ -221,9 +226,13 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
 
 Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
                              int64_t num_tokens, const Demand& demand) const {
-  int64_t room = demand.num_spare, most = 0, most_new = 0;
+  // What is kept free for others, and what a hit inside a block is copied from, is there for the
+  // chunks behind the first.
+  int64_t room = pool_->num_free(), most = 0, most_new = 0;
   for (const CacheGroup& group : *groups_) {
-    if (!group.holds_encoder()) room += demand[group].num_new;
+    const RowBlocks& each = held[group.id];
+    if (group.holds_encoder()) room -= num_encoder_blocks(group, chain);
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) room -= stops_being_free(each[b]);
   }
   for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
     span.stop = std::min(span.stop, chain.num_tokens());

@@ -90,6 +90,7 @@ class DemandRules {
 
  private:
   Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free) const;
+  bool stops_being_free(BlockId id) const;
   Demand with_encoder(const RowBlocks* held, const TokenChain& chain, const Span& span,
                       const Supply& supply) const;
   // Whether what leaves a row now is free at once, as no step may still read it.

@@ -25,7 +25,10 @@ void RowRelease::note_left(int32_t row) const {
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (group.holds_encoder()) continue;
-    const int64_t size = c_.rows->num_written(row, group);
+    int64_t size = c_.rows->num_written(row, group);
+    if (group.holds_state()) {  // with the pages of drafts
+      size = std::min(each.num_dropped + (*c_.rows)[row].num_drafts + 1, each.size());
+    }
     // Published blocks are found, unless no hit can read them or one of these has happened.
     const bool may_be_lost =
         !group.keeps_all || has_forgotten_ || c_.host != nullptr || (*c_.rows)[row].has_forked;

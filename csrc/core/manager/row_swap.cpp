@@ -224,7 +224,7 @@ void RowSwap::keep_state_alone(int32_t row, const CacheGroup& group) const {
   if (each.num_alive() <= 1) return;
   const int64_t first = each.num_dropped;
   for (int64_t b = first; b < first + r.num_drafts; ++b) {
-    c_.journal->note_dropped(row, r, first * group.block_size, each[b]);  // had, and not kept
+    c_.note_dropped(row, group, first, each[b]);  // had, and not kept
   }
   const BlockId page = each[first + r.num_drafts];
   each.num_dropped = (r.num_computed - 1) / group.block_size;
