@@ -580,7 +580,7 @@ class ModelManager:
             if self._can_resume(state, limit):
                 self._truncate(state, limit)
             else:
-                self._release_row(state, with_encoder=False)
+                self._let_go(state)
                 self._restart(state)
         self._publish(state)
         return state.num_computed
@@ -588,23 +588,32 @@ class ModelManager:
     def release_kept(self, name):
         self._release(self.kept.pop(name), self.last_issued)
 
+    def _note_left(self, state):
+        for load in self.loads:
+            blocks = state.held[load["group"]].blocks
+            if blocks[load["column"] : load["column"] + 1] == [load["device"]]:
+                self._note_dropped(state, load["group"], load["column"], load["device"])
+        for g, (group, held) in enumerate(zip(self.groups, state.held)):
+            stop = ceil_div(state.num_computed, group.block_size)
+            if group.pages == STATE:  # with the pages of drafts
+                stop = held.num_dropped + state.drafts + 1
+            for column, block in enumerate(held.blocks[:stop]):
+                is_found = self.pool.content.get(block, (0, None))[1] is not None
+                is_found &= group.pages != STATE  # it computed blocks before its own, too
+                if group.pages != ENCODER and block and not is_found:
+                    self._note_dropped(state, g, column, block)
+
+    def _let_go(self, state):
+        """The row starts anew: it holds nothing but its encoder's blocks."""
+        if not state.on_host:
+            self._note_left(state)
+        self._release_row(state, with_encoder=False)
+
     def free(self, row, after_step=None, keep_as=None):
         state = self.rows.pop(row)
         if not state.on_host:
             self._publish(state)
-            for load in self.loads:
-                blocks = state.held[load["group"]].blocks
-                if blocks[load["column"] : load["column"] + 1] == [load["device"]]:
-                    self._note_dropped(state, load["group"], load["column"], load["device"])
-            for g, (group, held) in enumerate(zip(self.groups, state.held)):
-                stop = ceil_div(state.num_computed, group.block_size)
-                if group.pages == STATE:  # with the pages of drafts
-                    stop = held.num_dropped + state.drafts + 1
-                for column, block in enumerate(held.blocks[:stop]):
-                    is_found = self.pool.content.get(block, (0, None))[1] is not None
-                    is_found &= group.pages != STATE  # it computed blocks before its own, too
-                    if group.pages != ENCODER and block and not is_found:
-                        self._note_dropped(state, g, column, block)
+            self._note_left(state)
         self._release_row(state, with_encoder=True, after_step=after_step, keep_as=keep_as)
         if state.by_step:
             self.to_clear.add(row)
@@ -1582,10 +1591,9 @@ class ModelManager:
                 if block not in blocks:
                     continue
                 row = alive.get(admission)
-                if row is None:
-                    self._add_left(request, first_token, invalid, prefixes)
-                else:
+                if row is not None:
                     limits[row] = min(limits.get(row, FOREVER), first_token)
+                self._add_used(request, first_token, invalid, prefixes)
         for block in blocks:
             g, whole, partial = self.pool.content.get(block, (0, None, []))
             for prefix in [*partial, *([whole] if whole else [])]:
@@ -1601,12 +1609,12 @@ class ModelManager:
         state = self.rows[row]
         if self.hit_length(state.request, reads=state.reads) > state.num_computed:
             state.resend |= state.by_step
-            self._release_row(state, with_encoder=False)
+            self._let_go(state)
             self._restart(state)
         return state.num_computed
 
-    def _add_left(self, request, first_token, invalid, prefixes):
-        """Prefixes that a row which has left may have computed from this token on."""
+    def _add_used(self, request, first_token, invalid, prefixes):
+        """Prefixes that a row which had the block may have computed from this token on."""
         if not self.caching:
             return
         num_hashed = len(request.tokens) // self.hash_size * self.hash_size
@@ -1665,7 +1673,7 @@ class ModelManager:
             if not state.on_host and self._can_resume(state, limit):
                 self._truncate(state, limit)
             else:
-                self._release_row(state, with_encoder=False)
+                self._let_go(state)
                 restart.append(row)
             affected[row] = limit
         for row in restart:

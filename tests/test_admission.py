@@ -287,3 +287,31 @@ def test_a_state_that_is_not_kept_makes_no_request_wait():
     # The state after 20 tokens lies inside blocks, behind the prompt of 19.
     plan = manager.step([0], [1], token_ids=[19], new=[new], in_step_hits="wait")
     assert plan.status.tolist() == [Status.SERVED, Status.SERVED]
+
+
+# The whole, chunk by chunk -----------------------------------------------------------------------------
+
+
+def run_in_chunks(manager, request, size):
+    plan = manager.step(new=[request], new_num_tokens=[size])
+    while manager.num_computed_tokens(request) < request.num_tokens:
+        assert plan.status.tolist() == [Status.SERVED]
+        left = request.num_tokens - manager.num_computed_tokens(request)
+        plan = manager.step([0], [min(size, left)])
+    assert plan.status.tolist() == [Status.SERVED]
+
+
+def test_the_block_that_a_hit_is_copied_from_is_there_for_later_chunks():
+    """4 pages, a hit of 6 tokens inside a block of 8, 29 tokens."""
+    manager = make(5, 8, hash_block_size=2)
+    first, request = Request("first", range(6)), Request("a", range(29))
+    manager.step(new=[first])
+    manager.free(first)
+    assert manager.would_fit(request, 8, whole=True) == Status.SERVED
+    run_in_chunks(manager, request, 8)
+
+
+def test_later_chunks_may_use_the_watermark():
+    manager, request = make(10, watermark=0.2), Request("a", range(33))
+    assert manager.would_fit(request, 4, whole=True) == Status.SERVED
+    run_in_chunks(manager, request, 4)

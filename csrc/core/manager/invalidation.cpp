@@ -126,17 +126,15 @@ void Invalidation::limit_by_drops(const std::vector<BlockId>& ids) {
   for (const StepJournal::Step& step : context_.journal->in_flight()) {
     for (const StepJournal::Dropped& each : step.dropped) {
       if (failed.count(each.id) == 0) continue;
-      if (context_.rows->is_still(each.row, each.admission)) {
-        limit_row(each.row, each.first_token);
-      } else {
-        add_left(*each.chain, each.first_token);
-      }
+      if (context_.rows->is_still(each.row, each.admission)) limit_row(each.row, each.first_token);
+      add_used(*each.chain, each.first_token);
     }
   }
 }
 
-// A row that has left may have computed its tokens from `first_token` on.
-void Invalidation::add_left(const TokenChain& chain, int64_t first_token) {
+// A row that had the block may have computed its tokens from `first_token` on, into blocks that it
+// has let go of, too.
+void Invalidation::add_used(const TokenChain& chain, int64_t first_token) {
   const auto num_hashed = static_cast<int64_t>(chain.known_hashes().size());
   for (const CacheGroup& group : *context_.groups) {
     if (group.holds_encoder()) continue;

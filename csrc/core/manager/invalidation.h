@@ -73,7 +73,7 @@ class Invalidation {
   bool add_kept_states(int32_t row, const CacheGroup& group, int64_t block, int64_t num_valid);
   bool add_dropped(const TokenChain& chain, const CacheGroup& group, int64_t block,
                    int64_t num_valid);
-  void add_left(const TokenChain& chain, int64_t first_token);
+  void add_used(const TokenChain& chain, int64_t first_token);
   void add_hashes(const BlockPool& pool, BlockId id);
   bool add_invalid_block(BlockId id, int64_t num_valid);
   bool add_hash(const Hash& hash, const InvalidHash& what);

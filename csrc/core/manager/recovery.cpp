@@ -113,7 +113,7 @@ Recompute Recovery::recompute(const Invalidation::Limits& limits) {
       parts_.release->truncate(row, limit);
       parts_.publisher->refresh(row);
     } else {
-      parts_.release->release_row(row, /*with_encoder=*/false);
+      parts_.release->let_go(row);
       to_restart.push_back(row);
     }
     c_.resend(row);
@@ -136,7 +136,7 @@ void Recovery::receive(int32_t row, int64_t num_tokens) {
 }
 
 void Recovery::restart(int32_t row) {
-  parts_.release->release_row(row, /*with_encoder=*/false);
+  parts_.release->let_go(row);
   c_.resend(row);
   parts_.server->restart(row);
 }

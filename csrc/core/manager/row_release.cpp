@@ -18,6 +18,11 @@ void RowRelease::leave(int32_t row, const ReleaseFeatures& features, const Depar
   c_.rows->give_up(row);
 }
 
+void RowRelease::let_go(int32_t row) {
+  if (!(*c_.rows)[row].on_host) note_left(row);
+  release_row(row, /*with_encoder=*/false);
+}
+
 // For the journal: what a row that leaves has computed and nothing finds, and what it onboards.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;

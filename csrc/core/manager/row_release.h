@@ -48,6 +48,9 @@ class RowRelease {
   // All blocks of the row, tail first; `with_encoder`: those of an encoder, too.
   void release_row(int32_t row, bool with_encoder, const Departure& departure = {});
 
+  // The row starts anew: it lets go of all but an encoder's blocks.
+  void let_go(int32_t row);
+
   // Whether the row's own blocks hold all that the token at `num_tokens` reads, and the block that
   // it goes into.
   bool can_resume(int32_t row, int64_t num_tokens) const;
