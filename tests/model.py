@@ -872,8 +872,12 @@ class ModelManager:
         if room < 0:
             surplus = self._surplus(state.held, after + lookahead)
             alive = sum(
-                len(each.blocks) - len(tail) - drop_to + num_new
-                for each, tail, (num_new, drop_to) in zip(state.held, surplus, needs)
+                1 + self._moves(group, each, start, after - drafts) + drafts
+                if group.pages == STATE
+                else len(each.blocks) - len(tail) - drop_to + num_new
+                for group, each, tail, (num_new, drop_to) in zip(
+                    self.groups, state.held, surplus, needs
+                )
             )
             freed = sum(self.pool.refs[block] == 1 for tail in surplus for block in tail)
             gives_up = freed and state.by_step and not self._is_fenced(self.last_issued)

@@ -366,3 +366,15 @@ def test_random_rejections_go_on_from_the_right_state():
         truth[row] += [sampled, *accepted[row]]
     cache.manager.check_invariants()
     assert min(map(len, truth.values())) > 60
+
+
+def test_pages_of_earlier_drafts_make_no_step_impossible():
+    """7 pages: 3 blocks, the state and 3 pages for drafts; one token more fits when it starts anew."""
+    manager, request = make(FULL, states(16), num_blocks=8), Request("a", range(8))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[8])
+    manager.step([0], [1], token_ids=[9], num_rejected_tokens=[3])
+    manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])
+    assert manager.step([0], [1], token_ids=[12]).status.tolist() == [Status.WAIT]
+    manager.free(request)
+    assert manager.step(new=[Request("b", range(13))]).status.tolist() == [Status.SERVED]
