@@ -872,7 +872,7 @@ class ModelManager:
         if room < 0:
             surplus = self._surplus(state.held, after + lookahead)
             alive = sum(
-                1 + self._moves(group, each, start, after - drafts) + drafts
+                any(each.blocks) + self._moves(group, each, start, after - drafts) + drafts
                 if group.pages == STATE
                 else len(each.blocks) - len(tail) - drop_to + num_new
                 for group, each, tail, (num_new, drop_to) in zip(

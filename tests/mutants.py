@@ -111,7 +111,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "num_free - num_new > supply.num_kept_free",
             ),
             ("&& on.frees_at_once; ++b", "; ++b"),
-            ("num_free -= each[b] == kNullBlock || pool_->ref_count(each[b]) == 0;", ""),
+            ("num_free -= stops_being_free(each[b]);", ""),
             ("group.is_circular() ? 0 : start;", "start;"),
             ("rest.num_free -= num_encoder_blocks(group, chain);", ""),
             (

@@ -969,3 +969,11 @@ def test_positions_that_a_circular_group_refuses_change_no_group():
         tables[1].slots_of([0], [-48])
     with pytest.raises(ValueError, match="encoder and circular"):
         MultiGroupBlockTable(4, 256, 64, False, "cpu", [16], encoder=[True], circular=[True])
+
+
+def test_rows_of_all_groups_may_be_one_array():
+    tables = MultiGroupBlockTable(4, 64, 16, False, "cpu", [8, 8])
+    tables.add_row(np.array([[1, 2], [3, 4]]), 1)
+    assert [table.get_numpy_array()[1, :2].tolist() for table in tables] == [[1, 2], [3, 4]]
+    with pytest.raises(ValueError, match="block_ids has 3 groups: expected 2, one per table"):
+        tables.add_row(np.zeros((3, 2), np.int32), 1)

@@ -41,7 +41,7 @@ def test_mla_and_heads_are_refused_before_what_follows_from_it():
         plan_transfer(latent, cache(), 0)
     with pytest.raises(ValueError, match="local_rank is 2: expected 0 to 1"):
         plan_transfer(cache(tp_size=2), cache(), 2)
-    with pytest.raises(TypeError, match="remote is a dict"):
+    with pytest.raises(TypeError, match=r"remote is \{"):
         plan_transfer(cache(), cache().to_dict(), 0)
 
 

@@ -148,8 +148,9 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
     const RowBlocks& each = held[group.id];
     const int64_t size = each.size() - num_surplus(group, each, span);
     // Pages of states for earlier drafts are not needed.
-    num_blocks += group.holds_state() ? 1 + demand[group].moves + span.num_drafts
-                                      : size - demand[group].drop_to + demand[group].num_new;
+    num_blocks += group.holds_state()
+                      ? (each.num_alive() > 0) + demand[group].moves + span.num_drafts
+                      : size - demand[group].drop_to + demand[group].num_new;
     for (int64_t b = size; b < each.size(); ++b) num_freed += pool_->ref_count(each[b]) == 1;
   }
   if (gives_up && num_freed > 0 && frees_at_once()) {

@@ -8,7 +8,7 @@ from operator import index
 import numpy as np
 import torch
 
-from kvcache.checks import flag, integer, num_entries, shown
+from kvcache.checks import flag, integer, listed, num_entries, shown
 from kvcache.kinds import make_kind
 from kvcache.specs import ContextParallel, GroupSpec, checked_context_parallel, checked_groups
 from kvcache.step import NO_IDS, NO_REPLACE, StepPlan
@@ -334,9 +334,10 @@ class MultiGroupBlockTable:
 
     def _row_plan(self, block_ids: Sequence[Ids], row: int, clear: bool) -> StepPlan:
         row = integer(row, "row")
-        if num_entries(block_ids, "block_ids") != len(self):
+        groups = listed(block_ids, "block_ids")
+        if len(groups) != len(self):
             raise ValueError(
-                f"block_ids has {len(block_ids)} groups: expected {len(self)}, one per table"
+                f"block_ids has {len(groups)} groups: expected {len(self)}, one per table"
             )
         rows = [row]
         return StepPlan(
@@ -347,9 +348,9 @@ class MultiGroupBlockTable:
             clear_rows=rows if clear else NO_IDS,
             append_rows=rows,
             append_splits=[
-                [0, num_entries(ids, f"block_ids[{g}]")] for g, ids in enumerate(block_ids)
+                [0, num_entries(ids, f"block_ids[{g}]")] for g, ids in enumerate(groups)
             ],
-            append_ids=list(block_ids),
+            append_ids=groups,
             replace=[NO_REPLACE] * len(self),
         )
 
