@@ -191,7 +191,6 @@ def test_make_builds_again_after_clean(made):
 # By the order in which their output comes; gpu-rehearsal begins two steps earlier.
 STEPS = (
     *("setup", "lint", "sanitize", "gpu-less", "docs", "gpu-rehearsal", "demo", "test"),
-    "fuzz",
     "test-exhaustive",
 )
 

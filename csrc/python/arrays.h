@@ -216,6 +216,10 @@ class Int32Input {
 
   Int32Array convert(const py::handle& value) const {
     check_num_entries(value, name_);
+    if (PyList_Check(value.ptr()) || PyTuple_Check(value.ptr())) {
+      // numpy looks into entries that are sequences.
+      for (const py::handle& entry : value) check_num_entries(entry, name_);
+    }
     py::array array = py::array::ensure(value);
     if (!array) {
       PyErr_Clear();
