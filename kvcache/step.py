@@ -168,12 +168,6 @@ class StepPlan(_HeldArrays):
         return len(self.swap_out) * self.page_bytes
 
 
-def check_plan(plan: StepPlan) -> None:
-    """TypeError for what is no plan."""
-    if not isinstance(plan, StepPlan):
-        raise TypeError(f"plan has type {type(plan).__name__}: expected a StepPlan")
-
-
 @dataclass(slots=True)
 class StepReport:
     """A worker's report of a step, once its bytes have moved.

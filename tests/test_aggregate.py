@@ -460,7 +460,7 @@ def test_a_request_begins_to_be_received_once_an_earlier_use_is_over():
     before = state(aggregator)
     with pytest.raises(ValueError, match="'a' is being received, and 1 reports are missing"):
         aggregator.begin_receiving("a")
-    with pytest.raises(TypeError, match="request_id is 7: expected a string"):
+    with pytest.raises(TypeError, match="request_id is 7: expected a str"):
         aggregator.begin_receiving(7)
     assert state(aggregator) == before
     aggregator.aggregate([None, engine(finished_recving={"a"})])

@@ -610,8 +610,7 @@ def test_what_is_no_plan_is_named(wrong):
     manager, w = planes(max_num_reqs=4)
     plan = manager.step(new=[Request("a", range(20))])
     for call in (w.apply, w.start, w.tables.apply):
-        message = f"plan has type {type(wrong).__name__}: expected a StepPlan"
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(TypeError, match=f"plan is {wrong}: expected a StepPlan"):
             call(wrong)
     assert w.last_step_id == -1 and content(w.tables)[0] == []
     w.apply(plan)

@@ -19,7 +19,7 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, integer, listed, num_entries, shown
+from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed, num_entries
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -799,11 +799,8 @@ class KVCacheManager:
         self._native.check_invariants()
 
     def _chain(self, request: Request) -> core.TokenChain:
-        try:
-            chain = request.chain
-        except AttributeError:
-            raise TypeError(f"request is {shown(request)}: expected a Request") from None
-        return chain(self._chain_key)
+        instance(request, Request, "request")
+        return request.chain(self._chain_key)
 
     def _new_chain(self, request: Request) -> core.TokenChain:
         chain = self._chain(request)
@@ -850,7 +847,5 @@ def _flags(values: Sequence[bool]) -> list[int]:
 
 
 def _id_of(request: Request) -> str:
-    try:
-        return request.request_id
-    except AttributeError:
-        raise TypeError(f"request is {shown(request)}: expected a Request") from None
+    instance(request, Request, "request")
+    return request.request_id

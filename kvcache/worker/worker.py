@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvcache.checks import MAX_INT64, instance, integer, integers, shown
-from kvcache.step import PLAN_VERSION, StepPlan, StepReport, check_plan
+from kvcache.step import PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
 from kvcache.worker.pages.storage import KVStorage
@@ -170,7 +170,7 @@ class Worker:
         too few rows for the requests, free requests too; a row that the tables have not is empty there,
         so plans may clear it.
         """
-        check_plan(plan)
+        instance(plan, StepPlan, "plan")
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
             return StepReport(plan.step_id, True)
@@ -179,7 +179,7 @@ class Worker:
     def start(self, plan: StepPlan) -> PendingStep:
         """As `apply`, but does not wait: work launched next on the calling stream finds pages and tables
         as the plan says, while swaps may still run."""
-        check_plan(plan)
+        instance(plan, StepPlan, "plan")
         if plan.is_empty and self._has_no_moves():
             self._begin_empty(plan)
             return PendingStep(plan.step_id, None, None)

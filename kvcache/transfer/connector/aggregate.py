@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvcache.checks import integer
+from kvcache.checks import instance, integer
 from kvcache.transfer.connector.cache_events import KVCacheEvents
 
 Rule = Callable[[object, object], object]
@@ -108,8 +108,7 @@ class KVOutputAggregator:
         mean. TypeError for an id that is no string. ValueError, with nothing changed, where reports on
         an earlier use are missing, or no output has carried them yet.
         """
-        if not isinstance(request_id, str):
-            raise TypeError(f"request_id is {request_id!r}: expected a string")
+        instance(request_id, str, "request_id")
         left = self._remaining_recving.get(request_id)
         if left is not None:
             raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import dtype_name, integer, listed
+from kvcache.checks import dtype_name, instance, integer, listed
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -538,8 +538,7 @@ class KVStorage:
 def _check_tensors(**arguments: object) -> None:
     """TypeError for an argument that is no tensor, ValueError for one without a dimension."""
     for name, value in arguments.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} has type {type(value).__name__}: expected a tensor")
+        instance(value, torch.Tensor, name)
         if value.ndim == 0:
             raise ValueError(f"{name} has 0 dimensions: expected 1 or more")
 

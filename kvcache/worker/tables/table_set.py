@@ -12,7 +12,7 @@ from kvcache import ops
 from kvcache.checks import as_array, flag, instance, integer, num_entries
 from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS, ContextParallel
-from kvcache.step import StepPlan, check_plan
+from kvcache.step import StepPlan
 from kvcache.worker.tables.buffer import BufferView, HostDeviceBuffer
 from kvcache.worker.tables.table_layout import TableLayout
 
@@ -174,7 +174,7 @@ class TableSet:
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
         """The table part of a plan, for all groups; an unknown row, an overflow, a column that a row
         has not or an id outside [0, num_blocks) is a ValueError, and nothing is changed."""
-        check_plan(plan)
+        instance(plan, StepPlan, "plan")
         self._arena.before_write()
         self._native.apply(
             plan.clear_rows,
