@@ -322,7 +322,7 @@ class ModelManager:
         hits = [self.capped_hit(request, cap)[0] for request, cap in zip(requests, most)]
         answer = Answer(clear=self.to_clear)
         self.to_clear = set()
-        journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": []}
+        journal = {"id": self.num_steps, "rows": [], "published": [], "dropped": [], "left": []}
         self.in_flight.append(journal | {"swapped": [], "written": []})
         self.step_answer, self.moves, self.held_for_step = answer, [], []
         self.moved = {}
@@ -589,6 +589,8 @@ class ModelManager:
         self._release(self.kept.pop(name), self.last_issued)
 
     def _note_left(self, state):
+        if self.in_flight and state.by_step:
+            self.in_flight[-1]["left"].append((state.admission, state.request))
         for load in self.loads:
             blocks = state.held[load["group"]].blocks
             if blocks[load["column"] : load["column"] + 1] == [load["device"]]:
@@ -1541,10 +1543,11 @@ class ModelManager:
         if step_id not in [step["id"] for step in self.in_flight]:
             return {}  # it was aborted before
         alive = {state.admission: row for row, state in self.rows.items()}
-        invalid, limits, published, dropped = {}, {}, [], []
+        invalid, limits, published, dropped, left = {}, {}, [], [], []
         for step in [each for each in reversed(self.in_flight) if each["id"] >= step_id]:
             published += step["published"]
             dropped += step["dropped"]
+            left += step["left"]
             for row, admission, safe_start in step["rows"]:
                 if alive.get(admission) != row:
                     continue
@@ -1571,10 +1574,14 @@ class ModelManager:
                     continue
                 right = max(limit, start)
             invalid[block] = min(invalid.get(block, right), right)
+            if self.groups[g].pages != STATE:  # found no longer: it is known to who let go of it
+                first = (len(prefix) - 1) // size * size
+                dropped += [(of, first, block, who) for of, who in left if of == admission]
         self.in_flight = [each for each in self.in_flight if each["id"] < step_id]
         if self.in_flight:  # it may have been computed by a step that is still in flight
             self.in_flight[-1]["published"] += published
             self.in_flight[-1]["dropped"] += dropped
+            self.in_flight[-1]["left"] += left
         self.last_issued = min(self.last_issued, step_id - 1)
         self.fences = [(min(id_, self.last_issued), blocks) for id_, blocks in self.fences]
         self._end_loads(lambda load: load["step"] > self.last_issued, arrived=False)

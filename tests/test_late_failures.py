@@ -35,6 +35,29 @@ def test_what_a_row_computed_before_an_abort_is_not_its_hit(fence_frees):
     assert set(cached(manager)) == {-1} and len(manager.block_ids(request, 0)) == 0
 
 
+@pytest.mark.parametrize("how", ["free", "take_cached"])
+def test_what_an_abort_makes_unfindable_is_known_of_a_row_that_let_go_of_it(how):
+    """Step 2 fills the page of step 1's tokens, and comes to nothing; the failure is step 1's."""
+    request = Request("a", range(26))
+    manager = make(GroupSpec("full_attention", 8), STATE, hash_block_size=4)
+    manager.step(new=[request], new_num_tokens=[8])
+    manager.step([0], [4])
+    page = int(manager.block_ids(request, 0)[1])
+    if how == "free":
+        plan = manager.step([0], [4])
+        manager.free(request)
+    else:
+        other = Request("b", range(26), read_cache=False)
+        plan = manager.step([0], [4], new=[other], new_num_tokens=[24])
+        manager.step([1], [1])
+        assert manager.take_cached(request) == 24
+    manager.report(StepReport(plan.step_id, completed=False))
+    probe = manager.block_hashes(Request("probe", range(20)))
+    assert manager.find_hashes(probe, 1).device[2] > 0  # the state after 12 tokens
+    fail(manager, page)
+    assert manager.find_hashes(probe, 1).device[2] == -1
+
+
 @pytest.mark.parametrize("how", ["abort", "take_cached"])
 def test_what_a_row_held_before_it_started_anew_is_known(how):
     manager, request = make(FULL, STATE), Request("a", range(20))

@@ -30,9 +30,13 @@ Recompute Recovery::abort_from(int64_t step_id) {
   const std::vector<StepJournal::Step> aborted = c_.journal->abort_from(step_id);
   if (aborted.empty()) return {};
   Invalidation invalid(invalidation_context(), /*by_hash=*/false);
-  for (const StepJournal::Step& step : aborted) undo(step, &invalid);
+  Chains left;
   for (const StepJournal::Step& step : aborted) {
-    for (const StepJournal::Published& each : step.published) add_published(each, &invalid);
+    undo(step, &invalid);
+    for (const StepJournal::Left& each : step.left) left.emplace(each.admission, each.chain);
+  }
+  for (const StepJournal::Step& step : aborted) {
+    for (const StepJournal::Published& each : step.published) add_published(each, left, &invalid);
   }
   // Nothing reads any more for these steps.
   c_.frees->forget_aborted();
@@ -69,8 +73,10 @@ void Recovery::undo(const StepJournal::Step& step, Invalidation* invalid) {
   }
 }
 
-// Blocks that an aborted step made findable, unless they were computed before.
-void Recovery::add_published(const StepJournal::Published& published, Invalidation* invalid) const {
+// Blocks that an aborted step made findable, unless they were computed before. `left`: of rows that
+// have let go of blocks.
+void Recovery::add_published(const StepJournal::Published& published, const Chains& left,
+                             Invalidation* invalid) const {
   if (c_.pool->generation(published.id) != published.generation) return;
   int64_t num_valid = 0;  // of a row that has left, nothing is known
   if (c_.rows->is_still(published.row, published.admission)) {
@@ -80,6 +86,11 @@ void Recovery::add_published(const StepJournal::Published& published, Invalidati
     num_valid = std::max(limit->second, published.first_token);
   }
   invalid->add_block(published.id, num_valid);
+  // An earlier step may have written to it, too, and the row computed from it: what a state says of
+  // that is noted where its page is left.
+  const auto chain = left.find(published.admission);
+  if (chain == left.end() || (*c_.groups)[published.group].holds_state()) return;
+  c_.journal->note_forgotten(published, chain->second);
 }
 
 Recompute Recovery::invalidate(const std::vector<BlockId>& blocks,

@@ -6,6 +6,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <unordered_map>
 #include <vector>
 
 #include "core/manager/invalidation.h"
@@ -55,7 +57,9 @@ class Recovery {
     return {c_.groups, parts_.hash_block_size, c_.pool, c_.host, c_.rows, c_.journal};
   }
   void undo(const StepJournal::Step& step, Invalidation* invalid);
-  void add_published(const StepJournal::Published& published, Invalidation* invalid) const;
+  using Chains = std::unordered_map<int64_t, std::shared_ptr<TokenChain>>;  // by admission
+  void add_published(const StepJournal::Published& published, const Chains& left,
+                     Invalidation* invalid) const;
   Recompute recompute(const Invalidation::Limits& limits);
 
   RowContext c_;

@@ -26,6 +26,7 @@ void RowRelease::let_go(int32_t row) {
 // For the journal: what a row that leaves has computed and nothing finds, and what it onboards.
 void RowRelease::note_left(int32_t row) const {
   if (!c_.journal->notes((*c_.rows)[row])) return;
+  c_.journal->note_left((*c_.rows)[row]);
   if (c_.host != nullptr) note_onboards(row);
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];

@@ -26,6 +26,7 @@ void StepJournal::forget_oldest() {
   spare_.clear_rows.clear();
   spare_.published.clear();
   spare_.dropped.clear();  // with the chains that it refers to
+  spare_.left.clear();
 }
 
 void StepJournal::issue(const std::vector<int32_t>& clear_rows) {
@@ -46,6 +47,17 @@ void StepJournal::note_written(const std::vector<BlockId>& pages) {
 void StepJournal::note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id) {
   if (!notes(r)) return;
   in_flight_.back().dropped.push_back({row, id, r.admission, first_token, r.chain});
+}
+
+void StepJournal::note_left(const Row& r) {
+  if (notes(r)) in_flight_.back().left.push_back({r.admission, r.chain});
+}
+
+void StepJournal::note_forgotten(const Published& published,
+                                 const std::shared_ptr<TokenChain>& chain) {
+  if (in_flight_.empty()) return;
+  in_flight_.back().dropped.push_back(
+      {published.row, published.id, published.admission, published.first_token, chain});
 }
 
 void StepJournal::inherit(int32_t row, const Row& r, int32_t child, const Row& c) {
@@ -104,6 +116,7 @@ std::vector<StepJournal::Step> StepJournal::abort_from(int64_t step_id) {
   for (const Step& step : aborted) {
     before.published.insert(before.published.end(), step.published.begin(), step.published.end());
     before.dropped.insert(before.dropped.end(), step.dropped.begin(), step.dropped.end());
+    before.left.insert(before.left.end(), step.left.begin(), step.left.end());
   }
   return aborted;
 }

@@ -37,6 +37,10 @@ class StepJournal {
     int64_t admission, first_token;
     std::shared_ptr<TokenChain> chain;  // of the row, which may have left
   };
+  struct Left {  // a row that has let go of its blocks
+    int64_t admission;
+    std::shared_ptr<TokenChain> chain;
+  };
   struct Swapped {
     int32_t row;
     int64_t admission;
@@ -49,6 +53,7 @@ class StepJournal {
     std::vector<int32_t> clear_rows;
     std::vector<Published> published;
     std::vector<Dropped> dropped;
+    std::vector<Left> left;
   };
 
   const StepNumbers& numbers() const { return numbers_; }
@@ -75,6 +80,9 @@ class StepJournal {
     in_flight_.back().published.push_back({row, id, r.admission, first_token, group, generation});
   }
   void note_dropped(int32_t row, const Row& r, int64_t first_token, BlockId id);
+  void note_left(const Row& r);
+  // What an aborted step made findable and a row had let go of: nothing finds it any more.
+  void note_forgotten(const Published& published, const std::shared_ptr<TokenChain>& chain);
   // Whether notes on this row would be kept.
   bool notes(const Row& r) const { return !in_flight_.empty() && r.by_step; }
   // A child shares the fate of the steps that computed its parent's blocks.
@@ -87,7 +95,7 @@ class StepJournal {
   // The step and all before it are done.
   void complete_to(int64_t step_id);
   // Takes out the step and all behind it, newest first; none where it was aborted before. What they
-  // published or dropped may have been computed by a step before them, which keeps it.
+  // published or dropped may have been computed by a step before them, which keeps these notes.
   std::vector<Step> abort_from(int64_t step_id);
 
   void check_invariants() const;
