@@ -3,8 +3,8 @@
 The KV of a token depends on all tokens up to it, so its content here is that prefix. A page is a dict
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
 aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost, behind a
-step or before it computes. Requests are
-forked, swapped out and back; a second tier of pages takes what is evicted, under any eviction policy.
+step or before it computes; steps are aborted before the manager hears of a loss, too. Requests are
+forked, swapped out and back, and take what is cached by now; a second tier of pages takes what is evicted, under any eviction policy.
 KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
 the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
 """
@@ -162,7 +162,8 @@ class Simulation:
             (2, self.fork),
             (1, self.pin),
             (2 if self.manager.host_pool is None else 8, self.report),
-            (1, self.abort),
+            (2, self.abort),
+            (1, self.take_cached),
             (2, self.finish_receiving),
             (1, self.release_blocks),
         ]
@@ -304,13 +305,17 @@ class Simulation:
             and self.choose.chance(4)
         ]
 
-    def fork(self) -> None:
-        """A conversation goes on in two ways from what is computed."""
-        on_device = [
+    def rows_on_device(self) -> list[Conversation]:
+        """Those whose blocks are all theirs: not swapped out, and nothing is to come."""
+        return [
             each
             for each in self.running.values()
             if not self.manager.is_swapped_out(each.request) and not each.is_receiving
         ]
+
+    def fork(self) -> None:
+        """A conversation goes on in two ways from what is computed."""
+        on_device = self.rows_on_device()
         if not on_device:
             return
         parent = self.choose.pick(on_device)
@@ -460,13 +465,18 @@ class Simulation:
             self.manager.report(StepReport(step, completed=True))
 
     def abort(self) -> None:
-        """A step and all behind it: whatever became of them, what they wrote counts for nothing."""
-        if not self.in_flight or self.lost_page is not None or self.lost_on_host is not None:
+        """A step and all behind it: whatever became of them, what they wrote counts for nothing.
+
+        Where a page was lost and the manager has not heard of it, the steps are newer than the loss.
+        """
+        least = 0 if self.lost_page is None else self.lost_at
+        steps = [step for step in self.in_flight if step >= least]
+        if not steps or self.lost_on_host is not None:
             return
         if min(self.in_flight) <= self.num_steps - MOST_STEPS_BACK:
             return
         self.num_aborts += 1
-        first = self.choose.pick([*self.in_flight])
+        first = self.choose.pick(steps)
         aborted = self.in_flight[first]
         self.in_flight = {step: each for step, each in self.in_flight.items() if step < first}
         outcome = self.choose.pick(["carried out", "not carried out", "garbled"])
@@ -478,7 +488,23 @@ class Simulation:
             self.garble_what_changed(self.pages, aborted.pages)
             self.garble_what_changed(self.host, aborted.host)
         self.restart(self.manager.report(StepReport(first, completed=False)))
-        self.check_what_is_kept(f"after an abort, {outcome}")
+        if self.may_lose():
+            self.check_what_is_kept(f"after an abort, {outcome}")
+
+    def take_cached(self) -> None:
+        """A conversation goes on from the cache, where that has more than it has computed."""
+        on_device = self.rows_on_device()
+        if not on_device:
+            return
+        conversation = self.choose.pick(on_device)
+        self.decide(conversation)
+        request = conversation.request
+        before = self.manager.num_computed_tokens(request)
+        going_on = self.manager.take_cached(request)
+        if going_on != before:
+            self.restart({request.request_id: going_on})
+        if self.may_lose():
+            self.check_what_is_kept("after a row took what is cached")
 
     @staticmethod
     def garble_what_changed(pages: Pages, before: Pages) -> None:
