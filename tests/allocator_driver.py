@@ -411,6 +411,7 @@ class Driver:
             in_step_hits=in_step,
             read_cache=reads,
         )
+        is_alone = self.hold_all(rows)
         models = [model for _, model in pairs]
         known = [self.requests[row][1] for row in rows] + models
         want = self.model.step(
@@ -446,14 +447,23 @@ class Driver:
         self.check_destinations(plan)
         self.apply(plan)
         answers = [*range(len(rows)), *range(len(rows) + len(leaving), len(want.status))]
-        for i, model, count, lookahead in zip(answers, known, asked, ahead):
-            if want.status[i] == Status.NEVER:
-                start = want.computed[i]
+        starts = [[want.computed[i]] for i in range(len(rows))] + want.tried
+        for i, tried, model, count, lookahead in zip(answers, starts, known, asked, ahead):
+            for start in tried if want.status[i] == Status.NEVER else ():
                 most = LONGEST if i < len(rows) else len(model.tokens)
                 stop = min(start + max(count, 1), most)
                 self.check_never(model, start, stop, stop - start, lookahead)
+        if is_alone and len(answers) == 1 and not leaving and not reserved and not any(external):
+            assert want.status != [Status.WAIT], "what is alone in the pool waits for ever"
         for pair, row in zip(pairs, want.rows[len(rows) + len(leaving) :]):
             self.record_row(pair, row)
+
+    def hold_all(self, rows: list[int]) -> bool:
+        """Whether these rows hold all blocks that are held, and give up some at once."""
+        model = self.model
+        is_fenced = model.fence_frees and model.last_issued >= model.num_completed
+        others = [*model.kept.values(), *model.fences, *model.loads]
+        return len(rows) == len(model.rows) and not others and not is_fenced
 
     def most_with_drafts(self, row: int, start: int, num_ids: int = 0) -> int:
         """Tokens that a step may compute from `start` on: as far as they are known, and drafts."""
@@ -770,10 +780,9 @@ class Driver:
             request, chunk, num_external_computed_tokens=external, **options
         )
         assert fits == status
-        status = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
+        status, tried = self.model.would_fit_whole(model, chunk, ahead, reserved, cap)
         assert self.manager.would_fit(request, chunk, whole=True, **options) == status
-        if status == Status.NEVER:
-            start = min(self.model.capped_hit(model, cap, p)[0] for p in (True, False))
+        for start in tried if status == Status.NEVER else ():
             self.check_never(model, start, len(model.tokens), chunk, ahead)
         rooms = self.rows(by_step=True) | self.rows(by_step=False)
         on_host = [row for row in sorted(rooms) if self.model.rows[row].on_host]

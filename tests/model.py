@@ -101,6 +101,7 @@ class Answer:
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    tried: list[list[int]] = field(default_factory=list)  # per request: tokens of hits, none last
     clear: set[int] = field(default_factory=set)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -359,29 +360,31 @@ class ModelManager:
             answer.tokens.append(0)
         asked = zip(requests, limits, lookahead[len(rows) :], most, external, delays, hits)
         for request, limit, ahead, cap, num_external, delay, hit in asked:
-            # A hit inside a block takes that block and the copy: without it, less may do.
-            for partial in (False,) if num_external else (True, False):
-                num_hit, with_host = self.capped_hit(request, cap, partial)
-                shared = self.hit_length(request, partial, with_host, with_states=False)
+            statuses, tried = [], []
+            for num_hit, shared in self._hits_to_try(request, cap, num_external):
                 start = num_hit + num_external
                 after = start if delay else min(start + limit, len(request.tokens))
-                copies = any(each.source for each in self.hit_blocks(request, num_hit))
                 status, row = WAIT, -1
-                if num_external and num_hit != hit:
-                    break  # the load would be of other tokens
-                if in_step == "wait" and self._is_about_to_hit(request, num_hit):
+                is_other = num_external and num_hit != hit  # the load would be of other tokens
+                if is_other or (in_step == "wait" and self._is_about_to_hit(request, num_hit)):
+                    statuses.append(WAIT)
                     break
                 status, row = self._admit(
                     request, num_hit, start, after, ahead, reserved, by_step=True, delay=delay
                 )
-                if status != WAIT or not copies:
+                if status == SERVED:
+                    self.rows[row].num_shared = shared
+                statuses.append(status)
+                tried.append(start)
+                if num_external or not self._tries_less(request, num_hit, status):
                     break
+            status = min(statuses)
+            answer.tried.append(tried)
             answer.status.append(status)
             answer.computed.append(start)
             answer.tokens.append(after - start if status == SERVED else 0)
             answer.rows.append(row)
             if status == SERVED:
-                self.rows[row].num_shared = shared
                 answer.clear.add(row)
                 served.append(row)
                 self._note_shared(row, num_hit)
@@ -408,6 +411,18 @@ class ModelManager:
         self.num_steps += 1
         self.in_flight = [each for each in self.in_flight if each["id"] >= self.num_steps - 64]
         return answer
+
+    def _hits_to_try(self, request, cap, num_external=0):
+        """Hits with which a request may be admitted, and what the groups of tokens share then."""
+        for partial in (False,) if num_external else (True, False):
+            num_hit, with_host = self.capped_hit(request, cap, partial)
+            yield num_hit, self.hit_length(request, partial, with_host, with_states=False)
+        yield 0, 0
+
+    def _tries_less(self, request, num_hit, status):
+        """Whether less may do: the block that a hit ends in and its copy, or all that the hit takes."""
+        copies = any(each.source for each in self.hit_blocks(request, num_hit))
+        return copies if status == WAIT else status == NEVER and num_hit > 0
 
     def _is_about_to_hit(self, request, num_hit):
         """Whether an earlier row of this step fills blocks that the next step finds for the request."""
@@ -461,18 +476,24 @@ class ModelManager:
         self.in_flight[-1]["rows"].append(entry)
 
     def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
-        """Whether all known tokens can be computed, chunk by chunk: now, later or never."""
-        for partial in (True, False):
-            num_hit, _ = self.capped_hit(request, cap, partial)
-            held = self.hit_blocks(request, num_hit)
-            asked = request, chunk, lookahead, reserved, num_hit, held
-            status, waits = self._fits_whole(*asked)
-            if not waits or not any(each.source for each in held):
-                break
-        return status
+        """Whether all known tokens can be computed, chunk by chunk: now, later or never.
 
-    def _fits_whole(self, request, chunk, lookahead, reserved, num_hit, held):
-        """The answer, and whether the first chunk waits."""
+        With the hits that were tried.
+        """
+        statuses, tried = [], []
+        for num_hit, _ in self._hits_to_try(request, cap):
+            status, first = self._fits_whole(request, chunk, lookahead, reserved, num_hit)
+            if first == SERVED:
+                return status, [num_hit]
+            statuses.append(status)
+            tried.append(num_hit)
+            if not self._tries_less(request, num_hit, first):
+                break
+        return min(statuses), tried
+
+    def _fits_whole(self, request, chunk, lookahead, reserved, num_hit):
+        """The answer with this hit, and that to the first chunk."""
+        held = self.hit_blocks(request, num_hit)
         hits = [block for each in held for block in each.blocks if block]
         sources = [each.source for each in held if each.source]
         free = self.pool.num_free() - reserved
@@ -507,19 +528,19 @@ class ModelManager:
                     first = max(first, each.num_dropped)  # null columns of the hit stay so
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
-            if start == num_hit and count > self.num_blocks - 1 - self.watermark:
-                if not num_hit:
-                    return NEVER, False
-                room = new if is_alone and new <= free else -1
             if start == num_hit:
-                first_count, first_new = count, new
+                needed = count + len(sources)
+                if needed > self.num_blocks - 1 - (0 if num_hit else self.watermark):
+                    return NEVER, NEVER
+                if needed > self.num_blocks - 1 - self.watermark:
+                    room = free if is_alone else -1
+                fits = new <= room and len(self.rows) < self.max_num_reqs
+                chunk_status = SERVED if fits else WAIT
             count, new = count + for_drafts, new + for_drafts
             most, most_new, start = max(most, count), max(most_new, new), stop
-        has_row = len(self.rows) < self.max_num_reqs
         if most > self.num_blocks - 1:
-            return NEVER, first_count <= self.num_blocks - 1 and not (has_row and first_new <= room)
-        fits = has_row and first_new <= room and most_new <= room_later
-        return SERVED if fits else WAIT, not (has_row and first_new <= room)
+            return NEVER, chunk_status
+        return SERVED if fits and most_new <= room_later else WAIT, chunk_status
 
     def would_extend(self, row, count, lookahead):
         """The answer that a row would get; asked of a copy."""
@@ -781,10 +802,11 @@ class ModelManager:
 
     # Serving ---------------------------------------------------------------------------------------
 
-    def _needs(self, held, start, after, lookahead, drafts=0, accepted=0):
+    def _needs(self, held, start, after, lookahead, drafts=0, accepted=0, gives_up=False):
         """Per group (new blocks, columns to drop up to).
 
-        `drafts`: of these tokens; `accepted`: of those of the step before.
+        `drafts`: of these tokens; `accepted`: of those of the step before. `gives_up`: the states at
+        the ends of blocks that these have passed.
         """
         needs = []
         for group, each in zip(self.groups, held):
@@ -792,7 +814,7 @@ class ModelManager:
             if group.pages == STATE:
                 pages = [block for block in each.blocks if block]
                 passed = [n for n in range(start - accepted, start) if n % size == 0]
-                spare = len(pages) - 1 - len(passed) if pages else 0
+                spare = len(pages) - 1 - (0 if gives_up else len(passed)) if pages else 0
                 moves = self._moves(group, each, start, after - drafts)
                 needs.append((moves + max(drafts - spare, 0), each.num_dropped))
             elif group.pages == ENCODER:
@@ -871,8 +893,9 @@ class ModelManager:
             shared = self._shared(state, start, after, lookahead, drafts, accepted)
         room = self._room(state.held, needs, self.pool.num_free()) - len(shared)
         spare = max(room - self.watermark, 0)
+        surplus = None
         if room < 0:
-            surplus = self._surplus(state.held, after + lookahead)
+            surplus = self._surplus(state.held, after + lookahead, drafts, accepted)
             alive = sum(
                 any(each.blocks) + self._moves(group, each, start, after - drafts) + drafts
                 if group.pages == STATE
@@ -882,32 +905,43 @@ class ModelManager:
                 )
             )
             freed = sum(self.pool.refs[block] == 1 for tail in surplus for block in tail)
-            gives_up = freed and state.by_step and not self._is_fenced(self.last_issued)
-            if not gives_up or room + freed < 0:
+            gives_up = state.by_step and not self._is_fenced(self.last_issued)
+            needs = self._needs(state.held, start, after, lookahead, drafts, accepted, gives_up)
+            free = self.pool.num_free() + freed
+            if not gives_up or self._room(state.held, needs, free) < len(shared):
                 return NEVER if alive > self.num_blocks - 1 else WAIT
-            spare, state.resend = 0, True
-            for each, tail in zip(state.held, surplus):
-                self._release(tail[::-1], self.last_issued)
-                del each.blocks[len(each.blocks) - len(tail) :]
-                each.num_hits = min(each.num_hits, len(each.blocks))
+            spare = 0
         state.start, state.num_computed, state.drafts = start, after, drafts
         before, self.moves = self.moves, []
         for g, group in enumerate(self.groups):
             if group.pages == STATE and accepted:
-                self._settle_state(row, g, start, accepted)
+                self._settle_state(row, g, start, accepted, keeps_passed=surplus is None)
+        if surplus is not None:
+            state.resend = True
+            for each, given in zip(state.held, surplus):
+                self._release(given[::-1], self.last_issued)
+                each.blocks = [block for block in each.blocks if block == 0 or block not in given]
+                each.num_hits = min(each.num_hits, len(each.blocks))
         self._allocate_blocks(state, row, start, after, lookahead, needs, spare, shared)
         self.moves = before + sorted(self.moves, key=lambda move: move[1])  # by group
         self._own_what_is_written(state, start, after)
         return SERVED
 
-    def _surplus(self, held, stop):
-        """Per group the blocks at the end in which no token before `stop` has a slot."""
-        return [
-            each.blocks[max(ceil_div(stop, group.block_size), each.num_dropped) :]
-            if group.pages == TOKENS
-            else []
-            for group, each in zip(self.groups, held)
-        ]
+    def _surplus(self, held, stop, drafts, accepted):
+        """Per group the blocks at the end in which no token before `stop` has a slot.
+
+        Of states: the last pages but for the one that goes on, and one for each draft.
+        """
+        surplus = []
+        for group, each in zip(self.groups, held):
+            given = []
+            if group.pages == TOKENS:
+                given = each.blocks[max(ceil_div(stop, group.block_size), each.num_dropped) :]
+            elif group.pages == STATE:
+                pages = each.blocks[each.num_dropped :]
+                given = [page for i, page in enumerate(pages) if i != accepted][drafts:]
+            surplus.append(given)
+        return surplus
 
     def _own_what_is_written(self, state, start, after):
         """A row has computed the tokens that it writes, even if it began in another row's block."""
@@ -991,7 +1025,7 @@ class ModelManager:
                 needs[g] = (ceil_div(request.num_encoder_tokens, group.block_size), 0)
         room = self._room(held, needs, free) - self.watermark - reserved
         is_alone = self.pool.num_free() == self.num_blocks - 1
-        now = len(hits) + sum(num_new for num_new, _ in needs)
+        now = len(hits) + len(sources) + sum(num_new for num_new, _ in needs)
         if now > self.num_blocks - 1 - (0 if start else self.watermark):
             return NEVER, -1
         if now > self.num_blocks - 1 - self.watermark and is_alone:
@@ -1158,7 +1192,7 @@ class ModelManager:
             self.step_answer.zero.append(page)
         held.blocks = [0] * column + [page] + pages
 
-    def _settle_state(self, row, g, start, accepted):
+    def _settle_state(self, row, g, start, accepted, keeps_passed=True):
         """The page of the last accepted draft comes first; the others serve again, or leave."""
         state, held, size = self.rows[row], self.rows[row].held[g], self.groups[g].block_size
         first, pages = held.num_dropped, held.blocks[held.num_dropped :]
@@ -1166,12 +1200,12 @@ class ModelManager:
         spare = pages[accepted + 1 :]
         for i in reversed(range(accepted)):
             n = start - accepted + i
-            if n % size:
+            if n % size or not keeps_passed:
                 self._note_dropped(state, g, first, pages[i])
                 spare.insert(0, pages[i])
         for i in range(accepted):
             n = start - accepted + i
-            if n % size == 0:
+            if n % size == 0 and keeps_passed:
                 self.moves.append((row, g, n, pages[i], first_token))
         held.blocks = [0] * ((start - 1) // size) + [pages[accepted]] + spare
         held.state_start = start

@@ -79,8 +79,8 @@ DEFECTS = [
     Defect(
         "states after drafts",
         MANAGER + "row_growth.cpp",
-        "const BlockId page = each[current];",
-        "const BlockId page = each[first];",  # goes on from the state before the drafts
+        "/ group.block_size, each[current], spare);",
+        "/ group.block_size, each[first], spare);",  # goes on from the state before the drafts
         "state_drafts",
     ),
     Defect(

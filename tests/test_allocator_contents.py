@@ -4,7 +4,8 @@ The KV of a token depends on all tokens up to it, so its content here is that pr
 of slots. Steps are "computed" through the tables that plans made, with drafts, late tokens, fences,
 aborted steps (carried out, not carried out, or garbled) and pages whose contents were lost, behind a
 step or before it computes; steps are aborted before the manager hears of a loss, too. Requests are
-forked, swapped out and back, and take what is cached by now; a second tier of pages takes what is evicted, under any eviction policy.
+forked, swapped out and back, and take what is cached by now; a second tier of pages takes what is
+evicted, under any eviction policy.
 KV comes from elsewhere, too: within a step or some time later, all of it or less; and a connector reads
 the blocks of requests that have left. Rows of one step share what it fills, where the plan says so.
 """

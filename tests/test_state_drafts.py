@@ -368,13 +368,34 @@ def test_random_rejections_go_on_from_the_right_state():
     assert min(map(len, truth.values())) > 60
 
 
-def test_pages_of_earlier_drafts_make_no_step_impossible():
-    """7 pages: 3 blocks, the state and 3 pages for drafts; one token more fits when it starts anew."""
+def test_pages_of_earlier_drafts_make_room_for_a_block():
+    """7 pages: 3 blocks, the state and 3 pages for drafts, of which the fourth block takes one."""
     manager, request = make(FULL, states(16), num_blocks=8), Request("a", range(8))
     manager.step(new=[request])
     manager.step([0], [4], token_ids=[8])
     manager.step([0], [1], token_ids=[9], num_rejected_tokens=[3])
     manager.step([0], [2], token_ids=[10, 11], num_token_ids=[2])
-    assert manager.step([0], [1], token_ids=[12]).status.tolist() == [Status.WAIT]
-    manager.free(request)
-    assert manager.step(new=[Request("b", range(13))]).status.tolist() == [Status.SERVED]
+    state = manager.block_ids(request, 1)[0]
+    assert manager.would_fit(request, 1) == Status.SERVED
+    plan = manager.step([0], [1], token_ids=[12])
+    assert plan.status.tolist() == [Status.SERVED] and plan.clear_rows.tolist() == [0]
+    assert [ids.tolist() for ids in plan.append_ids] == [
+        manager.block_ids(request, 0).tolist(),
+        [state],
+    ]
+    assert manager.pool.num_free == 2
+    manager.check_invariants()
+
+
+@pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
+def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks, num_hit):
+    """2 blocks, the state after 10 tokens, a page for the next one, and the 3 that drafts passed."""
+    manager = make(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
+    request = Request("a", range(6))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[6])
+    plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
+    assert plan.status.tolist() == [Status.SERVED] and len(plan.copy) == 1
+    assert len(manager.block_ids(request, 1)) == 10 + 4
+    assert hit_length(manager, range(12)) == num_hit
+    manager.check_invariants()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvcache import KVCacheManager, Request, Status, StepReport
+from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
 from tests.allocator_driver import LONGEST, MIXES, Chooser, groups_of
 from tests.model import CIRCULAR, ENCODER
 from tests.shared import sampled
@@ -13,6 +13,48 @@ NO_BUFFERS = [
     for mix in MIXES
     if all(kind.model(size).pages not in (ENCODER, CIRCULAR) for kind, size in mix[0])
 ]
+
+
+def manager_of(num_blocks: int, *groups: GroupSpec, **options) -> KVCacheManager:
+    options = {"num_preallocate_tokens": 0, **options}
+    return KVCacheManager.for_groups(groups, num_blocks, 64, **options)
+
+
+def test_a_request_that_fits_without_its_hit_alone_is_served():
+    """4 pages: with a hit of 4 tokens 3 blocks and 2 states, without it one state."""
+    manager = manager_of(5, GroupSpec("full_attention", 4), GroupSpec("recurrent", 4))
+    first, request = Request("a", range(4)), Request("b", range(12))
+    manager.step(new=[first])
+    manager.free(first)
+    assert manager.get_computed_blocks(request)[1] == 4
+    assert manager.would_fit(request) == Status.SERVED
+    assert manager.would_fit(request, whole=True) == Status.SERVED
+    assert manager.would_fit(request, 8, whole=True) == Status.NEVER
+    plan = manager.step(new=[request])
+    assert plan.status.tolist() == [Status.SERVED]
+    assert (plan.num_computed_tokens.tolist(), plan.num_tokens.tolist()) == ([0], [12])
+    assert (manager.stats.query_tokens, manager.stats.hit_tokens) == (16, 0)
+    manager.check_invariants()
+
+
+def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
+    """8 pages: from 46 tokens on 5 blocks and 2 that are copied, from 24 on 10."""
+    manager = manager_of(
+        9,
+        GroupSpec("sliding_window", 8, {"window": 6}),
+        GroupSpec("sliding_window", 12, {"window": 6}),
+        hash_block_size=2,
+    )
+    first, other = Request("a", range(47)), Request("x", range(100, 112))
+    assert run(manager, first, 1)[-1] == Status.SERVED
+    manager.free(first)
+    manager.step(new=[other])
+    request = Request("b", [*range(46), *range(200, 214)])
+    assert manager.would_fit(request) == Status.WAIT
+    assert manager.step(new=[request]).status.tolist() == [Status.WAIT]
+    manager.free(other)
+    plan = manager.step(new=[request])
+    assert plan.status.tolist() == [Status.SERVED] and plan.num_computed_tokens.tolist() == [46]
 
 
 def run(manager: KVCacheManager, request: Request, chunk: int) -> list[int]:

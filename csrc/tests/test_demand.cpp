@@ -84,6 +84,22 @@ TEST(blocks_without_slots_make_room_where_the_row_gives_them_up) {
   CHECK_EQ(demand.num_spare, 0);
 }
 
+TEST(pages_for_earlier_drafts_make_room_where_the_row_gives_them_up) {
+  Fixture f({group_of(std::make_shared<FullAttention>(), 4, 0),
+             group_of(std::make_shared<RecurrentState>(3), 4, 1)});
+  RowBlocks held[2];
+  held[0].blocks = take(&f.pool, 4);
+  const Ids pages = take(&f.pool, 6);
+  held[1].set_pages(2, pages[0], Ids(pages.begin() + 1, pages.end()));
+  const Span span{13, 17, 0, 0, 3};  // the drafts have passed the end of a block
+  CHECK(f.rules.of_running(held, span, false).status == Status::kWait);
+  const Demand demand = f.rules.of_running(held, span, false, /*gives_up=*/true);
+  CHECK(demand.status == Status::kServed && demand.has_surplus);
+  CHECK_EQ(demand.groups[0].num_surplus, 0);
+  CHECK_EQ(demand.groups[1].num_surplus, 5);
+  CHECK_EQ(demand.groups[1].num_new, 1);  // the state moves
+}
+
 TEST(what_is_spare_is_behind_the_watermark) {
   ManagerOptions options{};
   options.watermark_blocks = 3;

@@ -84,6 +84,7 @@ TEST(an_abort_takes_out_the_step_and_all_behind_it) {
     journal.begin();
     journal.note_published(i, admitted(i + 1), 0, 0, i + 1, 1);
     journal.note_dropped(i, admitted(i + 1), 0, i + 1);
+    journal.note_left(admitted(i + 1));
     journal.issue({});
   }
   const auto aborted = journal.abort_from(2);
@@ -94,6 +95,9 @@ TEST(an_abort_takes_out_the_step_and_all_behind_it) {
   CHECK_EQ(journal.last().published.size(), 3);
   CHECK_EQ(journal.last().published[1].id, 4);
   CHECK_EQ(journal.last().dropped.size(), 3);
+  CHECK_EQ(journal.last().left.size(), 3);
+  journal.note_forgotten(aborted[0].published[0], nullptr);
+  CHECK_EQ(journal.last().dropped.back().id, 4);
   CHECK(journal.abort_from(3).empty());  // aborted before
   step(&journal);
   CHECK_EQ(journal.last().id, 4);  // numbers are not used again

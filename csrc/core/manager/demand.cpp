@@ -28,25 +28,24 @@ int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const R
 }
 
 // The pages of states that a row writes: one, and one for each draft. Those that it has serve
-// again, but for states at the ends of blocks, which drafts have passed or which the row leaves.
-void set_states(const CacheGroup& group, const RowBlocks& held, const Span& span,
+// again, but for states at the ends of blocks, which the row leaves or, unless it gives them up,
+// drafts have passed.
+void set_states(const CacheGroup& group, const RowBlocks& held, const Span& span, bool gives_up,
                 GroupDemand* needs) {
   const bool has_any = held.num_alive() > 0;
-  const int64_t column = has_any ? ceil_div(span.start, group.block_size) : held.size();
-  needs->moves = span.state_column(group) >= column;
-  int64_t num_spare = 0;
-  if (has_any) {
+  needs->moves = span.moves_state(group, has_any);
+  int64_t num_spare = has_any ? held.num_alive() - 1 : 0;
+  if (has_any && !gives_up) {
     const int64_t before = span.start - span.num_accepted;
-    const int64_t num_passed =
-        (span.start - 1) / group.block_size - (before - 1) / group.block_size;
-    num_spare = held.num_alive() - 1 - num_passed;
+    num_spare -= (span.start - 1) / group.block_size - (before - 1) / group.block_size;
   }
   needs->num_new = needs->moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
 }
 
 // Blocks at the end of a row's table in which no token of the span has a slot: preallocation or an
-// earlier step's lookahead took them.
+// earlier step's lookahead took them. Of states: pages for more drafts than the span has.
 int64_t num_surplus(const CacheGroup& group, const RowBlocks& held, const Span& span) {
+  if (group.holds_state()) return std::max<int64_t>(held.num_alive() - 1 - span.num_drafts, 0);
   if (!group.holds_tokens()) return 0;
   const int64_t needed = ceil_div(span.stop + span.lookahead, group.block_size);
   return std::max<int64_t>(held.size() - std::max(needed, held.num_dropped), 0);
@@ -65,7 +64,7 @@ struct Basis {
 // null. Inlined, as every row of a step asks it: most of it is known where it is called.
 [[gnu::always_inline]] inline Demand demand_of(const Basis& on, const RowBlocks* held,
                                                const Span& span, const Supply& supply,
-                                               int64_t skip_for, bool may_share) {
+                                               int64_t skip_for, bool may_share, bool gives_up) {
   Demand demand;
   const int64_t start = span.start, stop = span.stop + span.lookahead;
   int64_t num_new = 0, num_free = supply.num_free;
@@ -75,7 +74,7 @@ struct Basis {
     GroupDemand& needs = demand[group];  // in place: a copy would wait for each field
     needs = {0, each.num_dropped, 0, 0, 0, false};
     if (group.holds_state()) {
-      set_states(group, each, span, &needs);
+      set_states(group, each, span, gives_up, &needs);
       if (may_share && !needs.moves) {
         needs.num_shared = on.holders.is_shared(each[each.num_dropped + span.num_accepted]);
       }
@@ -130,31 +129,44 @@ Demand DemandRules::of(const RowBlocks* held, const Span& span, const Supply& su
                    !is_new                  ? 0
                    : computes_whole_prompt_ ? span.stop
                                             : span.start,
-                   may_share);
+                   may_share, /*gives_up=*/false);
 }
 
 Demand DemandRules::with_free(const RowBlocks* held, const Span& span, bool may_share,
-                              int64_t num_free) const {
+                              int64_t num_free, bool gives_up) const {
   return demand_of({groups_, pool_, holders_, watermark_blocks_, frees_at_once()}, held, span,
-                   {num_free, 0}, /*skip_for=*/0, may_share);
+                   {num_free, 0}, /*skip_for=*/0, may_share, gives_up);
+}
+
+// Of the blocks that the row can give up, those that are free then. Of states these are the last
+// pages but for the one that goes on.
+int64_t DemandRules::num_freed(const CacheGroup& group, const RowBlocks& held,
+                               const Span& span) const {
+  const int64_t kept = group.holds_state() ? held.num_dropped + span.num_accepted : held.size();
+  int64_t num_left = num_surplus(group, held, span), n = 0;
+  for (int64_t b = held.size() - 1; num_left > 0; --b) {
+    if (b == kept) continue;
+    n += pool_->ref_count(held[b]) == 1;
+    --num_left;
+  }
+  return n;
 }
 
 Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may_share,
                                bool gives_up) const {
-  Demand demand = with_free(held, span, may_share, pool_->num_free());
+  Demand demand = with_free(held, span, may_share, pool_->num_free(), /*gives_up=*/false);
   if (demand.status == Status::kServed) return demand;
   int64_t num_blocks = 0, num_freed = 0;
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
-    const int64_t size = each.size() - num_surplus(group, each, span);
-    // Pages of states for earlier drafts are not needed.
+    num_freed += this->num_freed(group, each, span);
     num_blocks += group.holds_state()
                       ? (each.num_alive() > 0) + demand[group].moves + span.num_drafts
-                      : size - demand[group].drop_to + demand[group].num_new;
-    for (int64_t b = size; b < each.size(); ++b) num_freed += pool_->ref_count(each[b]) == 1;
+                      : each.size() - num_surplus(group, each, span) - demand[group].drop_to +
+                            demand[group].num_new;
   }
-  if (gives_up && num_freed > 0 && frees_at_once()) {
-    demand = with_free(held, span, may_share, pool_->num_free() + num_freed);
+  if (gives_up && frees_at_once()) {
+    demand = with_free(held, span, may_share, pool_->num_free() + num_freed, /*gives_up=*/true);
     if (demand.status == Status::kServed) {
       for (const CacheGroup& group : *groups_) {
         demand[group].num_surplus = num_surplus(group, held[group.id], span);
@@ -180,7 +192,7 @@ Demand DemandRules::of_new(const RowBlocks* held, const TokenChain& chain, const
       num_free -= stops_being_free(each[b]);
     }
     num_free -= each.source != kNullBlock && pool_->ref_count(each.source) == 0;
-    num_blocks += each.num_alive();
+    num_blocks += each.num_alive() + (each.source != kNullBlock);
   }
   Demand demand = with_encoder(held, chain, span, {num_free, watermark_blocks_ + num_reserved});
   for (const CacheGroup& group : *groups_) num_blocks += demand[group].num_new;
@@ -245,14 +257,13 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
       if (group.holds_encoder()) {
         num_held += num_encoder_blocks(group, chain);
       } else if (group.holds_state()) {
-        // It moves to another page at a block's end. Inside a block, where the cache may keep it,
-        // it goes on in place where no page is free.
-        const bool moves =
-            ceil_div(span.stop, group.block_size) > ceil_div(span.start, group.block_size);
+        // Inside a block, where the cache may keep it, it goes on in place where no page is free.
         const bool begins = span.start == first.start;
-        const int64_t num_spare = std::min(first.lookahead, group.num_speculative);
-        num_held += (begins ? each.num_alive() + 1 : 1 + moves) + num_spare;
-        num_new += (begins ? 1 : 1 + moves) + num_spare;
+        const int64_t num_before = begins ? each.num_alive() : 1;
+        const int64_t num_more = span.moves_state(group, num_before > 0) +
+                                 std::min(first.lookahead, group.num_speculative);
+        num_held += num_before + num_more;
+        num_new += !begins + num_more;
       } else {
         const int64_t stop =
             std::min(ceil_div(span.stop + span.lookahead, group.block_size), group.max_blocks);

@@ -27,6 +27,10 @@ struct Span {
   int64_t state_column(const CacheGroup& group) const {
     return (stop - num_drafts - 1) / group.block_size;
   }
+  // Whether the state goes on in a new page: the row has none, or one of an earlier block.
+  bool moves_state(const CacheGroup& group, bool has_page) const {
+    return !has_page || state_column(group) >= ceil_div(start, group.block_size);
+  }
 };
 
 struct GroupDemand {
@@ -41,7 +45,7 @@ struct GroupDemand {
 struct Demand {
   Status status;
   int64_t num_spare;  // free blocks beyond those needed that preallocation may take
-  bool has_surplus;   // in any group
+  bool has_surplus;   // in any group; states that accepted drafts have passed are not kept
   std::array<GroupDemand, kMaxGroups> groups;  // as many as the manager has
 
   GroupDemand& operator[](const CacheGroup& group) { return groups[group.id]; }
@@ -61,8 +65,8 @@ class DemandRules {
 
   // The demand of a row on the device. Where it does not fit: whether it ever will.
   // `may_share`: others may hold blocks that it writes. `gives_up`: where it does not fit
-  // otherwise, blocks that no token of the span has a slot in make room for those that one of its
-  // groups lacks.
+  // otherwise, blocks that no token of the span has a slot in, and pages of states after earlier
+  // drafts, make room for those that one of its groups lacks.
   Demand of_running(const RowBlocks* held, const Span& span, bool may_share,
                     bool gives_up = false) const;
 
@@ -89,7 +93,9 @@ class DemandRules {
   }
 
  private:
-  Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free) const;
+  Demand with_free(const RowBlocks* held, const Span& span, bool may_share, int64_t num_free,
+                   bool gives_up) const;
+  int64_t num_freed(const CacheGroup& group, const RowBlocks& held, const Span& span) const;
   bool stops_being_free(BlockId id) const;
   Demand with_encoder(const RowBlocks* held, const TokenChain& chain, const Span& span,
                       const Supply& supply) const;

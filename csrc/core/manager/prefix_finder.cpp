@@ -101,7 +101,6 @@ bool PrefixFinder::is_end_found(const CacheGroup& group, int64_t num_tokens) con
 const PrefixHit& PrefixFinder::find(const TokenChain& chain, bool with_partial, bool with_host,
                                     bool reads) {
   static const std::vector<Hash> kNone;
-  hit_.reads = reads;
   reads = reads && is_enabled_ && chain.num_tokens() > 0;
   const std::vector<Hash>& hashes = reads ? chain.known_hashes() : kNone;
   const int64_t max_tokens = std::max<int64_t>(chain.num_tokens() - 1, 0);

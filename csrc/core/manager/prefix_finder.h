@@ -18,7 +18,6 @@ struct PrefixHit {
     BlockId page;
   };
   int64_t num_tokens = 0;
-  bool reads = true;  // whether hits were asked for
   // What the groups of tokens would hit, whatever states are kept; 0 where there are none.
   int64_t num_shared_tokens = 0;
   // Per group: whole blocks; null where they are not read any more, or are on the host.

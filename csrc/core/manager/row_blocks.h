@@ -32,6 +32,13 @@ struct RowBlocks {
   int64_t num_alive() const { return size() - num_dropped; }  // blocks that are not null
   BlockId& operator[](int64_t block) { return blocks[static_cast<size_t>(block)]; }
   BlockId operator[](int64_t block) const { return blocks[static_cast<size_t>(block)]; }
+  // kState: this page lies in this column, and those for drafts behind it.
+  void set_pages(int64_t column, BlockId page, const std::vector<BlockId>& spare) {
+    blocks.assign(static_cast<size_t>(column), kNullBlock);
+    blocks.push_back(page);
+    blocks.insert(blocks.end(), spare.begin(), spare.end());
+    num_dropped = column;
+  }
   // No more than so many blocks are hits.
   void lower_hits(int64_t n) { num_hits = static_cast<int32_t>(std::min<int64_t>(num_hits, n)); }
   void resize(int64_t size) { blocks.resize(static_cast<size_t>(size), kNullBlock); }

@@ -106,7 +106,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   std::array<int64_t, kMaxGroups> num_new;
   std::array<bool, kMaxGroups> moves;  // of states
   int64_t num_taken = 0, num_spare = demand.num_spare;
-  if (demand.has_surplus) give_up_surplus(served->row, demand);
+  if (demand.has_surplus) give_up_surplus(served, demand);
   for (const CacheGroup& group : *c_.groups) {
     const GroupDemand& needs = demand[group];
     RowBlocks& each = held[group.id];
@@ -215,12 +215,17 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
 }
 
 // The worker's table of the row is longer than that: it is sent anew.
-void RowGrowth::give_up_surplus(int32_t row, const Demand& demand) {
+void RowGrowth::give_up_surplus(ServedRow* served, const Demand& demand) {
+  const int32_t row = served->row;
   c_.resend(row);
   for (const CacheGroup& group : *c_.groups) {
+    if (group.holds_state() && served->span.num_accepted > 0) {
+      settle_state(row, group, served->span, /*keeps_passed=*/false);
+    }
     const int64_t size = c_.rows->blocks(row)[group.id].size();
     c_.release_tail(row, group, size - demand[group].num_surplus);
   }
+  served->span.num_accepted = 0;  // settled
 }
 
 void RowGrowth::drop(int32_t row, const CacheGroup& group, int64_t drop_to) {
@@ -247,7 +252,7 @@ const BlockId* RowGrowth::serve_state(ServedRow* served, const CacheGroup& group
   RowBlocks& each = c_.rows->blocks(served->row)[group.id];
   const int64_t first = each.num_dropped;
   pages_before_.assign(each.blocks.begin() + first, each.blocks.end());
-  if (settles) settle_state(served->row, group, served->span);
+  if (settles) settle_state(served->row, group, served->span, /*keeps_passed=*/true);
   if (needs.num_shared > 0) own = copy_on_write(served, group, needs.num_shared, own);
   if (needs.moves) move_state(served, group, *own);
   each.blocks.insert(each.blocks.end(), own + needs.moves, own + needs.num_new);
@@ -255,7 +260,8 @@ const BlockId* RowGrowth::serve_state(ServedRow* served, const CacheGroup& group
   return own + needs.num_new;
 }
 
-void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& span) {
+void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& span,
+                             bool keeps_passed) {
   RowBlocks& each = c_.rows->blocks(row)[group.id];
   const int64_t first = each.num_dropped, current = first + span.num_accepted;
   const int64_t first_token = c_.rows->first_token(row, group, first);
@@ -263,19 +269,14 @@ void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& s
   for (int64_t b = first; b < each.size(); ++b) {
     const int64_t num_tokens = span.start - (current - b);
     if (b == current) continue;
-    if (b < current && num_tokens % group.block_size == 0) {
+    if (keeps_passed && b < current && num_tokens % group.block_size == 0) {
       left_states_.push_back({row, group.id, each[b], num_tokens, first_token});
       continue;
     }
     if (b < current) c_.note_dropped(row, group, first, each[b]);  // had, and not kept
     spare.push_back(each[b]);
   }
-  const BlockId page = each[current];
-  each.num_dropped = (span.start - 1) / group.block_size;
-  std::fill(each.blocks.begin() + first, each.blocks.end(), kNullBlock);
-  each.resize(each.num_dropped);
-  each.blocks.push_back(page);
-  each.blocks.insert(each.blocks.end(), spare.begin(), spare.end());
+  each.set_pages((span.start - 1) / group.block_size, each[current], spare);
   each.state_start = static_cast<int32_t>(span.start);
 }
 
@@ -297,11 +298,7 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
       c_.plan->zero(page);
     }
   }
-  std::fill(each.blocks.begin() + first, each.blocks.end(), kNullBlock);
-  each.resize(column);
-  each.num_dropped = column;
-  each.blocks.push_back(page);
-  each.blocks.insert(each.blocks.end(), spare.begin(), spare.end());
+  each.set_pages(column, page, spare);
   each.state_start = static_cast<int32_t>(served->span.start);
   if (each.source != kNullBlock) copy_source(served, group);
 }

@@ -63,24 +63,9 @@ void RowServer::serve_rows(const StepRequest& request) {
 
 void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>& external_hits) {
   for (size_t i = 0; i < request.new_rows.size(); ++i) {
-    const NewRow& asked = request.new_rows[i];
     ServedRow served;
-    Status status = Status::kWait;
-    // A hit inside a block takes that block and the copy: without it, less may do.
-    for (bool with_partial : {true, false}) {
-      const PrefixHit& hit = find_hit(asked, with_partial);
-      served.span = span_of(asked, hit, request.lookahead_of_new(i));
-      served.row = -1;
-      // Rows of this step may have changed what is cached: the load would be of other tokens.
-      if (asked.num_external > 0 && hit.num_tokens != external_hits[i]) break;
-      if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
-          waits_for_earlier(*asked.chain, hit.num_tokens)) {
-        break;
-      }
-      status = admit(&served, asked, hit, request.num_reserved_blocks, /*by_step=*/true);
-      if (status == Status::kServed) note_shared(&served, hit);
-      if (status != Status::kWait || !hit.copies_partial()) break;
-    }
+    const int64_t external_hit = request.new_rows[i].num_external > 0 ? external_hits[i] : 0;
+    const Status status = admit_new(&served, request, i, external_hit);
     if (status == Status::kServed) c_.plan->clear(served.row);
     answer(served, status);
     if (request.in_step_hits == InStepHits::kShare && status == Status::kServed) {
@@ -89,10 +74,41 @@ void RowServer::serve_new(const StepRequest& request, const std::vector<int64_t>
   }
 }
 
+// With the longest hit that fits: never is said of a request only where it never fits without one.
+Status RowServer::admit_new(ServedRow* served, const StepRequest& request, size_t i,
+                            int64_t external_hit) {
+  const NewRow& asked = request.new_rows[i];
+  Status answer = Status::kNever;
+  for (HitChoice choice : kHitChoices) {
+    const PrefixHit& hit = find_hit(asked, choice);
+    served->span = span_of(asked, hit, request.lookahead_of_new(i));
+    served->row = -1;
+    // Rows of this step may have changed what is cached: the load would be of other tokens.
+    if (asked.num_external > 0 && hit.num_tokens != external_hit) return Status::kWait;
+    if (request.in_step_hits == InStepHits::kWait && asked.reads() &&
+        waits_for_earlier(*asked.chain, hit.num_tokens)) {
+      return Status::kWait;
+    }
+    const Status status = admit(served, asked, hit, request.num_reserved_blocks, /*by_step=*/true);
+    if (status == Status::kServed) note_shared(served, hit);
+    answer = std::min(answer, status);
+    if (!tries_less(asked, hit, status)) break;
+  }
+  return answer;
+}
+
+// Whether a request that got this answer with the hit may do with less of a hit. External tokens
+// were counted from the hit's end.
+bool RowServer::tries_less(const NewRow& asked, const PrefixHit& hit, Status status) {
+  if (asked.num_external > 0) return false;
+  return status == Status::kWait ? hit.copies_partial()
+                                 : status == Status::kNever && hit.num_tokens > 0;
+}
+
 // With external tokens, which were counted from the end of whole blocks, these alone.
-const PrefixHit& RowServer::find_hit(const NewRow& asked, bool with_partial) {
-  with_partial &= asked.num_external == 0;
-  const bool reads = asked.reads();
+const PrefixHit& RowServer::find_hit(const NewRow& asked, HitChoice choice) {
+  const bool with_partial = choice == HitChoice::kPartial && asked.num_external == 0;
+  const bool reads = choice != HitChoice::kNone && asked.reads();
   const PrefixHit& hit = parts_.finder->find(*asked.chain, with_partial, /*with_host=*/true, reads);
   if (hit.num_host_blocks <= asked.max_host_blocks) return hit;
   return parts_.finder->find(*asked.chain, with_partial, /*with_host=*/false, reads);
@@ -162,18 +178,20 @@ void RowServer::note_shared(ServedRow* served, const PrefixHit& hit) {
 
 Status RowServer::would_fit(const StepRequest& request, bool whole) {
   const NewRow& asked = request.new_rows[0];
-  Status status = Status::kWait;
-  for (bool with_partial : {true, false}) {
-    const PrefixHit& hit = find_hit(asked, with_partial);
+  Status answer = Status::kNever;
+  for (HitChoice choice : kHitChoices) {
+    const PrefixHit& hit = find_hit(asked, choice);
     const Span span = span_of(asked, hit, request.num_lookahead);
     const Demand demand = demand_of_new(*asked.chain, hit, span, request.num_reserved_blocks);
-    status = whole
-                 ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
-                 : demand.status;
+    const Status status =
+        whole ? rules_.of_whole(candidate_.data(), *asked.chain, span, asked.num_tokens, demand)
+              : demand.status;
     // As `step` does, which knows of no further chunk.
-    if (demand.status != Status::kWait || !hit.copies_partial()) break;
+    if (demand.status == Status::kServed) return status;
+    answer = std::min(answer, status);
+    if (!tries_less(asked, hit, demand.status)) break;
   }
-  return status;
+  return answer;
 }
 
 Status RowServer::would_extend(int32_t row, int64_t num_tokens,
@@ -268,7 +286,7 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
   parts_.publisher->announce_hit(*chain, hit);
-  if (hit.reads) {
+  if (asked.reads()) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));
   }
@@ -380,7 +398,8 @@ void RowServer::accept_drafts(int32_t row) {
   if (r.num_drafts == 0) return;
   for (const CacheGroup& group : *c_.groups) {
     if (!group.holds_state()) continue;
-    growth_.settle_state(row, group, {r.num_computed, 0, 0, 0, r.num_drafts});
+    growth_.settle_state(row, group, {r.num_computed, 0, 0, 0, r.num_drafts},
+                         /*keeps_passed=*/true);
   }
   growth_.release_left_states();
   r.num_drafts = 0;

@@ -58,7 +58,9 @@ class RowServer {
   Status would_extend(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) const;
 
   // The tokens of the hit that admitting this request would take now. Its hashes must be known.
-  int64_t num_hit_tokens(const NewRow& asked) { return find_hit(asked, true).num_tokens; }
+  int64_t num_hit_tokens(const NewRow& asked) {
+    return find_hit(asked, HitChoice::kPartial).num_tokens;
+  }
 
   // Outside of steps. A row with the blocks of this hit and slots for the tokens behind it; slots
   // for num_tokens tokens more in a row; another row that begins with all that `row` has computed,
@@ -78,11 +80,19 @@ class RowServer {
   void check_invariants() const;
 
  private:
+  // The hits that a request may take. One that ends inside a block takes that block and the copy,
+  // one that has a state takes that and the page that goes on from it: without it, less may do.
+  enum class HitChoice : uint8_t { kPartial, kWhole, kNone };
+  static constexpr HitChoice kHitChoices[] = {HitChoice::kPartial, HitChoice::kWhole,
+                                              HitChoice::kNone};
+
   Status extend(ServedRow* served);
   Demand bring_back(ServedRow* served);
   void keep_own_blocks(const ServedRow& served);
   void accept_drafts(int32_t row);
-  const PrefixHit& find_hit(const NewRow& asked, bool with_partial);
+  Status admit_new(ServedRow* served, const StepRequest& request, size_t i, int64_t external_hit);
+  const PrefixHit& find_hit(const NewRow& asked, HitChoice choice);
+  static bool tries_less(const NewRow& asked, const PrefixHit& hit, Status status);
   static Span span_of(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead);
   Span span_of(int32_t row, int64_t num_rejected, int64_t num_tokens, int64_t num_lookahead) const;
   Demand demand_of_new(const TokenChain& chain, const PrefixHit& hit, const Span& span,

@@ -226,10 +226,7 @@ void RowSwap::keep_state_alone(int32_t row, const CacheGroup& group) const {
   for (int64_t b = first; b < first + r.num_drafts; ++b) {
     c_.note_dropped(row, group, first, each[b]);  // had, and not kept
   }
-  const BlockId page = each[first + r.num_drafts];
-  each.num_dropped = (r.num_computed - 1) / group.block_size;
-  each.blocks.assign(static_cast<size_t>(each.num_dropped), kNullBlock);
-  each.blocks.push_back(page);
+  each.set_pages((r.num_computed - 1) / group.block_size, each[first + r.num_drafts], {});
 }
 
 RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRules& rules) const {
@@ -248,7 +245,7 @@ RowSwap::Return RowSwap::return_of(int32_t row, const Span& span, const DemandRu
     on_device[group.id].resize(each.size());
     // A state that moves on is onboarded into its new page.
     const bool moves =
-        group.holds_state() && span.start > 0 && span.state_column(group) >= each.size();
+        group.holds_state() && span.start > 0 && span.moves_state(group, /*has_page=*/true);
     for (int64_t b = first; b < each.size() && !moves; ++b) {
       num_onboards += !shares_onboard(group, b, span.start, each[b]);
       ++num_blocks;
