@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcache import GroupSpec, KVCacheManager
 from kvcache.native.load import core
 
 REPO = Path(__file__).resolve().parent.parent
@@ -35,6 +36,14 @@ def spread(values, num: int) -> list:
     values = list(values)
     first = [values[i * len(values) // num] for i in range(num)]
     return sampled([*first, *(value for value in values if value not in first)], num)
+
+
+def manager_of(
+    *groups: GroupSpec, num_blocks: int = 41, max_model_len: int = 64, **options
+) -> KVCacheManager:
+    """A manager of these groups, which preallocates no slots unless it is told to."""
+    options = {"num_preallocate_tokens": 0, **options}
+    return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)
 
 
 @contextmanager

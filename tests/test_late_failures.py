@@ -2,15 +2,11 @@
 
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport
+from kvcache import GroupSpec, Request, StepReport
+from tests.shared import manager_of
 
 FULL, STATE = GroupSpec("full_attention", 4), GroupSpec("recurrent", 4)
 DRAFTS = GroupSpec("recurrent", 4, {"num_speculative_blocks": 3})
-
-
-def make(*groups, **options):
-    options = {"num_preallocate_tokens": 0, **options}
-    return KVCacheManager.for_groups(groups, 41, 64, **options)
 
 
 def cached(manager):
@@ -25,7 +21,7 @@ def fail(manager, page, step_id=0):
 @pytest.mark.parametrize("fence_frees", [False, True])
 def test_what_a_row_computed_before_an_abort_is_not_its_hit(fence_frees):
     """The abort starts the row anew from its own blocks; their state came from the failed page."""
-    manager, request = make(FULL, STATE, fence_frees=fence_frees), Request("a", range(20))
+    manager, request = manager_of(FULL, STATE, fence_frees=fence_frees), Request("a", range(20))
     manager.step(new=[request], new_num_tokens=[3])
     page = int(manager.block_ids(request, 1)[0])
     manager.step([0], [5])  # copies the state
@@ -39,7 +35,7 @@ def test_what_a_row_computed_before_an_abort_is_not_its_hit(fence_frees):
 def test_what_an_abort_makes_unfindable_is_known_of_a_row_that_let_go_of_it(how):
     """Step 2 fills the page of step 1's tokens, and comes to nothing; the failure is step 1's."""
     request = Request("a", range(26))
-    manager = make(GroupSpec("full_attention", 8), STATE, hash_block_size=4)
+    manager = manager_of(GroupSpec("full_attention", 8), STATE, hash_block_size=4)
     manager.step(new=[request], new_num_tokens=[8])
     manager.step([0], [4])
     page = int(manager.block_ids(request, 0)[1])
@@ -60,7 +56,7 @@ def test_what_an_abort_makes_unfindable_is_known_of_a_row_that_let_go_of_it(how)
 
 @pytest.mark.parametrize("how", ["abort", "take_cached"])
 def test_what_a_row_held_before_it_started_anew_is_known(how):
-    manager, request = make(FULL, STATE), Request("a", range(20))
+    manager, request = manager_of(FULL, STATE), Request("a", range(20))
     manager.step(new=[request], new_num_tokens=[6])
     page = int(manager.block_ids(request, 1)[1])
     if how == "abort":
@@ -78,7 +74,7 @@ def test_what_a_row_held_before_it_started_anew_is_known(how):
 @pytest.mark.parametrize("state", [STATE, DRAFTS])
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_what_was_swapped_out_and_came_back_leaves_the_cache(state, comes_back):
-    manager, request = make(FULL, state, num_host_blocks=20), Request("a", range(10))
+    manager, request = manager_of(FULL, state, num_host_blocks=20), Request("a", range(10))
     manager.step(new=[request], new_num_tokens=[8])
     page = int(manager.block_ids(request, 1)[-1])
     manager.step(swap_out=[0])
@@ -92,7 +88,7 @@ def test_what_was_swapped_out_and_came_back_leaves_the_cache(state, comes_back):
 @pytest.mark.parametrize("draft", [0, 1, 2, 3])
 def test_a_failed_page_of_a_draft_is_known_of_a_row_that_left(settled, draft):
     """States after 9, 10, 11 and 12 tokens, all accepted, the request freed before or after."""
-    manager, request = make(FULL, DRAFTS), Request("a", range(8))
+    manager, request = manager_of(FULL, DRAFTS), Request("a", range(8))
     manager.step(new=[request])
     plan = manager.step([0], [4], token_ids=[8])
     pages = manager.block_ids(request, 1).tolist()[2:]
@@ -106,7 +102,7 @@ def test_a_failed_page_of_a_draft_is_known_of_a_row_that_left(settled, draft):
 
 
 def test_a_state_that_drafts_left_behind_at_a_swap_is_bad_from_where_it_came_into_its_page():
-    manager = make(FULL, DRAFTS, num_host_blocks=20)
+    manager = manager_of(FULL, DRAFTS, num_host_blocks=20)
     request, other = Request("a", range(6)), Request("b", range(6), read_cache=False)
     manager.step(new=[request], new_num_tokens=[5])
     manager.step(new=[other], new_num_tokens=[4])

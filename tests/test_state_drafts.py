@@ -7,7 +7,6 @@ import torch
 from kvcache import (
     ContextParallel,
     GroupSpec,
-    KVCacheManager,
     LayerSpec,
     MultiGroupBlockTable,
     Request,
@@ -17,17 +16,13 @@ from kvcache import (
     plan_cache,
 )
 from kvcache.kinds import make_kind
+from tests.shared import manager_of
 
 FULL = GroupSpec("full_attention", 4)
 
 
 def states(block_size=4, num_speculative_blocks=3):
     return GroupSpec("recurrent", block_size, {"num_speculative_blocks": num_speculative_blocks})
-
-
-def make(*groups, num_blocks=41, max_model_len=64, **options):
-    options = {"num_preallocate_tokens": 0, **options}
-    return KVCacheManager.for_groups(groups, num_blocks, max_model_len, **options)
 
 
 def start(manager, num_tokens=6):
@@ -44,7 +39,7 @@ def hit_length(manager, tokens):
 
 
 def test_pages_change_places_and_nothing_is_copied():
-    manager = make(FULL, states(16))
+    manager = manager_of(FULL, states(16))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
     assert plan.num_computed_tokens.tolist() == [8]
@@ -63,7 +58,7 @@ def test_pages_change_places_and_nothing_is_copied():
 
 
 def test_a_prompt_takes_no_page_for_drafts():
-    manager = make(FULL, states(16))
+    manager = manager_of(FULL, states(16))
     request = Request("a", range(20))
     for plan in (manager.step(new=[request], new_num_tokens=[3]), manager.step([0], [4])):
         assert plan.status.tolist() == [Status.SERVED]
@@ -71,7 +66,7 @@ def test_a_prompt_takes_no_page_for_drafts():
 
 
 def test_more_drafts_than_pages_are_refused_by_name():
-    manager = make(FULL, states(), states(8, 5))
+    manager = manager_of(FULL, states(), states(8, 5))
     request = Request("a", range(6))
     manager.step(new=[request])
     expected = (
@@ -91,7 +86,7 @@ def test_more_drafts_than_pages_are_refused_by_name():
 
 
 def test_only_drafts_are_rejected():
-    manager = make(FULL, states())
+    manager = manager_of(FULL, states())
     request, _ = start(manager)
     expected = r"num_rejected_tokens of row 0 is 4: expected at most 3, the drafts of its last step"
     with pytest.raises(ValueError, match=expected):
@@ -106,7 +101,7 @@ def test_only_drafts_are_rejected():
 
 
 def test_one_group_without_pages_for_drafts_takes_no_rejection():
-    manager = make(FULL, states(), GroupSpec("recurrent", 4))
+    manager = manager_of(FULL, states(), GroupSpec("recurrent", 4))
     request = Request("a", range(6))
     manager.step(new=[request])
     manager.step([0], [9])  # as many as are wanted: they count as accepted
@@ -116,7 +111,7 @@ def test_one_group_without_pages_for_drafts_takes_no_rejection():
 
 
 def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
-    manager = make(FULL, states())
+    manager = manager_of(FULL, states())
     request, pages = start(manager)  # states after 7, 8, 9 and 10 tokens
     assert pages[:1] == [0] and hit_length(manager, range(20)) == 0
     assert manager.pool.num_cached == 1  # the first block of tokens, and nothing of a draft
@@ -131,7 +126,7 @@ def test_a_boundary_that_accepted_drafts_pass_is_a_hit():
 
 
 def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
-    manager = make(FULL, states())
+    manager = manager_of(FULL, states())
     _, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[60], num_rejected_tokens=[3])
     assert plan.num_computed_tokens.tolist() == [7]
@@ -145,7 +140,7 @@ def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
 
 
 def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():
-    manager = make(GroupSpec("full_attention", 1), states(1))
+    manager = manager_of(GroupSpec("full_attention", 1), states(1))
     request, pages = start(manager)
     plan = manager.step([0], [4], token_ids=[7, 8, 60], num_token_ids=[3], num_rejected_tokens=[1])
     assert plan.copy[:, 0].tolist() == [pages[8]]  # the state itself is left, too
@@ -155,7 +150,7 @@ def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():
 
 
 def test_a_row_that_waits_keeps_its_drafts():
-    manager = make(FULL, states(), num_blocks=13)
+    manager = manager_of(FULL, states(), num_blocks=13)
     request, _ = start(manager)
     other = Request("b", range(100, 120))
     assert manager.step(new=[other]).status.tolist() == [Status.WAIT]
@@ -169,7 +164,7 @@ def test_a_row_that_waits_keeps_its_drafts():
 
 
 def test_a_row_with_no_tokens_takes_a_rejection():
-    manager = make(FULL, states(16))
+    manager = manager_of(FULL, states(16))
     request, pages = start(manager)
     plan = manager.step([0], [0], num_rejected_tokens=[2])
     assert plan.is_empty and manager.num_computed_tokens(request) == 8
@@ -178,7 +173,7 @@ def test_a_row_with_no_tokens_takes_a_rejection():
 
 
 def test_a_fork_begins_with_the_accepted_state_alone():
-    manager = make(FULL, states(16))
+    manager = manager_of(FULL, states(16))
     parent, pages = start(manager)
     manager.reject_tokens(parent, 1)
     parent.append_tokens([7, 8])
@@ -196,7 +191,7 @@ def test_a_fork_begins_with_the_accepted_state_alone():
 
 
 def test_a_row_leaves_for_the_host_with_its_state_alone():
-    manager = make(FULL, states(16), num_host_blocks=20)
+    manager = manager_of(FULL, states(16), num_host_blocks=20)
     request, pages = start(manager)
     manager.reject_tokens(request, 1)
     plan = manager.step(swap_out=[0])
@@ -213,7 +208,7 @@ def test_a_row_leaves_for_the_host_with_its_state_alone():
 
 @pytest.mark.parametrize("which", [0, 1, 2, 3])
 def test_a_bad_page_of_a_draft_s_state_sends_the_row_back(which):
-    manager = make(FULL, states(16))
+    manager = manager_of(FULL, states(16))
     request, pages = start(manager)
     assert manager.invalidate([pages[which]]) == {"a": 0}
     assert manager.block_ids(request, 1).tolist() == []
@@ -221,14 +216,14 @@ def test_a_bad_page_of_a_draft_s_state_sends_the_row_back(which):
 
 
 def test_a_page_that_is_spare_by_now_was_the_state_of_a_step_in_flight():
-    manager = make(FULL, states(16))
+    manager = manager_of(FULL, states(16))
     _, pages = start(manager)
     manager.step([0], [1], token_ids=[7, 60], num_token_ids=[2], num_rejected_tokens=[2])
     assert manager.report(StepReport(1, True, failed_pages=[pages[0]])) == {"a": 0}
 
 
 def test_an_aborted_step_takes_its_drafts_along():
-    manager = make(FULL, states(4))
+    manager = manager_of(FULL, states(4))
     request = Request("a", range(8))
     manager.step(new=[request])
     step = manager.step([0], [4], token_ids=[8])
@@ -240,7 +235,7 @@ def test_an_aborted_step_takes_its_drafts_along():
 
 
 def test_external_tokens_bring_one_state_and_drafts_follow():
-    manager = make(FULL, states(8))
+    manager = manager_of(FULL, states(8))
     request = Request("a", range(10))
     manager.step(new=[request], num_external_computed_tokens=[9], delay_cache_blocks=[True])
     assert manager.finish_receiving(request) == 9
@@ -264,7 +259,7 @@ def test_pages_for_drafts_are_planned_and_asked_for():
     assert [pages for pages, _ in sizes] == [4 + 2, 4 + 5]
     assert [round(most, 1) for _, most in sizes] == [170.5, 113.7]
 
-    manager = make(FULL, states(16), num_blocks=7)  # two blocks of tokens, and the state
+    manager = manager_of(FULL, states(16), num_blocks=7)  # two blocks of tokens, and the state
     request = Request("a", range(8))
     assert manager.would_fit(request, 8, whole=True) == Status.SERVED
     assert manager.would_fit(request, 8, whole=True, num_lookahead_tokens=2) == Status.SERVED
@@ -277,7 +272,7 @@ def test_pages_for_drafts_are_planned_and_asked_for():
 
 def test_tables_have_columns_for_the_drafts_at_the_longest_sequence():
     groups = [FULL, states(4)]
-    manager = make(*groups, max_model_len=16)
+    manager = manager_of(*groups, max_model_len=16)
     tables = MultiGroupBlockTable.for_groups(
         groups, max_num_reqs=2, max_model_len=16, max_num_batched_tokens=16
     )
@@ -370,7 +365,7 @@ def test_random_rejections_go_on_from_the_right_state():
 
 def test_pages_of_earlier_drafts_make_room_for_a_block():
     """7 pages: 3 blocks, the state and 3 pages for drafts, of which the fourth block takes one."""
-    manager, request = make(FULL, states(16), num_blocks=8), Request("a", range(8))
+    manager, request = manager_of(FULL, states(16), num_blocks=8), Request("a", range(8))
     manager.step(new=[request])
     manager.step([0], [4], token_ids=[8])
     manager.step([0], [1], token_ids=[9], num_rejected_tokens=[3])
@@ -390,7 +385,7 @@ def test_pages_of_earlier_drafts_make_room_for_a_block():
 @pytest.mark.parametrize(("num_blocks", "num_hit"), [(8, 0), (41, 8)])
 def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks, num_hit):
     """2 blocks, the state after 10 tokens, a page for the next one, and the 3 that drafts passed."""
-    manager = make(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
+    manager = manager_of(GroupSpec("full_attention", 8), states(1), num_blocks=num_blocks)
     request = Request("a", range(6))
     manager.step(new=[request])
     manager.step([0], [4], token_ids=[6])

@@ -5,7 +5,7 @@ import pytest
 from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
 from tests.allocator_driver import LONGEST, MIXES, Chooser, groups_of
 from tests.model import CIRCULAR, ENCODER
-from tests.shared import sampled
+from tests.shared import manager_of, sampled
 
 SEEDS_PER_TEST = 50
 NO_BUFFERS = [
@@ -15,14 +15,9 @@ NO_BUFFERS = [
 ]
 
 
-def manager_of(num_blocks: int, *groups: GroupSpec, **options) -> KVCacheManager:
-    options = {"num_preallocate_tokens": 0, **options}
-    return KVCacheManager.for_groups(groups, num_blocks, 64, **options)
-
-
 def test_a_request_that_fits_without_its_hit_alone_is_served():
     """4 pages: with a hit of 4 tokens 3 blocks and 2 states, without it one state."""
-    manager = manager_of(5, GroupSpec("full_attention", 4), GroupSpec("recurrent", 4))
+    manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=5)
     first, request = Request("a", range(4)), Request("b", range(12))
     manager.step(new=[first])
     manager.free(first)
@@ -40,9 +35,9 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
 def test_a_hit_inside_a_block_that_fits_later_is_waited_for():
     """8 pages: from 46 tokens on 5 blocks and 2 that are copied, from 24 on 10."""
     manager = manager_of(
-        9,
         GroupSpec("sliding_window", 8, {"window": 6}),
         GroupSpec("sliding_window", 12, {"window": 6}),
+        num_blocks=9,
         hash_block_size=2,
     )
     first, other = Request("a", range(47)), Request("x", range(100, 112))
