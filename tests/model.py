@@ -101,7 +101,8 @@ class Answer:
     status: list[int] = field(default_factory=list)
     computed: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    tried: list[list[int]] = field(default_factory=list)  # per request: tokens of hits, none last
+    # Per request: where it would have begun with the hits that were tried and are not copied from.
+    tried: list[list[int]] = field(default_factory=list)
     clear: set[int] = field(default_factory=set)
     swap_out: list[tuple[int, int]] = field(default_factory=list)
     swap_in: list[tuple[int, int]] = field(default_factory=list)
@@ -375,7 +376,8 @@ class ModelManager:
                 if status == SERVED:
                     self.rows[row].num_shared = shared
                 statuses.append(status)
-                tried.append(start)
+                if not self._copies(request, num_hit):
+                    tried.append(start)
                 if num_external or not self._tries_less(request, num_hit, status):
                     break
             status = min(statuses)
@@ -421,8 +423,13 @@ class ModelManager:
 
     def _tries_less(self, request, num_hit, status):
         """Whether less may do: the block that a hit ends in and its copy, or all that the hit takes."""
-        copies = any(each.source for each in self.hit_blocks(request, num_hit))
-        return copies if status == WAIT else status == NEVER and num_hit > 0
+        if status == WAIT:
+            return self._copies(request, num_hit)
+        return status == NEVER and num_hit > 0
+
+    def _copies(self, request, num_hit):
+        """Whether the hit ends inside a block: besides its copy that is held until the step is over."""
+        return any(each.source for each in self.hit_blocks(request, num_hit))
 
     def _is_about_to_hit(self, request, num_hit):
         """Whether an earlier row of this step fills blocks that the next step finds for the request."""
@@ -478,7 +485,7 @@ class ModelManager:
     def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
         """Whether all known tokens can be computed, chunk by chunk: now, later or never.
 
-        With the hits that were tried.
+        With the hits that were tried, but for those that are too much as they are copied from.
         """
         statuses, tried = [], []
         for num_hit, _ in self._hits_to_try(request, cap):
@@ -486,7 +493,8 @@ class ModelManager:
             if first == SERVED:
                 return status, [num_hit]
             statuses.append(status)
-            tried.append(num_hit)
+            if first != NEVER or not self._copies(request, num_hit):
+                tried.append(num_hit)
             if not self._tries_less(request, num_hit, first):
                 break
         return min(statuses), tried
