@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/limits.h"
+#include "core/pool/tags_ahead.h"
 
 namespace kvcache {
 
@@ -82,17 +83,12 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
     cached_free_.remove(links_.data(), out[i]);
     __builtin_prefetch(&blocks_[out[i]], 1);
   }
-  uint32_t tags[kPrefetchBlocks];  // of blocks i to i + kPrefetchBlocks - 1
-  const auto begin = [&](int64_t i) {
-    if (i >= n) return;
+  auto tags = tags_ahead<kPrefetchBlocks>(index_, n, [&](int64_t i) -> HashOfGroup {
     const Block& block = blocks_[out[i]];
-    tags[i % kPrefetchBlocks] = index_.tag_of(block.hash, block.group);
-    index_.prefetch_bucket(tags[i % kPrefetchBlocks]);
-  };
-  for (int64_t i = 0; i < kPrefetchBlocks; ++i) begin(i);
+    return {block.hash, block.group};
+  });
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t tag = tags[i % kPrefetchBlocks];
-    begin(i + kPrefetchBlocks);
+    const uint32_t tag = tags.next(i);
     if (residency_) residency_->evicted(out[i]);
     notify_eviction(out[i]);
     ++evicted_by_group_[blocks_[out[i]].group];
@@ -206,26 +202,23 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
 }
 
 void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
-  const auto prefetch = [&](int64_t i) {
-    index_.prefetch_bucket(index_.tag_of(content.hash(i), group));
-  };
-  // Not the first, which is needed at once.
-  for (int64_t i = 1; i < std::min(n, kPrefetchBlocks); ++i) prefetch(i);
+  auto tags = tags_ahead<kPrefetchBlocks>(
+      index_, n, [&](int64_t i) -> HashOfGroup { return {content.hash(i), group}; });
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
   if (n == 0) return;
   const uint32_t root = content.root ? tag_of(*content.root) : 0;
-  uint32_t tag = tag_of(*content.parent);
+  uint32_t lineage = tag_of(*content.parent);
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kPrefetchBlocks < n) prefetch(i + kPrefetchBlocks);
+    const uint32_t tag = tags.next(i);
     Block& block = blocks_[ids[i]];
     const Hash& hash = content.hash(i);
-    const uint32_t parent = std::exchange(tag, tag_of(hash));
-    if (!is_cached(block)) set_cached(ids[i], group, parent, content.root ? root : tag);
+    const uint32_t parent = std::exchange(lineage, tag_of(hash));
+    if (!is_cached(block)) set_cached(ids[i], group, parent, content.root ? root : lineage);
     lineage_[ids[i]].parent = parent;  // partial hashes were published without
     block.hash = hash;
     if (candidates_) notify_published(ids[i], content.is_chain);
-    if (index_.insert(ids[i]) && events_ != nullptr) {
+    if (index_.insert(tag, ids[i]) && events_ != nullptr) {
       events_->stored(content, i, group, /*is_reused=*/false);
     }
   }
@@ -271,20 +264,13 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                           int64_t stride) const {
-  // Each hash is folded once, when its bucket begins to be loaded; then its block does.
-  constexpr int64_t kAhead = 2 * kPrefetchBlocks;
-  uint32_t tags[kAhead];  // of hashes i to i + kAhead - 1
-  const auto begin = [&](int64_t i) {
-    if (i >= n) return;
-    tags[i % kAhead] = index_.tag_of(hashes[i * stride], group);
-    index_.prefetch_bucket(tags[i % kAhead]);
-  };
-  for (int64_t i = 0; i < kAhead; ++i) begin(i);
+  // A hash's bucket is loaded first, then its block.
+  auto tags = tags_ahead<2 * kPrefetchBlocks>(
+      index_, n, [&](int64_t i) -> HashOfGroup { return {hashes[i * stride], group}; });
   int64_t num_leading = -1;
   for (int64_t i = 0; i < n; ++i) {
-    const uint32_t tag = tags[i % kAhead];
-    begin(i + kAhead);
-    if (i + kPrefetchBlocks < n) index_.prefetch_block(tags[(i + kPrefetchBlocks) % kAhead]);
+    const uint32_t tag = tags.next(i);
+    if (i + kPrefetchBlocks < n) index_.prefetch_block(tags[i + kPrefetchBlocks]);
     const BlockId id = index_.find(tag, hashes[i * stride], group);
     out[i] = id == kNullBlock ? -1 : id;
     if (id != kNullBlock || num_leading >= 0) continue;

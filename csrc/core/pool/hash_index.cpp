@@ -33,13 +33,13 @@ void HashIndex::draw_new_key() {
   try {
     ZeroedArray<Bucket> before(static_cast<size_t>(num_buckets_));
     key_ = SecretKey::drawn();
+    ++num_keys_;
     before.swap(buckets_);
     longest_walk_ = 1;
     for (int64_t b = 0; b < num_buckets_; ++b) {
       for (int slot = 0; slot < kSlots; ++slot) {
         if (before[b].tags[slot] == 0) continue;
-        const Block& block = blocks_[before[b].ids[slot]];
-        add(tag_of(block.hash, block.group), before[b].ids[slot]);
+        add(tag_of(before[b].ids[slot]), before[b].ids[slot]);
       }
     }
   } catch (const std::exception&) {
@@ -49,9 +49,8 @@ void HashIndex::draw_new_key() {
   most_walk_ = std::max(kLongestWalk, 2 * longest_walk_);
 }
 
-bool HashIndex::insert(BlockId id) {
+bool HashIndex::insert(uint32_t tag, BlockId id) {
   Block& block = blocks_[id];
-  const uint32_t tag = tag_of(block.hash, block.group);
   const Place place = place_of(tag, block.hash, block.group);
   if (place.slot < 0) {
     block.older = block.younger = id;

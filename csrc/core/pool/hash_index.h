@@ -22,8 +22,8 @@ namespace kvcache {
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
-  // What a hash is searched by. Callers who go through many hashes fold each once; an insertion may
-  // change the tags.
+  // What a hash is searched by. Callers who go through many hashes fold each once. Tags hold for
+  // one key; an insertion may draw another.
   uint32_t tag_of(const Hash& hash, uint8_t group) const {
     return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // never that of an empty slot
   }
@@ -34,10 +34,12 @@ class HashIndex {
   BlockId find(const Hash& hash, uint8_t group) const {
     return find(tag_of(hash, group), hash, group);
   }
-  // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
-  bool insert(BlockId id);
+  // Hash and group of the block are set, and `tag` is theirs; joins the ring as the youngest.
+  // Whether it is the first.
+  bool insert(uint32_t tag, BlockId id);
+  bool insert(BlockId id) { return insert(tag_of(id), id); }
   bool erase(uint32_t tag, BlockId id);  // whether it was the last under its hash
-  bool erase(BlockId id) { return erase(tag_of(blocks_[id].hash, blocks_[id].group), id); }
+  bool erase(BlockId id) { return erase(tag_of(id), id); }
   void clear() {
     buckets_.zero();
     longest_walk_ = 1;
@@ -55,6 +57,7 @@ class HashIndex {
   // all but impossible; where they come, the index draws another key and is built anew.
   int64_t longest_walk() const { return longest_walk_; }
   static constexpr int64_t kLongestWalk = 16;
+  int64_t num_keys() const { return num_keys_; }  // that were drawn
 
  private:
   static constexpr int kSlots = 7;
@@ -84,6 +87,7 @@ class HashIndex {
     return slots;
 #endif
   }
+  uint32_t tag_of(BlockId id) const { return tag_of(blocks_[id].hash, blocks_[id].group); }
   int64_t home_of(uint32_t tag) const {
     return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
   }
@@ -110,6 +114,7 @@ class HashIndex {
   SecretKey key_;
   int64_t num_buckets_;
   ZeroedArray<Bucket> buckets_;
+  int64_t num_keys_ = 1;
   int64_t longest_walk_ = 1;
   int64_t most_walk_ = kLongestWalk;  // a longer one is answered by a new key
 };
