@@ -10,11 +10,16 @@ namespace kvcache {
 
 inline constexpr int64_t kMaxSize = INT32_MAX;
 
-// The value, or std::invalid_argument that names it; `note` follows what was expected.
-inline int64_t checked_size(const char* name, int64_t value, int64_t least, const char* note = "") {
-  if (value >= least && value <= kMaxSize) return value;
+[[noreturn]] inline void fail_size(const char* name, int64_t value, int64_t least,
+                                   const char* note) {
   throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + ": expected " +
                               std::to_string(least) + " to " + std::to_string(kMaxSize) + note);
+}
+
+// The value, or std::invalid_argument that names it; `note` follows what was expected.
+inline int64_t checked_size(const char* name, int64_t value, int64_t least, const char* note = "") {
+  if (value < least || value > kMaxSize) fail_size(name, value, least, note);
+  return value;
 }
 
 }  // namespace kvcache

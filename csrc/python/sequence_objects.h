@@ -64,6 +64,7 @@ inline py::object call_method(py::handle of, const py::str& name) {
 // A name in dictionaries: hashable.
 inline py::object name_of(py::handle of, const py::str& attribute_name) {
   py::object value = attribute(of, attribute_name);
+  if (PyLong_CheckExact(value.ptr()) || PyUnicode_CheckExact(value.ptr())) return value;
   if (PyObject_Hash(value.ptr()) != -1) return value;
   if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
   PyErr_Clear();

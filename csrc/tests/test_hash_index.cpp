@@ -7,6 +7,7 @@
 #include <random>
 #include <vector>
 
+#include "core/pool/tags_ahead.h"
 #include "tests/check.h"
 
 using namespace kvcache;
@@ -63,6 +64,27 @@ TEST(duplicates_stay_together_when_the_key_changes) {
     CHECK(all.index.erase(kNum + id));
     CHECK_EQ(all.index.find(colliding(id), 0), kNullBlock);
   }
+}
+
+TEST(tags_that_are_folded_ahead_follow_the_key) {
+  constexpr int kNum = 1'000;
+  Indexed all(kNum + 1);
+  for (BlockId id = 1; id <= kNum; ++id) all.blocks[id].hash = colliding(id);
+  const auto ahead = [&] {
+    return tags_ahead<8>(all.index, kNum, [&](int64_t i) -> HashOfGroup {
+      return {all.blocks[static_cast<size_t>(i + 1)].hash, 0};
+    });
+  };
+  auto inserting = ahead();
+  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.index.insert(inserting.next(id - 1), id));
+  CHECK(all.index.num_keys() > 1);
+  auto finding = ahead();
+  for (BlockId id = 1; id <= kNum; ++id) {
+    if (id < kNum) all.index.prefetch_block(finding[id]);
+    CHECK_EQ(all.index.find(finding.next(id - 1), colliding(id), 0), id);
+  }
+  auto erasing = ahead();
+  for (BlockId id = 1; id <= kNum; ++id) CHECK(all.index.erase(erasing.next(id - 1), id));
 }
 
 TEST(walks_of_hashes_that_nobody_chose_are_short) {

@@ -30,16 +30,25 @@ class CallGuard {
 
   // Makes the calling thread the owner where there is none. Throws std::runtime_error in any other
   // thread, while a Scope is alive, and where the manager is broken.
-  void check_caller();
+  void check_caller() {
+    if (owner_ == std::thread::id()) owner_ = std::this_thread::get_id();
+    check_reader();
+  }
 
   // The same without making an owner.
-  void check_reader() const;
+  void check_reader() const {
+    const bool is_owner = owner_ == std::thread::id() || owner_ == std::this_thread::get_id();
+    if (!is_owner || in_call_) fail_caller(is_owner);
+    soundness_.check();
+  }
 
   Soundness& soundness() { return soundness_; }
   bool is_broken() const { return soundness_.is_broken(); }
   void check_sound() const { soundness_.check(); }
 
  private:
+  [[noreturn]] void fail_caller(bool is_owner) const;
+
   Soundness soundness_{"manager"};
   std::thread::id owner_;  // of no thread until the first call
   bool in_call_ = false;

@@ -293,7 +293,8 @@ void Manager::take_in(const KnownTokens* all, size_t size, int64_t num_lookahead
 
 Slots Manager::append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
   const Soundness::Change change = this->change("append_slots");
-  const Slots slots = server_.append(tokens.row, tokens.n, num_lookahead_tokens);
+  const Slots slots =
+      server_.append(tokens.row, tokens.n, num_lookahead_tokens, /*lists_new=*/false);
   if (slots.status != Status::kServed) give_back(tokens);
   return slots;
 }

@@ -119,7 +119,8 @@ class Manager {
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
-  // The same for tokens that have become known: the chain takes them, unless they do not fit.
+  // The same for tokens that have become known: the chain takes them, unless they do not fit. The
+  // answer does not name the new blocks.
   struct KnownTokens {
     int32_t row;
     const int32_t* ids;  // null: it does not matter which

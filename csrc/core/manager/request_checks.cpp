@@ -357,8 +357,7 @@ void RequestChecks::check_has_host(const char* what) const {
                               ", but there is no host tier: expected num_host_blocks of 2 or more");
 }
 
-void RequestChecks::check_on_device(int32_t row) const {
-  if (!c_.rows->at(row).on_host) return;
+void RequestChecks::fail_on_host(int32_t row) {
   throw std::invalid_argument("row " + std::to_string(row) +
                               " is swapped out: expected one on the device");
 }

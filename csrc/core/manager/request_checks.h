@@ -62,7 +62,9 @@ class RequestChecks {
   }
   void check_has_no_state(const char* call) const;
   void check_has_host(const char* what) const;
-  void check_on_device(int32_t row) const;
+  void check_on_device(int32_t row) const {
+    if (c_.rows->at(row).on_host) fail_on_host(row);
+  }
   void check_ids(const std::vector<BlockId>& ids, const char* name) const;
 
   void check_new(const TokenChain& chain, int64_t least_tokens = 1) const;
@@ -88,6 +90,7 @@ class RequestChecks {
  private:
   void check_departure(int32_t row, const Departure& departure) const;
   [[noreturn]] void fail_length(int64_t num_total, const char* what) const;
+  [[noreturn]] static void fail_on_host(int32_t row);
   [[noreturn]] static void fail_driver(int32_t row, bool by_step);
   [[noreturn]] static void fail_receiving(int32_t row);
   [[noreturn]] void fail_drafts(int32_t row, int64_t num_tokens, int64_t num_sure) const;

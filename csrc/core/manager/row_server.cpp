@@ -333,7 +333,8 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
   return slots;
 }
 
-Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens) {
+Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens,
+                        bool lists_new) {
   c_.plan->begin_direct();
   ServedRow served;
   served.row = row;
@@ -341,7 +342,7 @@ Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_t
   Slots slots{extend(&served), row, {}, {}};
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();
-  add_new_blocks(row, served.num_before.data(), &slots);
+  if (lists_new) add_new_blocks(row, served.num_before.data(), &slots);
   parts_.publisher->publish(row);
   return slots;
 }

@@ -66,7 +66,9 @@ class RowServer {
   // for num_tokens tokens more in a row; another row that begins with all that `row` has computed,
   // and shares its blocks.
   Slots allocate(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead_tokens);
-  Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
+  // `lists_new`: whether the answer names the new blocks.
+  Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens,
+               bool lists_new = true);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // A row that has released its blocks goes on from what the device's cache has. An encoder's pages

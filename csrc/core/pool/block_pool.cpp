@@ -4,8 +4,10 @@
 #include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "core/limits.h"
+#include "core/pool/tags_ahead.h"
 
 namespace kvcache {
 
@@ -59,8 +61,12 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t 
 
 void BlockPool::forget(BlockId id, bool evicted) {
   if (!is_plain_) forget_place(id, evicted);
+  forget_hashes(id, index_.tag_of(blocks_[id].hash, blocks_[id].group));
+}
+
+void BlockPool::forget_hashes(BlockId id, uint32_t tag) {
   Block& block = blocks_[id];
-  if (is_indexed(block) && index_.erase(id) && events_ != nullptr) {
+  if (is_indexed(block) && index_.erase(tag, id) && events_ != nullptr) {
     events_->removed(block.hash, block.group, tier_);
   }
   if (!partial_.empty()) partial_.forget(id);
@@ -77,15 +83,16 @@ void BlockPool::take_evicted(int64_t n, BlockId* out) {
     cached_free_.remove(links_.data(), out[i]);
     __builtin_prefetch(&blocks_[out[i]], 1);
   }
+  auto tags = tags_ahead<kPrefetchBlocks>(index_, n, [&](int64_t i) -> HashOfGroup {
+    const Block& block = blocks_[out[i]];
+    return {block.hash, block.group};
+  });
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kPrefetchBlocks < n) {
-      const Block& ahead = blocks_[out[i + kPrefetchBlocks]];
-      index_.prefetch_bucket(ahead.hash, ahead.group);
-    }
+    const uint32_t tag = tags.next(i);
     if (residency_) residency_->evicted(out[i]);
     notify_eviction(out[i]);
     ++evicted_by_group_[blocks_[out[i]].group];
-    forget(out[i]);
+    forget_hashes(out[i], tag);
   }
   num_evicted_ += n;
 }
@@ -195,26 +202,23 @@ void BlockPool::check_publish(const BlockId* ids, int64_t n, uint8_t group) {
 }
 
 void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, uint8_t group) {
-  for (int64_t i = 0; i < std::min(n, kPrefetchBlocks); ++i) {
-    index_.prefetch_bucket(content.hash(i), group);
-  }
+  auto tags = tags_ahead<kPrefetchBlocks>(
+      index_, n, [&](int64_t i) -> HashOfGroup { return {content.hash(i), group}; });
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
+  if (n == 0) return;
+  const uint32_t root = content.root ? tag_of(*content.root) : 0;
+  uint32_t lineage = tag_of(*content.parent);
   for (int64_t i = 0; i < n; ++i) {
-    if (i + kPrefetchBlocks < n) {
-      index_.prefetch_bucket(content.hash(i + kPrefetchBlocks), group);
-    }
+    const uint32_t tag = tags.next(i);
     Block& block = blocks_[ids[i]];
-    const Hash& parent = content.parent_of(i);
     const Hash& hash = content.hash(i);
-    if (!is_cached(block)) {
-      set_cached(ids[i], group, tag_of(parent),
-                 content.root ? tag_of(*content.root) : tag_of(hash));
-    }
-    lineage_[ids[i]].parent = tag_of(parent);  // partial hashes were published without
+    const uint32_t parent = std::exchange(lineage, tag_of(hash));
+    if (!is_cached(block)) set_cached(ids[i], group, parent, content.root ? root : lineage);
+    lineage_[ids[i]].parent = parent;  // partial hashes were published without
     block.hash = hash;
     if (candidates_) notify_published(ids[i], content.is_chain);
-    if (index_.insert(ids[i]) && events_ != nullptr) {
+    if (index_.insert(tag, ids[i]) && events_ != nullptr) {
       events_->stored(content, i, group, /*is_reused=*/false);
     }
   }
@@ -260,15 +264,14 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
 
 int64_t BlockPool::lookup(const Hash* hashes, int64_t n, uint8_t group, bool prefix, BlockId* out,
                           int64_t stride) const {
+  // A hash's bucket is loaded first, then its block.
+  auto tags = tags_ahead<2 * kPrefetchBlocks>(
+      index_, n, [&](int64_t i) -> HashOfGroup { return {hashes[i * stride], group}; });
   int64_t num_leading = -1;
   for (int64_t i = 0; i < n; ++i) {
-    if (i + 2 * kPrefetchBlocks < n) {
-      index_.prefetch_bucket(hashes[(i + 2 * kPrefetchBlocks) * stride], group);
-    }
-    if (i + kPrefetchBlocks < n) {
-      index_.prefetch_block(hashes[(i + kPrefetchBlocks) * stride], group);
-    }
-    const BlockId id = index_.find(hashes[i * stride], group);
+    const uint32_t tag = tags.next(i);
+    if (i + kPrefetchBlocks < n) index_.prefetch_block(tags[i + kPrefetchBlocks]);
+    const BlockId id = index_.find(tag, hashes[i * stride], group);
     out[i] = id == kNullBlock ? -1 : id;
     if (id != kNullBlock || num_leading >= 0) continue;
     num_leading = i;

@@ -210,7 +210,8 @@ class BlockPool {
   void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
   bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
-  void forget(BlockId id, bool evicted = false);  // drops all its hashes
+  void forget(BlockId id, bool evicted = false);  // drops all its hashes, and its place
+  void forget_hashes(BlockId id, uint32_t tag);   // `tag`: what the index knows its hash by
   FreeList& list_of(const Block& block) {
     if (!is_cached(block)) return uncached_free_;
     return pins_ && pins_->is_passed(id_of(block)) ? passed_ : cached_free_;

@@ -12,37 +12,6 @@ HashIndex::HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key)
       num_buckets_((num_blocks + 3) / 4),
       buckets_(static_cast<size_t>(num_buckets_)) {}
 
-HashIndex::Place HashIndex::place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
-  // No entry lies further on, and no bucket may be left without displaced entries to end a search.
-  int64_t b = home_of(tag);
-  for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
-    const Bucket& bucket = buckets_[b];
-    for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
-      const int slot = __builtin_ctz(slots);
-      const Block& block = blocks_[bucket.ids[slot]];
-      if (block.group == group && block.hash == hash) return {b, slot};
-    }
-    if (bucket.num_displaced == 0) break;
-  }
-  return {b, -1};
-}
-
-BlockId HashIndex::find(const Hash& hash, uint8_t group) const {
-  const Place place = place_of(entry_tag(hash, group), hash, group);
-  return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
-}
-
-void HashIndex::prefetch_bucket(const Hash& hash, uint8_t group) const {
-  __builtin_prefetch(&buckets_[home_of(entry_tag(hash, group))], 1);
-}
-
-void HashIndex::prefetch_block(const Hash& hash, uint8_t group) const {
-  const uint32_t tag = entry_tag(hash, group);
-  const Bucket& bucket = buckets_[home_of(tag)];
-  const unsigned slots = slots_with(bucket, tag);
-  if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
-}
-
 void HashIndex::add(uint32_t tag, BlockId id) {
   // There is an empty slot: the table has more of them than there are blocks.
   int64_t walk = 1;
@@ -64,13 +33,13 @@ void HashIndex::draw_new_key() {
   try {
     ZeroedArray<Bucket> before(static_cast<size_t>(num_buckets_));
     key_ = SecretKey::drawn();
+    ++num_keys_;
     before.swap(buckets_);
     longest_walk_ = 1;
     for (int64_t b = 0; b < num_buckets_; ++b) {
       for (int slot = 0; slot < kSlots; ++slot) {
         if (before[b].tags[slot] == 0) continue;
-        const Block& block = blocks_[before[b].ids[slot]];
-        add(entry_tag(block.hash, block.group), before[b].ids[slot]);
+        add(tag_of(before[b].ids[slot]), before[b].ids[slot]);
       }
     }
   } catch (const std::exception&) {
@@ -80,9 +49,8 @@ void HashIndex::draw_new_key() {
   most_walk_ = std::max(kLongestWalk, 2 * longest_walk_);
 }
 
-bool HashIndex::insert(BlockId id) {
+bool HashIndex::insert(uint32_t tag, BlockId id) {
   Block& block = blocks_[id];
-  const uint32_t tag = entry_tag(block.hash, block.group);
   const Place place = place_of(tag, block.hash, block.group);
   if (place.slot < 0) {
     block.older = block.younger = id;
@@ -100,9 +68,8 @@ bool HashIndex::insert(BlockId id) {
   return false;
 }
 
-bool HashIndex::erase(BlockId id) {
+bool HashIndex::erase(uint32_t tag, BlockId id) {
   Block& block = blocks_[id];
-  const uint32_t tag = entry_tag(block.hash, block.group);
   const bool alone = block.younger == id;
   if (!alone) {
     blocks_[block.older].younger = block.younger;

@@ -22,23 +22,42 @@ namespace kvcache {
 class HashIndex {
  public:
   HashIndex(Block* blocks, int64_t num_blocks, const SecretKey& key = SecretKey::drawn());
-  BlockId find(const Hash& hash, uint8_t group) const;
-  // Hash and group of the block are set; joins the ring as the youngest. Whether it is the first.
-  bool insert(BlockId id);
-  bool erase(BlockId id);  // whether it was the last under its hash
+  // What a hash is searched by. Callers who go through many hashes fold each once. Tags hold for
+  // one key; an insertion may draw another.
+  uint32_t tag_of(const Hash& hash, uint8_t group) const {
+    return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // never that of an empty slot
+  }
+  BlockId find(uint32_t tag, const Hash& hash, uint8_t group) const {
+    const Place place = place_of(tag, hash, group);
+    return place.slot < 0 ? kNullBlock : buckets_[place.bucket].ids[place.slot];
+  }
+  BlockId find(const Hash& hash, uint8_t group) const {
+    return find(tag_of(hash, group), hash, group);
+  }
+  // Hash and group of the block are set, and `tag` is theirs; joins the ring as the youngest.
+  // Whether it is the first.
+  bool insert(uint32_t tag, BlockId id);
+  bool insert(BlockId id) { return insert(tag_of(id), id); }
+  bool erase(uint32_t tag, BlockId id);  // whether it was the last under its hash
+  bool erase(BlockId id) { return erase(tag_of(id), id); }
   void clear() {
     buckets_.zero();
     longest_walk_ = 1;
   }
-  // Starts loading what `find` of the same key will read: first the bucket, then, once that has
+  // Starts loading what `find` of the same tag will read: first the bucket, then, once that has
   // arrived, the block it names.
-  void prefetch_bucket(const Hash& hash, uint8_t group) const;
-  void prefetch_block(const Hash& hash, uint8_t group) const;
+  void prefetch_bucket(uint32_t tag) const { __builtin_prefetch(&buckets_[home_of(tag)], 1); }
+  void prefetch_block(uint32_t tag) const {
+    const Bucket& bucket = buckets_[home_of(tag)];
+    const unsigned slots = slots_with(bucket, tag);
+    if (slots != 0) __builtin_prefetch(&blocks_[bucket.ids[__builtin_ctz(slots)]], 1);
+  }
   size_t num_bytes() const { return buckets_.num_bytes(); }
   // Buckets that a search reads at most. With a key that nobody knows, more than kLongestWalk are
   // all but impossible; where they come, the index draws another key and is built anew.
   int64_t longest_walk() const { return longest_walk_; }
   static constexpr int64_t kLongestWalk = 16;
+  int64_t num_keys() const { return num_keys_; }  // that were drawn
 
  private:
   static constexpr int kSlots = 7;
@@ -51,9 +70,6 @@ class HashIndex {
     int64_t bucket;
     int slot;  // -1: not found
   };
-  uint32_t entry_tag(const Hash& hash, uint8_t group) const {
-    return static_cast<uint32_t>(key_.fold(hash, group) >> 32) | 1u;  // never that of an empty slot
-  }
   // Bit i: slot i has this tag.
   static unsigned slots_with(const Bucket& bucket, uint32_t tag) {
 #if defined(__SSE2__)
@@ -71,11 +87,26 @@ class HashIndex {
     return slots;
 #endif
   }
+  uint32_t tag_of(BlockId id) const { return tag_of(blocks_[id].hash, blocks_[id].group); }
   int64_t home_of(uint32_t tag) const {
     return static_cast<int64_t>((uint64_t{tag} * static_cast<uint64_t>(num_buckets_)) >> 32);
   }
   int64_t after(int64_t bucket) const { return bucket + 1 == num_buckets_ ? 0 : bucket + 1; }
-  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const;
+  Place place_of(uint32_t tag, const Hash& hash, uint8_t group) const {
+    // No entry lies further on, and no bucket may be left without displaced entries to end a
+    // search.
+    int64_t b = home_of(tag);
+    for (int64_t left = longest_walk_; left > 0; --left, b = after(b)) {
+      const Bucket& bucket = buckets_[b];
+      for (unsigned slots = slots_with(bucket, tag); slots != 0; slots &= slots - 1) {
+        const int slot = __builtin_ctz(slots);
+        const Block& block = blocks_[bucket.ids[slot]];
+        if (block.group == group && block.hash == hash) return {b, slot};
+      }
+      if (bucket.num_displaced == 0) break;
+    }
+    return {b, -1};
+  }
   void add(uint32_t tag, BlockId id);
   void draw_new_key();
 
@@ -83,6 +114,7 @@ class HashIndex {
   SecretKey key_;
   int64_t num_buckets_;
   ZeroedArray<Bucket> buckets_;
+  int64_t num_keys_ = 1;
   int64_t longest_walk_ = 1;
   int64_t most_walk_ = kLongestWalk;  // a longer one is answered by a new key
 };
