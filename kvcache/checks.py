@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sized
 from numbers import Real
 from operator import index
 from types import UnionType
+from typing import NoReturn
 
 import numpy as np
 
@@ -158,3 +159,8 @@ def integers(values: np.ndarray, name: str, shape: tuple[int, ...]) -> np.ndarra
         if len(wrong):
             raise ValueError(f"{name}[{wrong[0][0]}] has {array[tuple(wrong[0])]}: expected int64")
     return array.astype(np.int64)
+
+
+def refuse_pickle(value: object, instead: str) -> NoReturn:
+    """For `__reduce__` of what has native state of its process."""
+    raise TypeError(f"a {type(value).__name__} is not pickled: expected {instead}")

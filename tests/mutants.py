@@ -390,7 +390,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         TRANSFER + "connector/aggregate.py",
         "aggregate",
         [
-            ("remaining.pop(req_id, None)", "remaining.setdefault(req_id, 1)"),
+            ("in (before | changed).items() if left}", "in (before | changed).items()}"),
             ("value = copy.deepcopy(value)  # the sum", "# the sum"),
             ("return total if added is None else added", "return added"),
         ],

@@ -69,8 +69,8 @@ def state(aggregator):
         aggregator.remaining_sending,
         aggregator.remaining_recving,
         aggregator.remaining_failed_recving,
-        copy.deepcopy(aggregator._pending),
-        type(aggregator._empty),
+        copy.deepcopy(aggregator._state.pending),
+        type(aggregator._state.empty),
         dict(aggregator._rules),
     )
 

@@ -171,7 +171,7 @@ def test_requests_freed_in_one_call_are_freed_one_after_the_other(options, host)
         else:
             for request in leaving:
                 manager.free(request, turn=2)
-        assert [r.request_id in manager._rows for r in requests] == [
+        assert [manager._requests.find(r) >= 0 for r in requests] == [
             False,
             True,
             True,

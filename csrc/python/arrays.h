@@ -62,6 +62,16 @@ inline Int32Array copy_int32(const std::vector<int32_t>& values) { return copy_a
 inline constexpr int64_t kMinInt32 = std::numeric_limits<int32_t>::min();
 inline constexpr int64_t kMaxInt32 = std::numeric_limits<int32_t>::max();
 
+// Clears an error by which Python said that a value is not of a kind; what a signal handler has
+// raised, and MemoryError, pass.
+inline void clear_refusal() {
+  if (PyErr_Occurred() &&
+      (!PyErr_ExceptionMatches(PyExc_Exception) || PyErr_ExceptionMatches(PyExc_MemoryError))) {
+    throw py::error_already_set();
+  }
+  PyErr_Clear();
+}
+
 // What came, for an error; cut off where it is long.
 inline std::string short_repr(const py::handle& value) {
   constexpr size_t kMost = 100;
@@ -220,9 +230,12 @@ class Int32Input {
       // numpy looks into entries that are sequences.
       for (const py::handle& entry : value) check_num_entries(entry, name_);
     }
-    py::array array = py::array::ensure(value);
-    if (!array) {
-      PyErr_Clear();
+    py::array array;
+    try {
+      array = py::array(py::reinterpret_borrow<py::object>(value));
+    } catch (py::error_already_set& error) {
+      error.restore();
+      clear_refusal();
       throw py::type_error(std::string(name_) + ": expected a one-dimensional array of integers");
     }
     const char kind = array.dtype().kind();

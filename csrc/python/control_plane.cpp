@@ -13,6 +13,7 @@
 #include "core/eviction/registry.h"
 #include "core/hashing/block_hash.h"
 #include "core/hashing/extra_keys.h"
+#include "core/hashing/long_work.h"
 #include "core/hashing/sha256.h"
 #include "core/hashing/token_chain.h"
 #include "core/hashing/xxh3.h"
@@ -36,6 +37,17 @@ uint8_t checked_group(const py::handle& value) {
 void append_tokens(TokenIds& self, const py::object& token_ids) {
   const Int32Input tokens(token_ids, "token_ids", self.takes_placeholders() ? kMinInt32 : 0);
   self.append(tokens.data(), tokens.size());
+}
+
+// Lets other threads run, and runs the handlers of signals that came; with or without the
+// interpreter's lock.
+void run_signal_handlers() {
+  {
+    std::optional<py::gil_scoped_release> unlocked;
+    if (PyGILState_Check() != 0) unlocked.emplace();
+  }
+  const py::gil_scoped_acquire locked;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
 // Below this a prompt hashes in less time than it takes to hand the interpreter to another thread.
@@ -520,6 +532,7 @@ default_priority of priority.
 }  // namespace
 
 void bind_control_plane(py::module_& m) {
+  between_pieces = &run_signal_handlers;
   bind_hashing(m);
   bind_pool(m);
 }

@@ -211,6 +211,7 @@ py::object step(Manager& self, const py::object& rows, const py::object& num_tok
   request.num_swap_out_rows = out.size();
   request.num_reserved_blocks = int_argument(num_reserved_blocks, "num_reserved_blocks");
   request.in_step_hits = static_cast<InStepHits>(in_step_hits);
+  requests.check_new(asking);
   const StepPlan& plan = self.step(request);
   const Soundness::Change change = self.change("step");
   requests.admit(asking, plan.rows.data() + plan.rows.size() - asking.ids.size());
@@ -223,14 +224,10 @@ py::list per_group(const std::vector<std::vector<BlockId>>& blocks) {
   return out;
 }
 
-// None where there are no slots, else (row, new block ids per group).
+// None where there are no slots, else the new blocks per group.
 py::object as_python(const Slots& slots) {
   if (slots.status != Status::kServed) return py::none();
-  return py::make_tuple(slots.row, per_group(slots.new_blocks));
-}
-
-py::object as_python(const Recompute& recompute) {
-  return py::make_tuple(recompute.rows, recompute.num_computed_tokens);
+  return per_group(slots.new_blocks);
 }
 
 py::object as_python(const std::optional<std::vector<BlockId>>& pairs) {
@@ -242,6 +239,12 @@ template <class Answer>
 py::object answer(Manager& self, const char* call, const Answer& native) {
   const Soundness::Change change = self.change(call);
   return as_python(native);
+}
+// The same, by the ids of requests.
+py::dict answer(Manager& self, const RequestRows& requests, const char* call,
+                const Recompute& recompute) {
+  const Soundness::Change change = self.change(call);
+  return requests.by_id(recompute.rows, recompute.num_computed_tokens);
 }
 
 py::object as_tuple(const DurationStats& stats) {
@@ -280,7 +283,7 @@ py::tuple stats_of(Manager& self) {
 
 // (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
 // tokens int32[...], first tokens int32[n], is_reused uint8[n], labels of requests or None)
-py::tuple drained_events(Manager& self) {
+py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
   py::array_t<uint8_t> kinds(n), mediums(n), is_reused(n);
@@ -300,10 +303,8 @@ py::tuple drained_events(Manager& self) {
     std::memcpy(hashes.mutable_data(i, 0), event.hash.bytes, static_cast<size_t>(num_bytes));
     std::memcpy(parents.mutable_data(i, 0), event.parent.bytes, static_cast<size_t>(num_bytes));
   }
-  py::tuple out = py::make_tuple(kinds, mediums, groups, hashes, parents,
-                                 copy_int32(drained.tokens), first_tokens, is_reused, labels);
-  self.drain_events();  // once the answer is there
-  return out;
+  return py::make_tuple(kinds, mediums, groups, hashes, parents, copy_int32(drained.tokens),
+                        first_tokens, is_reused, labels);
 }
 
 void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
@@ -320,6 +321,44 @@ void free_requests(Manager& self, RequestRows& requests, const py::tuple& named,
   requests.forget(leaving);
 }
 
+// None where there are no slots, else the request's new blocks per group.
+py::object allocate(Manager& self, RequestRows& requests, const py::object& request,
+                    const py::object& num_tokens, const py::list& computed,
+                    const py::object& num_lookahead_tokens, const py::object& num_external,
+                    bool receives, const std::optional<bool>& read_cache) {
+  const RequestRows::Asking asking = requests.asking_alone(request, "request");
+  NewRow asked;
+  asked.read_cache = read_cache;
+  asked.chain = asking.chains[0];
+  asked.num_tokens = int_argument(num_tokens, "num_tokens");
+  asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+  asked.receives = receives;
+  const auto blocks = int32_lists(computed, "computed_blocks");
+  const int64_t num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
+  requests.check_new(asking);
+  const Slots slots = self.allocate(asked, blocks, num_lookahead);
+  const Soundness::Change change = self.change("allocate_slots");
+  if (slots.status == Status::kServed) requests.admit(asking, &slots.row);
+  return as_python(slots);
+}
+
+// The row of the child; -1: there is none.
+int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
+             const py::object& child) {
+  const RequestRows::Asking asking = requests.asking_alone(child, "child");
+  const int32_t row = requests.at(parent, "parent");
+  requests.check_new(asking);
+  if (!self.by_step(row)) {
+    throw py::value_error("request " + short_repr(parent.attr("request_id")) +
+                          " was admitted by allocate_slots: expected one that step admitted, "
+                          "whose plans can say what is copied");
+  }
+  const int32_t child_row = self.fork(row, asking.chains[0]).row;
+  const Soundness::Change change = self.change("fork");
+  requests.admit(asking, &child_row);
+  return child_row;
+}
+
 // What a sound manager says of itself, to any thread.
 template <auto kMethod>
 int64_t sound(const Manager& manager) {
@@ -333,10 +372,14 @@ void bind_manager(py::module_& m) {
   bind_kinds(m);
   def_init(
       py::class_<RequestRows>(m, "RequestRows"),
-      [](const py::dict& rows, const py::tuple& chain_key, int64_t max_encoder_tokens) {
-        return std::make_unique<RequestRows>(rows, chain_key, max_encoder_tokens);
+      [](const py::tuple& chain_key, int64_t max_encoder_tokens) {
+        return std::make_unique<RequestRows>(chain_key, max_encoder_tokens);
       },
-      py::arg("rows"), py::arg("chain_key"), py::arg("max_encoder_tokens"));
+      py::arg("chain_key"), py::arg("max_encoder_tokens"))
+      .def("find", &RequestRows::find)
+      .def("at", [](const RequestRows& self, const py::object& request) {
+        return self.at(request, "request");
+      });
   def_init(
       py::class_<Manager>(m, "Manager"),
       [](const ManagerOptions& options) { return std::make_unique<Manager>(options); },
@@ -386,26 +429,27 @@ void bind_manager(py::module_& m) {
             return py::make_tuple(on_device, hit.num_tokens, hit.num_host_blocks);
           },
           py::arg("chain"), py::arg("read_cache") = py::none())
-      .def("would_fit",
-           [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-              bool whole, const py::object& num_lookahead, const py::object& num_reserved,
-              const py::object& max_host_blocks, const py::object& num_external, bool receives,
-              const std::optional<bool>& read_cache) {
-             NewRow asked;
-             asked.read_cache = read_cache;
-             asked.chain = chain;
-             asked.num_tokens = int_argument(num_tokens, "num_tokens");
-             if (!max_host_blocks.is_none()) {
-               asked.max_host_blocks = int_argument(max_host_blocks, "max_host_blocks");
-             }
-             asked.num_external = int_argument(num_external, "num_external_computed_tokens");
-             asked.receives = receives;
-             StepRequest request;
-             request.new_rows = {asked};
-             request.num_lookahead = int_argument(num_lookahead, "num_lookahead_tokens");
-             request.num_reserved_blocks = int_argument(num_reserved, "num_reserved_blocks");
-             return static_cast<int>(self.would_fit(request, whole));
-           })
+      .def(
+          "would_fit",
+          [](Manager& self, const RequestRows& requests, const py::object& request,
+             const py::object& num_tokens, bool whole, const py::object& num_lookahead,
+             const py::object& num_reserved, const py::object& max_host_blocks,
+             const py::object& num_external, bool receives, const std::optional<bool>& read_cache) {
+            NewRow asked;
+            asked.read_cache = read_cache;
+            asked.chain = requests.asking_alone(request, "request").chains[0];
+            asked.num_tokens = int_argument(num_tokens, "num_tokens");
+            if (!max_host_blocks.is_none()) {
+              asked.max_host_blocks = int_argument(max_host_blocks, "max_host_blocks");
+            }
+            asked.num_external = int_argument(num_external, "num_external_computed_tokens");
+            asked.receives = receives;
+            StepRequest step;
+            step.new_rows = {asked};
+            step.num_lookahead = int_argument(num_lookahead, "num_lookahead_tokens");
+            step.num_reserved_blocks = int_argument(num_reserved, "num_reserved_blocks");
+            return static_cast<int>(self.would_fit(step, whole));
+          })
       .def("would_extend",
            [](Manager& self, int32_t row, const py::object& num_tokens,
               const py::object& num_lookahead) {
@@ -419,25 +463,7 @@ void bind_manager(py::module_& m) {
              return self.checkpoint_tokens(chain, row, int_argument(num_tokens, "num_tokens"));
            })
       .def("step", &step)
-      .def(
-          "allocate",
-          [](Manager& self, const std::shared_ptr<TokenChain>& chain, const py::object& num_tokens,
-             const py::list& computed, const py::object& num_lookahead_tokens,
-             const py::object& num_external, bool receives, const std::optional<bool>& read_cache) {
-            NewRow asked;
-            asked.read_cache = read_cache;
-            asked.chain = chain;
-            asked.num_tokens = int_argument(num_tokens, "num_tokens");
-            asked.num_external = int_argument(num_external, "num_external_computed_tokens");
-            asked.receives = receives;
-            return answer(
-                self, "allocate_slots",
-                self.allocate(asked, int32_lists(computed, "computed_blocks"),
-                              int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
-          },
-          py::arg("chain"), py::arg("num_tokens"), py::arg("computed"),
-          py::arg("num_lookahead_tokens"), py::arg("num_external") = 0, py::arg("receives") = false,
-          py::arg("read_cache") = py::none())
+      .def("allocate", &allocate)
       .def("finish_receiving",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              const int64_t n = num_tokens.is_none() ? self.num_external(row)
@@ -483,10 +509,7 @@ void bind_manager(py::module_& m) {
              }
              free_requests(self, requests, named, features, step, keep_blocks);
            })
-      .def("fork",
-           [](Manager& self, int32_t row, const std::shared_ptr<TokenChain>& child) {
-             return self.fork(row, child).row;
-           })
+      .def("fork", &fork)
       .def("swap_in",
            [](Manager& self, const std::vector<int32_t>& rows) {
              return answer(self, "swap_in", self.swap_in(rows));
@@ -504,22 +527,23 @@ void bind_manager(py::module_& m) {
       .def("pin", &Manager::pin)
       .def("unpin", &Manager::unpin)
       .def("abort",
-           [](Manager& self, const py::object& step_id) {
-             return answer(self, "abort", self.abort(int_argument(step_id, "step_id")));
+           [](Manager& self, const RequestRows& requests, const py::object& step_id) {
+             return answer(self, requests, "abort", self.abort(int_argument(step_id, "step_id")));
            })
       .def("invalidate",
-           [](Manager& self, const py::object& ids) {
+           [](Manager& self, const RequestRows& requests, const py::object& ids) {
              const Int32Input array(ids, "ids");
-             return answer(self, "invalidate", self.invalidate(array.data(), array.size()));
+             return answer(self, requests, "invalidate",
+                           self.invalidate(array.data(), array.size()));
            })
       .def("report",
-           [](Manager& self, const py::object& step_id, bool completed, const py::object& failed,
-              const py::object& failed_on_host) {
+           [](Manager& self, const RequestRows& requests, const py::object& step_id, bool completed,
+              const py::object& failed, const py::object& failed_on_host) {
              const auto ids = [](const py::object& values, const char* name) {
                const Int32Input array(values, name);
                return std::vector<BlockId>(array.data(), array.data() + array.size());
              };
-             return answer(self, "report",
+             return answer(self, requests, "report",
                            self.report(int_argument(step_id, "step_id"), completed,
                                        ids(failed, "failed_pages"),
                                        ids(failed_on_host, "failed_host_pages")));
@@ -550,9 +574,11 @@ void bind_manager(py::module_& m) {
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
-      .def("drain_events", &drained_events)
+      .def("waiting_events", &waiting_events)
+      .def("drop_events", [](Manager& self) { self.drain_events(); })
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)
       .def_property_readonly("num_rows", sound<&Manager::num_rows>)
+      .def_property_readonly("last_step_id", sound<&Manager::last_step_id>)
       .def_property_readonly("num_fenced", sound<&Manager::num_fenced>)
       .def_property_readonly("num_kept", sound<&Manager::num_kept>)
       .def_property_readonly("num_loading", sound<&Manager::num_loading>)

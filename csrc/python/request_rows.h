@@ -1,4 +1,8 @@
 // The requests of a KVCacheManager: which row each has, and the chain that its hashes are in.
+//
+// A call changes the rows and the manager together, and runs no Python code from the first change
+// to the last: an exception from a signal handler comes before both or after both. So names are
+// exact strings, which compare and hash without Python code.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -19,12 +24,9 @@ namespace py = pybind11;
 
 class RequestRows {
  public:
-  // `rows`: the manager's own dict of request ids to rows. `chain_key`: what its requests are
-  // hashed for.
-  RequestRows(py::dict rows, py::tuple chain_key, int64_t max_encoder_tokens)
-      : rows_(std::move(rows)),
-        chain_key_(std::move(chain_key)),
-        max_encoder_tokens_(max_encoder_tokens) {}
+  // `chain_key`: what the manager's requests are hashed for.
+  RequestRows(py::tuple chain_key, int64_t max_encoder_tokens)
+      : chain_key_(std::move(chain_key)), max_encoder_tokens_(max_encoder_tokens) {}
 
   // Requests that ask for a row: none of them has one.
   struct Asking {
@@ -42,18 +44,19 @@ class RequestRows {
     out.chains.reserve(static_cast<size_t>(n));
     for (py::ssize_t i = 0; i < n; ++i) {
       // Borrowed anew each time: what is asked of a request is Python, and may change a list.
-      const py::object request = item(sequence, i, n);
-      const auto name = [i] { return "new[" + std::to_string(i) + "]"; };
-      py::object id = attribute(request, id_name(), name);
-      out.chains.push_back(chain_of(request, name));
-      if (row_of(id) != nullptr) {
-        throw py::value_error("request " + repr(id) + " is admitted already");
-      }
-      check_encoder_tokens(*out.chains.back(), id);
-      out.ids.push_back(std::move(id));
+      add(item(sequence, i, n), [i] { return "new[" + std::to_string(i) + "]"; }, &out);
     }
     if (n > 1) check_once(out.ids);
     return out;
+  }
+  Asking asking_alone(const py::object& request, const char* name) const {
+    Asking out;
+    add(request, [name] { return std::string(name); }, &out);
+    return out;
+  }
+  // Again, behind the last Python code of a call: that may have admitted them.
+  void check_new(const Asking& asking) const {
+    for (const py::object& id : asking.ids) check_new(id);
   }
 
   // The rows that those who asked have got; -1: none.
@@ -75,7 +78,7 @@ class RequestRows {
     std::optional<py::set> seen;
     if (requests.size() > 1) seen.emplace();
     for (const py::handle& request : requests) {
-      py::object id = attribute(request, id_name(), [] { return std::string("request"); });
+      py::object id = id_of(request, [] { return std::string("request"); });
       PyObject* row = row_of(id);
       if (row == nullptr || (seen && !is_first(*seen, id))) continue;
       out.rows.push_back(static_cast<int32_t>(PyLong_AsLong(row)));
@@ -89,7 +92,54 @@ class RequestRows {
     }
   }
 
+  // -1 where it has none.
+  int32_t find(const py::object& request) const {
+    PyObject* row = row_of(id_of(request, [] { return std::string("request"); }));
+    return row == nullptr ? -1 : static_cast<int32_t>(PyLong_AsLong(row));
+  }
+  // ValueError where it has none.
+  int32_t at(const py::object& request, const char* name) const {
+    const py::object id = id_of(request, [name] { return std::string(name); });
+    PyObject* row = row_of(id);
+    if (row != nullptr) return static_cast<int32_t>(PyLong_AsLong(row));
+    throw py::value_error("request " + repr(id) + " is not admitted: it has no blocks");
+  }
+  // What is said of rows, by the ids of their requests.
+  py::dict by_id(const std::vector<int32_t>& rows, const std::vector<int32_t>& values) const {
+    py::dict out;
+    if (rows.empty()) return out;  // most reports
+    std::unordered_map<int32_t, py::handle> names;
+    for (const auto& [id, row] : rows_) names.emplace(py::cast<int32_t>(row), id);
+    for (size_t i = 0; i < rows.size(); ++i) out[names.at(rows[i])] = py::int_(values[i]);
+    return out;
+  }
+
  private:
+  template <class Name>
+  void add(const py::object& request, const Name& name, Asking* out) const {
+    py::object id = id_of(request, name);
+    out->chains.push_back(chain_of(request, name));
+    check_new(id);
+    check_encoder_tokens(*out->chains.back(), id);
+    out->ids.push_back(std::move(id));
+  }
+  void check_new(const py::object& id) const {
+    if (row_of(id) == nullptr) return;
+    throw py::value_error("request " + repr(id) + " is admitted already");
+  }
+  // As an exact string. `name()` says which argument the request is.
+  template <class Name>
+  static py::object id_of(const py::handle& request, const Name& name) {
+    py::object id = attribute(request, id_name(), name);
+    if (PyUnicode_CheckExact(id.ptr())) return id;
+    if (!PyUnicode_Check(id.ptr())) {
+      throw py::type_error("request_id is " + repr(id) + ": expected a string");
+    }
+    auto exact = py::reinterpret_steal<py::object>(PyUnicode_FromObject(id.ptr()));
+    if (!exact) throw py::error_already_set();
+    return exact;
+  }
+
   static std::string repr(const py::handle& value) { return short_repr(value); }
   // Leaked: it must outlive the interpreter.
   static const py::str& interned(const char* text) {
@@ -148,7 +198,7 @@ class RequestRows {
     const auto last =
         py::reinterpret_steal<py::object>(PyObject_GetAttr(request.ptr(), last_name().ptr()));
     if (!last) {
-      PyErr_Clear();
+      clear_refusal();
     } else if (PyTuple_Check(last.ptr()) && PyTuple_GET_SIZE(last.ptr()) == 2 &&
                PyTuple_GET_ITEM(last.ptr(), 0) == chain_key_.ptr()) {
       return py::cast<std::shared_ptr<TokenChain>>(PyTuple_GET_ITEM(last.ptr(), 1));
@@ -165,10 +215,8 @@ class RequestRows {
   // Borrowed; null where it has none.
   PyObject* row_of(const py::object& id) const {
     PyObject* row = PyDict_GetItemWithError(rows_.ptr(), id.ptr());
-    if (row != nullptr || !PyErr_Occurred()) return row;
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
-    PyErr_Clear();
-    throw py::type_error("request_id is " + repr(id) + ": expected a string");
+    if (row == nullptr && PyErr_Occurred()) throw py::error_already_set();
+    return row;
   }
 
   void check_encoder_tokens(const TokenChain& chain, const py::object& id) const {
@@ -192,7 +240,7 @@ class RequestRows {
     return PySet_GET_SIZE(seen.ptr()) > before;
   }
 
-  py::dict rows_;
+  py::dict rows_;  // by id
   py::tuple chain_key_;
   int64_t max_encoder_tokens_;
 };

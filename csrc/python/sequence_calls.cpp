@@ -16,6 +16,13 @@ std::shared_ptr<TokenChain> chain_of(const py::handle& tokens) {
   return py::cast<std::shared_ptr<TokenChain>>(tokens.attr("chain"));
 }
 
+// Null where there is none.
+py::object entry_of(const py::dict& entries, const py::object& name) {
+  PyObject* entry = PyDict_GetItemWithError(entries.ptr(), name.ptr());
+  if (entry == nullptr && PyErr_Occurred()) throw py::error_already_set();
+  return py::reinterpret_borrow<py::object>(entry);
+}
+
 }  // namespace
 
 void SequenceCalls::set_row(const py::object& seq_id, const py::object& owner, int32_t row) {
@@ -79,16 +86,24 @@ void SequenceCalls::fork_row(const py::object& parent, const py::object& seq_id,
   set_row(seq_id, child, child_row);
 }
 
-bool SequenceCalls::free_row(const py::object& seq_id) {
-  const auto known =
-      py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(allocated_.ptr(), seq_id.ptr()));
-  if (!known) {
-    if (PyErr_Occurred()) throw py::error_already_set();
-    return false;
+void SequenceCalls::free_row(const py::object& seq_id) {
+  if (const py::object known = entry_of(allocated_, seq_id)) {
+    free_entry(allocated_, seq_id, value_of(known).row);
   }
-  native_->free(value_of(known).row);
-  if (PyDict_DelItem(allocated_.ptr(), seq_id.ptr()) != 0) throw py::error_already_set();
-  return true;
+}
+
+void SequenceCalls::free_encoder_row(const py::dict& rows, const py::object& request_id) {
+  if (const py::object row = entry_of(rows, request_id)) {
+    free_entry(rows, request_id, py::cast<int32_t>(row));
+  }
+}
+
+// The row and its entry go together: a name may compare by Python code, which may raise.
+void SequenceCalls::free_entry(const py::dict& entries, const py::object& name, int32_t row) {
+  native_->free(row);
+  if (native_->is_broken()) return;
+  const Soundness::Change change = native_->change("free");
+  if (PyDict_DelItem(entries.ptr(), name.ptr()) != 0) throw py::error_already_set();
 }
 
 py::object SequenceCalls::swap_out_rows(const std::vector<int32_t>& rows,

@@ -132,8 +132,9 @@ class SequenceCalls {
                  bool skips_blocks, const py::object& encoder);
   // A row for a child that shares the blocks of `parent`.
   void fork_row(const py::object& parent, const py::object& seq_id, const py::object& tokens);
-  // Whether the sequence had a row, which is free now.
-  bool free_row(const py::object& seq_id);
+  // No-ops where there is no row.
+  void free_row(const py::object& seq_id);
+  void free_encoder_row(const py::dict& rows, const py::object& request_id);
   // The pairs that move, (device block, host block) each; None where they do not fit.
   py::object swap_out_rows(const std::vector<int32_t>& rows, const py::list& sequences) const;
 
@@ -149,6 +150,7 @@ class SequenceCalls {
 
  private:
   void set_row(const py::object& seq_id, const py::object& owner, int32_t row);
+  void free_entry(const py::dict& entries, const py::object& name, int32_t row);
   void take_encoder_row(const py::tuple& encoder);
   static bool is_true(const py::object& value) {
     if (value.ptr() == Py_True || value.ptr() == Py_False) return value.ptr() == Py_True;

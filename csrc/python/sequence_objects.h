@@ -151,7 +151,12 @@ inline Status status_of(py::handle seq) {
     if (member == status.ptr()) return value;
   }
   if (PyUnicode_CheckExact(status.ptr())) return status_named(status.ptr());
-  const py::object name = py::getattr(status, names.name, status);
+  auto name = py::reinterpret_steal<py::object>(PyObject_GetAttr(status.ptr(), names.name.ptr()));
+  if (!name) {
+    if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+    PyErr_Clear();
+    name = status;
+  }
   if (!PyUnicode_Check(name.ptr())) {
     throw py::type_error("status of seq " + repr_of(seq_id_of(seq)) + " is " + repr_of(status) +
                          ": expected an enum member or text");
@@ -183,7 +188,7 @@ class Sequences {
     if (PyList_CheckExact(seqs.ptr()) || PyTuple_CheckExact(seqs.ptr())) return seqs;
     check_num_entries(seqs, name);
     if (PyObject_Size(seqs.ptr()) < 0 || !py::isinstance<py::iterable>(seqs)) {
-      PyErr_Clear();
+      clear_refusal();
       throw py::type_error(std::string(name) + " is " + short_repr(seqs) + ": expected a list");
     }
     return py::list(seqs);

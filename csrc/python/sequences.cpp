@@ -191,6 +191,8 @@ void bind_sequences(py::module_& m) {
       .def("_fork_row", &SequenceCalls::fork_row, py::arg("parent"), py::arg("seq_id"),
            py::arg("tokens"))
       .def("_free_row", &SequenceCalls::free_row, py::arg("seq_id"))
+      .def("_free_encoder_row", &SequenceCalls::free_encoder_row, py::arg("rows"),
+           py::arg("request_id"))
       .def("_swap_out_rows", &SequenceCalls::swap_out_rows, py::arg("rows"), py::arg("sequences"))
       .def_property_readonly("_allocated", &SequenceCalls::allocated)
       .def("_known", &SequenceCalls::known)

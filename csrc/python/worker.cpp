@@ -282,7 +282,11 @@ void bind_worker(py::module_& m) {
              auto array = py::reinterpret_borrow<Int32Array>(out);
              return self.pack(array.mutable_data(), array.size());
            })
-      .def("mark_clean", &HostTables::mark_clean);
+      .def("mark_clean", &HostTables::mark_clean)
+      .def("mark_sent", &HostTables::mark_sent)
+      .def("is_group_changed", [](const HostTables& self, int64_t g) { return self.is_changed(g); })
+      .def_property_readonly("is_changed", [](const HostTables& self) { return self.is_changed(); })
+      .def_property_readonly("num_applied", &HostTables::num_applied);
 }
 
 }  // namespace kvcache

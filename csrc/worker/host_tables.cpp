@@ -35,6 +35,7 @@ HostTables::HostTables(int32_t* arena, int64_t num_rows, std::vector<TableGroup>
     : arena_(arena), num_rows_(num_rows), num_ids_(0), groups_(std::move(groups)), track_(track) {
   for (const TableGroup& group : groups_) num_ids_ += num_rows * group.width;
   counts_ = arena_ + num_ids_;
+  changed_.resize(groups_.size());
 }
 
 void HostTables::check_rows(const int32_t* rows, int64_t n, const char* name) const {
@@ -135,6 +136,15 @@ void HostTables::reserve_notes(int64_t num_rows, int64_t num_entries) {
   if (wanted > dirty_.capacity()) dirty_.reserve(std::max(wanted, 2 * dirty_.capacity()));
 }
 
+void HostTables::begin_change(int64_t group) {
+  is_changed_ = true;
+  if (group >= 0) {
+    changed_[static_cast<size_t>(group)] = 1;
+  } else {
+    std::fill(changed_.begin(), changed_.end(), uint8_t{1});
+  }
+}
+
 void HostTables::empty_row(int64_t g, int64_t row) {
   const int64_t n = count(g, row);
   set_count(g, row, 0);
@@ -178,6 +188,8 @@ void HostTables::apply(const int32_t* clear, int64_t num_clear, const int32_t* a
   for (const RaggedIds& each : ids) num_entries += each.num_ids;
   for (const Replacements& each : replace) num_entries += each.n;
   reserve_notes(num_groups() * (num_clear + num_append), num_entries);
+  begin_change(-1);
+  ++num_applied_;
   for (int64_t g = 0; g < num_groups(); ++g) {
     const int64_t ratio = groups_[static_cast<size_t>(g)].ratio;
     for (int64_t i = 0; i < num_clear; ++i) {
@@ -209,6 +221,7 @@ void HostTables::append_row(int64_t g, int64_t row, const int32_t* ids, int64_t 
     fail("block_ids[" + str(i) + "] is " + str(ids[i]) + ": expected 0 to " + str(limit - 1));
   }
   reserve_notes(2, 0);
+  begin_change(g);
   if (reset) empty_row(g, row);
   append(g, row, ids, n);
 }
@@ -217,9 +230,11 @@ template <class Change>
 void HostTables::for_groups(int64_t group, const Change& change) {
   if (group >= 0) {
     check_group(group, "group");
+    begin_change(group);
     change(group);
     return;
   }
+  begin_change(-1);
   for (int64_t g = 0; g < num_groups(); ++g) change(g);
 }
 
@@ -274,6 +289,7 @@ void HostTables::clear() {
   std::memset(arena_, 0, static_cast<size_t>(num_ids_) * sizeof(int32_t));
   std::memset(counts_, 0, static_cast<size_t>(num_groups() * num_rows_) * sizeof(int32_t));
   mark_clean();
+  begin_change(-1);
   all_dirty_ = track_;
 }
 
@@ -311,6 +327,8 @@ void HostTables::mark_clean() {
   num_dirty_ids_ = 0;
   all_dirty_ = false;
   counts_dirty_ = false;
+  is_changed_ = false;
+  std::fill(changed_.begin(), changed_.end(), uint8_t{0});
 }
 
 }  // namespace kvcache

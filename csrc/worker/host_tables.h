@@ -70,6 +70,14 @@ class HostTables {
   int64_t pack(int32_t* out, int64_t capacity) const;
   void mark_clean();  // the packed changes have been sent
 
+  // Whether the device lacks changes: any, or of one group. Each call that changes says so itself.
+  bool is_changed() const { return is_changed_; }
+  bool is_changed(int64_t g) const { return changed_[static_cast<size_t>(g)] != 0; }
+  // The rows of a group that are read have been sent whole.
+  void mark_sent(int64_t g) { changed_[static_cast<size_t>(g)] = 0; }
+  // Plans that `apply` has carried out.
+  int64_t num_applied() const { return num_applied_; }
+
  private:
   struct Segment {
     int32_t start, length;  // in the arena
@@ -104,6 +112,7 @@ class HostTables {
   void swap(int64_t g, int32_t src, int32_t tgt);
   void note(int64_t start, int64_t length);
   void reserve_notes(int64_t num_rows, int64_t num_entries);  // so that recording cannot fail
+  void begin_change(int64_t group);                           // -1: of all
   template <class Change>
   void for_groups(int64_t group, const Change& change);
 
@@ -113,6 +122,9 @@ class HostTables {
   std::vector<TableGroup> groups_;
   bool track_;
   int32_t* counts_;  // after the tables
+  bool is_changed_ = false;
+  std::vector<uint8_t> changed_;  // per group
+  int64_t num_applied_ = 0;
   bool all_dirty_ = false;
   bool counts_dirty_ = false;
   std::vector<Segment> dirty_;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, Unpack
+from typing import Literal, NamedTuple, NoReturn, Unpack
 
 import numpy as np
 
@@ -19,7 +19,17 @@ from kvcache.allocator.options import (
 from kvcache.allocator.pool_view import PoolView
 from kvcache.allocator.request import Request
 from kvcache.allocator.stats import PrefixCacheStats, stats_of
-from kvcache.checks import MAX_INT32, MAX_INT64, flag, instance, integer, listed, num_entries
+from kvcache.checks import (
+    MAX_INT32,
+    MAX_INT64,
+    flag,
+    instance,
+    integer,
+    listed,
+    num_entries,
+    refuse_pickle,
+    shown,
+)
 from kvcache.events import CacheEvent
 from kvcache.kinds import make_kind
 from kvcache.native.load import core
@@ -76,6 +86,9 @@ class KVCacheManager:
     Every error is a ValueError or TypeError that names the argument, and changes nothing. So does
     MemoryError, unless memory runs out in the midst of a change: then the manager is broken. Every later
     call but `free`, which does nothing then, raises RuntimeError and says so; make a new manager.
+
+    A signal handler that raises within a call leaves each request admitted or not there; docs/order.md
+    says what is lost with an answer.
 
     A manager belongs to the thread that first calls one of its methods (except `stats`, `pool`,
     `block_ids` and `num_computed_tokens`). Calls from another thread, and calls from within another call
@@ -176,9 +189,9 @@ class KVCacheManager:
         cp = checked_context_parallel(context_parallel)
         num_gpu_blocks = integer(num_gpu_blocks, "num_gpu_blocks", -MAX_INT64, MAX_INT64)
         self.max_model_len = integer(max_model_len, "max_model_len", -MAX_INT64, MAX_INT64)
-        self._max_encoder_tokens = MAX_INT32
-        if max_encoder_tokens is not None:
-            self._max_encoder_tokens = integer(max_encoder_tokens, "max_encoder_tokens")
+        if max_encoder_tokens is None:
+            max_encoder_tokens = MAX_INT32
+        max_encoder_tokens = integer(max_encoder_tokens, "max_encoder_tokens")
         self.options = options
         self.block_sizes = tuple(group.tokens_per_block(cp) for group in self.groups)
         self._kinds = [make_kind(group.kind, group.options) for group in self.groups]
@@ -208,9 +221,12 @@ class KVCacheManager:
             options.hash_algorithm,
             options.hash_bytes,
         )
-        self._rows: dict[str, int] = {}
-        self._requests = core.RequestRows(self._rows, self._chain_key, self._max_encoder_tokens)
+        # Which row each request has: changed natively, together with the manager.
+        self._requests = core.RequestRows(self._chain_key, max_encoder_tokens)
         self._no_computed = [NO_IDS] * len(self.groups)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self, "its plans and reports, which pass between processes")
 
     @property
     def block_size(self) -> int:
@@ -248,6 +264,12 @@ class KVCacheManager:
         return self._native.num_fenced
 
     @property
+    def last_step_id(self) -> int:
+        """The last step that was not aborted; -1: none. Its plan is lost where an interrupt came as
+        `step` returned: abort the step then."""
+        return self._native.last_step_id
+
+    @property
     def stats(self) -> PrefixCacheStats:
         """Hit rates, stored and evicted blocks, and residency times."""
         self._native.check_reader()
@@ -259,9 +281,11 @@ class KVCacheManager:
 
     def drain_events(self) -> list[CacheEvent]:
         """The events since the last call, in order: blocks that entered or left the cache."""
-        return events_of(
-            self._native.drain_events(), self.groups, self.block_sizes, self._chain_key
+        events = events_of(
+            self._native.waiting_events(), self.groups, self.block_sizes, self._chain_key
         )
+        self._native.drop_events()  # an interrupt before leaves them waiting
+        return events
 
     def set_now(self, seconds: float) -> None:
         """Sets the clock of residency times and of priorities that expire, for replays.
@@ -336,10 +360,7 @@ class KVCacheManager:
 
     def row(self, request: Request) -> int:
         """The row of an admitted request; ValueError for any other."""
-        row = self._rows.get(_id_of(request))
-        if row is None:
-            raise ValueError(f"request {request.request_id!r} is not admitted: it has no blocks")
-        return row
+        return self._requests.at(request)
 
     def step(
         self,
@@ -463,13 +484,14 @@ class KVCacheManager:
         Of a request that is admitted: the status that `num_tokens` more tokens would get (None: its known
         tokens that are not computed, at least one). Only `num_lookahead_tokens` may be given besides.
         """
-        row = self._rows.get(_id_of(request))
+        row = self._requests.find(request)
         count = MAX_INT32 if num_tokens is None else num_tokens
-        if row is None:
+        if row < 0:
             if num_tokens is None and delay_cache_blocks and not whole:
                 count = 0
             answer = self._native.would_fit(
-                self._new_chain(request),
+                self._requests,
+                request,
                 count,
                 flag(whole, "whole"),
                 num_lookahead_tokens,
@@ -506,7 +528,7 @@ class KVCacheManager:
         >>> manager.checkpoint_tokens(Request("r1", range(300)), 200)
         192
         """
-        chain, row = self._chain(request), self._rows.get(request.request_id, -1)
+        chain, row = self._chain(request), self._requests.find(request)
         return self._native.checkpoint_tokens(
             chain, row, MAX_INT32 if num_tokens is None else num_tokens
         )
@@ -520,17 +542,7 @@ class KVCacheManager:
         table. ValueError where the child's tokens differ, where computed tokens of the parent are not
         known or the parent is swapped out, and where the child is admitted already.
         """
-        row = self.row(parent)
-        chain = self._new_chain(child)
-        if not self._native.by_step(row):
-            raise ValueError(
-                f"request {parent.request_id!r} was admitted by allocate_slots: expected one that "
-                "step admitted, whose plans can say what is copied"
-            )
-        child_row = self._native.fork(row, chain)
-        if child_row >= 0:
-            self._rows[child.request_id] = child_row
-        return child_row
+        return self._native.fork(self._requests, parent, child)
 
     def is_swapped_out(self, request: Request) -> bool:
         """Whether an admitted request's blocks are on the host."""
@@ -606,8 +618,9 @@ class KVCacheManager:
             computed = [computed_blocks]
         else:
             computed = listed(computed_blocks, "computed_blocks") or self._no_computed
-        answer = self._native.allocate(
-            self._new_chain(request),
+        ids = self._native.allocate(
+            self._requests,
+            request,
             num_tokens,
             computed,
             num_lookahead_tokens,
@@ -615,10 +628,7 @@ class KVCacheManager:
             flag(delay_cache_blocks, "delay_cache_blocks"),
             _choice(read_cache, "read_cache"),
         )
-        if answer is None:
-            return None
-        self._rows[request.request_id], ids = answer
-        return self._by_group(ids)
+        return None if ids is None else self._by_group(ids)
 
     def finish_receiving(self, request: Request, num_tokens: int | None = None) -> int:
         """Ends the wait of a request that was admitted with `delay_cache_blocks`.
@@ -645,8 +655,8 @@ class KVCacheManager:
 
         Returns the new blocks (empty where none is needed), or None where they do not fit.
         """
-        answer = self._native.append(self.row(request), num_tokens, num_lookahead_tokens)
-        return None if answer is None else self._by_group(answer[1])
+        ids = self._native.append(self.row(request), num_tokens, num_lookahead_tokens)
+        return None if ids is None else self._by_group(ids)
 
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
         """Removes the last `num_tokens` tokens, drafts that were not accepted.
@@ -721,13 +731,12 @@ class KVCacheManager:
             raise TypeError(f"report is {report!r}: expected a StepReport")
         if not isinstance(report.completed, bool | np.bool_):
             raise TypeError(f"report.completed is {report.completed!r}: expected True or False")
-        return self._by_request(
-            self._native.report(
-                report.step_id,
-                bool(report.completed),
-                report.failed_pages,
-                report.failed_host_pages,
-            )
+        return self._native.report(
+            self._requests,
+            report.step_id,
+            bool(report.completed),
+            report.failed_pages,
+            report.failed_host_pages,
         )
 
     def abort(self, step_id: int) -> dict[str, int]:
@@ -738,7 +747,7 @@ class KVCacheManager:
         stay known. Aborting a step again does nothing. ValueError for a step that was reported as
         completed, or is not among the last 64.
         """
-        return self._by_request(self._native.abort(step_id))
+        return self._native.abort(self._requests, step_id)
 
     def invalidate(self, ids: Ids) -> dict[str, int]:
         """Marks the content of these blocks as invalid, for example because a load failed.
@@ -754,7 +763,7 @@ class KVCacheManager:
         planned further steps needs `fence_frees`: without it, the block may belong to another request by
         then.
         """
-        return self._by_request(self._native.invalidate(ids))
+        return self._native.invalidate(self._requests, ids)
 
     def take_cached(self, request: Request) -> int:
         """Lets an admitted request go on from what the device's cache has of its tokens by now.
@@ -802,26 +811,8 @@ class KVCacheManager:
         instance(request, Request, "request")
         return request.chain(self._chain_key)
 
-    def _new_chain(self, request: Request) -> core.TokenChain:
-        chain = self._chain(request)
-        if request.request_id in self._rows:
-            raise ValueError(f"request {request.request_id!r} is admitted already")
-        if request.num_encoder_tokens > self._max_encoder_tokens:
-            raise ValueError(
-                f"num_encoder_tokens of request {request.request_id!r} is "
-                f"{request.num_encoder_tokens}: expected at most max_encoder_tokens, which is "
-                f"{self._max_encoder_tokens}"
-            )
-        return chain
-
     def _by_group(self, ids: list[np.ndarray]) -> np.ndarray | list[np.ndarray]:
         return ids[0] if len(ids) == 1 else ids
-
-    def _by_request(self, recompute: tuple[list[int], list[int]]) -> dict[str, int]:
-        if not recompute[0]:  # most reports
-            return {}
-        names = {row: request_id for request_id, row in self._rows.items()}
-        return {names[row]: num_tokens for row, num_tokens in zip(*recompute)}
 
 
 def _in_step_hits(value: str) -> int:

@@ -115,6 +115,11 @@ class Request:
         self._chains: dict[HashKey, core.TokenChain] = {}
         self._last: tuple = (None, None)  # the key asked for last, and its chain
 
+    def __reduce__(self) -> tuple:
+        """A copy for another process: its tokens and options, without hashes that were computed."""
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        return _unpickled, (self.request_id, self.token_ids, options)
+
     @property
     def num_tokens(self) -> int:
         """Tokens known so far."""
@@ -192,6 +197,16 @@ class Request:
             return b""
         starts = range(0, len(rows), block_size)
         return b"".join(digest_of_rows(rows, i, i + block_size) for i in starts)
+
+
+_OPTIONS = (
+    *("lora", "mm_items", "cache_salt", "prompt_embeds", "read_cache", "write_cache"),
+    *("num_encoder_tokens", "block_hashes", "session"),
+)
+
+
+def _unpickled(request_id: str, token_ids: np.ndarray, options: dict[str, object]) -> Request:
+    return Request(request_id, token_ids, **options)
 
 
 def _checked_lora(lora: tuple[str, str]) -> tuple[str, str]:

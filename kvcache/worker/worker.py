@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import numpy as np
 
-from kvcache.checks import MAX_INT64, instance, integer, integers, shown
+from kvcache.checks import MAX_INT64, instance, integer, integers, refuse_pickle, shown
 from kvcache.step import PLAN_VERSION, StepPlan, StepReport
 from kvcache.worker.pages.page_checks import PageMoves, checked_page_moves
 from kvcache.worker.pages.pages import Pages
@@ -150,6 +152,10 @@ class Worker:
         self._last_step_id = integer(last_step_id, "last_step_id", -1, MAX_INT64)
         # The step that is being carried out, or that broke the worker.
         self._begun: int | None = None
+        self._process = os.getpid()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self, "its plans and reports, which pass between processes")
 
     @property
     def last_step_id(self) -> int:
@@ -194,10 +200,8 @@ class Worker:
             swaps = len(moves.swap_out) or len(moves.swap_in)
             if swaps or not self.engine.is_idle:
                 self.engine.check_not_captured("Worker.start")
-        # On the host only, and checked as a whole: what it refuses has moved no byte yet.
-        self.tables.apply(plan, self.pages.num_blocks)
-        self._begun = self._last_step_id = plan.step_id
         step = PendingStep(plan.step_id, self.engine, self._earlier())
+        self._apply_to_tables(plan)
         if self.engine is not None:
             self.engine.order_after_swap_ins()
             self._swap_out(plan, moves, step)  # first: its pages are read before any is written
@@ -209,11 +213,28 @@ class Worker:
         self._begun = None
         return step
 
+    def _apply_to_tables(self, plan: StepPlan) -> None:
+        """On the host only, and checked as a whole: what it refuses has moved no byte yet."""
+        num_applied = self._table_set.num_applied
+        self._begun = plan.step_id
+        try:
+            self.tables.apply(plan, self.pages.num_blocks)
+            self._last_step_id = plan.step_id
+        except BaseException:
+            if self._table_set.num_applied == num_applied:
+                self._begun = None
+            raise
+
     def _check_order(self, plan: StepPlan) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the worker belongs to process {self._process}, and this is {os.getpid()}: expected one "
+                "made in this process, as a forked one has no use of the device and its threads"
+            )
         if self._begun is not None:
             raise RuntimeError(
-                "the worker is broken: memory ran out within `start`, or a launch failed, in "
-                f"the midst of step {self._begun}: make a new one"
+                "the worker is broken: memory ran out within `start`, a launch failed, or an "
+                f"interrupt came, in the midst of step {self._begun}: make a new one"
             )
         if type(plan.version) is not int or plan.version != PLAN_VERSION:
             raise ValueError(f"plan has version {shown(plan.version)}: expected {PLAN_VERSION}")
@@ -240,8 +261,8 @@ class Worker:
     def _begin_empty(self, plan: StepPlan) -> None:
         """A step whose plan changes nothing."""
         self._check_order(plan)
-        self._last_step_id = plan.step_id
         self._table_set.begin_step()
+        self._last_step_id = plan.step_id
 
     def _earlier(self) -> PendingStep | None:
         """The step before, unless it is over."""

@@ -229,7 +229,7 @@ def _child(s: Managed) -> Request:
 
 def _receive(s: Managed) -> object:
     """Two calls: where the second fails, the first has been carried out, as in the twin's."""
-    if "g" not in s.manager._rows:
+    if s.manager._requests.find(s.requests["g"]) < 0:
         s.manager.allocate_slots(
             s.requests["g"], 0, num_external_computed_tokens=16, delay_cache_blocks=True
         )

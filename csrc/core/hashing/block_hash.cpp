@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "core/hashing/cbor.h"
+#include "core/hashing/long_work.h"
 #include "core/hashing/sha256.h"
 #include "core/hashing/xxh3.h"
 
@@ -82,10 +83,12 @@ std::vector<Hash> hash_blocks(HashAlgorithm algorithm, const std::vector<int32_t
                               const std::vector<std::string>& extras) {
   BlockHasher hasher;
   std::vector<Hash> out(tokens.size() / static_cast<size_t>(block_size));
+  Pieces pieces;
   for (size_t i = 0; i < out.size(); ++i) {
     out[i] = hasher.hash(algorithm, i == 0 ? parent : out[i - 1],
                          tokens.data() + i * static_cast<size_t>(block_size), block_size,
                          extras.empty() ? std::string_view() : extras[i]);
+    pieces.pass(block_size);
   }
   return out;
 }

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "core/hashing/long_work.h"
 #include "core/limits.h"
 
 namespace kvcache {
@@ -115,11 +116,13 @@ const std::vector<Hash>& TokenChain::hashes() {
   // Exactly what a prompt needs; then by doubling, so that generated blocks do not copy it each
   // time.
   if (num_full > hashes_.capacity()) hashes_.reserve(std::max(num_full, 2 * hashes_.size()));
+  Pieces pieces;
   while (hashes_.size() < num_full) {
     const auto i = static_cast<int64_t>(hashes_.size());
     const Hash& parent = hashes_.empty() ? parent_ : hashes_.back();
     hashes_.push_back(hasher.hash(scheme_.algorithm, parent, tokens + i * block_size_, block_size_,
                                   extra_keys_.of_block(i, block_size_)));
+    pieces.pass(block_size_);
   }
   return hashes_;
 }

@@ -209,6 +209,7 @@ class Manager {
 
   int64_t num_rows() const { return rows_.num_in_use(); }
   int64_t num_steps() const { return steps_.numbers().num_steps; }
+  int64_t last_step_id() const { return steps_.numbers().last_issued; }
   int64_t num_fenced() const { return tiers_.frees().num_waiting(); }
   int64_t num_kept() const { return tiers_.frees().num_kept(); }
   int64_t num_external(int32_t row) const {  // of a receiving row

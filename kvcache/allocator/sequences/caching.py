@@ -42,7 +42,10 @@ class SequenceCaching(SequenceTables):
         if self.sliding_window is not None:
             kind, options = "sliding_window", {"window": self.sliding_window}
         group = GroupSpec(kind, self.block_size, options)
-        return events_of(self._native.drain_events(), [group], [self.block_size], self._tokens.key)
+        waiting = self._native.waiting_events()
+        events = events_of(waiting, [group], [self.block_size], self._tokens.key)
+        self._native.drop_events()  # an interrupt before leaves them waiting
+        return events
 
     @core.native_method
     def access_all_blocks_in_seq(self, seq: SequenceLike, now: float) -> None:

@@ -12,20 +12,20 @@ class CrossTables:
     def __init__(self, native: core.Manager, tokens: TokenSource) -> None:
         self._native = native
         self._tokens = tokens
-        self._rows: dict[object, int] = {}  # by request_id
+        self.by_request: dict[object, int] = {}  # rows; changed natively
 
     def rows(self) -> list[int]:
         """All of them."""
-        return [*self._rows.values()]
+        return [*self.by_request.values()]
 
     def row_on(self, request_id: object, on_host: bool) -> int | None:
         """The row of a group that has one on this tier."""
-        row = self._rows.get(request_id)
+        row = self.by_request.get(request_id)
         return row if row is not None and self._native.is_on_host(row) == on_host else None
 
     def blocks(self, request_id: object) -> list[int]:
         """Those of a table on the device."""
-        row = self._rows.get(request_id)
+        row = self.by_request.get(request_id)
         if row is None:
             raise ValueError(
                 f"group {request_id!r} has no cross-attention table: expected one that was "
@@ -36,7 +36,7 @@ class CrossTables:
 
     def check_new(self, request_id: object) -> None:
         """That the group has none."""
-        if request_id in self._rows:
+        if request_id in self.by_request:
             raise ValueError(
                 f"seq_group {request_id!r} has a cross-attention table already: expected "
                 "free_cross first"
@@ -44,11 +44,4 @@ class CrossTables:
 
     def new_row(self, request_id: object, num_tokens: int) -> tuple:
         """A table for so many tokens, as `_take_rows` takes it."""
-        return self._rows, request_id, self._tokens.unread(1), num_tokens
-
-    def free(self, request_id: object) -> None:
-        """No-op where there is none."""
-        row = self._rows.get(request_id)
-        if row is not None:
-            self._native.free(row)
-            del self._rows[request_id]
+        return self.by_request, request_id, self._tokens.unread(1), num_tokens

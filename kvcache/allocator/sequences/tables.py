@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from kvcache.allocator.sequences.cross import CrossTables
 from kvcache.allocator.sequences.demand import AllocStatus
 from kvcache.allocator.sequences.protocol import SequenceGroupLike, SequenceLike
 from kvcache.allocator.sequences.tokens import TokenSource
+from kvcache.checks import refuse_pickle
 from kvcache.native.load import core
 
 Pairs = list[tuple[int, int]]
@@ -49,6 +52,9 @@ class SequenceTables(core.SequenceCalls):
         self._tokens = tokens
         self._cross = CrossTables(native, tokens)
 
+    def __reduce__(self) -> NoReturn:
+        refuse_pickle(self, "its answers, which pass between processes")
+
     def get_num_free_gpu_blocks(self) -> int:
         """Blocks of the device without references, cached or not."""
         return self._pool.num_free
@@ -72,12 +78,12 @@ class SequenceTables(core.SequenceCalls):
     def free(self, seq: SequenceLike) -> None:
         """Releases a sequence's blocks, on either tier; does nothing for a sequence without blocks."""
         seq_id = core.seq_id_of(seq)
-        if not self._free_row(seq_id):
-            self._tokens.forget(seq_id)
+        self._free_row(seq_id)
+        self._tokens.forget(seq_id)
 
     def free_cross(self, seq_group: SequenceGroupLike) -> None:
         """Releases the blocks of a group's encoder; does nothing without an encoder."""
-        self._cross.free(core.request_id_of(seq_group))
+        self._free_encoder_row(self._cross.by_request, core.request_id_of(seq_group))
 
     def check_invariants(self) -> None:
         """Raises where the pools or these tables are not consistent; for tests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvcache.checks import instance, integer
 from kvcache.transfer.connector.cache_events import KVCacheEvents
@@ -65,15 +65,8 @@ class KVOutputAggregator:
     """
 
     def __init__(self, expected_finished_count: int) -> None:
-        self._expected = integer(expected_finished_count, "expected_finished_count", 1)
-        self._remaining_sending: dict[str, int] = {}
-        self._remaining_recving: dict[str, int] = {}
-        self._failed_recving: set[str] = set()  # reported as failed, not finished yet
+        self._state = _State(integer(expected_finished_count, "expected_finished_count", 1))
         self._rules: dict[str, Rule] = {}
-        self._pending: _Merged | None = None  # merged reports that no output has carried yet
-        self._empty: object = (
-            KVConnectorOutput()
-        )  # a report that says nothing, of the engine's class
 
     @classmethod
     def from_connector(cls, connector: object, world_size: int) -> KVOutputAggregator:
@@ -83,22 +76,22 @@ class KVOutputAggregator:
     @property
     def expected_finished_count(self) -> int:
         """How many reports a request needs to be finished, for requests that are not reported yet."""
-        return self._expected
+        return self._state.expected
 
     @property
     def remaining_sending(self) -> dict[str, int]:
         """Requests that some workers have finished sending -> number of reports still missing."""
-        return dict(self._remaining_sending)
+        return dict(self._state.remaining_sending)
 
     @property
     def remaining_recving(self) -> dict[str, int]:
         """Requests that some workers have finished receiving -> number of reports still missing."""
-        return dict(self._remaining_recving)
+        return dict(self._state.remaining_recving)
 
     @property
     def remaining_failed_recving(self) -> set[str]:
         """Requests reported as failed to receive, and not as finished since by all workers."""
-        return set(self._failed_recving)
+        return set(self._state.failed_recving)
 
     def begin_receiving(self, request_id: str) -> None:
         """Says that the workers begin to receive for this request; for engines that use ids again.
@@ -109,18 +102,19 @@ class KVOutputAggregator:
         an earlier use are missing, or no output has carried them yet.
         """
         instance(request_id, str, "request_id")
-        left = self._remaining_recving.get(request_id)
+        state = self._state
+        left = state.remaining_recving.get(request_id)
         if left is not None:
             raise ValueError(
                 f"request {request_id!r} is being received, and {left} reports are missing: expected "
                 "finished_recving of an earlier use first"
             )
-        if self._pending is not None and request_id in self._pending.recving:
+        if state.pending is not None and request_id in state.pending.recving:
             raise ValueError(
                 f"request {request_id!r} was received, and no output has said so yet: expected "
                 "another call of aggregate first"
             )
-        self._failed_recving.discard(request_id)
+        self._state = replace(state, failed_recving=state.failed_recving - {request_id})
 
     def register_rule(self, name: str, rule: Rule) -> None:
         """Says how to merge an attribute of an engine's own reports that `KVConnectorOutput` lacks.
@@ -186,35 +180,54 @@ class KVOutputAggregator:
         without a rule that says something.
         """
         reports = _reports(outputs, output_rank)
-        expected = self._expected
-        merged = _Merged() if self._pending is None else copy.deepcopy(self._pending)
-        failed = set(self._failed_recving)
+        before = self._state
+        expected = before.expected
+        merged = _Merged() if before.pending is None else copy.deepcopy(before.pending)
+        failed = set(before.failed_recving)
         sending: dict[str, int] = {}
         recving: dict[str, int] = {}
         for worker, report in reports:
             expected = _expected_count(report, worker) or expected
             ids = _ids(report, "finished_sending", worker)
-            merged.sending |= _count(ids, expected, self._remaining_sending, sending)
+            merged.sending |= _count(ids, expected, before.remaining_sending, sending)
             ids = _ids(report, "finished_recving", worker)
-            merged.recving |= _count(ids, expected, self._remaining_recving, recving)
+            merged.recving |= _count(ids, expected, before.remaining_recving, recving)
             failed |= _ids(report, "failed_recving", worker)
             merged.invalid_block_ids |= _ids(report, "invalid_block_ids", worker)
             merged.add_stats(getattr(report, "kv_connector_stats", None), worker)
             merged.add_worker_meta(getattr(report, "kv_connector_worker_meta", None), worker)
             merged.add_events(getattr(report, "kv_cache_events", None), worker)
             merged.add_others(report, worker, self._rules)
-        empty = _emptied(reports[0][1]) if reports else self._empty
+        empty = _emptied(reports[0][1]) if reports else before.empty
         output = outputs[output_rank] or None
-        if output is not None:
-            output.kv_connector_output = merged.report(empty, failed & merged.recving, expected)
-            failed -= merged.recving
-        # Nothing below fails.
-        self._expected = expected
-        self._pending = merged if output is None else None
-        self._failed_recving, self._empty = failed, empty
-        _update_remaining(self._remaining_sending, sending)
-        _update_remaining(self._remaining_recving, recving)
+        state = _State(
+            expected,
+            _remaining(before.remaining_sending, sending),
+            _remaining(before.remaining_recving, recving),
+            failed if output is None else failed - merged.recving,
+            merged if output is None else None,
+            empty,
+        )
+        if output is None:
+            self._state = state
+            return None
+        report = merged.report(empty, failed & merged.recving, expected)
+        # One after the other without a call between: no interrupt comes between them.
+        output.kv_connector_output, self._state = report, state
         return output
+
+
+@dataclass(frozen=True)
+class _State:
+    """What an aggregator knows. Each call makes a new one, and puts it in place when all is done."""
+
+    expected: int
+    remaining_sending: dict[str, int] = field(default_factory=dict)
+    remaining_recving: dict[str, int] = field(default_factory=dict)
+    failed_recving: set[str] = field(default_factory=set)  # reported as failed, not finished yet
+    pending: _Merged | None = None  # merged reports that no output has carried yet
+    # A report that says nothing, of the engine's class.
+    empty: object = field(default_factory=KVConnectorOutput)
 
 
 @dataclass
@@ -368,12 +381,8 @@ def _count(
     return finished
 
 
-def _update_remaining(remaining: dict[str, int], changed: dict[str, int]) -> None:
-    for req_id, left in changed.items():
-        if left:
-            remaining[req_id] = left
-        else:
-            remaining.pop(req_id, None)
+def _remaining(before: dict[str, int], changed: dict[str, int]) -> dict[str, int]:
+    return {req_id: left for req_id, left in (before | changed).items() if left}
 
 
 def _check_addable(value: object, name: str, worker: int) -> None:

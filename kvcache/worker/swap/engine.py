@@ -122,6 +122,7 @@ class SwapEngine:
             if self._may_stage(direction):
                 kept.append(self._make_staging(direction, swap_stream, staging_bytes))
         self._num_jobs = 0
+        self._begun: str | None = None  # the job that is being launched, or was interrupted then
 
     @property
     def is_idle(self) -> bool:
@@ -147,6 +148,7 @@ class SwapEngine:
         ValueError for pages out of range. RuntimeError while the calling stream is captured, unless no
         job is under way.
         """
+        self._check_whole()
         pages = integers(pages, "before_write", ())
         check_range("before_write", "is page", pages, 0, self.device.num_blocks)
         if self.is_idle:
@@ -292,12 +294,14 @@ class SwapEngine:
         check_range(name, "writes to page", pairs[:, 1], 1, swap_stream.destination.num_blocks)
         check_once(f"{name} writes to page", pairs[:, 1])
         self.check_not_captured(name)
+        self._check_whole()
         self._num_jobs += 1
         job = swap_stream.new_job(f"{_NAMES[direction]} {self._num_jobs}", pairs)
         if direction == IN:
             job.fillers = other.writers(pairs[:, 0])
         streams, method = self._streams, self.method_for(direction, pairs)
         staging = swap_stream.staging if method == STAGING else None
+        self._begun = job.name
         begin = swap_stream.stream if staging is None else staging.first
         end = swap_stream.stream if staging is None else staging.last
         try:
@@ -318,7 +322,16 @@ class SwapEngine:
             job.fail(error)
         job.released = job.released or job.done
         swap_stream.add(job)
+        self._begun = None
         return job
+
+    def _check_whole(self) -> None:
+        """RuntimeError where a job was launched, and an interrupt came before it was recorded."""
+        if self._begun is not None:
+            raise RuntimeError(
+                f"the swap engine is broken: an interrupt came while {self._begun} was launched, whose "
+                "bytes may still move: make a new one"
+            )
 
     def invalid_pages(self, job: SwapJob) -> np.ndarray:
         """Destination pages of a finished job whose content is invalid.

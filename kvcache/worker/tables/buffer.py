@@ -34,15 +34,18 @@ class HostDeviceBuffer:
         self.gpu = self.cpu if on_cpu else device_zeros(shape, dtype, device)
         self._uploaded = PolledEvent() if device.type == "cuda" else None
         self._pending = False
+        self._is_unrecorded = False  # a launch whose event is not recorded yet
 
     def before_write(self) -> None:
         """Returns once no upload reads the host side any more."""
         if self._pending:
             # Waiting for the event would invalidate the graph captures of all threads; polling does
             # not. An upload is over within microseconds.
+            if self._is_unrecorded:  # an interrupt came between a launch and its event
+                torch.cuda.current_stream(self.gpu.device).synchronize()
             while not self._uploaded.query():
                 time.sleep(0)
-            self._pending = False
+            self._pending = self._is_unrecorded = False
 
     def upload(self, start: int, stop: int) -> None:
         """Copies entries (rows) start to stop - 1 to the device, in the order of the current stream.
@@ -58,14 +61,19 @@ class HostDeviceBuffer:
             )
         if self._pending:  # the last upload may have been on another stream
             torch.cuda.current_stream(self.gpu.device).wait_event(self._uploaded)
+        self.begin_use()
         self.gpu[start:stop].copy_(self.cpu[start:stop], non_blocking=True)
         self.note_use()
+
+    def begin_use(self) -> None:
+        """Before a launch that reads the buffer, which `note_use` follows."""
+        self._pending = self._is_unrecorded = self._uploaded is not None
 
     def note_use(self) -> None:
         """Makes the next write wait for all that was launched on the current stream so far."""
         if self._uploaded is not None:
             self._uploaded.record(torch.cuda.current_stream(self.gpu.device))
-            self._pending = True
+            self._pending, self._is_unrecorded = True, False
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -101,7 +101,6 @@ class TableSet:
         self._identity = torch.arange(num_rows, dtype=torch.int32)
         self._device_identity = self._identity.to(device) if self._on_cuda else self._identity
         self._make_slots(slot_dtype, pin_memory)
-        self._stale = False  # the device lacks changes of rows
         # A quarter of the tables: with more changed than that, whole tables travel as fast. Two
         # buffers, in turns: packing the next step does not wait for the last one's launch.
         capacity = max(shape[0] // 4, 1024)
@@ -119,7 +118,6 @@ class TableSet:
             for at, size, each in zip(offsets, sizes, layouts)
         ]
         self._batch_tokens = 0  # the most that any gather so far has filled
-        self._uncommitted = np.zeros(num_groups, bool)  # groups of which a GPU lacks changes
 
     def _make_slots(self, dtype: torch.dtype, pin_memory: bool) -> None:
         """Slot mappings of the groups that have one, and what the op takes for each choice of them."""
@@ -170,6 +168,12 @@ class TableSet:
         return None if at in self._replayed else self._host_slots.num_on_device(at)
 
     # Rows ------------------------------------------------------------------------------------------
+    # The native tables know what the device lacks, so that an interrupt loses no change.
+
+    @property
+    def num_applied(self) -> int:
+        """Plans that were carried out."""
+        return self._native.num_applied
 
     def apply(self, plan: StepPlan, num_blocks: int = -1) -> None:
         """The table part of a plan, for all groups; an unknown row, an overflow, a column that a row
@@ -185,12 +189,11 @@ class TableSet:
             num_blocks,
             self._host_slots,
         )
-        self._changed(ALL_GROUPS)
 
     def begin_step(self) -> None:
         """A step without changes of its own: those made before go to the device, and slots of the step
         before are not those of the next."""
-        if self._stale:
+        if self._native.is_changed:
             self.commit_updates()
         self._host_slots.begin_step()
 
@@ -198,25 +201,21 @@ class TableSet:
         """Adds allocation blocks to a row of one group, which is emptied first where asked."""
         self._arena.before_write()
         self._native.append_row(group, row, block_ids, reset)
-        self._changed(group)
 
     def move_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
         """Each row src[i] moves to tgt[i], one after the other, and leaves an empty row."""
         self._arena.before_write()
         self._native.move_rows(src, tgt, group)
-        self._changed(group)
 
     def swap_rows(self, src: Ids, tgt: Ids, group: int = ALL_GROUPS) -> None:
         """Exchanges each pair of rows, one after the other."""
         self._arena.before_write()
         self._native.swap_rows(src, tgt, group)
-        self._changed(group)
 
     def clear_rows(self, rows: Ids, group: int = ALL_GROUPS) -> None:
         """Empties rows: their ids become the null block."""
         self._arena.before_write()
         self._native.clear_rows(rows, group)
-        self._changed(group)
 
     def clear(self, group: int = ALL_GROUPS) -> None:
         """Zeroes ids and counts, on the host and on the device."""
@@ -226,30 +225,22 @@ class TableSet:
             self._arena.gpu.zero_()
             self._batch_arena.zero_()
             self._native.mark_clean()
-            self._stale = False
-            self._uncommitted[:] = False
             return
         self._native.clear_rows(np.arange(self.num_rows, dtype=np.int32), group)
         self.tables[group].np[:] = 0  # also what was written there by hand
         self.tables[group].gpu.zero_()
         self._counts.gpu[group].zero_()
-        self._stale = True
-        self._uncommitted[group] = False
-
-    def _changed(self, group: int) -> None:
-        """Rows of a group, or of all, have changed on the host."""
-        self._stale = True
-        self._uncommitted[slice(None) if group == ALL_GROUPS else group] = True
+        self._native.mark_sent(group)
 
     # Uploads ---------------------------------------------------------------------------------------
 
     def commit_updates(self) -> None:
         """Brings the device's tables up to date with every change made here since the last time."""
-        if not self._stale:
+        if not self._native.is_changed:
             return
         if not self._on_cuda:
             self._arena.upload(0, len(self._arena.cpu))
-            self._stale = False
+            self._native.mark_clean()
             return
         self._updates.reverse()
         updates = self._updates[0]
@@ -258,25 +249,24 @@ class TableSet:
         if 0 <= used <= len(updates.np):
             if updates.np[0] > 0:
                 updates.upload(0, used)
+                updates.begin_use()
                 ops.update_block_tables(self._arena.gpu, updates.gpu)
                 updates.note_use()
         else:
             self._arena.upload(0, len(self._arena.cpu))
-        self._stale = False
-        self._native.mark_clean()
-        self._uncommitted[:] = False
+        self._native.mark_clean()  # last: an interrupt before has them sent again
 
     def commit_rows(self, group: int, num_rows: int) -> None:
         """Uploads the first rows of one group whole, and the counts."""
         self.tables[group].upload(integer(num_rows, "num_reqs", most=self.num_rows))
         self._counts.upload(len(self.layouts))
-        self._uncommitted[group] = False  # the caller knows which rows it needs
+        self._native.mark_sent(group)  # the caller knows which rows it needs
 
     def require_committed(self, groups: list[int]) -> None:
         """RuntimeError where a GPU lacks changes of these groups' rows."""
         if not self._on_cuda:  # elsewhere the host's tables are the ones read
             return
-        lacking = [g for g in groups if self._uncommitted[g]]
+        lacking = [g for g in groups if self._native.is_group_changed(g)]
         if lacking:
             raise RuntimeError(
                 f"the tables of groups {lacking} have changes that the device lacks: "
@@ -443,7 +433,8 @@ class TableSet:
             idx_mapping = cpu_tensor(idx_mapping, "idx_mapping")
             if num_computed_tokens is not None:
                 num_computed_tokens = cpu_tensor(num_computed_tokens, "num_computed_tokens")
-        most = min(max(self._batch_tokens, max_num_tokens), 2**31 - 1)
+        # Set first: an interrupt behind the launch leaves what it has filled known.
+        self._batch_tokens = most = min(max(self._batch_tokens, max_num_tokens), 2**31 - 1)
         on_cpu = not self._on_cuda
         ops.gather_block_tables(
             self._arena.cpu if on_cpu else self._arena.gpu,
@@ -454,7 +445,6 @@ class TableSet:
             most,
             self._batch_arena,
         )
-        self._batch_tokens = most
         rows = [table[: len(idx_mapping)] for table in self._batch]
         return rows if self._on_cuda else [table.to(self.device) for table in rows]
 

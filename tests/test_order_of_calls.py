@@ -1,0 +1,280 @@
+"""Calls out of order, processes and threads: what docs/order.md answers."""
+
+import os
+import pickle
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from kvcache import (
+    BlockSpaceManager,
+    BlockTable,
+    KVCacheManager,
+    KVStorage,
+    Request,
+    StepReport,
+    Worker,
+    hash_blocks,
+)
+from tests.interrupts.instants import Alarm
+
+
+def make(**options) -> KVCacheManager:
+    return KVCacheManager(4, 41, 64, num_preallocate_tokens=0, **options)
+
+
+def make_worker() -> Worker:
+    storage = KVStorage(num_blocks=41, block_size=4, num_kv_heads=1, head_size=2)
+    table = BlockTable(
+        block_size=4, max_num_reqs=4, max_num_blocks_per_req=16, max_num_batched_tokens=64
+    )
+    return Worker(storage, table)
+
+
+def tables_of(worker: Worker) -> np.ndarray:
+    return worker.tables._tables._arena.np.copy()
+
+
+# --- plans ----------------------------------------------------------------------------------------
+
+
+def three_plans() -> tuple[KVCacheManager, list]:
+    manager = make()
+    plans = [manager.step(new=[Request("a", range(10))])]
+    plans += [manager.step([0], [1], token_ids=[10 + i]) for i in range(2)]
+    plans.append(manager.step(new=[Request("b", range(100, 109))]))
+    return manager, plans
+
+
+@pytest.mark.parametrize("order", [(0, 0), (0, 1, 1), (0, 1, 2, 3, 0)])
+def test_a_plan_that_comes_again_is_refused_and_changes_nothing(order):
+    worker, (_, plans) = make_worker(), three_plans()
+    for i in order[:-1]:
+        worker.apply(plans[i])
+    before = tables_of(worker)
+    with pytest.raises(ValueError, match=r"each plan is applied once, in order"):
+        worker.apply(plans[order[-1]])
+    assert (tables_of(worker) == before).all()
+
+
+@pytest.mark.parametrize("order", [(1,), (0, 2), (0, 1, 3)])
+def test_a_plan_before_those_it_follows_is_refused_and_changes_nothing(order):
+    worker, (_, plans) = make_worker(), three_plans()
+    for i in order[:-1]:
+        worker.apply(plans[i])
+    before = tables_of(worker)
+    with pytest.raises(
+        ValueError, match=r"expected the plans from step \d to \d first, or an abort"
+    ):
+        worker.apply(plans[order[-1]])
+    assert (tables_of(worker) == before).all()
+
+
+def test_a_lost_plan_is_aborted_and_the_next_one_sends_its_tables():
+    manager, plans = three_plans()
+    worker = make_worker()
+    worker.apply(plans[0])
+    assert manager.abort(1) == {"a": 10, "b": 0}
+    assert manager.last_step_id == 0
+    worker.apply(manager.step([0, 1], [1, 9]))
+    counts = worker.tables._tables.counts
+    assert counts[0][:2].tolist() == [3, 3]
+
+
+# --- reports --------------------------------------------------------------------------------------
+
+
+def test_reports_twice_of_unknown_steps_and_after_aborts():
+    manager, _ = three_plans()
+    assert manager.report(StepReport(1, True)) == {}
+    assert manager.report(StepReport(1, True)) == {}  # twice
+    assert manager.report(StepReport(0, True)) == {}  # of a step that is done
+    free = manager.pool.num_free
+    for step_id in (-1, 4, 99):
+        with pytest.raises(ValueError, match=rf"step_id is {step_id}"):
+            manager.report(StepReport(step_id, True))
+        with pytest.raises(ValueError, match=rf"{step_id}"):
+            manager.abort(step_id)
+    with pytest.raises(ValueError, match=r"1"):
+        manager.report(StepReport(1, False))  # it was reported as completed
+    assert manager.pool.num_free == free
+    assert manager.abort(2) == {"a": 11, "b": 0}
+    assert manager.abort(2) == {}  # again
+    manager.check_invariants()
+
+
+# --- pickles --------------------------------------------------------------------------------------
+
+
+def test_plans_and_reports_pickle():
+    worker, twin, (_, plans) = make_worker(), make_worker(), three_plans()
+    for plan in plans:
+        report = worker.apply(pickle.loads(pickle.dumps(plan)))
+        assert pickle.loads(pickle.dumps(report)) == twin.apply(plan)
+    assert (tables_of(worker) == tables_of(twin)).all()
+
+
+def test_a_request_pickles_as_a_copy_whose_tokens_are_its_own():
+    manager = make()
+    request = Request("a", range(9), lora=("l", "/l"), cache_salt="s", session="t")
+    manager.step(new=[request])
+    again = pickle.loads(pickle.dumps(request))
+    request.append_tokens([7])
+    assert again.token_ids.tolist() == [*range(9)]
+    assert (again.lora, again.cache_salt, again.session) == (("l", "/l"), "s", "t")
+    # The name is what a manager knows.
+    assert manager.row(again) == manager.row(request)
+    with pytest.raises(ValueError, match=r"request 'a' is admitted already"):
+        manager.step(new=[again])
+    assert manager.get_computed_blocks(again)[1] == 8
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        make,
+        lambda: BlockSpaceManager(4, 9, 9),
+        make_worker,
+    ],
+    ids=["KVCacheManager", "BlockSpaceManager", "Worker"],
+)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_what_has_native_state_does_not_pickle_and_says_its_name(what, protocol):
+    made = what()
+    with pytest.raises(TypeError, match=rf"a {type(made).__name__} is not pickled: expected "):
+        pickle.dumps(made, protocol)
+
+
+# --- fork -----------------------------------------------------------------------------------------
+
+
+def in_child(work) -> str:
+    """What `work` answers in a forked process; its error where it raises."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = str(work())
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_a_manager_of_its_own():
+    manager, request = make(), Request("a", range(10))
+    manager.step(new=[request])
+
+    def work():
+        manager.free(request)
+        manager.step(new=[Request("b", range(20))])
+        manager.check_invariants()
+        return manager.pool.num_free
+
+    assert in_child(work) == "35"
+    assert manager.pool.num_free == 37 and manager.block_ids(request).tolist() == [1, 2, 3]
+    manager.check_invariants()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_no_worker():
+    worker, (_, plans) = make_worker(), three_plans()
+    worker.apply(plans[0])
+    answer = in_child(lambda: worker.apply(plans[1]))
+    assert answer.startswith(f"RuntimeError: the worker belongs to process {os.getpid()}, and this")
+    worker.apply(plans[1])
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def in_thread(work) -> str:
+    answer = []
+
+    def run():
+        try:
+            answer.append(str(work()))
+        except Exception as error:
+            answer.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return answer[0]
+
+
+@pytest.mark.parametrize("call", [
+    lambda m, r: m.step(),
+    lambda m, r: m.free(r),
+    lambda m, r: m.report(StepReport(0, True)),
+    lambda m, r: m.allocate_slots(Request("b", range(5)), 5),
+    lambda m, r: m.drain_events(),
+])  # fmt: skip
+def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
+    manager, request = make(), Request("a", range(10))
+    manager.step(new=[request])
+    answer = in_thread(lambda: call(manager, request))
+    assert answer.startswith("RuntimeError: called from thread ") and "belongs to" in answer
+    assert manager.pool.num_free == 37
+    manager.check_invariants()
+
+
+# --- long work ------------------------------------------------------------------------------------
+
+LONG = np.arange(3_000_000, dtype=np.int32) % 1000
+
+
+@pytest.mark.parametrize("work", ["hash_blocks", "step", "get_computed_blocks"])
+def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work):
+    manager = KVCacheManager(16, 200_001, 2**22, num_preallocate_tokens=0)
+    request = Request("a", LONG)
+    call = {
+        "hash_blocks": lambda: hash_blocks(LONG, 16),
+        "step": lambda: manager.step(new=[request]),
+        "get_computed_blocks": lambda: manager.get_computed_blocks(request),
+    }[work]
+    with Alarm() as alarm:
+        started = time.perf_counter()
+        assert alarm.interrupts(0.02, call)
+        assert time.perf_counter() - started < 0.5  # of a second and more, on a machine with others
+    assert manager.pool.num_free == manager.pool.num_total and manager.last_step_id == -1
+    manager.check_invariants()
+    manager.step(new=[request])
+    assert len(manager.block_ids(request)) == len(LONG) // 16
+
+
+def test_other_threads_run_while_a_prompt_is_hashed():
+    counts, stop = [0], threading.Event()
+
+    def count():
+        while not stop.is_set():
+            counts[0] += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    before = counts[0]
+    hashing = KVCacheManager(16, 200_001, 2**22)
+    hashing.block_hashes(Request("a", LONG))
+    during = counts[0] - before
+    stop.set()
+    thread.join()
+    assert during >= 5
+
+
+def test_an_interrupt_by_another_thread_ends_hashing():
+    manager = KVCacheManager(16, 200_001, 2**22)
+    timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.block_hashes(Request("a", LONG))
+    timer.join()
