@@ -1,5 +1,5 @@
-// Random operations on managers, for a time: soak_manager SECONDS [SEED]. Prints seeds and the rate.
-// Each seed is a manager of its own options; a failure names it.
+// Random operations on managers, for a time: soak_manager SECONDS [SEED]. Prints seeds and the
+// rate. Each seed is a manager of its own options; a failure names it.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
