@@ -58,6 +58,8 @@ def num_entries(values: Sized, name: str, expected: str = "a sequence") -> int:
         raise TypeError(f"{name} is {shown(values)}: expected {expected}") from None
     except OverflowError:
         count = MAX_INT64
+    if not isinstance(count, int):  # of nested tensors
+        raise TypeError(f"{name} has no fixed number of entries: expected {expected}")
     if count > MAX_INT32:
         raise ValueError(f"{name} has {count} entries: expected at most {MAX_INT32}")
     return count

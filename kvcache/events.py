@@ -64,9 +64,15 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """No hash stored before on this medium is found any more, in any group."""
+    """No hash stored before on this medium is found any more, in any group.
+
+    Also where events were dropped, as more than 2**20 of them, or of 2**24 tokens, were waiting to be
+    drained: the reader forgets what it knows of the medium. What it then knows is cached; more may be.
+    `num_dropped`: how many events that were, of all mediums, in that of "gpu"; 0 in a reset.
+    """
 
     medium: str = "gpu"
+    num_dropped: int = 0
 
 
 CacheEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -359,9 +359,10 @@ def check_memory_order(order: Sequence[str], name: str = "memory_order") -> tupl
     Without "layer" each layer lies by itself; without "kv" V of a head follows its K; without "head"
     there is one.
     """
-    if isinstance(order, str) or not all(isinstance(role, str) for role in order):
-        raise TypeError(f"{name} is {order!r}: expected a sequence of roles")
-    order = tuple(order)
+    roles = listed(order, name, "a sequence of roles")
+    if isinstance(order, str) or not all(isinstance(role, str) for role in roles):
+        raise TypeError(f"{name} is {shown(order)}: expected a sequence of roles")
+    order = tuple(roles)
     known = {"layer", *ROLES}
     if len(set(order)) != len(order) or not _NEEDED <= set(order) <= known:
         raise ValueError(

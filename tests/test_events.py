@@ -285,3 +285,21 @@ def test_tokens_below_0_need_something_that_says_what_they_are():
     given = Request("g", [-5] * 4, block_hashes=[bytes(32)])
     embeds = Request("e", [-5] * 4, prompt_embeds=rows_of(4))
     assert (manager.step(new=[given, embeds]).status == 0).all()
+
+
+def test_events_that_nobody_drains_are_bounded_and_what_was_dropped_is_said():
+    manager = KVCacheManager(1, 2**17 + 2, 2**17, enable_events=True, num_preallocate_tokens=0)
+    for i in range(9):  # each stores 2**17 blocks, and removes those before it
+        request = Request("r", np.arange(2**17) + i)
+        assert len(manager.step(new=[request]).rows) == 1
+        manager.free(request)
+    num_stored, num_removed = 9 * 2**17, 8 * 2**17 - 8
+    cleared, *later = manager.drain_events()
+    assert cleared == AllBlocksCleared("gpu", cleared.num_dropped) and cleared.num_dropped >= 2**20
+    waiting = sum(len(event.block_hashes) for event in later)
+    assert cleared.num_dropped + waiting in range(
+        num_stored + num_removed - 20, num_stored + num_removed + 20
+    )
+    assert not any(isinstance(event, AllBlocksCleared) for event in later)
+    manager.reset_prefix_cache()
+    assert manager.drain_events() == [AllBlocksCleared()]

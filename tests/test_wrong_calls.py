@@ -1,5 +1,6 @@
 """Wrong and hostile arguments: drawn at random, and those that once broke something, by their numbers."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockSpaceManager, KVStorage, Pages, Request, ops
+from kvcache import BlockSpaceManager, KVCacheManager, KVStorage, Pages, Request, ops
 from tests.emulation import ASAN, build_cpu_library
 from tests.shared import REPO
 from tests.test_kernels_under_asan import run_with_asan
@@ -18,7 +19,6 @@ from tests.wrong_calls.scenes import SCENES, Group, Seq
 from tests.wrong_calls.values import HUGE, ClaimsMany, ManyMembers
 
 SEED = int(os.environ.get("KVCACHE_FUZZ_SEED", "1"))
-UNCLEAR = 0.02  # of the refused calls
 
 
 @pytest.mark.parametrize("share", range(4))
@@ -26,7 +26,7 @@ def test_calls_with_wrong_arguments_are_refused_by_name_and_change_nothing(share
     counts = driver.run(SEED, 1000 * share, 240)
     print(f"seed {SEED}", *driver.summary(counts), sep="\n")
     assert counts.findings == []
-    assert counts.kinds["unclear"] <= UNCLEAR * counts.kinds["clear"]
+    assert driver.share_unclear(counts) <= driver.MOST_UNCLEAR
 
 
 @pytest.mark.parametrize("name", SCENES)
@@ -193,6 +193,16 @@ def test_what_has_no_end_is_refused_before_a_loop():
             Request("r", tokens)
     with pytest.raises(TypeError, match=r"token_ids is <generator .*: expected integers"):
         Request("r", endless())
+
+
+def test_requests_that_have_no_end_are_refused_before_a_loop():
+    manager = KVCacheManager(4, 9, 16)
+    for new in (ClaimsMany(), ManyMembers()):
+        with pytest.raises(ValueError, match="new has 1099511627776 entries: expected at most"):
+            manager.step(new=new)
+    with pytest.raises(ValueError, match="new has more than 1048576 entries"):
+        manager.step(new=itertools.repeat(Request("r", [1])))
+    assert manager.pool.num_free == 8
 
 
 # --- state

@@ -282,7 +282,8 @@ py::tuple stats_of(Manager& self) {
 }
 
 // (kinds uint8[n], mediums uint8[n], groups int32[n], hashes and parents uint8[n, hash_bytes],
-// tokens int32[...], first tokens int32[n], is_reused uint8[n], labels of requests or None)
+// tokens int32[...], first tokens, or dropped events of cleared ones, int32[n], is_reused uint8[n],
+// labels of requests or None)
 py::tuple waiting_events(Manager& self) {
   const EventLog::Drained& drained = self.events();
   const auto n = static_cast<py::ssize_t>(drained.events.size());
@@ -296,7 +297,9 @@ py::tuple waiting_events(Manager& self) {
     kinds.mutable_data()[i] = static_cast<uint8_t>(event.kind);
     mediums.mutable_data()[i] = static_cast<uint8_t>(event.tier);
     groups.mutable_data()[i] = event.group;
-    first_tokens.mutable_data()[i] = static_cast<int32_t>(event.first_token);
+    const int64_t number =
+        event.kind == EventLog::Kind::kCleared ? event.num_dropped : event.first_token;
+    first_tokens.mutable_data()[i] = static_cast<int32_t>(std::min(number, kMaxInt32));
     is_reused.mutable_data()[i] = event.is_reused;
     labels[static_cast<size_t>(i)] =
         event.labels ? *static_cast<const py::object*>(event.labels.get()) : py::none();

@@ -161,12 +161,33 @@ class RequestRows {
 
   // A list or tuple as it is, any other iterable as a list.
   static py::object sequence_of(const py::handle& values, const char* name) {
-    auto out = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
-    if (out) return out;
+    check_num_entries(values, name);
+    if (PySequence_Check(values.ptr()) || PyObject_HasAttrString(values.ptr(), "__len__")) {
+      auto out = py::reinterpret_steal<py::object>(PySequence_Fast(values.ptr(), ""));
+      if (out) return out;
+    } else if (const auto iterator =
+                   py::reinterpret_steal<py::object>(PyObject_GetIter(values.ptr()))) {
+      return listed(iterator, name);
+    }
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
     PyErr_Clear();
     throw py::type_error(std::string(name) + " is " + repr(values) +
                          ": expected a sequence of requests");
+  }
+
+  // What an iterator gives, which may be without an end.
+  static py::object listed(const py::object& iterator, const char* name) {
+    constexpr size_t kMost = 1 << 20;
+    py::list out;
+    while (const auto entry = py::reinterpret_steal<py::object>(PyIter_Next(iterator.ptr()))) {
+      if (out.size() == kMost) {
+        throw py::value_error(std::string(name) + " has more than " + std::to_string(kMost) +
+                              " entries and does not say how many: expected a list");
+      }
+      out.append(entry);
+    }
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return out;
   }
 
   static py::object item(const py::object& sequence, py::ssize_t i, py::ssize_t n) {

@@ -289,6 +289,24 @@ TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
   CHECK_EQ(pool.num_evicted(), 2);
 }
 
+TEST(a_log_that_nobody_drains_is_bounded_and_says_what_it_dropped) {
+  EventLog events(/*most_events=*/4, /*most_tokens=*/100);
+  const std::vector<Hash> hashes = hashes_from(1, 20);
+  for (const Hash& hash : hashes) events.removed(hash, 0, kvcache::Tier::kDevice);
+  // After the first four, three at a time behind a notice: 4 + 5 * 3 + 1.
+  EventLog::Drained drained = events.drain();
+  CHECK_EQ(drained.events.size(), 2);
+  CHECK(drained.events[0].kind == EventLog::Kind::kCleared);
+  CHECK_EQ(drained.events[0].num_dropped, 19);
+  CHECK(drained.events[1].hash == hashes[19]);
+  for (size_t i = 0; i < 5; ++i) events.stored_on_host(hashes[i], 0);
+  drained = events.drain();
+  CHECK_EQ(drained.events.size(), 3);  // a notice for each tier
+  CHECK(drained.events[1].tier == kvcache::Tier::kHost);
+  CHECK_EQ(drained.events[0].num_dropped, 4);
+  CHECK_EQ(drained.events[1].num_dropped, 0);
+}
+
 TEST(clear_forgets_every_hash_and_leaves_held_blocks_held) {
   BlockPool pool(5);
   BlockId ids[3];

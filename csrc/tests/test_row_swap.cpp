@@ -198,6 +198,24 @@ TEST(what_the_device_still_has_is_shared_by_rows_that_come_back) {
   release(&s.pool, others);
 }
 
+// 3 groups, blocks of 2 and 4, seed 1000116 of soak_manager: the second group's pages were
+// published as blocks of the device when the first group was back.
+TEST(groups_that_come_back_outside_of_a_step_are_published_when_all_are_there) {
+  Serving s({group_of(std::make_shared<FullAttention>(), 4, 0),
+             group_of(std::make_shared<FullAttention>(), 4, 1)});
+  const int32_t row = s.add_row(20);
+  const std::vector<Hash>& hashes = s.rows[row].chain->hashes();
+  s.publisher.refresh(row);
+  s.serve(row, 0, 14);
+  s.end();
+  s.swap.swap_out({row});
+  s.pool.reset();
+  CHECK(s.swap.swap_in({row}).has_value());
+  for (uint8_t group : {0, 1}) {
+    for (size_t b = 0; b < 3; ++b) CHECK_EQ(s.pool.find(hashes[b], group), s.ids(row, group)[b]);
+  }
+}
+
 TEST(rows_that_do_not_all_fit_stay) {
   Serving s;
   const int32_t row = s.add_row(40), other = s.add_row(40);

@@ -26,7 +26,7 @@ class NativeEvents(NamedTuple):
     hashes: np.ndarray
     parents: np.ndarray
     tokens: np.ndarray
-    first_tokens: np.ndarray  # positions
+    first_tokens: np.ndarray  # positions; of those that cleared all: dropped events
     is_reused: np.ndarray
     labels: list[RequestLabels | None]
 
@@ -87,7 +87,7 @@ def events_of(
         medium = _MEDIUMS[native.mediums[first]]
         hashes = native.hashes[first:stop]
         if kind == _CLEARED:
-            emitted.append(AllBlocksCleared(medium))
+            emitted.append(AllBlocksCleared(medium, int(native.first_tokens[first])))
             continue
         if kind == _REMOVED:
             emitted.append(BlockRemoved(hashes, group, medium))

@@ -324,6 +324,7 @@ class KVCacheManager:
         """
         if not isinstance(hashes, np.ndarray):
             hashes = self._stacked(hashes)
+        num_entries(hashes, "hashes")
         return FoundBlocks(*self._native.find_hashes(np.ascontiguousarray(hashes), group))
 
     def hashes_of_blocks(self, ids: Ids, medium: str = "gpu") -> BlockHashes:
@@ -451,7 +452,7 @@ class KVCacheManager:
             max_host_blocks,
             num_external_computed_tokens,
             None if delay_cache_blocks is None else _flags(delay_cache_blocks),
-            0 if in_step_hits == "none" else _in_step_hits(in_step_hits),
+            _in_step_hits(in_step_hits),
             None if read_cache is None else _choices(read_cache, num_entries(new, "new")),
         )
         plan.page_bytes = self._page_bytes
@@ -818,7 +819,7 @@ class KVCacheManager:
 def _in_step_hits(value: str) -> int:
     if isinstance(value, str) and value in _IN_STEP_HITS:
         return _IN_STEP_HITS.index(value)
-    raise ValueError(f"in_step_hits is {value!r}: expected one of {', '.join(_IN_STEP_HITS)}")
+    raise ValueError(f"in_step_hits is {shown(value)}: expected one of {', '.join(_IN_STEP_HITS)}")
 
 
 def _choice(value: bool | None, name: str) -> bool | None:

@@ -79,9 +79,8 @@ def layers_of_rank(num_layers: int, pp_size: int, pp_rank: int) -> range:
     >>> layers_of_rank(32, 4, 1)
     range(8, 16)
     """
-    integer(num_layers, "num_layers", 1)
-    integer(pp_size, "pp_size", 1)
-    integer(pp_rank, "pp_rank", 0, pp_size - 1)
+    num_layers, pp_size = integer(num_layers, "num_layers", 1), integer(pp_size, "pp_size", 1)
+    pp_rank = integer(pp_rank, "pp_rank", 0, pp_size - 1)
     if num_layers % pp_size:
         raise ValueError(
             f"num_layers is {num_layers}, pp_size is {pp_size}: expected equally many layers per rank"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from kvcache.checks import flag, instance, integer
+from kvcache.checks import flag, instance, integer, listed
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -162,7 +162,8 @@ class KVTopology:
         dims = described.dims if own else engine_dims(described)[0]
         packed = False
         if self.tensor_shape is not None:
-            shape = tuple(integer(size, "a size in tensor_shape", 0) for size in self.tensor_shape)
+            sizes = listed(self.tensor_shape, "tensor_shape")
+            shape = tuple(integer(size, "a size in tensor_shape", 0) for size in sizes)
             self._set("tensor_shape", shape)
             if len(shape) not in (len(dims), len(dims) + 1):
                 raise ValueError(

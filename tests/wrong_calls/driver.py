@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import collections
 import faulthandler
+import functools
 import inspect
 import itertools
 import json
 import os
 import random
-import re
 import resource
 import subprocess
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import TracebackType
+
+from tests.wrong_calls.messages import names_one_of
 
 SLOW_S = 2.0
-HANG_S = 30.0
+HANG_S = 60.0  # for the calls of a batch
 MEMORY = 8 << 30  # more than the process has, of address space
-BATCH = 40  # refused calls between two comparisons with a twin
+BATCH = 40  # calls on one scene, then what was refused is compared with a twin
+MOST_UNCLEAR = 0.01  # of the refused calls
 SKIPPED = {"device"}  # of optional arguments
 
 
@@ -36,6 +39,7 @@ class Counts:
 
     calls: int = 0
     kinds: collections.Counter = field(default_factory=collections.Counter)
+    by_name: collections.Counter = field(default_factory=collections.Counter)  # (name, kind)
     unclear: collections.Counter = field(default_factory=collections.Counter)
     findings: list[dict] = field(default_factory=list)
     examples: dict[str, str] = field(default_factory=dict)
@@ -44,11 +48,13 @@ class Counts:
         kind = event["kind"]
         if kind == "count":
             self.calls += event["calls"]
-            self.kinds.update(event["kinds"])
+            for name, of_name, count in event["counts"]:
+                self.kinds[of_name] += count
+                self.by_name[name, of_name] += count
         elif kind == "unclear":
             key = f"{event['name']}({event['wrong']}): {event['error']}"
             self.unclear[key] += 1
-            self.examples.setdefault(key, event["text"])
+            self.examples.setdefault(key, f"call {event['at']}: {event['text']}")
         else:
             self.findings.append(event)
 
@@ -56,55 +62,130 @@ class Counts:
         return [event for event in self.findings if event["kind"] in kinds]
 
 
-def run(seed: int, first: int, count: int, scenes: list[str] | None = None) -> Counts:
+def run(
+    seed: int, first: int, count: int, scenes: list[str] | None = None, counts: Counts | None = None
+) -> Counts:
     """Calls `first` to `first + count - 1` of a seed, in as many child processes as it takes."""
-    counts, at, end = Counts(), first, first + count
+    counts = Counts() if counts is None else counts
+    at, end = first, first + count
     while at < end:
         command = [sys.executable, "-m", "tests.wrong_calls", "--child"]
         command += ["--seed", str(seed), "--first", str(at), "--calls", str(end - at)]
         command += [f"--scene={name}" for name in scenes or ()]
         child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        begun: dict = {}
+        begun = ""
         for line in child.stdout:
-            event = json.loads(line)
-            if event["kind"] == "begin":
-                begun = event
+            if line.startswith("{"):
+                counts.add(json.loads(line))
             else:
-                counts.add(event)
+                begun = line
         errors = child.stderr.read()
         if child.wait() == 0:
             return counts
-        lines = [line for line in errors.splitlines() if line.strip()]
-        kind = "hang" if "Timeout (" in errors else "crash"
-        text = " | ".join(lines[:1] + lines[-12:])
-        counts.add({**begun, "kind": kind, "text": f"exit {child.returncode}: {text[:1500]}"})
-        if "at" not in begun:
+        if not begun:
             raise RuntimeError(errors[-4000:])
-        at = begun["at"] + 1
+        lines = [line for line in errors.splitlines() if line.strip()]
+        text = f"exit {child.returncode}: {' | '.join(lines[:1] + lines[-12:])[:1500]}"
+        at, scene, name, wrong = begun.rstrip("\n").split("\t")
+        kind = "hang" if "Timeout (" in errors else "crash"
+        at = int(at)
+        call = {"at": at, "seed": seed, "scene": scene, "name": name, "wrong": wrong}
+        counts.add({"kind": kind, **call, "text": text})
+        counts.add({"kind": "count", "calls": 1, "counts": [(name, kind, 1)]})
+        at += 1
     return counts
 
 
 # --- in the child
 
 
+@dataclass
+class _Child:
+    """Makes calls and prints what it finds, one JSON object a line; before each call, what it is."""
+
+    seed: int
+    counts: collections.Counter = field(default_factory=collections.Counter)
+
+    def batch(self, numbers: list[int], name: str, make: Callable, wanted: object) -> None:
+        """Calls on one scene, which is made anew whenever one succeeds."""
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
+        scene, refused, is_changed = make(), [], False
+        for at in numbers:
+            call = _Call(self.seed, at, name, scene)
+            print(at, name, call.name, call.shown, sep="\t", flush=True)
+            kind = self._made(call, make)
+            self.counts[call.name, kind] += 1
+            if kind != "accepted":
+                refused.append(call)
+            elif not scene.is_constant:
+                scene, is_changed = make(), True
+        if refused and not scene.is_constant:
+            self._compare(
+                name, make, _after(make, refused) if is_changed else scene, wanted, refused
+            )
+        counts = [(*key, count) for key, count in self.counts.items()]
+        _tell({"kind": "count", "calls": len(numbers), "counts": counts})
+        self.counts.clear()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _made(self, call: _Call, make: Callable) -> str:
+        """Makes a call; the kind of what came of it."""
+        from tests.wrong_calls.values import OwnError
+
+        call.make()
+        if call.took > SLOW_S:  # also where nothing else delays it?
+            again = _Call(call.seed, call.at, call.scene, make())
+            again.make()
+            if again.took > SLOW_S:
+                _tell({**call.event("slow"), "text": f"{again.took:.1f} s, {call.text}"})
+        error = call.error
+        if error is None:
+            return "accepted"
+        if isinstance(error, OwnError):
+            return "own error"
+        is_right = isinstance(error, TypeError | ValueError | RuntimeError | IndexError)
+        if is_right and names_one_of(call.text, call.wrong):
+            return "clear"
+        _tell({**call.event("unclear"), "error": f"{type(error).__name__} {call.place}"})
+        return "unclear"
+
+    def _compare(
+        self, name: str, make: Callable, scene: object, wanted: object, refused: list[_Call]
+    ) -> None:
+        problem = _difference(scene, wanted)
+        if problem is None:
+            return
+        for each in refused:  # which of them was it?
+            found = _difference(_after(make, [each]), wanted)
+            if found is not None:
+                _tell({**each.event("changed"), "text": f"{each.text} THEN {found}"[:600]})
+                return
+        together = ", ".join(each.name for each in refused)
+        event = {**refused[0].event("changed"), "text": f"together {together}: {problem}"[:600]}
+        _tell(event)
+
+
 def child(seed: int, first: int, count: int, names: list[str] | None) -> None:
-    """Makes the calls and prints what it finds, one JSON object a line."""
+    """Makes the calls and prints what it finds."""
     warnings.simplefilter("ignore")
     import torch
 
     from tests.wrong_calls.scenes import SCENES
+    from tests.wrong_calls.values import TENSORS
 
     torch.set_num_threads(1)
+    for make in TENSORS:  # torch imports much when it first has some of them, or shows them
+        value = make()
+        if value.numel() < 100:
+            repr(value)
     _limit_memory()
     scenes = {name: SCENES[name] for name in (names or SCENES)}
     wanted = {name: make().follow() for name, make in scenes.items()}
-    kinds: collections.Counter = collections.Counter()
+    maker = _Child(seed)
     numbers = iter(range(first, first + count))
     while batch := list(itertools.islice(numbers, BATCH)):
         name = random.Random(f"{seed}:{batch[0] // BATCH}").choice([*scenes])
-        _batch(seed, batch, name, scenes[name], wanted[name], kinds)
-        _tell({"kind": "count", "calls": len(batch), "kinds": dict(kinds)})
-        kinds.clear()
+        maker.batch(batch, name, scenes[name], wanted[name])
 
 
 def _limit_memory() -> None:
@@ -117,46 +198,12 @@ def _tell(event: dict) -> None:
     print(json.dumps(event), flush=True)
 
 
-def _batch(
-    seed: int,
-    batch: list[int],
-    name: str,
-    make: Callable,
-    wanted: object,
-    kinds: collections.Counter,
-) -> None:
-    """Calls on one scene, which is made anew whenever one succeeds."""
-    scene, refused = make(), []
-    for at in batch:
-        outcome = _call(seed, at, name, scene, kinds)
-        if outcome is not None:
-            refused.append(outcome)
-            continue
-        # What succeeded has changed the scene, so those before it are made on another one.
-        if refused:
-            _compare(name, make, _after(make, name, refused), wanted, refused)
-        scene, refused = make(), []
-    _compare(name, make, scene, wanted, refused)
-
-
-def _after(make: Callable, name: str, refused: list[dict]) -> object:
+def _after(make: Callable, calls: list[_Call]) -> object:
+    """A scene after these calls."""
     scene = make()
-    for each in refused:
-        _call(each["seed"], each["at"], name, scene, collections.Counter(), quiet=True)
+    for each in calls:
+        _Call(each.seed, each.at, each.scene, scene).make()
     return scene
-
-
-def _compare(name: str, make: Callable, scene: object, wanted: object, refused: list[dict]) -> None:
-    problem = _difference(scene, wanted) if refused else None
-    if problem is None:
-        return
-    for each in refused:  # which of them was it?
-        found = _difference(_after(make, name, [each]), wanted)
-        if found is not None:
-            _tell({**each, "kind": "changed", "text": f"{each['text']} THEN {found}"[:600]})
-            return
-    together = ", ".join(each["name"] for each in refused)
-    _tell({**refused[0], "kind": "changed", "text": f"together {together}: {problem}"[:600]})
 
 
 def _difference(scene: object, wanted: object) -> str | None:
@@ -170,140 +217,81 @@ def _difference(scene: object, wanted: object) -> str | None:
     return f"answer {where} differs"
 
 
-def _call(
-    seed: int, at: int, name: str, scene: object, kinds: collections.Counter, quiet: bool = False
-) -> dict | None:
-    """Makes call `at`; None where it succeeds, which may have changed the scene."""
-    from tests.wrong_calls.values import OwnError, variant
+class _Call:
+    """Call `at` of a seed, on a scene; which it is depends on these alone."""
 
-    rng = random.Random(f"{seed}:{at}")
-    label, function, arguments = rng.choice([*scene.calls()])
-    wrong = _pick(rng, function, arguments)
-    passed = {**arguments}
-    for each in wrong:
-        passed[each] = variant(rng, arguments.get(each), scene.others())
-    event = {"at": at, "seed": seed, "scene": name, "name": label, "wrong": ",".join(wrong)}
-    shown = {each: _shown(passed[each]) for each in wrong}
-    if not quiet:
-        _tell({"kind": "begin", **event, "shown": shown})
-    faulthandler.dump_traceback_later(HANG_S, exit=True)
-    started = time.perf_counter()
-    try:
-        function(**passed)
-        error = None
-    except BaseException as raised:
-        error = raised
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-    took = time.perf_counter() - started
-    event["shown"] = shown
-    if took > SLOW_S and not quiet:
-        _tell({**event, "kind": "slow", "text": f"{took:.1f} s, {type(error).__name__}"})
-    if error is None:
-        kinds["accepted"] += 1
-        return None
-    event["text"] = text = _text_of(error)
-    if isinstance(error, OwnError):
-        kinds["own error"] += 1
-    elif isinstance(error, TypeError | ValueError | RuntimeError | IndexError) and _names(
-        text, wrong, shown
-    ):
-        kinds["clear"] += 1
-    else:
-        kinds["unclear"] += 1
-        if not quiet:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(place.filename)}:{place.lineno}"
-            _tell({**event, "kind": "unclear", "error": f"{type(error).__name__} {where}"})
-    return event
+    def __init__(self, seed: int, at: int, name_of_scene: str, scene: object) -> None:
+        from tests.wrong_calls.values import variant
+
+        rng = random.Random(f"{seed}:{at}")
+        self.seed, self.at, self.scene = seed, at, name_of_scene
+        self.name, self._function, arguments = rng.choice([*scene.calls()])
+        self.wrong = _pick(rng, self._function, arguments)
+        self._passed = {**arguments}
+        for each in self.wrong:
+            self._passed[each] = variant(rng, arguments.get(each), scene.others())
+        kinds = [f"{each}={type(self._passed[each]).__name__}" for each in self.wrong]
+        self.shown = ",".join(kinds)
+        self.error: BaseException | None = None
+
+    def make(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._function(**self._passed)
+        except BaseException as raised:
+            # The traceback is not kept: its frames hold on to what they work with.
+            self.place = _place(raised.__traceback__)
+            self.error = raised.with_traceback(None)
+        self.took = time.perf_counter() - started
+        self.text = "accepted" if self.error is None else _text_of(self.error)
+
+    def event(self, kind: str) -> dict:
+        """For the reader; shows the wrong arguments as they are after the call."""
+        shown = {each: _shown(self._passed[each]) for each in self.wrong}
+        call = {"at": self.at, "seed": self.seed, "scene": self.scene, "name": self.name}
+        return {
+            "kind": kind,
+            **call,
+            "wrong": ",".join(self.wrong),
+            "shown": shown,
+            "text": self.text,
+        }
+
+
+def _place(traceback: TracebackType) -> str:
+    """Where an error was raised."""
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return f"{os.path.basename(traceback.tb_frame.f_code.co_filename)}:{traceback.tb_lineno}"
 
 
 def _pick(rng: random.Random, function: Callable, arguments: dict) -> list[str]:
     """One argument or two to be wrong; sometimes one that has a default."""
     names = [*arguments]
-    try:
-        further = [
-            name
-            for name, each in inspect.signature(function).parameters.items()
-            if name not in arguments
-            and each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)
-            and name not in SKIPPED
-        ]
-    except (TypeError, ValueError):  # a native function
-        further = []
+    further = [name for name in _parameters(function) if name not in arguments]
     wrong = [rng.choice(further if further and rng.random() < 0.3 else names)]
     if rng.random() < 0.15:
         wrong.append(rng.choice(names))
     return list(dict.fromkeys(wrong))
 
 
-# Words by which errors name what an argument consists of.
-_WORDS = {
-    "request": ("request", "token_ids", "block_hashes", "row"),
-    "new": ("request", "new"),
-    "seq": ("seq", "get_len", "get_token_ids"),
-    "seqs": ("seq",),
-    "seq_group": ("seq", "group", "encoder"),
-    "seq_groups": ("seq", "group"),
-    "parent_seq": ("seq",),
-    "child_seq": ("seq",),
-    "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
-    "step_id": ("step",),
-    "plan": (
-        "num_",
-        "max_",
-        "page_bytes",
-        "plan",
-        "append",
-        "swap",
-        "copy",
-        "zero",
-        "replace",
-        "clear_rows",
-        "step",
-    ),
-    "layers": ("layer",),
-    "number": ("layer",),
-    "tp_size": ("tp_",),
-    "dcp_world_size": ("dcp_",),
-    "pcp_world_size": ("pcp_",),
-    "values": ("version", "value"),
-    "num_tokens": ("num_tokens", "delay_cache_blocks"),
-    "num_padded_reqs": ("requests",),
-    "sliding_window": ("window",),
-    "ids": ("ids", "page", "block"),
-    "block_ids": ("block_ids", "append"),
-    "required": ("layout", "connector"),
-    "pairs": ("pairs", "swap_out", "swap_in"),
-    "pages": ("pages", "before_write"),
-    "k_scale": ("scale", "fp8"),
-    "v_scale": ("scale", "fp8"),
-    "caches": ("cache", "layer"),
-    "cache": ("cache", "layer"),
-    "name": ("backend",),
-    "parent": ("parent", "request"),
-    "child": ("child", "request"),
-    "append_rows": ("append",),
-    "append_ids": ("append",),
-    "append_splits": ("append",),
-    "groups": ("group",),
-    "tables": ("table",),
-    "storage": ("storage", "block_size"),
-    "host": ("page", "host", "fragment"),
-    "device": ("page", "device", "fragment"),
-}
+def _parameters(function: Callable) -> tuple[str, ...]:
+    """The names of what a function takes by name."""
+    if hasattr(function, "__signature__"):  # made for one call
+        return tuple(function.__signature__.parameters)
+    if inspect.ismethod(function):
+        return _names_of(function.__func__)[1:]
+    return _names_of(function)
 
 
-def _names(text: str, wrong: list[str], shown: dict) -> bool:
-    """Whether a message names one of these arguments."""
-    plain = text.lower()
-    if "incompatible function arguments" in plain:
-        return False
-    for name in wrong:
-        words = {name, name.removesuffix("s"), *_WORDS.get(name, ())}
-        if any(re.search(rf"(?<![a-z]){re.escape(word)}", plain) for word in words):
-            return True
-    return False
+@functools.lru_cache(maxsize=500)
+def _names_of(function: Callable) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a native function
+        return ()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(n for n, each in parameters.items() if each.kind in kinds and n not in SKIPPED)
 
 
 def _shown(value: object) -> str:
@@ -325,22 +313,29 @@ def _text_of(error: BaseException) -> str:
 def summary(counts: Counts) -> Iterator[str]:
     """Lines for a reader."""
     kinds = counts.kinds
-    refused = counts.calls - kinds["accepted"]
-    share = kinds["unclear"] / max(refused, 1)
-    yield (
-        f"{counts.calls} calls: {kinds['accepted']} accepted, {kinds['clear']} clear errors, "
-        f"{kinds['own error']} of an argument's own, {kinds['unclear']} unclear ({share:.2%}); "
-        + ", ".join(
-            f"{len(counts.of(kind))} {text}"
-            for kind, text in (
-                ("crash", "crashes"),
-                ("hang", "hangs"),
-                ("slow", f"over {SLOW_S} s"),
-                ("changed", "changes after an error"),
-            )
+    found = ", ".join(
+        f"{len(counts.of(kind))} {text}"
+        for kind, text in (
+            ("crash", "crashes"),
+            ("hang", "hangs"),
+            ("slow", f"over {SLOW_S} s"),
+            ("changed", "changes after an error"),
         )
     )
-    for event in counts.findings:
-        yield json.dumps(event)
+    yield (
+        f"{counts.calls} calls: {kinds['accepted']} accepted, {kinds['clear']} clear errors, "
+        f"{kinds['own error']} of an argument's own, {kinds['unclear']} unclear "
+        f"({share_unclear(counts):.2%}); {found}"
+    )
+    yield from map(json.dumps, counts.findings)
+    names = sorted({name for name, _ in counts.by_name})
+    for name in names:
+        of_name = {kind: counts.by_name[name, kind] for kind in ("accepted", "clear", "unclear")}
+        yield f"{name}: " + ", ".join(f"{count} {kind}" for kind, count in of_name.items())
     for key, count in counts.unclear.most_common():
         yield f"unclear {count}: {key}: {counts.examples[key][:200]}"
+
+
+def share_unclear(counts: Counts) -> float:
+    """Of the refused calls."""
+    return counts.kinds["unclear"] / max(counts.calls - counts.kinds["accepted"], 1)

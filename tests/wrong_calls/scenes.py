@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 
 import numpy as np
 import torch
@@ -51,13 +51,16 @@ def plain(value: object) -> object:
         return {key: plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain(each) for each in value]
-    if isinstance(value, StepPlan):
-        return [plain(getattr(value, name)) for name in StepPlan.__dataclass_fields__]
+    if is_dataclass(value):
+        fields = value.__dataclass_fields__
+        return [type(value).__name__, *(plain(getattr(value, name)) for name in fields)]
     return value if isinstance(value, int | float | str | bytes | None) else repr(value)
 
 
 class Scene:
     """What scenes have in common."""
+
+    is_constant = False  # no call changes anything
 
     def calls(self) -> Iterator[Call]:
         raise NotImplementedError
@@ -118,7 +121,7 @@ class ManagerScene(Scene):
         for name, further in requests.items():
             yield name, getattr(m, name), {"request": a, **further}
         yield "append_slots", m.append_slots, {"request": self.by_slots, "num_tokens": 1}
-        yield "free", lambda request, **more: m.free(request, **more), {"request": a}
+        yield "free", self.free, {"request": a}
         yield "free", m.free, {"retention": [(0, 4, 5, None)], "turn": 1}
         yield "would_fit", m.would_fit, {"request": new, "num_tokens": 4}
         yield "allocate_slots", m.allocate_slots, {"request": new, "num_tokens": 4}
@@ -143,6 +146,9 @@ class ManagerScene(Scene):
             {"new": [new], "num_external_computed_tokens": [4], "delay_cache_blocks": [False]},
         )
         yield "append_tokens", a.append_tokens, {"token_ids": [1, 2]}
+
+    def free(self, request: Request) -> object:
+        return self.manager.free(request)
 
     def follow(self) -> object:
         m = self.manager
@@ -305,6 +311,14 @@ class PoolScene(Scene):
 class ValueScene(Scene):
     """Values and functions that change nothing."""
 
+    is_constant = True
+
+    def __init__(self) -> None:
+        layers = [LayerSpec(f"l{i}", "full_attention", 4, 2, 8) for i in range(2)]
+        layers.append(LayerSpec("w", "sliding_window", 4, 2, 8, options={"window": 8}))
+        self.budget = {"layers": layers, "budget_bytes": 2**18, "max_model_len": 64}
+        self.plan = plan_cache(**self.budget)
+
     def calls(self) -> Iterator[Call]:
         yield "Request", Request, {"request_id": "r", "token_ids": [1, 2, 3], "cache_salt": "s"}
         items = {"mm_items": [("i", 0, 2)], "prompt_embeds": np.zeros((3, 2), np.float32)}
@@ -327,13 +341,9 @@ class ValueScene(Scene):
         yield "for_groups", KVCacheManager.for_groups, {**several, "max_encoder_tokens": 8}
         pools = {"block_size": 4, "num_gpu_blocks": 20, "num_cpu_blocks": 10, "watermark": 0.1}
         yield "BlockSpaceManager", BlockSpaceManager, {**pools, "sliding_window": 8}
-        layers = [LayerSpec(f"l{i}", "full_attention", 4, 2, 8) for i in range(2)]
-        layers.append(LayerSpec("w", "sliding_window", 4, 2, 8, options={"window": 8}))
-        budget = {"layers": layers, "budget_bytes": 2**18, "max_model_len": 64}
-        yield "plan_cache", plan_cache, budget
-        plan = plan_cache(**budget)
-        yield "pages_per_request", plan.pages_per_request, {"num_tokens": 9}
-        yield "build", kvcache.build, {"plan": plan, "max_num_reqs": 2, "num_host_blocks": 3}
+        yield "plan_cache", plan_cache, {**self.budget}
+        yield "pages_per_request", self.plan.pages_per_request, {"num_tokens": 9}
+        yield "build", kvcache.build, {"plan": self.plan, "max_num_reqs": 2, "num_host_blocks": 3}
         yield "StepReport", StepReport, {"step_id": 1, "completed": True}
         yield "choose_layout", layouts.choose_layout, {"required": {"a": "NHD", "b": None}}
         backend = layouts.backend("FLASHINFER")

@@ -314,8 +314,12 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
       }
     }
     if (back == nullptr && group.holds_tokens()) {
-      publish_returned(row, group, first_own, num_own == each.size() - first_own);
+      note_returned(row, group, first_own, num_own == each.size() - first_own);
     }
+  }
+  if (back == nullptr) {  // all groups are back
+    publisher_->refresh(row);
+    publisher_->publish(row);
   }
   std::reverse(left.begin(), left.end());
   c_.host->pages().release(left.data(), static_cast<int64_t>(left.size()));
@@ -323,15 +327,13 @@ void RowSwap::move_in(int32_t row, int64_t start, const Return* back) {
   r.may_share = r.has_forked;
 }
 
-// The blocks that came back by a call, behind `num_shared` that are others' too, are found again
-// once their tokens are known to be computed; `is_whole`: none of those behind is another's.
-void RowSwap::publish_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
-                               bool is_whole) {
+// The blocks that came back by a call, behind `num_shared` that are others' too, are to be found
+// again once their tokens are known to be computed; `is_whole`: none of those behind is another's.
+void RowSwap::note_returned(int32_t row, const CacheGroup& group, int64_t num_shared,
+                            bool is_whole) {
   const int64_t num_full = (*c_.rows)[row].num_computed / group.block_size;
   c_.rows->blocks(row)[group.id].num_published =
       is_whole ? std::min(num_shared, num_full) : num_full;
-  publisher_->refresh(row);
-  publisher_->publish(row);
 }
 
 }  // namespace kvcache

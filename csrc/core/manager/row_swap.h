@@ -77,7 +77,7 @@ class RowSwap {
   Twins cached_twins(const std::vector<int32_t>& rows) const;
   int64_t num_blocks_back(const std::vector<int32_t>& rows, const std::vector<int64_t>& num_slots,
                           const Twins& twins) const;
-  void publish_returned(int32_t row, const CacheGroup& group, int64_t num_shared, bool is_whole);
+  void note_returned(int32_t row, const CacheGroup& group, int64_t num_shared, bool is_whole);
 
   RowContext c_;
   Publisher* publisher_;

@@ -1,4 +1,6 @@
 // Events: hashes that became findable in a cache and those that left it, in order, until drained.
+// A log that nobody drains is bounded: when it is full, all that waits is dropped, and a cleared
+// event of each tier tells the reader to forget what it knows.
 #pragma once
 
 #include <cstdint>
@@ -25,6 +27,7 @@ class EventLog {
     Hash parent = {};
     bool is_reused = false;  // it was there before, and a request has hit it
     int64_t first_token = 0;
+    int64_t num_dropped = 0;                       // of a cleared one: events since the last drain
     std::shared_ptr<const void> labels = nullptr;  // of the request that has computed or hit it
   };
   struct Drained {
@@ -32,8 +35,13 @@ class EventLog {
     std::vector<int32_t> tokens;  // of the stored ones, one after the other
   };
 
+  static constexpr size_t kMostEvents = size_t{1} << 20, kMostTokens = size_t{1} << 24;
+  explicit EventLog(size_t most_events = kMostEvents, size_t most_tokens = kMostTokens)
+      : most_events_(most_events), most_tokens_(most_tokens) {}
+
   // Block i of this content.
   void stored(const Content& content, int64_t i, uint8_t group, bool is_reused) {
+    make_room();
     Event event{Kind::kStored, group, Tier::kDevice, content.hash(i), content.parent_of(i)};
     event.is_reused = is_reused;
     const int64_t num_tokens = content.tokens_per_block;
@@ -46,17 +54,45 @@ class EventLog {
     }
   }
   void stored_on_host(const Hash& hash, uint8_t group) {
+    make_room();
+    has_host_ = true;
     waiting_.events.push_back({Kind::kStored, group, Tier::kHost, hash});
   }
   void removed(const Hash& hash, uint8_t group, Tier tier) {
+    make_room();
     waiting_.events.push_back({Kind::kRemoved, group, tier, hash});
   }
-  void cleared(Tier tier) { waiting_.events.push_back({Kind::kCleared, 0, tier, Hash{}}); }
+  void cleared(Tier tier) {
+    make_room();
+    waiting_.events.push_back({Kind::kCleared, 0, tier, Hash{}});
+  }
 
   const Drained& waiting() const { return waiting_; }
-  Drained drain() { return std::exchange(waiting_, {}); }
+  Drained drain() {
+    num_dropped_ = 0;
+    num_notices_ = 0;
+    return std::exchange(waiting_, {});
+  }
 
  private:
+  void make_room() {
+    if (waiting_.events.size() < most_events_ && waiting_.tokens.size() < most_tokens_) return;
+    num_dropped_ += static_cast<int64_t>(waiting_.events.size()) - num_notices_;
+    waiting_.events.clear();
+    waiting_.tokens.clear();
+    num_notices_ = has_host_ ? 2 : 1;
+    for (Tier tier : {Tier::kDevice, Tier::kHost}) {
+      if (tier == Tier::kHost && !has_host_) continue;
+      Event notice{Kind::kCleared, 0, tier, Hash{}};
+      notice.num_dropped = tier == Tier::kDevice ? num_dropped_ : 0;
+      waiting_.events.push_back(std::move(notice));
+    }
+  }
+
+  const size_t most_events_, most_tokens_;
+  bool has_host_ = false;  // events were stored there
+  int64_t num_dropped_ = 0;
+  int64_t num_notices_ = 0;  // that `waiting_` begins with
   Drained waiting_;
 };
 

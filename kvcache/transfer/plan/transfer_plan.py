@@ -174,8 +174,8 @@ class TransferPlan(PatternPlan):
         """
         if self.is_partial:
             raise ValueError("the plan is of some tokens already: expected that of whole groups")
-        integer(num_tokens, "num_tokens", 1, self.tokens_per_group)
-        integer(first_token, "first_token", 0, num_tokens - 1)
+        num_tokens = integer(num_tokens, "num_tokens", 1, self.tokens_per_group)
+        first_token = integer(first_token, "first_token", 0, num_tokens - 1)
         if first_token % self.local.tokens_per_page:
             raise ValueError(
                 f"first_token is {first_token}: expected a multiple of the "

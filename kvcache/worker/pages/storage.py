@@ -150,7 +150,7 @@ class KVStorage:
             )
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
-        for layer in range(pages.num_layers) if layers is None else layers:
+        for layer in range(pages.num_layers) if layers is None else listed(layers, "layers"):
             page = pages.layer(layer)
             if page.shape[1] < num_bytes or page.stride(0) % item or page.data_ptr() % item:
                 raise ValueError(

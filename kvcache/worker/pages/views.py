@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from kvcache.checks import instance, integer, listed
 from kvcache.layouts import AttentionBackend, backend_of_shape
 from kvcache.worker.pages.pages import Tensors
 
@@ -52,6 +53,9 @@ def key_and_value(
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """K, V and the block dimension of an engine's cache of one layer."""
     if not isinstance(cache, torch.Tensor):
+        cache = listed(cache, name, "a tensor or a pair of tensors")
+        for each in cache:
+            instance(each, torch.Tensor, f"an entry of {name}")
         if len(cache) != 2 or any(each.ndim != 4 for each in cache):
             shapes = [list(each.shape) for each in cache]
             raise ValueError(
@@ -83,8 +87,7 @@ def key_and_value(
         at, size = dims.index("element"), cache.shape[dims.index("element")]
         if v_head_size is None:
             v_head_size = size // 2 if described.unequal_head_sizes and not described.is_mla else 0
-        if not 0 <= v_head_size < size:
-            raise ValueError(f"v_head_size is {v_head_size}: expected 0 to {size - 1}")
+        v_head_size = integer(v_head_size, "v_head_size", 0, size - 1)
         split = size - v_head_size
         caches = cache.narrow(at, 0, split), cache.narrow(at, split, v_head_size)
     if split is None and v_head_size not in (None, caches[0].shape[dims.index("element")]):

@@ -1,0 +1,46 @@
+// Random operations on managers, for a time: soak_manager SECONDS [SEED]. Prints seeds and the
+// rate. Each seed is a manager of its own options; a failure names it.
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <random>
+
+#include "tests/manager_driver.h"
+
+namespace {
+
+constexpr int kOperations = 20'000;  // per seed
+constexpr int kOneIn = 50;           // is followed by a check of tables and invariants
+
+double seconds() {
+  using Clock = std::chrono::steady_clock;
+  return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const double wanted = argc > 1 ? std::atof(argv[1]) : 60;
+  const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : std::random_device{}();
+  const double started = seconds();
+  double told = started;
+  for (uint64_t seed = first;; ++seed) {
+    try {
+      kvcache::test::ManagerDriver(seed).run(kOperations, kOneIn);
+    } catch (const std::exception& error) {
+      std::printf("FAILED seed %llu: %s\n", static_cast<unsigned long long>(seed), error.what());
+      return 1;
+    }
+    const double now = seconds();
+    const bool is_done = now - started >= wanted;
+    if (!is_done && now - told < 60) continue;
+    told = now;
+    const double operations = static_cast<double>(seed - first + 1) * kOperations;
+    std::printf("seeds %llu to %llu: %.0f operations in %.0f s, %.0f per second\n",
+                static_cast<unsigned long long>(first), static_cast<unsigned long long>(seed),
+                operations, now - started, operations / (now - started));
+    std::fflush(stdout);
+    if (is_done) return 0;
+  }
+}

@@ -1,0 +1,81 @@
+"""Which messages of errors are clear: those that name a wrong argument."""
+
+from __future__ import annotations
+
+import re
+
+# Words by which errors name what an argument consists of.
+_WORDS = {
+    "request": ("request", "token_ids", "block_hashes", "row"),
+    "new": ("request", "new"),
+    "seq": ("seq", "get_len", "get_token_ids"),
+    "seqs": ("seq",),
+    "seq_group": ("seq", "group", "encoder"),
+    "seq_groups": ("seq", "group"),
+    "parent_seq": ("seq",),
+    "child_seq": ("seq",),
+    "report": ("report", "step", "failed_pages", "failed_host_pages", "completed"),
+    "step_id": ("step",),
+    "plan": (
+        "num_",
+        "max_",
+        "page_bytes",
+        "plan",
+        "append",
+        "swap",
+        "copy",
+        "zero",
+        "replace",
+        "clear_rows",
+        "step",
+    ),
+    "layers": ("layer",),
+    "number": ("layer",),
+    "tp_size": ("tp_",),
+    "dcp_world_size": ("dcp_",),
+    "pcp_world_size": ("pcp_",),
+    "values": ("version", "value"),
+    "num_tokens": ("num_tokens", "num_rejected_tokens", "delay_cache_blocks"),
+    "previous_step_id": ("step",),
+    "pp_size": ("pp_",),
+    "block_size": ("full block",),
+    "token_ids": ("full block",),
+    "seconds": ("clock",),
+    "key": ("tokens are",),
+    "value": ("tokens are",),
+    "swap_out": ("swapped out",),
+    "num_padded_reqs": ("requests",),
+    "sliding_window": ("window",),
+    "ids": ("ids", "page", "block"),
+    "block_ids": ("block_ids", "append"),
+    "required": ("layout", "connector"),
+    "pairs": ("pairs", "swap_out", "swap_in"),
+    "pages": ("pages", "before_write"),
+    "k_scale": ("scale", "fp8"),
+    "v_scale": ("scale", "fp8"),
+    "caches": ("cache", "layer"),
+    "cache": ("cache", "layer"),
+    "name": ("backend",),
+    "parent": ("parent", "request", "row"),
+    "child": ("child", "request"),
+    "append_rows": ("append",),
+    "append_ids": ("append",),
+    "append_splits": ("append",),
+    "groups": ("group",),
+    "tables": ("table",),
+    "storage": ("storage", "block_size"),
+    "host": ("page", "host", "fragment"),
+    "device": ("page", "device", "fragment"),
+}
+
+
+def names_one_of(text: str, wrong: list[str]) -> bool:
+    """Whether a message names one of these arguments."""
+    plain = text.lower()
+    if "incompatible function arguments" in plain:
+        return False
+    for name in wrong:
+        words = {name, name.removesuffix("s"), *_WORDS.get(name, ())}
+        if any(re.search(rf"(?<![a-z]){re.escape(word)}", plain) for word in words):
+            return True
+    return False
