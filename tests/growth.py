@@ -1,7 +1,7 @@
 """Long runs in which memory must stay flat: `python -m tests.growth [--scale F] [--seed N]`.
 
 Each run has a warm-up, in which tables, indices and the queue of events reach their size. What the
-process holds at its end may be `MOST_GROWTH` more than after the warm-up. Nobody drains the events.
+process holds at its end may be `MOST_GROWTH` more than after the warm-up. Nobody drains events.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def coming_and_going(num_steps: int, seed: int) -> Iterator[None]:
 def many_alive(num_requests: int, seed: int) -> Iterator[None]:
     """So many requests at once, a token for each, then they all leave; again and again."""
     rng = random.Random(seed)
-    manager = KVCacheManager(4, 4 * num_requests, 64, num_preallocate_tokens=0, enable_events=True)
+    manager = KVCacheManager(4, 4 * num_requests, 64, num_preallocate_tokens=0)
     for _ in range(10):
         tokens = [rng.randrange(10**6) for _ in range(num_requests)]
         requests = [Request(f"r{i}", range(t, t + 6)) for i, t in enumerate(tokens)]
