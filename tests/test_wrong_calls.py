@@ -187,6 +187,16 @@ def test_counts_in_the_slots_that_are_written_are_refused():
         ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([0, 1]), counts, out)
 
 
+def test_rows_in_the_second_half_of_a_slot_that_is_written_are_refused():
+    memory = torch.zeros(4, dtype=torch.int32)
+    out, rows = memory[:2].view(torch.int64).view(1, 1), memory[1:2]
+    groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+    tables, counts = torch.tensor([1, 2], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out shares memory with rows"):
+        ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([1]), counts, out)
+    assert memory.sum() == 0
+
+
 # --- sizes
 
 
