@@ -70,9 +70,16 @@ sanitize: setup
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j 2
 
-# Random operations on the allocator, compared with its plain model, for SECONDS; prints its seeds.
+# Random operations for SECONDS each: on the allocator, compared with its plain model; on the native
+# manager alone, whose invariants are checked, some hundred times as many. Then runs in which memory must
+# stay flat. Prints seeds, rates and memory.
 soak: setup
 	$(BIN)/python -m tests.allocator_driver $(SECONDS)
+	$(BIN)/cmake -S . -B build/soak -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_OPS=OFF
+	$(BIN)/cmake --build build/soak --target soak_manager
+	build/soak/soak_manager $(SECONDS)
+	$(BIN)/python -m tests.growth
 
 # Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds.
 fuzz: setup

@@ -512,6 +512,22 @@ def test_a_job_that_failed_half_way_is_over_when_all_that_was_launched_is(direct
 # --- what is refused ------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("moves", "num_runs"),
+    [
+        ([(1, 2), (2, 3)], 1),
+        ([(2, 3), (1, 2)], 1),  # both downwards
+        ([(1, 3), (2, 2)], 2),
+        ([(1, 1), (2, 3)], 2),
+        ([(1, 1), (3, 3)], 2),
+    ],
+)
+def test_runs_are_of_pages_that_are_consecutive_on_both_sides(moves, num_runs):
+    pages = Pages.allocate(6, [[256]])
+    swaps = SwapEngine(pages, pages.on_host(4))
+    assert swaps.num_fragments("out", pairs(*moves)) == num_runs
+
+
 def engine(**options):
     pages = Pages.allocate(6, [[16]] * 2)
     return SwapEngine(pages, pages.on_host(4), **options)

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from kvcache import BlockSpaceManager, KVCacheManager, KVStorage, Pages, Request, ops
+from kvcache import (
+    BlockSpaceManager,
+    GroupSpec,
+    KVCacheManager,
+    KVStorage,
+    MultiGroupBlockTable,
+    Pages,
+    Request,
+    ops,
+)
 from tests.emulation import ASAN, build_cpu_library
 from tests.shared import REPO
 from tests.test_kernels_under_asan import run_with_asan
@@ -178,6 +187,16 @@ def test_counts_in_the_slots_that_are_written_are_refused():
         ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([0, 1]), counts, out)
 
 
+def test_rows_in_the_second_half_of_a_slot_that_is_written_are_refused():
+    memory = torch.zeros(4, dtype=torch.int32)
+    out, rows = memory[:2].view(torch.int64).view(1, 1), memory[1:2]
+    groups = torch.tensor([[0, 2, 4, 1, 0, 1, 0, 0]])
+    tables, counts = torch.tensor([1, 2], dtype=torch.int32), torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="out shares memory with rows"):
+        ops.slot_mapping(tables, groups, 1, rows, None, torch.tensor([1]), counts, out)
+    assert memory.sum() == 0
+
+
 # --- sizes
 
 
@@ -203,6 +222,14 @@ def test_requests_that_have_no_end_are_refused_before_a_loop():
     with pytest.raises(ValueError, match="new has more than 1048576 entries"):
         manager.step(new=itertools.repeat(Request("r", [1])))
     assert manager.pool.num_free == 8
+
+
+def test_candidates_that_have_no_end_are_refused_before_a_loop():
+    groups = [GroupSpec("full_attention", 4)]
+    sizes = {"max_num_reqs": 4, "max_model_len": 32, "max_num_batched_tokens": 16}
+    for many in (ClaimsMany(), range(HUGE)):
+        with pytest.raises(ValueError, match="kernel_sizes has 1099511627776 entries"):
+            MultiGroupBlockTable.for_groups(groups, **sizes, kernel_sizes=many)
 
 
 # --- state

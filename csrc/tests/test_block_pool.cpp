@@ -291,7 +291,7 @@ TEST(what_becomes_findable_and_what_leaves_is_told_in_order) {
 
 TEST(a_log_that_nobody_drains_is_bounded_and_says_what_it_dropped) {
   EventLog events(/*most_events=*/4, /*most_tokens=*/100);
-  const std::vector<Hash> hashes = hashes_from(1, 20);
+  const std::vector<Hash> hashes = kvcache::test::hashes_from(1, 20);
   for (const Hash& hash : hashes) events.removed(hash, 0, kvcache::Tier::kDevice);
   // After the first four, three at a time behind a notice: 4 + 5 * 3 + 1.
   EventLog::Drained drained = events.drain();

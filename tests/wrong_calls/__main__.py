@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import time
@@ -29,12 +30,18 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     counts, first, chunk = driver.Counts(), options.first, options.calls or CHUNK
-    started = time.monotonic()
+    started, told = time.monotonic(), 0
     while True:
         driver.run(seed, first, chunk, options.scene, counts)
         first += chunk
         took = time.monotonic() - started
-        print(f"{counts.calls} calls in {took:.0f} s", flush=True)
+        print(
+            f"{counts.calls} calls in {took:.0f} s",
+            *map(json.dumps, counts.findings[told:]),
+            sep="\n",
+        )
+        sys.stdout.flush()
+        told = len(counts.findings)
         if options.calls or took > options.seconds:
             break
     print(*driver.summary(counts), sep="\n")

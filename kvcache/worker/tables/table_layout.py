@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvcache.checks import MAX_INT32, flag, integer
+from kvcache.checks import MAX_INT32, flag, integer, listed
 from kvcache.specs import ContextParallel
 
 
@@ -87,7 +87,8 @@ def checked_candidates(kernel_sizes: Sequence[int], name: str) -> list[int]:
         raise TypeError(
             f"{name} is {kernel_sizes!r}: expected a list of candidates, such as [{kernel_sizes}]"
         )
-    return [integer(size, f"{name}[{i}]", -MAX_INT32) for i, size in enumerate(kernel_sizes)]
+    sizes = listed(kernel_sizes, name, "a list of candidates")
+    return [integer(size, f"{name}[{i}]", -MAX_INT32) for i, size in enumerate(sizes)]
 
 
 def layout_of(
