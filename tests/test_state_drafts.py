@@ -132,7 +132,9 @@ def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
     assert plan.num_computed_tokens.tolist() == [7]
     assert hit_length(manager, range(20)) == 0
     # The state after 8 tokens is one of this step, and no draft's.
-    assert hit_length(manager, [*range(7), 60, 61]) == 8
+    probe = Request("probe", [*range(7), 60, 61])
+    (_, found), num_hit = manager.get_computed_blocks(probe)
+    assert num_hit == 8 and found.tolist() == [0, pages[1]]
     plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
     assert plan.copy[:, 0].tolist() == [pages[1]]  # which it leaves
     assert hit_length(manager, [*range(7), 60, 61]) == 8
