@@ -132,11 +132,21 @@ def test_a_boundary_that_rejected_drafts_pass_is_no_hit():
     assert plan.num_computed_tokens.tolist() == [7]
     assert hit_length(manager, range(20)) == 0
     # The state after 8 tokens is one of this step, and no draft's.
-    assert hit_length(manager, [*range(7), 60, 61]) == 8
+    probe = Request("probe", [*range(7), 60, 61])
+    (_, found), num_hit = manager.get_computed_blocks(probe)
+    assert num_hit == 8 and found.tolist() == [0, pages[1]]
     plan = manager.step([0], [1], token_ids=[61], num_rejected_tokens=[3])
     assert plan.copy[:, 0].tolist() == [pages[1]]  # which it leaves
     assert hit_length(manager, [*range(7), 60, 61]) == 8
     manager.check_invariants()
+
+
+def test_a_boundary_behind_the_accepted_drafts_is_no_hit():
+    manager = manager_of(FULL, states())
+    _, pages = start(manager, 5)  # states after 6, 7, 8 and 9 tokens, the last two rejected
+    manager.step([0], [4], token_ids=[6, 60], num_token_ids=[2], num_rejected_tokens=[2])
+    (_, found), num_hit = manager.get_computed_blocks(Request("probe", [*range(7), 60, 61]))
+    assert num_hit == 8 and found.tolist() == [0, pages[2]]
 
 
 def test_with_blocks_of_one_token_each_accepted_draft_leaves_a_state():

@@ -231,7 +231,7 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
   checks_.check_length(num_computed + asked.num_external + asked.num_tokens, "a new request");
   const int64_t start = asked.num_external == 0 ? 0 : num_computed + asked.num_external;
   checks_.check_places(start, asked.num_tokens + num_lookahead_tokens, "a new request");
-  PrefixHit hit = PrefixHit::of_device(num_computed, computed);
+  const PrefixHit hit = PrefixHit::of_device(num_computed, computed);
   const Soundness::Change change = this->change("allocate_slots");
   return server_.allocate(asked, hit, num_lookahead_tokens);
 }
