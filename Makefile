@@ -9,11 +9,13 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 GPU_RESULTS ?= benchmarks/results
 SECONDS ?= 600
+# Whose code several threads run.
+THREAD_TESTS := test_threads test_call_guard
 
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize soak fuzz dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -69,6 +71,13 @@ sanitize: setup
 	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=ON
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure -j 2
+
+# The C++ tests that use several threads, under ThreadSanitizer.
+sanitize-thread: setup
+	$(BIN)/cmake -S . -B build/sanitize-thread -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DPython3_EXECUTABLE=$(abspath $(BIN))/python -DKVCACHE_SANITIZE=thread -DKVCACHE_OPS=OFF
+	$(BIN)/cmake --build build/sanitize-thread --target $(THREAD_TESTS)
+	for name in $(THREAD_TESTS); do build/sanitize-thread/$$name || exit 1; done
 
 # Random operations for SECONDS each: on the allocator, compared with its plain model; on the native
 # manager alone, whose invariants are checked, some hundred times as many. Then runs in which memory must

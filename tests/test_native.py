@@ -190,8 +190,8 @@ def test_make_builds_again_after_clean(made):
 
 # By the order in which their output comes; gpu-rehearsal begins two steps earlier.
 STEPS = (
-    *("setup", "lint", "sanitize", "gpu-less", "docs", "gpu-rehearsal", "demo", "fuzz"),
-    *("test", "test-exhaustive"),
+    *("setup", "lint", "sanitize", "sanitize-thread", "gpu-less", "docs"),
+    *("gpu-rehearsal", "demo", "fuzz", "test", "test-exhaustive"),
 )
 
 
