@@ -57,7 +57,7 @@ DEFECTS = [
     ),
     Defect(
         "hash index",
-        POOL + "hash_index.cpp",
+        POOL + "hash_index.h",
         "if (block.group == group && block.hash == hash)",
         "if (block.group == group)",  # hashes of one tag are taken for one
         "block_pool",

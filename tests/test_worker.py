@@ -695,7 +695,8 @@ def test_a_plan_answers_the_three_lists_apart():
     assert (given.num_running, given.num_leaving) == (1, 1)
     assert [x.tolist() for x in rows] == [[0], [0], [6], [2]]
     assert [x.tolist() for x in leaving] == [[1], [0], [3], [0]]
-    assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 4], [5, 0]]  # a's first block
+    # c hits a's first block; d never fits, with its hit or without.
+    assert [x.tolist() for x in new] == [[2, -1], [0, 2], [4, 0], [5, 0]]
     assert given.answers.new.num_tokens.base is not None  # a view
     assert given.num_tokens.tolist() == [2, 0, 5, 0]
     waiting = manager.step([0, 2], [30, 1])
