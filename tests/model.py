@@ -508,12 +508,12 @@ class ModelManager:
         is_alone = self.pool.num_free() == self.num_blocks - 1
         # Other chunks may take what is kept free for new rows, and what was copied from.
         room_later = self.pool.num_free()
-        room_later -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits)
         free -= sum(block < 0 or self.pool.refs[block] == 0 for block in hits + sources)
         room, encoder, most, most_new, start = free - self.watermark, 0, 0, 0, num_hit
         while start < len(request.tokens):
             stop = min(start + chunk, len(request.tokens))
             count = new = for_drafts = 0
+            taken = []  # blocks of the hit that this chunk reads
             for g, (group, each) in enumerate(zip(self.groups, held)):
                 size, columns = group.block_size, len(each.blocks)
                 if group.pages == ENCODER:
@@ -521,21 +521,21 @@ class ModelManager:
                     count += encoder
                     new += encoder
                 elif group.pages == STATE:
-                    # It moves to another page at a block's end.
-                    pages = 2 if ceil_div(stop, size) > ceil_div(start, size) else 1
                     for_drafts += min(lookahead, group.num_speculative)
                     if start == num_hit:
                         count += 1 + sum(block != 0 for block in each.blocks)
                         new += 1
-                    else:
-                        count += pages
-                        new += pages
+                        taken += each.blocks
+                    else:  # it goes on in place where no page is free
+                        count += 1
+                        new += 1
                 else:
                     need = min(ceil_div(stop + lookahead, size), self.columns[g])
                     first = 0 if group.pages == CIRCULAR else group.reads_from(start) // size
                     first = max(first, each.num_dropped)  # null columns of the hit stay so
                     count += max(need - first, 0)
                     new += max(need - max(first, columns), 0)
+                    taken += each.blocks[first:]
             if start == num_hit:
                 needed = count + len(sources)
                 if needed > self.num_blocks - 1 - (0 if num_hit else self.watermark):
@@ -545,6 +545,7 @@ class ModelManager:
                 fits = new <= room and len(self.rows) < self.max_num_reqs
                 chunk_status = SERVED if fits else WAIT
             count, new = count + for_drafts, new + for_drafts
+            new += sum(b < 0 or self.pool.refs[b] == 0 for b in taken if b)
             most, most_new, start = max(most, count), max(most_new, new), stop
         if most > self.num_blocks - 1:
             return NEVER, chunk_status
@@ -821,9 +822,10 @@ class ModelManager:
             size, columns = group.block_size, len(each.blocks)
             if group.pages == STATE:
                 pages = [block for block in each.blocks if block]
-                passed = [n for n in range(start - accepted, start) if n % size == 0]
-                spare = len(pages) - 1 - (0 if gives_up else len(passed)) if pages else 0
+                left = self._left_pages(group, pages, start, accepted, gives_up)
+                spare = len(pages) - 1 - len(left) if pages else 0
                 moves = self._moves(group, each, start, after - drafts)
+                moves = moves and not (gives_up and self._stays(each, accepted))
                 needs.append((moves + max(drafts - spare, 0), each.num_dropped))
             elif group.pages == ENCODER:
                 needs.append((0, 0))
@@ -844,6 +846,16 @@ class ModelManager:
         """Whether the state goes on in another page: it is at the end of a block, or there is none."""
         size = group.block_size
         return sure > (ceil_div(start, size) if any(each.blocks) else len(each.blocks)) * size
+
+    def _left_pages(self, group, pages, start, accepted, gives_up):
+        """States at the ends of blocks that drafts have passed; the row writes none of them again."""
+        at = [(n, page) for n, page in zip(range(start - accepted, start), pages)]
+        at = [page for n, page in at if n % group.block_size == 0]
+        return [page for page in at if self._is_shared(page)] if gives_up else at
+
+    def _stays(self, each, accepted):
+        """Whether a state at the end of a block, which its row gives up, goes on in its page."""
+        return any(each.blocks) and not self._is_shared(each.blocks[each.num_dropped + accepted])
 
     def _room(self, held, needs, free):
         """Free blocks left when all of `needs` is met."""
@@ -903,9 +915,14 @@ class ModelManager:
         spare = max(room - self.watermark, 0)
         surplus = None
         if room < 0:
-            surplus = self._surplus(state.held, after + lookahead, drafts, accepted)
+            surplus = self._surplus(state.held, start, after + lookahead, drafts, accepted)
             alive = sum(
-                any(each.blocks) + self._moves(group, each, start, after - drafts) + drafts
+                any(each.blocks)
+                + (
+                    self._moves(group, each, start, after - drafts)
+                    and not self._stays(each, accepted)
+                )
+                + drafts
                 if group.pages == STATE
                 else len(each.blocks) - len(tail) - drop_to + num_new
                 for group, each, tail, (num_new, drop_to) in zip(
@@ -921,21 +938,32 @@ class ModelManager:
             spare = 0
         state.start, state.num_computed, state.drafts = start, after, drafts
         before, self.moves = self.moves, []
-        for g, group in enumerate(self.groups):
-            if group.pages == STATE and accepted:
+        stays = []
+        for g, (group, each) in enumerate(zip(self.groups, state.held)):
+            if group.pages != STATE:
+                continue
+            moves = self._moves(group, each, start, after - drafts)
+            if surplus is not None and moves and self._stays(each, accepted):
+                stays.append(g)
+            if accepted:
                 self._settle_state(row, g, start, accepted, keeps_passed=surplus is None)
+            if g in stays:
+                pages = [page for page in each.blocks if page]
+                self.pool.evict(pages[0])
+                each.blocks = [0] * ((after - drafts - 1) // group.block_size) + pages
+                each.keeps_state = False
         if surplus is not None:
             state.resend = True
             for each, given in zip(state.held, surplus):
                 self._release(given[::-1], self.last_issued)
                 each.blocks = [block for block in each.blocks if block == 0 or block not in given]
                 each.num_hits = min(each.num_hits, len(each.blocks))
-        self._allocate_blocks(state, row, start, after, lookahead, needs, spare, shared)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, spare, shared, stays)
         self.moves = before + sorted(self.moves, key=lambda move: move[1])  # by group
         self._own_what_is_written(state, start, after)
         return SERVED
 
-    def _surplus(self, held, stop, drafts, accepted):
+    def _surplus(self, held, start, stop, drafts, accepted):
         """Per group the blocks at the end in which no token before `stop` has a slot.
 
         Of states: the last pages but for the one that goes on, and one for each draft.
@@ -947,7 +975,9 @@ class ModelManager:
                 given = each.blocks[max(ceil_div(stop, group.block_size), each.num_dropped) :]
             elif group.pages == STATE:
                 pages = each.blocks[each.num_dropped :]
-                given = [page for i, page in enumerate(pages) if i != accepted][drafts:]
+                left = self._left_pages(group, pages, start, accepted, gives_up=True)
+                own = [page for i, page in enumerate(pages) if i != accepted]
+                given = [page for page in own if page not in left][drafts:]
             surplus.append(given)
         return surplus
 
@@ -1094,10 +1124,13 @@ class ModelManager:
                 if self.pool.hits[block] == self.num_hits_to_write:
                     self._write_later(block)
 
-    def _allocate_blocks(self, state, row, start, after, lookahead, needs, room, shared=()):
+    def _allocate_blocks(
+        self, state, row, start, after, lookahead, needs, room, shared=(), stays=()
+    ):
         numbers, sure = [], after - state.drafts
         moving = [
-            self._moves(group, each, start, sure) for group, each in zip(self.groups, state.held)
+            g not in stays and self._moves(group, each, start, sure)
+            for g, (group, each) in enumerate(zip(self.groups, state.held))
         ]
         for each in state.held:
             each.num_slots = max(each.num_slots, after + lookahead)
@@ -1208,12 +1241,13 @@ class ModelManager:
         spare = pages[accepted + 1 :]
         for i in reversed(range(accepted)):
             n = start - accepted + i
-            if n % size or not keeps_passed:
+            if n % size or not (keeps_passed or self._is_shared(pages[i])):
                 self._note_dropped(state, g, first, pages[i])
+                self.pool.evict(pages[i])
                 spare.insert(0, pages[i])
         for i in range(accepted):
             n = start - accepted + i
-            if n % size == 0 and keeps_passed:
+            if n % size == 0 and (keeps_passed or self._is_shared(pages[i])):
                 self.moves.append((row, g, n, pages[i], first_token))
         held.blocks = [0] * ((start - 1) // size) + [pages[accepted]] + spare
         held.state_start = start
@@ -1221,7 +1255,8 @@ class ModelManager:
     def _release_left_states(self):
         for row, g, _, page, first_token in self.moves:
             self._note_dropped(self.rows[row], g, 0, page, first_token)
-            self._release([page], self.num_steps)
+            in_step = self.step_answer is not None
+            self._release([page], self.num_steps if in_step else self.last_issued)
         self.moves = []
 
     # Blocks ----------------------------------------------------------------------------------------

@@ -400,7 +400,51 @@ def test_states_that_drafts_have_passed_are_kept_where_there_is_room(num_blocks,
     manager.step(new=[request])
     manager.step([0], [4], token_ids=[6])
     plan = manager.step([0], [4], token_ids=[7, 8, 9, 10], num_token_ids=[4])
-    assert plan.status.tolist() == [Status.SERVED] and len(plan.copy) == 1
+    assert plan.status.tolist() == [Status.SERVED]
+    assert len(plan.copy) == (num_hit > 0)  # into a new page, or it goes on in its own
     assert len(manager.block_ids(request, 1)) == 10 + 4
     assert hit_length(manager, range(12)) == num_hit
     manager.check_invariants()
+
+
+def test_a_page_that_a_row_writes_again_is_found_no_longer():
+    """7 pages: full blocks and the states after 8 to 11 tokens; a draft's state comes to that after 8."""
+    groups = [GroupSpec("full_attention", 4), states(4)]
+    manager = manager_of(*groups, num_blocks=8)
+    request = Request("a", range(7))
+    manager.step(new=[request])
+    manager.step([0], [4], token_ids=[7])
+    passed = manager.block_ids(request, 1)[1]
+    manager.step([0], [2], token_ids=[8, 9, 10, 11], num_token_ids=[4])
+    assert passed in manager.block_ids(request, 1)
+    assert hit_length(manager, range(9)) == 0
+    manager.check_invariants()
+
+
+def test_a_row_goes_on_where_it_wrote_a_found_state_again():
+    """States of 2: the pages that drafts have passed were published, and serve for the next drafts."""
+    groups = [GroupSpec("full_attention", 2), states(2)]
+    manager = manager_of(*groups, num_blocks=12)
+    request, other = Request("a", range(7)), Request("o", [90])
+    manager.step(new=[request, other])
+    manager.step([0], [3], token_ids=[7])
+    manager.step([0], [2], token_ids=[8, 9, 10], num_token_ids=[3])
+    manager.free(other)
+    for _ in range(2):
+        plan = manager.step([0], [1], token_ids=[11, 12], num_token_ids=[2])
+        assert plan.status.tolist() == [Status.SERVED]
+        manager.check_invariants()
+
+
+def test_what_a_fork_leaves_waits_for_the_steps_that_were_issued():
+    groups = [GroupSpec("full_attention", 4), states(4)]
+    manager = manager_of(*groups, num_blocks=41, fence_frees=True)
+    request, child = Request("a", range(6)), Request("c", range(10))
+    manager.step(new=[request])
+    plan = manager.step([0], [4], token_ids=[6])
+    request.append_tokens([7, 8, 9])
+    manager.fork(request, child)
+    manager.free(request, child)
+    manager.report(StepReport(plan.step_id, True))
+    assert (manager.num_fenced_blocks, manager.pool.num_free) == (0, 40)
+    assert manager.reset_prefix_cache()

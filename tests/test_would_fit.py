@@ -24,7 +24,8 @@ def test_a_request_that_fits_without_its_hit_alone_is_served():
     assert manager.get_computed_blocks(request)[1] == 4
     assert manager.would_fit(request) == Status.SERVED
     assert manager.would_fit(request, whole=True) == Status.SERVED
-    assert manager.would_fit(request, 8, whole=True) == Status.NEVER
+    # The second chunk's state goes on in its page.
+    assert manager.would_fit(request, 8, whole=True) == Status.SERVED
     plan = manager.step(new=[request])
     assert plan.status.tolist() == [Status.SERVED]
     assert (plan.num_computed_tokens.tolist(), plan.num_tokens.tolist()) == ([0], [12])
@@ -99,3 +100,33 @@ def test_what_is_said_of_a_whole_prompt_comes_true(first):
     for seed in range(first, first + SEEDS_PER_TEST):
         check(seed, outcomes)
     assert all(outcomes.values()), outcomes
+
+
+@pytest.mark.parametrize(
+    ("other", "num_free"),
+    [(GroupSpec("sliding_window", 4, {"window": 4}), 6), (GroupSpec("recurrent", 4), 5)],
+)
+def test_the_whole_fits_where_later_chunks_leave_the_hit(other, num_free):
+    """A hit of 8 tokens of 16: the window's block and the state of it are free for the last chunk."""
+    manager = manager_of(GroupSpec("full_attention", 4), other, num_blocks=num_free + 1)
+    first, request = Request("a", range(8)), Request("b", range(16))
+    manager.step(new=[first])
+    manager.free(first)
+    assert manager.get_computed_blocks(request)[1] == 8
+    assert manager.would_fit(request, 4, whole=True) == Status.SERVED
+    assert run(manager, request, 4)[-1] == Status.SERVED
+    assert manager.num_computed_tokens(request) == 16
+
+
+def test_a_state_goes_on_in_its_page_where_there_is_no_other():
+    """3 pages: 2 blocks and a state, which is at the end of the first block. It is not found again."""
+    manager = manager_of(GroupSpec("full_attention", 4), GroupSpec("recurrent", 4), num_blocks=4)
+    request = Request("a", range(4))
+    manager.step(new=[request])
+    page = manager.block_ids(request, 1).tolist()[-1]
+    assert manager.get_computed_blocks(Request("b", range(5)))[1] == 4
+    plan = manager.step([0], [1], token_ids=[4])
+    assert plan.status.tolist() == [Status.SERVED] and not plan.copy.size
+    assert manager.block_ids(request, 1).tolist() == [0, page]
+    assert manager.get_computed_blocks(Request("b", range(5)))[1] == 0
+    manager.check_invariants()

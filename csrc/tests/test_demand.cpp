@@ -78,7 +78,7 @@ TEST(blocks_without_slots_make_room_where_the_row_gives_them_up) {
   const Span span{8, 12, 0};
   CHECK(f.rules.of_running(held, span, false).status == Status::kWait);
   const Demand demand = f.rules.of_running(held, span, false, /*gives_up=*/true);
-  CHECK(demand.status == Status::kServed && demand.has_surplus);
+  CHECK(demand.status == Status::kServed && demand.gives_up);
   CHECK_EQ(demand.groups[0].num_surplus, 6);
   CHECK_EQ(demand.groups[1].num_surplus, 0);
   CHECK_EQ(demand.num_spare, 0);
@@ -94,7 +94,7 @@ TEST(pages_for_earlier_drafts_make_room_where_the_row_gives_them_up) {
   const Span span{13, 17, 0, 0, 3};  // the drafts have passed the end of a block
   CHECK(f.rules.of_running(held, span, false).status == Status::kWait);
   const Demand demand = f.rules.of_running(held, span, false, /*gives_up=*/true);
-  CHECK(demand.status == Status::kServed && demand.has_surplus);
+  CHECK(demand.status == Status::kServed && demand.gives_up);
   CHECK_EQ(demand.groups[0].num_surplus, 0);
   CHECK_EQ(demand.groups[1].num_surplus, 5);
   CHECK_EQ(demand.groups[1].num_new, 1);  // the state moves

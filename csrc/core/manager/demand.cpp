@@ -27,25 +27,46 @@ int64_t num_shared(const BlockHolders& holders, const CacheGroup& group, const R
   return n;
 }
 
-// The pages of states that a row writes: one, and one for each draft. Those that it has serve
-// again, but for states at the ends of blocks, which the row leaves or, unless it gives them up,
-// drafts have passed.
-void set_states(const CacheGroup& group, const RowBlocks& held, const Span& span, bool gives_up,
-                GroupDemand* needs) {
+// Pages of states at the ends of blocks that accepted drafts have passed, and that the row leaves.
+int64_t num_passed(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                   const Span& span, bool gives_up) {
+  const int64_t before = span.start - span.num_accepted;
+  if (!gives_up) return (span.start - 1) / group.block_size - (before - 1) / group.block_size;
+  int64_t n = 0;
+  for (int64_t i = 0; i < span.num_accepted; ++i) {
+    n += (before + i) % group.block_size == 0 && holders.is_shared(held[held.num_dropped + i]);
+  }
+  return n;
+}
+
+// Whether the state goes on in a new page. A row that gives up goes on in its own where it may.
+bool moves(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+           const Span& span, bool gives_up) {
   const bool has_any = held.num_alive() > 0;
-  needs->moves = span.moves_state(group, has_any);
-  int64_t num_spare = has_any ? held.num_alive() - 1 : 0;
-  if (has_any && !gives_up) {
-    const int64_t before = span.start - span.num_accepted;
-    num_spare -= (span.start - 1) / group.block_size - (before - 1) / group.block_size;
+  return span.moves_state(group, has_any) &&
+         !(gives_up && has_any && !holders.is_shared(held[held.num_dropped + span.num_accepted]));
+}
+
+// The pages of states that a row writes: one, and one for each draft. Those that it has serve
+// again, but for states at the ends of blocks.
+void set_states(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                const Span& span, bool gives_up, GroupDemand* needs) {
+  needs->moves = moves(holders, group, held, span, gives_up);
+  int64_t num_spare = 0;
+  if (held.num_alive() > 0) {
+    num_spare = held.num_alive() - 1 - num_passed(holders, group, held, span, gives_up);
   }
   needs->num_new = needs->moves + std::max<int64_t>(span.num_drafts - num_spare, 0);
 }
 
 // Blocks at the end of a row's table in which no token of the span has a slot: preallocation or an
 // earlier step's lookahead took them. Of states: pages for more drafts than the span has.
-int64_t num_surplus(const CacheGroup& group, const RowBlocks& held, const Span& span) {
-  if (group.holds_state()) return std::max<int64_t>(held.num_alive() - 1 - span.num_drafts, 0);
+int64_t num_surplus(const BlockHolders& holders, const CacheGroup& group, const RowBlocks& held,
+                    const Span& span) {
+  if (group.holds_state()) {
+    const int64_t num_left = num_passed(holders, group, held, span, /*gives_up=*/true);
+    return std::max<int64_t>(held.num_alive() - 1 - num_left - span.num_drafts, 0);
+  }
   if (!group.holds_tokens()) return 0;
   const int64_t needed = ceil_div(span.stop + span.lookahead, group.block_size);
   return std::max<int64_t>(held.size() - std::max(needed, held.num_dropped), 0);
@@ -74,7 +95,7 @@ struct Basis {
     GroupDemand& needs = demand[group];  // in place: a copy would wait for each field
     needs = {0, each.num_dropped, 0, 0, 0, false};
     if (group.holds_state()) {
-      set_states(group, each, span, gives_up, &needs);
+      set_states(on.holders, group, each, span, gives_up, &needs);
       if (may_share && !needs.moves) {
         needs.num_shared = on.holders.is_shared(each[each.num_dropped + span.num_accepted]);
       }
@@ -105,7 +126,7 @@ struct Basis {
   const int64_t kept = std::max(supply.num_kept_free, on.watermark_blocks);
   demand.status = fits ? Status::kServed : Status::kWait;
   demand.num_spare = fits ? std::max<int64_t>(num_free - num_new - kept, 0) : 0;
-  demand.has_surplus = false;
+  demand.gives_up = false;
   return demand;
 }
 
@@ -139,13 +160,17 @@ Demand DemandRules::with_free(const RowBlocks* held, const Span& span, bool may_
 }
 
 // Of the blocks that the row can give up, those that are free then. Of states these are the last
-// pages but for the one that goes on.
+// pages but for the one that goes on, and those that others hold and drafts have passed.
 int64_t DemandRules::num_freed(const CacheGroup& group, const RowBlocks& held,
                                const Span& span) const {
   const int64_t kept = group.holds_state() ? held.num_dropped + span.num_accepted : held.size();
-  int64_t num_left = num_surplus(group, held, span), n = 0;
+  int64_t num_left = num_surplus(holders_, group, held, span), n = 0;
   for (int64_t b = held.size() - 1; num_left > 0; --b) {
     if (b == kept) continue;
+    if (group.holds_state() && b < kept && (span.start - (kept - b)) % group.block_size == 0 &&
+        holders_.is_shared(held[b])) {
+      continue;
+    }
     n += pool_->ref_count(held[b]) == 1;
     --num_left;
   }
@@ -161,17 +186,18 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
     const RowBlocks& each = held[group.id];
     num_freed += this->num_freed(group, each, span);
     num_blocks += group.holds_state()
-                      ? (each.num_alive() > 0) + demand[group].moves + span.num_drafts
-                      : each.size() - num_surplus(group, each, span) - demand[group].drop_to +
-                            demand[group].num_new;
+                      ? (each.num_alive() > 0) +
+                            moves(holders_, group, each, span, /*gives_up=*/true) + span.num_drafts
+                      : each.size() - num_surplus(holders_, group, each, span) -
+                            demand[group].drop_to + demand[group].num_new;
   }
   if (gives_up && frees_at_once()) {
     demand = with_free(held, span, may_share, pool_->num_free() + num_freed, /*gives_up=*/true);
     if (demand.status == Status::kServed) {
       for (const CacheGroup& group : *groups_) {
-        demand[group].num_surplus = num_surplus(group, held[group.id], span);
+        demand[group].num_surplus = num_surplus(holders_, group, held[group.id], span);
       }
-      demand.has_surplus = true;
+      demand.gives_up = true;
       demand.num_spare = 0;  // else it would take the same again
       return demand;
     }
@@ -242,25 +268,36 @@ bool DemandRules::shares_from(const RowBlocks* held, int64_t start) const {
 Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, const Span& first,
                              int64_t num_tokens, const Demand& demand) const {
   // What is kept free for others, and what a hit inside a block is copied from, is there for the
-  // chunks behind the first.
+  // chunks behind the first. So are the hit's blocks that these do not read any more.
   int64_t room = pool_->num_free(), most = 0, most_new = 0;
+  std::array<int64_t, kMaxGroups> first_held;  // of the hit's blocks, by group
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     if (group.holds_encoder()) room -= num_encoder_blocks(group, chain);
-    for (int64_t b = each.num_dropped; b < each.size(); ++b) room -= stops_being_free(each[b]);
+    first_held[group.id] = each.num_dropped;
+  }
+  int64_t num_hits = 0;  // blocks of the hit that were free, and that this chunk holds
+  for (const CacheGroup& group : *groups_) {
+    const RowBlocks& each = held[group.id];
+    for (int64_t b = each.num_dropped; b < each.size(); ++b) num_hits += stops_being_free(each[b]);
   }
   for (Span span = first;; span = {span.stop, span.stop + num_tokens, first.lookahead}) {
     span.stop = std::min(span.stop, chain.num_tokens());
     int64_t num_held = 0, num_new = 0;
+    const auto leave_hits = [&](const CacheGroup& group, int64_t stop) {
+      int64_t& b = first_held[group.id];
+      for (; b < stop; ++b) num_hits -= stops_being_free(held[group.id][b]);
+    };
     for (const CacheGroup& group : *groups_) {
       const RowBlocks& each = held[group.id];
       if (group.holds_encoder()) {
         num_held += num_encoder_blocks(group, chain);
       } else if (group.holds_state()) {
-        // Inside a block, where the cache may keep it, it goes on in place where no page is free.
+        // Behind the first chunk it goes on in place where no page is free.
         const bool begins = span.start == first.start;
+        if (!begins) leave_hits(group, each.size());
         const int64_t num_before = begins ? each.num_alive() : 1;
-        const int64_t num_more = span.moves_state(group, num_before > 0) +
+        const int64_t num_more = (begins && span.moves_state(group, num_before > 0)) +
                                  std::min(first.lookahead, group.num_speculative);
         num_held += num_before + num_more;
         num_new += !begins + num_more;
@@ -271,12 +308,13 @@ Status DemandRules::of_whole(const RowBlocks* held, const TokenChain& chain, con
         const int64_t needed =
             group.is_circular() ? 0
                                 : std::max(group.first_needed_block(span.start), each.num_dropped);
+        leave_hits(group, std::min(needed, each.size()));
         num_held += std::max<int64_t>(stop - needed, 0);
         num_new += std::max<int64_t>(stop - std::max(needed, each.size()), 0);
       }
     }
     most = std::max(most, num_held);
-    most_new = std::max(most_new, num_new);
+    most_new = std::max(most_new, num_hits + num_new);
     if (span.stop == chain.num_tokens()) break;
   }
   if (demand.status == Status::kNever || most > pool_->num_total()) return Status::kNever;

@@ -45,7 +45,7 @@ struct GroupDemand {
 struct Demand {
   Status status;
   int64_t num_spare;  // free blocks beyond those needed that preallocation may take
-  bool has_surplus;   // in any group; states that accepted drafts have passed are not kept
+  bool gives_up;      // what the row can do without: surplus, and states at the ends of blocks
   std::array<GroupDemand, kMaxGroups> groups;  // as many as the manager has
 
   GroupDemand& operator[](const CacheGroup& group) { return groups[group.id]; }

@@ -106,7 +106,7 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   std::array<int64_t, kMaxGroups> num_new;
   std::array<bool, kMaxGroups> moves;  // of states
   int64_t num_taken = 0, num_spare = demand.num_spare;
-  if (demand.has_surplus) give_up_surplus(served, demand);
+  if (demand.gives_up) give_up(served, demand);
   for (const CacheGroup& group : *c_.groups) {
     const GroupDemand& needs = demand[group];
     RowBlocks& each = held[group.id];
@@ -215,15 +215,22 @@ const BlockId* RowGrowth::copy_on_write(ServedRow* served, const CacheGroup& gro
 }
 
 // The worker's table of the row is longer than that: it is sent anew.
-void RowGrowth::give_up_surplus(ServedRow* served, const Demand& demand) {
+void RowGrowth::give_up(ServedRow* served, const Demand& demand) {
   const int32_t row = served->row;
+  const Span& span = served->span;
   c_.resend(row);
   for (const CacheGroup& group : *c_.groups) {
-    if (group.holds_state() && served->span.num_accepted > 0) {
-      settle_state(row, group, served->span, /*keeps_passed=*/false);
+    RowBlocks& each = c_.rows->blocks(row)[group.id];
+    if (group.holds_state() && span.num_accepted > 0) {
+      settle_state(row, group, span, /*keeps_passed=*/false);
     }
-    const int64_t size = c_.rows->blocks(row)[group.id].size();
-    c_.release_tail(row, group, size - demand[group].num_surplus);
+    if (group.holds_state() && each.num_alive() > 0 && !demand[group].moves &&
+        span.moves_state(group, /*has_page=*/true)) {  // it would: it goes on in place
+      c_.pool->evict(&each[each.num_dropped], 1);
+      const std::vector<BlockId> pages(each.blocks.begin() + each.num_dropped, each.blocks.end());
+      each.set_pages(span.state_column(group), pages[0], {pages.begin() + 1, pages.end()});
+    }
+    c_.release_tail(row, group, each.size() - demand[group].num_surplus);
   }
   served->span.num_accepted = 0;  // settled
 }
@@ -269,11 +276,15 @@ void RowGrowth::settle_state(int32_t row, const CacheGroup& group, const Span& s
   for (int64_t b = first; b < each.size(); ++b) {
     const int64_t num_tokens = span.start - (current - b);
     if (b == current) continue;
-    if (keeps_passed && b < current && num_tokens % group.block_size == 0) {
+    const bool ends_block = b < current && num_tokens % group.block_size == 0;
+    if (ends_block && (keeps_passed || holders_.is_shared(each[b]))) {
       left_states_.push_back({row, group.id, each[b], num_tokens, first_token});
       continue;
     }
-    if (b < current) c_.note_dropped(row, group, first, each[b]);  // had, and not kept
+    if (b < current) {
+      c_.note_dropped(row, group, first, each[b]);  // had, and not kept
+      c_.pool->evict(&each[b], 1);                  // written over: what it held is found no longer
+    }
     spare.push_back(each[b]);
   }
   each.set_pages((span.start - 1) / group.block_size, each[current], spare);
@@ -316,7 +327,10 @@ void RowGrowth::release_left_states() {
   for (const LeftState& left : left_states_) {
     c_.journal->note_dropped(left.row, (*c_.rows)[left.row], left.first_token, left.page);
     c_.note_access(left.row, &left.page, 1);
-    c_.frees->release_or_defer(&left.page, 1, c_.journal->numbers().num_steps);
+    // The step that is being made copies from it; outside of one, those issued may read it.
+    const StepNumbers& steps = c_.journal->numbers();
+    const int64_t last = c_.plan->is_step() ? steps.num_steps : steps.last_issued;
+    c_.frees->release_or_defer(&left.page, 1, last);
   }
   left_states_.clear();
 }

@@ -54,7 +54,7 @@ class RowGrowth {
 
   // The state of a row, which goes on at token span.start, is again in the first of its pages:
   // those of drafts that were accepted before are spare ones or, where they hold states at the ends
-  // of blocks and these are kept, left.
+  // of blocks and these are kept, or others hold them, left.
   void settle_state(int32_t row, const CacheGroup& group, const Span& span, bool keeps_passed);
 
   // Pages that are left behind by the step that is being made.
@@ -67,7 +67,7 @@ class RowGrowth {
   void onboard_hit(ServedRow* served, const PrefixHit& hit);
   void onboard(ServedRow* served, const CacheGroup& group, int64_t column, BlockId page,
                BlockId block, bool is_hit);
-  void give_up_surplus(ServedRow* served, const Demand& demand);
+  void give_up(ServedRow* served, const Demand& demand);
   void drop(int32_t row, const CacheGroup& group, int64_t drop_to);
   const BlockId* copy_on_write(ServedRow* served, const CacheGroup& group, int64_t num_shared,
                                const BlockId* own);
