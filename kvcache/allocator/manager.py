@@ -385,11 +385,12 @@ class KVCacheManager:
         """Gives `num_tokens[i]` more slots to each of `rows`, then admits the `new` requests.
 
         A new request gets its longest cached prefix (none where it never fits with it) and slots for at
-        most `new_num_tokens[j]` tokens after it (default: all its tokens). Rows and requests are served in the order given, each if it
-        fits. A new request may fit where an earlier row did not: do not pass new requests while a row
-        waits, if that is not wanted. A row or request that does not fit is answered `WAIT` (not now) or
-        `NEVER` (not even alone; row -1 for a new request) and is not changed: pass its tokens and
-        rejections again. Blocks that fill with known tokens become hits for later plans.
+        most `new_num_tokens[j]` tokens after it (default: all its tokens). Rows and requests are served
+        in the order given, each if it fits. A new request may fit where an earlier row did not: do not
+        pass new requests while a row waits, if that is not wanted. A row or request that does not fit is
+        answered `WAIT` (not now) or `NEVER` (not even alone; row -1 for a new request) and is not
+        changed: pass its tokens and rejections again. Blocks that fill with known tokens become hits for
+        later plans.
 
         For the running rows, `token_ids` are the tokens that became known since the last step, row after
         row, `num_token_ids[i]` per row (default: one per row). They are appended to the requests of rows
