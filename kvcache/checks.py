@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
+from itertools import islice
 from numbers import Real
 from operator import index
 from types import UnionType
@@ -13,7 +14,10 @@ import numpy as np
 
 MAX_INT32 = 2**31 - 1  # ids and sizes of blocks are int32
 MAX_INT64 = 2**63 - 1
+MAX_LAYERS = 4096  # of a model: what is done per layer ends soon
 _MOST_SHOWN = 200  # characters
+_MOST_DIMENSIONS = 8  # of lists in lists; no argument has more than 3
+_NO_NESTING = (str, bytes, range, memoryview)  # sequences of no sequences
 
 
 def integer(value: int, name: str, least: int = 0, most: int = MAX_INT32) -> int:
@@ -78,10 +82,27 @@ def as_array(values: object, name: str) -> np.ndarray:
     """An array of whatever dtype; TypeError or ValueError for what numpy makes none of."""
     if hasattr(values, "__len__"):
         num_entries(values, name)
+        if isinstance(values, Sequence) and not isinstance(values, _NO_NESTING):
+            _check_nested(values, name, depth=1)
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{name} is {shown(values)}: expected an array of integers") from None
+
+
+def _check_nested(values: Sequence, name: str, depth: int) -> None:
+    """`num_entries` of each sequence in a sequence: numpy reads all of it before it compares lengths."""
+    for i, entry in enumerate(islice(values, len(values))):
+        if i == 0 and isinstance(entry, int | float):
+            return  # numpy reads no sequence behind a number
+        if not hasattr(entry, "__len__"):
+            continue
+        inner = f"{name}[{i}]"
+        num_entries(entry, inner)
+        if isinstance(entry, Sequence) and not isinstance(entry, _NO_NESTING):
+            if depth == _MOST_DIMENSIONS:
+                raise ValueError(f"{inner} is a sequence: expected at most {depth} dimensions")
+            _check_nested(entry, inner, depth + 1)
 
 
 def flag(value: bool, name: str) -> bool:

@@ -1,7 +1,8 @@
 """Long runs in which memory must stay flat: `python -m tests.growth [--scale F] [--seed N]`.
 
 Each run has a warm-up, in which tables, indices and the queue of events reach their size. What the
-process holds at its end may be `MOST_GROWTH` more than after the warm-up. Nobody drains events.
+process holds at its end may be `MOST_GROWTH` more than after the warm-up; twice that with many requests
+alive, four times that with a large pool, whose allocations are large. No event is drained.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     steps, alive, blocks = (int(n * options.scale) for n in (10**6, 10**5, 5 * 10**7))
     is_flat = measure(f"{steps} steps", steps, lambda: coming_and_going(steps, seed), MOST_GROWTH)
     is_flat &= measure(f"{alive} alive", 10, lambda: many_alive(alive, seed), 2 * MOST_GROWTH)
-    is_flat &= measure(f"{blocks} blocks", 160, lambda: large_pool(blocks, seed), 2 * MOST_GROWTH)
+    is_flat &= measure(f"{blocks} blocks", 160, lambda: large_pool(blocks, seed), 4 * MOST_GROWTH)
     return 0 if is_flat else 1
 
 

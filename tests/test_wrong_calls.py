@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from decimal import Decimal
@@ -19,6 +20,14 @@ from kvcache import (
     Pages,
     Request,
     ops,
+)
+from kvcache.checks import as_array
+from kvcache.transfer import (
+    CacheDescription,
+    KVTopology,
+    RemoteEngine,
+    StateDescription,
+    StateTensor,
 )
 from tests.emulation import ASAN, build_cpu_library
 from tests.shared import REPO
@@ -214,6 +223,25 @@ def test_what_has_no_end_is_refused_before_a_loop():
         Request("r", endless())
 
 
+def test_lists_in_lists_say_how_many_entries_they_have():
+    """From the fuzzer: numpy reads each sequence of a list to its end."""
+    for values, inner in (
+        ([ClaimsMany()], "[0]"),
+        ([[1], ClaimsMany()], "[1]"),
+        (([[1, 2]], [[ClaimsMany(), 1]]), "[1][0][0]"),
+        ([range(HUGE)], "[0]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"ids{inner} has 1099511627776 entries")):
+            as_array(values, "ids")
+    with pytest.raises(TypeError, match=r"ids is \[1, .*: expected an array of integers"):
+        as_array([1, ClaimsMany()], "ids")
+    in_itself = []
+    in_itself.append(in_itself)
+    with pytest.raises(ValueError, match="is a sequence: expected at most 8 dimensions"):
+        as_array(in_itself, "ids")
+    assert as_array([[1, 2], range(2), (3, 4), np.arange(2)], "ids").shape == (4, 2)
+
+
 def test_requests_that_have_no_end_are_refused_before_a_loop():
     manager = KVCacheManager(4, 9, 16)
     for new in (ClaimsMany(), ManyMembers()):
@@ -230,6 +258,45 @@ def test_candidates_that_have_no_end_are_refused_before_a_loop():
     for many in (ClaimsMany(), range(HUGE)):
         with pytest.raises(ValueError, match="kernel_sizes has 1099511627776 entries"):
             MultiGroupBlockTable.for_groups(groups, **sizes, kernel_sizes=many)
+
+
+@pytest.mark.parametrize(
+    ("make", "sizes", "message"),
+    [
+        (
+            CacheDescription,
+            {"cp_world_size": 4097},
+            "world_size is 4097 ranks: expected at most 4096",
+        ),
+        (CacheDescription, {"tp_size": 2**31 - 1}, "world_size is 2147483647 ranks"),
+        (CacheDescription, {"stages": [(1, 4096), (1, 1)]}, "world_size is 4097 ranks"),
+        (CacheDescription, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
+        (StateDescription, {"cp_world_size": 4097}, "world_size is 4097 ranks"),
+        (StateDescription, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
+        (RemoteEngine, {"tp_size": 64, "pp_size": 65}, "world_size is 4160 ranks"),
+        (RemoteEngine, {"stages": [(1, 4096), (1, 1)]}, "world_size is 4097 ranks"),
+        (KVTopology, {"tp_size": 64, "pp_size": 65}, "world_size is 4160 ranks"),
+        (KVTopology, {"stages": [(1, 1), (1, 4096)], "pp_size": 2}, "world_size is 4097 ranks"),
+        (KVStorage, {"num_layers": 4097}, "num_layers is 4097: expected 1 to 4096"),
+    ],
+)
+def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
+    """From the fuzzer: 65,536 ranks took 12 s to plan, 65,536 layers 6 s to lay out."""
+    heads = {"total_num_kv_heads": 1, "block_size": 1}
+    needed = {
+        CacheDescription: {"engine_id": "a", "num_layers": 2, "head_size": 1, **heads},
+        StateDescription: {
+            "engine_id": "a",
+            "num_layers": 2,
+            "tensors": [StateTensor(sections=((1, 1),))],
+        },
+        RemoteEngine: {},
+        KVTopology: {"engine_id": "a", "tp_rank": 0, "tp_size": 1, **heads},
+        KVStorage: {"num_blocks": 1, "block_size": 1, "num_kv_heads": 1, "head_size": 1},
+    }[make]
+    make(**needed)
+    with pytest.raises(ValueError, match=message):
+        make(**{**needed, **sizes})
 
 
 # --- state

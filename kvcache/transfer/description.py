@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import dtype_name, integer, shown
+from kvcache.checks import MAX_INT32, MAX_LAYERS, dtype_name, integer, shown
 from kvcache.layouts import Placement, check_memory_order, layout_of, place_elements
 from kvcache.specs import ELEMENT_BYTES, GroupSpec, LayerSpec
 from kvcache.transfer.sharding import (
@@ -23,6 +23,7 @@ from kvcache.transfer.sharding import (
     check_page_stride,
     check_stages,
     check_stages_of,
+    check_world_size,
     heads_of_rank,
     layers_of_rank,
     layers_of_stages,
@@ -146,7 +147,8 @@ class CacheDescription:
             object.__setattr__(self, "v_head_size", 0 if self.is_mla else self.head_size)
         for name in _SIZES:
             least = 0 if name in ("v_head_size", "scale_bytes_per_head") else 1
-            object.__setattr__(self, name, integer(getattr(self, name), name, least))
+            most = MAX_LAYERS if name == "num_layers" else MAX_INT32
+            object.__setattr__(self, name, integer(getattr(self, name), name, least, most))
         if self.is_mla:
             if self.total_num_kv_heads != 1:
                 raise ValueError(
@@ -160,6 +162,7 @@ class CacheDescription:
                 f"expected a divisor of block_size, {self.block_size}"
             )
         self._check_stages()
+        check_world_size(self.world_size)
         for name in ("k_scale", "v_scale"):
             if (given := getattr(self, name)) is not None:
                 object.__setattr__(self, name, self._checked_scale(given, name))

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from kvcache.checks import integer
 
+MAX_RANKS = 4096  # of an engine: plans look at each rank of both engines
+
 
 class PipelineStage(NamedTuple):
     """A pipeline stage of an engine: how many layers it holds, over how many tensor-parallel ranks."""
@@ -105,6 +107,12 @@ def replica_for(
     integer(num_readers, "num_readers", 1)
     integer(reader, "reader", 0, num_readers - 1)
     return ranks[reader * len(ranks) // num_readers]
+
+
+def check_world_size(world_size: int) -> None:
+    """ValueError for an engine of more ranks than `MAX_RANKS`."""
+    if world_size > MAX_RANKS:
+        raise ValueError(f"world_size is {world_size} ranks: expected at most {MAX_RANKS}")
 
 
 def check_stages(

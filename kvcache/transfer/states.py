@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvcache.checks import flag, integer
+from kvcache.checks import MAX_LAYERS, flag, integer
 from kvcache.specs import ELEMENT_BYTES
 from kvcache.transfer.description import DESCRIPTION_VERSION, Coordinates, check_identity
 from kvcache.transfer.plan.fragments import Pattern, TransferRuns
@@ -25,6 +25,7 @@ from kvcache.transfer.sharding import (
     PipelineStage,
     check_page_stride,
     check_stages_of,
+    check_world_size,
     equal_stages,
     heads_of_rank,
     layers_of_stages,
@@ -136,7 +137,10 @@ class StateDescription:
 
     def __post_init__(self) -> None:
         check_identity(self.version, self.engine_id)
-        for name in ("num_layers", "tp_size", "pp_size", "cp_world_size"):
+        object.__setattr__(
+            self, "num_layers", integer(self.num_layers, "num_layers", 1, MAX_LAYERS)
+        )
+        for name in ("tp_size", "pp_size", "cp_world_size"):
             object.__setattr__(self, name, integer(getattr(self, name), name, 1))
         tensors = tuple(self.tensors)
         if not tensors or not all(isinstance(tensor, StateTensor) for tensor in tensors):
@@ -147,6 +151,7 @@ class StateDescription:
                 self.stages, self.num_layers, pp_size=self.pp_size, tp_size=self.tp_size
             )
             object.__setattr__(self, "stages", stages)
+        check_world_size(self.world_size)
         # ValueError where a stage's ranks cannot share the state.
         page_bytes = [self._bytes_of(stage.tp_size) for stage in self.pipeline_stages]
         if self.page_stride is not None:

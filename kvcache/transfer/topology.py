@@ -19,6 +19,7 @@ from kvcache.specs import LAYOUTS
 from kvcache.transfer.sharding import (
     PipelineStage,
     check_stages,
+    check_world_size,
     equal_stages,
     heads_of_rank,
     reader_of_head,
@@ -52,8 +53,10 @@ class RemoteEngine:
         for name in ("tp_size", "pp_size", "block_size"):
             object.__setattr__(self, name, integer(getattr(self, name), name, 1))
         if self.stages is None:
+            check_world_size(self.tp_size * self.pp_size)
             return
         object.__setattr__(self, "stages", check_stages(self.stages))
+        check_world_size(self.world_size)
         for name in ("tp_size", "pp_size"):
             if getattr(self, name) != 1:
                 raise ValueError(
@@ -143,7 +146,9 @@ class KVTopology:
         self._set("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
         if self.kv_cache_layout not in LAYOUTS:
             raise ValueError(f"kv_cache_layout is {self.kv_cache_layout!r}: expected NHD or HND")
-        if self.stages is not None:
+        if self.stages is None:
+            check_world_size(self.tp_size * self.pp_size)
+        else:
             self._check_stages()
         heads_of_rank(self._num_heads, self.tp_size, self.tp_rank)
         instance(self.remotes, Mapping, "remotes")
@@ -182,6 +187,7 @@ class KVTopology:
 
     def _check_stages(self) -> None:
         stages = check_stages(self.stages)
+        check_world_size(sum(stage.tp_size for stage in stages))
         self._set("stages", stages)
         if len(stages) != self.pp_size:
             raise ValueError(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import dtype_name, instance, integer, listed
+from kvcache.checks import MAX_LAYERS, dtype_name, instance, integer, listed
 from kvcache.layouts import (
     AttentionBackend,
     EngineBackend,
@@ -79,7 +79,7 @@ class KVStorage:
         scale_bytes_per_token: int = 0,
     ) -> None:
         num_blocks = integer(num_blocks, "num_blocks", 1)
-        num_layers = integer(num_layers, "num_layers", 1)
+        num_layers = integer(num_layers, "num_layers", 1, MAX_LAYERS)
         scale_bytes_per_token = integer(scale_bytes_per_token, "scale_bytes_per_token")
         self._describe(
             num_blocks, block_size, num_kv_heads, head_size, v_head_size, dtype, layout, backend
