@@ -302,6 +302,26 @@ def test_sizes_whose_loops_would_not_end_soon_are_refused(make, sizes, message):
 # --- state
 
 
+def test_a_request_whose_name_frees_another_is_freed_with_the_row_of_then():
+    manager = KVCacheManager(4, 20, 32)
+    first, second, taken = (Request(name, range(i, i + 9)) for i, name in enumerate("abc"))
+
+    class Freeing:
+        @property
+        def request_id(self):
+            manager.free(first, second)
+            manager.step(new=[taken])
+            return "b"
+
+    manager.step(new=[first, second])
+    manager.free(first, Freeing())
+    for gone in (first, second):
+        with pytest.raises(ValueError, match="is not admitted"):
+            manager.row(gone)
+    assert manager.step([manager.row(taken)], [1], token_ids=[7]).status.tolist() == [0]
+    manager.check_invariants()
+
+
 def test_a_sequence_that_lies_about_its_length_leaves_nothing():
     class Changing(Seq):
         def get_len(self):

@@ -77,8 +77,13 @@ class RequestRows {
     Leaving out;
     std::optional<py::set> seen;
     if (requests.size() > 1) seen.emplace();
+    std::vector<py::object> ids;
+    ids.reserve(requests.size());
     for (const py::handle& request : requests) {
-      py::object id = id_of(request, [] { return std::string("request"); });
+      ids.push_back(id_of(request, [] { return std::string("request"); }));
+    }
+    // Behind the last Python code, which may have freed and admitted requests.
+    for (py::object& id : ids) {
       PyObject* row = row_of(id);
       if (row == nullptr || (seen && !is_first(*seen, id))) continue;
       out.rows.push_back(static_cast<int32_t>(PyLong_AsLong(row)));
