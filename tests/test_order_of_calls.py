@@ -230,29 +230,38 @@ def test_a_manager_belongs_to_the_thread_that_used_it_first(call):
 
 # --- long work ------------------------------------------------------------------------------------
 
-LONG = np.arange(3_000_000, dtype=np.int32) % 1000
+
+@pytest.fixture(scope="module")
+def prompt() -> np.ndarray:
+    """As many token ids, int32, as this machine hashes in 0.3 s: 1 to 40 million."""
+    million = np.arange(1_000_000, dtype=np.int32) % 1000
+    started = time.perf_counter()
+    hash_blocks(million, 16)
+    return np.tile(million, min(max(round(0.3 / (time.perf_counter() - started)), 1), 40))
+
+
+def long_prompt_manager() -> KVCacheManager:
+    return KVCacheManager(16, 2_500_001, 2**26, num_preallocate_tokens=0)
 
 
 @pytest.mark.parametrize("work", ["hash_blocks", "step", "get_computed_blocks"])
-def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work):
-    manager = KVCacheManager(16, 200_001, 2**22, num_preallocate_tokens=0)
-    request = Request("a", LONG)
+def test_hashing_millions_of_tokens_is_interrupted_and_changes_nothing(work, prompt):
+    manager = long_prompt_manager()
+    request = Request("a", prompt)
     call = {
-        "hash_blocks": lambda: hash_blocks(LONG, 16),
+        "hash_blocks": lambda: hash_blocks(prompt, 16),
         "step": lambda: manager.step(new=[request]),
         "get_computed_blocks": lambda: manager.get_computed_blocks(request),
     }[work]
     with Alarm() as alarm:
-        started = time.perf_counter()
         assert alarm.interrupts(0.02, call)
-        assert time.perf_counter() - started < 0.5  # of a second and more, on a machine with others
     assert manager.pool.num_free == manager.pool.num_total and manager.last_step_id == -1
     manager.check_invariants()
     manager.step(new=[request])
-    assert len(manager.block_ids(request)) == len(LONG) // 16
+    assert len(manager.block_ids(request)) == len(prompt) // 16
 
 
-def test_other_threads_run_while_a_prompt_is_hashed():
+def test_other_threads_run_while_a_prompt_is_hashed(prompt):
     counts, stop = [0], threading.Event()
 
     def count():
@@ -260,21 +269,21 @@ def test_other_threads_run_while_a_prompt_is_hashed():
             counts[0] += 1
             time.sleep(0.001)
 
+    hashing, request = long_prompt_manager(), Request("a", prompt)
     thread = threading.Thread(target=count)
     thread.start()
     before = counts[0]
-    hashing = KVCacheManager(16, 200_001, 2**22)
-    hashing.block_hashes(Request("a", LONG))
+    hashing.block_hashes(request)
     during = counts[0] - before
     stop.set()
     thread.join()
     assert during >= 5
 
 
-def test_an_interrupt_by_another_thread_ends_hashing():
-    manager = KVCacheManager(16, 200_001, 2**22)
+def test_an_interrupt_by_another_thread_ends_hashing(prompt):
+    manager, request = long_prompt_manager(), Request("a", prompt)
     timer = threading.Timer(0.02, signal.raise_signal, [signal.SIGINT])
     timer.start()
     with pytest.raises(KeyboardInterrupt):
-        manager.block_hashes(Request("a", LONG))
+        manager.block_hashes(request)
     timer.join()

@@ -4,10 +4,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <map>
 #include <optional>
+#include <thread>
 #include <tuple>
 
 #include "core/eviction/registry.h"
@@ -39,12 +41,13 @@ void append_tokens(TokenIds& self, const py::object& token_ids) {
   self.append(tokens.data(), tokens.size());
 }
 
-// Lets other threads run, and runs the handlers of signals that came; with or without the
-// interpreter's lock.
-void run_signal_handlers() {
-  {
-    std::optional<py::gil_scoped_release> unlocked;
-    if (PyGILState_Check() != 0) unlocked.emplace();
+// Lets other threads run where work is long, and runs the handlers of signals that came; with or
+// without the interpreter's lock.
+void run_signal_handlers(bool is_long) {
+  if (is_long && PyGILState_Check() != 0) {
+    const py::gil_scoped_release unlocked;
+    // A thread that waits for the lock is woken only now: taken again at once, it would be lost.
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
   }
   const py::gil_scoped_acquire locked;
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
