@@ -118,11 +118,11 @@ def token_io(
     # K and V, each element read on one side and written on the other.
     moved = 2 * int(np.prod(shape)) * (2 + element)
     sets = num_rotated(moved)
-    num_blocks = -(-sets * num_tokens // _BLOCK_SIZE)
+    num_blocks = 1 + -(-sets * num_tokens // _BLOCK_SIZE)
     caches = [cache(num_blocks, layout, fp8, layers) for _ in "kv"]
     tokens = [[torch.randn(shape, device="cuda").bfloat16() for _ in "kv"] for _ in range(sets)]
-    slots = torch.randperm(num_blocks * _BLOCK_SIZE, device="cuda")
-    slots = slots[: sets * num_tokens].view(sets, num_tokens)
+    # None in the null block, to which no write goes.
+    slots = _BLOCK_SIZE + torch.randperm(sets * num_tokens, device="cuda").view(sets, num_tokens)
     scales = [torch.full((*layers, 1), 0.37, device="cuda")] * 2 if fp8 else []
     case = f"{num_tokens} tokens, {layout}, {_HEADS} heads of {_HEAD_SIZE}, bf16"
     case += f" in {str(fp8).removeprefix('torch.')}" if fp8 else ""

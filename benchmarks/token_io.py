@@ -20,13 +20,20 @@ def make_caches(layout: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return caches if layout == "NHD" else [cache.transpose(1, 2) for cache in caches]
 
 
+def written_slots(generator: torch.Generator) -> torch.Tensor:
+    """Different slots in random order, none of them the null block's, whose writes are dropped."""
+    return (
+        torch.randperm((NUM_BLOCKS - 1) * BLOCK_SIZE, generator=generator)[:NUM_TOKENS] + BLOCK_SIZE
+    )
+
+
 def plain(layout: str) -> Iterator[Result]:
     """bfloat16 moved as it is."""
     generator = torch.Generator().manual_seed(0)
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
     caches, theirs = make_caches(layout, torch.bfloat16), make_caches(layout, torch.bfloat16)
-    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:NUM_TOKENS]
+    slots = written_slots(generator)
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     back, answer = ([torch.empty_like(t) for t in tokens] for _ in range(2))
 
@@ -61,7 +68,7 @@ def fp8(layout: str, dtype: torch.dtype) -> Iterator[Result]:
     shape = (NUM_TOKENS, HEADS, HEAD_SIZE)
     tokens = [torch.randn(shape, generator=generator).bfloat16() for _ in "kv"]
     caches, theirs = make_caches(layout, dtype), make_caches(layout, dtype)
-    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:NUM_TOKENS]
+    slots = written_slots(generator)
     blocks, offsets = slots // BLOCK_SIZE, slots % BLOCK_SIZE
     scale, largest = torch.tensor([0.37]), torch.finfo(dtype).max
     back = [torch.empty_like(t) for t in tokens]
