@@ -1,4 +1,5 @@
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -10,6 +11,10 @@ settings.register_profile("random", deadline=None, print_blob=True)
 # Under tools that slow every launch down a hundredfold (compute-sanitizer).
 settings.register_profile("few", derandomize=True, deadline=None, max_examples=5)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+# A job that a shell starts in the background ignores interrupts, and so would the processes of tests.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 num_without_gpu = pytest.StashKey[int]()
