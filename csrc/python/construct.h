@@ -6,6 +6,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <utility>
 
 namespace kvcache {
@@ -42,6 +43,13 @@ Class def_init(Class of, Make make, const Extra&... extra) {
   of.def("__init__", Constructor<Make>(std::move(make)), py::detail::is_new_style_constructor(),
          extra...);
   return of;
+}
+
+// An object over memory that these Python objects own: they live as long as it. (`py::keep_alive`
+// ends the process where it has no memory to note them.)
+template <class T, class... Owners>
+std::shared_ptr<T> over(std::unique_ptr<T> made, Owners... owners) {
+  return std::shared_ptr<T>(made.release(), [owners...](T* gone) { delete gone; });
 }
 
 }  // namespace kvcache

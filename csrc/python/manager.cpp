@@ -585,12 +585,13 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("num_fenced", sound<&Manager::num_fenced>)
       .def_property_readonly("num_kept", sound<&Manager::num_kept>)
       .def_property_readonly("num_loading", sound<&Manager::num_loading>)
+      // The pools are the manager's: who holds one holds the manager, too. (`reference_internal`
+      // would see to it, and ends the process where it has no memory to note that.)
       .def_property_readonly(
-          "host", [](Manager& self) { return self.host(); },
-          py::return_value_policy::reference_internal)
+          "host", [](Manager& self) { return self.host(); }, py::return_value_policy::reference)
       .def_property_readonly(
           "pool", [](Manager& self) -> BlockPool& { return self.pool(); },
-          py::return_value_policy::reference_internal);
+          py::return_value_policy::reference);
 }
 
 }  // namespace kvcache

@@ -116,7 +116,7 @@ std::vector<TableGroupView> table_views(const py::list& fields) {
   return views;
 }
 
-std::unique_ptr<HostSlots> make_host_slots(const py::object& arena, const py::object& counts,
+std::shared_ptr<HostSlots> make_host_slots(const py::object& arena, const py::object& counts,
                                            int64_t num_rows, const py::list& fields,
                                            int64_t num_shared, const py::array& slots,
                                            int64_t num_slots, bool one_memory) {
@@ -125,9 +125,10 @@ std::unique_ptr<HostSlots> make_host_slots(const py::object& arena, const py::ob
   if (slots.size() != static_cast<py::ssize_t>(views.size()) * num_slots) {
     throw py::value_error("slots: expected num_slots entries per group");
   }
-  return std::make_unique<HostSlots>(tables.data(), held.data(), num_rows, std::move(views),
-                                     num_shared, const_cast<void*>(slots.data()), num_slots,
-                                     slots.itemsize() == sizeof(int64_t), one_memory);
+  auto made = std::make_unique<HostSlots>(tables.data(), held.data(), num_rows, std::move(views),
+                                          num_shared, const_cast<void*>(slots.data()), num_slots,
+                                          slots.itemsize() == sizeof(int64_t), one_memory);
+  return over(std::move(made), arena, counts, py::object(slots));
 }
 
 // The data of a one-dimensional array of this type; null for any other object.
@@ -217,10 +218,9 @@ void commit_slots(HostSlots& self, int64_t place, const py::object& num_tokens) 
 }
 
 void bind_slots(py::module_& m) {
-  def_init(py::class_<HostSlots>(m, "HostSlots"), &make_host_slots, py::arg("tables"),
-           py::arg("counts"), py::arg("num_rows"), py::arg("groups"), py::arg("num_shared"),
-           py::arg("slots"), py::arg("num_slots"), py::arg("one_memory"), py::keep_alive<1, 2>(),
-           py::keep_alive<1, 3>(), py::keep_alive<1, 7>())
+  def_init(py::class_<HostSlots, std::shared_ptr<HostSlots>>(m, "HostSlots"), &make_host_slots,
+           py::arg("tables"), py::arg("counts"), py::arg("num_rows"), py::arg("groups"),
+           py::arg("num_shared"), py::arg("slots"), py::arg("num_slots"), py::arg("one_memory"))
       .def("compute", &compute_slots)
       .def("slots_of", &slots_of)
       .def("commit", &commit_slots)
@@ -234,16 +234,16 @@ void bind_slots(py::module_& m) {
 void bind_worker(py::module_& m) {
   bind_slots(m);
   def_init(
-      py::class_<HostTables>(m, "HostTables"),
+      py::class_<HostTables, std::shared_ptr<HostTables>>(m, "HostTables"),
       [](const py::object& arena, int64_t num_rows, const py::list& fields, bool track) {
         std::vector<TableGroup> groups = table_groups(fields);
         int64_t size = static_cast<int64_t>(groups.size()) * num_rows;  // the counts
         for (const TableGroup& group : groups) size += num_rows * group.width;
-        return std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
-                                            std::move(groups), track);
+        return over(std::make_unique<HostTables>(shared_int32(arena, "arena", size), num_rows,
+                                                 std::move(groups), track),
+                    arena);
       },
-      py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"),
-      py::keep_alive<1, 2>())
+      py::arg("arena"), py::arg("num_rows"), py::arg("groups"), py::arg("track"))
       .def("apply", &apply, py::arg("clear_rows"), py::arg("append_rows"), py::arg("append_splits"),
            py::arg("append_ids"), py::arg("replace"), py::arg("num_blocks"),
            py::arg("slots") = nullptr)

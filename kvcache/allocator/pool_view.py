@@ -22,7 +22,8 @@ class PoolView:
 
     def __init__(self, pool: core.BlockPool, check: Callable[[], None]) -> None:
         self._pool = pool
-        self._check = check  # raises in a thread that is not the manager's
+        # Raises in a thread that is not the manager's. A method of the manager, which the pool needs.
+        self._check = check
 
     num_blocks = _count("num_blocks", "Blocks, the null block counted.")
     num_total = _count("num_total", "Blocks without the null block.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvcache.checks import instance
 from kvcache.layouts import Placement
 from kvcache.transfer.description import CacheDescription
 from kvcache.transfer.plan.transfer_plan import ReceivePermutation
@@ -59,10 +60,12 @@ def permute_pages(
     """Permutes received pages, int[groups, pages per group], into the local order.
 
     permutation: that of the transfer plan; None does nothing. Covers K and V of all layers of the
-    storage. ValueError as for `permute_received_blocks`.
+    storage. TypeError or ValueError as for `permute_received_blocks`.
     """
+    instance(storage, KVStorage, "storage")
     if permutation is None:
         return
+    instance(permutation, ReceivePermutation, "permutation")
     layers = range(storage.num_layers)
     keys = [storage.key_cache(layer) for layer in layers]
     values = [storage.value_cache(layer) for layer in layers if storage.v_head_size]

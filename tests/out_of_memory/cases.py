@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.out_of_memory.managers import manager_families
+from tests.out_of_memory.others import other_families
 from tests.out_of_memory.pools import pool_cases
 from tests.out_of_memory.sequences import sequence_cases
 from tests.out_of_memory.workers import worker_cases
@@ -12,4 +13,5 @@ FAMILIES = {
     "block pool": pool_cases,
     "block space manager": sequence_cases,
     "worker": worker_cases,
+    **other_families(),
 }

@@ -41,20 +41,20 @@ def library() -> Path:
 @functools.cache
 def _new() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(library()))
-    loaded.fail_new_at.argtypes = [ctypes.c_long]
+    loaded.fail_new_at.argtypes = [ctypes.c_long, ctypes.c_bool]
     return loaded
 
 
-def _failing(trial: Trial, n: int) -> BaseException | None:
+def _failing(trial: Trial, n: int, spares_torch: bool) -> BaseException | None:
     """What the call raises whose n-th allocation fails."""
     raised = None
-    _new().fail_new_at(n)
+    _new().fail_new_at(n, spares_torch)
     try:
         trial.call()
     except BaseException as error:
         raised = error
     finally:
-        _new().fail_new_at(-1)
+        _new().fail_new_at(-1, False)
     return raised
 
 
@@ -87,7 +87,7 @@ def try_allocation(case: Case, n: int, states: list[list[object]]) -> tuple[str,
     """What follows on the failure of the n-th allocation, with details; None where there are fewer."""
     for repeats, expected in zip((False, True), states):
         trial = case.make()
-        raised = _failing(trial, n)
+        raised = _failing(trial, n, case.spares_torch)
         if raised is None:
             return None
         if not isinstance(raised, MemoryError):

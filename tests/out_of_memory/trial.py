@@ -28,6 +28,7 @@ class Trial:
 class Case:
     name: str
     make: Callable[[], Trial]
+    spares_torch: bool = False  # allocations of torch itself do not fail
 
 
 def plain(value: object) -> object:
