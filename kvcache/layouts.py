@@ -225,7 +225,7 @@ class AttentionBackend:
         >>> backend("MLA").memory_order(cross_layers=True)
         ('block', 'layer', 'token', 'element')
         """
-        _check_layout(layout, "layout")
+        check_layout(layout, "layout")
         order = getattr(
             self, layout.lower() + ("_cross_layers" if flag(cross_layers, "cross_layers") else "")
         )
@@ -699,7 +699,7 @@ def choose_layout(required: str | None | Iterable[str | None] | Mapping[str, str
         required = dict(enumerate(listed(required, "required")))
     asked = {connector: layout for connector, layout in required.items() if layout is not None}
     for connector, layout in asked.items():
-        _check_layout(layout, f"the layout that connector {connector!r} requires")
+        check_layout(layout, f"the layout that connector {connector!r} requires")
     if len(set(asked.values())) > 1:
         wishes = ", ".join(f"connector {c!r} requires {layout!r}" for c, layout in asked.items())
         raise ValueError(f"{wishes}: expected one layout")
@@ -714,6 +714,7 @@ def _log_default() -> None:
     _log.info("no connector requires a cache layout: taking NHD")
 
 
-def _check_layout(layout: str, name: str) -> None:
+def check_layout(layout: str, name: str) -> None:
+    """ValueError for a name of no layout."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"{name} is {shown(layout)}: expected 'NHD' or 'HND'")

@@ -700,7 +700,8 @@ class KVCacheManager:
         keep_blocks = flag(keep_blocks, "keep_blocks")
         if keep_blocks and after_step is not None:
             raise ValueError(f"after_step is {after_step} with keep_blocks: expected one of them")
-        is_plain = turn == 0 and request_class == -1 and retention == ()
+        has_types = type(turn) is type(request_class) is int and type(retention) is tuple
+        is_plain = has_types and turn == 0 and request_class == -1 and not retention
         if not is_plain or keep_blocks or after_step is not None:
             self._native.free_requests(
                 self._requests,

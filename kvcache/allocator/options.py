@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from kvcache.allocator.hashing import DEFAULT_ALGORITHM, DEFAULT_SEED, hash_bytes_of
 from kvcache.allocator.hashing import hash_seed as first_parent
-from kvcache.checks import MAX_INT64, flag, integer, number
+from kvcache.checks import MAX_INT64, flag, integer, number, text
 from kvcache.native.load import core
 
 _MOST_BYTES = 2**62
@@ -256,9 +256,7 @@ def _host_write(host_write: str) -> core.HostWrite:
 
 def checked_session(session: str) -> str:
     """The name of a session that pins."""
-    if not isinstance(session, str):
-        raise TypeError(f"session is {session!r}: expected a string")
-    return session
+    return text(session, "session")
 
 
 def checked_seconds(value: float, name: str, most: float = 2.0**50) -> float:

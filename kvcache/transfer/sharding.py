@@ -55,8 +55,8 @@ def heads_of_rank(total_num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
     >>> heads_of_rank(8, 4, 1), heads_of_rank(2, 8, 5)
     (range(2, 4), range(1, 2))
     """
-    _check_heads(total_num_kv_heads, tp_size)
-    integer(tp_rank, "tp_rank", 0, tp_size - 1)
+    total_num_kv_heads, tp_size = _checked_heads(total_num_kv_heads, tp_size)
+    tp_rank = integer(tp_rank, "tp_rank", 0, tp_size - 1)
     first = tp_rank * total_num_kv_heads // tp_size
     return range(first, first + max(1, total_num_kv_heads // tp_size))
 
@@ -67,8 +67,8 @@ def ranks_of_head(total_num_kv_heads: int, tp_size: int, head: int) -> range:
     >>> ranks_of_head(8, 4, 3), ranks_of_head(2, 8, 1)
     (range(1, 2), range(4, 8))
     """
-    _check_heads(total_num_kv_heads, tp_size)
-    integer(head, "head", 0, total_num_kv_heads - 1)
+    total_num_kv_heads, tp_size = _checked_heads(total_num_kv_heads, tp_size)
+    head = integer(head, "head", 0, total_num_kv_heads - 1)
     first = head * tp_size // total_num_kv_heads
     return range(first, first + max(1, tp_size // total_num_kv_heads))
 
@@ -247,11 +247,12 @@ def reader_of_head(
     return reader, num_readers
 
 
-def _check_heads(total_num_kv_heads: int, tp_size: int) -> None:
-    integer(total_num_kv_heads, "total_num_kv_heads", 1)
-    integer(tp_size, "tp_size", 1)
+def _checked_heads(total_num_kv_heads: int, tp_size: int) -> tuple[int, int]:
+    total_num_kv_heads = integer(total_num_kv_heads, "total_num_kv_heads", 1)
+    tp_size = integer(tp_size, "tp_size", 1)
     if total_num_kv_heads % tp_size and tp_size % total_num_kv_heads:
         raise ValueError(
             f"total_num_kv_heads is {total_num_kv_heads}, tp_size is {tp_size}: "
             "expected one to divide the other"
         )
+    return total_num_kv_heads, tp_size

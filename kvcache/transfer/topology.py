@@ -12,10 +12,10 @@ from kvcache.layouts import (
     EngineBackend,
     backend,
     blocks_first,
+    check_layout,
     engine_dims,
     engine_order,
 )
-from kvcache.specs import LAYOUTS
 from kvcache.transfer.sharding import (
     PipelineStage,
     check_stages,
@@ -144,8 +144,7 @@ class KVTopology:
         self._set("is_mla", flag(self.is_mla, "is_mla"))
         self._set("tp_rank", integer(self.tp_rank, "tp_rank", 0, self.tp_size - 1))
         self._set("pp_rank", integer(self.pp_rank, "pp_rank", 0, self.pp_size - 1))
-        if self.kv_cache_layout not in LAYOUTS:
-            raise ValueError(f"kv_cache_layout is {self.kv_cache_layout!r}: expected NHD or HND")
+        check_layout(self.kv_cache_layout, "kv_cache_layout")
         if self.stages is None:
             check_world_size(self.tp_size * self.pp_size)
         else:

@@ -150,8 +150,9 @@ class KVStorage:
             )
         self.pages = pages
         num_bytes, item = int(placed.region_bytes[0]), self.dtype.itemsize
-        for layer in range(pages.num_layers) if layers is None else listed(layers, "layers"):
-            page = pages.layer(layer)
+        chosen = range(pages.num_layers) if layers is None else listed(layers, "layers")
+        for i, layer in enumerate(chosen):
+            page = pages.layer(integer(layer, f"layers[{i}]", most=pages.num_layers - 1))
             if page.shape[1] < num_bytes or page.stride(0) % item or page.data_ptr() % item:
                 raise ValueError(
                     f"pages have {page.shape[1]} bytes, {page.stride(0)} apart: expected a multiple of "

@@ -90,6 +90,8 @@ def key_and_value(
         v_head_size = integer(v_head_size, "v_head_size", 0, size - 1)
         split = size - v_head_size
         caches = cache.narrow(at, 0, split), cache.narrow(at, split, v_head_size)
+    if v_head_size is not None:
+        v_head_size = integer(v_head_size, "v_head_size")
     if split is None and v_head_size not in (None, caches[0].shape[dims.index("element")]):
         raise ValueError(
             f"v_head_size is {v_head_size}: expected None or K's, "

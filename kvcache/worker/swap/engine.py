@@ -90,6 +90,10 @@ class SwapEngine:
             raise ValueError(f"method is {method!r}: expected None or one of {', '.join(METHODS)}")
         if not isinstance(calibration, Calibration | None):
             raise TypeError(f"calibration is {calibration!r}: expected a Calibration or None")
+        if streams is not None and not hasattr(streams, "new_stream"):
+            raise TypeError(
+                f"streams is {shown(streams)}: expected CudaStreams, CpuStreams or None"
+            )
         layers_per_event = integer(layers_per_event, "layers_per_event")
         staging_bytes = integer(staging_bytes, "staging_bytes", most=MAX_INT64)
         batch_copies = flag(batch_copies, "batch_copies")
@@ -101,7 +105,7 @@ class SwapEngine:
             )
         self.device, self.host = device, host
         self.calibration = calibration or calibration_of(device.device)
-        self._streams = streams or streams_of(device.device)
+        self._streams = streams_of(device.device) if streams is None else streams
         self._method = method
         self._is_cpu = isinstance(self._streams, CpuStreams)  # the CPU has one method
         self._kernel_reaches_host = host.is_pinned or not on_cuda

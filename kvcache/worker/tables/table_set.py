@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvcache import ops
-from kvcache.checks import as_array, flag, instance, integer, num_entries
+from kvcache.checks import as_array, flag, instance, integer, num_entries, shown
 from kvcache.native.load import core
 from kvcache.specs import MAX_GROUPS, ContextParallel
 from kvcache.step import StepPlan
@@ -605,8 +605,10 @@ def make_table_set(
             "follow max_num_batched_tokens)"
         )
     device = checked_device(device)
-    if slot_mapping_dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"slot_mapping_dtype is {slot_mapping_dtype}: expected int64 or int32")
+    if not any(slot_mapping_dtype is dtype for dtype in (torch.int64, torch.int32)):
+        raise ValueError(
+            f"slot_mapping_dtype is {shown(slot_mapping_dtype)}: expected int64 or int32"
+        )
     rows = max_num_reqs * (1 + num_speculative_tokens if cp.world_size > 1 else 1)
     padding = 2 * cp.pcp_world_size * max_num_reqs if flag(pcp_padding, "pcp_padding") else 0
     return TableSet(
