@@ -130,7 +130,7 @@ DEFECTS = [
         MANAGER + "step_journal.cpp",
         "copy(step.dropped);",
         "",  # a fork does not know what its parent dropped
-        "forks allocator_random allocator_contents",
+        "forks allocator_random",
     ),
     Defect(
         "deferred frees",

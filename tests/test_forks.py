@@ -173,6 +173,23 @@ def test_what_is_wrong_is_wrong_for_both():
     manager.check_invariants()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_page_that_left_the_parents_window_and_fails_is_known_of_the_child(leaves):
+    window = GroupSpec("sliding_window", 4, {"window": 4})
+    manager = make(groups=[window], enable_caching=False)
+    parent = Request("parent", range(40))
+    manager.step(new=[parent], new_num_tokens=[8])
+    failed = ids(manager, parent)[0]
+    manager.step([0], [8])
+    assert ids(manager, parent)[0] == 0  # the null block: the page is the parent's no more
+    child_of(manager, parent, "child", *range(16, 40))
+    if leaves:
+        manager.free(parent)
+    told = {"child": 0} if leaves else {"parent": 0, "child": 0}
+    assert manager.report(StepReport(0, True, [failed])) == told
+    manager.check_invariants()
+
+
 def test_what_a_child_computes_in_a_block_that_it_did_not_begin_is_withdrawn_with_it():
     """Found by a random run of the simulation of contents: its block counted as another's."""
     groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]

