@@ -416,7 +416,7 @@ def test_pages_of_the_wrong_shape_are_refused():
         ValueError, match="layer 0 has of a page are 2 fragments: expected them tog"
     ):
         KVStorage.over(Pages.allocate(4, [[64, 64]]), 4, 1, 8)
-    with pytest.raises(ValueError, match="number is 2: expected 0 to 1"):
+    with pytest.raises(ValueError, match=r"layers\[1\] is 2: expected 0 to 1"):
         KVStorage.over(Pages.allocate(4, [[128]] * 2), 4, 1, 8, layers=[0, 2])
 
 
