@@ -1049,7 +1049,7 @@ class ModelManager:
         held = self.hit_blocks(request, num_hit, start)
         announced = [
             (g, column)
-            for g, each in enumerate(self.hit_blocks(request, num_hit))
+            for g, each in enumerate(held)
             for column, block in enumerate(each.blocks)
             if block > 0
         ]
@@ -1083,9 +1083,9 @@ class ModelManager:
         state.reads = request.reads  # of this call
         self.rows[row] = state
         self._take_hits(state)
-        self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         if self.announce_reused:
             self._announce(request, announced)
+        self._allocate_blocks(state, row, start, after, lookahead, needs, room)
         if request.reads:
             self.query_tokens += len(request.tokens)
             self.hit_tokens += num_hit
@@ -1192,7 +1192,7 @@ class ModelManager:
                 and group.pages == TOKENS
                 and starts < start
             ):
-                self.step_answer.zero.append(taken[g][0])
+                self.step_answer.zero += taken[g][: ceil_div(start - starts, group.block_size)]
                 self.safe_start = min(self.safe_start, starts)
             each.blocks += taken[g]
 

@@ -3,6 +3,7 @@
 import pytest
 
 from kvcache import GroupSpec, KVCacheManager, Request, Status, StepReport
+from kvcache.events import BlockRemoved, BlockStored
 
 FULL = GroupSpec("full_attention", 4)
 WINDOW = GroupSpec("sliding_window", 4, {"window": 6})
@@ -29,6 +30,42 @@ def receiver(manager, name="a", num_tokens=21, num_external=16, **options):
     )
     assert plan.status.tolist() == [Status.SERVED]
     return request, plan
+
+
+def test_blocks_for_which_nothing_comes_are_cleared():
+    own = GroupSpec("full_attention", 4, cached=False, transferred=False)
+    for delays in (False, True):
+        manager = make(26, [FULL, own])
+        request = Request("b", range(20))
+        plan = manager.step(
+            new=[request],
+            new_num_tokens=[0 if delays else 20],
+            num_external_computed_tokens=[16],
+            delay_cache_blocks=[delays],
+        )
+        assert plan.zero.tolist() == manager.block_ids(request, 1)[:4].tolist()
+
+
+def test_no_block_is_announced_that_external_tokens_make_unneeded():
+    """The step that admits the request evicts the hit's blocks, which nothing reads any more."""
+    manager = KVCacheManager(
+        4,
+        6,
+        64,
+        sliding_window=4,
+        num_preallocate_tokens=0,
+        enable_events=True,
+        announce_reused=True,
+    )
+    first = Request("a", range(20))
+    manager.step(new=[first], new_num_tokens=[8])
+    manager.free(first)
+    manager.drain_events()
+    second = Request("b", [*range(8), *range(100, 128)])
+    manager.step(new=[second], new_num_tokens=[16], num_external_computed_tokens=[8])
+    events = manager.drain_events()
+    assert [type(each) for each in events] == [BlockRemoved, BlockStored]
+    assert not events[1].is_reused
 
 
 # Within a step -----------------------------------------------------------------------------------------

@@ -187,11 +187,14 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
   return content;
 }
 
-void Publisher::announce(const TokenChain& chain, const PrefixHit& hit) const {
+// The blocks that the row has taken: external tokens may read less than the hit.
+void Publisher::announce(int32_t row, const PrefixHit& hit) const {
+  const TokenChain& chain = *(*c_.rows)[row].chain;
   for (const CacheGroup& group : *c_.groups) {
     const std::vector<BlockId>& blocks = hit.blocks[group.id];
     const auto size = static_cast<int64_t>(blocks.size());
-    for (int64_t first = 0, stop = 0; first < size; first = stop + 1) {
+    const int64_t taken = c_.rows->blocks(row)[group.id].num_dropped;
+    for (int64_t first = taken, stop = taken; first < size; first = stop + 1) {
       // Null ones are not read any more, or on the host.
       for (stop = first; stop < size && blocks[static_cast<size_t>(stop)] != kNullBlock;) ++stop;
       if (stop > first) {

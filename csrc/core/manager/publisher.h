@@ -52,9 +52,9 @@ class Publisher {
   // Blocks of hits on the host whose steps are done, unless what their pages hold was reported
   // invalid since.
   void publish_arrived();
-  // Says in events that a request hits these blocks of the device, where that is wanted.
-  void announce_hit(const TokenChain& chain, const PrefixHit& hit) const {
-    if (announces_reused_) announce(chain, hit);
+  // Says in events that a row has taken these blocks of the device, where that is wanted.
+  void announce_hit(int32_t row, const PrefixHit& hit) const {
+    if (announces_reused_) announce(row, hit);
   }
   // To be called when the row's blocks, or what is published of them, have changed otherwise.
   void refresh(int32_t row) { (*c_.rows)[row].next_publish = next_publish(row); }
@@ -75,7 +75,7 @@ class Publisher {
   void publish_run(int32_t row, const CacheGroup& group, int64_t first_block, const BlockId* ids,
                    int64_t n);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
-  void announce(const TokenChain& chain, const PrefixHit& hit) const;
+  void announce(int32_t row, const PrefixHit& hit) const;
   void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
                    const BlockId* ids, int64_t n);
   void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);

@@ -159,14 +159,16 @@ void RowGrowth::serve(ServedRow* served, const Demand& demand) {
   }
 }
 
-// Behind a hit, a group that is not cached has zeros for the tokens before: in the block that the
-// hit ends in, or, where blocks are written round, in all.
+// Behind a hit, and behind external tokens, a group that is not cached has zeros for the tokens
+// before, in the blocks that it has of them; where blocks are written round, in all.
 void RowGrowth::clear_uncomputed(ServedRow* served, const CacheGroup& group, const BlockId* blocks,
                                  int64_t n) {
   if (group.is_cached || group.holds_encoder() || !c_.plan->is_step()) return;
   const int64_t token = c_.rows->blocks(served->row)[group.id].size() * group.block_size;
   if (token >= served->span.start || (group.is_circular() && token > 0)) return;
-  for (int64_t i = 0; i < (group.is_circular() ? n : 1); ++i) c_.plan->zero(blocks[i]);
+  const int64_t num_before = ceil_div(served->span.start - token, group.block_size);
+  const int64_t num_zeros = group.is_circular() ? n : std::min(num_before, n);
+  for (int64_t i = 0; i < num_zeros; ++i) c_.plan->zero(blocks[i]);
   served->depends_from(token);
 }
 

@@ -282,10 +282,10 @@ Status RowServer::admit(ServedRow* served, const NewRow& asked, const PrefixHit&
   r.by_step = by_step;
   std::swap_ranges(candidate_.begin(), candidate_.end(), c_.rows->blocks(row));
   growth_.take_hit(served, hit);
+  parts_.publisher->announce_hit(row, hit);  // before anything may be evicted
   growth_.serve(served, demand);
   served->num_before.fill(0);
   parts_.publisher->refresh(row);
-  parts_.publisher->announce_hit(*chain, hit);
   if (asked.reads()) {
     parts_.stats->add(chain->num_tokens(), hit.num_tokens,
                       hit.num_tokens - hit.first_host_token(*c_.groups));

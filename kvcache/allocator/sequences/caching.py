@@ -77,7 +77,8 @@ class SequenceCaching(SequenceTables):
     def get_num_cached_tokens(self, seq: SequenceLike) -> int:
         """Tokens of a sequence that are cached, in full blocks.
 
-        Before it is allocated, and while it is swapped out: those that are hits now. Until its whole
+        Before it is allocated, and while it is swapped out: those that are hits now (which a group
+        with an encoder does not take: do not ask for its sequences then). Until its whole
         prompt is marked as computed: those that were hits when it was allocated. From then on, also
         its own computed ones.
         """
