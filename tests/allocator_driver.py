@@ -448,8 +448,11 @@ class Driver:
         self.apply(plan)
         answers = [*range(len(rows)), *range(len(rows) + len(leaving), len(want.status))]
         starts = [[want.computed[i]] for i in range(len(rows))] + want.tried
+        has_state = any(group.pages == STATE for group in self.model.groups)
         for i, tried, model, count, lookahead in zip(answers, starts, known, asked, ahead):
             for start in tried if want.status[i] == Status.NEVER else ():
+                if has_state and start > 0 and i >= len(rows):
+                    continue  # a state that is hit, or comes from elsewhere, is a page more
                 most = LONGEST if i < len(rows) else len(model.tokens)
                 stop = min(start + max(count, 1), most)
                 self.check_never(model, start, stop, stop - start, lookahead)

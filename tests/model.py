@@ -917,12 +917,7 @@ class ModelManager:
         if room < 0:
             surplus = self._surplus(state.held, start, after + lookahead, drafts, accepted)
             alive = sum(
-                any(each.blocks)
-                + (
-                    self._moves(group, each, start, after - drafts)
-                    and not self._stays(each, accepted)
-                )
-                + drafts
+                1 + drafts  # alone, a state goes on in its page
                 if group.pages == STATE
                 else len(each.blocks) - len(tail) - drop_to + num_new
                 for group, each, tail, (num_new, drop_to) in zip(

@@ -185,9 +185,9 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
   for (const CacheGroup& group : *groups_) {
     const RowBlocks& each = held[group.id];
     num_freed += this->num_freed(group, each, span);
+    // Alone, it shares no page: a state goes on in its own.
     num_blocks += group.holds_state()
-                      ? (each.num_alive() > 0) +
-                            moves(holders_, group, each, span, /*gives_up=*/true) + span.num_drafts
+                      ? 1 + span.num_drafts
                       : each.size() - num_surplus(holders_, group, each, span) -
                             demand[group].drop_to + demand[group].num_new;
   }
