@@ -398,8 +398,9 @@ class KVCacheManager:
         not accepted; their slots are used first.
 
         `num_lookahead_tokens`: extra slots for drafts; they are never cached, and the next tokens use
-        them. One number, or one for each of `rows` and `new`. `num_reserved_blocks`: blocks that new
-        requests leave free in addition to the watermark.
+        them. One number, or one for each of `rows` and `new`. A row has none beyond `max_model_len`: near
+        it a row has fewer. `num_reserved_blocks`: blocks that new requests leave free in addition to the
+        watermark.
 
         `swap_out`: rows that are swapped out before anything else, each if it fits on the host (`WAIT`:
         it does not, and stays). A swapped-out row comes back when it is in `rows` again; like a new

@@ -186,10 +186,9 @@ Demand DemandRules::of_running(const RowBlocks* held, const Span& span, bool may
     const RowBlocks& each = held[group.id];
     num_freed += this->num_freed(group, each, span);
     // Alone, it shares no page: a state goes on in its own.
-    num_blocks += group.holds_state()
-                      ? 1 + span.num_drafts
-                      : each.size() - num_surplus(holders_, group, each, span) -
-                            demand[group].drop_to + demand[group].num_new;
+    num_blocks += group.holds_state() ? 1 + span.num_drafts
+                                      : each.size() - num_surplus(holders_, group, each, span) -
+                                            demand[group].drop_to + demand[group].num_new;
   }
   if (gives_up && frees_at_once()) {
     demand = with_free(held, span, may_share, pool_->num_free() + num_freed, /*gives_up=*/true);
