@@ -533,7 +533,12 @@ def test_a_prompt_that_its_encoder_makes_too_large_never_fits():
     manager = make(FULL, GroupSpec("cross_attention", 4), num_blocks=6)
     too_large = Request("a", range(9), num_encoder_tokens=12)
     assert manager.would_fit(too_large) == Status.NEVER
-    assert manager.would_fit(Request("b", range(9), num_encoder_tokens=8)) == Status.SERVED
+    fits = Request("b", range(9), num_encoder_tokens=8)
+    assert manager.would_fit(fits) == Status.SERVED
+    # Nor as long as another one holds a block that its encoder needs.
+    plan = manager.step(new=[Request("c", [1]), fits])
+    assert plan.status.tolist() == [Status.SERVED, Status.WAIT]
+    manager.check_invariants()
 
 
 def test_a_kind_of_a_user_is_called_natively():

@@ -593,6 +593,16 @@ def test_wrong_given_hashes_are_named_and_change_nothing():
         plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
 
 
+def test_tokens_of_a_step_are_taken_back_where_a_new_request_is_refused():
+    manager = KVCacheManager(4, 20, 16)
+    running = Request("r", range(5))
+    row = manager.step(new=[running]).rows[0]
+    with pytest.raises(ValueError, match="a new request would have 17 tokens: expected at most"):
+        manager.step([row], [1], token_ids=[7], new=[Request("long", range(17))])
+    assert running.num_tokens == 5 and manager.num_computed_tokens(running) == 5
+    manager.check_invariants()
+
+
 def test_a_list_that_lags_behind_the_tokens_is_refused_with_the_step():
     manager = engine_manager(num_preallocate_tokens=0)
     mine = given_hashes(list(range(7)), 4)

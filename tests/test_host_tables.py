@@ -137,6 +137,17 @@ TestTablesAgainstLists = TablesAgainstLists.TestCase
 TestTablesAgainstLists.settings = settings(stateful_step_count=30)
 
 
+def test_what_was_sent_before_does_not_count():
+    """Each update alone is compared with the size of the tables."""
+    arena = np.zeros(ROWS * 20 + ROWS, np.int32)
+    tables = core.HostTables(arena, ROWS, [(0, 20, 1, 2**31)], track=True)
+    packed = np.zeros(300, np.int32)
+    for i in range(200):
+        tables.append_row(0, i % ROWS, [i % NUM_BLOCKS], True)
+        assert 0 < tables.pack(packed) <= 20
+        tables.mark_clean()
+
+
 @pytest.mark.parametrize(
     "change",
     [

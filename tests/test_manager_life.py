@@ -426,6 +426,22 @@ def test_siblings_of_a_failed_block_stay():
     assert hit_length(manager, [*trunk, *range(20, 25)]) == 12
 
 
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 8)])
+def test_prompts_of_another_beginning_stay_cached(sizes):
+    """Of one beginning, where blocks have one size, what came before the failed one stays as well."""
+    groups = [GroupSpec("full_attention", size) for size in sizes]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
+    prompts = [range(0, 17), range(100, 117)]
+    requests = [Request(f"{prompt[0]}", prompt) for prompt in prompts]
+    manager.step(new=requests)
+    assert [hit_length(manager, prompt) for prompt in prompts] == [16, 16]
+    bad = int(manager.block_ids(requests[0])[2])
+    assert manager.invalidate([bad]) == {"0": 8}
+    assert hit_length(manager, prompts[0]) == (8 if sizes == (4, 4) else 0)
+    assert hit_length(manager, prompts[1]) == 16
+    manager.check_invariants()
+
+
 def test_a_failed_page_of_one_group_is_withdrawn_from_all():
     groups = [GroupSpec("full_attention", 4), WINDOW]
     manager = KVCacheManager.for_groups(groups, 40, 64, num_preallocate_tokens=0)

@@ -385,6 +385,10 @@ TEST(a_publish_that_cannot_be_served_changes_nothing) {
   const BlockId beyond[] = {ids[0], 4};
   CHECK_THROWS(publish(&pool, beyond, hashes, 2), "expected 1 to 3");
   CHECK_EQ(pool.num_cached(), 0);
+  pool.publish_partial(ids[1], hashes[2], hashes[2], 1);
+  CHECK_THROWS(publish(&pool, ids, hashes, 2), "block 2, which is published for another group");
+  CHECK_EQ(pool.find(hashes[0], 0), 0);
+  pool.evict(&ids[1], 1);
   publish(&pool, ids, hashes, 2);
   pool.check_invariants();
 }

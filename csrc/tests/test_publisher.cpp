@@ -218,13 +218,20 @@ TEST(events_name_what_was_filled_and_what_is_hit) {
   f.compute(12, 13);
   f.publish();
   log.drain();
-  f.publisher.announce_hit(chain, PrefixHit::of_device(12, {{f.block(0), kNullBlock, f.block(2)}}));
+  const PrefixHit taken = PrefixHit::of_device(12, {{f.block(0), kNullBlock, f.block(2)}});
+  f.publisher.announce_hit(0, taken);
   const EventLog::Drained hit = log.drain();
   CHECK_EQ(hit.events.size(), 2);
   CHECK(hit.events[0].is_reused && hit.events[0].hash == chain.known_hashes()[0]);
   CHECK(hit.events[1].is_reused && hit.events[1].hash == chain.known_hashes()[2]);
   CHECK(hit.events[1].parent == chain.known_hashes()[1] && hit.events[1].first_token == 8);
   CHECK_EQ(hit.tokens.size(), 8);
+  // Nor is the first, which the row has let go of.
+  f.rows.blocks(0)[0].num_dropped = 1;
+  f.publisher.announce_hit(0, taken);
+  const EventLog::Drained rest = log.drain();
+  CHECK_EQ(rest.events.size(), 1);
+  CHECK(rest.events[0].hash == chain.known_hashes()[2]);
 }
 
 TEST(the_journal_knows_what_was_published) {

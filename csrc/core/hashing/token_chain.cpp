@@ -131,14 +131,9 @@ void TokenChain::read_given() {
   const size_t num_known = hashes_.size();
   const auto num_full = static_cast<size_t>(num_tokens() / block_size_);
   if (num_full <= num_known) return;
-  hashes_.resize(num_full);
-  try {
-    scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),
-                        hashes_.data() + num_known);
-  } catch (...) {
-    hashes_.resize(num_known);
-    throw;
-  }
+  hashes_.resize(num_full);  // where `read` throws, the tokens are taken back, and these with them
+  scheme_.given->read(static_cast<int64_t>(num_known), static_cast<int64_t>(num_full),
+                      hashes_.data() + num_known);
 }
 
 }  // namespace kvcache

@@ -33,7 +33,6 @@ std::vector<SessionPins::Pinned> SessionPins::found(const std::vector<Hash>& has
                                                     const std::vector<CacheGroup>& groups) const {
   std::vector<Pinned> pinned;
   for (const CacheGroup& group : groups) {
-    if (!group.is_cached) continue;
     for (auto i = static_cast<size_t>(group.num_hashes) - 1; i < hashes.size();
          i += static_cast<size_t>(group.num_hashes)) {
       const BlockId id = pool_->find(hashes[i], group.id);
