@@ -104,6 +104,29 @@ def test_pages_arrive_and_nothing_else_changes(backend, case):
     assert torch.equal(source, case[1].memory)
 
 
+@each_backend
+@pytest.mark.parametrize("gap", [0, 3])
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        [(0, 2), (1, 3), (2, 4)],
+        [(2, 4), (1, 3), (0, 2)],
+        [(-1, 4), (-1, 3), (5, 2), (4, 1)],
+        [(1, 2), (2, 3), (0, 1), (5, 6)],
+        [(2, 3), (1, 2), (3, 4), (0, 0)],
+    ],
+    ids=["up", "down", "down behind cleared ones", "up, then down", "down, then up"],
+)
+def test_pages_that_follow_each_other_arrive(backend, pairs, gap):
+    """They are copied as one, upwards and downwards."""
+    sides = [
+        Side(torch.randint(1, 256, (7 * (5 + gap),)).to(torch.uint8), [0], [5 + gap], 7)
+        for _ in range(2)
+    ]
+    case = [5], *sides, False, torch.tensor(pairs, dtype=torch.int32)
+    assert torch.equal(run(backend, case)[0], reference(*case))
+
+
 @each_device_backend
 @given(
     case=cases(),

@@ -593,7 +593,7 @@ def test_wrong_given_hashes_are_named_and_change_nothing():
         plain.step(new=[Request("r", tokens, block_hashes=[bytes(16)] * 2)])
 
 
-def test_tokens_of_a_step_are_taken_back_where_a_new_request_is_refused():
+def test_a_step_whose_new_request_is_refused_takes_no_tokens():
     manager = KVCacheManager(4, 20, 16)
     running = Request("r", range(5))
     row = manager.step(new=[running]).rows[0]

@@ -462,6 +462,20 @@ def test_an_interrupt_while_hashing_changes_nothing(num_digests):
     assert plan.append_ids[0].tolist() == want.append_ids[0].tolist()
 
 
+@pytest.mark.parametrize("num_digests", range(3))
+def test_tokens_of_a_step_that_is_interrupted_while_hashing_are_taken_back(num_digests):
+    """The running row fills a block, the new request has two."""
+    manager = make()
+    running = Request("a", range(3))
+    manager.step(new=[running])
+    with digest(interrupted_after(num_digests)), pytest.raises(KeyboardInterrupt):
+        manager.step([0], [1], token_ids=[7], new=[Request("b", range(50, 58))])
+    assert running.num_tokens == 3
+    manager.check_invariants()
+    manager.step([0], [1], token_ids=[7])
+    assert np.array_equal(manager.block_hashes(running), hash_blocks([0, 1, 2, 7], 4))
+
+
 @pytest.mark.parametrize(
     "call",
     [

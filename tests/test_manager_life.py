@@ -442,6 +442,20 @@ def test_prompts_of_another_beginning_stay_cached(sizes):
     manager.check_invariants()
 
 
+def test_a_failed_block_takes_along_the_small_ones_that_were_computed_from_it():
+    """It covers two of the other group; their chain of hashes does not lead to it."""
+    groups = [GroupSpec("full_attention", 4), GroupSpec("full_attention", 8)]
+    manager = KVCacheManager.for_groups(groups, 60, 64, num_preallocate_tokens=0)
+    request = Request("a", range(17))
+    hashes = manager.block_hashes(request)
+    manager.step(new=[request])
+    assert manager.find_hashes(hashes).device.min() > 0
+    bad = int(manager.block_ids(request, 1)[1])
+    manager.free(request)
+    assert manager.invalidate([bad]) == {}
+    assert manager.find_hashes(hashes).device.tolist()[2:] == [-1, -1]
+
+
 def test_a_failed_page_of_one_group_is_withdrawn_from_all():
     groups = [GroupSpec("full_attention", 4), WINDOW]
     manager = KVCacheManager.for_groups(groups, 40, 64, num_preallocate_tokens=0)

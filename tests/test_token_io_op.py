@@ -313,6 +313,20 @@ def test_caches_that_share_an_element_are_not_written(backend, name):
     assert torch.equal(tokens[0], reference_gather(key_cache, slots))
 
 
+@pytest.mark.parametrize(("key_at", "value_at"), [(0, 63), (64, 1), (64, 127), (65, 2)])
+def test_caches_that_share_a_byte_are_not_written(key_at, value_at):
+    """Of elements that lie at odd addresses, the last byte of one is the first of another."""
+    memory = bytearray(256)
+    caches = [
+        torch.frombuffer(memory, dtype=torch.float16, count=32, offset=at).view(4, 2, 1, 4)
+        for at in (key_at, value_at)
+    ]
+    tokens = torch.ones(1, 1, 4, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match="value_cache shares memory with key_cache: expected"):
+        torch.ops.kvcache.write_kv(tokens, tokens, *caches, torch.tensor([0]))
+    assert not any(memory)
+
+
 @each_backend
 def test_tokens_that_share_an_element_are_not_gathered(backend):
     call = arguments(backend)
