@@ -467,13 +467,14 @@ default_priority of priority.
                 parent.is_none() ? Hash{} : hash_of(py::cast<std::string>(parent), "parent");
             Content content{as_hashes(hash), &first};
             content.is_chain = flag_argument(is_chain, "is_chain");
+            content.begins_chain = parent.is_none();
             self.publish(array.data(), content, array.size(), checked_group(group));
           },
           py::arg("ids"), py::arg("hashes"), py::arg("group") = 0, py::arg("parent") = py::none(),
           py::arg("is_chain") = true,
           "Makes held blocks findable under hashes (uint8[n, 32]). Two may share a hash. Each is\n"
-          "the child of the one before, the first that of `parent` (bytes; 32 zeros where None),\n"
-          "unless not `is_chain`: policies evict children first.")
+          "the child of the one before, the first that of `parent` (bytes; None: of none), unless\n"
+          "not `is_chain`: policies evict children first.")
       .def(
           "lookup",
           [](const BlockPool& self, const py::object& hashes, const py::object& group,

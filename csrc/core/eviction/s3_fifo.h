@@ -14,9 +14,9 @@
 #include <list>
 #include <unordered_map>
 
-#include "core/eviction/cache_tree.h"
 #include "core/eviction/eviction_policy.h"
 #include "core/eviction/ranked.h"
+#include "core/secret_key.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
@@ -86,7 +86,8 @@ class S3Fifo : public EvictionPolicy {
 
   void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
     states_[id].num_hits = 0;
-    enter(id, hash != nullptr && ghosts_.take(wide_key(*hash, group)) ? kMain : kSmall);
+    enter(id, hash != nullptr && ghosts_.take(SecretKey::of_process().fold(*hash, group)) ? kMain
+                                                                                          : kSmall);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
     for (int64_t i = 0; i < n; ++i) {
@@ -96,7 +97,7 @@ class S3Fifo : public EvictionPolicy {
   }
   void on_forget(BlockId id, const Hash* hash, uint8_t group, bool evicted) override {
     if (evicted && hash != nullptr && states_[id].queue == kSmall) {
-      ghosts_.add(wide_key(*hash, group));
+      ghosts_.add(SecretKey::of_process().fold(*hash, group));
     }
     enter(id, kNone);
   }

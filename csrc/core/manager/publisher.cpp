@@ -145,7 +145,10 @@ void Publisher::keep_state(int32_t row, const CacheGroup& group) {
 void Publisher::publish_run(int32_t row, const CacheGroup& group, int64_t first_block,
                             const BlockId* ids, int64_t n) {
   const Row& r = (*c_.rows)[row];
-  publish_ids(*r.chain, group, first_block, ids, n);
+  Content content = content_of(*r.chain, group, first_block);
+  const RowBlocks& each = c_.rows->blocks(row)[group.id];
+  if (group.keeps_all && first_block > each.num_dropped) content.before = each[first_block - 1];
+  publish_ids(content, group, ids, n);
   if (!c_.journal->notes(r)) return;
   for (int64_t i = 0; i < n; ++i) note(row, group, first_block + i, ids[i]);
 }
@@ -162,7 +165,8 @@ void Publisher::publish_arrived() {
       c_.host->take_arrived(c_.journal->numbers().num_completed);
   for (const HostTier::Onboard& each : arrived) {
     if (!c_.host->may_publish(each)) continue;
-    publish_ids(*each.chain, (*c_.groups)[each.group], each.column, &each.block, 1);
+    const CacheGroup& group = (*c_.groups)[each.group];
+    publish_ids(content_of(*each.chain, group, each.column), group, &each.block, 1);
   }
   c_.host->finish(arrived);
 }
@@ -178,6 +182,7 @@ Content Publisher::content_of(const TokenChain& chain, const CacheGroup& group,
   content.stride = group.num_hashes;
   content.root = hashes;
   content.is_chain = group.keeps_all;
+  content.begins_chain = first_block == 0;
   if (records_events_) {
     content.first_token = first_block * group.block_size;
     content.tokens = chain.tokens() + content.first_token;
@@ -204,9 +209,9 @@ void Publisher::announce(int32_t row, const PrefixHit& hit) const {
   }
 }
 
-void Publisher::publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
-                            const BlockId* ids, int64_t n) {
-  c_.pool->publish(ids, content_of(chain, group, first_block), n, group.id);
+void Publisher::publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids,
+                            int64_t n) {
+  c_.pool->publish(ids, content, n, group.id);
   c_.stats->add_stored(group.id, n);
   if (c_.host != nullptr) c_.host->on_published(ids, n);
 }

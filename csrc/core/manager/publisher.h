@@ -76,8 +76,7 @@ class Publisher {
                    int64_t n);
   Content content_of(const TokenChain& chain, const CacheGroup& group, int64_t first_block) const;
   void announce(int32_t row, const PrefixHit& hit) const;
-  void publish_ids(const TokenChain& chain, const CacheGroup& group, int64_t first_block,
-                   const BlockId* ids, int64_t n);
+  void publish_ids(const Content& content, const CacheGroup& group, const BlockId* ids, int64_t n);
   void note(int32_t row, const CacheGroup& group, int64_t block, BlockId id);
 
   Context c_;

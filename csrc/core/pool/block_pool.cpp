@@ -31,7 +31,9 @@ BlockPool::BlockPool(int64_t num_blocks, std::unique_ptr<EvictionPolicy> policy)
       index_(blocks_.data(), num_blocks),
       num_free_(num_blocks - 1),
       is_plain_(policy == nullptr) {
-  if (policy) candidates_ = std::make_unique<Candidates>(std::move(policy), num_blocks);
+  if (policy) {
+    candidates_ = std::make_unique<Candidates>(std::move(policy), blocks_.data(), num_blocks);
+  }
 }
 
 size_t BlockPool::num_bytes() const {
@@ -62,6 +64,7 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t 
 void BlockPool::forget(BlockId id, bool evicted) {
   if (!is_plain_) forget_place(id, evicted);
   forget_hashes(id, index_.tag_of(blocks_[id].hash, blocks_[id].group));
+  if (candidates_) update_changed();
 }
 
 void BlockPool::forget_hashes(BlockId id, uint32_t tag) {
@@ -217,11 +220,22 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
     if (!is_cached(block)) set_cached(ids[i], group, parent, content.root ? root : lineage);
     lineage_[ids[i]].parent = parent;  // partial hashes were published without
     block.hash = hash;
-    if (candidates_) notify_published(ids[i], content.is_chain);
-    if (index_.insert(tag, ids[i]) && events_ != nullptr) {
-      events_->stored(content, i, group, /*is_reused=*/false);
+    const bool is_first = index_.insert(tag, ids[i]);
+    if (candidates_) {
+      const bool has_parent = content.is_chain && (i > 0 || !content.begins_chain);
+      BlockId parent = kNullBlock;
+      if (has_parent) parent = i > 0 ? ids[i - 1] : parent_of_first(content, group);
+      notify_published(ids[i], parent, has_parent);
     }
+    if (is_first && events_ != nullptr) events_->stored(content, i, group, /*is_reused=*/false);
   }
+}
+
+BlockId BlockPool::parent_of_first(const Content& content, uint8_t group) const {
+  const Block& block = blocks_[content.before];
+  const bool is_it = content.before != kNullBlock && is_indexed(block) && block.group == group &&
+                     block.hash == *content.parent;
+  return is_it ? content.before : index_.find(*content.parent, group);
 }
 
 void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
@@ -240,10 +254,14 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   const Soundness::Change change = this->change("publish_copy");
   set_cached(id, copied.group, copied.parent, copied.root);
   blocks_[id].hash = copied.hash;
-  if (candidates_) notify_published(id, copied.is_chain);
-  if (index_.insert(id) && events_ != nullptr) {
-    events_->stored_on_host(copied.hash, copied.group);
+  if (candidates_ && !candidates_->tree().finds_by_tag()) {
+    candidates_->tree().find_by_tag(published());
   }
+  const bool is_first = index_.insert(id);
+  if (candidates_) {
+    notify_published(id, kNullBlock, copied.is_chain && copied.root != tag_of(copied.hash));
+  }
+  if (is_first && events_ != nullptr) events_->stored_on_host(copied.hash, copied.group);
 }
 
 void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group) {

@@ -15,11 +15,11 @@
 #include <utility>
 #include <vector>
 
-#include "core/eviction/candidates.h"
 #include "core/eviction/eviction_policy.h"
 #include "core/eviction/pins.h"
 #include "core/hash.h"
 #include "core/pool/block.h"
+#include "core/pool/candidates.h"
 #include "core/pool/content.h"
 #include "core/pool/event_log.h"
 #include "core/pool/eviction_listener.h"
@@ -226,7 +226,10 @@ class BlockPool {
   void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                              const ReleaseFeatures& features);
   void notify_access(const BlockId* ids, int64_t n, const Access& access);
-  void notify_published(BlockId id, bool is_chain);
+  BlockId parent_of_first(const Content& content, uint8_t group) const;
+  void notify_published(BlockId id, BlockId parent, bool has_parent);
+  std::vector<CacheTree::Member> published() const;
+  void update_changed();
   void notify_idle(BlockId last);
   void take_chosen(int64_t n, BlockId* out);
   BlockId least_recently_released();

@@ -63,7 +63,11 @@ void BlockPool::forget_place(BlockId id, bool evicted) {
   candidates_->set_idle(id, false);
   candidates_->policy().on_forget(id, hash_of(id), block.group, evicted);
   changed_.clear();
-  candidates_->tree().remove(id, &changed_);
+  candidates_->tree().remove(id, lineage_[id].parent, &changed_);
+}
+
+// Blocks that are leaves, or are none any more, because of another one that came or has gone.
+void BlockPool::update_changed() {
   for (BlockId other : changed_) update_candidate(other);
 }
 
@@ -168,13 +172,22 @@ void BlockPool::notify_access(const BlockId* ids, int64_t n, const Access& acces
   candidates_->policy().on_access(ids, n, access);
 }
 
-void BlockPool::notify_published(BlockId id, bool is_chain) {
+void BlockPool::notify_published(BlockId id, BlockId parent, bool has_parent) {
   const Block& block = blocks_[id];
-  const uint32_t* parent = is_chain ? &lineage_[id].parent : nullptr;
+  const uint32_t* parent_tag = has_parent ? &lineage_[id].parent : nullptr;
   changed_.clear();
-  candidates_->tree().add(id, tag_of(block.hash), parent, block.group, &changed_);
-  for (BlockId other : changed_) update_candidate(other);
+  candidates_->tree().add(id, parent, parent_tag, &changed_);
+  update_changed();
   candidates_->policy().on_publish(id, &block.hash, block.group);
+}
+
+std::vector<CacheTree::Member> BlockPool::published() const {
+  std::vector<CacheTree::Member> members;
+  for (BlockId id = 1; id < next_fresh_; ++id) {
+    const Block& block = blocks_[id];
+    if (is_indexed(block)) members.push_back({id, tag_of(block.hash), lineage_[id].parent});
+  }
+  return members;
 }
 
 // Notifies the policy of the blocks behind `last`, which a release has just listed.
@@ -191,11 +204,10 @@ void BlockPool::check_places() const {
     if (!ok) throw std::logic_error(std::string(what) + " (block " + std::to_string(id) + ")");
   };
   require(is_plain_ == (!candidates_ && !pins_), "a pool takes itself for a plain one", 0);
-  int64_t num_pinned = 0, num_indexed = 0;
+  int64_t num_pinned = 0;
   for (BlockId id = 1; id < num_blocks_; ++id) {
     const Block& block = blocks_[id];
     num_pinned += has_pin(block);
-    num_indexed += is_indexed(block);
     require(!has_pin(block) || is_cached(block), "a block that is not cached is pinned", id);
     require(!pins_ || !pins_->is_passed(id) || has_pin(block), "passed over, but not pinned", id);
     if (!candidates_) continue;
@@ -204,7 +216,7 @@ void BlockPool::check_places() const {
     require(candidates_->has(id) == may_go, "the policy has the wrong candidates", id);
   }
   require(num_pinned == this->num_pinned(), "num_pinned is wrong", 0);
-  if (candidates_) candidates_->tree().check_invariants(num_blocks_, num_indexed);
+  if (candidates_) candidates_->tree().check_invariants(published());
 }
 
 }  // namespace kvcache

@@ -27,7 +27,9 @@ struct Content {
   int64_t tokens_per_block = 0;
   int64_t first_token = 0;                              // position of the first of `tokens`
   const std::shared_ptr<const void>* labels = nullptr;  // for events; null: none
-  bool is_chain = true;  // whether a block is of no use without its parent
+  bool is_chain = true;         // whether a block is of no use without its parent
+  bool begins_chain = false;    // the first one has no parent
+  BlockId before = kNullBlock;  // most likely the first one's parent; the null block: not known
 
   const Hash& hash(int64_t i) const { return hashes[i * stride]; }
   const Hash& parent_of(int64_t i) const { return i == 0 ? *parent : hashes[(i - 1) * stride]; }

@@ -6,16 +6,18 @@
 #include <memory>
 #include <utility>
 
-#include "core/eviction/cache_tree.h"
 #include "core/eviction/eviction_policy.h"
+#include "core/pool/cache_tree.h"
 #include "core/zeroed_array.h"
 
 namespace kvcache {
 
 class Candidates {
  public:
-  Candidates(std::unique_ptr<EvictionPolicy> policy, int64_t num_blocks)
-      : policy_(std::move(policy)), tree_(num_blocks), is_in_(static_cast<size_t>(num_blocks)) {}
+  Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, int64_t num_blocks)
+      : policy_(std::move(policy)),
+        tree_(blocks, num_blocks),
+        is_in_(static_cast<size_t>(num_blocks)) {}
 
   EvictionPolicy& policy() { return *policy_; }
   CacheTree& tree() { return tree_; }

@@ -1,0 +1,127 @@
+// The tree of cached blocks alone, against counts by hash.
+#include "core/pool/cache_tree.h"
+
+#include <cstring>
+#include <random>
+#include <utility>
+#include <vector>
+
+#include "core/pool/hash_index.h"
+#include "core/secret_key.h"
+#include "tests/check.h"
+
+using namespace kvcache;
+
+namespace {
+
+Hash hash_of(uint32_t number) {
+  Hash hash{};
+  std::memcpy(hash.bytes, &number, sizeof(number));
+  hash.bytes[31] = 1;
+  return hash;
+}
+
+// Blocks with numbers for hashes; the parent of number k is k / 2, of 1 none.
+struct Cached {
+  explicit Cached(int num_blocks)
+      : blocks(num_blocks), numbers(num_blocks), index(blocks.data(), num_blocks) {}
+
+  // `by_tag`: as pools of copies do, which know no parent.
+  void add(BlockId id, uint32_t number, bool by_tag) {
+    blocks[id].hash = hash_of(number);
+    index.insert(id);
+    numbers[id] = number;
+    const BlockId parent = by_tag ? kNullBlock : index.find(hash_of(number / 2), 0);
+    const uint32_t tag = tag_of(hash_of(number / 2));
+    tree.add(id, parent, number == 1 ? nullptr : &tag, &changed);
+    check_changes();
+  }
+  void remove(BlockId id) {
+    tree.remove(id, tag_of(hash_of(numbers[id] / 2)), &changed);
+    index.erase(id);
+    numbers[id] = 0;
+    check_changes();
+  }
+  bool is_needed(BlockId id) const {
+    int num_twins = 0, num_children = 0;
+    for (size_t other = 1; other < blocks.size(); ++other) {
+      num_twins += numbers[other] == numbers[id];
+      num_children += numbers[other] > 1 && numbers[other] / 2 == numbers[id];
+    }
+    return num_twins == 1 && num_children > 0;
+  }
+  std::vector<CacheTree::Member> members() const {
+    std::vector<CacheTree::Member> found;
+    for (size_t id = 1; id < blocks.size(); ++id) {
+      if (numbers[id] == 0) continue;
+      const auto tag = [&](uint32_t number) { return tag_of(hash_of(number)); };
+      found.push_back({static_cast<BlockId>(id), tag(numbers[id]), tag(numbers[id] / 2)});
+    }
+    return found;
+  }
+  // Whoever is not named is what it was.
+  void check_changes() {
+    std::vector<bool> now(blocks.size());
+    for (size_t id = 1; id < blocks.size(); ++id) {
+      if (numbers[id] == 0) continue;
+      const auto block = static_cast<BlockId>(id);
+      now[id] = tree.is_leaf(block);
+      CHECK_EQ(now[id], !is_needed(block));
+    }
+    for (BlockId id : changed) known[id] = now[id];
+    for (size_t id = 1; id < blocks.size(); ++id) {
+      if (was_there[id] && numbers[id] != 0) CHECK_EQ(known[id], now[id]);
+      was_there[id] = numbers[id] != 0;
+    }
+    known = now;
+    changed.clear();
+    tree.check_invariants(members());
+  }
+
+  std::vector<Block> blocks;
+  std::vector<uint32_t> numbers;  // 0: not cached
+  HashIndex index;
+  CacheTree tree{blocks.data(), static_cast<int64_t>(blocks.size())};
+  std::vector<BlockId> changed;
+  std::vector<bool> known = std::vector<bool>(blocks.size());
+  std::vector<bool> was_there = std::vector<bool>(blocks.size());
+};
+
+// Parents that leave before their children and come again, twins, blocks under other hashes in the
+// place of parents.
+void run(uint32_t seed, bool by_tag) {
+  std::mt19937 random(seed);
+  const int num_blocks = 2 + static_cast<int>(random() % 14);
+  const uint32_t num_hashes = 1 + random() % 12;
+  Cached cached(num_blocks);
+  const int first_by_tag = by_tag ? static_cast<int>(random() % 50) : 1'000;
+  for (int step = 0; step < 300; ++step) {
+    if (step == first_by_tag) cached.tree.find_by_tag(cached.members());
+    const BlockId id = 1 + static_cast<BlockId>(random() % (num_blocks - 1));
+    if (cached.numbers[id] == 0) {
+      cached.add(id, 1 + random() % num_hashes, step >= first_by_tag && random() % 2 == 0);
+    } else {
+      cached.remove(id);
+    }
+  }
+}
+
+TEST(a_block_is_a_leaf_unless_something_is_found_through_it_alone) {
+  for (uint32_t seed = 1; seed <= 400; ++seed) run(seed, /*by_tag=*/false);
+}
+
+TEST(the_same_where_parents_are_found_by_their_tags) {
+  for (uint32_t seed = 1; seed <= 400; ++seed) run(seed, /*by_tag=*/true);
+}
+
+TEST(a_chain_costs_no_entry_in_the_map) {
+  Cached cached(60);
+  const size_t before = cached.tree.num_bytes();
+  for (BlockId id = 1; id < 30; ++id) cached.add(id, uint32_t{1} << id >> 1, /*by_tag=*/false);
+  for (BlockId id = 29; id > 0; --id) cached.remove(id);
+  CHECK_EQ(cached.tree.num_bytes(), before);
+}
+
+}  // namespace
+
+TEST_MAIN()
