@@ -53,6 +53,50 @@ def pool() -> Iterator[Result]:
     yield Result("native pool", "bytes/block", size, bar=100, goal=64)
 
 
+def eviction() -> Iterator[Result]:
+    """The policy that learns beside least-recently-used: requests of 64 blocks in a full pool.
+
+    Each allocates, evicting as many, publishes and releases; none is hit.
+    """
+    size, num_requests, num_blocks = 64, 1_000, 20_001
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 256, (num_requests, size, 32), np.uint8)
+    prefixes = 16 * np.arange(size, 0, -1)
+
+    def serve(pool: BlockPool) -> Callable[[], None]:
+        def served() -> None:
+            for each in hashes:
+                ids = pool.allocate(size)
+                assert ids is not None
+                pool.publish(ids, each)
+                pool.notify_release(ids[::-1], prefixes, tokens_per_block=16)
+                pool.release(ids[::-1])
+
+        served()
+        return served
+
+    pools = [BlockPool(num_blocks, eviction) for eviction in ("learned", "lru")]
+    learned, lru = (
+        1e9 / size / num_requests * t for t in median_times(*map(serve, pools), rounds=15)
+    )
+    name = "a block's life: allocated, evicting; published; released"
+    yield Result(f"{name}: learned", "ns", learned, lru, "lru", lru + 60)
+    more = (pools[0].num_bytes - pools[1].num_bytes) / num_blocks
+    yield Result("  memory beyond that of lru, of 20,000 blocks", "bytes/block", more, bar=16)
+    wide = [BlockPool(1_000_001, eviction).num_bytes for eviction in ("learned", "lru")]
+    yield Result("  the same of 1 million", "bytes/block", (wide[0] - wide[1]) / 1_000_001, bar=16)
+
+    def decode_step(eviction: str) -> Callable[[], object]:
+        manager = KVCacheManager(16, 65_537, 2**20, num_preallocate_tokens=0, eviction=eviction)
+        new = [Request(str(i), np.arange(64 + i % 16, dtype=np.int32) + i) for i in range(256)]
+        rows, ones = manager.step(new=new).rows, np.ones(256, np.int32)
+        return lambda: manager.step(rows, ones, token_ids=ones)
+
+    learned, lru = median_times(decode_step("learned"), decode_step("lru"), rounds=400)
+    name = "decode step of 256 rows, tokens and hashes: learned"
+    yield Result(name, "us", learned * 1e6, lru * 1e6, "lru", 1.03 * lru * 1e6)
+
+
 def decode(num_rows: int, with_tokens: bool) -> Iterator[Result]:
     """One step of running requests, a token each; blocks of 16, caching on."""
     num_steps, random = 65, np.random.default_rng(0)
@@ -256,6 +300,7 @@ def _replay_objects(
 def all_results() -> Iterator[Result]:
     yield from hashing()
     yield from pool()
+    yield from eviction()
     for num_rows in (64, 1024, 8192):
         yield from decode(num_rows, with_tokens=False)
         yield from decode(num_rows, with_tokens=True)

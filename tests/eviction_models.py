@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+
 NEVER = float("inf")
+
+
+def hash_of(number):
+    """32 bytes, unlike those of other numbers from the first to the last."""
+    return np.random.default_rng(number).bytes(32)
 
 
 class Block:
@@ -346,8 +355,250 @@ class Priority(Policy):
         return min(ids, key=lambda i: (self.priority(i), self.order.index(i)))
 
 
+class Segment:
+    """Blocks that were released together."""
+
+    def __init__(self, number, time, reuse_class, num_forks=0, cost=1.0):
+        self.number = number
+        self.time = time  # tokens released until then
+        self.reuse_class = reuse_class
+        self.num_forks = num_forks
+        self.cost = cost
+
+
+class Ghost:
+    """What is remembered of a released block."""
+
+    def __init__(self, key, time, reuse_class, turn, is_sample, is_end):
+        self.key = key
+        self.time = time
+        self.reuse_class = reuse_class
+        self.turn = turn
+        self.is_sample = is_sample
+        self.is_end = is_end  # the last block of a request
+        self.is_used = False
+        self.bucket = 0
+
+
+class Learned(Policy):
+    """Learns of a sample when blocks of a class are used again, and evicts what is least worth."""
+
+    NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 4, 26, 32_768
+    LOOSE = NUM_OWN + NUM_SHARED
+    FIRST_BUCKET = 40_960  # tokens
+
+    def __init__(self, num_blocks, double_cost_tokens=0):
+        self.double_cost = double_cost_tokens
+        self.last_sampled = (2**32 - 1) // max(num_blocks // 3000, 1)
+        self.begin, width = [0.0], float(self.FIRST_BUCKET)
+        for _ in range(self.NUM_BUCKETS):
+            self.begin.append(self.begin[-1] + width)
+            width *= math.sqrt(2.0)
+        counts = [[0.0] * self.NUM_BUCKETS for _ in range(2 * (self.LOOSE + 1))]
+        self.reached, self.used = counts[: self.LOOSE + 1], counts[self.LOOSE + 1 :]
+        self.ghosts, self.youngest, self.num_ghosts = [], {}, 0
+        self.clock = self.num_releases = self.num_assigned = self.num_opened = 0
+        self.solve()
+        self.clear()
+
+    def clear(self):
+        self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
+        self.chosen = self.loose = None
+
+    def bucket_of(self, age):
+        return sum(begin <= age for begin in self.begin[1 : self.NUM_BUCKETS])
+
+    def ghost_of(self, key):
+        """The youngest record of the key that is still there."""
+        ghost = self.youngest.get(key)
+        return ghost if ghost and ghost.number > self.num_ghosts - self.NUM_GHOSTS else None
+
+    def key_of(self, key):
+        number, group = key
+        word = int.from_bytes(hash_of(number)[:8], "little")
+        return (((word + group) * 0x9E3779B97F4A7C15) % 2**64 >> 32) | 1
+
+    def on_publish(self, i, key):
+        self.keys[i] = self.key_of(key)
+        self.note_use(self.keys[i])
+
+    def on_hit(self, i):
+        self.note_use(self.keys[i])
+
+    def note_use(self, key):
+        ghost = self.ghost_of(key) if key <= self.last_sampled else None
+        if ghost is None or not ghost.is_sample or ghost.is_used:
+            return
+        ghost.is_used = True
+        bucket = self.bucket_of(self.clock - ghost.time)
+        for b in range(ghost.bucket + 1, bucket + 1):
+            self.reached[ghost.reuse_class][b] += 1
+        ghost.bucket = max(ghost.bucket, bucket)
+        self.used[ghost.reuse_class][bucket] += 1
+
+    def on_release_all(self, ids, prefixes, size, turn, num_prefix_tokens, num_output_tokens):
+        chain = sorted((prefix, i) for i, prefix in zip(ids, prefixes) if i in self.keys)
+        if not chain:
+            return
+        n = len(chain)
+        self.clock += n * size
+        num_hit = sum(prefix <= num_prefix_tokens for prefix, _ in chain)
+        num_known, last = n, None
+        while num_known > 0:
+            last = self.ghost_of(self.keys[chain[num_known - 1][1]])
+            if last or num_known == num_hit:
+                break
+            num_known -= 1
+        continues = num_known > 0 and last is not None and last.is_end
+        if turn == 0 and continues:
+            turn = last.turn + 1
+        num_shared = self.release_shared(chain, 0 if continues else num_known)
+        if num_shared < n:
+            added = (n - num_known) * size
+            of_turn = min(turn, 3) * 3 + (added >= 2560) + (added >= 20_480)
+            own = 2 * of_turn + (num_output_tokens >= 64)
+            self.release_segment(chain, num_shared, n, own, 0, turn)
+        self.num_releases += 1
+        if self.num_releases % 32 == 0:
+            self.learn()
+
+    def release_shared(self, chain, num_to_fork):
+        def segment(k):
+            return self.segment_of.get(chain[k][1])
+
+        def shares(k):
+            return segment(k) is not None and self.NUM_OWN <= segment(k).reuse_class < self.LOOSE
+
+        num_shared = 0
+        while num_shared < len(chain) and shares(num_shared):
+            num_shared += 1
+        num_shared = max(num_shared, num_to_fork)
+        first = 0
+        while first < num_shared:
+            stop = first + 1
+            while stop < num_shared and segment(stop) is segment(first):
+                stop += 1
+            forks = segment(first).num_forks if shares(first) else 0
+            forks = max(1, forks + (first < num_to_fork <= stop))
+            reuse_class = self.NUM_OWN + (forks >= 2) + (forks >= 4) + (forks >= 16)
+            self.release_segment(chain, first, stop, reuse_class, forks, 0)
+            first = stop
+        return num_shared
+
+    def release_segment(self, chain, first, stop, reuse_class, num_forks, turn):
+        cost = 1.0
+        if self.double_cost:
+            cost = float(np.float32(1 + chain[(first + stop) // 2][0] / self.double_cost))
+        segment = self.open(reuse_class, num_forks, cost)
+        for k in reversed(range(first, stop)):
+            _, i = chain[k]
+            self.assign(i, segment)
+            self.told.add(i)
+            is_sample = self.keys[i] <= self.last_sampled
+            if is_sample or k + 1 == stop:
+                is_end = k + 1 == len(chain)
+                ghost = Ghost(
+                    self.keys[i], self.clock, reuse_class, min(turn, 255), is_sample, is_end
+                )
+                self.ghosts.append(ghost)
+                self.youngest[ghost.key] = ghost
+                self.num_ghosts += 1
+                ghost.number = self.num_ghosts
+                del self.ghosts[: -self.NUM_GHOSTS]
+            if is_sample:
+                self.reached[reuse_class][0] += 1
+
+    def open(self, *facts):
+        self.num_opened += 1
+        return Segment(self.num_opened, self.clock, *facts)
+
+    def assign(self, i, segment):
+        self.num_assigned += 1
+        self.segment_of[i], self.order[i] = segment, self.num_assigned
+
+    def learn(self):
+        for ghost in self.ghosts:  # of two with one key only the younger can be used: both grow old
+            if not ghost.is_sample or ghost.is_used:
+                continue
+            while ghost.bucket + 1 < self.NUM_BUCKETS:
+                if self.clock - ghost.time < self.begin[ghost.bucket + 1]:
+                    break
+                ghost.bucket += 1
+                self.reached[ghost.reuse_class][ghost.bucket] += 1
+        for of_class in self.reached + self.used:
+            of_class[:] = [0.997 * count for count in of_class]
+        if self.num_releases < 1024 or self.num_releases % 128 == 0:
+            self.solve()
+
+    def solve(self):
+        classes, buckets = range(self.LOOSE + 1), range(self.NUM_BUCKETS)
+        pooled = []
+        for b in buckets:
+            used = reached = 0.0
+            for c in classes:
+                reached += self.reached[c][b]
+                used += self.used[c][b]
+            hazard = (used + 30 * 0.02) / (reached + 30)
+            pooled.append(max(hazard, 0.8 * pooled[-1]) if pooled else hazard)
+        self.index = []
+        for c in classes:
+            hazards = [
+                (self.used[c][b] + 20 * pooled[b]) / (self.reached[c][b] + 20) for b in buckets
+            ]
+            self.index.append([self.best_rate(hazards, first) for first in buckets])
+
+    def best_rate(self, hazards, first):
+        alive, hits, ticks, best = 1.0, 0.0, 0.0, 0.0
+        for b in range(first, self.NUM_BUCKETS):
+            hits += alive * hazards[b]
+            ticks += alive * (self.begin[b + 1] - self.begin[b]) * (1 - hazards[b] / 2)
+            alive *= 1 - hazards[b]
+            best = max(best, hits / ticks)
+        return best
+
+    def on_idle(self, i):
+        if i not in self.told:
+            num_loose = list(self.segment_of.values()).count(self.loose)
+            if not 0 < num_loose < 64 or self.clock - self.loose.time >= self.FIRST_BUCKET:
+                self.loose = self.open(self.LOOSE)
+            self.assign(i, self.loose)
+        self.told.discard(i)
+
+    def on_forget(self, i, key, evicted):
+        self.segment_of.pop(i, None)
+        self.keys.pop(i, None)
+        self.told.discard(i)
+
+    def worth(self, segment):
+        index, age = self.index[segment.reuse_class], self.clock - segment.time
+        b = self.bucket_of(age)
+        if b + 1 == self.NUM_BUCKETS:
+            return index[b] * segment.cost
+        share = (age - self.begin[b]) / (self.begin[b + 1] - self.begin[b])
+        return (index[b] + share * (index[b + 1] - index[b])) * segment.cost
+
+    def choose(self, ids):
+        if all(self.segment_of[i] is not self.chosen for i in ids):
+            self.chosen = self.choose_segment({self.segment_of[i] for i in ids})
+        return min((i for i in ids if self.segment_of[i] is self.chosen), key=self.order.get)
+
+    def choose_segment(self, segments):
+        """What may be chosen: the oldest and the youngest of each class."""
+        ends = []
+        for c in range(self.LOOSE + 1):
+            of_class = [s for s in segments if s.reuse_class == c]
+            of_class.sort(key=lambda segment: segment.number)
+            ends += [of_class[0], of_class[-1]] if of_class else []
+        oldest = min(ends, key=lambda segment: segment.time)
+        is_full = len(self.ghosts) == self.NUM_GHOSTS
+        if is_full and self.clock - self.ghosts[0].time < 2 * (self.clock - oldest.time):
+            return oldest
+        return min(ends, key=self.worth)
+
+
 MODELS = {
     "last_access": LastAccess,
+    "learned": Learned,
     "lru": Lru,
     "priority": Priority,
     "s3_fifo": S3Fifo,

@@ -68,6 +68,37 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
+        POOL + "cache_tree.cpp",
+        "eviction tiers",
+        [
+            ("places_[twin].num_children += place.num_children;", ""),
+            ("places_[id].num_children = found->second.num_children;", ""),
+            ("finds_by_tag_) parent = block_at(key);", "false) parent = block_at(key);"),
+        ],
+    ),
+    (
+        EVICTION + "learned.h",
+        "eviction",
+        [
+            ("    record->is_used = true;\n", ""),
+            ("    hazards_.fade();\n", ""),
+            ("last != nullptr && last->is_end;", "last != nullptr;"),
+            (
+                "for (int64_t i = stop - 1; i >= first; --i) {",
+                "for (int64_t i = first; i < stop; ++i) {",
+            ),
+            ("if (is_told_[id] == 0) segments_", "segments_"),
+        ],
+    ),
+    (
+        EVICTION + "learned/hazards.h",
+        "eviction",
+        [
+            ("alive *= 1 - hazard[b];", ""),
+            ("here + share * (index_", "here + 0 * share * (index_"),
+        ],
+    ),
+    (
         POOL + "block_pool_invalidation.cpp",
         "manager_life allocator_contents",
         [

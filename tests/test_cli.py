@@ -338,7 +338,7 @@ def test_the_table_has_a_section_of_the_host(capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--eviction", "x"], "--eviction is 'x': expected one of last_access, lru, priority, s3_f"),
+        (["--eviction", "x"], "--eviction is 'x': expected one of last_access, learned, lru, prior"),
         (["--eviction", ""], "--eviction is '': expected one of last_access"),
         (
             ["--eviction", "s3_fifo:share=1"],

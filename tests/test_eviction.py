@@ -1,5 +1,6 @@
 """Eviction policies: every victim is the plain model's (`eviction_models.py`)."""
 
+import hashlib
 import random
 
 import numpy as np
@@ -8,10 +9,12 @@ import pytest
 from kvcache import BlockPool
 from kvcache.native.load import core
 from tests.eviction_models import MODELS, Pool
+from tests.eviction_models import hash_of as hash_of_number
 from tests.shared import sampled
 
 NUM_NODES = 20  # prefixes: a tree in which node k stands behind node (k - 1) // 2
 OPTIONS = {
+    "learned": [{}, {"double_cost_tokens": 100_000}],
     "priority": [{}, {"default_priority": 0}, {"default_priority": 60}],
     "s3_fifo": [{}, {"small_share": 0.5}, {"small_share": 1}, {"small_share": 0}],
     "segmented_lru": [{}, {"protected_share": 0.3}, {"protected_share": 0}],
@@ -35,9 +38,7 @@ def path_to(node):
 
 
 def hashes(nodes):
-    out = np.zeros((len(nodes), 32), np.uint8)
-    out[:, 3] = np.array(nodes, np.uint8) + 1
-    return out
+    return np.array([list(hash_of_number(node)) for node in nodes], np.uint8).reshape(-1, 32)
 
 
 def hash_of(node):
@@ -53,6 +54,8 @@ class Driver:
         self.pool = BlockPool(num_blocks, name, options)
         self.model = Pool(num_blocks, MODELS[name](num_blocks, **options))
         self.now = self.logical_time = 0
+        # Ages of the learning policy are counted in tokens: of small blocks all are young.
+        self.sizes = [16, 5_000, 60_000] if name == "learned" else [1, 4, 16]
         self.requests = []  # (group, nodes, ids, how many are published)
 
     def some(self, ids, most=4):
@@ -118,7 +121,7 @@ class Driver:
         if not self.requests:
             return
         ids = self.requests.pop(self.random.randrange(len(self.requests)))[2]
-        size = self.random.choice([1, 4, 16])
+        size = self.random.choice(self.sizes)
         prefixes = [size * (k + 1) for k in range(len(ids))]
         prefixes[-1] -= self.random.randrange(size)  # the last one may not be full
         order = list(range(len(ids)))[::-1]
@@ -138,21 +141,30 @@ class Driver:
             stop = first + self.random.randrange(3 * size)
             ttl = self.random.choice([None, 0, 1, 2, 5, 20])
             retention.append((first, stop, self.random.choice([0, 20, 35, 36, 60, 100]), ttl))
+        turn = self.random.choice([0, 0, 0, 1, 2, 5])
+        num_prefix_tokens = self.random.choice(
+            [0, max(prefixes), self.random.randint(0, max(prefixes))]
+        )
+        num_output_tokens = self.random.choice([0, 63, 64])
         self.pool.notify_release(
             ids,
             prefixes,
             tokens_per_block=size,
             logical_time=self.logical_time,
-            turn=1,
-            num_prefix_tokens=3,
+            turn=turn,
+            num_prefix_tokens=num_prefix_tokens,
             num_new_blocks=2,
-            num_output_tokens=1,
+            num_output_tokens=num_output_tokens,
             request_class=4,
             wall_ms=5,
             retention=retention,
         )
         for i, prefix in zip(ids, prefixes, strict=True):
             self.model.policy.on_release(i, prefix, size, self.logical_time, retention)
+        if hasattr(self.model.policy, "on_release_all"):
+            self.model.policy.on_release_all(
+                ids, prefixes, size, turn, num_prefix_tokens, num_output_tokens
+            )
 
     def access(self):
         self.now += self.random.choice([0, 0, 1])
@@ -278,6 +290,62 @@ def test_every_victim_is_the_models(name, options, seed):
     for _ in range(20_000 // num_cases + 1):
         driver.step()
     assert driver.model.num_evicted > 100
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("options", OPTIONS["learned"])
+def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
+    """So long that its ring of records is full, and that it learns at its slower pace."""
+    driver = Driver("learned", options, 100)
+    for _ in range(100_000):
+        driver.step()
+    policy = driver.model.policy
+    assert policy.num_ghosts > policy.NUM_GHOSTS and policy.num_releases > 10_000
+
+
+def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
+    pool = BlockPool(20, "learned")
+    ids = pool.allocate(4)
+    pool.publish(ids, hashes(range(4)))
+    pool.notify_release(ids[::-1], [4, 3, 2, 1])
+    pool.release(ids[::-1])
+    for _ in range(3):  # they are candidates by now, or have children that are
+        pool.notify_release(ids[::-1], [4, 3, 2, 1])
+        pool.notify_release([ids[3]] * 2, [4, 4])
+    pool.check_invariants()
+    assert pool.allocate(19).tolist()[-4:] == ids[::-1].tolist()
+    pool.check_invariants()
+
+
+def test_what_goes_on_outlives_what_is_never_continued():
+    """Two turns a conversation, and prompts that come once: least-recently-used takes any."""
+    hits = {}
+    for name in ("lru", "learned"):
+        pool, hits[name] = BlockPool(401, name), 0
+        for number in range(600):
+            chats = [[5, 1000 + number, 0], [5, 1000 + number - 30, 0, 1]]  # a turn, its next one
+            scans = [[9, 10_000 * k + number, *range(8)] for k in (1, 2)]
+            for request in (*chats, *scans):
+                hits[name] += serve(pool, [tuple(request[: k + 1]) for k in range(1, len(request))])
+    assert hits["lru"] == 0
+    assert hits["learned"] > 1000
+
+
+def serve(pool, prefixes):
+    """One request, of blocks with these contents; how many of them are hits."""
+    keys = np.array([list(hashlib.sha256(repr(each).encode()).digest()) for each in prefixes])
+    keys = keys.astype(np.uint8)
+    found = pool.lookup(keys)
+    held = found[: next((i for i, each in enumerate(found) if each < 0), len(found))]
+    pool.retain(held)
+    pool.hit(held)
+    new = pool.allocate(len(keys) - len(held))
+    pool.publish(new, keys[len(held) :], 0, keys[len(held) - 1].tobytes() if len(held) else None)
+    ids = [*held.tolist(), *new.tolist()][::-1]
+    ends = 512 * np.arange(len(ids), 0, -1)
+    pool.notify_release(ids, ends, tokens_per_block=512, num_prefix_tokens=512 * len(held))
+    pool.release(ids)
+    return len(held)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -436,7 +504,7 @@ def test_the_default_is_lru_which_is_told_nothing():
             {},
             ValueError,
             "eviction is 'fifo': expected one of "
-            "last_access, lru, priority, s3_fifo, segmented_lru",
+            "last_access, learned, lru, priority, s3_fifo, segmented_lru",
         ),
         (
             "lru",

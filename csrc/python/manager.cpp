@@ -493,13 +493,17 @@ void bind_manager(py::module_& m) {
            })
       .def("free_requests",
            [](Manager& self, RequestRows& requests, const py::tuple& named, const py::object& turn,
-              const py::object& request_class,
+              const py::object& request_class, const py::object& num_output_tokens,
               const std::vector<std::tuple<int64_t, int64_t, int32_t, int64_t>>& retention,
               const py::object& after_step, bool keep_blocks) {
              ReleaseFeatures features;
              features.turn = static_cast<int32_t>(int_argument(turn, "turn"));
              features.request_class =
                  static_cast<int32_t>(int_argument(request_class, "request_class"));
+             if (!num_output_tokens.is_none()) {
+               features.num_output_tokens = checked_size(
+                   "num_output_tokens", int_argument(num_output_tokens, "num_output_tokens"), 0);
+             }
              std::vector<Retention> ranges;
              for (const auto& [first, stop, priority, ttl_ms] : retention) {
                ranges.push_back({first, stop, priority, ttl_ms});

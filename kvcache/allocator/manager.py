@@ -674,6 +674,7 @@ class KVCacheManager:
         *requests: Request,
         turn: int = 0,
         request_class: int = -1,
+        num_output_tokens: int | None = None,
         retention: Sequence[tuple[int, int, int, float | None]] = (),
         after_step: int | None = None,
         keep_blocks: bool = False,
@@ -686,8 +687,9 @@ class KVCacheManager:
         clears its row.
 
         For eviction policies, and the same for all `requests`: `turn` of the conversation,
-        `request_class` (a number of the caller's), and `retention`, tuples (first token, stop, priority
-        0 to 100, seconds or None for ever).
+        `request_class` (a number of the caller's), `num_output_tokens` of the answer (default: the tokens
+        that were appended to the prompt), and `retention`, tuples (first token, stop, priority 0 to 100,
+        seconds or None for ever).
 
         `after_step`: the blocks are released when a report says that this step is done, with or without
         `fence_frees`. `keep_blocks`: they are handed to a connector, which may read them, or still write
@@ -703,12 +705,14 @@ class KVCacheManager:
             raise ValueError(f"after_step is {after_step} with keep_blocks: expected one of them")
         has_types = type(turn) is type(request_class) is int and type(retention) is tuple
         is_plain = has_types and turn == 0 and request_class == -1 and not retention
+        is_plain = is_plain and num_output_tokens is None
         if not is_plain or keep_blocks or after_step is not None:
             self._native.free_requests(
                 self._requests,
                 requests,
                 integer(turn, "turn"),
                 integer(request_class, "request_class", least=-1),
+                num_output_tokens,
                 checked_retention(retention),
                 after_step,
                 keep_blocks,

@@ -248,7 +248,7 @@ class Replayer:
     def _free(self, running: Running) -> None:
         self._running.remove(running)
         start = perf_counter_ns()
-        self.manager.free(running.request)
+        self.manager.free(running.request, num_output_tokens=running.item.output_length)
         self._free_ns += perf_counter_ns() - start
 
     def _record(self, new: Running, is_served: bool) -> None:

@@ -23,11 +23,11 @@ struct ReleaseFeatures {
   int32_t turn = 0;               // of the conversation
   int64_t num_prefix_tokens = 0;  // hit length at admission
   int64_t num_new_blocks = 0;
-  int64_t num_output_tokens = 0;
-  int32_t request_class = -1;    // the caller's; -1: none
-  int64_t logical_time = 0;      // number of releases so far
-  int64_t wall_ms = 0;           // a clock of the caller's
-  int64_t tokens_per_block = 1;  // blocks begin at its multiples
+  int64_t num_output_tokens = -1;  // -1, to a manager: those that were appended to the prompt
+  int32_t request_class = -1;      // the caller's; -1: none
+  int64_t logical_time = 0;        // number of releases so far
+  int64_t wall_ms = 0;             // a clock of the caller's
+  int64_t tokens_per_block = 1;    // blocks begin at its multiples
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
   bool is_swapped_out = false;  // the request goes on later, from copies on the host

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "core/eviction/last_access.h"
+#include "core/eviction/learned.h"
 #include "core/eviction/least_recent.h"
 #include "core/eviction/priority.h"
 #include "core/eviction/s3_fifo.h"
@@ -22,7 +23,7 @@ struct Entry {
   const char* option;  // null: none
   double standard, least, most;
   bool is_integer;
-  bool serves_host;  // the host tier is notified of no accesses and no priorities
+  bool serves_host;  // the host tier is notified of no accesses, releases and priorities
   std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, double option);
 };
 
@@ -30,6 +31,10 @@ const Entry kEntries[] = {
     {"last_access", nullptr, 0, 0, 0, false, false,
      [](int64_t num_blocks, double) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<LastAccess>(num_blocks);
+     }},
+    {"learned", "double_cost_tokens", 0, 0, 1e9, false, false,
+     [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
+       return std::make_unique<Learned>(num_blocks, value);
      }},
     {"lru", nullptr, 0, 0, 0, false, true,
      [](int64_t, double) -> std::unique_ptr<EvictionPolicy> { return nullptr; }},
@@ -77,7 +82,7 @@ const Entry& entry_of(const Target& target, const std::string& name) {
   for (const std::string& each : names_for(target)) names += (names.empty() ? "" : ", ") + each;
   throw std::invalid_argument(
       std::string(target.argument) + " is '" + name + "': expected one of " + names +
-      (is_known ? ", as the host tier is notified of no accesses and no priorities" : ""));
+      (is_known ? ", as the host tier is notified of no accesses, releases and priorities" : ""));
 }
 
 double checked_option(const Target& target, const Entry& entry, const std::string& option,

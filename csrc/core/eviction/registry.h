@@ -13,7 +13,8 @@ namespace kvcache {
 
 std::vector<std::string> eviction_names();
 
-// Those that can serve a pool on the host, which is notified of no accesses and no priorities.
+// Those that can serve a pool on the host, which is notified of no accesses, releases and
+// priorities.
 std::vector<std::string> host_eviction_names();
 
 // A policy for a pool of `num_blocks`; null for "lru", which is the pool's own. Throws

@@ -97,8 +97,10 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   if (!c_.pool->has_policy()) return;
   const AdmissionInfo& info = c_.rows->info(row);
   features.num_prefix_tokens = info.num_hit;
-  features.num_output_tokens =
-      std::max<int64_t>((*c_.rows)[row].chain->num_tokens() - info.num_prompt, 0);
+  if (features.num_output_tokens < 0) {
+    features.num_output_tokens =
+        std::max<int64_t>((*c_.rows)[row].chain->num_tokens() - info.num_prompt, 0);
+  }
   features.logical_time = ++num_releases_;
   features.wall_ms = clock_->now_ms();
   for (const CacheGroup& group : *c_.groups) {

@@ -1,0 +1,80 @@
+// What is remembered of blocks that were released, whether they are still cached or not.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace kvcache {
+
+// The youngest records, each found by the key of its block; of two with one key, the younger.
+class GhostRing {
+ public:
+  struct Record {
+    int64_t time;
+    uint32_t key;
+    uint8_t reuse_class, turn;
+    int8_t bucket;       // of ages, that it has reached as a sample
+    bool is_sample : 1;  // counted
+    bool is_end : 1;     // the last block of a request
+    bool is_used : 1;    // again
+  };
+
+  explicit GhostRing(int64_t num)
+      : records_(static_cast<size_t>(num)), next_(static_cast<size_t>(num)) {
+    size_t num_heads = 1;
+    while (num_heads < 2 * static_cast<size_t>(num)) num_heads *= 2;
+    heads_.assign(num_heads, kNone);
+  }
+
+  bool is_full() const { return num_added_ >= num(); }
+  Record* find(uint32_t key) {
+    for (int32_t i = heads_[slot_of(key)]; i != kNone; i = next_[i]) {
+      if (records_[i].key == key) return &records_[i];
+    }
+    return nullptr;
+  }
+  // The oldest leaves where there is no room, and one with the same key is not found any more.
+  void add(const Record& record) {
+    unlink(record.key, kNone);
+    const auto i = static_cast<int32_t>(num_added_ % num());
+    if (is_full()) unlink(records_[i].key, i);
+    records_[i] = record;
+    int32_t& head = heads_[slot_of(record.key)];
+    next_[i] = head;
+    head = i;
+    ++num_added_;
+  }
+  // By number, from 0 in the order of `add`: those of [first, num_added) are still there.
+  int64_t first() const { return std::max<int64_t>(num_added_ - num(), 0); }
+  int64_t num_added() const { return num_added_; }
+  Record& at(int64_t number) { return records_[static_cast<size_t>(number % num())]; }
+  const Record& at(int64_t number) const { return records_[static_cast<size_t>(number % num())]; }
+  size_t num_bytes() const {
+    return records_.capacity() * sizeof(Record) +
+           (heads_.capacity() + next_.capacity()) * sizeof(int32_t);
+  }
+
+ private:
+  static constexpr int32_t kNone = -1;
+
+  int64_t num() const { return static_cast<int64_t>(records_.size()); }
+  size_t slot_of(uint32_t key) const {
+    return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
+  }
+  // The record of this key, and, unless `only` is none, of this place.
+  void unlink(uint32_t key, int32_t only) {
+    for (int32_t* i = &heads_[slot_of(key)]; *i != kNone; i = &next_[*i]) {
+      if (only == kNone ? records_[*i].key != key : *i != only) continue;
+      *i = next_[*i];
+      return;
+    }
+  }
+
+  std::vector<Record> records_;
+  std::vector<int32_t> heads_, next_;
+  int64_t num_added_ = 0;
+};
+
+}  // namespace kvcache

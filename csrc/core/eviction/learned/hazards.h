@@ -1,0 +1,95 @@
+// How probable it is that a block is used again, by its class and age, and what it is worth to
+// keep.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "core/eviction/learned/ages.h"
+#include "core/eviction/learned/reuse_class.h"
+
+namespace kvcache {
+
+// Counts, per class and bucket of ages, of sampled blocks that reached the bucket, and of those
+// that were used again within it. From these the index of a class at an age: the best ratio, over
+// all ages to stop at, of the hits expected to the time that the block is kept (Gittins' index).
+class Hazards {
+ public:
+  static constexpr int kBuckets = AgeBuckets::kNum;
+
+  explicit Hazards(const AgeBuckets& ages) : ages_(ages) { solve(); }
+
+  void reach(int reuse_class, int bucket) { counts_[reuse_class][bucket].reached += 1; }
+  void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
+
+  // What was counted long ago counts less.
+  void fade() {
+    for (auto& of_class : counts_) {
+      for (Count& each : of_class) {
+        each.reached *= kKept;
+        each.used *= kKept;
+      }
+    }
+  }
+
+  // Hits per tick that a block of this class and age is worth.
+  double index(int reuse_class, int64_t age) const {
+    const int b = ages_.of(age);
+    const double here = index_[reuse_class][b];
+    if (b + 1 == kBuckets) return here;
+    const double share = (static_cast<double>(age) - ages_.begin(b)) / ages_.width(b);
+    return here + share * (index_[reuse_class][b + 1] - here);
+  }
+
+  // Computes every index anew.
+  void solve() {
+    Row of_all;
+    for (int b = 0; b < kBuckets; ++b) {
+      Count sum{};
+      for (const auto& of_class : counts_) {
+        sum.reached += of_class[b].reached;
+        sum.used += of_class[b].used;
+      }
+      of_all[b] = (sum.used + kOfAll * kPrior) / (sum.reached + kOfAll);
+      if (b > 0) of_all[b] = std::max(of_all[b], kLeastFall * of_all[b - 1]);
+    }
+    for (int c = 0; c < ReuseClass::kNum; ++c) solve_class(c, of_all);
+  }
+
+ private:
+  struct Count {
+    double reached, used;
+  };
+  using Row = std::array<double, kBuckets>;  // by bucket
+
+  static constexpr double kKept = 0.997;     // of the counts, each time
+  static constexpr double kOfClass = 20;     // samples that the counts of all classes stand for
+  static constexpr double kOfAll = 30;       // samples that the prior stands for
+  static constexpr double kPrior = 0.02;     // of use in a bucket: per tick it falls with age
+  static constexpr double kLeastFall = 0.8;  // from bucket to bucket, over all classes
+
+  void solve_class(int c, const Row& of_all) {
+    Row hazard;
+    for (int b = 0; b < kBuckets; ++b) {
+      const Count& count = counts_[c][b];
+      hazard[b] = (count.used + kOfClass * of_all[b]) / (count.reached + kOfClass);
+    }
+    for (int first = 0; first < kBuckets; ++first) {
+      double alive = 1, hits = 0, ticks = 0, best = 0;
+      for (int b = first; b < kBuckets; ++b) {
+        hits += alive * hazard[b];
+        ticks += alive * ages_.width(b) * (1 - hazard[b] / 2);
+        alive *= 1 - hazard[b];
+        best = std::max(best, hits / ticks);
+      }
+      index_[c][first] = best;
+    }
+  }
+
+  AgeBuckets ages_;
+  std::array<std::array<Count, kBuckets>, ReuseClass::kNum> counts_{};
+  std::array<Row, ReuseClass::kNum> index_{};
+};
+
+}  // namespace kvcache

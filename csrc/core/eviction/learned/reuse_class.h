@@ -1,0 +1,30 @@
+// Kinds of released blocks that are reused by laws of their own.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace kvcache {
+
+// Own blocks of one conversation, by its turn, the tokens that the turn added and the length of the
+// answer; blocks that several conversations share, by how often their chain was seen to fork; and
+// blocks of no release that the policy was told of.
+class ReuseClass {
+ public:
+  static constexpr int kTurns = 4, kAdded = 3, kAnswers = 2, kForks = 4;
+  static constexpr int kOwn = kTurns * kAdded * kAnswers;
+  static constexpr int kLoose = kOwn + kForks;
+  static constexpr int kNum = kLoose + 1;
+
+  static int of_own(int64_t turn, int64_t num_added_tokens, int64_t num_output_tokens) {
+    const int added = (num_added_tokens >= 2'560) + (num_added_tokens >= 20'480);
+    const auto t = static_cast<int>(std::min<int64_t>(turn, kTurns - 1));
+    return (t * kAdded + added) * kAnswers + (num_output_tokens >= 64);
+  }
+  static int of_shared(int num_forks) {
+    return kOwn + (num_forks >= 2) + (num_forks >= 4) + (num_forks >= 16);
+  }
+  static bool is_shared(int reuse_class) { return reuse_class >= kOwn && reuse_class < kLoose; }
+};
+
+}  // namespace kvcache

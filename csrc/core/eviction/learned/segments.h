@@ -1,0 +1,174 @@
+// Blocks that were released together: runs of a chain with one time of release and one class.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "core/eviction/learned/reuse_class.h"
+#include "core/hash.h"
+#include "core/zeroed_array.h"
+
+namespace kvcache {
+
+// A segment lives while a block belongs to it. Segments with candidates for eviction are listed by
+// class, oldest first; within a segment candidates are in the order in which they were assigned.
+class Segments {
+ public:
+  static constexpr int32_t kNone = 0;
+
+  struct Segment {
+    int64_t number;  // of segments in the order in which they were opened
+    int64_t time;    // does not go back from one to the next
+    int32_t num_blocks;
+    BlockId first, last;     // candidates
+    int32_t older, younger;  // of the class, with candidates; `younger` also of unused ones
+    float cost;              // of computing a block of it anew, in those of a first block
+    uint16_t num_forks;
+    uint8_t reuse_class;
+  };
+
+  explicit Segments(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)), all_(1) {}
+
+  const Segment& operator[](int32_t s) const { return all_[s]; }
+  int32_t of(BlockId id) const { return places_[id].segment; }
+  bool is_listed(BlockId id) const {  // as a candidate
+    const Place& place = places_[id];
+    return place.prev != kNullBlock || place.next != kNullBlock ||
+           (place.segment != kNone && all_[place.segment].first == id);
+  }
+  bool has_candidate(int32_t s) const { return all_[s].first != kNullBlock; }
+  int32_t oldest(int reuse_class) const { return lists_[reuse_class].oldest; }
+  int32_t youngest(int reuse_class) const { return lists_[reuse_class].youngest; }
+  size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+
+  // An empty one, which is to be given blocks at once.
+  int32_t open(int64_t time, int reuse_class, int num_forks = 0, float cost = 1) {
+    if (unused_ == kNone) {
+      unused_ = static_cast<int32_t>(all_.size());
+      all_.emplace_back();
+    }
+    const int32_t s = unused_;
+    unused_ = all_[s].younger;
+    all_[s] = {};
+    all_[s].number = ++num_opened_;
+    all_[s].time = time;
+    all_[s].cost = cost;
+    all_[s].num_forks = static_cast<uint16_t>(num_forks);
+    all_[s].reuse_class = static_cast<uint8_t>(reuse_class);
+    return s;
+  }
+  // A block that is no candidate belongs to it from now on; kNone: to none.
+  void assign(BlockId id, int32_t s) {
+    Place& place = places_[id];
+    const int32_t before = std::exchange(place.segment, s);
+    if (s != kNone) {
+      place.order = ++num_assigned_;
+      ++all_[s].num_blocks;
+    }
+    if (before == kNone || --all_[before].num_blocks > 0) return;
+    all_[before].younger = unused_;
+    unused_ = before;
+  }
+  void insert(BlockId id) {
+    Place& place = places_[id];
+    Segment& s = all_[place.segment];
+    // Mostly it is the last; not where its last child or a pin has gone.
+    BlockId before = s.last, after = kNullBlock;
+    while (before != kNullBlock && is_before(place, places_[before])) {
+      after = before;
+      before = places_[before].prev;
+    }
+    const bool was_empty = s.first == kNullBlock;
+    place.prev = before;
+    place.next = after;
+    (before == kNullBlock ? s.first : places_[before].next) = id;
+    (after == kNullBlock ? s.last : places_[after].prev) = id;
+    if (was_empty) list(place.segment);
+  }
+  void remove(BlockId id) {
+    Place& place = places_[id];
+    Segment& s = all_[place.segment];
+    (place.prev == kNullBlock ? s.first : places_[place.prev].next) = place.next;
+    (place.next == kNullBlock ? s.last : places_[place.next].prev) = place.prev;
+    place.prev = place.next = kNullBlock;
+    if (s.first == kNullBlock) unlist(place.segment);
+  }
+  void clear() {
+    places_.zero();
+    all_.resize(1);
+    all_[kNone] = {};
+    unused_ = kNone;
+    lists_ = {};
+  }
+
+ private:
+  struct Place {
+    int32_t segment;
+    uint32_t order;      // modulo 2**32, of which blocks of a segment have few in a row
+    BlockId prev, next;  // of a candidate
+  };
+  struct List {
+    int32_t oldest, youngest;
+  };
+
+  static bool is_before(const Place& a, const Place& b) {
+    return static_cast<int32_t>(a.order - b.order) < 0;
+  }
+  // Mostly it is the youngest of its class, or was between the same two a moment ago, before its
+  // last candidate went and made another one of its blocks a candidate.
+  void list(int32_t s) {
+    List& list = lists_[all_[s].reuse_class];
+    int32_t older = list.youngest, younger = kNone;
+    if (were_neighbors(s)) {
+      older = all_[s].older;
+      younger = all_[s].younger;
+    } else if (older != kNone && all_[older].number > all_[s].number) {
+      older = kNone;
+      younger = list.oldest;
+      while (all_[younger].number < all_[s].number) {
+        older = younger;
+        younger = all_[younger].younger;
+      }
+    }
+    all_[s].older = older;
+    all_[s].younger = younger;
+    (older == kNone ? list.oldest : all_[older].younger) = s;
+    (younger == kNone ? list.youngest : all_[younger].older) = s;
+  }
+  // Whether those that it remembers as older and younger are listed next to each other, around it.
+  bool were_neighbors(int32_t s) const {
+    const Segment& segment = all_[s];
+    const List& list = lists_[segment.reuse_class];
+    const auto is_listed_here = [&](int32_t other) {
+      return all_[other].first != kNullBlock && all_[other].reuse_class == segment.reuse_class;
+    };
+    const int32_t older = segment.older, younger = segment.younger;
+    const bool fits_older = older == kNone
+                                ? list.oldest == younger
+                                : is_listed_here(older) && all_[older].number < segment.number &&
+                                      all_[older].younger == younger;
+    const bool fits_younger = younger == kNone ? list.youngest == older
+                                               : is_listed_here(younger) &&
+                                                     all_[younger].number > segment.number &&
+                                                     all_[younger].older == older;
+    return fits_older && fits_younger;
+  }
+  void unlist(int32_t s) {
+    List& list = lists_[all_[s].reuse_class];
+    const int32_t older = all_[s].older, younger = all_[s].younger;
+    (older == kNone ? list.oldest : all_[older].younger) = younger;
+    (younger == kNone ? list.youngest : all_[younger].older) = older;
+  }
+
+  ZeroedArray<Place> places_;
+  std::vector<Segment> all_;  // the first is none
+  std::array<List, ReuseClass::kNum> lists_{};
+  int32_t unused_ = kNone;
+  uint32_t num_assigned_ = 0;
+  int64_t num_opened_ = 0;
+};
+
+}  // namespace kvcache

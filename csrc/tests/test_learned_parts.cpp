@@ -1,0 +1,202 @@
+// The parts of the policy that learns, each alone.
+#include <cmath>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <random>
+#include <vector>
+
+#include "core/eviction/learned/ages.h"
+#include "core/eviction/learned/ghost_ring.h"
+#include "core/eviction/learned/hazards.h"
+#include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/segments.h"
+#include "tests/check.h"
+
+using namespace kvcache;
+
+namespace {
+
+TEST(each_age_is_in_the_bucket_that_covers_it) {
+  const AgeBuckets ages(100);
+  CHECK_EQ(ages.of(0), 0);
+  CHECK_EQ(ages.of(99), 0);
+  CHECK_EQ(ages.of(100), 1);
+  for (int b = 0; b + 1 < AgeBuckets::kNum; ++b) {
+    CHECK(std::abs(ages.width(b) - 100 * std::pow(2.0, b / 2.0)) < 1e-6 * ages.width(b));
+    CHECK_EQ(ages.of(static_cast<int64_t>(std::ceil(ages.begin(b)))), b);
+    CHECK_EQ(ages.of(static_cast<int64_t>(std::ceil(ages.begin(b + 1))) - 1), b);
+  }
+  CHECK_EQ(ages.of(INT64_MAX), AgeBuckets::kNum - 1);
+}
+
+TEST(classes_are_apart) {
+  std::map<int, int> seen;
+  for (int64_t turn : {0, 1, 2, 3}) {
+    for (int64_t added : {2'559, 2'560, 20'480}) {
+      for (int64_t answer : {63, 64}) ++seen[ReuseClass::of_own(turn, added, answer)];
+    }
+  }
+  for (int forks : {1, 2, 4, 16}) ++seen[ReuseClass::of_shared(forks)];
+  ++seen[ReuseClass::kLoose];
+  CHECK_EQ(seen.size(), ReuseClass::kNum);
+  CHECK(seen.begin()->first == 0 && seen.rbegin()->first == ReuseClass::kNum - 1);
+  CHECK_EQ(ReuseClass::of_own(3, 0, 0), ReuseClass::of_own(1000, 2'559, 63));
+  CHECK_EQ(ReuseClass::of_shared(16), ReuseClass::of_shared(65'535));
+  CHECK(ReuseClass::is_shared(ReuseClass::of_shared(3)) && !ReuseClass::is_shared(0));
+  CHECK(!ReuseClass::is_shared(ReuseClass::kLoose));
+}
+
+TEST(of_one_key_the_youngest_record_is_found_as_long_as_it_is_there) {
+  for (uint32_t seed = 1; seed <= 50; ++seed) {
+    std::mt19937 random(seed);
+    const int size = 1 + static_cast<int>(random() % 20);
+    GhostRing ring(size);
+    std::deque<GhostRing::Record> model;
+    for (int64_t number = 0; number < 200; ++number) {
+      GhostRing::Record record{};
+      record.key = 1 + random() % 30;
+      record.time = number;
+      ring.add(record);
+      model.push_back(record);
+      if (static_cast<int>(model.size()) > size) model.pop_front();
+      CHECK_EQ(ring.is_full(), static_cast<int>(model.size()) == size);
+      CHECK_EQ(ring.first(), model.front().time);
+      CHECK_EQ(ring.num_added(), number + 1);
+      CHECK_EQ(ring.at(ring.first()).key, model.front().key);
+      for (uint32_t key = 1; key <= 31; ++key) {
+        const GhostRing::Record* found = ring.find(key);
+        int64_t youngest = -1;
+        for (const auto& each : model) youngest = each.key == key ? each.time : youngest;
+        CHECK_EQ(found == nullptr ? -1 : found->time, youngest);
+      }
+    }
+  }
+}
+
+TEST(without_samples_what_is_older_is_worth_less) {
+  const AgeBuckets ages(100);
+  const Hazards hazards(ages);
+  for (int64_t age = 0; age < 20'000; age += 50) {
+    CHECK(hazards.index(0, age) > hazards.index(0, age + 50));
+    CHECK_EQ(hazards.index(0, age), hazards.index(ReuseClass::kLoose, age));
+  }
+}
+
+TEST(a_class_that_is_used_again_is_worth_more_and_as_long_as_it_is) {
+  const AgeBuckets ages(100);
+  Hazards hazards(ages);
+  const int used = 3, left = 7;
+  for (int i = 0; i < 1'000; ++i) {
+    for (int b = 0; b <= 5; ++b) {
+      hazards.reach(used, b);
+      hazards.reach(left, b);
+    }
+    hazards.use(used, 5);  // at one age, and at no other
+  }
+  hazards.solve();
+  const auto at = [&](int b) { return static_cast<int64_t>(std::ceil(ages.begin(b))); };
+  CHECK(hazards.index(used, at(0)) > hazards.index(left, at(0)));
+  // The nearer its use comes, the more; behind it, as little as the other.
+  for (int b = 0; b < 5; ++b) {
+    CHECK(hazards.index(used, at(b)) < hazards.index(used, at(b + 1)));
+  }
+  CHECK(hazards.index(used, at(8)) < hazards.index(used, at(0)));
+  // What was counted long ago counts less.
+  const double before = hazards.index(used, at(5));
+  for (int i = 0; i < 5'000; ++i) hazards.fade();
+  hazards.solve();
+  CHECK(hazards.index(used, at(5)) < before / 2);
+}
+
+TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {
+  Segments segments(10);
+  const int32_t old = segments.open(5, 1), young = segments.open(9, 1), other = segments.open(9, 2);
+  for (BlockId id : {1, 2, 3}) segments.assign(id, old);
+  segments.assign(4, young);
+  segments.assign(5, other);
+  CHECK(!segments.is_listed(2) && !segments.has_candidate(old));
+  segments.insert(4);
+  segments.insert(3);
+  segments.insert(1);
+  segments.insert(2);
+  segments.insert(5);
+  CHECK(segments.is_listed(2) && segments.is_listed(5));
+  CHECK(segments.oldest(1) == old && segments.youngest(1) == young && segments.oldest(2) == other);
+  for (BlockId id : {1, 2, 3}) {  // as they were assigned
+    CHECK_EQ(segments[old].first, id);
+    segments.remove(id);
+    CHECK(!segments.is_listed(id));
+  }
+  CHECK(segments.oldest(1) == young && segments.youngest(1) == young);
+  segments.insert(2);
+  CHECK(segments.oldest(1) == old);
+  segments.remove(2);
+  for (BlockId id : {1, 2, 3}) segments.assign(id, Segments::kNone);
+  const int64_t number = segments[old].number;
+  const int32_t again = segments.open(9, 1);  // the place of the one that has ended
+  CHECK(again == old && segments[again].number > number);
+  segments.clear();
+  CHECK(segments.oldest(1) == Segments::kNone && segments.of(4) == Segments::kNone);
+}
+
+TEST(any_order_of_calls_agrees_with_plain_lists) {
+  for (uint32_t seed = 1; seed <= 100; ++seed) {
+    std::mt19937 random(seed);
+    constexpr int kBlocks = 12;
+    struct Block {
+      int64_t number = 0, order = 0;  // of its segment, and among all that were assigned
+      bool is_in = false;
+    };
+    std::vector<Block> model(kBlocks);
+    std::map<int64_t, int> class_of;
+    Segments segments(kBlocks);
+    int64_t num_assigned = 0;
+    int32_t last = Segments::kNone;
+    for (int step = 0; step < 300; ++step) {
+      const BlockId id = 1 + static_cast<BlockId>(random() % (kBlocks - 1));
+      Block& block = model[id];
+      if (block.is_in) {
+        segments.remove(id);
+        block.is_in = false;
+      } else if (block.number != 0 && random() % 2 == 0) {
+        segments.insert(id);
+        block.is_in = true;
+      } else if (random() % 4 == 0) {
+        segments.assign(id, Segments::kNone);
+        block = {};
+      } else {
+        if (last == Segments::kNone || segments[last].num_blocks == 0 || random() % 3 == 0) {
+          last = segments.open(step, static_cast<int>(random() % 3));
+        }
+        segments.assign(id, last);
+        block = {segments[last].number, ++num_assigned, false};
+        class_of[block.number] = segments[last].reuse_class;
+      }
+      for (int c = 0; c < 3; ++c) {
+        int64_t oldest = 0, youngest = 0;
+        for (const Block& each : model) {
+          if (!each.is_in || class_of[each.number] != c) continue;
+          if (oldest == 0 || each.number < oldest) oldest = each.number;
+          youngest = std::max(youngest, each.number);
+        }
+        const auto number = [&](int32_t s) {
+          return s == Segments::kNone ? 0 : segments[s].number;
+        };
+        CHECK_EQ(number(segments.oldest(c)), oldest);
+        CHECK_EQ(number(segments.youngest(c)), youngest);
+        if (oldest == 0) continue;
+        BlockId first = kNullBlock;
+        for (BlockId each = 1; each < kBlocks; ++each) {
+          if (!model[each].is_in || model[each].number != oldest) continue;
+          if (first == kNullBlock || model[each].order < model[first].order) first = each;
+        }
+        CHECK_EQ(segments[segments.oldest(c)].first, first);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+TEST_MAIN()

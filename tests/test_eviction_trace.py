@@ -1,0 +1,62 @@
+"""Hits of the policy that learns on the conversation trace, and on changed forms of it."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks import trace_forms
+from benchmarks.eviction import optimum, replayed
+from kvcache.replay import read_mooncake
+from tests.shared import sampled, shared_file
+
+TRACE = "traces/mooncake_conversation.jsonl"
+# Blocks of 512 tokens: how many of them are hits, at least, and with knowledge of the future.
+LEAST = {
+    1_000: (21_500, 54_977),
+    3_000: (37_400, 84_879),
+    5_859: (50_300, 101_791),
+    10_000: (65_600, 105_592),
+    30_000: (95_900, 105_592),
+    50_000: (103_900, 105_592),
+}
+
+
+@pytest.fixture(scope="module")
+def conversations():
+    no_content = np.empty(0, np.int64)  # only verification asks for it
+    path = shared_file(TRACE)
+    return [dataclasses.replace(each, content=no_content) for each in read_mooncake(path)]
+
+
+@pytest.mark.parametrize("capacity", sampled(LEAST))
+def test_hits_on_the_conversation_trace(conversations, capacity):
+    least, most = LEAST[capacity]
+    assert least <= replayed(conversations, capacity, "learned").hit_tokens // 512 < most
+
+
+@pytest.mark.exhaustive
+def test_the_optimum_is_beladys(conversations):
+    num_tokens = sum(each.num_tokens for each in conversations)
+    for capacity, (_, most) in LEAST.items():
+        assert round(optimum(conversations, capacity) * num_tokens / 512) == most
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["shuffled_nearby", "think_quarter", "loop", "slow_then_fast"])
+def test_on_changed_forms_it_is_never_one_per_cent_behind(form, tmp_path):
+    trace = trace_forms.read(shared_file(TRACE))
+    trace_forms.write(trace_forms.FORMS[form](trace), tmp_path / "form.jsonl")
+    assert min(trace_forms.ratios(tmp_path / "form.jsonl", "learned")) > 0.99
+
+
+@pytest.mark.exhaustive
+def test_small_blocks(conversations):
+    """The first 2,000 requests in blocks of 16 tokens, at the same sizes in tokens."""
+    for capacity in LEAST:
+        hits = [
+            replayed(conversations[:2_000], 32 * capacity, policy, block_size=16).hit_tokens
+            for policy in ("learned", "lru")
+        ]
+        assert hits[0] >= 0.99 * hits[1]
+        assert capacity > 6_000 or hits[0] > 1.05 * hits[1]
