@@ -303,6 +303,55 @@ def test_100_000_victims_of_the_policy_that_learns_are_the_models(options):
     assert policy.num_ghosts > policy.NUM_GHOSTS and policy.num_releases > 10_000
 
 
+@pytest.mark.parametrize("seed", sampled(range(10), 2))
+def test_victims_among_chats_are_the_models(seed):
+    """Turns, forks, shared beginnings, prompts that come once: every class, at many ages."""
+    rng, num_blocks, size = random.Random(seed), 50, 4_000
+    pool, model = BlockPool(num_blocks, "learned"), Pool(num_blocks, MODELS["learned"](num_blocks))
+    chats, num_nodes = [], 10
+    for _ in range(700):
+        kind = rng.choice(["first", "next", "next", "fork", "once"])
+        nodes = list(range(3)) if rng.random() < 0.6 else []
+        if kind in ("next", "fork") and chats:
+            nodes = list(chats.pop(rng.randrange(max(len(chats) - 6, 0), len(chats))))
+            if kind == "fork":
+                nodes = nodes[: rng.randint(1, len(nodes))]
+        num_new = rng.randint(1, 3) if rng.random() < 0.7 else rng.randint(4, 9)
+        nodes = [*nodes, *range(num_nodes, num_nodes + num_new)][:30]
+        num_nodes += num_new
+        if kind != "once":
+            chats.append(nodes)
+        found = [model.lookup(node, 0) for node in nodes]
+        held = found[: next((i for i, each in enumerate(found) if each < 0), len(found))]
+        pool.retain(held)
+        model.retain(held)
+        pool.hit(held)
+        for i in held:
+            model.policy.on_hit(i)
+        new = pool.allocate(len(nodes) - len(held))
+        assert new.tolist() == model.allocate(len(nodes) - len(held))
+        before = nodes[len(held) - 1] if held else "root"
+        pool.publish(new, hashes(nodes[len(held) :]), 0, hash_of(before))
+        for i, node in zip(new.tolist(), nodes[len(held) :], strict=True):
+            model.publish(i, node, 0, before)
+            before = node
+        ids = [*held, *new.tolist()][::-1]
+        ends = [size * k for k in range(len(ids), 0, -1)]
+        num_output_tokens = rng.choice([10, 100])
+        pool.notify_release(
+            ids,
+            ends,
+            tokens_per_block=size,
+            num_prefix_tokens=size * len(held),
+            num_output_tokens=num_output_tokens,
+        )
+        model.policy.on_release_all(ids, ends, size, 0, size * len(held), num_output_tokens)
+        pool.release(ids)
+        model.release(ids)
+    pool.check_invariants()
+    assert model.num_evicted > 1_000
+
+
 def test_releases_of_blocks_that_no_request_holds_are_none_to_learn_from():
     pool = BlockPool(20, "learned")
     ids = pool.allocate(4)
