@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import heapq
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -11,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvcache import hash_blocks
-from kvcache.replay import Replayer, ReplayReport, WorkloadRequest, read_mooncake
+from kvcache.replay import Replayer, ReplayReport, WorkloadRequest, optimum, read_mooncake
 from kvcache.replay.policies import parse_eviction, parse_host_eviction, parse_host_write
 
 TRACE = Path(__file__).resolve().parents[2] / "shared/traces/mooncake_conversation.jsonl"
@@ -198,7 +196,7 @@ def page(trace: Path) -> Iterable[str]:
         policy: [replayed(requests, size, policy).token_hit_rate for size in CAPACITIES]
         for policy in POLICIES
     }
-    best = {"optimum": [optimum(requests, size) for size in CAPACITIES]}
+    best = {"optimum": [optimum(requests, BLOCK_SIZE, size) for size in CAPACITIES]}
     yield rate_table(
         ("policy",), {(name,): each for name, each in (rates | best).items()}, CAPACITIES
     )
@@ -251,36 +249,6 @@ def replayed(
         **parse_host_write(host_write),
     )
     return replayer.run(requests)
-
-
-def optimum(requests: Sequence[WorkloadRequest], capacity: int) -> float:
-    """The token hit rate where the block whose next use is farthest goes first, by Belady's rule.
-
-    Only full blocks take space; of those of one request the deepest goes first.
-    """
-    chains = [_full_blocks(each) for each in requests]
-    uses: dict[bytes, list[int]] = {}  # the requests that use a block, last one first
-    for number in reversed(range(len(chains))):
-        for key in chains[number]:
-            uses.setdefault(key, []).append(number)
-    cached: dict[bytes, int] = {}  # the next use
-    farthest: list[tuple[int, int, bytes]] = []
-    num_hits = 0
-    for chain in chains:
-        num_hits += next((i for i, key in enumerate(chain) if key not in cached), len(chain))
-        for depth, key in enumerate(chain):
-            uses[key].pop()
-            cached[key] = uses[key][-1] if uses[key] else len(chains)
-            heapq.heappush(farthest, (-cached[key], -depth, key))
-        while len(cached) > capacity:
-            use, _, key = heapq.heappop(farthest)
-            if cached.get(key) == -use:
-                del cached[key]
-    return num_hits * BLOCK_SIZE / sum(each.num_tokens for each in requests)
-
-
-def _full_blocks(request: WorkloadRequest) -> list[bytes]:
-    return [bytes(each) for each in hash_blocks(request.token_ids, BLOCK_SIZE)]
 
 
 def rate_table(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import trace_forms
-from benchmarks.eviction import optimum, replayed
-from kvcache.replay import read_mooncake
+from benchmarks.eviction import replayed
+from kvcache.replay import optimum, read_mooncake
 from tests.shared import sampled, shared_file
 
 TRACE = "traces/mooncake_conversation.jsonl"
@@ -39,7 +39,7 @@ def test_hits_on_the_conversation_trace(conversations, capacity):
 def test_the_optimum_is_beladys(conversations):
     num_tokens = sum(each.num_tokens for each in conversations)
     for capacity, (_, most) in LEAST.items():
-        assert round(optimum(conversations, capacity) * num_tokens / 512) == most
+        assert round(optimum(conversations, 512, capacity) * num_tokens / 512) == most
 
 
 @pytest.mark.exhaustive

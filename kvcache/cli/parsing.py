@@ -68,6 +68,20 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, metavar=metavar, help=text)
     sub.add_argument(
+        "--compare",
+        metavar="P,P",
+        nargs="?",
+        const="",
+        help="replay with each of these policies at several sizes, and say which to choose; default "
+        "policies: all that need no accesses and no priorities",
+    )
+    sub.add_argument(
+        "--sizes",
+        metavar="N,N",
+        type=_sizes,
+        help="of --compare, as --num-blocks; default: from an eighth of that to four times as much",
+    )
+    sub.add_argument(
         "--device", default="cpu", type=device_name, help="where --verify keeps KV; default cpu"
     )
     for option, text in (
@@ -76,7 +90,10 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     ):
         sub.add_argument(option, action="store_true", help=text)
     sub.add_argument(
-        "--plot", metavar="FILE.png", type=_plot_file, help="draw the course of the replay"
+        "--plot",
+        metavar="FILE.png",
+        type=_plot_file,
+        help="draw the course of the replay, or with --compare hit rates by size",
     )
 
 
@@ -93,6 +110,10 @@ def number(option: str, least: int, most: int) -> Callable[[str], int]:
         return value
 
     return convert
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(number("--sizes", 2, MAX_INT32), text.split(",")))
 
 
 def _plot_file(text: str) -> str:

@@ -35,6 +35,8 @@ def run_replay(args: argparse.Namespace) -> int:
     _import_files(args)
     _resolve(args)
     _require(args)
+    if args.compare is not None:
+        return _compare(args)
     report, series = _replayed(args)
     if args.plot is not None:
         _plot(series, report, args.plot)
@@ -160,6 +162,7 @@ def _resolve(args: argparse.Namespace) -> None:
             args.specs = _import("kvcache.replay.groups").parse_groups(args.groups, args.block_size)
         except ValueError as error:
             raise UsageError(f"--groups has {error}") from None
+    _check_comparison(args)
     args.policies = _policies(args)
     if args.hash_block_size is not None:
         sizes = [spec.block_size for spec in args.specs or ()] or [args.block_size]
@@ -168,6 +171,27 @@ def _resolve(args: argparse.Namespace) -> None:
                 f"--hash-block-size is {args.hash_block_size}: expected a divisor of every group's "
                 f"block size, so of {math.gcd(*sizes)}"
             )
+
+
+def _check_comparison(args: argparse.Namespace) -> None:
+    if args.compare is None:
+        if args.sizes is not None:
+            raise UsageError("--sizes is given without --compare: expected both, or --num-blocks")
+        return
+    for option, value in (("--eviction", args.eviction), ("--verify", args.verify)):
+        if value:
+            raise UsageError(f"{option} is given with --compare: expected one of them")
+    policies = _import("kvcache.replay.policies")
+    args.compared = args.compare.split(",") if args.compare else None
+    for text in args.compared or ():
+        try:
+            policies.parse_eviction(text)
+        except ValueError as error:
+            raise UsageError(f"--compare has {error}") from None
+    capacity = args.num_blocks - 1
+    wanted = args.sizes or tuple(capacity * n // 8 + 1 for n in (1, 2, 4, 8, 16, 32))
+    args.sizes = tuple(sorted({max(size, 2) - 1 for size in wanted}))
+    args.concurrency = min(args.concurrency, args.sizes[0])
 
 
 def _policies(args: argparse.Namespace) -> dict:
@@ -232,6 +256,44 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     return report, series
 
 
+def _compare(args: argparse.Namespace) -> int:
+    """`kvcache replay --compare`; returns the exit code."""
+    replay = _import("kvcache.replay")
+    policies = args.compared or replay.COMPARED
+    name, workload = _workload(args)
+    try:
+        requests = list(workload)
+        with _progress(args, len(requests) * len(policies) * len(args.sizes)) as advance:
+            found = replay.compare(
+                requests,
+                policies,
+                args.sizes,
+                trace=name,
+                with_optimum=args.specs is None and args.hash_block_size is None,
+                on_request=advance,
+                **_groups(args),
+                **args.policies,
+                hash_block_size=args.hash_block_size,
+                chunk_tokens=args.chunk_tokens,
+                concurrency=args.concurrency,
+            )
+    except replay.TraceError as error:
+        raise UsageError(str(error)) from None
+    except MemoryError as error:
+        raise UsageError(
+            f"--sizes has {args.sizes[-1] + 1}: expected fewer, they do not fit into memory ({error})"
+        ) from None
+    if args.plot is not None:
+        _write_plot(args.plot, lambda plots: plots.draw_comparison(found, args.plot))
+    if args.json:
+        with writing():
+            print(json.dumps(found.to_dict()))
+    else:
+        show(replay.comparison_table(found))
+        show(f"Choose {found.choice}.")
+    return 0
+
+
 def _groups(args: argparse.Namespace) -> dict:
     """The groups as arguments of replayer and verifier."""
     return {"block_size": args.block_size} if args.specs is None else {"groups": args.specs}
@@ -294,12 +356,12 @@ def _trace(path: str) -> Iterator[WorkloadRequest]:
 
 
 def _progress(
-    args: argparse.Namespace,
+    args: argparse.Namespace, total: int | None = None
 ) -> AbstractContextManager[Callable[[], None] | None]:
     """A progress bar on a terminal; yields a function to call after each request."""
     if args.json or not sys.stderr.isatty():
         return nullcontext()
-    return progress(_num_expected(args))
+    return progress(_num_expected(args) if total is None else total)
 
 
 def _num_expected(args: argparse.Namespace) -> int | None:
@@ -321,10 +383,14 @@ def _print_table(report: ReplayReport) -> None:
 
 
 def _plot(series: Series, report: ReplayReport, path: str) -> None:
-    from kvcache.replay.plots import draw
+    _write_plot(path, lambda plots: plots.draw(series, report, path))
+
+
+def _write_plot(path: str, draw: Callable[[ModuleType], None]) -> None:
+    from kvcache.replay import plots
 
     try:
-        draw(series, report, path)
+        draw(plots)
     except OSError as error:
         raise UsageError(
             f"--plot is {path!r}: expected a writable file ({error.strerror})"

@@ -4,6 +4,7 @@ Works without torch unless `verify` is asked for.
 """
 
 from kvcache.replay.chat import ChatShape, chat_workload
+from kvcache.replay.comparison import COMPARED, Comparison, compare, comparison_table, optimum
 from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.mooncake import TraceError, read_mooncake
 from kvcache.replay.replayer import Replayer, Series
@@ -11,7 +12,9 @@ from kvcache.replay.report import ReplayReport
 from kvcache.replay.workload import WorkloadRequest
 
 __all__ = [
+    "COMPARED",
     "ChatShape",
+    "Comparison",
     "Mismatch",
     "ReplayReport",
     "Replayer",
@@ -19,5 +22,8 @@ __all__ = [
     "TraceError",
     "WorkloadRequest",
     "chat_workload",
+    "compare",
+    "comparison_table",
+    "optimum",
     "read_mooncake",
 ]

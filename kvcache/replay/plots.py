@@ -1,12 +1,14 @@
-"""The course of a replay as a figure: hit rate, evictions and blocks in use over the requests."""
+"""Figures: the course of a replay (hit rate, evictions, blocks in use), and policies by size."""
 
 from __future__ import annotations
 
+import itertools
 import os
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvcache.replay.comparison import Comparison
 from kvcache.replay.replayer import Series
 from kvcache.replay.report import ReplayReport
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
 _HITS, _EVICTIONS, _USED = "#1b7837", "#b2182b", "#2166ac"
 _GRAY = "#444444"
+_COLORS = ("#2166ac", "#1b7837", "#b2182b", "#e08214", "#762a83", "#35978f")  # of policies
 _WINDOW_SHARE = 50  # moving values look back over 1/50 of the requests
 
 
@@ -42,6 +45,43 @@ def draw(series: Series, report: ReplayReport, path: str | os.PathLike) -> None:
     panels[2].set_xlim(0, max(len(requests), 1))
     figure.suptitle(
         _title(report), x=0.02, ha="left", fontsize=11, linespacing=1.5, parse_math=False
+    )
+    try:
+        figure.savefig(path, dpi=130)
+    finally:
+        plt.close(figure)
+
+
+def draw_comparison(comparison: Comparison, path: str | os.PathLike) -> None:
+    """Hit rates of all policies over the number of blocks; as `draw`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 5.5), layout="constrained")
+    sizes, top = comparison.sizes, 0.0
+    for (name, rates), color in zip(comparison.token_hit_rates.items(), itertools.cycle(_COLORS)):
+        axes.plot(sizes, rates, marker="o", markersize=4, color=color, linewidth=2, label=name)
+        top = max([top, *rates])
+    if comparison.optimum is not None:
+        style = {"color": _GRAY, "linewidth": 1, "linestyle": "--", "marker": "o", "markersize": 2}
+        axes.plot(sizes, comparison.optimum, label="optimum (Belady)", **style)
+        top = max([top, *comparison.optimum])
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(0, min(1.0, 1.1 * max(top, 0.01)))
+    axes.yaxis.set_major_formatter("{x:.0%}")
+    axes.set_xlabel(f"blocks of {comparison.block_size} tokens")
+    _finish(axes, "Token hit rate by eviction policy")
+    figure.suptitle(
+        f"{comparison.trace}: {comparison.requests:,} requests\nChoose {comparison.choice}",
+        x=0.02,
+        ha="left",
+        fontsize=11,
+        linespacing=1.5,
+        parse_math=False,
     )
     try:
         figure.savefig(path, dpi=130)

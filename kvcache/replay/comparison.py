@@ -1,0 +1,147 @@
+"""Eviction policies side by side: one workload, replayed with each at several sizes of the pool."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from kvcache.allocator import hash_blocks
+from kvcache.replay.policies import parse_eviction
+from kvcache.replay.replayer import Replayer
+from kvcache.replay.workload import WorkloadRequest
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Those that learn from requests alone: a trace has no accesses and no priorities.
+COMPARED = ("lru", "learned", "s3_fifo", "segmented_lru")
+_CLOSE = 0.01  # of the hits; less is not worth a slower policy
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Token hit rates of policies, as `name[:option=value]...`, by number of blocks.
+
+    `sizes`: blocks, the null block not counted. `optimum`: with knowledge of the future, see `optimum`.
+    """
+
+    trace: str
+    requests: int
+    block_size: int
+    sizes: tuple[int, ...]
+    token_hit_rates: dict[str, list[float]]
+    optimum: list[float] | None = None
+
+    def to_dict(self) -> dict:
+        """As plain data for JSON."""
+        return {**asdict(self), "choose": self.choice}
+
+    @property
+    def choice(self) -> str:
+        """Which policy to choose, and why.
+
+        >>> rates = {"lru": [0.2, 0.5], "learned": [0.3, 0.502]}
+        >>> Comparison("", 9, 16, (10, 20), rates).choice
+        'learned: most hits at 2 of 2 sizes, up to 50.0 % more than lru'
+        """
+        rates = self.token_hit_rates
+        best = [max(at_size) for at_size in zip(*rates.values(), strict=True)]
+        behind = {
+            name: [
+                0.0 if most == 0 else 1 - rate / most for rate, most in zip(each, best, strict=True)
+            ]
+            for name, each in rates.items()
+        }
+        if "lru" in rates and max(behind["lru"]) < _CLOSE:
+            return f"lru: no other has {_CLOSE:.0%} more hits at any of these sizes, and it costs least"
+        name = min(rates, key=lambda each: sum(behind[each]))
+        num_best = sum(share == 0 for share in behind[name])
+        text = f"{name}: most hits at {num_best} of {len(best)} sizes"
+        if num_best < len(best):
+            text += f", elsewhere at most {100 * max(behind[name]):.1f} % fewer than another"
+        gains = [
+            mine / other - 1 for mine, other in zip(rates[name], rates.get("lru", [])) if other
+        ]
+        return text if not gains else f"{text}, up to {100 * max(gains):.1f} % more than lru"
+
+
+def compare(
+    requests: Sequence[WorkloadRequest],
+    policies: Sequence[str],
+    sizes: Sequence[int],
+    *,
+    trace: str = "",
+    with_optimum: bool = True,
+    on_request: Callable[[], None] | None = None,
+    **options,
+) -> Comparison:
+    """Replays the requests with each policy at each size.
+
+    `policies`: as `name[:option=value]...`; `sizes`: blocks, the null block not counted, one or more of
+    each. `options`: of `Replayer`. `on_request` is called after each request of each replay.
+    `with_optimum`: for one group of full attention, of `block_size`. ValueError for an unknown policy.
+    """
+    chosen = {text: parse_eviction(text) for text in policies}
+    rates: dict[str, list[float]] = {text: [] for text in chosen}
+    reports = []
+    for text, (name, values) in chosen.items():
+        for size in sizes:
+            replayer = Replayer(
+                num_blocks=size + 1, eviction=name, eviction_options=values, **options
+            )
+            reports.append(replayer.run(requests, trace, on_request))
+            rates[text].append(reports[-1].token_hit_rate)
+    block_size = reports[0].block_size
+    best = [optimum(requests, block_size, size) for size in sizes] if with_optimum else None
+    return Comparison(trace, len(requests), block_size, tuple(sizes), rates, best)
+
+
+def optimum(requests: Sequence[WorkloadRequest], block_size: int, num_blocks: int) -> float:
+    """The token hit rate where the block whose next use is farthest goes first (Belady 1966).
+
+    One request at a time. Only full blocks take space; of those of one request the deepest goes first.
+    """
+    chains = [[bytes(each) for each in hash_blocks(r.token_ids, block_size)] for r in requests]
+    uses: dict[bytes, list[int]] = {}  # the requests that use a block, last one first
+    for number in reversed(range(len(chains))):
+        for key in chains[number]:
+            uses.setdefault(key, []).append(number)
+    cached: dict[bytes, int] = {}  # the next use
+    farthest: list[tuple[int, int, bytes]] = []
+    num_hits = 0
+    for chain in chains:
+        num_hits += next((i for i, key in enumerate(chain) if key not in cached), len(chain))
+        for depth, key in enumerate(chain):
+            uses[key].pop()
+            cached[key] = uses[key][-1] if uses[key] else len(chains)
+            heapq.heappush(farthest, (-cached[key], -depth, key))
+        while len(cached) > num_blocks:
+            use, _, key = heapq.heappop(farthest)
+            if cached.get(key) == -use:
+                del cached[key]
+    return num_hits * block_size / max(sum(each.num_tokens for each in requests), 1)
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The comparison as a rich table; needs the extra `cli`."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=f"Token hit rate by number of blocks: {escape(comparison.trace)}")
+    table.add_column("eviction", style="cyan", no_wrap=True)
+    for size in comparison.sizes:
+        table.add_column(f"{size:,}", justify="right")
+    rows: Mapping[str, list[float]] = comparison.token_hit_rates
+    best = [max(at_size) for at_size in zip(*rows.values(), strict=True)]
+    for name, rates in rows.items():
+        cells = (
+            f"[bold]{rate:.4f}[/]" if rate == most else f"{rate:.4f}"
+            for rate, most in zip(rates, best, strict=True)
+        )
+        table.add_row(escape(name), *cells)
+    if comparison.optimum is not None:
+        table.add_section()
+        table.add_row("optimum", *(f"{rate:.4f}" for rate in comparison.optimum), style="dim")
+    return table

@@ -1,0 +1,104 @@
+"""Eviction policies side by side, and the optimum."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from kvcache.cli.__main__ import main
+from kvcache.replay import Comparison, Replayer, WorkloadRequest, chat_workload, compare, optimum
+
+
+def prompts(*tokens):
+    """Requests with these tokens, a token a block."""
+    none = np.empty(0, np.int64)
+    return [
+        WorkloadRequest(i, 0, np.array(each, np.int32), 0, none) for i, each in enumerate(tokens)
+    ]
+
+
+def best_of_all(chains, capacity):
+    """The most hits of any choice of what to keep after each request."""
+    best = {frozenset(): 0}
+    for chain in chains:
+        keys = [tuple(chain[: k + 1]) for k in range(len(chain))]
+        after = {}
+        for cached, hits in best.items():
+            hits += next((i for i, key in enumerate(keys) if key not in cached), len(keys))
+            there = cached | set(keys)
+            for kept in itertools.combinations(sorted(there), min(capacity, len(there))):
+                after[frozenset(kept)] = max(after.get(frozenset(kept), 0), hits)
+        best = after
+    return max(best.values())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_optimum_is_the_best_of_all_choices(seed):
+    rng = np.random.default_rng(seed)
+    chains = [[0, *rng.integers(1, 3, rng.integers(0, 3))] for _ in range(7)]
+    requests = prompts(*chains)
+    num_tokens = sum(map(len, chains))
+    for capacity in (1, 2, 3):
+        found = optimum(requests, 1, capacity) * num_tokens
+        assert round(found) == best_of_all(chains, capacity)
+
+
+def test_rates_are_those_of_single_replays():
+    requests = list(chat_workload(200))
+    seen = []
+    found = compare(
+        requests,
+        ["lru", "segmented_lru:protected_share=0.5"],
+        [100, 400],
+        trace="chats",
+        block_size=16,
+        on_request=lambda: seen.append(1),
+    )
+    assert (found.trace, found.requests, found.block_size) == ("chats", 200, 16)
+    assert found.sizes == (100, 400) and len(seen) == 800
+    for size, rate, best in zip(
+        found.sizes, found.token_hit_rates["lru"], found.optimum, strict=True
+    ):
+        alone = Replayer(block_size=16, num_blocks=size + 1).run(requests)
+        assert rate == alone.token_hit_rate <= best
+    assert compare(requests, ["lru"], [50], block_size=16, with_optimum=False).optimum is None
+    with pytest.raises(ValueError, match="'x': expected one of"):
+        compare(requests, ["x"], [50], block_size=16)
+
+
+@pytest.mark.parametrize(
+    ("rates", "says"),
+    [
+        ({"lru": [0.2, 0.5], "a": [0.2, 0.504]}, "lru: no other has 1% more hits at any"),
+        (
+            {"lru": [0.2, 0.5], "a": [0.3, 0.4]},
+            "a: most hits at 1 of 2 sizes, elsewhere at most 20.0 %",
+        ),
+        ({"lru": [0.0, 0.0], "a": [0.0, 0.1]}, "a: most hits at 2 of 2 sizes"),
+        ({"a": [0.1], "b": [0.2]}, "b: most hits at 1 of 1 sizes"),
+        ({"lru": [0.0], "a": [0.0]}, "lru: no other has"),
+    ],
+)
+def test_the_choice(rates, says):
+    sizes = tuple(range(len(next(iter(rates.values())))))
+    assert Comparison("", 1, 16, sizes, rates).choice.startswith(says)
+
+
+def test_the_command_compares(capsys, tmp_path):
+    pytest.importorskip("rich")
+    pytest.importorskip("matplotlib")
+    plot = str(tmp_path / "policies.png")
+    argv = ["replay", "--requests", "100", "--compare", "--sizes", "101,33"]
+    assert main([*argv, "--plot", plot]) == 0
+    out = capsys.readouterr().out
+    for text in ("chat (seed 0)", "32", "100", "lru", "learned", "s3_fifo", "optimum", "Choose "):
+        assert text in out
+    assert (tmp_path / "policies.png").read_bytes().startswith(b"\x89PNG")
+    assert main([*argv, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sizes"] == [32, 100] and len(found["optimum"]) == 2
+    assert list(found["token_hit_rates"]) == ["lru", "learned", "s3_fifo", "segmented_lru"]
+    hybrid = ["--groups", "full_attention,sliding_window:window=64", "--host-blocks", "50"]
+    assert main([*argv, "--json", *hybrid]) == 0
+    assert json.loads(capsys.readouterr().out)["optimum"] is None
