@@ -19,7 +19,10 @@ CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 def add_replay_options(sub: argparse.ArgumentParser) -> None:
     """TRACE and all options, each value checked by itself."""
-    sub.add_argument("trace", nargs="?", metavar="TRACE", help="JSONL file; default: chats")
+    sub.add_argument("trace", nargs="?", metavar="TRACE", help="file of requests; default: chats")
+    sub.add_argument(
+        "--format", metavar="FORM", help="of TRACE; default: the one that its first lines show"
+    )
     block_size = f"tokens; default {TRACE_BLOCK_SIZE}, for chats {CHAT_BLOCK_SIZE}"
     num_blocks = f"null block counted; default {TRACE_NUM_BLOCKS}, for chats {CHAT_NUM_BLOCKS}"
     for option, least, most, text in (

@@ -156,6 +156,14 @@ def _resolve(args: argparse.Namespace) -> None:
     args.num_blocks = args.num_blocks or default
     # Each request holds a block at least.
     args.concurrency = min(args.concurrency or 1, args.num_blocks - 1)
+    if args.format is not None:
+        forms = _import("kvcache.replay").trace_forms()
+        if not is_trace:
+            raise UsageError(f"--format is {quoted(args.format)}: expected only with TRACE")
+        if args.format not in forms:
+            raise UsageError(
+                f"--format is {quoted(args.format)}: expected one of {', '.join(forms)}"
+            )
     args.specs = None
     if args.groups is not None:
         try:
@@ -338,17 +346,17 @@ def _workload(args: argparse.Namespace) -> tuple[str, Iterable[WorkloadRequest]]
     from kvcache.replay import chat_workload
 
     if args.trace is not None:
-        return Path(args.trace).name, itertools.islice(_trace(args.trace), args.limit)
+        return Path(args.trace).name, itertools.islice(_trace(args.trace, args.format), args.limit)
     seed = args.seed or 0
     requests = chat_workload(args.requests or options.CHAT_REQUESTS, seed)
     return f"chat (seed {seed})", itertools.islice(requests, args.limit)
 
 
-def _trace(path: str) -> Iterator[WorkloadRequest]:
-    from kvcache.replay import read_mooncake
+def _trace(path: str, form: str | None) -> Iterator[WorkloadRequest]:
+    from kvcache.replay import read_trace
 
     try:
-        yield from read_mooncake(path)
+        yield from read_trace(path, form)
     except OSError as error:
         raise UsageError(
             f"TRACE is {path!r}: expected a readable file ({error.strerror})"

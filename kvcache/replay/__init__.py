@@ -6,9 +6,9 @@ Works without torch unless `verify` is asked for.
 from kvcache.replay.chat import ChatShape, chat_workload
 from kvcache.replay.comparison import COMPARED, Comparison, compare, comparison_table, optimum
 from kvcache.replay.mismatch import Mismatch
-from kvcache.replay.mooncake import TraceError, read_mooncake
 from kvcache.replay.replayer import Replayer, Series
 from kvcache.replay.report import ReplayReport
+from kvcache.replay.traces import TraceError, read_mooncake, read_trace, trace_forms
 from kvcache.replay.workload import WorkloadRequest
 
 __all__ = [
@@ -26,4 +26,6 @@ __all__ = [
     "comparison_table",
     "optimum",
     "read_mooncake",
+    "read_trace",
+    "trace_forms",
 ]

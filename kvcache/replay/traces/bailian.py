@@ -1,0 +1,53 @@
+"""Alibaba's traces of Qwen on Bailian: JSON lines, content as ids of blocks of 16 tokens.
+
+`chat_id`, `timestamp` (seconds), `input_length`, `output_length` (tokens), `hash_ids`: one per block of
+the prompt. Where a last, partial block has none, its tokens are taken for such that come once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcache.replay.traces.block_ids import MAX_BLOCK_ID, block_content, block_tokens
+from kvcache.replay.traces.fields import (
+    Line,
+    TraceError,
+    count,
+    quoted,
+    record_of,
+    seconds,
+    whole_numbers,
+)
+from kvcache.replay.traces.registry import register
+from kvcache.replay.workload import WorkloadRequest
+
+_NUM_TOKENS = 16  # of a block
+
+
+def _is_bailian(_: Line, record: dict | None) -> bool:
+    return record is not None and record.keys() >= {"hash_ids", "chat_id"}
+
+
+@register("bailian", _is_bailian)
+def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    for index, line in enumerate(lines):
+        record = record_of(line)
+        arrival = seconds(record, "timestamp", line)
+        length = count(record, "input_length", 1, line)
+        output_length = count(record, "output_length", 0, line)
+        ids = whole_numbers(record, "hash_ids", MAX_BLOCK_ID, line)
+        num_full, has_rest = length // _NUM_TOKENS, length % _NUM_TOKENS > 0
+        if len(ids) not in (num_full, num_full + has_rest):
+            raise TraceError(
+                f"{line.where}: hash_ids has {len(ids)} entries: expected {quoted(num_full)}"
+                f"{f' or {quoted(num_full + 1)}' if has_rest else ''}, one per {_NUM_TOKENS} tokens of "
+                f"input_length {quoted(length)}"
+            )
+        if len(ids) * _NUM_TOKENS < length:
+            ids = [*ids, MAX_BLOCK_ID - index]
+        blocks = np.array(ids, np.int64)
+        tokens = block_tokens(blocks, _NUM_TOKENS).reshape(-1)[:length]
+        content = block_content(blocks, _NUM_TOKENS).reshape(-1)[:length]
+        yield WorkloadRequest(index, arrival, tokens, output_length, content)

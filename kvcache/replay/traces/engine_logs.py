@@ -1,0 +1,93 @@
+"""Request logs of engines: of vLLM (`--enable-log-requests`) and of SGLang (`--log-requests`).
+
+Other lines are skipped. Of vLLM's, each line with `prompt_token_ids: [...]` of a request counts; newer
+versions write them at level DEBUG alone. Of SGLang's, each line `Receive: obj=GenerateReqInput(...)`, by
+its `input_ids`, or where there are none by the words of its `text`; the level must be one that writes
+prompts in full. Arrival times are those that begin the lines, to the second, if they do. How long
+answers were is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from datetime import datetime
+
+import numpy as np
+
+from kvcache.checks import MAX_INT32
+from kvcache.replay.content import prefix_keys
+from kvcache.replay.traces.fields import Line, TraceError
+from kvcache.replay.traces.registry import register
+from kvcache.replay.traces.text import tokens_of_text
+from kvcache.replay.workload import WorkloadRequest
+
+_IDS = r"\[([0-9, ]*)\]"
+_VLLM = re.compile(rf"(?:Received request|Request) \S+.*: .*\bprompt_token_ids: {_IDS}")
+_SGLANG = re.compile(r"Receive: obj=GenerateReqInput\(")
+_SGLANG_IDS = re.compile(rf"\binput_ids={_IDS}")
+_SGLANG_TEXT = re.compile(r"\btext=('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")")
+_TIME = re.compile(r"(?:\d\d(\d\d)-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
+
+
+@register("vllm_log", lambda line, record: _VLLM.search(_decoded(line)) is not None)
+def _read_vllm(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    found = ((line, _VLLM.search(_decoded(line))) for line in lines)
+    yield from _requests((line, _ids(line, each[1])) for line, each in found if each is not None)
+
+
+@register("sglang_log", lambda line, record: _SGLANG.search(_decoded(line)) is not None)
+def _read_sglang(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    def prompts() -> Iterator[tuple[Line, np.ndarray]]:
+        for line in lines:
+            text = _decoded(line)
+            if _SGLANG.search(text) is None:
+                continue
+            ids, words = _SGLANG_IDS.search(text), _SGLANG_TEXT.search(text)
+            if ids is not None:
+                yield line, _ids(line, ids[1])
+            elif words is not None:
+                yield line, tokens_of_text(ast.literal_eval(words[1]))
+            else:
+                raise TraceError(
+                    f"{line.where}: has neither input_ids nor text: expected a log with prompts "
+                    "(--log-requests-level 3)"
+                )
+
+    yield from _requests(prompts())
+
+
+def _decoded(line: Line) -> str:
+    return line.text.decode(errors="replace")
+
+
+def _ids(line: Line, text: str) -> np.ndarray:
+    ids = [int(each) for each in text.split(",") if each.strip()]
+    if ids and max(ids) > MAX_INT32:
+        raise TraceError(f"{line.where}: has token {max(ids)}: expected at most {MAX_INT32}")
+    return np.array(ids, np.int32)
+
+
+def _requests(prompts: Iterator[tuple[Line, np.ndarray]]) -> Iterator[WorkloadRequest]:
+    index, first, arrival = 0, None, 0
+    for line, tokens in prompts:
+        if len(tokens) == 0:
+            continue
+        time = _time(line)
+        first = time if first is None else first
+        if time is not None and first is not None:
+            arrival = max(arrival, round(1000 * (time - first).total_seconds()))
+        yield WorkloadRequest(index, arrival, tokens, 0, prefix_keys(tokens))
+        index += 1
+
+
+def _time(line: Line) -> datetime | None:
+    """When the line was written, as far as it says; vLLM leaves out the year."""
+    found = _TIME.search(_decoded(line)[:80])
+    if found is None:
+        return None
+    try:
+        return datetime.strptime(f"20{found[1] or '00'}-{found[2]}", "%Y-%m-%d %H:%M:%S")
+    except ValueError:
+        return None

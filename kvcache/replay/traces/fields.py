@@ -1,0 +1,85 @@
+"""Lines of traces, and their fields as JSON objects: checked, each error with its place."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple
+
+import numpy as np
+
+from kvcache.checks import MAX_INT32
+
+
+class TraceError(ValueError):
+    """A trace line that is malformed; names file, line, field and value."""
+
+
+class Line(NamedTuple):
+    text: bytes
+    where: str  # file and number, as an error begins
+
+
+def record_of(line: Line) -> dict:
+    try:
+        record = json.loads(line.text.decode())
+    except (ValueError, RecursionError) as error:
+        raise TraceError(
+            f"{line.where}: not JSON ({error}): expected one object per line"
+        ) from None
+    if not isinstance(record, dict):
+        raise TraceError(f"{line.where}: is {quoted(record)}: expected a JSON object")
+    return record
+
+
+def field(record: dict, name: str, line: Line) -> object:
+    if name not in record:
+        raise TraceError(f"{line.where}: {name} is missing: expected it in every line")
+    return record[name]
+
+
+def count(record: dict, name: str, least: int, line: Line) -> int:
+    value = field(record, name, line)
+    if type(value) is not int or value < least:  # a bool is an int, and no count
+        raise TraceError(
+            f"{line.where}: {name} is {quoted(value)}: expected a whole number of {least} or more"
+        )
+    return value
+
+
+def seconds(record: dict, name: str, line: Line) -> int:
+    """A time in seconds, as milliseconds."""
+    value = field(record, name, line)
+    if type(value) not in (int, float) or not 0 <= value < 2**53:
+        raise TraceError(
+            f"{line.where}: {name} is {quoted(value)}: expected a number of seconds, 0 or more"
+        )
+    return round(1000 * value)
+
+
+def whole_numbers(record: dict, name: str, most: int, line: Line) -> list[int]:
+    """A list of numbers from 0 to `most`."""
+    values = field(record, name, line)
+    if not isinstance(values, list):
+        raise TraceError(
+            f"{line.where}: {name} is {quoted(values)}: expected a list of whole numbers"
+        )
+    for i, value in enumerate(values):
+        if type(value) is not int or not 0 <= value <= most:
+            raise TraceError(
+                f"{line.where}: {name}[{i}] is {quoted(value)}: "
+                f"expected a whole number from 0 to {most}"
+            )
+    return values
+
+
+def token_ids(record: dict, name: str, line: Line) -> np.ndarray:
+    """int32[n], one token at least."""
+    ids = whole_numbers(record, name, MAX_INT32, line)
+    if not ids:
+        raise TraceError(f"{line.where}: {name} is []: expected one token at least")
+    return np.array(ids, np.int32)
+
+
+def quoted(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 40 else text[:37] + "..."

@@ -1,0 +1,66 @@
+"""Traces with texts: JSON lines with `prompt`, or with `messages` of `role` and `content`.
+
+Each word and each sign between words is taken for one token: of a real tokenizer there are somewhat
+more. Equal beginnings stay equal, which is what a replay is about. `timestamp` (ms) and `output_length`
+(tokens) may be given, in each line or in none.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterator
+
+import numpy as np
+
+from kvcache.replay.content import VOCABULARY, prefix_keys
+from kvcache.replay.traces.fields import Line, TraceError, count, field, quoted, record_of
+from kvcache.replay.traces.registry import register
+from kvcache.replay.workload import WorkloadRequest
+
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def tokens_of_text(text: str) -> np.ndarray:
+    """int32[n]: one token per word or sign, below `VOCABULARY`."""
+    words = _WORD.findall(text)
+    return np.array([zlib.crc32(word.encode()) % VOCABULARY for word in words], np.int32)
+
+
+def _is_text(_: Line, record: dict | None) -> bool:
+    return record is not None and ("prompt" in record or "messages" in record)
+
+
+@register("text", _is_text)
+def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    for index, line in enumerate(lines):
+        record = record_of(line)
+        name = "messages" if "messages" in record else "prompt"
+        text = _messages(record, line) if name == "messages" else _text(record, name, line)
+        tokens = tokens_of_text(text)
+        if len(tokens) == 0:
+            raise TraceError(
+                f"{line.where}: {name} is {quoted(record[name])}: expected a word at least"
+            )
+        arrival = count(record, "timestamp", 0, line) if "timestamp" in record else 0
+        answer = count(record, "output_length", 0, line) if "output_length" in record else 0
+        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
+
+
+def _text(record: dict, name: str, line: Line) -> str:
+    value = field(record, name, line)
+    if not isinstance(value, str):
+        raise TraceError(f"{line.where}: {name} is {quoted(value)}: expected a string")
+    return value
+
+
+def _messages(record: dict, line: Line) -> str:
+    messages = record["messages"]
+    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+        raise TraceError(
+            f"{line.where}: messages is {quoted(messages)}: expected a list of objects with role and "
+            "content"
+        )
+    return "".join(
+        f"<{_text(each, 'role', line)}> {_text(each, 'content', line)} </>\n" for each in messages
+    )

@@ -1,0 +1,30 @@
+"""Traces with token ids: JSON lines with `token_ids`, `prompt_token_ids` or `input_ids`.
+
+`timestamp` (ms) and `output_length` (tokens) may be given, in each line or in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvcache.replay.content import prefix_keys
+from kvcache.replay.traces.fields import Line, TraceError, count, record_of, token_ids
+from kvcache.replay.traces.registry import register
+from kvcache.replay.workload import WorkloadRequest
+
+_NAMES = ("token_ids", "prompt_token_ids", "input_ids")
+
+
+@register("tokens", lambda line, record: record is not None and any(n in record for n in _NAMES))
+def _read(lines: Iterator[Line]) -> Iterator[WorkloadRequest]:
+    for index, line in enumerate(lines):
+        record = record_of(line)
+        name = next((each for each in _NAMES if each in record), None)
+        if name is None:
+            raise TraceError(
+                f"{line.where}: token_ids is missing: expected one of {', '.join(_NAMES)}"
+            )
+        tokens = token_ids(record, name, line)
+        arrival = count(record, "timestamp", 0, line) if "timestamp" in record else 0
+        answer = count(record, "output_length", 0, line) if "output_length" in record else 0
+        yield WorkloadRequest(index, arrival, tokens, answer, prefix_keys(tokens))
