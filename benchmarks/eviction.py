@@ -135,6 +135,10 @@ the calls that the manager makes anyway; there is nothing to train before, and n
 - `double_cost_tokens=N` weighs hits by what they save: a block behind a prefix of N tokens counts
   twice.
 
+What it has learned can outlive the process: `manager.stats.learned.save(file)`, and in the next one
+`manager.learn_from(LearnedReuse.load(file))`. A file that is missing, damaged or of another version
+is ignored, with a warning. It holds counts, by class and age, and nothing of any request.
+
 What it costs: 31 bytes per block and 1 MB, and time in each call (`make bench` prints both beside
 `lru`).
 

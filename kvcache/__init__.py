@@ -20,6 +20,7 @@ _HOME = {
     "CachedTokens": "kvcache.allocator",
     "FoundBlocks": "kvcache.allocator",
     "KVCacheManager": "kvcache.allocator",
+    "LearnedReuse": "kvcache.allocator",
     "PrefixCacheStats": "kvcache.allocator",
     "Request": "kvcache.allocator",
     "eviction_names": "kvcache.allocator",

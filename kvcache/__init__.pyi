@@ -49,6 +49,9 @@ from kvcache.allocator import (
     KVCacheManager as KVCacheManager,
 )
 from kvcache.allocator import (
+    LearnedReuse as LearnedReuse,
+)
+from kvcache.allocator import (
     PrefixCacheStats as PrefixCacheStats,
 )
 from kvcache.allocator import (

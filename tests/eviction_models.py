@@ -538,12 +538,13 @@ class Learned(Policy):
             for c in classes:
                 reached += self.reached[c][b]
                 used += self.used[c][b]
-            hazard = (used + 30 * 0.02) / (reached + 30)
+            hazard = min((used + 30 * 0.02) / (reached + 30), 1.0)
             pooled.append(max(hazard, 0.8 * pooled[-1]) if pooled else hazard)
         self.index = []
         for c in classes:
             hazards = [
-                (self.used[c][b] + 20 * pooled[b]) / (self.reached[c][b] + 20) for b in buckets
+                min((self.used[c][b] + 20 * pooled[b]) / (self.reached[c][b] + 20), 1.0)
+                for b in buckets
             ]
             self.index.append([self.best_rate(hazards, first) for first in buckets])
 

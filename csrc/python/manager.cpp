@@ -581,6 +581,8 @@ void bind_manager(py::module_& m) {
       .def("check_invariants", &Manager::check_invariants)
       .def("clear_stats", &Manager::clear_stats)
       .def("stats", &stats_of)
+      .def("learned", &Manager::learned)
+      .def("learn", &Manager::learn)
       .def("waiting_events", &waiting_events)
       .def("drop_events", [](Manager& self) { self.drain_events(); })
       .def_property_readonly("hash_block_size", &Manager::hash_block_size)

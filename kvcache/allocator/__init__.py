@@ -1,6 +1,7 @@
 """The control plane, which decides the blocks of each request. Works without torch."""
 
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
+from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.manager import BlockHashes, CachedTokens, FoundBlocks, KVCacheManager
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.request import Request
@@ -24,6 +25,7 @@ __all__ = [
     "CachedTokens",
     "FoundBlocks",
     "KVCacheManager",
+    "LearnedReuse",
     "PolicyArguments",
     "PrefixCacheStats",
     "Request",

@@ -2,6 +2,7 @@
 
 from kvcache._core import BlockPool, eviction_names, host_eviction_names
 from kvcache.allocator.hashing import DEFAULT_SEED, hash_blocks
+from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.manager import BlockHashes, CachedTokens, FoundBlocks, KVCacheManager
 from kvcache.allocator.options import CacheArguments, CacheOptions, PolicyArguments
 from kvcache.allocator.request import Request
@@ -20,6 +21,7 @@ __all__ = [
     "CachedTokens",
     "FoundBlocks",
     "KVCacheManager",
+    "LearnedReuse",
     "PolicyArguments",
     "PrefixCacheStats",
     "Request",

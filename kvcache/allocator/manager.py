@@ -9,6 +9,7 @@ import numpy as np
 
 from kvcache.allocator.event_stream import events_of
 from kvcache.allocator.hashing import hash_key
+from kvcache.allocator.learned import LearnedReuse
 from kvcache.allocator.options import (
     CacheArguments,
     CacheOptions,
@@ -271,9 +272,29 @@ class KVCacheManager:
 
     @property
     def stats(self) -> PrefixCacheStats:
-        """Hit rates, stored and evicted blocks, and residency times."""
+        """Hit rates, stored and evicted blocks, residency times, and what was learned of reuse."""
         self._native.check_reader()
-        return stats_of(self._native.stats(), self._native.pool.num_pins_broken)
+        native = self._native
+        return stats_of(native.stats(), native.pool.num_pins_broken, native.learned())
+
+    def learn_from(self, learned: LearnedReuse | None) -> None:
+        """Replaces what the eviction policy `learned` has learned by what an earlier one had.
+
+        Of `stats.learned`, or of a file by `LearnedReuse.load`, whose None is nothing to learn from.
+        TypeError for anything else, ValueError with another policy.
+
+        >>> manager = KVCacheManager(16, num_gpu_blocks=9, max_model_len=128, eviction="learned")
+        >>> manager.learn_from(manager.stats.learned)
+        """
+        if learned is None:
+            return
+        if not isinstance(learned, LearnedReuse):
+            raise TypeError(
+                f"learned has type {type(learned).__name__}: expected LearnedReuse or None"
+            )
+        if not self._native.learned():
+            raise ValueError("learn_from: the eviction policy does not learn: expected 'learned'")
+        self._native.learn(np.concatenate([learned.reached, learned.used]).ravel())
 
     def clear_stats(self) -> None:
         """Resets the counts of `stats`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcache.allocator.learned import LearnedReuse, reuse_of
+
 
 @dataclass(frozen=True)
 class HitStats:
@@ -70,7 +72,8 @@ class PrefixCacheStats(HitStats):
 
     `lifetime`, `idle`: of evicted blocks, the time since they were cached, and since they were last
     released; None unless residency is tracked. `host`: None without a host tier. `num_pins_broken`:
-    pinned blocks that were evicted all the same, since the manager was made.
+    pinned blocks that were evicted all the same, since the manager was made. `learned`: what the
+    device's eviction policy has learned; None of a policy that does not learn.
     """
 
     recent: HitStats = HitStats(0, 0, 0)
@@ -79,9 +82,10 @@ class PrefixCacheStats(HitStats):
     idle: DurationStats | None = None
     host: HostStats | None = None
     num_pins_broken: int = 0
+    learned: LearnedReuse | None = None
 
 
-def stats_of(native: tuple, num_pins_broken: int) -> PrefixCacheStats:
+def stats_of(native: tuple, num_pins_broken: int, learned: list[float]) -> PrefixCacheStats:
     """From what the native manager counts."""
     total, recent, groups, lifetime, idle, host = native
     return PrefixCacheStats(
@@ -92,6 +96,7 @@ def stats_of(native: tuple, num_pins_broken: int) -> PrefixCacheStats:
         _durations(idle),
         None if host is None else HostStats(*host),
         num_pins_broken,
+        reuse_of(learned),
     )
 
 

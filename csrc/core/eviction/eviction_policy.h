@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "core/hash.h"
 
@@ -75,6 +76,10 @@ class EvictionPolicy {
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
   virtual void clear() {}  // nothing is cached any more
+  // What was learned of reuse, as numbers for another policy of the same kind; none where nothing
+  // is learned. `learn` replaces it: as many numbers, checked by whoever calls.
+  virtual std::vector<double> learned() const { return {}; }
+  virtual void learn(const std::vector<double>&) {}
   virtual size_t num_bytes() const { return 0; }
 };
 

@@ -90,6 +90,8 @@ class Learned : public EvictionPolicy {
     is_told_.zero();
     chosen_ = loose_ = kNone;
   }
+  std::vector<double> learned() const override { return hazards_.counts(); }
+  void learn(const std::vector<double>& counts) override { hazards_.set_counts(counts); }
   size_t num_bytes() const override {
     return sizeof(*this) + ghosts_.num_bytes() + segments_.num_bytes() + keys_.num_bytes() +
            is_told_.num_bytes() + chain_.capacity() * sizeof(Released);

@@ -68,6 +68,16 @@ void Manager::clear_stats() {
   tiers_.clear_counts();
 }
 
+std::vector<double> Manager::learned() const {
+  check_reader();
+  return pool().learned();
+}
+
+void Manager::learn(const std::vector<double>& numbers) {
+  const Call call(this);
+  pool().learn(numbers);
+}
+
 const std::vector<BlockId>& Manager::blocks(int32_t row, int64_t group) const {
   check_reader();
   checks_.check_on_device(row);

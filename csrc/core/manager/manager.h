@@ -61,6 +61,10 @@ class Manager {
   const CacheStats& stats() const { return stats_; }
   const TierCount& tiers() const { return tiers_.counts(); }
   void clear_stats();
+  // What the device's eviction policy has learned; none where it does not. `learn`: as many
+  // numbers.
+  std::vector<double> learned() const;
+  void learn(const std::vector<double>& numbers);
   const EventLog::Drained& events();  // that wait to be drained
   EventLog::Drained drain_events();
 

@@ -168,6 +168,16 @@ class BlockPool {
     candidates_->policy().set_now(ms);
   }
 
+  // What the policy has learned, see eviction_policy.h; none without one.
+  std::vector<double> learned() const {
+    return has_policy() ? candidates_->policy().learned() : std::vector<double>{};
+  }
+  void learn(const std::vector<double>& numbers) {
+    if (!has_policy()) return;
+    const Soundness::Change change = this->change("learn");
+    candidates_->policy().learn(numbers);
+  }
+
   // The log that stored, removed and cleared hashes go to, and the tier that they are said of.
   void emit_to(EventLog* events, Tier tier) {
     events_ = events;

@@ -34,7 +34,7 @@ class SequenceCaching(SequenceTables):
         pool.
         """
         self._native.check_reader()
-        return stats_of(self._native.stats(), self._pool.num_pins_broken)
+        return stats_of(self._native.stats(), self._pool.num_pins_broken, self._native.learned())
 
     def drain_events(self) -> list[CacheEvent]:
         """Events of what entered and left the cache since the last call; see `enable_events`."""

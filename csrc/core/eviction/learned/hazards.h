@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "core/eviction/learned/ages.h"
 #include "core/eviction/learned/reuse_class.h"
@@ -22,6 +23,26 @@ class Hazards {
 
   void reach(int reuse_class, int bucket) { counts_[reuse_class][bucket].reached += 1; }
   void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
+
+  // All counts: of all classes and buckets how many reached them, then how many were used.
+  std::vector<double> counts() const {
+    std::vector<double> found;
+    for (const auto count : {&Count::reached, &Count::used}) {
+      for (const auto& of_class : counts_) {
+        for (const Count& each : of_class) found.push_back(each.*count);
+      }
+    }
+    return found;
+  }
+  void set_counts(const std::vector<double>& counts) {
+    auto next = counts.begin();
+    for (const auto count : {&Count::reached, &Count::used}) {
+      for (auto& of_class : counts_) {
+        for (Count& each : of_class) each.*count = *next++;
+      }
+    }
+    solve();
+  }
 
   // What was counted long ago counts less.
   void fade() {
@@ -51,7 +72,7 @@ class Hazards {
         sum.reached += of_class[b].reached;
         sum.used += of_class[b].used;
       }
-      of_all[b] = (sum.used + kOfAll * kPrior) / (sum.reached + kOfAll);
+      of_all[b] = std::min((sum.used + kOfAll * kPrior) / (sum.reached + kOfAll), 1.0);
       if (b > 0) of_all[b] = std::max(of_all[b], kLeastFall * of_all[b - 1]);
     }
     for (int c = 0; c < ReuseClass::kNum; ++c) solve_class(c, of_all);
@@ -73,7 +94,8 @@ class Hazards {
     Row hazard;
     for (int b = 0; b < kBuckets; ++b) {
       const Count& count = counts_[c][b];
-      hazard[b] = (count.used + kOfClass * of_all[b]) / (count.reached + kOfClass);
+      // Who reached a bucket was counted before the use, and faded since.
+      hazard[b] = std::min((count.used + kOfClass * of_all[b]) / (count.reached + kOfClass), 1.0);
     }
     for (int first = 0; first < kBuckets; ++first) {
       double alive = 1, hits = 0, ticks = 0, best = 0;

@@ -1,0 +1,80 @@
+"""What the eviction policy `learned` has counted: to look at, and to take along to the next process."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+VERSION = 1  # of the file; another one for other classes or ages
+NUM_CLASSES, NUM_AGES = 29, 26  # of csrc/core/eviction/learned/
+_MOST = 1e15
+
+
+@dataclass(frozen=True, eq=False)
+class LearnedReuse:
+    """Sampled blocks that were released, by class and age.
+
+    `reached`: float64[29, 26], those that came to an age unused; `used`: those that were used again
+    there. What was counted long ago counts less, so `used` may be more than `reached`.
+
+    Row 2 * (3 * turn + added) + answer: own blocks of a conversation by its turn (0 to 3 and more), the
+    tokens that it added (below 2,560, below 20,480, more) and whether its answer had 64 tokens; rows 24
+    to 27: blocks that conversations share, whose chain was seen to fork once, 2, 4, 16 times and more;
+    row 28: others. Column k: ages, in tokens released since; it covers 40,960 * 2**(k / 2) of them.
+
+    ValueError for other shapes, and for numbers that are no counts.
+    """
+
+    reached: np.ndarray
+    used: np.ndarray
+
+    def __post_init__(self) -> None:
+        for name in ("reached", "used"):
+            try:
+                counts = np.array(getattr(self, name), np.float64)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{name} is no array of numbers ({error})") from None
+            if counts.shape != (NUM_CLASSES, NUM_AGES):
+                raise ValueError(
+                    f"{name} has shape {list(counts.shape)}: expected [{NUM_CLASSES}, {NUM_AGES}]"
+                )
+            if not ((counts >= 0) & (counts <= _MOST)).all():
+                raise ValueError(f"{name} has numbers that are no counts: expected 0 to {_MOST:g}")
+            counts.setflags(write=False)
+            object.__setattr__(self, name, counts)
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes a file of JSON, atomically; OSError where it cannot be written."""
+        path = Path(path)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        content = {"kvcache": "learned reuse", "version": VERSION}
+        content |= {"reached": self.reached.tolist(), "used": self.used.tolist()}
+        draft.write_text(json.dumps(content) + "\n")
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> LearnedReuse | None:
+        """What a file holds. None, with a warning, for one that is missing, damaged or of another kind
+        or version: a policy that knows nothing is better than a process that does not begin."""
+        try:
+            content = json.loads(Path(path).read_text())
+            if not isinstance(content, dict) or content.get("kvcache") != "learned reuse":
+                raise ValueError("it is no file of learned reuse")
+            if content.get("version") != VERSION:
+                raise ValueError(f"its version is {content.get('version')!r}: expected {VERSION}")
+            return cls(content.get("reached"), content.get("used"))
+        except (OSError, ValueError, RecursionError) as error:
+            warnings.warn(f"{os.fspath(path)} is ignored: {error}", stacklevel=2)
+            return None
+
+
+def reuse_of(native: list[float]) -> LearnedReuse | None:
+    """From the numbers of the native policy; None of a policy that does not learn."""
+    if not native:
+        return None
+    return LearnedReuse(*np.array(native).reshape(2, NUM_CLASSES, NUM_AGES))

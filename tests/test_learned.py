@@ -1,0 +1,119 @@
+"""What the eviction policy `learned` has counted: shown, saved, loaded, refused."""
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+
+from kvcache import BlockSpaceManager, KVCacheManager, LearnedReuse, Request
+from kvcache.replay import Replayer, chat_workload
+
+
+def trained(num_requests=400, num_blocks=400):
+    replayer = Replayer(block_size=16, num_blocks=num_blocks, eviction="learned")
+    replayer.run(chat_workload(num_requests))
+    return replayer.manager
+
+
+def equal(one, two):
+    return np.array_equal(one.reached, two.reached) and np.array_equal(one.used, two.used)
+
+
+def test_stats_show_what_was_counted():
+    learned = trained().stats.learned
+    assert learned.reached.shape == learned.used.shape == (29, 26)
+    assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
+    assert learned.reached[24:28].sum() > 0  # system prompts are shared
+    with pytest.raises(ValueError, match="read-only"):
+        learned.used[0, 0] = 1
+    assert KVCacheManager(16, 9, 64).stats.learned is None
+    assert BlockSpaceManager(16, 9, 9).stats.learned is None
+
+
+def test_what_was_learned_is_saved_and_loaded(tmp_path):
+    learned, path = trained().stats.learned, tmp_path / "reuse.json"
+    learned.save(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["reuse.json"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = LearnedReuse.load(path)
+    assert equal(loaded, learned)
+    manager = KVCacheManager(16, 400, 2**20, eviction="learned")
+    manager.learn_from(loaded)
+    assert equal(manager.stats.learned, learned)
+    manager.learn_from(None)
+    assert equal(manager.stats.learned, learned)
+
+
+def test_who_has_learned_evicts_otherwise_than_who_has_not():
+    """Of two prompts the older one's class was used again, and the younger one's never."""
+    reached, used = np.zeros((29, 26)), np.zeros((29, 26))
+    reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
+    used[1] = 500
+    for learned in (None, LearnedReuse(reached, used)):
+        manager = KVCacheManager(16, 5, 64, num_preallocate_tokens=0, eviction="learned")
+        manager.learn_from(learned)
+        for name, first, answer in (("a", 0, 64), ("b", 100, 0)):
+            request = Request(name, range(first, first + 32))
+            manager.step(new=[request])
+            manager.free(request, num_output_tokens=answer)
+        manager.step(new=[Request("c", range(200, 232))])
+        survives = manager.get_computed_blocks(Request("again", range(33)))[1] == 32
+        assert survives == (learned is not None)
+
+
+GOOD = {
+    "kvcache": "learned reuse",
+    "version": 1,
+    "reached": np.ones((29, 26)).tolist(),
+    "used": np.zeros((29, 26)).tolist(),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("", "Expecting value"),
+        ("[" * 100_000, "recursion"),
+        ("[1]", "it is no file of learned reuse"),
+        (json.dumps({**GOOD, "kvcache": "calibration"}), "it is no file of learned reuse"),
+        (json.dumps({**GOOD, "version": 2}), "its version is 2: expected 1"),
+        (
+            json.dumps({**GOOD, "reached": [[1.0]]}),
+            r"reached has shape \[1, 1\]: expected \[29, 26\]",
+        ),
+        (json.dumps({**GOOD, "used": None}), r"used has shape \[\]"),
+        (json.dumps({**GOOD, "used": "x"}), "used is no array of numbers"),
+        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 29}), "numbers that are no counts"),
+        (json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 29}), "numbers that are no counts"),
+        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 29}), "numbers that are no counts"),
+        (json.dumps(GOOD)[:-40], "delimiter"),
+    ],
+)
+def test_a_file_that_is_none_is_ignored_with_a_warning(tmp_path, text, says):
+    path = tmp_path / "reuse.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.warns(UserWarning, match=f"reuse.json is ignored: .*{says}"):
+        assert LearnedReuse.load(path) is None
+
+
+def test_bytes_that_are_no_text_are_ignored(tmp_path):
+    (tmp_path / "reuse.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.warns(UserWarning, match="is ignored"):
+        assert LearnedReuse.load(tmp_path / "reuse.json") is None
+
+
+def test_a_wrong_call_is_named_and_changes_nothing():
+    manager = KVCacheManager(16, 9, 64, eviction="learned")
+    before = manager.stats.learned
+    with pytest.raises(TypeError, match="learned has type dict: expected LearnedReuse or None"):
+        manager.learn_from(GOOD)
+    assert equal(manager.stats.learned, before)
+    plain = KVCacheManager(16, 9, 64)
+    with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
+        plain.learn_from(before)
+    with pytest.raises(ValueError, match="used has numbers that are no counts: expected 0 to"):
+        LearnedReuse(np.zeros((29, 26)), -np.ones((29, 26)))
