@@ -55,9 +55,13 @@ class Pool:
         found = [i for i in self.cached() if self.blocks[i].cached[:2] == (number, group)]
         return min(found, key=lambda i: self.blocks[i].published, default=-1)
 
-    def victim(self):
+    def candidates(self):
         free = [i for i in self.free_cached() if not self.blocks[i].pins]
-        leaves = [i for i in free if not self.policy.leaf_first or not self.is_needed(i)]
+        return [i for i in free if not self.policy.leaf_first or not self.is_needed(i)]
+
+    def victim(self):
+        leaves = self.candidates()
+        free = [i for i in self.free_cached() if not self.blocks[i].pins]
         if leaves:
             return self.policy.choose(leaves)
         return min(free or self.free_cached(), key=lambda i: self.blocks[i].released)
@@ -107,6 +111,12 @@ class Pool:
             self.blocks[i].cached = (number, group, "none")
         self.blocks[i].published = self.tick()
         self.policy.on_publish(i, (number, group))
+
+    def publish_copy(self, i, cached, segment):
+        self.blocks[i].cached = cached
+        self.blocks[i].published = self.tick()
+        self.policy.on_publish(i, cached[:2])
+        self.policy.on_copy(i, segment)
 
     def evict(self, i):
         if not self.blocks[i].cached:
@@ -380,16 +390,71 @@ class Ghost:
         self.bucket = 0
 
 
-class Learned(Policy):
-    """Learns of a sample when blocks of a class are used again, and evicts what is least worth."""
+class ByWorth(Policy):
+    """Chooses the segment that is least worth keeping, by what `source` has learned."""
 
     NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 4, 26, 32_768
-    LOOSE = NUM_OWN + NUM_SHARED
+    LOOSE, LOADED = NUM_OWN + NUM_SHARED, NUM_OWN + NUM_SHARED + 1
     FIRST_BUCKET = 40_960  # tokens
 
+    def open(self, *facts):
+        self.num_opened += 1
+        return Segment(self.num_opened, *facts)
+
+    def assign(self, i, segment):
+        self.num_assigned += 1
+        self.segment_of[i], self.order[i] = segment, self.num_assigned
+
+    def joined(self, segment, reuse_class):
+        """The segment that a block joins which no release puts with others: this one, or a new one."""
+        clock = self.source.clock
+        num_there = list(self.segment_of.values()).count(segment)
+        if 0 < num_there < 64 and clock - segment.time < self.FIRST_BUCKET:
+            return segment
+        return self.open(clock, reuse_class)
+
+    def worth(self, segment):
+        if segment.reuse_class == self.LOADED:
+            return 0.0
+        index, age = self.source.index[segment.reuse_class], self.source.clock - segment.time
+        b = self.source.bucket_of(age)
+        if b + 1 == self.NUM_BUCKETS:
+            return index[b] * segment.cost
+        share = (age - self.source.begin[b]) / (self.source.begin[b + 1] - self.source.begin[b])
+        return (index[b] + share * (index[b + 1] - index[b])) * segment.cost
+
+    def choose(self, ids):
+        if all(self.segment_of[i] is not self.chosen for i in ids):
+            self.chosen = self.choose_segment({self.segment_of[i] for i in ids})
+        return min((i for i in ids if self.segment_of[i] is self.chosen), key=self.order.get)
+
+    def choose_segment(self, segments):
+        """What is in the other tier, too; else of the oldest and the youngest of each class."""
+        loaded = [s for s in segments if s.reuse_class == self.LOADED]
+        if loaded:
+            return min(loaded, key=lambda segment: segment.number)
+        ends = []
+        for c in range(self.LOOSE + 1):
+            of_class = [s for s in segments if s.reuse_class == c]
+            of_class.sort(key=lambda segment: segment.number)
+            ends += [of_class[0], of_class[-1]] if of_class else []
+        oldest = min(ends, key=lambda segment: segment.time)
+        is_full = len(self.source.ghosts) == self.NUM_GHOSTS
+        if is_full and self.source.clock - self.source.ghosts[0].time < 2 * (
+            self.source.clock - oldest.time
+        ):
+            return oldest
+        return min(ends, key=self.worth)
+
+
+class Learned(ByWorth):
+    """Learns of a sample when blocks of a class are used again, and evicts what is least worth."""
+
     def __init__(self, num_blocks, double_cost_tokens=0):
+        self.source = self
         self.double_cost = double_cost_tokens
-        self.last_sampled = (2**32 - 1) // max(num_blocks // 3000, 1)
+        self.num_blocks = 0
+        self.sample(num_blocks)
         self.begin, width = [0.0], float(self.FIRST_BUCKET)
         for _ in range(self.NUM_BUCKETS):
             self.begin.append(self.begin[-1] + width)
@@ -400,6 +465,11 @@ class Learned(Policy):
         self.clock = self.num_releases = self.num_assigned = self.num_opened = 0
         self.solve()
         self.clear()
+
+    def sample(self, num_blocks):
+        """So many blocks more are cached."""
+        self.num_blocks += num_blocks
+        self.last_sampled = (2**32 - 1) // max(self.num_blocks // 3000, 1)
 
     def clear(self):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
@@ -489,7 +559,7 @@ class Learned(Policy):
         cost = 1.0
         if self.double_cost:
             cost = float(np.float32(1 + chain[(first + stop) // 2][0] / self.double_cost))
-        segment = self.open(reuse_class, num_forks, cost)
+        segment = self.open(self.clock, reuse_class, num_forks, cost)
         for k in reversed(range(first, stop)):
             _, i = chain[k]
             self.assign(i, segment)
@@ -507,14 +577,6 @@ class Learned(Policy):
                 del self.ghosts[: -self.NUM_GHOSTS]
             if is_sample:
                 self.reached[reuse_class][0] += 1
-
-    def open(self, *facts):
-        self.num_opened += 1
-        return Segment(self.num_opened, self.clock, *facts)
-
-    def assign(self, i, segment):
-        self.num_assigned += 1
-        self.segment_of[i], self.order[i] = segment, self.num_assigned
 
     def learn(self):
         for ghost in self.ghosts:  # of two with one key only the younger can be used: both grow old
@@ -540,12 +602,13 @@ class Learned(Policy):
                 used += self.used[c][b]
             hazard = min((used + 30 * 0.02) / (reached + 30), 1.0)
             pooled.append(max(hazard, 0.8 * pooled[-1]) if pooled else hazard)
-        self.index = []
+        self.index, self.hazards = [], []
         for c in classes:
             hazards = [
                 min((self.used[c][b] + 20 * pooled[b]) / (self.reached[c][b] + 20), 1.0)
                 for b in buckets
             ]
+            self.hazards.append(hazards)
             self.index.append([self.best_rate(hazards, first) for first in buckets])
 
     def best_rate(self, hazards, first):
@@ -559,9 +622,7 @@ class Learned(Policy):
 
     def on_idle(self, i):
         if i not in self.told:
-            num_loose = list(self.segment_of.values()).count(self.loose)
-            if not 0 < num_loose < 64 or self.clock - self.loose.time >= self.FIRST_BUCKET:
-                self.loose = self.open(self.LOOSE)
+            self.loose = self.joined(self.loose, self.LOOSE)
             self.assign(i, self.loose)
         self.told.discard(i)
 
@@ -570,31 +631,59 @@ class Learned(Policy):
         self.keys.pop(i, None)
         self.told.discard(i)
 
-    def worth(self, segment):
-        index, age = self.index[segment.reuse_class], self.clock - segment.time
-        b = self.bucket_of(age)
-        if b + 1 == self.NUM_BUCKETS:
-            return index[b] * segment.cost
-        share = (age - self.begin[b]) / (self.begin[b + 1] - self.begin[b])
-        return (index[b] + share * (index[b + 1] - index[b])) * segment.cost
 
-    def choose(self, ids):
-        if all(self.segment_of[i] is not self.chosen for i in ids):
-            self.chosen = self.choose_segment({self.segment_of[i] for i in ids})
-        return min((i for i in ids if self.segment_of[i] is self.chosen), key=self.order.get)
+class LearnedCopies(ByWorth):
+    """Pages of a second tier: each of the class and time of the block that it is a copy of."""
 
-    def choose_segment(self, segments):
-        """What may be chosen: the oldest and the youngest of each class."""
-        ends = []
-        for c in range(self.LOOSE + 1):
-            of_class = [s for s in segments if s.reuse_class == c]
-            of_class.sort(key=lambda segment: segment.number)
-            ends += [of_class[0], of_class[-1]] if of_class else []
-        oldest = min(ends, key=lambda segment: segment.time)
-        is_full = len(self.ghosts) == self.NUM_GHOSTS
-        if is_full and self.clock - self.ghosts[0].time < 2 * (self.clock - oldest.time):
-            return oldest
-        return min(ends, key=self.worth)
+    def __init__(self, num_blocks, source):
+        self.source = source
+        source.sample(num_blocks)
+        self.num_assigned = self.num_opened = 0
+        self.clear()
+
+    def clear(self):
+        self.segment_of, self.order = {}, {}
+        self.chosen = self.loose = self.loaded = self.copies = self.copied = None
+
+    def on_copy(self, i, segment):
+        if segment is None:
+            return
+        if self.copied is not segment or self.copies not in self.segment_of.values():
+            self.copied = segment
+            self.copies = self.open(segment.time, segment.reuse_class, 0, segment.cost)
+        self.assign(i, self.copies)
+
+    def on_load(self, i):
+        self.loaded = self.joined(self.loaded, self.LOADED)
+        self.assign(i, self.loaded)
+
+    def on_idle(self, i):
+        if i not in self.segment_of:
+            self.loose = self.joined(self.loose, self.LOOSE)
+            self.assign(i, self.loose)
+
+    def on_forget(self, i, key, evicted):
+        self.segment_of.pop(i, None)
+
+    def gain(self, segment, candidates):
+        """Hits expected of a copy, less those that its space is worth; None: it costs none."""
+        if segment is None:
+            return 1.0
+        source, price = self.source, 0.0
+        if candidates:
+            price = self.worth(self.segment_of[self.choose(candidates)])
+        age = source.clock - segment.time
+        first = source.bucket_of(age)
+        alive, gain, best = 1.0, 0.0, 0.0
+        for b in range(first, self.NUM_BUCKETS):
+            begin, end = source.begin[b], source.begin[b + 1]
+            share = (end - age) / (end - begin) if b == first < self.NUM_BUCKETS - 1 else 1.0
+            hazard = share * source.hazards[segment.reuse_class][b]
+            ticks = share * (end - begin) * (1 - hazard / 2)
+            gain += alive * (hazard * segment.cost - price * ticks)
+            alive *= 1 - hazard
+            best = max(best, gain)
+        return best
 
 
 MODELS = {

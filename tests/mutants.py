@@ -80,8 +80,6 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         EVICTION + "learned.h",
         "eviction",
         [
-            ("    record->is_used = true;\n", ""),
-            ("    hazards_.fade();\n", ""),
             ("last != nullptr && last->is_end;", "last != nullptr;"),
             (
                 "for (int64_t i = stop - 1; i >= first; --i) {",
@@ -91,10 +89,37 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
-        EVICTION + "learned/hazards.h",
+        EVICTION + "learned/reuse_model.h",
         "eviction",
         [
+            ("    record->is_used = true;\n", ""),
+            ("    hazards_.fade();\n", ""),
+        ],
+    ),
+    (
+        EVICTION + "learned/worth_order.h",
+        "learned_copies",
+        [
+            ("if (loaded != Segments::kNone) return loaded;", ""),
+            ("if (segment.reuse_class == ReuseClass::kLoaded) return 0;", ""),
+        ],
+    ),
+    (
+        EVICTION + "learned_copies.h",
+        "learned_copies tiers",
+        [
+            ("last_ = segments->open(as.time,", "last_ = segments->open(0 * as.time,"),
+            ("if (segments_.of(id) != Segments::kNone) return;", ""),
+            ("if (!is_open || as.segment != of_) {", "if (!is_open) {"),
+            ("evicts ? order_.victim() : kNullBlock", "order_.victim()"),
+        ],
+    ),
+    (
+        EVICTION + "learned/hazards.h",
+        "eviction learned_copies",
+        [
             ("alive *= 1 - hazard[b];", ""),
+            ("best = std::max(best, gain);", "best = gain;"),
             ("here + share * (index_", "here + 0 * share * (index_"),
         ],
     ),

@@ -126,6 +126,9 @@ class Simulation:
                 "host_write": choose.pick(["back", "through", "selective"]),
                 "num_hits_to_write": 1,
             }
+            if tiers["host_eviction"] == "learned":
+                tiers["eviction"] = "learned"
+                tiers["host_write"] = choose.pick(["back", "through", "selective", "learned"])
         self.manager = KVCacheManager.for_groups(
             specs,
             choose.integer(8, 24) * len(kinds),

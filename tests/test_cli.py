@@ -363,7 +363,7 @@ def test_the_table_has_a_section_of_the_host(capsys):
         (["--host-eviction", "lru"], "--host-eviction is 'lru': expected only with --host-blocks"),
         (
             ["--host-blocks", "9", "--host-eviction", "priority"],
-            "--host-eviction is 'priority': expected one of lru, s3_fifo, segmented_lru",
+            "--host-eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru",
         ),
         (
             ["--host-blocks", "9", "--host-eviction", "lru:x=1"],
@@ -372,8 +372,11 @@ def test_the_table_has_a_section_of_the_host(capsys):
         *(
             (["--host-blocks", "9", "--host-write", value], f"--host-write is {value!r}: expected {says}")
             for value, says in (
-                ("never", "back, through, selective or selective:N"),
-                ("back:2", "back, through, selective or selective:N"),
+                ("never", "back, through, selective, selective:N, learned or learned:G"),
+                ("back:2", "back, through, selective, selective:N, learned or learned:G"),
+                ("learned:x", "learned:G with G from 0 to 1"),
+                ("learned:1.1", "learned:G with G from 0 to 1"),
+                ("learned:nan", "learned:G with G from 0 to 1"),
                 ("selective:", "selective:N with N from 1 to 2147483647"),
                 ("selective:0", "selective:N with N from 1 to 2147483647"),
                 ("selective:1.5", "selective:N with N from 1 to 2147483647"),

@@ -35,6 +35,28 @@ def test_hits_on_the_conversation_trace(conversations, capacity):
     assert least <= replayed(conversations, capacity, "learned").hit_tokens // 512 < most
 
 
+# Hit blocks of the best of the other pairs of policies of docs/eviction.md.
+OTHER_PAIRS = {(1_000, 10_000): 67_237, (10_000, 30_000): 101_369}
+
+
+@pytest.mark.parametrize("sizes", OTHER_PAIRS)
+def test_hits_on_two_tiers(conversations, sizes):
+    report = replayed(conversations, sizes[0], "learned", sizes[1], "learned")
+    assert OTHER_PAIRS[sizes] < report.hit_tokens // 512 < 105_592
+
+
+def test_bytes_written_for_each_hit_of_the_host(conversations):
+    """Against what is evicted from the device being written, by the same policies and by LRU's."""
+    back, plain, learned = (
+        replayed(conversations, 1_000, policy, 10_000, policy, host_write=host_write)
+        for policy, host_write in (("learned", "back"), ("lru", "back"), ("learned", "learned"))
+    )
+    per_hit = [each.written_blocks * 512 / each.host_hit_tokens for each in (back, plain, learned)]
+    assert per_hit[2] < 0.7 * min(per_hit[:2])
+    assert learned.hit_tokens > max(0.98 * back.hit_tokens, 1.05 * plain.hit_tokens)
+    assert learned.declined_blocks > 50_000 and back.declined_blocks is None
+
+
 @pytest.mark.exhaustive
 def test_the_optimum_is_beladys(conversations):
     num_tokens = sum(each.num_tokens for each in conversations)

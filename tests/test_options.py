@@ -37,6 +37,7 @@ OTHERS = {
     "host_eviction_options": {"small_share": 0.2},
     "host_write": "selective",
     "num_hits_to_write": 3,
+    "min_gain_to_write": 0.25,
     "page_bytes": 4096,
 }
 ELSEWHERE = {

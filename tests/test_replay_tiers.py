@@ -24,7 +24,7 @@ from .test_hybrid_replay import group_lists
 from .test_replay import TRACE, as_workload, plant_in_step, workloads
 
 POLICIES = [*eviction_names(), "s3_fifo:small_share=0.5", "segmented_lru:protected_share=0.3"]
-WRITES = ["back", "through", "selective:1", "selective:3"]
+WRITES = ["back", "through", "selective:1", "selective:3", "learned", "learned:0.3"]
 
 
 def tiered(
@@ -32,6 +32,10 @@ def tiered(
     verify=True, concurrency=1, **options,
 ) -> Replayer:  # fmt: skip
     """`specs`: groups, or tokens per block of full attention; policies as on the command line."""
+    if host_write.startswith("learned"):
+        host_eviction = "learned"
+    if host_eviction == "learned":
+        eviction = "learned"
     name, own = parse_eviction(eviction)
     host_name, host_own = parse_host_eviction(host_eviction)
     groups = [GroupSpec("full_attention", specs)] if isinstance(specs, int) else specs
@@ -305,6 +309,8 @@ def test_policies_are_read_as_they_are_written():
     assert parse_host_write("through") == {"host_write": "through"}
     assert parse_host_write("selective") == {"host_write": "selective"}
     assert parse_host_write("selective:7") == {"host_write": "selective", "num_hits_to_write": 7}
+    assert parse_host_write("learned") == {"host_write": "learned"}
+    assert parse_host_write("learned:0.2") == {"host_write": "learned", "min_gain_to_write": 0.2}
 
 
 @pytest.mark.exhaustive

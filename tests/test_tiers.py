@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from kvcache import GroupSpec, KVCacheManager, Request, StepReport, eviction_names
+from kvcache import (
+    GroupSpec,
+    KVCacheManager,
+    LearnedReuse,
+    Request,
+    StepReport,
+    eviction_names,
+)
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvcache.step import Status
 
@@ -38,6 +45,25 @@ class Engine:
         request, plan = self.admit(name, tokens)
         self.manager.free(request)
         return plan
+
+
+def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
+    """Of two prompts one's class was used again, and the other's never."""
+    reached, used = np.zeros((29, 26)), np.zeros((29, 26))
+    reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
+    used[1] = 500
+    learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")
+    engine = Engine(num_blocks=9, min_gain_to_write=0.3, **learned)
+    manager = engine.manager
+    manager.learn_from(LearnedReuse(reached, used))
+    for name, first, answer in (("a", 0, 64), ("b", 100, 0)):
+        request, _ = engine.admit(name, range(first, first + 16))
+        manager.free(request, num_output_tokens=answer)
+    engine.run("c", range(200, 232))
+    host = manager.stats.host
+    assert (host.written_blocks, host.declined_blocks, host.unwritten_blocks) == (4, 4, 0)
+    assert manager.cached_tokens(Request("a2", range(17))).with_host == 16
+    assert manager.cached_tokens(Request("b2", range(100, 117))).with_host == 0
 
 
 # Hits on the host ----------------------------------------------------------------------------------
@@ -510,12 +536,12 @@ def test_without_a_host_nothing_is_swapped():
         (
             {"host_eviction": "priority", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 'priority': expected one of lru, s3_fifo, segmented_lru, as the host",
+            "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, as th",
         ),
         (
             {"host_eviction": "s3", "num_host_blocks": 9},
             ValueError,
-            "host_eviction is 's3': expected one of lru, s3_fifo, segmented_lru$",
+            "host_eviction is 's3': expected one of learned, lru, s3_fifo, segmented_lru$",
         ),
         (
             {"host_eviction": "s3_fifo", "host_eviction_options": {"x": 1}, "num_host_blocks": 9},
@@ -532,12 +558,44 @@ def test_without_a_host_nothing_is_swapped():
         ({"num_host_blocks": 2.5}, TypeError, "num_host_blocks is 2.5: expected an integer"),
         ({"eviction": "oldest"}, ValueError, "eviction is 'oldest': expected one of last_access"),
         ({"eviction_options": {"x": 1}}, ValueError, "option 'x' is 1: expected no options"),
-        ({"host_eviction": "s3"}, ValueError, "host_eviction is 's3': expected one of lru, s3_fi"),
+        (
+            {"host_eviction": "s3"},
+            ValueError,
+            "host_eviction is 's3': expected one of learned, lru",
+        ),
         (
             {"host_eviction_options": {"small_share": 0.2}},
             ValueError,
             "host_eviction 'lru': option 'small_share' is 0.2: expected no options",
         ),
+        (
+            {"host_eviction": "learned", "num_host_blocks": 9},
+            ValueError,
+            "host_eviction is 'learned', and eviction is 'lru': expected 'learned' for both, as the",
+        ),
+        (
+            {"eviction": "learned", "host_write": "learned", "num_host_blocks": 9},
+            ValueError,
+            "host_write is 'learned', and host_eviction is 'lru': expected 'learned' for both",
+        ),
+        (
+            {
+                "eviction": "learned",
+                "host_eviction": "learned",
+                "eviction_options": {"double_cost_tokens": 9},
+                "host_eviction_options": {"double_cost_tokens": 9},
+                "num_host_blocks": 9,
+            },
+            ValueError,
+            "host_eviction 'learned': option 'double_cost_tokens' is 9: expected no options",
+        ),
+        (
+            {"min_gain_to_write": 1.5},
+            ValueError,
+            "min_gain_to_write is 1.5.*: expected hits per bl",
+        ),
+        ({"min_gain_to_write": float("nan")}, ValueError, "min_gain_to_write is "),
+        ({"min_gain_to_write": "x"}, TypeError, "min_gain_to_write is 'x': expected a number"),
         ({"page_bytes": -1}, ValueError, "page_bytes is -1: expected 0 to"),
     ],
 )

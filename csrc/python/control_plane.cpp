@@ -252,7 +252,7 @@ void bind_hashing(py::module_& m) {
 }
 
 std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::string& eviction,
-                                     const py::dict& eviction_options) {
+                                     const py::dict& eviction_options, const BlockPool* copies_of) {
   const int64_t n = int_argument(num_blocks, "num_blocks");
   std::map<std::string, double> options;
   for (const auto& [name, value] : eviction_options) {
@@ -263,7 +263,10 @@ std::unique_ptr<BlockPool> make_pool(const py::object& num_blocks, const std::st
     }
     options[py::cast<std::string>(name)] = py::cast<double>(py::float_(value.cast<py::object>()));
   }
-  return std::make_unique<BlockPool>(n, make_eviction_policy(eviction, options, n));
+  return std::make_unique<BlockPool>(
+      n, copies_of == nullptr
+             ? make_eviction_policy(eviction, options, n)
+             : make_host_eviction_policy(eviction, options, n, copies_of->policy()));
 }
 
 // What a sound pool says of itself.
@@ -337,6 +340,59 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
   self.notify_release(array.data(), wide.data(), array.size(), features);
+}
+
+// What a cached block of another pool holds.
+Copied copied_from(const BlockPool& source, const py::object& source_id, bool is_chain) {
+  const Int32Input array(py::make_tuple(source_id), "source_id");
+  source.check_sound();
+  source.check_id(array.data()[0], "source_id");
+  if (source.hash_of(array.data()[0]) == nullptr) {
+    throw py::value_error("source_id is block " + std::to_string(array.data()[0]) +
+                          ", which is under no hash: expected a published one");
+  }
+  Copied copied = source.copied(array.data()[0], is_chain);
+  copied.root = 0;  // `publish` takes no root, and makes each block one: it would have no parent
+  return copied;
+}
+
+void bind_copies(py::class_<BlockPool>* pool) {
+  pool->def(
+          "publish_copy",
+          [](BlockPool& self, const py::object& id, const BlockPool& source,
+             const py::object& source_id, const py::object& is_chain) {
+            const Int32Input array(py::make_tuple(id), "id");
+            self.publish_copy(array.data()[0],
+                              copied_from(source, source_id, flag_argument(is_chain, "is_chain")));
+          },
+          py::arg("id"), py::arg("source"), py::arg("source_id"), py::arg("is_chain") = true,
+          "Makes a held block findable as what a cached block of another pool is found as.")
+      .def(
+          "copy_again",
+          [](BlockPool& self, const py::object& id, const BlockPool& source,
+             const py::object& source_id) {
+            const Int32Input array(py::make_tuple(id), "id");
+            self.copy_again(array.data()[0], copied_from(source, source_id, true));
+          },
+          py::arg("id"), py::arg("source"), py::arg("source_id"),
+          "Notifies the policy that the block which this held one is a copy of is about to be\n"
+          "evicted again.")
+      .def(
+          "notify_load",
+          [](BlockPool& self, const py::object& id) {
+            const Int32Input array(py::make_tuple(id), "id");
+            self.notify_load(array.data()[0]);
+          },
+          py::arg("id"), "Notifies the policy that the other pool holds this again.")
+      .def(
+          "gain_of_copy",
+          [](BlockPool& self, const BlockPool& source, const py::object& source_id) {
+            self.check_sound();
+            return self.gain_of_copy(copied_from(source, source_id, true));
+          },
+          py::arg("source"), py::arg("source_id"),
+          "Hits expected of a copy of that block here, less those that its space is worth to\n"
+          "others; 1.0 where the policy does not say.");
 }
 
 void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
@@ -415,7 +471,8 @@ is not held, a publish of a free or already published block: ValueError.
 
 `eviction` names the policy that chooses among free cached blocks (`eviction_names`), and
 `eviction_options` holds its options: protected_share of segmented_lru, small_share of s3_fifo,
-default_priority of priority.
+default_priority of priority. `copies_of` is the pool of another tier, whose blocks are copied to
+this one (`publish_copy`): then `eviction` is one of `host_eviction_names`.
 
 >>> pool = BlockPool(5)
 >>> ids = pool.allocate(2)
@@ -424,7 +481,7 @@ default_priority of priority.
 4
 )");
   def_init(pool, &make_pool, py::arg("num_blocks"), py::arg("eviction") = "lru",
-           py::arg("eviction_options") = py::dict())
+           py::arg("eviction_options") = py::dict(), py::arg("copies_of") = nullptr)
       .def(
           "allocate",
           [](BlockPool& self, const py::object& count) -> py::object {
@@ -521,6 +578,7 @@ default_priority of priority.
       .def_property_readonly("num_bytes", sound<&BlockPool::num_bytes>,
                              "Bytes of the pool itself when every block was used once.");
   bind_eviction(m, &pool);
+  bind_copies(&pool);
   m.def(
       "reset_pools",
       [](const std::vector<BlockPool*>& pools) {

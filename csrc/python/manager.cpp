@@ -259,8 +259,9 @@ py::tuple as_tuple(const HitCount& count) {
 
 py::object as_tuple(const TierCount& tiers, const BlockPool* host) {
   if (host == nullptr) return py::none();
-  return py::make_tuple(tiers.written_blocks, tiers.unwritten_blocks, tiers.loaded_blocks,
-                        tiers.swapped_out_blocks, tiers.swapped_in_blocks, host->num_evicted());
+  return py::make_tuple(tiers.written_blocks, tiers.unwritten_blocks, tiers.declined_blocks,
+                        tiers.loaded_blocks, tiers.swapped_out_blocks, tiers.swapped_in_blocks,
+                        host->num_evicted());
 }
 
 // (total, window, groups, lifetime or None, idle or None, host or None)

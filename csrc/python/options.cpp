@@ -66,7 +66,7 @@ void bind_options(py::module_& m) {
       .def_static(
           "for_host",
           [](const std::string& policy, const std::map<std::string, double>& options) {
-            make_host_eviction_policy(policy, options, /*num_blocks=*/2);  // says what is wrong
+            check_host_eviction(policy, options);
             return Eviction{policy, options, /*make=*/{}};
           },
           py::arg("policy"), py::arg("options"))
@@ -75,7 +75,8 @@ void bind_options(py::module_& m) {
   py::enum_<HostWrite>(m, "HostWrite")
       .value("BACK", HostWrite::kBack)
       .value("THROUGH", HostWrite::kThrough)
-      .value("SELECTIVE", HostWrite::kSelective);
+      .value("SELECTIVE", HostWrite::kSelective)
+      .value("LEARNED", HostWrite::kLearned);
   Binding options(m, "ManagerOptions");
   def_init(options, [] {
     return std::make_unique<ManagerOptions>();
@@ -102,6 +103,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("eviction", &ManagerOptions::eviction)
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)
       .def_readwrite("host_write", &ManagerOptions::host_write)
+      .def_readwrite("min_gain_to_write", &ManagerOptions::min_gain_to_write)
       .def_readwrite("computes_whole_prompt", &ManagerOptions::computes_whole_prompt)
       .def_readwrite("publishes_when_marked", &ManagerOptions::publishes_when_marked)
       .def_readwrite("caches_swapped_rows", &ManagerOptions::caches_swapped_rows);

@@ -31,7 +31,7 @@ struct Serving {
   BlockPool pool{20};
   StepJournal journal;
   PlanBuilder plan{groups.size(), 20};
-  HostTier host{std::make_unique<BlockPool>(10), {&pool, &groups, &plan}, HostWrite::kBack, 0};
+  HostTier host{std::make_unique<BlockPool>(10), {&pool, &groups, &plan}, {}};
   DeferredFrees frees{&pool, &journal.numbers(), /*is_enabled=*/false};
   RowTable rows{&groups, setup.options.max_num_reqs};
   RowContext context{&groups, &pool, &host, &rows, &plan, &journal, &frees};

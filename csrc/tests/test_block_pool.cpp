@@ -610,14 +610,19 @@ TEST(policies_are_made_by_name) {
     CHECK_EQ(policy == nullptr, name == "lru");
     CHECK(policy == nullptr || policy->num_bytes() > 0);
   }
-  const std::vector<std::string> for_host{"lru", "s3_fifo", "segmented_lru"};
+  const std::vector<std::string> for_host{"learned", "lru", "s3_fifo", "segmented_lru"};
   CHECK(kvcache::host_eviction_names() == for_host);
+  const auto learned = kvcache::make_eviction_policy("learned", {}, 8);
   for (const std::string& name : for_host) {
-    CHECK(kvcache::make_host_eviction_policy(name, {}, 8) != nullptr);
+    CHECK(kvcache::make_host_eviction_policy(name, {}, 8, learned.get()) != nullptr);
   }
-  CHECK_THROWS(kvcache::make_host_eviction_policy("priority", {}, 8),
-               "host_eviction is 'priority': expected one of lru, s3_fifo, segmented_lru, as");
-  CHECK_THROWS(kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8),
+  CHECK_THROWS(
+      kvcache::make_host_eviction_policy("learned", {}, 8, nullptr),
+      "host_eviction is 'learned', and eviction is 'another': expected 'learned' for both");
+  CHECK_THROWS(kvcache::make_host_eviction_policy("priority", {}, 8, nullptr),
+               "host_eviction is 'priority': expected one of learned, lru, s3_fifo, segmented_lru, "
+               "as");
+  CHECK_THROWS(kvcache::make_host_eviction_policy("s3_fifo", {{"x", 1}}, 8, nullptr),
                "host_eviction 's3_fifo': option 'x' is 1: expected no option but 'small_share'");
   CHECK_THROWS(kvcache::make_eviction_policy("mru", {}, 8), "eviction is 'mru'");
   CHECK_THROWS(kvcache::make_eviction_policy("s3_fifo", {}, 1), "num_blocks is 1");

@@ -142,7 +142,8 @@ TEST(the_time_reaches_residency_and_does_not_go_back) {
 TEST(a_policy_that_the_host_cannot_have_is_refused) {
   ManagerOptions more{};
   more.host_eviction.policy = "priority";
-  CHECK_THROWS(Fixture(options_with(5, more)), "host_eviction is 'priority': expected one of lru");
+  CHECK_THROWS(Fixture(options_with(5, more)),
+               "host_eviction is 'priority': expected one of learned");
 }
 
 }  // namespace

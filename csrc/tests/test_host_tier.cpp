@@ -18,8 +18,7 @@ struct Fixture {
   Ids ids = take(&device, 3);
 
   explicit Fixture(HostWrite mode, int64_t num_host_blocks = 5)
-      : host(std::make_unique<BlockPool>(num_host_blocks), {&device, &groups, &plan}, mode,
-             /*num_hits_to_write=*/2) {
+      : host(std::make_unique<BlockPool>(num_host_blocks), {&device, &groups, &plan}, {mode}) {
     device.set_eviction_listener(&host);
     plan.begin(0);
     publish();

@@ -14,7 +14,7 @@ struct Fixture {
   BlockPool pool{30};
   std::vector<CacheGroup> groups = full_groups(4);
   PlanBuilder plan{1, 30};
-  HostTier host{std::make_unique<BlockPool>(9), {&pool, &groups, &plan}, HostWrite::kBack, 0};
+  HostTier host{std::make_unique<BlockPool>(9), {&pool, &groups, &plan}, {}};
   RowTable rows{&groups, 0};
   StepJournal journal;
 

@@ -9,8 +9,11 @@
 #include "core/eviction/learned/ages.h"
 #include "core/eviction/learned/ghost_ring.h"
 #include "core/eviction/learned/hazards.h"
+#include "core/eviction/learned/loose_segment.h"
 #include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
+#include "core/eviction/learned/worth_order.h"
 #include "tests/check.h"
 
 using namespace kvcache;
@@ -107,6 +110,104 @@ TEST(a_class_that_is_used_again_is_worth_more_and_as_long_as_it_is) {
   for (int i = 0; i < 5'000; ++i) hazards.fade();
   hazards.solve();
   CHECK(hazards.index(used, at(5)) < before / 2);
+}
+
+TEST(the_gain_of_a_block_is_its_hits_less_what_its_space_costs) {
+  const AgeBuckets ages(100);
+  Hazards hazards(ages);
+  for (int i = 0; i < 1'000; ++i) {
+    for (int b = 0; b <= 5; ++b) hazards.reach(3, b);
+    if (i % 2 == 0) hazards.use(3, 5);
+  }
+  hazards.solve();
+  CHECK(hazards.gain(3, 0, /*cost=*/1, /*price=*/0) > 0.5);
+  CHECK(hazards.gain(3, 0, 1, 0) <= 1);
+  CHECK(std::abs(hazards.gain(3, 0, 2, 0) - 2 * hazards.gain(3, 0, 1, 0)) < 1e-12);
+  for (int64_t age : {0, 30, 150, 1'000, 100'000, 1'000'000'000}) {
+    const double worth = hazards.index(3, age);
+    double last = hazards.gain(3, age, 1, 0);
+    for (double share : {0.2, 0.5, 0.9}) {  // the dearer its space, the less is gained
+      const double gain = hazards.gain(3, age, 1, share * worth);
+      CHECK(gain > 0 && gain < last);
+      last = gain;
+    }
+    // At the price of its own worth it is as well given up; between the ages at which a bucket
+    // begins that worth is on a line.
+    CHECK(hazards.gain(3, age, 1, 1.5 * worth) < 0.01);
+  }
+}
+
+TEST(only_the_sample_is_counted_and_the_ends_of_segments_are_remembered) {
+  ReuseModel model(30'000);  // one of ten
+  int num_sampled = 0;
+  constexpr int kKeys = 2'000;
+  const auto key_of = [](int i) { return static_cast<uint32_t>(i) * 0x9E3779B1u | 1u; };
+  for (int i = 1; i <= kKeys; ++i) {
+    model.advance(1'000);
+    model.note_release(key_of(i), /*reuse_class=*/2, /*turn=*/300, i % 4 == 0, i % 8 == 0);
+    const GhostRing::Record* record = model.find(key_of(i));
+    CHECK(record != nullptr || i % 4 != 0);
+    num_sampled += record != nullptr && record->is_sample;
+    if (record == nullptr) continue;
+    CHECK(record->turn == 255 && record->is_end == (i % 8 == 0) && record->time == model.clock());
+  }
+  CHECK(num_sampled > kKeys / 15 && num_sampled < kKeys / 7);
+  CHECK_EQ(model.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);  // all reached bucket 0
+  for (int repeat = 0; repeat < 2; ++repeat) {  // the second use of a record counts nothing
+    for (int i = 1; i <= kKeys; ++i) model.note_use(key_of(i));
+  }
+  double num_used = 0;
+  const std::vector<double> counts = model.hazards().counts();
+  for (size_t i = counts.size() / 2; i < counts.size(); ++i) num_used += counts[i];
+  CHECK_EQ(num_used, num_sampled);
+  ReuseModel larger(15'000);
+  larger.add_blocks(15'000);  // samples as rarely
+  for (int i = 1; i <= kKeys; ++i) larger.note_release(key_of(i), 2, 0, false, false);
+  CHECK_EQ(larger.hazards().counts()[2 * AgeBuckets::kNum], num_sampled);
+}
+
+TEST(loose_blocks_share_a_segment_while_it_is_young_and_small) {
+  Segments segments(200);
+  LooseSegment loose(ReuseClass::kLoose);
+  const auto add = [&](BlockId id, int64_t time) {
+    const int32_t s = loose.at(time, &segments);
+    segments.assign(id, s);
+    return s;
+  };
+  const int32_t first = add(1, 0);
+  for (BlockId id = 2; id <= 64; ++id) CHECK_EQ(add(id, 5), first);
+  const int32_t second = add(65, 5);
+  CHECK(second != first && segments[second].reuse_class == ReuseClass::kLoose);
+  CHECK_EQ(add(66, 5 + 40'959), second);
+  CHECK(add(67, 5 + 40'960) != second);
+  loose.clear();
+  CHECK_EQ(segments[add(68, 5 + 40'961)].num_blocks, 1);
+}
+
+TEST(what_is_in_the_other_tier_goes_first_then_what_is_worth_least) {
+  ReuseModel model(100);
+  Segments segments(20);
+  WorthOrder order(&model, &segments);
+  const auto add = [&](BlockId id, int reuse_class, float cost) {
+    segments.assign(id, segments.open(model.clock(), reuse_class, 0, cost));
+    segments.insert(id);
+  };
+  add(1, 5, 1);
+  model.advance(1'000'000);
+  add(2, 5, 1);
+  add(3, 6, 0.001F);
+  CHECK(order.worth(segments.of(3)) < order.worth(segments.of(1)));
+  CHECK(order.worth(segments.of(1)) < order.worth(segments.of(2)));
+  CHECK_EQ(order.victim(), 3);
+  add(4, ReuseClass::kLoaded, 1);
+  CHECK_EQ(order.worth(segments.of(4)), 0);
+  CHECK_EQ(order.victim(), 3);  // what was chosen is used up before the next is
+  for (BlockId expected : {3, 4, 1, 2}) {
+    CHECK_EQ(order.victim(), expected);
+    segments.remove(expected);
+    segments.assign(expected, Segments::kNone);
+  }
+  CHECK_EQ(order.victim(), kvcache::kNullBlock);
 }
 
 TEST(segments_are_listed_by_class_and_blocks_within_them_in_order) {

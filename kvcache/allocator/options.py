@@ -16,6 +16,7 @@ HOST_WRITES = {
     "back": core.HostWrite.BACK,
     "through": core.HostWrite.THROUGH,
     "selective": core.HostWrite.SELECTIVE,
+    "learned": core.HostWrite.LEARNED,
 }
 
 
@@ -38,6 +39,7 @@ class PolicyArguments(TypedDict, total=False):
     host_eviction_options: Mapping[str, float] | None
     host_write: str
     num_hits_to_write: int
+    min_gain_to_write: float
 
 
 class CacheArguments(PolicyArguments, total=False):
@@ -126,18 +128,24 @@ class CacheOptions:
 
     host_eviction: str = "lru"
     """The same choice for the host's pages, one of `host_eviction_names()`; another than "lru" only
-    with a host tier (`num_host_blocks`)."""
+    with a host tier (`num_host_blocks`), and "learned" only where `eviction` is, too."""
 
     host_eviction_options: Mapping[str, float] | None = None
     """Options of that policy, by name; None for its defaults."""
 
     host_write: str = "back"
     """When a cached block is written to the host: "back", when it is evicted from the device;
-    "through", by the plan after the one that filled it; "selective", after `num_hits_to_write` hits.
-    What is evicted is written in each mode that would have it there, if it is not there any more."""
+    "through", by the plan after the one that filled it; "selective", after `num_hits_to_write` hits;
+    "learned", when it is evicted, but only if enough hits are expected of it there
+    (`min_gain_to_write`), which needs "learned" for `eviction` and `host_eviction`. What is evicted
+    is written in each mode that would have it there, if it is not there any more."""
 
     num_hits_to_write: int = 2
     """Hits, 1 or more; see `host_write`."""
+
+    min_gain_to_write: float = 0.05
+    """Hits expected of a block on the host, less those that its page is worth to other blocks, 0 to 1;
+    see `host_write`. The higher, the fewer bytes are moved for each hit, and the fewer hits there are."""
 
     page_bytes: int = 0
     """Bytes of a page (`CachePlan.page_bytes`), 0 to 2**62, so that plans can say how many they move;
@@ -210,6 +218,7 @@ class CacheOptions:
         )
         native.host_write = _host_write(self.host_write)
         native.num_hits_to_write = self._integer("num_hits_to_write")
+        native.min_gain_to_write = number(self.min_gain_to_write, "min_gain_to_write")
         return native
 
     def _integer(self, name: str) -> int:

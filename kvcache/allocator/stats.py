@@ -60,6 +60,7 @@ class HostStats:
 
     written_blocks: int  # cached blocks that went to the host
     unwritten_blocks: int  # that were to, and found no free page there
+    declined_blocks: int  # of which too few hits were expected: host_write="learned"
     loaded_blocks: int  # of hits on the host
     swapped_out_blocks: int  # of requests
     swapped_in_blocks: int

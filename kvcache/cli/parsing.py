@@ -66,7 +66,8 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
             "--host-write",
             "MODE",
             "when cached blocks are offloaded: back (default; when evicted), through (at once), "
-            "or selective[:N] (after N hits, default 2)",
+            "selective[:N] (after N hits, default 2), or learned[:G] (when evicted, if so many "
+            "hits are expected of it, default 0.05)",
         ),
     ):
         sub.add_argument(option, metavar=metavar, help=text)

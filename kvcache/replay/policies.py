@@ -27,22 +27,28 @@ def parse_host_eviction(text: str) -> tuple[str, dict[str, float]]:
 
     >>> parse_host_eviction("priority")
     Traceback (most recent call last):
-    ValueError: 'priority': expected one of lru, s3_fifo, segmented_lru
+    ValueError: 'priority': expected one of learned, lru, s3_fifo, segmented_lru
     """
     return _parse_policy(text, host_eviction_names(), core.Eviction.for_host)
 
 
-def parse_host_write(text: str) -> dict[str, str | int]:
-    """Options of `KVCacheManager` from `back`, `through` or `selective[:N]`; ValueError for others.
+def parse_host_write(text: str) -> dict[str, str | int | float]:
+    """Options of `KVCacheManager` from `back`, `through`, `selective[:N]` or `learned[:G]`.
+
+    ValueError for others.
 
     >>> parse_host_write("selective:3")
     {'host_write': 'selective', 'num_hits_to_write': 3}
     """
     mode, colon, count = text.partition(":")
-    if mode not in HOST_WRITES or (colon and mode != "selective"):
-        raise ValueError(f"{quoted(text)}: expected back, through, selective or selective:N")
+    if mode not in HOST_WRITES or (colon and mode not in ("selective", "learned")):
+        raise ValueError(
+            f"{quoted(text)}: expected back, through, selective, selective:N, learned or learned:G"
+        )
     if not colon:
         return {"host_write": mode}
+    if mode == "learned":
+        return {"host_write": mode, "min_gain_to_write": _parse_gain(count, text)}
     number = int(count) if count.isdecimal() and len(count) <= len(str(MAX_INT32)) else 0
     if not 1 <= number <= MAX_INT32:
         raise ValueError(f"{quoted(text)}: expected selective:N with N from 1 to {MAX_INT32}")
@@ -62,6 +68,16 @@ def _parse_policy(
         reason = str(error).partition(": ")[2]  # behind the name of the policy
         raise ValueError(f"{quoted(text)}: {reason}") from None
     return name, options
+
+
+def _parse_gain(value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ValueError(f"{quoted(text)}: expected learned:G with G from 0 to 1")
+    return number
 
 
 def _parse_number(option: str, value: str, text: str) -> float:

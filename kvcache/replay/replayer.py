@@ -303,6 +303,8 @@ class Replayer:
         report.host_write = options.host_write
         if options.host_write == "selective":
             report.host_write += f":{options.num_hits_to_write}"
+        if options.host_write == "learned":
+            report.host_write += f":{options.min_gain_to_write:g}"
         report.host_eviction = join_options(
             options.host_eviction, options.host_eviction_options or {}
         )
@@ -310,6 +312,8 @@ class Replayer:
         report.host_evicted_blocks = counts.evicted_blocks
         report.written_blocks = counts.written_blocks
         report.unwritten_blocks = counts.unwritten_blocks
+        if options.host_write == "learned":
+            report.declined_blocks = counts.declined_blocks
         report.loaded_blocks = counts.loaded_blocks
 
     def _groups(self) -> list[dict]:

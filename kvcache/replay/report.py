@@ -31,7 +31,8 @@ class ReplayReport:
     `eviction`: None where it is the default. The fields from `host_blocks` (null block counted) on are
     None without a host tier: `host_hit_tokens` are those of `hit_tokens` from a request's first block
     on that was loaded from the host; `written_blocks` went there, `unwritten_blocks` were to and found
-    no free page, `loaded_blocks` came back for hits.
+    no free page, `declined_blocks` were not worth it (None but for host_write="learned"),
+    `loaded_blocks` came back for hits.
     """
 
     trace: str
@@ -64,6 +65,7 @@ class ReplayReport:
     host_evicted_blocks: int | None = None
     written_blocks: int | None = None
     unwritten_blocks: int | None = None
+    declined_blocks: int | None = None
     loaded_blocks: int | None = None
 
     def to_dict(self) -> dict:

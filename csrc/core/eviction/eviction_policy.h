@@ -34,6 +34,14 @@ struct ReleaseFeatures {
   bool is_swapped_out = false;  // the request goes on later, from copies on the host
 };
 
+// What a policy that learns takes a released block for.
+struct ReleasedAs {
+  int64_t segment = 0;  // the same of blocks that were released together; 0: nothing is known
+  int64_t time = 0;     // of the policy's clock
+  float cost = 1;       // of computing the block anew, in those of a first block
+  uint8_t reuse_class = 0;
+};
+
 // One access of a request. Its blocks are said to have had it when it releases them, not at once:
 // most requests are accessed far more often than they have blocks that leave.
 struct Access {
@@ -76,6 +84,16 @@ class EvictionPolicy {
   virtual void on_forget(BlockId, const Hash*, uint8_t /*group*/, bool /*evicted*/) {}
   virtual void set_now(int64_t /*ms*/) {}
   virtual void clear() {}  // nothing is cached any more
+  // Between the policies of two tiers: what this one takes a block for, and, of one that holds a
+  // copy of another tier's block, what that tier's policy takes it for. `on_copy` comes again when
+  // the other tier has evicted its block once more. Blocks that are told are cached and held.
+  virtual ReleasedAs released_as(BlockId) const { return {}; }
+  virtual void on_copy(BlockId, const ReleasedAs&) {}
+  virtual void on_load(BlockId) {}  // what this block holds is in the other tier again
+  // Hits expected of a copy of a block that was released as this, less those that its space is
+  // worth to others; `evicts`: no uncached block is left for it. 1 or more: of what nothing is
+  // known.
+  virtual double gain_of_copy(const ReleasedAs&, bool /*evicts*/) { return 1; }
   // What was learned of reuse, as numbers for another policy of the same kind; none where nothing
   // is learned. `learn` replaces it: as many numbers, checked by whoever calls.
   virtual std::vector<double> learned() const { return {}; }

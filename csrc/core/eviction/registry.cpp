@@ -7,6 +7,7 @@
 
 #include "core/eviction/last_access.h"
 #include "core/eviction/learned.h"
+#include "core/eviction/learned_copies.h"
 #include "core/eviction/least_recent.h"
 #include "core/eviction/priority.h"
 #include "core/eviction/s3_fifo.h"
@@ -23,8 +24,11 @@ struct Entry {
   const char* option;  // null: none
   double standard, least, most;
   bool is_integer;
-  bool serves_host;  // the host tier is notified of no accesses, releases and priorities
+  bool serves_host;  // the host tier is notified of no accesses and priorities
   std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, double option);
+  // Of one that serves the host only with the same policy on the device, and has no option there.
+  std::unique_ptr<EvictionPolicy> (*make_beside)(int64_t num_blocks,
+                                                 const EvictionPolicy* device) = nullptr;
 };
 
 const Entry kEntries[] = {
@@ -32,9 +36,14 @@ const Entry kEntries[] = {
      [](int64_t num_blocks, double) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<LastAccess>(num_blocks);
      }},
-    {"learned", "double_cost_tokens", 0, 0, 1e9, false, false,
+    {"learned", "double_cost_tokens", 0, 0, 1e9, false, true,
      [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<Learned>(num_blocks, value);
+     },
+     [](int64_t num_blocks, const EvictionPolicy* device) -> std::unique_ptr<EvictionPolicy> {
+       const auto* learned = dynamic_cast<const Learned*>(device);
+       if (learned == nullptr) return nullptr;
+       return std::make_unique<LearnedCopies>(num_blocks, learned->model());
      }},
     {"lru", nullptr, 0, 0, 0, false, true,
      [](int64_t, double) -> std::unique_ptr<EvictionPolicy> { return nullptr; }},
@@ -82,7 +91,7 @@ const Entry& entry_of(const Target& target, const std::string& name) {
   for (const std::string& each : names_for(target)) names += (names.empty() ? "" : ", ") + each;
   throw std::invalid_argument(
       std::string(target.argument) + " is '" + name + "': expected one of " + names +
-      (is_known ? ", as the host tier is notified of no accesses, releases and priorities" : ""));
+      (is_known ? ", as the host tier is notified of no accesses and priorities" : ""));
 }
 
 double checked_option(const Target& target, const Entry& entry, const std::string& option,
@@ -90,7 +99,7 @@ double checked_option(const Target& target, const Entry& entry, const std::strin
   std::ostringstream text;
   text << target.argument << " '" << entry.name << "': option '" << option << "' is " << value
        << ": expected ";
-  if (entry.option == nullptr) {
+  if (entry.option == nullptr || (target.is_host && entry.make_beside != nullptr)) {
     text << "no options";
   } else if (option != entry.option) {
     text << "no option but '" << entry.option << "'";
@@ -103,16 +112,22 @@ double checked_option(const Target& target, const Entry& entry, const std::strin
   throw std::invalid_argument(text.str());
 }
 
-std::unique_ptr<EvictionPolicy> make_for(const Target& target, const std::string& name,
-                                         const std::map<std::string, double>& options,
-                                         int64_t num_blocks) {
-  const Entry& entry = entry_of(target, name);
-  double value = entry.standard;
-  for (const auto& [option, given] : options) {
-    value = checked_option(target, entry, option, given);
+// A policy of the registry with the value of its option.
+struct Choice {
+  Choice(const Target& target, const std::string& name,
+         const std::map<std::string, double>& options)
+      : entry(entry_of(target, name)), value(entry.standard) {
+    for (const auto& [option, given] : options) {
+      value = checked_option(target, entry, option, given);
+    }
   }
-  return entry.make(checked_size("num_blocks", num_blocks, 2, " (the null block is counted)"),
-                    value);
+
+  const Entry& entry;
+  double value;
+};
+
+int64_t checked_blocks(int64_t num_blocks) {
+  return checked_size("num_blocks", num_blocks, 2, " (the null block is counted)");
 }
 
 }  // namespace
@@ -124,13 +139,34 @@ std::vector<std::string> host_eviction_names() { return names_for(kHostPool); }
 std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks) {
-  return make_for(kDevicePool, name, options, num_blocks);
+  const Choice choice(kDevicePool, name, options);
+  return choice.entry.make(checked_blocks(num_blocks), choice.value);
+}
+
+void check_host_eviction(const std::string& name, const std::map<std::string, double>& options) {
+  const Choice choice(kHostPool, name, options);
+}
+
+void check_host_eviction_beside(const std::string& host, const std::string& device) {
+  const Entry& entry = entry_of(kHostPool, host);
+  if (entry.make_beside == nullptr || host == device) return;
+  throw std::invalid_argument("host_eviction is '" + host + "', and eviction is '" + device +
+                              "': expected '" + host +
+                              "' for both, as the host learns from releases of the device");
 }
 
 std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
-    const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks) {
-  auto policy = make_for(kHostPool, name, options, num_blocks);
-  return policy != nullptr ? std::move(policy) : std::make_unique<LeastRecent>(num_blocks);
+    const std::string& name, const std::map<std::string, double>& options, int64_t num_blocks,
+    const EvictionPolicy* device) {
+  const Choice choice(kHostPool, name, options);
+  checked_blocks(num_blocks);
+  if (choice.entry.make_beside == nullptr) {
+    auto policy = choice.entry.make(num_blocks, choice.value);
+    return policy != nullptr ? std::move(policy) : std::make_unique<LeastRecent>(num_blocks);
+  }
+  auto policy = choice.entry.make_beside(num_blocks, device);
+  if (policy == nullptr) check_host_eviction_beside(name, "another");
+  return policy;
 }
 
 }  // namespace kvcache

@@ -19,6 +19,7 @@ struct HitCount {
 struct TierCount {
   int64_t written_blocks = 0;      // cached blocks that went to the host
   int64_t unwritten_blocks = 0;    // that were to, and found no free page there
+  int64_t declined_blocks = 0;     // of which too few hits were expected: kLearned
   int64_t loaded_blocks = 0;       // of hits on the host
   int64_t swapped_out_blocks = 0;  // of rows
   int64_t swapped_in_blocks = 0;

@@ -11,18 +11,19 @@ namespace kvcache {
 
 namespace {
 
-std::unique_ptr<BlockPool> pages_of(const ManagerOptions& options) {
+std::unique_ptr<BlockPool> pages_of(const ManagerOptions& options, const BlockPool& device) {
   const Eviction& eviction = options.host_eviction;
   const int64_t n = options.num_host_blocks;
   auto policy = eviction.make ? eviction.make(n)
-                              : make_host_eviction_policy(eviction.policy, eviction.options, n);
+                              : make_host_eviction_policy(eviction.policy, eviction.options, n,
+                                                          device.policy());
   return std::make_unique<BlockPool>(n, std::move(policy));
 }
 
 std::unique_ptr<HostTier> host_of(const ManagerOptions& options, const HostTier::Context& context) {
   if (options.num_host_blocks == 0) return nullptr;
-  return std::make_unique<HostTier>(pages_of(options), context, options.host_write,
-                                    options.num_hits_to_write);
+  const HostWrites writes{options.host_write, options.num_hits_to_write, options.min_gain_to_write};
+  return std::make_unique<HostTier>(pages_of(options, *context.device), context, writes);
 }
 
 bool asks_for_time(const ManagerOptions& options, const BlockPool& pool, const BlockPool* pages) {

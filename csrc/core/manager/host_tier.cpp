@@ -6,16 +6,15 @@
 
 namespace kvcache {
 
-HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context, HostWrite mode,
-                   int64_t num_hits_to_write)
+HostTier::HostTier(std::unique_ptr<BlockPool> pages, const Context& context,
+                   const HostWrites& writes)
     : pages_(std::move(pages)),
       device_(context.device),
       groups_(context.groups),
       plan_(context.plan),
-      mode_(mode),
-      num_hits_to_write_(num_hits_to_write),
+      writes_(writes),
       is_queued_(device_->num_blocks()),
-      num_hits_(mode == HostWrite::kSelective ? device_->num_blocks() : 0),
+      num_hits_(writes.mode == HostWrite::kSelective ? device_->num_blocks() : 0),
       num_onboards_(device_->num_blocks()) {}
 
 Copied HostTier::content_of(BlockId id) const {
@@ -33,6 +32,10 @@ bool HostTier::offload(BlockId id) {
   }
   const auto offloading = offloading_.find(content.hash);
   if (offloading != offloading_.end() && (offloading->second >> content.group & 1) != 0) {
+    return false;
+  }
+  if (writes_.mode == HostWrite::kLearned && pages_->gain_of_copy(content) < writes_.min_gain) {
+    ++counts_.declined_blocks;
     return false;
   }
   if (!pages_->allocate(1, &page)) {
@@ -56,21 +59,21 @@ void HostTier::add_row_page(BlockId page, BlockId block) {
 
 void HostTier::on_published(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n && !num_hits_.empty(); ++i) num_hits_[ids[i]] = 0;
-  for (int64_t i = 0; i < n && mode_ == HostWrite::kThrough; ++i) queue(ids[i]);
+  for (int64_t i = 0; i < n && writes_.mode == HostWrite::kThrough; ++i) queue(ids[i]);
 }
 
 void HostTier::count_hits(const BlockId* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     int32_t& count = num_hits_[ids[i]];
-    if (count < num_hits_to_write_) ++count;
-    if (count == num_hits_to_write_) queue(ids[i]);
+    if (count < writes_.num_hits) ++count;
+    if (count == writes_.num_hits) queue(ids[i]);
   }
 }
 
 // In every mode, a block that is to be on the host and is not there (any more) goes there now.
 void HostTier::on_eviction(BlockId id) {
   if (!plan_->is_step()) return;  // no plan would carry it
-  if (!num_hits_.empty() && num_hits_[id] < num_hits_to_write_) return;
+  if (!num_hits_.empty() && num_hits_[id] < writes_.num_hits) return;
   offload(id);
 }
 
@@ -106,7 +109,9 @@ void HostTier::clear() {
 std::vector<BlockId> HostTier::publish_offloaded() {
   std::vector<BlockId> written;
   for (const Offload& each : offloads_) {
-    if (!each.is_there) {
+    if (each.is_there) {
+      if (pages_->hash_of(each.page) != nullptr) pages_->copy_again(each.page, each.content);
+    } else {
       pages_->publish_copy(each.page, each.content);
       written.push_back(each.page);
     }
@@ -149,6 +154,11 @@ bool HostTier::may_publish(const Onboard& onboard) const {
   const Hash& hash = onboard.chain->known_hashes()[static_cast<size_t>(last)];
   return pages_->holds(onboard.page, hash, onboard.group) &&
          device_->hash_of(onboard.block) == nullptr;
+}
+
+void HostTier::note_loaded(const Onboard& onboard) {
+  // That it may go is worth more hits; that it stays saves writing it again.
+  if (writes_.mode != HostWrite::kLearned) pages_->notify_load(onboard.page);
 }
 
 void HostTier::finish(const std::vector<Onboard>& over) {

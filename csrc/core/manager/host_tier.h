@@ -26,6 +26,12 @@
 
 namespace kvcache {
 
+struct HostWrites {
+  HostWrite mode = HostWrite::kBack;
+  int64_t num_hits = 2;    // kSelective
+  double min_gain = 0.05;  // kLearned
+};
+
 class HostTier : public EvictionListener {
  public:
   struct Onboard {  // of a page, until a report says that it has arrived
@@ -42,8 +48,7 @@ class HostTier : public EvictionListener {
     PlanBuilder* plan;  // which offloads and onboards go into
   };
   // To be made the listener of the device's pool.
-  HostTier(std::unique_ptr<BlockPool> pages, const Context& context, HostWrite mode,
-           int64_t num_hits_to_write);
+  HostTier(std::unique_ptr<BlockPool> pages, const Context& context, const HostWrites& writes);
 
   BlockPool& pages() { return *pages_; }
   const BlockPool& pages() const { return *pages_; }
@@ -83,6 +88,7 @@ class HostTier : public EvictionListener {
   std::vector<Onboard> take_aborted(int64_t last_issued);
   // Whether the page still holds what it was onboarded for, and the block may be published.
   bool may_publish(const Onboard& onboard) const;
+  void note_loaded(const Onboard& onboard);  // it has arrived, and its block was published
   // Releases blocks and pages, tails before heads.
   void finish(const std::vector<Onboard>& over);
 
@@ -99,7 +105,7 @@ class HostTier : public EvictionListener {
     BlockId page;
     Copied content;
     bool is_row;    // a row's page: it stays held
-    bool is_there;  // written before: used once more
+    bool is_there;  // written before, and found there when the block was evicted again
   };
 
   Copied content_of(BlockId id) const;
@@ -112,8 +118,7 @@ class HostTier : public EvictionListener {
   BlockPool* device_;
   const std::vector<CacheGroup>* groups_;
   PlanBuilder* plan_;
-  HostWrite mode_;
-  int64_t num_hits_to_write_;
+  HostWrites writes_;
   TierCount counts_;
   std::vector<BlockId> queue_;  // cached blocks that the next step offloads
   PerBlock<uint8_t> is_queued_;

@@ -26,7 +26,17 @@ void check_optional(const ManagerOptions& options) {
     throw std::invalid_argument("host_eviction is '" + options.host_eviction.policy +
                                 "': expected only with a host tier, num_host_blocks of 2 or more");
   }
+  check_host_eviction_beside(options.host_eviction.policy, options.eviction.policy);
   checked_size("num_hits_to_write", options.num_hits_to_write, 1);
+  if (options.host_write == HostWrite::kLearned && options.host_eviction.policy != "learned") {
+    throw std::invalid_argument("host_write is 'learned', and host_eviction is '" +
+                                options.host_eviction.policy + "': expected 'learned' for both");
+  }
+  if (!(options.min_gain_to_write >= 0 && options.min_gain_to_write <= 1)) {
+    throw std::invalid_argument("min_gain_to_write is " +
+                                std::to_string(options.min_gain_to_write) +
+                                ": expected hits per block, 0 to 1");
+  }
 }
 
 ManagerOptions checked(const ManagerOptions& options) {

@@ -18,6 +18,7 @@ enum class HostWrite : uint8_t {
   kBack,       // when it is evicted from the device
   kThrough,    // by the step after the one that filled it
   kSelective,  // by the step after the one in which it was hit for the n-th time
+  kLearned,    // when it is evicted, if enough hits are expected of it there
 };
 
 struct GroupOptions {
@@ -55,7 +56,8 @@ struct ManagerOptions {  // sizes are each at most 2**31 - 1
   Eviction eviction, host_eviction;
   int64_t num_host_blocks = 0;  // the null block counted; 0: no host tier
   HostWrite host_write = HostWrite::kBack;
-  int64_t num_hits_to_write = 2;  // kSelective
+  int64_t num_hits_to_write = 2;    // kSelective
+  double min_gain_to_write = 0.05;  // kLearned: hits
   // The whole prompt is computed at once, from its own K and V: what a window has left behind at
   // the prompt's end is never held.
   bool computes_whole_prompt = false;

@@ -167,6 +167,7 @@ void Publisher::publish_arrived() {
     if (!c_.host->may_publish(each)) continue;
     const CacheGroup& group = (*c_.groups)[each.group];
     publish_ids(content_of(*each.chain, group, each.column), group, &each.block, 1);
+    c_.host->note_loaded(each);
   }
   c_.host->finish(arrived);
 }

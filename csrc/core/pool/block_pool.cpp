@@ -246,7 +246,9 @@ void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
-  return {block.hash, block.group, lineage_[id].parent, lineage_[id].root, is_chain};
+  Copied copied{block.hash, block.group, lineage_[id].parent, lineage_[id].root, is_chain, {}};
+  if (candidates_) copied.released_as = candidates_->policy().released_as(id);
+  return copied;
 }
 
 void BlockPool::publish_copy(BlockId id, const Copied& copied) {
@@ -260,6 +262,7 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   const bool is_first = index_.insert(id);
   if (candidates_) {
     notify_published(id, kNullBlock, copied.is_chain && copied.root != tag_of(copied.hash));
+    candidates_->policy().on_copy(id, copied.released_as);
   }
   if (is_first && events_ != nullptr) events_->stored_on_host(copied.hash, copied.group);
 }

@@ -102,6 +102,13 @@ class BlockPool {
   void publish_copy(BlockId id, const Copied& copied);
   Copied copied(BlockId id, bool is_chain) const;  // of a block that is found under a hash
 
+  // Between pools of two tiers, for the policy: what this cached and held block is a copy of was
+  // released again, and evicted; what it holds is in the other pool again; how many
+  // hits a copy of that is worth, beyond what its space is (eviction_policy.h).
+  void copy_again(BlockId id, const Copied& copied);
+  void notify_load(BlockId id);
+  double gain_of_copy(const Copied& copied);
+
   // Makes what a held block holds so far findable by `find_partial`, under one hash more.
   void publish_partial(BlockId id, const Hash& hash, const Hash& root, uint8_t group);
 
@@ -144,6 +151,7 @@ class BlockPool {
 
   // Notifies the policy (eviction_policy.h); without one nothing happens.
   bool has_policy() const { return candidates_ != nullptr; }
+  const EvictionPolicy* policy() const { return has_policy() ? &candidates_->policy() : nullptr; }
   void hit(const BlockId* ids, int64_t n) {
     if (has_policy()) notify_hit(ids, n);
   }
@@ -232,6 +240,7 @@ class BlockPool {
   BlockId id_of(const Block& block) const { return static_cast<BlockId>(&block - blocks_.data()); }
   bool has_pin(const Block& block) const { return pins_ && pins_->has(id_of(block)); }
   void check_ids(const BlockId* ids, int64_t n) const;
+  void check_copy(BlockId id) const;
   void notify_hit(const BlockId* ids, int64_t n);
   void notify_policy_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                              const ReleaseFeatures& features);

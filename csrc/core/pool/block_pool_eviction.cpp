@@ -157,6 +157,32 @@ void BlockPool::notify_policy_release(const BlockId* ids, const int64_t* prefix_
   candidates_->policy().on_release(ids, prefix_tokens, n, features);
 }
 
+void BlockPool::check_copy(BlockId id) const {
+  if (at(id, "id").ref_count > 0 && is_cached(id)) return;
+  throw std::invalid_argument("id is block " + std::to_string(id) +
+                              ", which is not both cached and held: expected one that is");
+}
+
+void BlockPool::copy_again(BlockId id, const Copied& copied) {
+  check_copy(id);
+  if (!has_policy()) return;
+  const Soundness::Change change = this->change("copy_again");
+  candidates_->policy().on_copy(id, copied.released_as);
+}
+
+void BlockPool::notify_load(BlockId id) {
+  check_copy(id);
+  if (!has_policy()) return;
+  const Soundness::Change change = this->change("notify_load");
+  candidates_->policy().on_load(id);
+}
+
+double BlockPool::gain_of_copy(const Copied& copied) {
+  if (!has_policy()) return 1;
+  const bool evicts = uncached_free_.head() == kNullBlock && next_fresh_ == num_blocks_;
+  return candidates_->policy().gain_of_copy(copied.released_as, evicts);
+}
+
 Access BlockPool::begin_access(double now) {
   if (!std::isfinite(now)) {
     throw std::invalid_argument("now is " + std::to_string(now) + ": expected a finite number");

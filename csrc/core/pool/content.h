@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/eviction/eviction_policy.h"
 #include "core/hash.h"
 
 namespace kvcache {
@@ -14,6 +15,7 @@ struct Copied {
   uint8_t group;
   uint32_t parent, root;  // tags
   bool is_chain;          // nothing finds it without its parent
+  ReleasedAs released_as;
 };
 
 // The content of some blocks of one request: hashes and, where events are recorded, tokens. Hash i

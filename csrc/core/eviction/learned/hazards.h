@@ -63,6 +63,24 @@ class Hazards {
     return here + share * (index_[reuse_class][b + 1] - here);
   }
 
+  // Hits expected of a block of this class and age, less the price of each tick that it is kept,
+  // where it is given up when that is best. A hit counts `cost`.
+  double gain(int reuse_class, int64_t age, double cost, double price) const {
+    const int first = ages_.of(age);
+    double alive = 1, gain = 0, best = 0;
+    for (int b = first; b < kBuckets; ++b) {
+      double share = 1;  // of the bucket that is still to come
+      if (b == first && b + 1 < kBuckets) {
+        share = (ages_.begin(b + 1) - static_cast<double>(age)) / ages_.width(b);
+      }
+      const double hazard = share * hazard_[reuse_class][b];
+      gain += alive * (hazard * cost - price * share * ages_.width(b) * (1 - hazard / 2));
+      alive *= 1 - hazard;
+      best = std::max(best, gain);
+    }
+    return best;
+  }
+
   // Computes every index anew.
   void solve() {
     Row of_all;
@@ -91,7 +109,7 @@ class Hazards {
   static constexpr double kLeastFall = 0.8;  // from bucket to bucket, over all classes
 
   void solve_class(int c, const Row& of_all) {
-    Row hazard;
+    Row& hazard = hazard_[c];
     for (int b = 0; b < kBuckets; ++b) {
       const Count& count = counts_[c][b];
       // Who reached a bucket was counted before the use, and faded since.
@@ -111,7 +129,7 @@ class Hazards {
 
   AgeBuckets ages_;
   std::array<std::array<Count, kBuckets>, ReuseClass::kNum> counts_{};
-  std::array<Row, ReuseClass::kNum> index_{};
+  std::array<Row, ReuseClass::kNum> hazard_{}, index_{};
 };
 
 }  // namespace kvcache

@@ -14,7 +14,8 @@ class ReuseClass {
   static constexpr int kTurns = 4, kAdded = 3, kAnswers = 2, kForks = 4;
   static constexpr int kOwn = kTurns * kAdded * kAnswers;
   static constexpr int kLoose = kOwn + kForks;
-  static constexpr int kNum = kLoose + 1;
+  static constexpr int kNum = kLoose + 1;  // that are counted
+  static constexpr int kLoaded = kNum;     // of copies whose blocks are in the other tier, too
 
   static int of_own(int64_t turn, int64_t num_added_tokens, int64_t num_output_tokens) {
     const int added = (num_added_tokens >= 2'560) + (num_added_tokens >= 20'480);

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/eviction/eviction_policy.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/hash.h"
 #include "core/zeroed_array.h"
@@ -43,6 +44,14 @@ class Segments {
   int32_t oldest(int reuse_class) const { return lists_[reuse_class].oldest; }
   int32_t youngest(int reuse_class) const { return lists_[reuse_class].youngest; }
   size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+
+  // What a block was released as.
+  ReleasedAs released_as(BlockId id) const {
+    const int32_t s = of(id);
+    if (s == kNone) return {};
+    const Segment& segment = all_[s];
+    return {segment.number, segment.time, segment.cost, segment.reuse_class};
+  }
 
   // An empty one, which is to be given blocks at once.
   int32_t open(int64_t time, int reuse_class, int num_forks = 0, float cost = 1) {
@@ -164,8 +173,8 @@ class Segments {
   }
 
   ZeroedArray<Place> places_;
-  std::vector<Segment> all_;  // the first is none
-  std::array<List, ReuseClass::kNum> lists_{};
+  std::vector<Segment> all_;                        // the first is none
+  std::array<List, ReuseClass::kNum + 1> lists_{};  // and of kLoaded
   int32_t unused_ = kNone;
   uint32_t num_assigned_ = 0;
   int64_t num_opened_ = 0;

@@ -1,0 +1,33 @@
+// The segment of blocks that no release of a request puts together.
+#pragma once
+
+#include <cstdint>
+
+#include "core/eviction/learned/reuse_model.h"
+#include "core/eviction/learned/segments.h"
+
+namespace kvcache {
+
+class LooseSegment {
+ public:
+  explicit LooseSegment(int reuse_class) : reuse_class_(reuse_class) {}
+
+  // The one for a block that becomes idle now: a new one where the last is full or too old.
+  int32_t at(int64_t time, Segments* segments) {
+    const Segments::Segment& last = (*segments)[last_];
+    const bool is_open = last_ != Segments::kNone && last.num_blocks > 0 &&
+                         last.num_blocks < kMostBlocks && last.reuse_class == reuse_class_ &&
+                         static_cast<double>(time - last.time) < ReuseModel::kFirstBucket;
+    if (!is_open) last_ = segments->open(time, reuse_class_);
+    return last_;
+  }
+  void clear() { last_ = Segments::kNone; }
+
+ private:
+  static constexpr int32_t kMostBlocks = 64;
+
+  int reuse_class_;
+  int32_t last_ = Segments::kNone;
+};
+
+}  // namespace kvcache

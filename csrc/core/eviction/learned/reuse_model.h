@@ -1,0 +1,135 @@
+// What is known of the reuse of blocks: records of those that were released, and what was counted
+// of them.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/learned/ages.h"
+#include "core/eviction/learned/ghost_ring.h"
+#include "core/eviction/learned/hazards.h"
+#include "core/hash.h"
+
+namespace kvcache {
+
+// Blocks are known by keys of their hashes, cached or not. Ages are counted in tokens released, so
+// that what is learned depends on the calls alone, and on no clock.
+class ReuseModel {
+ public:
+  static constexpr double kFirstBucket = 40'960;  // tokens
+
+  explicit ReuseModel(int64_t num_blocks)
+      : num_blocks_(num_blocks), ages_(kFirstBucket), hazards_(ages_), ghosts_(kNumGhosts) {
+    sample();
+  }
+
+  // So many blocks more are cached, in another tier.
+  void add_blocks(int64_t num_blocks) {
+    num_blocks_ += num_blocks;
+    sample();
+  }
+
+  // Never 0. The same in each process: what is sampled must not depend on a secret.
+  static uint32_t key_of(const Hash& hash, uint8_t group) {
+    uint64_t word;
+    std::memcpy(&word, hash.bytes, sizeof(word));
+    return static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32) | 1u;
+  }
+
+  int64_t clock() const { return clock_; }  // tokens released
+  void advance(int64_t num_tokens) { clock_ += num_tokens; }
+
+  // What was recorded of a block; null: nothing, or too long ago.
+  const GhostRing::Record* find(uint32_t key) { return ghosts_.find(key); }
+
+  // Notes that a block is used, if it is one of the sample.
+  void note_use(uint32_t key) {
+    if (!is_sampled(key)) return;
+    GhostRing::Record* record = ghosts_.find(key);
+    if (record == nullptr || !record->is_sample || record->is_used) return;
+    record->is_used = true;
+    const int bucket = ages_.of(clock_ - record->time);
+    while (record->bucket < bucket) hazards_.reach(record->reuse_class, ++record->bucket);
+    hazards_.use(record->reuse_class, bucket);
+  }
+
+  // Notes that a block is released now: always if it is the last of its segment, which tells turns
+  // and forks, else if it is one of the sample.
+  void note_release(uint32_t key, int reuse_class, int64_t turn, bool is_last, bool is_end) {
+    GhostRing::Record record{};
+    record.is_sample = is_sampled(key);
+    if (!record.is_sample && !is_last) return;
+    record.is_end = is_end;
+    record.time = clock_;
+    record.key = key;
+    record.reuse_class = static_cast<uint8_t>(reuse_class);
+    record.turn = static_cast<uint8_t>(std::min<int64_t>(turn, UINT8_MAX));
+    ghosts_.add(record);
+    if (record.is_sample) hazards_.reach(reuse_class, 0);
+  }
+
+  // A release is over. Every 32 of them are counted; what blocks are worth changes more slowly, but
+  // for the first thousand.
+  void learn() {
+    if (++num_releases_ % 32 != 0) return;
+    age_samples();
+    hazards_.fade();
+    if (num_releases_ < 1'024 || num_releases_ % 128 == 0) hazards_.solve();
+  }
+
+  // Hits per token released that a block is worth which was released then.
+  double index(int reuse_class, int64_t time) const {
+    return hazards_.index(reuse_class, clock_ - time);
+  }
+  // Hits expected of a block, less the price of each token released while it is kept.
+  double gain(const ReleasedAs& as, double price) const {
+    return hazards_.gain(as.reuse_class, clock_ - as.time, double{as.cost}, price);
+  }
+  // Whether records reach back twice as far as this time.
+  bool knows_since(int64_t time) const {
+    return !ghosts_.is_full() || clock_ - ghosts_.at(ghosts_.first()).time >= 2 * (clock_ - time);
+  }
+
+  const Hazards& hazards() const { return hazards_; }
+  void set_counts(const std::vector<double>& counts) { hazards_.set_counts(counts); }
+  size_t num_bytes() const { return sizeof(*this) + ghosts_.num_bytes(); }
+
+ private:
+  static constexpr int64_t kNumGhosts = 32'768;
+
+  void sample() {
+    const int64_t one_of = std::max<int64_t>(num_blocks_ / 3'000, 1);
+    last_sampled_ = static_cast<uint32_t>(UINT32_MAX / one_of);
+  }
+  bool is_sampled(uint32_t key) const { return key <= last_sampled_; }
+
+  // Counts each sample that has come to a bucket of ages unused.
+  void age_samples() {
+    for (int b = 1; b < AgeBuckets::kNum; ++b) {
+      int64_t& number = aged_to_[b];
+      number = std::max(number, ghosts_.first());
+      for (; number < ghosts_.num_added(); ++number) {
+        GhostRing::Record& record = ghosts_.at(number);
+        if (static_cast<double>(clock_ - record.time) < ages_.begin(b)) break;
+        if (!record.is_sample || record.is_used || record.bucket >= b) continue;
+        record.bucket = static_cast<int8_t>(b);
+        hazards_.reach(record.reuse_class, b);
+      }
+    }
+  }
+
+  int64_t num_blocks_;
+  uint32_t last_sampled_;  // keys up to this one are
+  AgeBuckets ages_;
+  Hazards hazards_;
+  GhostRing ghosts_;
+  std::array<int64_t, AgeBuckets::kNum> aged_to_{};  // numbers of records
+  int64_t clock_ = 0;                                // tokens released
+  int64_t num_releases_ = 0;
+};
+
+}  // namespace kvcache

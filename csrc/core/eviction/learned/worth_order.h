@@ -1,0 +1,74 @@
+// Which segment of a pool is worth least.
+#pragma once
+
+#include <cstdint>
+
+#include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_model.h"
+#include "core/eviction/learned/segments.h"
+
+namespace kvcache {
+
+// Copies of what is in the other tier, too, are chosen first; then the oldest or youngest segment
+// of a class that is worth least. It is used up before the next. While too little is recorded to
+// judge the oldest segments, the oldest goes first.
+class WorthOrder {
+ public:
+  WorthOrder(const ReuseModel* model, const Segments* segments)
+      : model_(model), segments_(segments) {}
+
+  // Of the chosen segment the first candidate; the null block where there is none.
+  BlockId victim() {
+    const Segments& all = *segments_;
+    if (!all.has_candidate(chosen_) || all[chosen_].number != number_) {
+      chosen_ = choose();
+      if (chosen_ == Segments::kNone) return kNullBlock;
+      number_ = all[chosen_].number;
+    }
+    return all[chosen_].first;
+  }
+  // Hits per token released that a segment's blocks are worth.
+  double worth(int32_t s) const {
+    const Segments::Segment& segment = (*segments_)[s];
+    if (segment.reuse_class == ReuseClass::kLoaded) return 0;
+    return model_->index(segment.reuse_class, segment.time) * double{segment.cost};
+  }
+  void clear() { chosen_ = Segments::kNone; }
+
+ private:
+  int32_t choose() const {
+    const int32_t loaded = segments_->oldest(ReuseClass::kLoaded);
+    if (loaded != Segments::kNone) return loaded;
+    const int32_t oldest = this->oldest();
+    if (oldest == Segments::kNone || !model_->knows_since((*segments_)[oldest].time)) return oldest;
+    return least_worth();
+  }
+  int32_t oldest() const {
+    int32_t found = Segments::kNone;
+    for (int c = 0; c < ReuseClass::kNum; ++c) {
+      const int32_t s = segments_->oldest(c);
+      if (s == Segments::kNone) continue;
+      if (found == Segments::kNone || (*segments_)[s].time < (*segments_)[found].time) found = s;
+    }
+    return found;
+  }
+  int32_t least_worth() const {
+    int32_t found = Segments::kNone;
+    double least = 0;
+    for (int c = 0; c < ReuseClass::kNum; ++c) {
+      for (const int32_t s : {segments_->oldest(c), segments_->youngest(c)}) {
+        if (s == Segments::kNone) continue;
+        const double worth = this->worth(s);
+        if (found == Segments::kNone || worth < least) found = s, least = worth;
+      }
+    }
+    return found;
+  }
+
+  const ReuseModel* model_;
+  const Segments* segments_;
+  int32_t chosen_ = Segments::kNone;
+  int64_t number_ = 0;
+};
+
+}  // namespace kvcache

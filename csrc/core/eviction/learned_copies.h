@@ -1,0 +1,89 @@
+// Evicts the pages of a second tier that are least worth keeping, by what the policy of the first
+// one has learned.
+//
+// A page is a copy of a block: of its class and time of release. What was loaded into the first
+// tier goes before everything else, as what is there need not be here.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+
+#include "core/eviction/eviction_policy.h"
+#include "core/eviction/learned/loose_segment.h"
+#include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_model.h"
+#include "core/eviction/learned/segments.h"
+#include "core/eviction/learned/worth_order.h"
+
+namespace kvcache {
+
+class LearnedCopies : public EvictionPolicy {
+ public:
+  LearnedCopies(int64_t num_pages, std::shared_ptr<ReuseModel> model)
+      : model_(std::move(model)), segments_(num_pages), order_(model_.get(), &segments_) {
+    model_->add_blocks(num_pages);
+  }
+
+  void insert(BlockId id) override { segments_.insert(id); }
+  void remove(BlockId id) override { segments_.remove(id); }
+  BlockId victim() override { return order_.victim(); }
+
+  void on_copy(BlockId id, const ReleasedAs& as) override {
+    if (as.segment == 0) return;
+    segments_.assign(id, copies_.at(as, &segments_));
+  }
+  void on_load(BlockId id) override {
+    segments_.assign(id, loaded_.at(model_->clock(), &segments_));
+  }
+  void on_idle(BlockId id) override {
+    if (segments_.of(id) != Segments::kNone) return;
+    segments_.assign(id, loose_.at(model_->clock(), &segments_));
+  }
+  void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
+    segments_.assign(id, Segments::kNone);
+  }
+  void clear() override {
+    segments_.clear();
+    order_.clear();
+    copies_.clear();
+    loaded_.clear();
+    loose_.clear();
+  }
+  double gain_of_copy(const ReleasedAs& as, bool evicts) override {
+    if (as.segment == 0) return 1;
+    const BlockId victim = evicts ? order_.victim() : kNullBlock;
+    return model_->gain(as, victim == kNullBlock ? 0 : order_.worth(segments_.of(victim)));
+  }
+  size_t num_bytes() const override { return sizeof(*this) + segments_.num_bytes(); }
+
+ private:
+  // The segment of pages that are copies of one segment's blocks, written one after another.
+  class Copies {
+   public:
+    int32_t at(const ReleasedAs& as, Segments* segments) {
+      const Segments::Segment& last = (*segments)[last_];
+      const bool is_open =
+          last_ != Segments::kNone && last.num_blocks > 0 && last.number == number_;
+      if (!is_open || as.segment != of_) {
+        last_ = segments->open(as.time, as.reuse_class, /*num_forks=*/0, as.cost);
+        number_ = (*segments)[last_].number;
+        of_ = as.segment;
+      }
+      return last_;
+    }
+    void clear() { last_ = Segments::kNone; }
+
+   private:
+    int32_t last_ = Segments::kNone;
+    int64_t number_ = 0, of_ = 0;
+  };
+
+  std::shared_ptr<ReuseModel> model_;
+  Segments segments_;
+  WorthOrder order_;
+  Copies copies_;
+  LooseSegment loose_{ReuseClass::kLoose}, loaded_{ReuseClass::kLoaded};
+};
+
+}  // namespace kvcache
