@@ -53,36 +53,41 @@ def pool() -> Iterator[Result]:
     yield Result("native pool", "bytes/block", size, bar=100, goal=64)
 
 
+def _lives(pool: BlockPool, size: int, num_requests: int) -> Callable[[], None]:
+    """Serves so many requests of `size` blocks each time it is called, never the same ones."""
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 256, (num_requests, size, 32), np.uint8)
+    prefixes = 16 * np.arange(size, 0, -1)
+
+    def serve() -> None:
+        hashes.view(np.uint64)[..., 0] += np.uint64(0x9E3779B97F4A7C15)
+        for each in hashes:
+            ids = pool.allocate(size)
+            assert ids is not None
+            pool.publish(ids, each)
+            pool.notify_release(ids[::-1], prefixes, tokens_per_block=16)
+            pool.release(ids[::-1])
+
+    while pool.num_evicted == 0:
+        serve()
+    return serve
+
+
 def eviction() -> Iterator[Result]:
     """The policy that learns beside least-recently-used: requests of 64 blocks in a full pool.
 
     Each allocates, evicting as many, publishes and releases; none is hit.
     """
-    size, num_requests, num_blocks = 64, 1_000, 20_001
-    random = np.random.default_rng(0)
-    hashes = random.integers(0, 256, (num_requests, size, 32), np.uint8)
-    prefixes = 16 * np.arange(size, 0, -1)
-
-    def serve(pool: BlockPool) -> Callable[[], None]:
-        def served() -> None:
-            for each in hashes:
-                ids = pool.allocate(size)
-                assert ids is not None
-                pool.publish(ids, each)
-                pool.notify_release(ids[::-1], prefixes, tokens_per_block=16)
-                pool.release(ids[::-1])
-
-        served()
-        return served
-
-    pools = [BlockPool(num_blocks, eviction) for eviction in ("learned", "lru")]
-    learned, lru = (
-        1e9 / size / num_requests * t for t in median_times(*map(serve, pools), rounds=15)
-    )
-    name = "a block's life: allocated, evicting; published; released"
-    yield Result(f"{name}: learned", "ns", learned, lru, "lru", lru + 60)
-    more = (pools[0].num_bytes - pools[1].num_bytes) / num_blocks
-    yield Result("  memory beyond that of lru, of 20,000 blocks", "bytes/block", more, bar=16)
+    size = 64
+    for num_blocks, num_requests in ((20_000, 1_000), (200_000, 4_000)):
+        pools = [BlockPool(num_blocks + 1, eviction) for eviction in ("learned", "lru")]
+        serves = [_lives(pool, size, num_requests) for pool in pools]
+        learned, lru = (1e9 / size / num_requests * t for t in median_times(*serves, rounds=15))
+        name = "a block's life: allocated, evicting; published; released"
+        name = f"{name}, of {num_blocks:,}: learned"
+        yield Result(name, "ns", learned, lru, "lru", lru + 60)
+        more = (pools[0].num_bytes - pools[1].num_bytes) / num_blocks
+        yield Result("  memory beyond that of lru", "bytes/block", more, bar=16)
     wide = [BlockPool(1_000_001, eviction).num_bytes for eviction in ("learned", "lru")]
     yield Result("  the same of 1 million", "bytes/block", (wide[0] - wide[1]) / 1_000_001, bar=16)
 

@@ -486,7 +486,7 @@ class Learned(ByWorth):
     def key_of(self, key):
         number, group = key
         word = int.from_bytes(hash_of(number)[:8], "little")
-        return (((word + group) * 0x9E3779B97F4A7C15) % 2**64 >> 32) | 1
+        return max((((word + group) * 0x9E3779B97F4A7C15) % 2**64 >> 32) & ~1, 2)
 
     def on_publish(self, i, key):
         self.keys[i] = self.key_of(key)

@@ -53,7 +53,7 @@ TEST(classes_are_apart) {
 TEST(of_one_key_the_youngest_record_is_found_as_long_as_it_is_there) {
   for (uint32_t seed = 1; seed <= 50; ++seed) {
     std::mt19937 random(seed);
-    const int size = 1 + static_cast<int>(random() % 20);
+    const int size = 1 << random() % 5;
     GhostRing ring(size);
     std::deque<GhostRing::Record> model;
     for (int64_t number = 0; number < 200; ++number) {

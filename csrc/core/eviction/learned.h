@@ -22,7 +22,6 @@
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
 #include "core/eviction/learned/worth_order.h"
-#include "core/zeroed_array.h"
 
 namespace kvcache {
 
@@ -34,9 +33,7 @@ class Learned : public EvictionPolicy {
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
         segments_(num_blocks),
-        order_(model_.get(), &segments_),
-        keys_(static_cast<size_t>(num_blocks)),
-        is_told_(static_cast<size_t>(num_blocks)) {}
+        order_(model_.get(), &segments_) {}
 
   // For the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
@@ -47,18 +44,19 @@ class Learned : public EvictionPolicy {
 
   void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
     if (hash == nullptr) return;
-    keys_[id] = ReuseModel::key_of(*hash, group);
-    model_->note_use(keys_[id]);
+    const uint32_t key = ReuseModel::key_of(*hash, group);
+    segments_.set_key(id, key);
+    model_->note_use(key);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) model_->note_use(keys_[ids[i]]);
+    for (int64_t i = 0; i < n; ++i) model_->note_use(segments_.key(ids[i]));
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                   const ReleaseFeatures& features) override {
     chain_.clear();
     for (int64_t i = n - 1; i >= 0; --i) {
       const bool is_free = segments_.is_listed(ids[i]);  // no request can release it
-      if (keys_[ids[i]] != 0 && !is_free) chain_.push_back({prefix_tokens[i], ids[i]});
+      if (segments_.key(ids[i]) != 0 && !is_free) chain_.push_back({prefix_tokens[i], ids[i]});
     }
     if (chain_.empty()) return;
     if (!std::is_sorted(chain_.begin(), chain_.end())) std::sort(chain_.begin(), chain_.end());
@@ -67,27 +65,23 @@ class Learned : public EvictionPolicy {
     model_->learn();
   }
   void on_idle(BlockId id) override {
-    if (is_told_[id] == 0) segments_.assign(id, loose_.at(model_->clock(), &segments_));
-    is_told_[id] = 0;
+    if (!segments_.take_told(id)) segments_.assign(id, loose_.at(model_->clock(), &segments_));
   }
   void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
     segments_.assign(id, kNone);
-    keys_[id] = 0;
-    is_told_[id] = 0;
+    segments_.set_key(id, 0);
   }
   void clear() override {
     segments_.clear();
     order_.clear();
-    keys_.zero();
-    is_told_.zero();
     loose_.clear();
   }
   ReleasedAs released_as(BlockId id) const override { return segments_.released_as(id); }
   std::vector<double> learned() const override { return model_->hazards().counts(); }
   void learn(const std::vector<double>& counts) override { model_->set_counts(counts); }
   size_t num_bytes() const override {
-    return sizeof(*this) + model_->num_bytes() + segments_.num_bytes() + keys_.num_bytes() +
-           is_told_.num_bytes() + chain_.capacity() * sizeof(Released);
+    return sizeof(*this) + model_->num_bytes() + segments_.num_bytes() +
+           chain_.capacity() * sizeof(Released);
   }
 
  private:
@@ -110,7 +104,7 @@ class Learned : public EvictionPolicy {
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
-      last = model_->find(keys_[chain_[num_known - 1].id]);
+      last = model_->find(segments_.key(chain_[num_known - 1].id));
       if (last != nullptr || num_known == num_hit) break;
     }
     const bool continues = num_known > 0 && last != nullptr && last->is_end;
@@ -152,8 +146,9 @@ class Learned : public EvictionPolicy {
     for (int64_t i = stop - 1; i >= first; --i) {
       const BlockId id = chain_[i].id;
       segments_.assign(id, s);
-      is_told_[id] = 1;
-      model_->note_release(keys_[id], reuse_class, turn, i + 1 == stop, i + 1 == num_in_chain());
+      segments_.set_told(id);
+      model_->note_release(segments_.key(id), reuse_class, turn, i + 1 == stop,
+                           i + 1 == num_in_chain());
     }
   }
   // Of the block in the middle.
@@ -168,9 +163,7 @@ class Learned : public EvictionPolicy {
   Segments segments_;
   WorthOrder order_;
   LooseSegment loose_{ReuseClass::kLoose};
-  ZeroedArray<uint32_t> keys_;    // of blocks with a hash; 0: none
-  ZeroedArray<uint8_t> is_told_;  // released by a request, and not idle yet
-  std::vector<Released> chain_;   // of the release that is told, first block first
+  std::vector<Released> chain_;  // of the release that is told, first block first
 };
 
 }  // namespace kvcache

@@ -62,8 +62,10 @@ void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t 
 }
 
 void BlockPool::forget(BlockId id, bool evicted) {
+  const uint32_t tag = index_.tag_of(blocks_[id].hash, blocks_[id].group);
+  index_.prefetch_bucket(tag);
   if (!is_plain_) forget_place(id, evicted);
-  forget_hashes(id, index_.tag_of(blocks_[id].hash, blocks_[id].group));
+  forget_hashes(id, tag);
   if (candidates_) update_changed();
 }
 

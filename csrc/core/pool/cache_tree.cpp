@@ -25,7 +25,7 @@ bool CacheTree::is_known(BlockId parent, uint64_t key) const {
 void CacheTree::adopt(BlockId id, uint64_t key) {
   const auto found = finds_by_tag_ ? entries_.try_emplace(key).first : entries_.find(key);
   if (found == entries_.end()) return;
-  places_[id].num_children = found->second.num_children;
+  places_[id].num_children = static_cast<uint32_t>(found->second.num_children);
   found->second = {id, 0};
 }
 
@@ -67,7 +67,7 @@ void CacheTree::remove(BlockId id, uint32_t parent_tag, std::vector<BlockId>* ch
     // Children may remember this block, which is theirs no more.
     if (leaves_children || entries_.count(key_of(block)) > 0) entries_[key_of(block)] = {twin, 0};
   } else if (leaves_children) {
-    entries_[key_of(block)] = {kNullBlock, place.num_children};
+    entries_[key_of(block)] = {kNullBlock, static_cast<int32_t>(place.num_children)};
   } else if (!entries_.empty()) {
     entries_.erase(key_of(block));
   }
@@ -121,7 +121,7 @@ void CacheTree::check_invariants(const std::vector<Member>& members) const {
   for (const Member& each : members) {
     const uint8_t group = blocks_[each.id].group;
     const uint64_t key = key_of(group, each.tag);
-    num_counted[key] += places_[each.id].num_children;
+    num_counted[key] += int64_t{places_[each.id].num_children};
     require(!finds_by_tag_ || block_at(key) != kNullBlock, "a hash is not found by its tag");
     if (places_[each.id].parent != kNullBlock) ++num_children[key_of(group, each.parent_tag)];
   }

@@ -31,6 +31,9 @@ class CacheTree {
   bool is_leaf(BlockId id) const {
     return places_[id].num_children == 0 || blocks_[id].younger != id;
   }
+  // A bit of each block for the caller, lost when it is added.
+  bool is_marked(BlockId id) const { return places_[id].is_marked != 0; }
+  void mark(BlockId id, bool is_marked) { places_[id].is_marked = is_marked; }
   // The block was just published, and is in the ring of its hash. `parent_tag`: of its parent's
   // hash; null for the first block of a chain. `parent`: a block under that hash; the null block
   // where there is none or, in a tree that finds by tag, where it is not known. Adds other blocks
@@ -55,7 +58,8 @@ class CacheTree {
  private:
   struct Place {
     BlockId parent;  // when it came; kUnknown: none was there; the null block: it has none
-    int32_t num_children;
+    uint32_t num_children : 31;
+    uint32_t is_marked : 1;
   };
   // Of a hash whose children may know no block that has it: one that has it, or how many children
   // there are while none has.

@@ -8,41 +8,36 @@
 
 #include "core/eviction/eviction_policy.h"
 #include "core/pool/cache_tree.h"
-#include "core/zeroed_array.h"
 
 namespace kvcache {
 
 class Candidates {
  public:
   Candidates(std::unique_ptr<EvictionPolicy> policy, const Block* blocks, int64_t num_blocks)
-      : policy_(std::move(policy)),
-        tree_(blocks, num_blocks),
-        is_in_(static_cast<size_t>(num_blocks)) {}
+      : policy_(std::move(policy)), tree_(blocks, num_blocks) {}
 
   EvictionPolicy& policy() { return *policy_; }
   CacheTree& tree() { return tree_; }
   const CacheTree& tree() const { return tree_; }
-  bool has(BlockId id) const { return is_in_[id] != 0; }
+  bool has(BlockId id) const { return tree_.is_marked(id); }
 
   // `is_idle`: cached, not held and not pinned. It is a candidate if it is a leaf, too.
   void set_idle(BlockId id, bool is_idle) {
     const bool is_in = is_idle && tree_.is_leaf(id);
     if (is_in == has(id)) return;
-    is_in_[id] = is_in;
+    tree_.mark(id, is_in);
     is_in ? policy_->insert(id) : policy_->remove(id);
   }
 
   void clear() {
     policy_->clear();
     tree_.clear();
-    is_in_.zero();
   }
-  size_t num_bytes() const { return policy_->num_bytes() + tree_.num_bytes() + is_in_.num_bytes(); }
+  size_t num_bytes() const { return policy_->num_bytes() + tree_.num_bytes(); }
 
  private:
   std::unique_ptr<EvictionPolicy> policy_;
   CacheTree tree_;
-  ZeroedArray<uint8_t> is_in_;
 };
 
 }  // namespace kvcache

@@ -17,20 +17,22 @@ class AgeBuckets {
     double width = unit;
     for (int b = 0; b < kNum; ++b) {
       begin_[b + 1] = begin_[b] + width;
+      first_[b + 1] = static_cast<int64_t>(std::ceil(begin_[b + 1]));
       width *= std::sqrt(2.0);
     }
   }
 
   double begin(int bucket) const { return begin_[bucket]; }
+  int64_t first(int bucket) const { return first_[bucket]; }  // age that is in it
   double width(int bucket) const { return begin_[bucket + 1] - begin_[bucket]; }
   int of(int64_t age) const {
-    const auto end = begin_.begin() + kNum;
-    const auto above = std::upper_bound(begin_.begin() + 1, end, static_cast<double>(age));
-    return static_cast<int>(above - begin_.begin()) - 1;
+    const auto above = std::upper_bound(first_.begin() + 1, first_.begin() + kNum, age);
+    return static_cast<int>(above - first_.begin()) - 1;
   }
 
  private:
   std::array<double, kNum + 1> begin_{};
+  std::array<int64_t, kNum + 1> first_{};
 };
 
 }  // namespace kvcache

@@ -21,14 +21,18 @@ class GhostRing {
     bool is_used : 1;    // again
   };
 
-  explicit GhostRing(int64_t num)
-      : records_(static_cast<size_t>(num)), next_(static_cast<size_t>(num)) {
+  explicit GhostRing(int64_t num)  // a power of two
+      : records_(static_cast<size_t>(num)),
+        next_(static_cast<size_t>(num)),
+        num_unsampled_(static_cast<size_t>(kNumCounts)) {
     size_t num_heads = 1;
     while (num_heads < 2 * static_cast<size_t>(num)) num_heads *= 2;
     heads_.assign(num_heads, kNone);
   }
 
   bool is_full() const { return num_added_ >= num(); }
+  // Whether there may be a record of the key that is none of a sample: mostly there is none.
+  bool may_have_unsampled(uint32_t key) const { return num_unsampled_[key / 2 % kNumCounts] != 0; }
   Record* find(uint32_t key) {
     for (int32_t i = heads_[slot_of(key)]; i != kNone; i = next_[i]) {
       if (records_[i].key == key) return &records_[i];
@@ -38,9 +42,13 @@ class GhostRing {
   // The oldest leaves where there is no room, and one with the same key is not found any more.
   void add(const Record& record) {
     unlink(record.key, kNone);
-    const auto i = static_cast<int32_t>(num_added_ % num());
-    if (is_full()) unlink(records_[i].key, i);
+    const auto i = static_cast<int32_t>(place_of(num_added_));
+    if (is_full()) {
+      unlink(records_[i].key, i);
+      count(records_[i], -1);
+    }
     records_[i] = record;
+    count(record, 1);
     int32_t& head = heads_[slot_of(record.key)];
     next_[i] = head;
     head = i;
@@ -49,16 +57,25 @@ class GhostRing {
   // By number, from 0 in the order of `add`: those of [first, num_added) are still there.
   int64_t first() const { return std::max<int64_t>(num_added_ - num(), 0); }
   int64_t num_added() const { return num_added_; }
-  Record& at(int64_t number) { return records_[static_cast<size_t>(number % num())]; }
-  const Record& at(int64_t number) const { return records_[static_cast<size_t>(number % num())]; }
+  Record& at(int64_t number) { return records_[place_of(number)]; }
+  const Record& at(int64_t number) const { return records_[place_of(number)]; }
   size_t num_bytes() const {
     return records_.capacity() * sizeof(Record) +
-           (heads_.capacity() + next_.capacity()) * sizeof(int32_t);
+           (heads_.capacity() + next_.capacity()) * sizeof(int32_t) +
+           num_unsampled_.capacity() * sizeof(uint16_t);
   }
 
  private:
   static constexpr int32_t kNone = -1;
 
+  static constexpr uint32_t kNumCounts = 16'384;
+
+  size_t place_of(int64_t number) const {
+    return static_cast<size_t>(number) & (records_.size() - 1);
+  }
+  void count(const Record& record, int change) {
+    if (!record.is_sample) num_unsampled_[record.key / 2 % kNumCounts] += change;
+  }
   int64_t num() const { return static_cast<int64_t>(records_.size()); }
   size_t slot_of(uint32_t key) const {
     return (key * uint64_t{0x9E3779B97F4A7C15} >> 32) & (heads_.size() - 1);
@@ -74,6 +91,7 @@ class GhostRing {
 
   std::vector<Record> records_;
   std::vector<int32_t> heads_, next_;
+  std::vector<uint16_t> num_unsampled_;  // of the records, by key
   int64_t num_added_ = 0;
 };
 

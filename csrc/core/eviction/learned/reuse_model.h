@@ -33,18 +33,20 @@ class ReuseModel {
     sample();
   }
 
-  // Never 0. The same in each process: what is sampled must not depend on a secret.
+  // Even, and never 0. The same in each process: what is sampled must not depend on a secret.
   static uint32_t key_of(const Hash& hash, uint8_t group) {
     uint64_t word;
     std::memcpy(&word, hash.bytes, sizeof(word));
-    return static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32) | 1u;
+    return std::max(static_cast<uint32_t>((word + group) * 0x9E3779B97F4A7C15 >> 32) & ~1u, 2u);
   }
 
   int64_t clock() const { return clock_; }  // tokens released
   void advance(int64_t num_tokens) { clock_ += num_tokens; }
 
   // What was recorded of a block; null: nothing, or too long ago.
-  const GhostRing::Record* find(uint32_t key) { return ghosts_.find(key); }
+  const GhostRing::Record* find(uint32_t key) {
+    return is_sampled(key) || ghosts_.may_have_unsampled(key) ? ghosts_.find(key) : nullptr;
+  }
 
   // Notes that a block is used, if it is one of the sample.
   void note_use(uint32_t key) {
@@ -114,7 +116,7 @@ class ReuseModel {
       number = std::max(number, ghosts_.first());
       for (; number < ghosts_.num_added(); ++number) {
         GhostRing::Record& record = ghosts_.at(number);
-        if (static_cast<double>(clock_ - record.time) < ages_.begin(b)) break;
+        if (clock_ - record.time < ages_.first(b)) break;
         if (!record.is_sample || record.is_used || record.bucket >= b) continue;
         record.bucket = static_cast<int8_t>(b);
         hazards_.reach(record.reuse_class, b);

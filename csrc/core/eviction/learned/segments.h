@@ -29,6 +29,7 @@ class Segments {
     float cost;              // of computing a block of it anew, in those of a first block
     uint16_t num_forks;
     uint8_t reuse_class;
+    bool is_listed;
   };
 
   explicit Segments(int64_t num_blocks) : places_(static_cast<size_t>(num_blocks)), all_(1) {}
@@ -41,9 +42,20 @@ class Segments {
            (place.segment != kNone && all_[place.segment].first == id);
   }
   bool has_candidate(int32_t s) const { return all_[s].first != kNullBlock; }
-  int32_t oldest(int reuse_class) const { return lists_[reuse_class].oldest; }
-  int32_t youngest(int reuse_class) const { return lists_[reuse_class].youngest; }
+  int32_t oldest(int reuse_class) { return end(&lists_[reuse_class].oldest); }
+  int32_t youngest(int reuse_class) { return end(&lists_[reuse_class].youngest); }
   size_t num_bytes() const { return places_.num_bytes() + all_.capacity() * sizeof(Segment); }
+
+  // The key of a block with a hash; 0: it has none.
+  uint32_t key(BlockId id) const { return places_[id].key & ~kTold; }
+  void set_key(BlockId id, uint32_t key) { places_[id].key = key; }
+  // Whether a request has released the block, since this was asked.
+  void set_told(BlockId id) { places_[id].key |= kTold; }
+  bool take_told(BlockId id) {
+    const bool is_told = (places_[id].key & kTold) != 0;
+    places_[id].key &= ~kTold;
+    return is_told;
+  }
 
   // What a block was released as.
   ReleasedAs released_as(BlockId id) const {
@@ -78,6 +90,7 @@ class Segments {
       ++all_[s].num_blocks;
     }
     if (before == kNone || --all_[before].num_blocks > 0) return;
+    if (all_[before].is_listed) unlist(before);
     all_[before].younger = unused_;
     unused_ = before;
   }
@@ -90,12 +103,11 @@ class Segments {
       after = before;
       before = places_[before].prev;
     }
-    const bool was_empty = s.first == kNullBlock;
     place.prev = before;
     place.next = after;
     (before == kNullBlock ? s.first : places_[before].next) = id;
     (after == kNullBlock ? s.last : places_[after].prev) = id;
-    if (was_empty) list(place.segment);
+    if (!s.is_listed) list(place.segment);
   }
   void remove(BlockId id) {
     Place& place = places_[id];
@@ -103,7 +115,6 @@ class Segments {
     (place.prev == kNullBlock ? s.first : places_[place.prev].next) = place.next;
     (place.next == kNullBlock ? s.last : places_[place.next].prev) = place.prev;
     place.prev = place.next = kNullBlock;
-    if (s.first == kNullBlock) unlist(place.segment);
   }
   void clear() {
     places_.zero();
@@ -114,27 +125,32 @@ class Segments {
   }
 
  private:
+  static constexpr uint32_t kTold = 1;  // no key has this bit
+
   struct Place {
     int32_t segment;
     uint32_t order;      // modulo 2**32, of which blocks of a segment have few in a row
     BlockId prev, next;  // of a candidate
+    uint32_t key;        // and kTold
   };
   struct List {
     int32_t oldest, youngest;
   };
 
+  // The end of a list, without the segments there that have no candidates any more. They stay that
+  // long: mostly the parent of the last one is the next.
+  int32_t end(const int32_t* s) {
+    while (*s != kNone && !has_candidate(*s)) unlist(*s);
+    return *s;
+  }
   static bool is_before(const Place& a, const Place& b) {
     return static_cast<int32_t>(a.order - b.order) < 0;
   }
-  // Mostly it is the youngest of its class, or was between the same two a moment ago, before its
-  // last candidate went and made another one of its blocks a candidate.
+  // Mostly it is the youngest of its class; else one whose last child has gone, among old ones.
   void list(int32_t s) {
     List& list = lists_[all_[s].reuse_class];
     int32_t older = list.youngest, younger = kNone;
-    if (were_neighbors(s)) {
-      older = all_[s].older;
-      younger = all_[s].younger;
-    } else if (older != kNone && all_[older].number > all_[s].number) {
+    if (older != kNone && all_[older].number > all_[s].number) {
       older = kNone;
       younger = list.oldest;
       while (all_[younger].number < all_[s].number) {
@@ -144,32 +160,16 @@ class Segments {
     }
     all_[s].older = older;
     all_[s].younger = younger;
+    all_[s].is_listed = true;
     (older == kNone ? list.oldest : all_[older].younger) = s;
     (younger == kNone ? list.youngest : all_[younger].older) = s;
-  }
-  // Whether those that it remembers as older and younger are listed next to each other, around it.
-  bool were_neighbors(int32_t s) const {
-    const Segment& segment = all_[s];
-    const List& list = lists_[segment.reuse_class];
-    const auto is_listed_here = [&](int32_t other) {
-      return all_[other].first != kNullBlock && all_[other].reuse_class == segment.reuse_class;
-    };
-    const int32_t older = segment.older, younger = segment.younger;
-    const bool fits_older = older == kNone
-                                ? list.oldest == younger
-                                : is_listed_here(older) && all_[older].number < segment.number &&
-                                      all_[older].younger == younger;
-    const bool fits_younger = younger == kNone ? list.youngest == older
-                                               : is_listed_here(younger) &&
-                                                     all_[younger].number > segment.number &&
-                                                     all_[younger].older == older;
-    return fits_older && fits_younger;
   }
   void unlist(int32_t s) {
     List& list = lists_[all_[s].reuse_class];
     const int32_t older = all_[s].older, younger = all_[s].younger;
     (older == kNone ? list.oldest : all_[older].younger) = younger;
     (younger == kNone ? list.youngest : all_[younger].older) = older;
+    all_[s].is_listed = false;
   }
 
   ZeroedArray<Place> places_;

@@ -14,8 +14,7 @@ namespace kvcache {
 // judge the oldest segments, the oldest goes first.
 class WorthOrder {
  public:
-  WorthOrder(const ReuseModel* model, const Segments* segments)
-      : model_(model), segments_(segments) {}
+  WorthOrder(const ReuseModel* model, Segments* segments) : model_(model), segments_(segments) {}
 
   // Of the chosen segment the first candidate; the null block where there is none.
   BlockId victim() {
@@ -66,7 +65,7 @@ class WorthOrder {
   }
 
   const ReuseModel* model_;
-  const Segments* segments_;
+  Segments* segments_;
   int32_t chosen_ = Segments::kNone;
   int64_t number_ = 0;
 };
