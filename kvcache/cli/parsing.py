@@ -14,6 +14,7 @@ MAX_INT32 = 2**31 - 1
 MAX_INT64 = 2**63 - 1
 # Defaults: a pool that holds part of the workload, so that hits and evictions both show.
 TRACE_BLOCK_SIZE, TRACE_NUM_BLOCKS = 512, 10_001
+TIMED_CONCURRENCY = 256
 CHAT_BLOCK_SIZE, CHAT_NUM_BLOCKS, CHAT_REQUESTS = 16, 1_025, 500
 
 
@@ -84,6 +85,15 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         metavar="N,N",
         type=_sizes,
         help="of --compare, as --num-blocks; default: from an eighth of that to four times as much",
+    )
+    sub.add_argument(
+        "--timed",
+        metavar="P,D",
+        nargs="?",
+        const="",
+        help="requests come as TRACE says, and hold their blocks while they run: prompts are computed "
+        "one after another at P tokens per second, answers side by side at D each; default 20000,50. "
+        f"--concurrency is then {TIMED_CONCURRENCY} unless it is given",
     )
     sub.add_argument(
         "--device", default="cpu", type=device_name, help="where --verify keeps KV; default cpu"

@@ -22,7 +22,7 @@ from kvcache.cli.errors import MissingError, UsageError, quoted
 from kvcache.cli.output import progress, say, show, writing
 
 if TYPE_CHECKING:
-    from kvcache.replay import ReplayReport, Series, WorkloadRequest
+    from kvcache.replay import ReplayReport, Series, Service, WorkloadRequest
     from kvcache.replay.verifier import KVVerifier
 
 _NUM_SHOWN_MISMATCHES = 10
@@ -155,7 +155,9 @@ def _resolve(args: argparse.Namespace) -> None:
     default = options.TRACE_NUM_BLOCKS if is_trace else options.CHAT_NUM_BLOCKS
     args.num_blocks = args.num_blocks or default
     # Each request holds a block at least.
-    args.concurrency = min(args.concurrency or 1, args.num_blocks - 1)
+    default = 1 if args.timed is None else options.TIMED_CONCURRENCY
+    args.concurrency = min(args.concurrency or default, args.num_blocks - 1)
+    args.service = _service(args)
     if args.format is not None:
         forms = _import("kvcache.replay").trace_forms()
         if not is_trace:
@@ -179,6 +181,16 @@ def _resolve(args: argparse.Namespace) -> None:
                 f"--hash-block-size is {args.hash_block_size}: expected a divisor of every group's "
                 f"block size, so of {math.gcd(*sizes)}"
             )
+
+
+def _service(args: argparse.Namespace) -> Service | None:
+    if args.timed is None:
+        return None
+    service = _import("kvcache.replay").Service
+    try:
+        return service.parse(args.timed) if args.timed else service()
+    except ValueError as error:
+        raise UsageError(f"--timed is {quoted(args.timed)}: {error}") from None
 
 
 def _check_comparison(args: argparse.Namespace) -> None:
@@ -243,6 +255,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             hash_block_size=args.hash_block_size,
             chunk_tokens=args.chunk_tokens,
             concurrency=args.concurrency,
+            service=args.service,
             verifier=verifier,
             series=series,
         )
@@ -277,13 +290,16 @@ def _compare(args: argparse.Namespace) -> int:
                 policies,
                 args.sizes,
                 trace=name,
-                with_optimum=args.specs is None and args.hash_block_size is None,
+                with_optimum=args.specs is None
+                and args.hash_block_size is None
+                and args.service is None,
                 on_request=advance,
                 **_groups(args),
                 **args.policies,
                 hash_block_size=args.hash_block_size,
                 chunk_tokens=args.chunk_tokens,
                 concurrency=args.concurrency,
+                service=args.service,
             )
     except replay.TraceError as error:
         raise UsageError(str(error)) from None

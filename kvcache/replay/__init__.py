@@ -8,6 +8,7 @@ from kvcache.replay.comparison import COMPARED, Comparison, compare, comparison_
 from kvcache.replay.mismatch import Mismatch
 from kvcache.replay.replayer import Replayer, Series
 from kvcache.replay.report import ReplayReport
+from kvcache.replay.service import Service
 from kvcache.replay.traces import TraceError, read_mooncake, read_trace, trace_forms
 from kvcache.replay.workload import WorkloadRequest
 
@@ -19,6 +20,7 @@ __all__ = [
     "ReplayReport",
     "Replayer",
     "Series",
+    "Service",
     "TraceError",
     "WorkloadRequest",
     "chat_workload",

@@ -14,6 +14,7 @@ from kvcache.replay.groups import checked_groups
 from kvcache.replay.option_text import join_options
 from kvcache.replay.report import ReplayReport
 from kvcache.replay.running import Running
+from kvcache.replay.service import Service, ServiceClock
 from kvcache.replay.workload import WorkloadRequest
 from kvcache.specs import GroupSpec
 from kvcache.step import Status, StepPlan, StepReport
@@ -50,6 +51,10 @@ class Replayer:
     states, chunks end where these are kept (`KVCacheManager.checkpoint_tokens`). A chunk that does not
     fit lets the oldest computed request finish; where there is none, its own request is rejected.
 
+    With a `service`, requests come when the workload says, wait for their place and their blocks, and
+    hold the blocks of their prompts until they end; the answers take none. The one that ends first
+    finishes first. `concurrency` is then how many may run at a time.
+
     >>> from kvcache.replay import chat_workload
     >>> Replayer(block_size=16, num_blocks=4_001).run(chat_workload(100)).requests
     100
@@ -63,6 +68,7 @@ class Replayer:
         groups: Sequence[GroupSpec] | None = None,
         chunk_tokens: int | None = None,
         concurrency: int = 1,
+        service: Service | None = None,
         verifier: KVVerifier | None = None,
         series: Series | None = None,
         **options: Unpack[CacheArguments],
@@ -79,6 +85,7 @@ class Replayer:
         )
         self.concurrency = concurrency
         self.chunk_tokens = chunk_tokens
+        self.service = service
         self.verifier = verifier
         self.series = series
         self._audit = None if verifier is None else Audit(verifier, self.manager)
@@ -88,6 +95,9 @@ class Replayer:
             kind_class(group.kind).pages == "state" for group in self.manager.groups
         )
         self._running: list[Running] = []  # oldest first
+        self._clock = None if service is None else ServiceClock(service)
+        self._first_token_ms: list[float] = []  # from the arrival on, of those that were served
+        self._peak_running = 0
         self._num_requests = self._num_rejected = 0
         self._prompt_tokens = self._hit_tokens = self._host_hit_tokens = 0
         self._hash_ns = self._step_ns = self._free_ns = 0
@@ -109,6 +119,8 @@ class Replayer:
 
     def _replay(self, item: WorkloadRequest) -> None:
         self._num_requests += 1
+        if self._clock is not None:
+            self._let_time_pass(item.arrival_ms)
         while len(self._running) >= self.concurrency:
             self._make_room()
         request = Request(str(item.index), item.token_ids)
@@ -121,6 +133,10 @@ class Replayer:
         is_served = self._admit(new)
         if not is_served:
             self._num_rejected += 1
+        elif self._clock is not None:
+            first, new.end_ms = self._clock.admit(item.num_tokens - new.num_hit, item.output_length)
+            self._first_token_ms.append(first - item.arrival_ms)
+        self._peak_running = max(self._peak_running, len(self._running))
         if self.series is not None:
             self._record(new, is_served)
 
@@ -143,14 +159,26 @@ class Replayer:
         self._step_ns += perf_counter_ns() - start
         return status == Status.NEVER
 
+    def _let_time_pass(self, until_ms: float) -> None:
+        """Until then; requests that end before finish."""
+        while self._running and self._next(self._running).end_ms <= until_ms:
+            self._make_room()
+        self._clock.reach(until_ms)
+        self.manager.set_now(self._clock.now_ms / 1000)
+
+    @staticmethod
+    def _next(running: Sequence[Running]) -> Running:
+        """The one that finishes first; the oldest where none has an end."""
+        return min(running, key=lambda each: each.end_ms)
+
     def _make_room(self) -> None:
-        """Lets the oldest request finish; steps until its prompt is computed."""
-        oldest = self._running[0]
-        while oldest.num_left:
+        """Lets the next request finish; steps until its prompt is computed."""
+        first = self._next(self._running)
+        while first.num_left:
             self._step()
-            if self._running[:1] != [oldest]:  # rejected
+            if first not in self._running:  # rejected
                 return
-        self._finish(oldest)
+        self._finish(first)
 
     def _step(self, new: Running | None = None) -> Status | None:
         """Computes a chunk of every prompt that is not computed, and admits a request if it can.
@@ -227,11 +255,14 @@ class Replayer:
         """A chunk did not fit: the oldest computed request finishes, or this one is rejected."""
         computed = [each for each in self._running if not each.num_left]
         if computed and status == Status.WAIT:
-            self._finish(computed[0])
+            self._finish(self._next(computed))
         else:
             self._reject(running)
 
     def _finish(self, running: Running) -> None:
+        if self._clock is not None:
+            self._clock.reach(running.end_ms)
+            self.manager.set_now(self._clock.now_ms / 1000)
         if self._audit is not None:
             self._audit.finish(running)
         self._prompt_tokens += running.item.num_tokens
@@ -289,6 +320,8 @@ class Replayer:
         )
         if self.manager.host_pool is not None:
             self._add_host_counts(report)
+        if self._clock is not None:
+            self._add_times(report)
         if self._audit is not None:
             report.verify_us_per_request = self._us(self._audit.ns)
             report.verified_tokens = self._prompt_tokens  # of all that finished
@@ -315,6 +348,14 @@ class Replayer:
         if options.host_write == "learned":
             report.declined_blocks = counts.declined_blocks
         report.loaded_blocks = counts.loaded_blocks
+
+    def _add_times(self, report: ReplayReport) -> None:
+        report.service = str(self.service)
+        report.duration_s = round(self._clock.now_ms / 1000, 3)
+        report.peak_running = self._peak_running
+        times = self._first_token_ms or [0.0]
+        report.mean_ms_to_first_token = round(sum(times) / len(times), 3)
+        report.p99_ms_to_first_token = round(sorted(times)[(99 * len(times) - 1) // 100], 3)
 
     def _groups(self) -> list[dict]:
         """Spec and counts of each group."""

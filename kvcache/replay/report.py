@@ -32,7 +32,9 @@ class ReplayReport:
     None without a host tier: `host_hit_tokens` are those of `hit_tokens` from a request's first block
     on that was loaded from the host; `written_blocks` went there, `unwritten_blocks` were to and found
     no free page, `declined_blocks` were not worth it (None but for host_write="learned"),
-    `loaded_blocks` came back for hits.
+    `loaded_blocks` came back for hits. The fields from `service` on are None but for timed replays:
+    its speeds, the time from the start to the last end, how many requests ran at a time at most, and
+    the milliseconds from the arrival of a served request to its first token.
     """
 
     trace: str
@@ -67,6 +69,11 @@ class ReplayReport:
     unwritten_blocks: int | None = None
     declined_blocks: int | None = None
     loaded_blocks: int | None = None
+    service: str | None = None
+    duration_s: float | None = None
+    peak_running: int | None = None
+    mean_ms_to_first_token: float | None = None
+    p99_ms_to_first_token: float | None = None
 
     def to_dict(self) -> dict:
         """The report as plain data for JSON, without the fields that are None."""
@@ -97,7 +104,11 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     is_hybrid = report.groups is not None and len(report.groups) > 1
     held = f", {report.capacity_blocks * report.block_size:,} tokens"
     workload = [
-        ("requests", f"{report.requests:,}", f"{report.concurrency} at a time"),
+        (
+            "requests",
+            f"{report.requests:,}",
+            f"{'at most ' if report.service else ''}{report.concurrency} at a time",
+        ),
         ("rejected", f"{report.rejected_requests:,}", "did not fit into the pool"),
         ("prompt tokens", f"{report.prompt_tokens:,}", "of the requests served"),
     ]
@@ -124,7 +135,7 @@ def _sections(report: ReplayReport) -> list[list[tuple[str, str, str]]]:
     ]
     if report.eviction is not None:
         cache.append(("eviction", report.eviction, "which cached block goes first"))
-    sections = [workload, cache, _groups(report), pool, _host(report), times]
+    sections = [workload, cache, _groups(report), pool, _host(report), _times(report), times]
     return [*sections, _verification(report)]
 
 
@@ -138,6 +149,19 @@ def _groups(report: ReplayReport) -> list[tuple[str, str, str]]:
             f"{group['stored_blocks']:,} stored, {group['evicted_blocks']:,} evicted",
         )
         for group in report.groups or []
+    ]
+
+
+def _times(report: ReplayReport) -> list[tuple[str, str, str]]:
+    if report.service is None:
+        return []
+    speeds = "tokens per second: prompts, each answer"
+    return [
+        ("timed", report.service, speeds),
+        ("duration", f"{report.duration_s:,.1f}", "seconds of the workload"),
+        ("peak running", f"{report.peak_running:,}", "requests at a time"),
+        ("first token", f"{report.mean_ms_to_first_token:,.1f}", "ms after arrival, mean"),
+        ("", f"{report.p99_ms_to_first_token:,.1f}", "ms after arrival, of 99 % at most"),
     ]
 
 

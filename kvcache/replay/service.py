@@ -1,0 +1,61 @@
+"""How long requests of a timed replay run: a simple engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcache.checks import number
+
+
+@dataclass(frozen=True)
+class Service:
+    """Prompts are computed one after another, answers side by side; both at a constant speed.
+
+    Speeds are in tokens per second, above 0. A hit is not computed. ValueError for another speed.
+
+    >>> Service.parse("20000,50")
+    Service(prefill_speed=20000.0, decode_speed=50.0)
+    """
+
+    prefill_speed: float = 20_000.0  # of all prompts together
+    decode_speed: float = 50.0  # of each answer
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_speed", "decode_speed"):
+            speed = number(getattr(self, name), name)
+            if not 0 < speed < float("inf"):
+                raise ValueError(f"{name} is {speed}: expected more than 0 tokens per second")
+
+    @classmethod
+    def parse(cls, text: str) -> Service:
+        """From `prefill,decode`, in tokens per second; ValueError for anything else."""
+        try:
+            prefill, decode = map(float, text.split(","))
+        except ValueError:
+            raise ValueError(f"{text!r}: expected two speeds in tokens per second, P,D") from None
+        return cls(prefill, decode)
+
+    def __str__(self) -> str:
+        return f"{self.prefill_speed:g},{self.decode_speed:g}"
+
+
+class ServiceClock:
+    """The time of a timed replay, in milliseconds since its first request could have come."""
+
+    def __init__(self, service: Service) -> None:
+        self.now_ms = 0.0
+        self._service = service
+        self._prefill_free_ms = 0.0
+
+    def reach(self, ms: float) -> None:
+        """It is that late now; a time that has passed changes nothing."""
+        self.now_ms = max(self.now_ms, ms)
+
+    def admit(self, num_computed: int, num_answer: int) -> tuple[float, float]:
+        """When a request that is admitted now has its first token, and when it ends.
+
+        `num_computed`: tokens of its prompt that are computed, hits left out.
+        """
+        begin = max(self.now_ms, self._prefill_free_ms)
+        first = self._prefill_free_ms = begin + 1000 * num_computed / self._service.prefill_speed
+        return first, first + 1000 * num_answer / self._service.decode_speed
