@@ -134,6 +134,8 @@ the calls that the manager makes anyway; there is nothing to train before, and n
 - **Eviction.** Of the oldest and the youngest segment of each class, the one worth least goes
   first, deepest block first, as a whole. While the records do not reach back twice as far as the
   oldest segment, the oldest goes first, as `lru` has it.
+- **Priorities** of `free(..., retention=)` bound all this: a lower one goes first, until it ends,
+  and worth decides among equal ones. Blocks without a priority have 35.
 - `double_cost_tokens=N` weighs hits by what they save: a block behind a prefix of N tokens counts
   twice.
 
@@ -141,7 +143,7 @@ What it has learned can outlive the process: `manager.stats.learned.save(file)`,
 `manager.learn_from(LearnedReuse.load(file))`. A file that is missing, damaged or of another version
 is ignored, with a warning. It holds counts, by class and age, and nothing of any request.
 
-What it costs: 31 bytes per block and 1 MB, and time in each call (`make bench` prints both beside
+What it costs: 29 bytes per block and 1 MB, and time in each call (`make bench` prints both beside
 `lru`).
 
 What it may not do: it decides nothing but the order among blocks that no request holds, that are

@@ -60,6 +60,7 @@ class Pool:
         return [i for i in free if not self.policy.leaf_first or not self.is_needed(i)]
 
     def victim(self):
+        self.policy.before_victim()
         leaves = self.candidates()
         free = [i for i in self.free_cached() if not self.blocks[i].pins]
         if leaves:
@@ -167,8 +168,23 @@ class Policy:
     def set_now(self, now):
         pass
 
+    def before_victim(self):
+        pass
+
     def clear(self):
         pass
+
+
+def given_priority(prefix, tokens_per_block, retention, now):
+    """(priority, end) of the block that ends with this prefix; None: none is given."""
+    # Blocks begin at multiples of tokens_per_block; this one ends with token prefix - 1.
+    first = (prefix - 1) // tokens_per_block * tokens_per_block
+    wanted = [
+        (priority, NEVER if ttl is None else now + ttl)
+        for start, stop, priority, ttl in retention
+        if max(start, first) < min(stop, prefix)
+    ]
+    return max(wanted, default=None)
 
 
 class Lru(Policy):
@@ -342,15 +358,9 @@ class Priority(Policy):
         self.now = max(self.now, now)
 
     def on_release(self, i, prefix, tokens_per_block, logical_time, retention):
-        # Blocks begin at multiples of tokens_per_block; this one ends with token prefix - 1.
-        first = (prefix - 1) // tokens_per_block * tokens_per_block
-        tokens = set(range(first, prefix))
-        wanted = []
-        for start, stop, priority, ttl in retention:
-            if tokens & set(range(start, stop)):
-                wanted.append((priority, NEVER if ttl is None else self.now + ttl))
-        if wanted:
-            self.given[i] = max(wanted)
+        given = given_priority(prefix, tokens_per_block, retention, self.now)
+        if given:
+            self.given[i] = given
 
     def on_idle(self, i):
         if i in self.order:
@@ -405,6 +415,15 @@ class ByWorth(Policy):
         self.num_assigned += 1
         self.segment_of[i], self.order[i] = segment, self.num_assigned
 
+    def follow(self, i, segment):
+        """The block comes from elsewhere: it joins what came last, if that was of its segment."""
+        if self.followed is not segment or self.following not in self.segment_of.values():
+            self.followed = segment
+            self.following = self.open(
+                segment.time, segment.reuse_class, segment.num_forks, segment.cost
+            )
+        self.assign(i, self.following)
+
     def joined(self, segment, reuse_class):
         """The segment that a block joins which no release puts with others: this one, or a new one."""
         clock = self.source.clock
@@ -423,10 +442,16 @@ class ByWorth(Policy):
         share = (age - self.source.begin[b]) / (self.source.begin[b + 1] - self.source.begin[b])
         return (index[b] + share * (index[b + 1] - index[b])) * segment.cost
 
+    def level(self, i):
+        return 0
+
     def choose(self, ids):
-        if all(self.segment_of[i] is not self.chosen for i in ids):
-            self.chosen = self.choose_segment({self.segment_of[i] for i in ids})
-        return min((i for i in ids if self.segment_of[i] is self.chosen), key=self.order.get)
+        level = min(map(self.level, ids))
+        ids = [i for i in ids if self.level(i) == level]
+        chosen = self.chosen.get(level)
+        if all(self.segment_of[i] is not chosen for i in ids):
+            chosen = self.chosen[level] = self.choose_segment({self.segment_of[i] for i in ids})
+        return min((i for i in ids if self.segment_of[i] is chosen), key=self.order.get)
 
     def choose_segment(self, segments):
         """What is in the other tier, too; else of the oldest and the youngest of each class."""
@@ -453,7 +478,7 @@ class Learned(ByWorth):
     def __init__(self, num_blocks, double_cost_tokens=0):
         self.source = self
         self.double_cost = double_cost_tokens
-        self.num_blocks = 0
+        self.num_blocks = self.now = 0
         self.sample(num_blocks)
         self.begin, width = [0.0], float(self.FIRST_BUCKET)
         for _ in range(self.NUM_BUCKETS):
@@ -473,7 +498,9 @@ class Learned(ByWorth):
 
     def clear(self):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
-        self.chosen = self.loose = None
+        self.given, self.wanted = {}, {}  # priority and end, of blocks
+        self.chosen, self.loose = {}, {}  # by level
+        self.following = self.followed = None
 
     def bucket_of(self, age):
         return sum(begin <= age for begin in self.begin[1 : self.NUM_BUCKETS])
@@ -506,8 +533,37 @@ class Learned(ByWorth):
         ghost.bucket = max(ghost.bucket, bucket)
         self.used[ghost.reuse_class][bucket] += 1
 
+    def set_now(self, now):
+        self.now = max(self.now, now)
+
+    def on_release(self, i, prefix, tokens_per_block, logical_time, retention):
+        given = given_priority(prefix, tokens_per_block, retention, self.now)
+        if given:
+            self.wanted[i] = given
+
+    def give(self, i):
+        """The priority that the release gives, or none, or the one before while it lasts."""
+        priority, end = self.wanted.get(i) or self.given.get(i, (35, NEVER))
+        self.given.pop(i, None)
+        if priority != 35 and end > self.now:
+            self.given[i] = priority, end
+
+    def level(self, i):
+        return self.given.get(i, (35, NEVER))[0]
+
+    def before_victim(self):
+        over = sorted((end, i) for i, (_, end) in self.given.items() if end <= self.now)
+        for _, i in over:
+            del self.given[i]
+            if i in self.segment_of:
+                self.follow(i, self.segment_of[i])
+
     def on_release_all(self, ids, prefixes, size, turn, num_prefix_tokens, num_output_tokens):
         chain = sorted((prefix, i) for i, prefix in zip(ids, prefixes) if i in self.keys)
+        self.release(chain, size, turn, num_prefix_tokens, num_output_tokens)
+        self.wanted = {}
+
+    def release(self, chain, size, turn, num_prefix_tokens, num_output_tokens):
         if not chain:
             return
         n = len(chain)
@@ -559,9 +615,13 @@ class Learned(ByWorth):
         cost = 1.0
         if self.double_cost:
             cost = float(np.float32(1 + chain[(first + stop) // 2][0] / self.double_cost))
-        segment = self.open(self.clock, reuse_class, num_forks, cost)
+        level = None
         for k in reversed(range(first, stop)):
             _, i = chain[k]
+            self.give(i)
+            if self.level(i) != level:
+                level = self.level(i)
+                segment = self.open(self.clock, reuse_class, num_forks, cost)
             self.assign(i, segment)
             self.told.add(i)
             is_sample = self.keys[i] <= self.last_sampled
@@ -622,12 +682,14 @@ class Learned(ByWorth):
 
     def on_idle(self, i):
         if i not in self.told:
-            self.loose = self.joined(self.loose, self.LOOSE)
-            self.assign(i, self.loose)
+            level = self.level(i)
+            self.loose[level] = self.joined(self.loose.get(level), self.LOOSE)
+            self.assign(i, self.loose[level])
         self.told.discard(i)
 
     def on_forget(self, i, key, evicted):
         self.segment_of.pop(i, None)
+        self.given.pop(i, None)
         self.keys.pop(i, None)
         self.told.discard(i)
 
@@ -643,15 +705,12 @@ class LearnedCopies(ByWorth):
 
     def clear(self):
         self.segment_of, self.order = {}, {}
-        self.chosen = self.loose = self.loaded = self.copies = self.copied = None
+        self.chosen = {}
+        self.loose = self.loaded = self.following = self.followed = None
 
     def on_copy(self, i, segment):
-        if segment is None:
-            return
-        if self.copied is not segment or self.copies not in self.segment_of.values():
-            self.copied = segment
-            self.copies = self.open(segment.time, segment.reuse_class, 0, segment.cost)
-        self.assign(i, self.copies)
+        if segment is not None:
+            self.follow(i, segment)
 
     def on_load(self, i):
         self.loaded = self.joined(self.loaded, self.LOADED)

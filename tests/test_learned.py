@@ -117,3 +117,32 @@ def test_a_wrong_call_is_named_and_changes_nothing():
         plain.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are no counts: expected 0 to"):
         LearnedReuse(np.zeros((29, 26)), -np.ones((29, 26)))
+
+
+def test_a_priority_bounds_what_worth_ranks():
+    """Lowest priority first, while it lasts; among equal ones what is least likely used again."""
+    manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
+    reached, used = np.zeros((29, 26)), np.zeros((29, 26))
+    reached[0] = reached[1] = 1000
+    used[1] = 500  # long answers go on
+    manager.learn_from(LearnedReuse(reached, used))
+    manager.set_now(1)
+    for name, first, answer, retention in (
+        ("low", 0, 64, [(0, 32, 10, None)]),
+        ("high", 100, 0, [(0, 32, 90, 5.0)]),
+        ("plain", 200, 64, []),
+    ):
+        request = Request(name, range(first, first + 32))
+        manager.step(new=[request])
+        manager.free(request, num_output_tokens=answer, retention=retention)
+
+    def cached(first):
+        return manager.get_computed_blocks(Request("probe", range(first, first + 33)))[1]
+
+    assert [cached(first) for first in (0, 100, 200)] == [32, 32, 32]
+    manager.step(new=[Request("x", range(300, 332))])
+    assert [cached(first) for first in (0, 100, 200)] == [0, 32, 32]
+    manager.set_now(6)  # its priority is over, and its kind is never used again
+    manager.step(new=[Request("y", range(400, 432))])
+    assert [cached(first) for first in (100, 200)] == [0, 32]
+    manager.check_invariants()

@@ -36,9 +36,10 @@ struct ReleaseFeatures {
 
 // What a policy that learns takes a released block for.
 struct ReleasedAs {
-  int64_t segment = 0;  // the same of blocks that were released together; 0: nothing is known
-  int64_t time = 0;     // of the policy's clock
-  float cost = 1;       // of computing the block anew, in those of a first block
+  int64_t segment = 0;     // the same of blocks that were released together; 0: nothing is known
+  int64_t time = 0;        // of the policy's clock
+  float cost = 1;          // of computing the block anew, in those of a first block
+  uint16_t num_forks = 0;  // that were seen of its chain
   uint8_t reuse_class = 0;
 };
 

@@ -17,11 +17,11 @@
 #include <vector>
 
 #include "core/eviction/eviction_policy.h"
-#include "core/eviction/learned/loose_segment.h"
+#include "core/eviction/given_priority.h"
+#include "core/eviction/learned/priority_levels.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
-#include "core/eviction/learned/worth_order.h"
 
 namespace kvcache {
 
@@ -32,31 +32,31 @@ class Learned : public EvictionPolicy {
   Learned(int64_t num_blocks, double double_cost_tokens)
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
-        segments_(num_blocks),
-        order_(model_.get(), &segments_) {}
+        levels_(num_blocks, model_.get()) {}
 
   // For the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
 
-  void insert(BlockId id) override { segments_.insert(id); }
-  void remove(BlockId id) override { segments_.remove(id); }
-  BlockId victim() override { return order_.victim(); }
+  void insert(BlockId id) override { levels_.of(id).segments.insert(id); }
+  void remove(BlockId id) override { levels_.of(id).segments.remove(id); }
+  BlockId victim() override { return levels_.victim(); }
 
   void on_publish(BlockId id, const Hash* hash, uint8_t group) override {
     if (hash == nullptr) return;
     const uint32_t key = ReuseModel::key_of(*hash, group);
-    segments_.set_key(id, key);
+    levels_.keys().set_key(id, key);
     model_->note_use(key);
   }
   void on_hit(const BlockId* ids, int64_t n) override {
-    for (int64_t i = 0; i < n; ++i) model_->note_use(segments_.key(ids[i]));
+    for (int64_t i = 0; i < n; ++i) model_->note_use(levels_.keys().key(ids[i]));
   }
   void on_release(const BlockId* ids, const int64_t* prefix_tokens, int64_t n,
                   const ReleaseFeatures& features) override {
     chain_.clear();
     for (int64_t i = n - 1; i >= 0; --i) {
-      const bool is_free = segments_.is_listed(ids[i]);  // no request can release it
-      if (segments_.key(ids[i]) != 0 && !is_free) chain_.push_back({prefix_tokens[i], ids[i]});
+      const bool is_free =
+          levels_.of(ids[i]).segments.is_listed(ids[i]);  // no request can release it
+      if (levels_.keys().key(ids[i]) != 0 && !is_free) chain_.push_back({prefix_tokens[i], ids[i]});
     }
     if (chain_.empty()) return;
     if (!std::is_sorted(chain_.begin(), chain_.end())) std::sort(chain_.begin(), chain_.end());
@@ -65,22 +65,21 @@ class Learned : public EvictionPolicy {
     model_->learn();
   }
   void on_idle(BlockId id) override {
-    if (!segments_.take_told(id)) segments_.assign(id, loose_.at(model_->clock(), &segments_));
+    if (levels_.keys().take_told(id)) return;
+    PriorityLevels::Level& level = levels_.of(id);
+    level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
   }
   void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
-    segments_.assign(id, kNone);
-    segments_.set_key(id, 0);
+    levels_.forget(id);
+    levels_.keys().set_key(id, 0);
   }
-  void clear() override {
-    segments_.clear();
-    order_.clear();
-    loose_.clear();
-  }
-  ReleasedAs released_as(BlockId id) const override { return segments_.released_as(id); }
+  void set_now(int64_t ms) override { levels_.set_now(ms); }
+  void clear() override { levels_.clear(); }
+  ReleasedAs released_as(BlockId id) const override { return levels_.released_as(id); }
   std::vector<double> learned() const override { return model_->hazards().counts(); }
   void learn(const std::vector<double>& counts) override { model_->set_counts(counts); }
   size_t num_bytes() const override {
-    return sizeof(*this) + model_->num_bytes() + segments_.num_bytes() +
+    return sizeof(*this) + model_->num_bytes() + levels_.num_bytes() +
            chain_.capacity() * sizeof(Released);
   }
 
@@ -104,52 +103,63 @@ class Learned : public EvictionPolicy {
     int64_t num_known = n;
     const GhostRing::Record* last = nullptr;
     for (; num_known > 0; --num_known) {
-      last = model_->find(segments_.key(chain_[num_known - 1].id));
+      last = model_->find(levels_.keys().key(chain_[num_known - 1].id));
       if (last != nullptr || num_known == num_hit) break;
     }
     const bool continues = num_known > 0 && last != nullptr && last->is_end;
     const bool forks = num_known > 0 && !continues;
     const int64_t turn = features.turn > 0 ? features.turn : continues ? last->turn + 1 : 0;
-    const int64_t num_shared = release_shared(forks ? num_known : 0);
+    const int64_t num_shared = release_shared(forks ? num_known : 0, features);
     if (num_shared == n) return;
     const int64_t num_added = (n - num_known) * features.tokens_per_block;
     const int reuse_class = ReuseClass::of_own(turn, num_added, features.num_output_tokens);
-    release_segment(num_shared, n, reuse_class, 0, turn);
+    release_segment(num_shared, n, reuse_class, 0, turn, features);
   }
 
   // Segments of what other conversations share, one per segment that its blocks had before. Here
   // the chain forks behind so many blocks; 0: it does not. How many blocks these are.
-  int64_t release_shared(int64_t num_to_fork) {
-    const auto shares = [&](int64_t i) {
-      return ReuseClass::is_shared(segments_[segments_.of(chain_[i].id)].reuse_class);
-    };
+  int64_t release_shared(int64_t num_to_fork, const ReleaseFeatures& features) {
+    const auto shares = [&](int64_t i) { return ReuseClass::is_shared(segment_of(i).reuse_class); };
     const int64_t n = num_in_chain();
     int64_t num_shared = 0;
     while (num_shared < n && shares(num_shared)) ++num_shared;
     num_shared = std::max(num_shared, num_to_fork);
     for (int64_t first = 0, stop; first < num_shared; first = stop) {
-      const int32_t before = segments_.of(chain_[first].id);
-      for (stop = first + 1; stop < num_shared; ++stop) {
-        if (segments_.of(chain_[stop].id) != before) break;
-      }
-      int num_forks = shares(first) ? segments_[before].num_forks : 0;
+      const Segments::Segment& before = segment_of(first);
+      for (stop = first + 1; stop < num_shared && &segment_of(stop) == &before;) ++stop;
+      int num_forks = shares(first) ? before.num_forks : 0;
       num_forks += first < num_to_fork && num_to_fork <= stop;
       num_forks = std::clamp(num_forks, 1, int{UINT16_MAX});
-      release_segment(first, stop, ReuseClass::of_shared(num_forks), num_forks, 0);
+      release_segment(first, stop, ReuseClass::of_shared(num_forks), num_forks, 0, features);
     }
     return num_shared;
   }
 
   // Blocks [first, stop) of the chain, deepest first.
-  void release_segment(int64_t first, int64_t stop, int reuse_class, int num_forks, int64_t turn) {
-    const int32_t s = segments_.open(model_->clock(), reuse_class, num_forks, cost_of(first, stop));
+  void release_segment(int64_t first, int64_t stop, int reuse_class, int num_forks, int64_t turn,
+                       const ReleaseFeatures& features) {
+    PriorityLevels::Level* last = nullptr;
+    int32_t s = kNone;
     for (int64_t i = stop - 1; i >= first; --i) {
       const BlockId id = chain_[i].id;
-      segments_.assign(id, s);
-      segments_.set_told(id);
-      model_->note_release(segments_.key(id), reuse_class, turn, i + 1 == stop,
+      PriorityLevels::Level& level = levels_.move(id, given_to(chain_[i], features));
+      if (&level != last) {
+        last = &level;
+        s = level.segments.open(model_->clock(), reuse_class, num_forks, cost_of(first, stop));
+      }
+      level.segments.assign(id, s);
+      levels_.keys().set_told(id);
+      model_->note_release(levels_.keys().key(id), reuse_class, turn, i + 1 == stop,
                            i + 1 == num_in_chain());
     }
+  }
+  GivenPriority given_to(const Released& block, const ReleaseFeatures& features) const {
+    if (features.num_retention == 0) return {};
+    return GivenPriority::of(block.prefix_tokens, features, levels_.now());
+  }
+  const Segments::Segment& segment_of(int64_t i) const {
+    const Segments& segments = levels_.of(chain_[i].id).segments;
+    return segments[segments.of(chain_[i].id)];
   }
   // Of the block in the middle.
   float cost_of(int64_t first, int64_t stop) const {
@@ -160,9 +170,7 @@ class Learned : public EvictionPolicy {
 
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
-  Segments segments_;
-  WorthOrder order_;
-  LooseSegment loose_{ReuseClass::kLoose};
+  PriorityLevels levels_;
   std::vector<Released> chain_;  // of the release that is told, first block first
 };
 

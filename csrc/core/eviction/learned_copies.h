@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/eviction/eviction_policy.h"
+#include "core/eviction/learned/copied_segment.h"
 #include "core/eviction/learned/loose_segment.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
@@ -58,31 +59,10 @@ class LearnedCopies : public EvictionPolicy {
   size_t num_bytes() const override { return sizeof(*this) + segments_.num_bytes(); }
 
  private:
-  // The segment of pages that are copies of one segment's blocks, written one after another.
-  class Copies {
-   public:
-    int32_t at(const ReleasedAs& as, Segments* segments) {
-      const Segments::Segment& last = (*segments)[last_];
-      const bool is_open =
-          last_ != Segments::kNone && last.num_blocks > 0 && last.number == number_;
-      if (!is_open || as.segment != of_) {
-        last_ = segments->open(as.time, as.reuse_class, /*num_forks=*/0, as.cost);
-        number_ = (*segments)[last_].number;
-        of_ = as.segment;
-      }
-      return last_;
-    }
-    void clear() { last_ = Segments::kNone; }
-
-   private:
-    int32_t last_ = Segments::kNone;
-    int64_t number_ = 0, of_ = 0;
-  };
-
   std::shared_ptr<ReuseModel> model_;
   Segments segments_;
   WorthOrder order_;
-  Copies copies_;
+  CopiedSegment copies_;
   LooseSegment loose_{ReuseClass::kLoose}, loaded_{ReuseClass::kLoaded};
 };
 

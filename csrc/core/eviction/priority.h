@@ -8,10 +8,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 #include <utility>
 
 #include "core/eviction/eviction_policy.h"
+#include "core/eviction/given_priority.h"
 #include "core/eviction/ranked.h"
 #include "core/zeroed_array.h"
 
@@ -47,8 +47,13 @@ class Priority : public EvictionPolicy {
                   const ReleaseFeatures& features) override {
     if (features.num_retention == 0) return;
     for (int64_t i = 0; i < n; ++i) {
-      const int64_t last = prefix_tokens[i] - 1;
-      give(ids[i], last - last % features.tokens_per_block, last, features);
+      const GivenPriority given = GivenPriority::of(prefix_tokens[i], features, now_);
+      if (given.priority < 0) continue;
+      State& state = states_[ids[i]];
+      state.priority = given.priority;
+      state.end = given.end;
+      state.is_given = true;
+      if (candidates_.has(ids[i])) insert(ids[i]);
     }
   }
   void on_idle(BlockId id) override { states_[id].idle = ++num_idle_; }
@@ -64,30 +69,12 @@ class Priority : public EvictionPolicy {
   }
 
  private:
-  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
   struct State {
     int64_t end;   // of the priority
     int64_t idle;  // when it was released, among all blocks
     int32_t priority;
     bool is_given;
   };
-  // Tokens `first` to `last` of the request are the block's.
-  void give(BlockId id, int64_t first, int64_t last, const ReleaseFeatures& features) {
-    std::pair<int32_t, int64_t> best{-1, 0};
-    for (int64_t i = 0; i < features.num_retention; ++i) {
-      const Retention& each = features.retention[i];
-      if (each.first > last || each.stop <= first || each.first == each.stop) continue;
-      const bool has_end = each.ttl_ms >= 0 && each.ttl_ms < kNever - now_;
-      best = std::max(best, {each.priority, has_end ? now_ + each.ttl_ms : kNever});
-    }
-    if (best.first < 0) return;
-    State& state = states_[id];
-    state.priority = best.first;
-    state.end = best.second;
-    state.is_given = true;
-    if (candidates_.has(id)) insert(id);
-  }
-
   int32_t default_priority_;
   ZeroedArray<State> states_;
   Ranked<std::pair<int32_t, int64_t>> candidates_;

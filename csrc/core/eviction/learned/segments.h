@@ -62,7 +62,7 @@ class Segments {
     const int32_t s = of(id);
     if (s == kNone) return {};
     const Segment& segment = all_[s];
-    return {segment.number, segment.time, segment.cost, segment.reuse_class};
+    return {segment.number, segment.time, segment.cost, segment.num_forks, segment.reuse_class};
   }
 
   // An empty one, which is to be given blocks at once.

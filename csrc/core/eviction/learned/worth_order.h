@@ -20,8 +20,9 @@ class WorthOrder {
   BlockId victim() {
     const Segments& all = *segments_;
     if (!all.has_candidate(chosen_) || all[chosen_].number != number_) {
-      chosen_ = choose();
-      if (chosen_ == Segments::kNone) return kNullBlock;
+      const int32_t next = choose();
+      if (next == Segments::kNone) return kNullBlock;
+      chosen_ = next;
       number_ = all[chosen_].number;
     }
     return all[chosen_].first;

@@ -1,0 +1,37 @@
+// The priority that a release gives a block.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "core/eviction/eviction_policy.h"
+
+namespace kvcache {
+
+// A block takes the highest of those that overlap its tokens; among equal ones, the one that lasts
+// longest.
+struct GivenPriority {
+  static constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+  int32_t priority = -1;  // -1: none is given
+  int64_t end = 0;        // ms
+
+  // Of the block that ends with this prefix.
+  static GivenPriority of(int64_t prefix_tokens, const ReleaseFeatures& features, int64_t now) {
+    const int64_t last = prefix_tokens - 1;
+    const int64_t first = last - last % features.tokens_per_block;
+    GivenPriority best;
+    for (int64_t i = 0; i < features.num_retention; ++i) {
+      const Retention& each = features.retention[i];
+      if (each.first > last || each.stop <= first || each.first == each.stop) continue;
+      const bool has_end = each.ttl_ms >= 0 && each.ttl_ms < kNever - now;
+      const int64_t end = has_end ? now + each.ttl_ms : kNever;
+      if (each.priority > best.priority) best = {each.priority, end};
+      if (each.priority == best.priority) best.end = std::max(best.end, end);
+    }
+    return best;
+  }
+};
+
+}  // namespace kvcache
