@@ -403,7 +403,7 @@ class Ghost:
 class ByWorth(Policy):
     """Chooses the segment that is least worth keeping, by what `source` has learned."""
 
-    NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 4, 26, 32_768
+    OF_REQUEST, NUM_OWN, NUM_SHARED, NUM_BUCKETS, NUM_GHOSTS = 24, 96, 4, 26, 32_768
     LOOSE, LOADED = NUM_OWN + NUM_SHARED, NUM_OWN + NUM_SHARED + 1
     FIRST_BUCKET = 40_960  # tokens
 
@@ -415,14 +415,15 @@ class ByWorth(Policy):
         self.num_assigned += 1
         self.segment_of[i], self.order[i] = segment, self.num_assigned
 
-    def follow(self, i, segment):
+    def follow(self, i, segment, level=0):
         """The block comes from elsewhere: it joins what came last, if that was of its segment."""
-        if self.followed is not segment or self.following not in self.segment_of.values():
-            self.followed = segment
-            self.following = self.open(
+        followed, following = self.following.get(level, (None, None))
+        if followed is not segment or following not in self.segment_of.values():
+            following = self.open(
                 segment.time, segment.reuse_class, segment.num_forks, segment.cost
             )
-        self.assign(i, self.following)
+            self.following[level] = segment, following
+        self.assign(i, following)
 
     def joined(self, segment, reuse_class):
         """The segment that a block joins which no release puts with others: this one, or a new one."""
@@ -443,11 +444,23 @@ class ByWorth(Policy):
         return (index[b] + share * (index[b + 1] - index[b])) * segment.cost
 
     def level(self, i):
-        return 0
+        """(priority, tenant)"""
+        return 0, 0
 
     def choose(self, ids):
-        level = min(map(self.level, ids))
-        ids = [i for i in ids if self.level(i) == level]
+        """Of the lowest priority: the tenant's that is most over its share, or what is worth least."""
+        levels = sorted(set(map(self.level, ids)))
+        victims = [
+            self.choose_of(level, [i for i in ids if self.level(i) == level])
+            for level in levels
+            if level[0] == levels[0][0]
+        ]
+        return min(victims, key=lambda i: (-self.over(i), self.worth(self.segment_of[i])))
+
+    def over(self, i):
+        return 0
+
+    def choose_of(self, level, ids):
         chosen = self.chosen.get(level)
         if all(self.segment_of[i] is not chosen for i in ids):
             chosen = self.chosen[level] = self.choose_segment({self.segment_of[i] for i in ids})
@@ -475,8 +488,9 @@ class ByWorth(Policy):
 class Learned(ByWorth):
     """Learns of a sample when blocks of a class are used again, and evicts what is least worth."""
 
-    def __init__(self, num_blocks, double_cost_tokens=0):
+    def __init__(self, num_blocks, double_cost_tokens=0, tenant_share=1):
         self.source = self
+        self.has_shares, self.most = tenant_share < 1, int(tenant_share * (num_blocks - 1))
         self.double_cost = double_cost_tokens
         self.num_blocks = self.now = 0
         self.sample(num_blocks)
@@ -499,8 +513,9 @@ class Learned(ByWorth):
     def clear(self):
         self.keys, self.segment_of, self.order, self.told = {}, {}, {}, set()
         self.given, self.wanted = {}, {}  # priority and end, of blocks
+        self.tenants = {}  # of blocks
         self.chosen, self.loose = {}, {}  # by level
-        self.following = self.followed = None
+        self.following = {}
 
     def bucket_of(self, age):
         return sum(begin <= age for begin in self.begin[1 : self.NUM_BUCKETS])
@@ -543,27 +558,45 @@ class Learned(ByWorth):
 
     def give(self, i):
         """The priority that the release gives, or none, or the one before while it lasts."""
+        self.tenants[i] = self.tenant
         priority, end = self.wanted.get(i) or self.given.get(i, (35, NEVER))
         self.given.pop(i, None)
         if priority != 35 and end > self.now:
             self.given[i] = priority, end
 
     def level(self, i):
-        return self.given.get(i, (35, NEVER))[0]
+        return self.given.get(i, (35, NEVER))[0], self.tenants.get(i, 0)
+
+    def over(self, i):
+        """Blocks that its tenant has beyond its share."""
+        tenant = self.tenants.get(i, 0)
+        num = list(self.tenants.values()).count(tenant)
+        return max(num - self.most, 0) if tenant else 0
 
     def before_victim(self):
         over = sorted((end, i) for i, (_, end) in self.given.items() if end <= self.now)
         for _, i in over:
             del self.given[i]
             if i in self.segment_of:
-                self.follow(i, self.segment_of[i])
+                self.follow(i, self.segment_of[i], self.level(i))
 
-    def on_release_all(self, ids, prefixes, size, turn, num_prefix_tokens, num_output_tokens):
+    def on_release_all(
+        self,
+        ids,
+        prefixes,
+        size,
+        turn,
+        num_prefix_tokens,
+        num_output_tokens,
+        request_class=-1,
+        tenant=0,
+    ):
         chain = sorted((prefix, i) for i, prefix in zip(ids, prefixes) if i in self.keys)
-        self.release(chain, size, turn, num_prefix_tokens, num_output_tokens)
+        self.tenant = 1 + tenant % 63 if self.has_shares and tenant else 0
+        self.release(chain, size, turn, num_prefix_tokens, num_output_tokens, request_class)
         self.wanted = {}
 
-    def release(self, chain, size, turn, num_prefix_tokens, num_output_tokens):
+    def release(self, chain, size, turn, num_prefix_tokens, num_output_tokens, request_class):
         if not chain:
             return
         n = len(chain)
@@ -582,7 +615,7 @@ class Learned(ByWorth):
         if num_shared < n:
             added = (n - num_known) * size
             of_turn = min(turn, 3) * 3 + (added >= 2560) + (added >= 20_480)
-            own = 2 * of_turn + (num_output_tokens >= 64)
+            own = 2 * of_turn + (num_output_tokens >= 64) + 24 * min(request_class + 1, 3)
             self.release_segment(chain, num_shared, n, own, 0, turn)
         self.num_releases += 1
         if self.num_releases % 32 == 0:
@@ -662,14 +695,37 @@ class Learned(ByWorth):
                 used += self.used[c][b]
             hazard = min((used + 30 * 0.02) / (reached + 30), 1.0)
             pooled.append(max(hazard, 0.8 * pooled[-1]) if pooled else hazard)
-        self.index, self.hazards = [], []
+        self.hazards, self.index = [None] * (self.LOOSE + 1), [None] * (self.LOOSE + 1)
+        unknown = pooled, self.index_of(pooled)
         for c in classes:
-            hazards = [
-                min((self.used[c][b] + 20 * pooled[b]) / (self.reached[c][b] + 20), 1.0)
-                for b in buckets
-            ]
-            self.hazards.append(hazards)
-            self.index.append([self.best_rate(hazards, first) for first in buckets])
+            together = unknown
+            if self.OF_REQUEST <= c < self.NUM_OWN:
+                together = self.together(c % self.OF_REQUEST, unknown)
+            found = together
+            if any(self.reached[c]):
+                found = self.solved(self.reached[c], self.used[c], together[0])
+            self.hazards[c], self.index[c] = found
+
+    def together(self, own, unknown):
+        """What is known of a class of own blocks, whatever the caller's class."""
+        rows = range(own, self.NUM_OWN, self.OF_REQUEST)
+        if not any(any(self.reached[c]) for c in rows[1:]):
+            return self.hazards[own], self.index[own]
+        reached, used = [0.0] * self.NUM_BUCKETS, [0.0] * self.NUM_BUCKETS
+        for c in rows:
+            for b in range(self.NUM_BUCKETS):
+                reached[b] += self.reached[c][b]
+                used[b] += self.used[c][b]
+        return self.solved(reached, used, unknown[0])
+
+    def solved(self, reached, used, prior):
+        hazards = [
+            min((used[b] + 20 * prior[b]) / (reached[b] + 20), 1.0) for b in range(self.NUM_BUCKETS)
+        ]
+        return hazards, self.index_of(hazards)
+
+    def index_of(self, hazards):
+        return [self.best_rate(hazards, first) for first in range(self.NUM_BUCKETS)]
 
     def best_rate(self, hazards, first):
         alive, hits, ticks, best = 1.0, 0.0, 0.0, 0.0
@@ -690,6 +746,7 @@ class Learned(ByWorth):
     def on_forget(self, i, key, evicted):
         self.segment_of.pop(i, None)
         self.given.pop(i, None)
+        self.tenants.pop(i, None)
         self.keys.pop(i, None)
         self.told.discard(i)
 
@@ -705,8 +762,8 @@ class LearnedCopies(ByWorth):
 
     def clear(self):
         self.segment_of, self.order = {}, {}
-        self.chosen = {}
-        self.loose = self.loaded = self.following = self.followed = None
+        self.chosen, self.following = {}, {}
+        self.loose = self.loaded = None
 
     def on_copy(self, i, segment):
         if segment is not None:

@@ -14,7 +14,7 @@ from tests.shared import sampled
 
 NUM_NODES = 20  # prefixes: a tree in which node k stands behind node (k - 1) // 2
 OPTIONS = {
-    "learned": [{}, {"double_cost_tokens": 100_000}],
+    "learned": [{}, {"double_cost_tokens": 100_000}, {"tenant_share": 0.3}],
     "priority": [{}, {"default_priority": 0}, {"default_priority": 60}],
     "s3_fifo": [{}, {"small_share": 0.5}, {"small_share": 1}, {"small_share": 0}],
     "segmented_lru": [{}, {"protected_share": 0.3}, {"protected_share": 0}],
@@ -146,6 +146,8 @@ class Driver:
             [0, max(prefixes), self.random.randint(0, max(prefixes))]
         )
         num_output_tokens = self.random.choice([0, 63, 64])
+        tenant = self.random.choice([0, 1, 2, 64, 3, 3])
+        request_class = self.random.choice([-1, -1, -1, 0, 1, 2, 7])
         self.pool.notify_release(
             ids,
             prefixes,
@@ -155,15 +157,23 @@ class Driver:
             num_prefix_tokens=num_prefix_tokens,
             num_new_blocks=2,
             num_output_tokens=num_output_tokens,
-            request_class=4,
+            request_class=request_class,
             wall_ms=5,
             retention=retention,
+            tenant=tenant,
         )
         for i, prefix in zip(ids, prefixes, strict=True):
             self.model.policy.on_release(i, prefix, size, self.logical_time, retention)
         if hasattr(self.model.policy, "on_release_all"):
             self.model.policy.on_release_all(
-                ids, prefixes, size, turn, num_prefix_tokens, num_output_tokens
+                ids,
+                prefixes,
+                size,
+                turn,
+                num_prefix_tokens,
+                num_output_tokens,
+                request_class,
+                tenant,
             )
 
     def access(self):
@@ -380,7 +390,23 @@ def test_what_goes_on_outlives_what_is_never_continued():
     assert hits["learned"] > 1000
 
 
-def serve(pool, prefixes):
+def test_the_callers_classes_tell_apart_what_looks_alike():
+    """First turns that go on much later, beside prompts of the same length that come once."""
+    hits = {}
+    for tells in (False, True):
+        pool, hits[tells] = BlockPool(301, "learned"), 0
+        for number in range(1200):
+            first = [(1000 + number, k) for k in range(4)]
+            second = [(1000 + number - 60, k) for k in range(5)]
+            hits[tells] += serve(pool, [tuple(first[: k + 1]) for k in range(4)], 1 * tells - 1)
+            hits[tells] += serve(pool, [tuple(second[: k + 1]) for k in range(5)], 1 * tells - 1)
+            for scan in range(3):
+                once = [(10_000 * scan + number, k) for k in range(7, 11)]
+                serve(pool, [tuple(once[: k + 1]) for k in range(4)], 2 * tells - 1)
+    assert hits[True] > 2_000 and hits[True] > 1.3 * hits[False]
+
+
+def serve(pool, prefixes, request_class=-1):
     """One request, of blocks with these contents; how many of them are hits."""
     keys = np.array([list(hashlib.sha256(repr(each).encode()).digest()) for each in prefixes])
     keys = keys.astype(np.uint8)
@@ -392,7 +418,13 @@ def serve(pool, prefixes):
     pool.publish(new, keys[len(held) :], 0, keys[len(held) - 1].tobytes() if len(held) else None)
     ids = [*held.tolist(), *new.tolist()][::-1]
     ends = 512 * np.arange(len(ids), 0, -1)
-    pool.notify_release(ids, ends, tokens_per_block=512, num_prefix_tokens=512 * len(held))
+    pool.notify_release(
+        ids,
+        ends,
+        tokens_per_block=512,
+        num_prefix_tokens=512 * len(held),
+        request_class=request_class,
+    )
     pool.release(ids)
     return len(held)
 

@@ -22,9 +22,9 @@ def equal(one, two):
 
 def test_stats_show_what_was_counted():
     learned = trained().stats.learned
-    assert learned.reached.shape == learned.used.shape == (29, 26)
+    assert learned.reached.shape == learned.used.shape == (101, 26)
     assert learned.used.sum() > 50 and learned.reached[:, 0].sum() > learned.used.sum()
-    assert learned.reached[24:28].sum() > 0  # system prompts are shared
+    assert learned.reached[96:100].sum() > 0  # system prompts are shared
     with pytest.raises(ValueError, match="read-only"):
         learned.used[0, 0] = 1
     assert KVCacheManager(16, 9, 64).stats.learned is None
@@ -48,7 +48,7 @@ def test_what_was_learned_is_saved_and_loaded(tmp_path):
 
 def test_who_has_learned_evicts_otherwise_than_who_has_not():
     """Of two prompts the older one's class was used again, and the younger one's never."""
-    reached, used = np.zeros((29, 26)), np.zeros((29, 26))
+    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
     used[1] = 500
     for learned in (None, LearnedReuse(reached, used)):
@@ -65,9 +65,9 @@ def test_who_has_learned_evicts_otherwise_than_who_has_not():
 
 GOOD = {
     "kvcache": "learned reuse",
-    "version": 1,
-    "reached": np.ones((29, 26)).tolist(),
-    "used": np.zeros((29, 26)).tolist(),
+    "version": 2,
+    "reached": np.ones((101, 26)).tolist(),
+    "used": np.zeros((101, 26)).tolist(),
 }
 
 
@@ -79,16 +79,19 @@ GOOD = {
         ("[" * 100_000, "recursion"),
         ("[1]", "it is no file of learned reuse"),
         (json.dumps({**GOOD, "kvcache": "calibration"}), "it is no file of learned reuse"),
-        (json.dumps({**GOOD, "version": 2}), "its version is 2: expected 1"),
+        (json.dumps({**GOOD, "version": 1}), "its version is 1: expected 2"),
         (
             json.dumps({**GOOD, "reached": [[1.0]]}),
-            r"reached has shape \[1, 1\]: expected \[29, 26\]",
+            r"reached has shape \[1, 1\]: expected \[101, 26\]",
         ),
         (json.dumps({**GOOD, "used": None}), r"used has shape \[\]"),
         (json.dumps({**GOOD, "used": "x"}), "used is no array of numbers"),
-        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 29}), "numbers that are no counts"),
-        (json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 29}), "numbers that are no counts"),
-        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 29}), "numbers that are no counts"),
+        (json.dumps({**GOOD, "reached": [[-1.0] * 26] * 101}), "numbers that are no counts"),
+        (
+            json.dumps({**GOOD, "reached": [[float("nan")] * 26] * 101}),
+            "numbers that are no counts",
+        ),
+        (json.dumps({**GOOD, "reached": [[1e300] * 26] * 101}), "numbers that are no counts"),
         (json.dumps(GOOD)[:-40], "delimiter"),
     ],
 )
@@ -116,13 +119,13 @@ def test_a_wrong_call_is_named_and_changes_nothing():
     with pytest.raises(ValueError, match="the eviction policy does not learn: expected 'learned'"):
         plain.learn_from(before)
     with pytest.raises(ValueError, match="used has numbers that are no counts: expected 0 to"):
-        LearnedReuse(np.zeros((29, 26)), -np.ones((29, 26)))
+        LearnedReuse(np.zeros((101, 26)), -np.ones((101, 26)))
 
 
 def test_a_priority_bounds_what_worth_ranks():
     """Lowest priority first, while it lasts; among equal ones what is least likely used again."""
     manager = KVCacheManager(16, 7, 64, num_preallocate_tokens=0, eviction="learned")
-    reached, used = np.zeros((29, 26)), np.zeros((29, 26))
+    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     reached[0] = reached[1] = 1000
     used[1] = 500  # long answers go on
     manager.learn_from(LearnedReuse(reached, used))
@@ -146,3 +149,54 @@ def test_a_priority_bounds_what_worth_ranks():
     manager.step(new=[Request("y", range(400, 432))])
     assert [cached(first) for first in (100, 200)] == [0, 32]
     manager.check_invariants()
+
+
+def flooded(share):
+    """How many tokens of one tenant's prompt are left when another one has sent 200 prompts."""
+    manager = KVCacheManager(
+        16, 101, 64, num_preallocate_tokens=0, eviction="learned",
+        eviction_options={"tenant_share": share},
+    )  # fmt: skip
+
+    def serve(name, first, salt, num_tokens=48):
+        request = Request(name, range(first, first + num_tokens), cache_salt=salt)
+        plan = manager.step(new=[request])
+        manager.free(request)
+        return int(plan.num_computed_tokens[0])
+
+    # What the flood is made of is known to come again, and what the other tenant sends is not.
+    for _ in range(20):
+        for number in range(3):
+            serve("warm", 100 * number, "flood")
+    serve("mine", 0, "mine")
+    for number in range(200):
+        for _ in range(2):
+            serve("flood", 100 * number, "flood")
+    manager.check_invariants()
+    return manager.get_computed_blocks(Request("probe", range(49), cache_salt="mine"))[1]
+
+
+def test_a_tenant_keeps_no_more_than_its_share_while_others_need_room():
+    assert flooded(1) == 0
+    assert flooded(0.8) == 48
+
+
+def test_who_has_no_salt_has_no_share():
+    manager = KVCacheManager(
+        16, 11, 64, num_preallocate_tokens=0, eviction="learned",
+        eviction_options={"tenant_share": 0},
+    )  # fmt: skip
+    for name, salt in (("a", "x"), ("b", None), ("c", "y")):
+        request = Request(name, range(48), cache_salt=salt)
+        manager.step(new=[request])
+        manager.free(request)
+    manager.step(new=[Request("d", range(500, 564))])  # 4 blocks; 1 was free
+
+    def left(salt):
+        return manager.get_computed_blocks(Request("probe", range(49), cache_salt=salt))[1]
+
+    assert left(None) == 48 and left("x") + left("y") == 48
+    with pytest.raises(ValueError, match=r"option 'tenant_share' is 1\.5: expected 0 to 1"):
+        KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"tenant_share": 1.5})
+    with pytest.raises(ValueError, match="no option but 'double_cost_tokens', 'tenant_share'"):
+        KVCacheManager(16, 9, 64, eviction="learned", eviction_options={"share": 1})

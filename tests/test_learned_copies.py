@@ -152,7 +152,7 @@ def test_every_page_that_goes_is_the_models(seed, cost):
     driver = Driver(seed, cost)
     for _ in range(600):
         driver.step()
-    assert min(driver.num_copied, driver.num_loaded, driver.num_again) > 50
+    assert min(driver.num_copied, driver.num_loaded) > 50 and driver.num_again > 10
     assert driver.host_model.num_evicted > 50
 
 

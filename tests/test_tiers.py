@@ -49,7 +49,7 @@ class Engine:
 
 def test_what_is_learned_to_come_again_is_written_and_the_rest_is_not():
     """Of two prompts one's class was used again, and the other's never."""
-    reached, used = np.zeros((29, 26)), np.zeros((29, 26))
+    reached, used = np.zeros((101, 26)), np.zeros((101, 26))
     reached[0] = reached[1] = 1000  # answers of less than 64 tokens, and of more
     used[1] = 500
     learned = dict.fromkeys(("eviction", "host_eviction", "host_write"), "learned")

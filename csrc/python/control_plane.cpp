@@ -320,7 +320,7 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
                     const py::object& num_prefix_tokens, const py::object& num_new_blocks,
                     const py::object& num_output_tokens, const py::object& request_class,
                     const py::object& logical_time, const py::object& wall_ms,
-                    const py::object& retention) {
+                    const py::object& retention, const py::object& tenant) {
   const Int32Input array(ids, "ids");
   check_ids(self, array);
   const Int32Input prefixes(prefix_tokens, "prefix_tokens");
@@ -337,6 +337,7 @@ void notify_release(BlockPool& self, const py::object& ids, const py::object& pr
   features.logical_time = int_argument(logical_time, "logical_time");
   features.wall_ms = int_argument(wall_ms, "wall_ms");
   features.tokens_per_block = int_argument(tokens_per_block, "tokens_per_block");
+  features.tenant = static_cast<uint32_t>(int_argument(tenant, "tenant", 0, UINT32_MAX));
   features.retention = wanted.data();
   features.num_retention = static_cast<int64_t>(wanted.size());
   self.notify_release(array.data(), wide.data(), array.size(), features);
@@ -413,8 +414,10 @@ void bind_eviction(py::module_& m, py::class_<BlockPool>* pool) {
           py::arg("num_prefix_tokens") = 0, py::arg("num_new_blocks") = 0,
           py::arg("num_output_tokens") = 0, py::arg("request_class") = -1,
           py::arg("logical_time") = 0, py::arg("wall_ms") = 0, py::arg("retention") = py::list(),
+          py::arg("tenant") = 0,
           "Notifies the policy, before `release`, what these blocks were: prefix_tokens[i] tokens\n"
-          "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).")
+          "end with block i. retention: (first token, stop, priority 0 to 100, ttl_s or None).\n"
+          "tenant: a number that stands for it, up to 2**32 - 1; 0 for none.")
       .def(
           "access",
           [](BlockPool& self, const py::object& ids, const py::object& now) {

@@ -37,14 +37,17 @@ TEST(classes_are_apart) {
   std::map<int, int> seen;
   for (int64_t turn : {0, 1, 2, 3}) {
     for (int64_t added : {2'559, 2'560, 20'480}) {
-      for (int64_t answer : {63, 64}) ++seen[ReuseClass::of_own(turn, added, answer)];
+      for (int64_t answer : {63, 64}) {
+        for (int64_t request : {-1, 0, 1, 2})
+          ++seen[ReuseClass::of_own(turn, added, answer, request)];
+      }
     }
   }
   for (int forks : {1, 2, 4, 16}) ++seen[ReuseClass::of_shared(forks)];
   ++seen[ReuseClass::kLoose];
   CHECK_EQ(seen.size(), ReuseClass::kNum);
   CHECK(seen.begin()->first == 0 && seen.rbegin()->first == ReuseClass::kNum - 1);
-  CHECK_EQ(ReuseClass::of_own(3, 0, 0), ReuseClass::of_own(1000, 2'559, 63));
+  CHECK_EQ(ReuseClass::of_own(3, 0, 0, 2), ReuseClass::of_own(1000, 2'559, 63, INT32_MAX));
   CHECK_EQ(ReuseClass::of_shared(16), ReuseClass::of_shared(65'535));
   CHECK(ReuseClass::is_shared(ReuseClass::of_shared(3)) && !ReuseClass::is_shared(0));
   CHECK(!ReuseClass::is_shared(ReuseClass::kLoose));

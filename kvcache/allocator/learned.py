@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-VERSION = 1  # of the file; another one for other classes or ages
-NUM_CLASSES, NUM_AGES = 29, 26  # of csrc/core/eviction/learned/
+VERSION = 2  # of the file; another one for other classes or ages
+NUM_CLASSES, NUM_AGES = 101, 26  # of csrc/core/eviction/learned/
 _MOST = 1e15
 
 
@@ -19,13 +19,14 @@ _MOST = 1e15
 class LearnedReuse:
     """Sampled blocks that were released, by class and age.
 
-    `reached`: float64[29, 26], those that came to an age unused; `used`: those that were used again
+    `reached`: float64[101, 26], those that came to an age unused; `used`: those that were used again
     there. What was counted long ago counts less, so `used` may be more than `reached`.
 
-    Row 2 * (3 * turn + added) + answer: own blocks of a conversation by its turn (0 to 3 and more), the
-    tokens that it added (below 2,560, below 20,480, more) and whether its answer had 64 tokens; rows 24
-    to 27: blocks that conversations share, whose chain was seen to fork once, 2, 4, 16 times and more;
-    row 28: others. Column k: ages, in tokens released since; it covers 40,960 * 2**(k / 2) of them.
+    Row 24 * request + 2 * (3 * turn + added) + answer: own blocks of a conversation by the caller's
+    `request_class` (0: none; 1: 0; 2: 1; 3: more), its turn (0 to 3 and more), the tokens that it added
+    (below 2,560, below 20,480, more) and whether its answer had 64 tokens; rows 96 to 99: blocks that
+    conversations share, whose chain was seen to fork once, 2, 4, 16 times and more; row 100: others.
+    Column k: ages, in tokens released since; it covers 40,960 * 2**(k / 2) of them.
 
     ValueError for other shapes, and for numbers that are no counts.
     """

@@ -31,6 +31,7 @@ struct ReleaseFeatures {
   int64_t tokens_per_block = 1;    // blocks begin at its multiples
   const Retention* retention = nullptr;
   int64_t num_retention = 0;
+  uint32_t tenant = 0;          // stands for the salt; 0: none
   bool is_swapped_out = false;  // the request goes on later, from copies on the host
 };
 

@@ -18,7 +18,7 @@
 
 #include "core/eviction/eviction_policy.h"
 #include "core/eviction/given_priority.h"
-#include "core/eviction/learned/priority_levels.h"
+#include "core/eviction/learned/levels.h"
 #include "core/eviction/learned/reuse_class.h"
 #include "core/eviction/learned/reuse_model.h"
 #include "core/eviction/learned/segments.h"
@@ -29,10 +29,11 @@ class Learned : public EvictionPolicy {
  public:
   // `double_cost_tokens`: a block behind a prefix of so many tokens costs twice as much to compute
   // anew as the first one, and is worth twice as much; 0: all cost the same.
-  Learned(int64_t num_blocks, double double_cost_tokens)
+  // `tenant_share`: of the blocks, that those of one salt may keep while others need room; 1: all.
+  Learned(int64_t num_blocks, double double_cost_tokens, double tenant_share = 1)
       : double_cost_tokens_(double_cost_tokens),
         model_(std::make_shared<ReuseModel>(num_blocks)),
-        levels_(num_blocks, model_.get()) {}
+        levels_(num_blocks, model_.get(), tenant_share) {}
 
   // For the policy of another tier, which then learns from the same releases.
   const std::shared_ptr<ReuseModel>& model() const { return model_; }
@@ -66,7 +67,7 @@ class Learned : public EvictionPolicy {
   }
   void on_idle(BlockId id) override {
     if (levels_.keys().take_told(id)) return;
-    PriorityLevels::Level& level = levels_.of(id);
+    Levels::Level& level = levels_.of(id);
     level.segments.assign(id, level.loose.at(model_->clock(), &level.segments));
   }
   void on_forget(BlockId id, const Hash*, uint8_t, bool) override {
@@ -112,7 +113,8 @@ class Learned : public EvictionPolicy {
     const int64_t num_shared = release_shared(forks ? num_known : 0, features);
     if (num_shared == n) return;
     const int64_t num_added = (n - num_known) * features.tokens_per_block;
-    const int reuse_class = ReuseClass::of_own(turn, num_added, features.num_output_tokens);
+    const int reuse_class =
+        ReuseClass::of_own(turn, num_added, features.num_output_tokens, features.request_class);
     release_segment(num_shared, n, reuse_class, 0, turn, features);
   }
 
@@ -138,11 +140,11 @@ class Learned : public EvictionPolicy {
   // Blocks [first, stop) of the chain, deepest first.
   void release_segment(int64_t first, int64_t stop, int reuse_class, int num_forks, int64_t turn,
                        const ReleaseFeatures& features) {
-    PriorityLevels::Level* last = nullptr;
+    Levels::Level* last = nullptr;
     int32_t s = kNone;
     for (int64_t i = stop - 1; i >= first; --i) {
       const BlockId id = chain_[i].id;
-      PriorityLevels::Level& level = levels_.move(id, given_to(chain_[i], features));
+      Levels::Level& level = levels_.move(id, given_to(chain_[i], features), features.tenant);
       if (&level != last) {
         last = &level;
         s = level.segments.open(model_->clock(), reuse_class, num_forks, cost_of(first, stop));
@@ -170,7 +172,7 @@ class Learned : public EvictionPolicy {
 
   double double_cost_tokens_;
   std::shared_ptr<ReuseModel> model_;
-  PriorityLevels levels_;
+  Levels levels_;
   std::vector<Released> chain_;  // of the release that is told, first block first
 };
 

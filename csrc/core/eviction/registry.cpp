@@ -1,5 +1,6 @@
 #include "core/eviction/registry.h"
 
+#include <algorithm>
 #include <cmath>
 #include <sstream>
 #include <stdexcept>
@@ -18,46 +19,65 @@ namespace kvcache {
 
 namespace {
 
-// Each policy here has one option or none.
+struct Option {
+  const char* name;
+  double standard, least, most;
+  bool is_integer = false;
+};
+
+using Values = std::map<std::string, double>;  // of all options of a policy
+
 struct Entry {
   const char* name;
-  const char* option;  // null: none
-  double standard, least, most;
-  bool is_integer;
+  std::vector<Option> options;
   bool serves_host;  // the host tier is notified of no accesses and priorities
-  std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, double option);
+  std::unique_ptr<EvictionPolicy> (*make)(int64_t num_blocks, const Values& values);
   // Of one that serves the host only with the same policy on the device, and has no option there.
   std::unique_ptr<EvictionPolicy> (*make_beside)(int64_t num_blocks,
                                                  const EvictionPolicy* device) = nullptr;
 };
 
 const Entry kEntries[] = {
-    {"last_access", nullptr, 0, 0, 0, false, false,
-     [](int64_t num_blocks, double) -> std::unique_ptr<EvictionPolicy> {
+    {"last_access",
+     {},
+     false,
+     [](int64_t num_blocks, const Values&) -> std::unique_ptr<EvictionPolicy> {
        return std::make_unique<LastAccess>(num_blocks);
      }},
-    {"learned", "double_cost_tokens", 0, 0, 1e9, false, true,
-     [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
-       return std::make_unique<Learned>(num_blocks, value);
+    {"learned",
+     {{"double_cost_tokens", 0, 0, 1e9}, {"tenant_share", 1, 0, 1}},
+     true,
+     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
+       return std::make_unique<Learned>(num_blocks, values.at("double_cost_tokens"),
+                                        values.at("tenant_share"));
      },
      [](int64_t num_blocks, const EvictionPolicy* device) -> std::unique_ptr<EvictionPolicy> {
        const auto* learned = dynamic_cast<const Learned*>(device);
        if (learned == nullptr) return nullptr;
        return std::make_unique<LearnedCopies>(num_blocks, learned->model());
      }},
-    {"lru", nullptr, 0, 0, 0, false, true,
-     [](int64_t, double) -> std::unique_ptr<EvictionPolicy> { return nullptr; }},
-    {"priority", "default_priority", 35, 0, 100, true, false,
-     [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
-       return std::make_unique<Priority>(num_blocks, static_cast<int32_t>(value));
+    {"lru",
+     {},
+     true,
+     [](int64_t, const Values&) -> std::unique_ptr<EvictionPolicy> { return nullptr; }},
+    {"priority",
+     {{"default_priority", 35, 0, 100, true}},
+     false,
+     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
+       return std::make_unique<Priority>(num_blocks,
+                                         static_cast<int32_t>(values.at("default_priority")));
      }},
-    {"s3_fifo", "small_share", 0.1, 0, 1, false, true,
-     [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
-       return std::make_unique<S3Fifo>(num_blocks, value);
+    {"s3_fifo",
+     {{"small_share", 0.1, 0, 1}},
+     true,
+     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
+       return std::make_unique<S3Fifo>(num_blocks, values.at("small_share"));
      }},
-    {"segmented_lru", "protected_share", 0.8, 0, 1, false, true,
-     [](int64_t num_blocks, double value) -> std::unique_ptr<EvictionPolicy> {
-       return std::make_unique<SegmentedLru>(num_blocks, value);
+    {"segmented_lru",
+     {{"protected_share", 0.8, 0, 1}},
+     true,
+     [](int64_t num_blocks, const Values& values) -> std::unique_ptr<EvictionPolicy> {
+       return std::make_unique<SegmentedLru>(num_blocks, values.at("protected_share"));
      }},
 };
 
@@ -94,36 +114,40 @@ const Entry& entry_of(const Target& target, const std::string& name) {
       (is_known ? ", as the host tier is notified of no accesses and priorities" : ""));
 }
 
-double checked_option(const Target& target, const Entry& entry, const std::string& option,
-                      double value) {
+void check_option(const Target& target, const Entry& entry, const std::string& name, double value) {
   std::ostringstream text;
-  text << target.argument << " '" << entry.name << "': option '" << option << "' is " << value
+  text << target.argument << " '" << entry.name << "': option '" << name << "' is " << value
        << ": expected ";
-  if (entry.option == nullptr || (target.is_host && entry.make_beside != nullptr)) {
-    text << "no options";
-  } else if (option != entry.option) {
-    text << "no option but '" << entry.option << "'";
-  } else if (!(value >= entry.least && value <= entry.most) ||
-             (entry.is_integer && value != std::floor(value))) {
-    text << (entry.is_integer ? "an integer from " : "") << entry.least << " to " << entry.most;
-  } else {
-    return value;
+  if (entry.options.empty() || (target.is_host && entry.make_beside != nullptr)) {
+    throw std::invalid_argument(text.str() + "no options");
   }
+  const auto option = std::find_if(entry.options.begin(), entry.options.end(),
+                                   [&](const Option& each) { return name == each.name; });
+  if (option == entry.options.end()) {
+    text << "no option but ";
+    for (const Option& each : entry.options) {
+      text << (&each == &entry.options.front() ? "'" : ", '") << each.name << "'";
+    }
+    throw std::invalid_argument(text.str());
+  }
+  if (value >= option->least && value <= option->most &&
+      (!option->is_integer || value == std::floor(value))) {
+    return;
+  }
+  text << (option->is_integer ? "an integer from " : "") << option->least << " to " << option->most;
   throw std::invalid_argument(text.str());
 }
 
-// A policy of the registry with the value of its option.
+// A policy of the registry with the values of its options.
 struct Choice {
-  Choice(const Target& target, const std::string& name,
-         const std::map<std::string, double>& options)
-      : entry(entry_of(target, name)), value(entry.standard) {
-    for (const auto& [option, given] : options) {
-      value = checked_option(target, entry, option, given);
-    }
+  Choice(const Target& target, const std::string& name, const Values& options)
+      : entry(entry_of(target, name)), values(options) {
+    for (const auto& [option, value] : options) check_option(target, entry, option, value);
+    for (const Option& each : entry.options) values.try_emplace(each.name, each.standard);
   }
 
   const Entry& entry;
-  double value;
+  Values values;
 };
 
 int64_t checked_blocks(int64_t num_blocks) {
@@ -140,7 +164,7 @@ std::unique_ptr<EvictionPolicy> make_eviction_policy(const std::string& name,
                                                      const std::map<std::string, double>& options,
                                                      int64_t num_blocks) {
   const Choice choice(kDevicePool, name, options);
-  return choice.entry.make(checked_blocks(num_blocks), choice.value);
+  return choice.entry.make(checked_blocks(num_blocks), choice.values);
 }
 
 void check_host_eviction(const std::string& name, const std::map<std::string, double>& options) {
@@ -161,7 +185,7 @@ std::unique_ptr<EvictionPolicy> make_host_eviction_policy(
   const Choice choice(kHostPool, name, options);
   checked_blocks(num_blocks);
   if (choice.entry.make_beside == nullptr) {
-    auto policy = choice.entry.make(num_blocks, choice.value);
+    auto policy = choice.entry.make(num_blocks, choice.values);
     return policy != nullptr ? std::move(policy) : std::make_unique<LeastRecent>(num_blocks);
   }
   auto policy = choice.entry.make_beside(num_blocks, device);

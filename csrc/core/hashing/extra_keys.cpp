@@ -1,9 +1,11 @@
 #include "core/hashing/extra_keys.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 
 #include "core/hashing/cbor.h"
+#include "core/hashing/xxh3.h"
 
 namespace kvcache {
 
@@ -29,6 +31,10 @@ ExtraKeys::ExtraKeys(const std::optional<std::pair<std::string, std::string>>& l
   if (cache_salt) {
     append_key(&cache_salt_, 2, "cache_salt");
     append_string(&cache_salt_, kText, *cache_salt);
+    uint8_t digest[16];
+    xxh3_128(reinterpret_cast<const uint8_t*>(cache_salt_.data()), cache_salt_.size(), digest);
+    std::memcpy(&tenant_, digest, sizeof(tenant_));
+    tenant_ = std::max(tenant_, uint32_t{1});
   }
   std::iota(by_first_.begin(), by_first_.end(), size_t{0});
   std::stable_sort(by_first_.begin(), by_first_.end(),

@@ -39,6 +39,9 @@ class ExtraKeys {
            embed_digests_ == other.embed_digests_;
   }
 
+  // A number that stands for the salt, the same in each process; 0: there is none.
+  uint32_t tenant() const { return tenant_; }
+
   // CBOR of the block's keys, empty for none; valid until the next call. Ask for blocks in
   // ascending order (one may be asked again): items are walked once.
   std::string_view of_block(int64_t block, int64_t block_size);
@@ -47,6 +50,7 @@ class ExtraKeys {
   void find_items(int64_t start, int64_t stop);  // those that touch tokens start to stop - 1
 
   std::string lora_, cache_salt_;  // their CBOR, empty for none
+  uint32_t tenant_ = 0;
   std::vector<MmItem> items_;
   std::vector<Hash> embed_digests_;
   std::vector<size_t> by_first_;  // items by first token

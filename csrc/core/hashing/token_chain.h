@@ -89,8 +89,9 @@ class TokenChain {
   int64_t num_tokens() const { return tokens_->size(); }
   bool takes_placeholders() const { return tokens_->takes_placeholders(); }
   const int32_t* tokens() const { return tokens_->ids().data(); }
-  const Hash& parent() const { return parent_; }              // of the first block
-  const EventLabels& labels() const { return labels_; }       // of events of its blocks
+  const Hash& parent() const { return parent_; }         // of the first block
+  const EventLabels& labels() const { return labels_; }  // of events of its blocks
+  uint32_t tenant() const { return extra_keys_.tenant(); }
   bool is_given() const { return scheme_.given != nullptr; }  // its hashes, by the engine
   bool has_unhashed_blocks() const {
     return (static_cast<int64_t>(hashes_.size()) + 1) * block_size_ <= num_tokens();

@@ -103,6 +103,7 @@ void RowRelease::notify_release(int32_t row, ReleaseFeatures features) {
   }
   features.logical_time = ++num_releases_;
   features.wall_ms = clock_->now_ms();
+  features.tenant = (*c_.rows)[row].chain->tenant();
   for (const CacheGroup& group : *c_.groups) {
     const RowBlocks& each = c_.rows->blocks(row)[group.id];
     if (!group.is_cached) continue;

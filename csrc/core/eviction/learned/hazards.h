@@ -21,7 +21,10 @@ class Hazards {
 
   explicit Hazards(const AgeBuckets& ages) : ages_(ages) { solve(); }
 
-  void reach(int reuse_class, int bucket) { counts_[reuse_class][bucket].reached += 1; }
+  void reach(int reuse_class, int bucket) {
+    counts_[reuse_class][bucket].reached += 1;
+    is_counted_[reuse_class] = true;
+  }
   void use(int reuse_class, int bucket) { counts_[reuse_class][bucket].used += 1; }
 
   // All counts: of all classes and buckets how many reached them, then how many were used.
@@ -41,6 +44,7 @@ class Hazards {
         for (Count& each : of_class) each.*count = *next++;
       }
     }
+    is_counted_.fill(true);
     solve();
   }
 
@@ -57,10 +61,10 @@ class Hazards {
   // Hits per tick that a block of this class and age is worth.
   double index(int reuse_class, int64_t age) const {
     const int b = ages_.of(age);
-    const double here = index_[reuse_class][b];
+    const double here = solved_[reuse_class].index[b];
     if (b + 1 == kBuckets) return here;
     const double share = (static_cast<double>(age) - ages_.begin(b)) / ages_.width(b);
-    return here + share * (index_[reuse_class][b + 1] - here);
+    return here + share * (solved_[reuse_class].index[b + 1] - here);
   }
 
   // Hits expected of a block of this class and age, less the price of each tick that it is kept,
@@ -73,7 +77,7 @@ class Hazards {
       if (b == first && b + 1 < kBuckets) {
         share = (ages_.begin(b + 1) - static_cast<double>(age)) / ages_.width(b);
       }
-      const double hazard = share * hazard_[reuse_class][b];
+      const double hazard = share * solved_[reuse_class].hazard[b];
       gain += alive * (hazard * cost - price * share * ages_.width(b) * (1 - hazard / 2));
       alive *= 1 - hazard;
       best = std::max(best, gain);
@@ -93,14 +97,22 @@ class Hazards {
       of_all[b] = std::min((sum.used + kOfAll * kPrior) / (sum.reached + kOfAll), 1.0);
       if (b > 0) of_all[b] = std::max(of_all[b], kLeastFall * of_all[b - 1]);
     }
-    for (int c = 0; c < ReuseClass::kNum; ++c) solve_class(c, of_all);
+    const Solved unknown{of_all, index_of(of_all)};
+    for (int c = 0; c < ReuseClass::kOfRequest; ++c) solve_requests(c, unknown);
+    for (int c = ReuseClass::kOwn; c < ReuseClass::kNum; ++c) {
+      solved_[c] = is_counted_[c] ? solved(counts_[c], of_all) : unknown;
+    }
   }
 
  private:
   struct Count {
     double reached, used;
   };
-  using Row = std::array<double, kBuckets>;  // by bucket
+  using Counts = std::array<Count, kBuckets>;
+  using Row = std::array<double, kBuckets>;
+  struct Solved {
+    Row hazard, index;
+  };
 
   static constexpr double kKept = 0.997;     // of the counts, each time
   static constexpr double kOfClass = 20;     // samples that the counts of all classes stand for
@@ -108,13 +120,18 @@ class Hazards {
   static constexpr double kPrior = 0.02;     // of use in a bucket: per tick it falls with age
   static constexpr double kLeastFall = 0.8;  // from bucket to bucket, over all classes
 
-  void solve_class(int c, const Row& of_all) {
-    Row& hazard = hazard_[c];
+  // What is not known of a class, `prior` says.
+  Solved solved(const Counts& counts, const Row& prior) const {
+    Row hazard;
     for (int b = 0; b < kBuckets; ++b) {
-      const Count& count = counts_[c][b];
+      const Count& count = counts[b];
       // Who reached a bucket was counted before the use, and faded since.
-      hazard[b] = std::min((count.used + kOfClass * of_all[b]) / (count.reached + kOfClass), 1.0);
+      hazard[b] = std::min((count.used + kOfClass * prior[b]) / (count.reached + kOfClass), 1.0);
     }
+    return {hazard, index_of(hazard)};
+  }
+  Row index_of(const Row& hazard) const {
+    Row index;
     for (int first = 0; first < kBuckets; ++first) {
       double alive = 1, hits = 0, ticks = 0, best = 0;
       for (int b = first; b < kBuckets; ++b) {
@@ -123,13 +140,37 @@ class Hazards {
         alive *= 1 - hazard[b];
         best = std::max(best, hits / ticks);
       }
-      index_[c][first] = best;
+      index[first] = best;
+    }
+    return index;
+  }
+  // A class of own blocks, without and with the caller's classes. These are taken for all of them
+  // together as long as little is known.
+  void solve_requests(int own, const Solved& unknown) {
+    constexpr int kStep = ReuseClass::kOfRequest;
+    solved_[own] = is_counted_[own] ? solved(counts_[own], unknown.hazard) : unknown;
+    bool has_requests = false;
+    for (int c = own + kStep; c < ReuseClass::kOwn; c += kStep) has_requests |= is_counted_[c];
+    Solved together = solved_[own];
+    if (has_requests) {
+      Counts sum{};
+      for (int c = own; c < ReuseClass::kOwn; c += kStep) {
+        for (int b = 0; b < kBuckets; ++b) {
+          sum[b].reached += counts_[c][b].reached;
+          sum[b].used += counts_[c][b].used;
+        }
+      }
+      together = solved(sum, unknown.hazard);
+    }
+    for (int c = own + kStep; c < ReuseClass::kOwn; c += kStep) {
+      solved_[c] = is_counted_[c] ? solved(counts_[c], together.hazard) : together;
     }
   }
 
   AgeBuckets ages_;
-  std::array<std::array<Count, kBuckets>, ReuseClass::kNum> counts_{};
-  std::array<Row, ReuseClass::kNum> hazard_{}, index_{};
+  std::array<Counts, ReuseClass::kNum> counts_{};
+  std::array<bool, ReuseClass::kNum> is_counted_{};
+  std::array<Solved, ReuseClass::kNum> solved_{};
 };
 
 }  // namespace kvcache

@@ -1,0 +1,207 @@
+// Segments of blocks by priority and tenant.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "core/eviction/given_priority.h"
+#include "core/eviction/learned/copied_segment.h"
+#include "core/eviction/learned/loose_segment.h"
+#include "core/eviction/learned/reuse_class.h"
+#include "core/eviction/learned/reuse_model.h"
+#include "core/eviction/learned/segments.h"
+#include "core/eviction/learned/worth_order.h"
+
+namespace kvcache {
+
+// A lower priority goes first, whatever its blocks are worth. Among equal ones, the tenant goes
+// first that has most blocks of those that have more than their share; where none has, what is
+// worth least. Mostly no block has a priority and no share is set: then there is one level, and
+// nothing is searched.
+class Levels {
+ public:
+  struct Level {
+    Level(int64_t num_blocks, const ReuseModel* model)
+        : segments(num_blocks), order(model, &segments) {}
+    void clear() {
+      segments.clear();
+      order.clear();
+      loose.clear();
+      ended.clear();
+    }
+
+    Segments segments;
+    WorthOrder order;
+    LooseSegment loose{ReuseClass::kLoose};
+    CopiedSegment ended;  // blocks whose priority ended
+  };
+
+  // `tenant_share`: of the blocks, that one tenant may keep while others need room; 1: all.
+  Levels(int64_t num_blocks, const ReuseModel* model, double tenant_share)
+      : num_blocks_(num_blocks),
+        model_(model),
+        has_shares_(tenant_share < 1),
+        most_(static_cast<int64_t>(tenant_share * static_cast<double>(num_blocks - 1))),
+        default_(num_blocks, model) {}
+
+  // The level of a block, which all that is said of it concerns.
+  Level& of(BlockId id) { return places_.empty() ? default_ : *level_of(id); }
+  const Level& of(BlockId id) const { return const_cast<Levels*>(this)->of(id); }
+  // Keys are kept here, whatever the level.
+  Segments& keys() { return default_.segments; }
+  const Segments& keys() const { return default_.segments; }
+
+  // The level of a block that is released now, and no candidate; it leaves the one before. A
+  // release that gives no priority leaves the block its own, until that ends. `tenant`: a number
+  // that stands for it, 0 for none, which has no share.
+  Level& move(BlockId id, const GivenPriority& given, uint32_t tenant) {
+    const int bucket = has_shares_ && tenant != 0 ? static_cast<int>(1 + tenant % kTenants) : 0;
+    if (given.priority < 0 && bucket == 0 && places_.empty()) return default_;
+    Place wanted{nullptr, {kDefault, bucket}, GivenPriority::kNever};
+    const auto found = places_.find(id);
+    if (given.priority >= 0) {
+      if (given.end > now_) wanted.key.first = given.priority;
+    } else if (found != places_.end() && found->second.end > now_) {
+      wanted.key.first = found->second.key.first;
+    }
+    if (wanted.key.first != kDefault) {
+      wanted.end = given.priority >= 0 ? given.end : found->second.end;
+    }
+    leave(id);
+    return enter(id, wanted);
+  }
+  void forget(BlockId id) { leave(id); }  // it has no segment, priority and tenant any more
+  void set_now(int64_t ms) { now_ = std::max(now_, ms); }
+  int64_t now() const { return now_; }
+
+  BlockId victim() {
+    if (places_.empty()) return default_.order.victim();
+    end_priorities();
+    std::map<Key, Level*>::iterator first = levels_.begin();
+    while (first != levels_.end()) {
+      const int32_t priority = first->first.first;
+      BlockId victim = kNullBlock;
+      int64_t most_over = 0;
+      double least = 0;
+      for (; first != levels_.end() && first->first.first == priority; ++first) {
+        Level& level = *first->second;
+        const BlockId id = level.order.victim();
+        if (id == kNullBlock) continue;
+        const int bucket = first->first.second;
+        const int64_t over = bucket == 0 ? 0 : std::max<int64_t>(num_of_[bucket] - most_, 0);
+        const double worth = level.order.worth(level.segments.of(id));
+        if (victim != kNullBlock && (over < most_over || (over == most_over && worth >= least))) {
+          continue;
+        }
+        victim = id;
+        most_over = over;
+        least = worth;
+      }
+      if (victim != kNullBlock) return victim;
+    }
+    return kNullBlock;
+  }
+
+  // Segments of different levels have different numbers there.
+  ReleasedAs released_as(BlockId id) const {
+    ReleasedAs as = of(id).segments.released_as(id);
+    if (as.segment == 0) return as;
+    const auto found = places_.empty() ? places_.end() : places_.find(id);
+    const Key key = found == places_.end() ? Key{kDefault, 0} : found->second.key;
+    as.segment = (as.segment * 128 + key.first) * 64 + key.second;
+    return as;
+  }
+  void clear() {
+    default_.clear();
+    levels_.clear();
+    others_.clear();
+    places_.clear();
+    ends_.clear();
+    num_of_.fill(0);
+  }
+  size_t num_bytes() const {
+    constexpr size_t kPlaceBytes = 128;  // nodes of a map and of a set, and its place in a level
+    return default_.segments.num_bytes() + places_.size() * kPlaceBytes;
+  }
+
+ private:
+  static constexpr int32_t kDefault = 35;   // priority
+  static constexpr uint32_t kTenants = 63;  // more of them share their shares
+  using Key = std::pair<int32_t, int>;      // priority, and bucket of tenants; 0: of none
+
+  struct Place {  // of a block that is not in the default level
+    Level* level;
+    Key key;
+    int64_t end;  // of the priority
+  };
+
+  Level* level_of(BlockId id) {
+    const auto found = places_.find(id);
+    return found == places_.end() ? &default_ : found->second.level;
+  }
+  Level* level_at(const Key& key) {
+    if (levels_.empty()) levels_[{kDefault, 0}] = &default_;
+    Level*& level = levels_[key];
+    if (level == nullptr) {
+      others_.push_back(std::make_unique<Level>(num_blocks_, model_));
+      level = others_.back().get();
+    }
+    return level;
+  }
+  Level& enter(BlockId id, Place place) {
+    if (place.key == Key{kDefault, 0}) return default_;
+    place.level = level_at(place.key);
+    places_[id] = place;
+    if (place.end != GivenPriority::kNever) ends_.insert({place.end, id});
+    ++num_of_[place.key.second];
+    return *place.level;
+  }
+  // The block has no segment then, and is of the default level.
+  void leave(BlockId id) {
+    of(id).segments.assign(id, Segments::kNone);
+    if (places_.empty()) return;
+    const auto found = places_.find(id);
+    if (found == places_.end()) return;
+    ends_.erase({found->second.end, id});
+    --num_of_[found->second.key.second];
+    places_.erase(found);
+  }
+  // What lasted until now has the default priority from now on.
+  void end_priorities() {
+    while (!ends_.empty() && ends_.begin()->first <= now_) {
+      const BlockId id = ends_.begin()->second;
+      Segments& before = of(id).segments;
+      const bool is_listed = before.is_listed(id);
+      const ReleasedAs as = released_as(id);
+      const int bucket = places_.at(id).key.second;
+      if (is_listed) before.remove(id);
+      leave(id);
+      Level& level = enter(id, {nullptr, {kDefault, bucket}, GivenPriority::kNever});
+      if (as.segment == 0) continue;
+      level.segments.assign(id, level.ended.at(as, &level.segments));
+      if (is_listed) level.segments.insert(id);
+    }
+  }
+
+  int64_t num_blocks_;
+  const ReuseModel* model_;
+  bool has_shares_;
+  int64_t most_;  // blocks of a tenant
+  Level default_;
+  std::map<Key, Level*> levels_;  // with the default one; none until there is another
+  std::vector<std::unique_ptr<Level>> others_;
+  std::unordered_map<BlockId, Place> places_;
+  std::set<std::pair<int64_t, BlockId>> ends_;  // of priorities that do not last for ever
+  std::array<int64_t, kTenants + 1> num_of_{};  // blocks, by bucket of tenants
+  int64_t now_ = 0;                             // ms
+};
+
+}  // namespace kvcache
