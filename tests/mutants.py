@@ -72,7 +72,10 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "eviction tiers",
         [
             ("places_[twin].num_children += place.num_children;", ""),
-            ("places_[id].num_children = found->second.num_children;", ""),
+            (
+                "places_[id].num_children = static_cast<uint32_t>(found->second.num_children);",
+                "",
+            ),
             ("finds_by_tag_) parent = block_at(key);", "false) parent = block_at(key);"),
         ],
     ),
@@ -85,7 +88,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
                 "for (int64_t i = stop - 1; i >= first; --i) {",
                 "for (int64_t i = first; i < stop; ++i) {",
             ),
-            ("if (is_told_[id] == 0) segments_", "segments_"),
+            ("if (levels_.keys().take_told(id)) return;", "levels_.keys().take_told(id);"),
         ],
     ),
     (
@@ -105,12 +108,28 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         ],
     ),
     (
+        EVICTION + "learned/copied_segment.h",
+        "learned_copies eviction",
+        [
+            ("last_ = segments->open(as.time,", "last_ = segments->open(0 * as.time,"),
+            ("if (!is_open || as.segment != of_) {", "if (!is_open) {"),
+        ],
+    ),
+    (
+        EVICTION + "learned/levels.h",
+        "eviction learned",
+        [
+            ("if (is_listed) level.segments.insert(id);", ""),
+            ("over < most_over || ", ""),
+            ("wanted.key.first = found->second.key.first;", ""),
+            ("--num_of_[found->second.key.second];", ""),
+        ],
+    ),
+    (
         EVICTION + "learned_copies.h",
         "learned_copies tiers",
         [
-            ("last_ = segments->open(as.time,", "last_ = segments->open(0 * as.time,"),
             ("if (segments_.of(id) != Segments::kNone) return;", ""),
-            ("if (!is_open || as.segment != of_) {", "if (!is_open) {"),
             ("evicts ? order_.victim() : kNullBlock", "order_.victim()"),
         ],
     ),
@@ -120,7 +139,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [
             ("alive *= 1 - hazard[b];", ""),
             ("best = std::max(best, gain);", "best = gain;"),
-            ("here + share * (index_", "here + 0 * share * (index_"),
+            ("here + share * (solved_", "here + 0 * share * (solved_"),
         ],
     ),
     (
