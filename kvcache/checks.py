@@ -45,6 +45,27 @@ def number(value: float, name: str, expected: str = "a number") -> float:
         ) from None
 
 
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def byte_count(value: int | str, name: str, least: int = 1) -> int:
+    """Bytes, as an integer or a text with a unit ("1.5 GiB", "64MiB"). TypeError or ValueError."""
+    if not isinstance(value, str):
+        return integer(value, name, least, MAX_INT64)
+    text = value.strip()
+    units = [unit for unit in sorted(_UNITS, key=len, reverse=True) if text.endswith(unit)]
+    try:
+        count = float(text.removesuffix(units[0])) * _UNITS[units[0]]
+        if not least <= count <= MAX_INT64:
+            raise ValueError
+    except (IndexError, ValueError):
+        raise ValueError(
+            f"{name} is {shown(value)}: expected {least} bytes or more, as a number or as "
+            f"{', '.join(f'2{unit}' for unit in _UNITS)}"
+        ) from None
+    return int(count)
+
+
 def shown(value: object) -> str:
     """What came, for an error; cut off where it is long."""
     text = repr(value)

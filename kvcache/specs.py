@@ -16,6 +16,7 @@ MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 LAYOUTS = ("NHD", "HND")  # order in memory of tokens (N), heads (H), elements (D) in a block
 
 ELEMENT_BYTES = {
+    "float64": 8,
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,

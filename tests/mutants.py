@@ -104,7 +104,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
         "learned_copies",
         [
             ("if (loaded != Segments::kNone) return loaded;", ""),
-            ("if (segment.reuse_class == ReuseClass::kLoaded) return 0;", ""),
+            ("ReuseClass::kLoaded) return 0;", "ReuseClass::kLoaded) return 1;"),
         ],
     ),
     (

@@ -31,6 +31,11 @@ MAY_IMPORT = {
     "kvcache.allocator": set(),
     "kvcache.worker": {"kvcache.memory_plan", "kvcache.ops"},
     "kvcache.assembly": {"kvcache.allocator", "kvcache.memory_plan", "kvcache.worker"},
+    "kvcache.serving": {"kvcache.allocator", "kvcache.assembly", "kvcache.worker"},
+    "kvcache.integrations": {
+        *("kvcache.allocator", "kvcache.assembly", "kvcache.memory_plan", "kvcache.serving"),
+        "kvcache.worker",
+    },
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.cli": {"kvcache", "kvcache.replay", "kvcache.worker"},

@@ -1,0 +1,162 @@
+"""What the forward pass of a model needs to know of a step: tokens, positions, slots, contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvcache.assembly import KVCache
+from kvcache.kinds import KindProperties, make_kind
+from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """The tokens of a batch's requests that one cache group has, for attention that gathers them.
+
+    `slots`: int64[c] on the device, those of request i at [ends[i] - lengths[i], ends[i]). The first of
+    them is token `firsts[i]` of the request: what no query of the step sees is left out.
+    """
+
+    slots: torch.Tensor
+    firsts: np.ndarray
+    lengths: np.ndarray
+    ends: np.ndarray
+
+
+class Batch:
+    """The rows of a step that are computed together, request after request in one line of tokens.
+
+    Made when the worker has applied the plan, over the tables as they are then; one batch at a time, as
+    slots lie in the tables' buffers. n: requests; t: tokens of all.
+
+    - `rows`: int32[n]. `starts`: int64[n], tokens computed before. `query_lens`, `seq_lens`: int64[n],
+      tokens of this step, and tokens after it. `num_drafts`: int64[n], of the last ones.
+    - `query_start_loc`: int64[n + 1], where each request's tokens begin. These are on the host.
+    - `token_ids`, `positions`: int64[t] on the device.
+    - `logits_indices`: int64[m] on the device: of which tokens the logits are wanted, `num_logits[i]` of
+      request i, its last ones.
+
+    `slots(group)` and `context(group)` say where K and V lie, `metadata()` is what paged attention
+    kernels take, `state_pages(group)` where recurrent states lie.
+
+    ValueError for lists of unequal lengths, and where a request has no token or more drafts than
+    tokens.
+
+    >>> from kvcache import LayerSpec, Request, build, plan_cache
+    >>> plan = plan_cache([LayerSpec("a", "full_attention", 16, 2, 64)], 2**20, max_model_len=64)
+    >>> cache = build(plan, max_num_reqs=4)
+    >>> step = cache.manager.step(new=[Request("r1", range(20)), Request("r2", range(50, 53))])
+    >>> report = cache.worker.apply(step)
+    >>> batch = Batch(cache, step.rows, step.num_computed_tokens, [range(20), range(50, 53)])
+    >>> batch.query_start_loc, batch.positions[-3:], batch.logits_indices
+    (array([ 0, 20, 23]), tensor([0, 1, 2]), tensor([19, 22]))
+    >>> batch.slots(0).shape, batch.context(0).lengths
+    (torch.Size([23]), array([20,  3]))
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        rows: Sequence[int] | np.ndarray,
+        starts: Sequence[int] | np.ndarray,
+        token_ids: Sequence[Sequence[int] | np.ndarray],
+        *,
+        num_drafts: Sequence[int] | np.ndarray | None = None,
+        num_logits: Sequence[int] | np.ndarray | None = None,
+    ) -> None:
+        n = len(rows)
+        self.cache = cache
+        self.rows = np.asarray(rows, np.int32)
+        self.starts = np.asarray(starts, np.int64)
+        self.query_lens = np.fromiter(map(len, token_ids), np.int64, len(token_ids))
+        self.num_drafts = np.asarray([0] * n if num_drafts is None else num_drafts, np.int64)
+        self.num_logits = np.asarray([1] * n if num_logits is None else num_logits, np.int64)
+        for name in ("starts", "num_drafts", "num_logits"):
+            if len(getattr(self, name)) != n:
+                raise ValueError(f"{name} has {len(getattr(self, name))} entries: expected {n}")
+        if len(token_ids) != n or n == 0:
+            raise ValueError(f"token_ids has {len(token_ids)} entries: expected {n}, 1 or more")
+        wrong = (self.query_lens < 1) | (self.num_drafts >= self.query_lens)
+        wrong |= self.num_logits > self.query_lens
+        if wrong.any():
+            i = int(wrong.argmax())
+            raise ValueError(
+                f"token_ids[{i}] has {self.query_lens[i]} tokens, num_drafts[{i}] is "
+                f"{self.num_drafts[i]}, num_logits[{i}] {self.num_logits[i]}: expected more tokens than "
+                "drafts, and at least as many as logits"
+            )
+        self.seq_lens = self.starts + self.query_lens
+        self.query_start_loc = np.concatenate([[0], np.cumsum(self.query_lens)])
+        offsets = np.repeat(self.starts - self.query_start_loc[:-1], self.query_lens)
+        positions = np.arange(self.query_start_loc[-1]) + offsets
+        wanted = np.repeat(
+            self.query_start_loc[1:] - self.num_logits - _starts_of(self.num_logits),
+            self.num_logits,
+        )
+        device = cache.pages.device
+        self.positions = torch.from_numpy(positions).to(device)
+        self.token_ids = torch.from_numpy(
+            np.concatenate([np.asarray(each, np.int64) for each in token_ids])
+        ).to(device)
+        self.logits_indices = torch.from_numpy(np.arange(len(wanted)) + wanted).to(device)
+        cache.tables.compute_slot_mapping(np.repeat(self.rows, self.query_lens), positions)
+        cache.tables.commit_slot_mapping(len(positions))
+        self._contexts: dict[int, Context] = {}
+        self._kinds: dict[int, KindProperties] = {}
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all requests."""
+        return int(self.query_start_loc[-1])
+
+    def kind(self, group: int) -> KindProperties:
+        """The attention kind of a group."""
+        if group not in self._kinds:
+            spec = self.cache.plan.groups[group]
+            self._kinds[group] = make_kind(spec.kind, spec.options)
+        return self._kinds[group]
+
+    def slots(self, group: int) -> torch.Tensor:
+        """int64[t] on the device: where each token's K and V are written in this group."""
+        return self.cache.tables[group].slot_mapping.gpu[: self.num_tokens]
+
+    def context(self, group: int) -> Context:
+        """The tokens that the step's queries see in this group, their own included."""
+        if group not in self._contexts:
+            first_needed = self.kind(group).first_needed_token
+            firsts = np.array([first_needed(int(start)) for start in self.starts], np.int64)
+            lengths = self.seq_lens - firsts
+            offsets = np.repeat(firsts - _starts_of(lengths), lengths)
+            slots = self.cache.tables[group].slots_of(
+                np.repeat(self.rows, lengths), np.arange(len(offsets)) + offsets
+            )
+            # Tables keep these slots in one buffer, which the next group's would overwrite.
+            context = Context(slots.clone(), firsts, lengths, np.cumsum(lengths))
+            self._contexts[group] = context
+        return self._contexts[group]
+
+    def state_pages(self, group: int) -> np.ndarray:
+        """int32[n, 1 + drafts at most]: pages of recurrent states; see `BlockTable.state_pages`."""
+        table = self.cache.tables[group]
+        return table.state_pages(self.rows, self.seq_lens, self.num_drafts).cpu().numpy()
+
+    def metadata(self, builder: AttentionMetadataBuilder) -> AttentionMetadata:
+        """What FlashAttention and FlashInfer take of this batch."""
+        return builder.build(
+            self.rows,
+            self.query_lens.astype(np.int32),
+            self.seq_lens.astype(np.int32),
+        )
+
+
+def _starts_of(lengths: np.ndarray) -> np.ndarray:
+    """Where parts of these lengths begin that lie one after the other."""
+    return np.cumsum(lengths) - lengths

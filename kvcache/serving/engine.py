@@ -1,0 +1,441 @@
+"""A small engine: continuous batching over a `KVCache` and a model that reads and writes it by slots."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from kvcache.allocator import Request
+from kvcache.assembly import KVCache
+from kvcache.checks import instance, integers, shown
+from kvcache.serving.batch import Batch
+from kvcache.serving.beams import Beams
+from kvcache.serving.drafters import Drafter
+from kvcache.serving.metrics import Metrics
+from kvcache.serving.sampling import Sampler, SamplingParams
+from kvcache.serving.scheduler import ScheduledStep, Scheduler
+from kvcache.serving.sequence import Sequence, State
+from kvcache.step import StepReport
+
+T = TypeVar("T")
+FinishReason = Literal["stop", "length", "abort", "refused"]
+
+
+class Model(Protocol):
+    """What an `Engine` needs of a model; `kvcache.integrations.transformers.attach` makes one."""
+
+    cache: KVCache
+    vocab_size: int
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Computes the batch's tokens, writes their K and V; logits [len(logits_indices), vocab_size]."""
+
+
+class Delta(NamedTuple):
+    """Tokens that a sample has got, and how it ended, if it did."""
+
+    request_id: str
+    index: int  # of the sample
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sample(Sequence):
+    """One sample of a request, or one beam: a sequence that tokens are drawn for."""
+
+    generation: Generation | None = None
+    index: int = 0
+    sampler: Sampler | None = None
+    finish_reason: FinishReason | None = None
+    score: float | None = None  # of a beam: the sum of its tokens' log probabilities
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens behind the prompt."""
+        return self.request.token_ids[len(self.generation.prompt) :].tolist()
+
+
+@dataclass(eq=False, slots=True)
+class Generation:
+    """A request with its samples, `params.n` of them, or `params.beam_width` in the end."""
+
+    request_id: str
+    prompt: np.ndarray
+    params: SamplingParams
+    rank: tuple[int, int]
+    cache_salt: str | None
+    samples: list[Sample] = field(default_factory=list)
+    beams: Beams | None = None
+    num_sequences: int = 0  # made so far
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that were in the cache when the request was first admitted."""
+        return self.samples[0].num_cached_tokens or 0
+
+
+class Engine:
+    """Serves requests by a model whose K and V lie in a `KVCache`.
+
+    `add` takes a request in, `step` computes one step and returns what came of it, `abort` ends a
+    request at any time; `generate` does all for a list of prompts, `stream` for one. `preemption`: as of
+    `Scheduler`. `drafter`: guesses tokens to come, which are computed in the same step and taken as far
+    as the model would have chosen them; answers are the same with and without one.
+
+    The model fails in `step`: what it raised comes out, the step is undone, and the next `step` computes
+    it again. One thread calls an engine.
+
+    >>> from kvcache.integrations.transformers import attach
+    >>> from kvcache.integrations.transformers.tiny_models import tiny_model
+    >>> engine = Engine(attach(tiny_model("llama"), "1MiB", max_model_len=128))
+    >>> for delta in engine.stream(range(40), SamplingParams(max_tokens=2)):
+    ...     print(delta.index, len(delta.token_ids), delta.finish_reason)
+    0 1 None
+    0 1 length
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        preemption: Literal["swap", "recompute"] = "swap",
+        max_num_batched_tokens: int | None = None,
+        drafter: Drafter | None = None,
+    ) -> None:
+        instance(getattr(model, "cache", None), KVCache, "model.cache")
+        self.model, self.cache, self.drafter = model, model.cache, drafter
+        planned = self.cache.plan.max_num_batched_tokens
+        if max_num_batched_tokens is not None and max_num_batched_tokens > planned:
+            raise ValueError(
+                f"max_num_batched_tokens is {max_num_batched_tokens}: expected at most {planned}, for "
+                "which the cache was planned"
+            )
+        self.scheduler = Scheduler(
+            self.cache.manager,
+            max_num_batched_tokens=max_num_batched_tokens or planned,
+            preemption=preemption,
+        )
+        self.metrics = Metrics()
+        self._generations: dict[str, Generation] = {}  # unfinished
+        self._num_added = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that were added and have not ended."""
+        return len(self._generations)
+
+    @property
+    def generations(self) -> list[Generation]:
+        """The unfinished requests, in the order in which they came."""
+        return list(self._generations.values())
+
+    def add(
+        self,
+        prompt: SequenceOf[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Takes a request in; its samples grow with each `step`.
+
+        A smaller `priority` goes first. Requests with another `cache_salt` share no blocks. TypeError or
+        ValueError for an empty prompt, tokens that the model has not, more tokens with the answer than
+        `max_model_len`, more samples than rows, and an id that an unfinished request has.
+        """
+        params = SamplingParams() if params is None else params
+        instance(params, SamplingParams, "params")
+        tokens = self._checked_prompt(prompt, params)
+        request_id = f"request-{self._num_added}" if request_id is None else request_id
+        if request_id in self._generations:
+            raise ValueError(
+                f"request_id is {shown(request_id)}: expected one that is not being served"
+            )
+        rank = (priority, self._num_added)
+        generation = Generation(request_id, tokens, params, rank, cache_salt)
+        first = self._new_sample(generation, tokens, num_rows=max(params.n, params.beam_width))
+        if params.beam_width > 1:
+            stops = params.stop_token_ids
+            generation.beams = Beams(first, params.beam_width, params.max_tokens, stops)
+        self.scheduler.add(first)
+        generation.samples.append(first)
+        self._generations[request_id] = generation
+        self._num_added += 1
+        self.metrics.requests += 1
+        self.metrics.prompt_tokens += len(tokens)
+        return generation
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and releases its blocks; False where none is being served by this id."""
+        generation = self._generations.get(request_id)
+        if generation is None:
+            return False
+        if generation.beams is not None:
+            for beam in generation.beams.scores:
+                self.scheduler.finish(beam)
+        for sample in generation.samples:
+            if sample.finish_reason is None:
+                self._end(sample, "abort")
+        self.metrics.aborted_requests += 1
+        return True
+
+    def generate(
+        self,
+        prompts: SequenceOf[SequenceOf[int] | np.ndarray],
+        params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> list[Generation]:
+        """The answers to prompts, in their order; what else is being served goes on besides.
+
+        `params`: for all, or one for each. A prompt that is refused refuses all of them.
+        """
+        each = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        if len(each) != len(prompts):
+            raise ValueError(
+                f"params has {len(each)} entries: expected {len(prompts)}, one per prompt"
+            )
+        generations: list[Generation] = []
+        try:
+            for prompt, own in zip(prompts, each):
+                generations.append(self.add(prompt, own))
+            while not all(generation.is_finished for generation in generations):
+                self.step()
+        except BaseException:
+            for generation in generations:
+                self.abort(generation.request_id)
+            raise
+        return generations
+
+    def stream(
+        self,
+        prompt: SequenceOf[int] | np.ndarray,
+        params: SamplingParams | None = None,
+        **options: object,
+    ) -> Iterator[Delta]:
+        """The answer to one prompt, as its tokens come; ends it where the caller stops to listen."""
+        generation = self.add(prompt, params, **options)
+        try:
+            while not generation.is_finished:
+                yield from (x for x in self.step() if x.request_id == generation.request_id)
+        finally:
+            self.abort(generation.request_id)
+
+    def step(self) -> list[Delta]:
+        """Computes one step; what samples have got by it. Empty where nothing is left to do."""
+        with self._timed("schedule_seconds"):
+            if self.drafter is not None:
+                self._draft()
+            step = self.scheduler.schedule()
+            if step is None:
+                return []
+            self._count(step)
+            report = self._undone_on_error(step, lambda: self.cache.worker.apply(step.plan))
+            deltas = [self._end(sample, "refused") for sample in step.refused]
+            if report.failed_pages or report.failed_host_pages:
+                self.scheduler.complete(step, report)
+                self.metrics.failed_steps += 1
+                return deltas
+        logits = self._undone_on_error(step, lambda: self._forward(step))
+        with self._timed("sample_seconds"):
+            self.scheduler.complete(step, StepReport(step.plan.step_id, True))
+            return deltas + self._take(step, logits)
+
+    def _undone_on_error(self, step: ScheduledStep, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except BaseException:
+            self.scheduler.fail(step)
+            self.metrics.failed_steps += 1
+            raise
+
+    @torch.inference_mode()
+    def _forward(self, step: ScheduledStep) -> torch.Tensor | None:
+        if not step.sequences:
+            return None
+        with self._timed("schedule_seconds"):
+            batch = Batch(
+                self.cache,
+                step.rows,
+                step.starts,
+                step.token_ids,
+                num_drafts=step.num_drafts,
+                num_logits=step.num_logits,
+            )
+        with self._timed("model_seconds"):
+            return self.model.forward(batch)
+
+    def _take(self, step: ScheduledStep, logits: torch.Tensor | None) -> list[Delta]:
+        """Tokens from logits, for each sequence whose known tokens are all computed."""
+        deltas: list[Delta] = []
+        if logits is None:
+            return deltas
+        best = logits.argmax(-1).tolist()
+        at = 0
+        stops = step.starts + list(map(len, step.token_ids)) - step.num_drafts
+        for sample, count, stop in zip(step.sequences, step.num_logits, stops.tolist()):
+            own, own_best = logits[at : at + count], best[at : at + count]
+            at += count
+            # A beam before it in the batch may have ended it, or given it a token already, where it
+            # was computed again.
+            has_changed = sample.state is State.FINISHED or sample.request.num_tokens != stop
+            if count == 0 or has_changed:
+                continue
+            if sample.generation.beams is not None:
+                deltas += self._advance_beams(sample, own[-1])
+                continue
+            for each in self._with_new_samples(sample):
+                deltas.append(self._extend(each, own, own_best))
+        return deltas
+
+    def _extend(self, sample: Sample, logits: torch.Tensor, best: list[int]) -> Delta:
+        """Takes drafts as long as they are what the sample would have drawn, and one token more."""
+        params, drafts = sample.generation.params, sample.drafts
+        picks: list[int] = []
+        room = params.max_tokens - (sample.request.num_tokens - len(sample.generation.prompt))
+        reason: FinishReason | None = None
+        for i in range(len(best)):
+            token = best[i] if sample.sampler is None else sample.sampler.token(logits[i])
+            picks.append(token)
+            if token in params.stop_token_ids:
+                reason = "stop"
+            elif len(picks) == room:
+                reason = "length"
+            if reason or i == len(drafts) or drafts[i] != token:
+                break
+        self.metrics.generated_tokens += len(picks)
+        self.metrics.accepted_drafts += len(picks) - 1
+        self.scheduler.accept(sample, picks, num_rejected=len(best) - len(picks))
+        if reason:
+            self._end(sample, reason)
+        return Delta(sample.generation.request_id, sample.index, picks, reason)
+
+    def _with_new_samples(self, sample: Sample) -> list[Sample]:
+        """The sample, and after the prompt those that begin with it."""
+        generation = sample.generation
+        if len(generation.samples) < generation.params.n:
+            while len(generation.samples) < generation.params.n:
+                generation.samples.append(self._fork(sample))
+            return generation.samples.copy()
+        return [sample]
+
+    def _fork(self, parent: Sample) -> Sample:
+        """A sequence that goes on as its parent does now."""
+        child = self._new_sample(parent.generation, parent.request.token_ids)
+        self.scheduler.fork(parent, child)
+        self.metrics.forked_sequences += 1
+        return child
+
+    def _advance_beams(self, beam: Sample, logits: torch.Tensor) -> list[Delta]:
+        generation, beams = beam.generation, beam.generation.beams
+        if not beams.add_logits(beam, logits):
+            return []  # it has nothing to compute until the others are as far
+        choices = beams.choose()
+        self.metrics.generated_tokens += len(choices)
+        parents = [choice.parent for choice in choices]
+        for each in beams.scores:
+            if each not in parents:
+                self.scheduler.finish(each)  # first: forks need rows
+        if not choices:
+            return self._end_beams(generation)
+        scores = {}
+        for i, (parent, token, score) in enumerate(choices):
+            goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent
+            scores[goes_on] = (token, score)
+        for each, (token, _) in scores.items():
+            self.scheduler.accept(each, [token])
+        beams.scores = {each: score for each, (_, score) in scores.items()}
+        return []
+
+    def _end_beams(self, generation: Generation) -> list[Delta]:
+        """The best beams become the samples."""
+        deltas = []
+        num_cached = generation.num_cached_tokens
+        generation.samples = []
+        for i, (token_ids, score, reason) in enumerate(generation.beams.best):
+            sample = self._new_sample(generation, [*generation.prompt.tolist(), *token_ids])
+            sample.index, sample.score, sample.num_cached_tokens = i, score, num_cached
+            sample.state = State.FINISHED
+            generation.samples.append(sample)
+            deltas.append(self._end(sample, reason)._replace(token_ids=token_ids))
+        return deltas
+
+    def _end(self, sample: Sample, reason: FinishReason) -> Delta:
+        """Releases what a sample has; the request's last one ends the request."""
+        generation = sample.generation
+        self.scheduler.finish(sample)
+        sample.finish_reason = reason
+        if generation.is_finished and self._generations.pop(generation.request_id, None):
+            self.metrics.finished_requests += 1
+            self.metrics.cached_prompt_tokens += generation.num_cached_tokens
+        return Delta(generation.request_id, sample.index, [], reason)
+
+    def _draft(self) -> None:
+        for sample in self.scheduler.admitted:
+            if sample.state is State.RUNNING and sample.generation.beams is None:
+                is_decoding = sample.request.num_tokens > len(sample.generation.prompt)
+                sample.drafts = list(self.drafter(sample.request)) if is_decoding else []
+
+    def _count(self, step: ScheduledStep) -> None:
+        metrics, plan = self.metrics, step.plan
+        metrics.steps += 1
+        metrics.computed_tokens += sum(map(len, step.token_ids))
+        metrics.drafted_tokens += sum(step.num_drafts)
+        metrics.swapped_out_sequences = self.scheduler.num_swapped_out
+        metrics.recomputed_sequences = self.scheduler.num_recomputed
+        metrics.swapped_out_pages += len(plan.swap_out)
+        metrics.swapped_in_pages += len(plan.swap_in)
+        metrics.copied_pages += len(plan.copy)
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self.metrics, name, getattr(self.metrics, name) + time.perf_counter() - start)
+
+    def _checked_prompt(self, prompt: object, params: SamplingParams) -> np.ndarray:
+        tokens = integers(np.asarray(prompt), "prompt", ())
+        if len(tokens) == 0:
+            raise ValueError("prompt is empty: expected one token or more")
+        if tokens.min() < 0 or tokens.max() >= self.model.vocab_size:
+            raise ValueError(
+                f"prompt has tokens from {tokens.min()} to {tokens.max()}: expected 0 to "
+                f"{self.model.vocab_size - 1}, those of the model"
+            )
+        most = self.cache.plan.max_model_len
+        if len(tokens) + params.max_tokens > most:
+            raise ValueError(
+                f"prompt has {len(tokens)} tokens and max_tokens is {params.max_tokens}: expected at "
+                f"most {most} together, max_model_len"
+            )
+        return tokens.astype(np.int32)
+
+    def _new_sample(
+        self, generation: Generation, token_ids: np.ndarray, num_rows: int = 1
+    ) -> Sample:
+        params, number = generation.params, generation.num_sequences
+        generation.num_sequences += 1
+        name = generation.request_id if number == 0 else f"{generation.request_id}.{number}"
+        return Sample(
+            Request(name, token_ids, cache_salt=generation.cache_salt),
+            rank=generation.rank,
+            max_tokens=len(generation.prompt) + params.max_tokens,
+            num_rows=num_rows,
+            generation=generation,
+            index=number,
+            sampler=Sampler(params, number) if params.temperature else None,
+        )

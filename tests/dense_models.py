@@ -1,0 +1,88 @@
+"""Tiny models with their own dense caches: what an engine's answers are compared with."""
+
+from functools import cache
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcache.integrations.transformers.tiny_models import tiny_model
+
+# Every kind of layer: full, windows, chunks, MLA, experts, sinks, three forms of recurrent states.
+MODELS = (
+    *("llama", "qwen3", "gemma3", "deepseek_v3", "bamba", "qwen3_next"),
+    *("gpt_oss", "llama4", "falcon_h1"),
+)
+VOCAB_SIZE = 512
+# Threads of several test processes would wait for each other at each small product.
+torch.set_num_threads(1)
+
+
+@cache
+def dense(name: str, num_layers: int = 4) -> PreTrainedModel:
+    """A model in float64, so that no near-tie of two tokens flips by rounding."""
+    return tiny_model(name, dtype=torch.float64, **sizes_of(name, num_layers))
+
+
+def sizes_of(name: str, num_layers: int) -> dict[str, object]:
+    """The configuration of a model with fewer layers, of which one is of each kind."""
+    if num_layers == 4:
+        return {}
+    assert num_layers == 2
+    local = {
+        "gemma3": ["sliding_attention", "full_attention"],
+        "gpt_oss": ["sliding_attention", "full_attention"],
+        "qwen3_next": ["linear_attention", "full_attention"],
+    }
+    sizes: dict[str, object] = {"num_hidden_layers": 2}
+    if name in local:
+        sizes["layer_types"] = local[name]
+    if name == "bamba":
+        sizes["attn_layer_indices"] = [1]
+    if name == "llama4":
+        sizes |= {"no_rope_layers": [1, 0], "moe_layers": [1]}
+    return sizes
+
+
+@torch.inference_mode()
+def greedy(model: PreTrainedModel, prompt: list[int], num_tokens: int) -> list[int]:
+    """The model's own answer, by `generate` over its own cache."""
+    ids = torch.tensor([prompt])
+    answer = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return answer[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def logits_of(model: PreTrainedModel, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """[len(answer), vocab_size]: from which each token of the answer was chosen, in one pass."""
+    if not answer:
+        return torch.zeros(0, VOCAB_SIZE)
+    tokens = torch.tensor([[*prompt, *answer]])
+    return model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+
+
+def beam_search(
+    model: PreTrainedModel,
+    prompt: list[int],
+    width: int,
+    num_tokens: int,
+    stop_token_ids: tuple[int, ...] = (),
+) -> list[tuple[list[int], float]]:
+    """The `width` best answers and their scores, every beam computed anew for each token."""
+    beams, ended = [([], 0.0)], []
+    for _ in range(num_tokens):
+        longer = []
+        for tokens, score in beams:
+            gains = logits_of(model, prompt, [*tokens, 0])[-1].log_softmax(-1).numpy()
+            for token in range(VOCAB_SIZE):
+                longer.append(([*tokens, token], score + float(gains[token])))
+        longer.sort(key=lambda each: -each[1])
+        ended += [each for each in longer if each[0][-1] in stop_token_ids]
+        beams = [each for each in longer if each[0][-1] not in stop_token_ids][:width]
+    return sorted(ended + beams, key=lambda each: -each[1])[:width]

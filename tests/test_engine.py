@@ -1,0 +1,278 @@
+"""The engine over real models: answers equal those of the model's own dense cache, whatever happens."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import plan_cache
+from kvcache.integrations.transformers import attach, layer_specs
+from kvcache.serving import Engine, NgramDrafter, SamplingParams
+from tests.dense_models import MODELS, VOCAB_SIZE, beam_search, dense, greedy, logits_of
+from tests.engine_driver import EngineRun
+
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def tight(name, *, requests=1.7, host="8MiB", max_model_len=128, num_drafts=4, **options):
+    """A model in a pool for so many requests of the greatest length."""
+    model = dense(name)
+    sizes = {"num_speculative_tokens": num_drafts}
+    plan = plan_cache(
+        layer_specs(model, **sizes), 2**30, max_model_len=max_model_len, max_num_batched_tokens=64
+    )
+    pages = int(plan.pages_per_request(max_model_len) * requests) + 1
+    return attach(
+        model,
+        pages * plan.page_bytes,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=64,
+        host_budget=host,
+        num_preallocate_tokens=0,
+        **sizes,
+        **options,
+    )
+
+
+@pytest.fixture
+def paged(request):
+    """Models that the test attaches; each is given back, its pool empty and whole."""
+    made = []
+
+    def make(*args, **options):
+        made.append(tight(*args, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        manager = each.cache.manager
+        manager.check_invariants()
+        assert manager.pool.num_free == manager.pool.num_total
+        each.detach()
+
+
+def prompts_of(seed, count, longest=70):
+    """Prompts of which every third begins as one before it."""
+    rng = np.random.default_rng(seed)
+    prompts = []
+    for i in range(count):
+        shared = prompts[rng.integers(i)][: rng.integers(1, 60)] if i % 3 == 2 else []
+        fresh = rng.integers(1, VOCAB_SIZE, rng.integers(1, longest - len(shared))).tolist()
+        prompts.append(shared + fresh)
+    return prompts
+
+
+def mostly_right(answers, rng):
+    """A drafter that knows the answers, and is wrong with every fifth token."""
+
+    def draft(request):
+        tokens = request.token_ids.tolist()
+        for prompt, answer in answers:
+            whole = prompt + answer
+            if whole[: len(tokens)] == tokens:
+                count = rng.integers(0, 5)
+                return [
+                    t if rng.random() < 0.8 else 7 for t in whole[len(tokens) : len(tokens) + count]
+                ]
+        return []
+
+    return draft
+
+
+def check_all_the_ways(name, count, paged):
+    """Every prompt by swap and by recompute, with drafts and without, and again from the cache."""
+    model = dense(name)
+    prompts = prompts_of(MODELS.index(name), count)
+    answers = [greedy(model, prompt, 40) for prompt in prompts]
+    rng = np.random.default_rng(0)
+    drafter = mostly_right(list(zip(prompts, answers)), rng)
+    for preemption, drafts in (("swap", None), ("recompute", None), ("swap", drafter)):
+        engine = Engine(paged(name), preemption=preemption, drafter=drafts)
+        for _ in range(2):
+            found = engine.generate(prompts, SamplingParams(max_tokens=40))
+            assert [each.samples[0].token_ids for each in found] == answers
+        metrics = engine.metrics
+        assert metrics.cached_prompt_tokens > 0
+        if preemption == "recompute":
+            assert metrics.recomputed_sequences > 0 == metrics.swapped_out_sequences
+        else:
+            assert metrics.swapped_out_sequences > 0 and metrics.swapped_in_pages > 0
+        assert bool(drafts) == (metrics.accepted_drafts > 0)
+        assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_are_those_of_the_dense_cache(name, paged):
+    check_all_the_ways(name, 9, paged)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", MODELS)
+def test_answers_of_200_sequences_are_those_of_the_dense_cache(name, paged):
+    check_all_the_ways(name, 200, paged)
+
+
+@pytest.mark.parametrize("seed", range(18))
+def test_random_runs(seed):
+    EngineRun(MODELS[seed % len(MODELS)], seed).run()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(100, 400, 20))
+def test_many_random_runs(first):
+    for seed in range(first, first + 20):
+        EngineRun(MODELS[seed % len(MODELS)], seed).run()
+
+
+def test_samples_of_a_seed_do_not_depend_on_the_batch(paged):
+    params = SamplingParams(max_tokens=20, temperature=1.0, top_p=0.9, seed=3, n=3)
+    prompts = prompts_of(1, 6)
+    alone = [Engine(paged("llama")).generate([prompt], params)[0] for prompt in prompts]
+    together = Engine(paged("llama"), drafter=NgramDrafter()).generate(prompts, params)
+    for one, other in zip(alone, together):
+        samples = [[sample.token_ids for sample in each.samples] for each in (one, other)]
+        assert samples[0] == samples[1]
+        assert len(set(map(tuple, samples[0]))) == 3
+
+
+@pytest.mark.parametrize("name", ["llama", "bamba", "gemma3"])
+def test_beam_search_finds_what_a_search_without_a_cache_finds(name, paged):
+    engine = Engine(paged(name, requests=3.0))
+    prompt = prompts_of(2, 1)[0]
+    stops = tuple(range(0, VOCAB_SIZE, 11))
+    params = SamplingParams(max_tokens=8, beam_width=3, stop_token_ids=stops)
+    (found,) = engine.generate([prompt], params)
+    wanted = beam_search(dense(name), prompt, 3, 8, stops)
+    assert [sample.token_ids for sample in found.samples] == [tokens for tokens, _ in wanted]
+    assert np.allclose([sample.score for sample in found.samples], [score for _, score in wanted])
+    assert engine.metrics.forked_sequences > 0
+
+
+def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
+    engine = Engine(paged("llama"))
+    params = SamplingParams(max_tokens=4, n=4, temperature=1.0, seed=0)
+    engine.generate([list(range(1, 41))], params)
+    assert engine.metrics.forked_sequences == 3
+    assert engine.metrics.copied_pages == 3  # the block of tokens 32 to 39, for all but one
+    assert engine.metrics.computed_tokens == 40 + 4 * 3
+
+
+class TestDefectsAreNoticed:
+    """Each part of the cache is broken in turn; answers must then differ."""
+
+    def answers(self, name, break_it, drafter=None, **params):
+        model, prompts = dense(name), prompts_of(3, 9)
+        paged = tight(name)
+        break_it(paged.cache)
+        try:
+            engine = Engine(paged, drafter=drafter)
+            found = engine.generate(prompts, SamplingParams(max_tokens=40, **params))
+            right = True
+            for prompt, each in zip(prompts, found):
+                for sample in each.samples:
+                    chosen = logits_of(model, prompt, sample.token_ids).argmax(-1).tolist()
+                    right &= chosen == sample.token_ids
+            return right, engine.metrics
+        finally:
+            paged.detach()
+
+    @pytest.mark.parametrize("name", MODELS[:6])
+    def test_nothing_broken(self, name):
+        assert self.answers(name, lambda cache: None)[0]
+
+    @pytest.mark.parametrize("name", MODELS[:6])
+    def test_a_slot_that_is_wrong(self, name):
+        def break_it(cache):
+            compute = cache.tables.compute_slot_mapping
+
+            def shifted(rows, positions):
+                compute(rows, np.where(positions % 7 == 3, positions - 1, positions))
+
+            cache.tables.compute_slot_mapping = shifted
+
+        assert not self.answers(name, break_it)[0]
+
+    @pytest.mark.parametrize("name", MODELS[:6])
+    def test_a_swap_in_that_does_not_happen(self, name):
+        def break_it(cache):
+            cache.worker._swap_in = lambda moves, step: None
+
+        right, metrics = self.answers(name, break_it)
+        assert metrics.swapped_in_pages and not right
+
+    @pytest.mark.parametrize("name", MODELS[:6])
+    def test_a_copy_on_write_that_does_not_happen(self, name):
+        def break_it(cache):
+            cache.worker._copy = lambda moves: None
+
+        # The copies of samples that draw the same: each writes what the others would.
+        drafter = mostly_right([(p, greedy(dense(name), p, 40)) for p in prompts_of(3, 9)], RNG())
+        right, metrics = self.answers(name, break_it, drafter=drafter, n=3)
+        assert metrics.copied_pages and not right
+
+    @pytest.mark.parametrize("name", MODELS[:6])
+    def test_rows_of_a_table_that_stay_as_they_were(self, name):
+        def break_it(cache):
+            apply, count = cache.tables.apply, [0]
+
+            def stale(plan, num_blocks):
+                count[0] += 1
+                if count[0] % 5 == 4 and len(plan.append_rows):
+                    for ids in plan.append_ids:
+                        if len(ids) > 1:
+                            ids[-1] = ids[0]
+                apply(plan, num_blocks)
+
+            cache.tables.apply = stale
+
+        assert not self.answers(name, break_it)[0]
+
+
+def RNG():
+    return np.random.default_rng(0)
+
+
+class TestLowPrecision:
+    """Logits stay as near to dense tensors' as the same attention over dense tensors does."""
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    def test_logits(self, dtype):
+        from kvcache.integrations.transformers.tiny_models import tiny_model
+
+        exact = tiny_model("llama", dtype=torch.float32)
+        model = tiny_model("llama", dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        paged = attach(model, "2MiB", max_model_len=128, kv_cache_dtype=dtype)
+        engine, seen = Engine(paged), []
+        forward = paged.forward
+        paged.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+        prompt = prompts_of(4, 1)[0]
+        (found,) = engine.generate([prompt], SamplingParams(max_tokens=20))
+        answer = found.samples[0].token_ids
+        paged.detach()
+        wanted = logits_of(exact, prompt, answer)
+        ours = (torch.cat(seen).float() - wanted).norm() / wanted.norm()
+        if dtype == "bfloat16":
+            dense_error = logits_of(model, prompt, answer).float() - wanted
+        else:
+            dense_error = rounded_logits(exact, prompt, answer) - wanted
+        theirs = dense_error.norm() / wanted.norm()
+        assert 0 < ours < 1.25 * theirs + 1e-6, (ours, theirs)
+
+
+@torch.inference_mode()
+def rounded_logits(model, prompt, answer):
+    """The logits where a dense cache holds K and V in fp8."""
+    from transformers import DynamicCache
+
+    class Rounded(DynamicCache):
+        def update(self, key, value, *args, **kwargs):
+            to = torch.float8_e4m3fn
+            return super().update(
+                *(x.clamp(-448, 448).to(to).to(x.dtype) for x in (key, value)), *args, **kwargs
+            )
+
+    tokens = torch.tensor([[*prompt, *answer]])
+    output = model(tokens, past_key_values=Rounded(config=model.config), use_cache=True)
+    return output.logits[0, len(prompt) - 1 : -1]
