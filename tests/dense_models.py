@@ -3,6 +3,7 @@
 from functools import cache
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from kvcache.integrations.transformers.tiny_models import tiny_model
@@ -12,6 +13,7 @@ MODELS = (
     *("llama", "qwen3", "gemma3", "deepseek_v3", "bamba", "qwen3_next"),
     *("gpt_oss", "llama4", "falcon_h1"),
 )
+RECURRENT = ("bamba", "qwen3_next", "falcon_h1")
 VOCAB_SIZE = 512
 # Threads of several test processes would wait for each other at each small product.
 torch.set_num_threads(1)
@@ -20,7 +22,34 @@ torch.set_num_threads(1)
 @cache
 def dense(name: str, num_layers: int = 4) -> PreTrainedModel:
     """A model in float64, so that no near-tie of two tokens flips by rounding."""
-    return tiny_model(name, dtype=torch.float64, **sizes_of(name, num_layers))
+    model = tiny_model(name, dtype=torch.float64, **sizes_of(name, num_layers))
+    if name in RECURRENT:
+        forward = model.forward
+
+        def in_float64(*args, **kwargs):
+            with Float64():
+                return forward(*args, **kwargs)
+
+        model.forward = in_float64
+    return model
+
+
+class Float64(TorchFunctionMode):
+    """Recurrent layers compute in float32 whatever the model's dtype; here they stay in float64.
+
+    Otherwise a model's logits differ by up to 1e-4 with the chunks that a prompt is computed in, by the
+    model's own cache, too.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.float, torch.Tensor.to) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 def sizes_of(name: str, num_layers: int) -> dict[str, object]:

@@ -428,10 +428,10 @@ def test_many_wrong_requests_are_summed_up(capsys, monkeypatch):
 # --- demo and doctor ------------------------------------------------------------------------------
 
 
-def test_the_demo_says_what_it_showed(capsys, monkeypatch):
+def test_the_demo_of_a_replay_says_what_it_showed(capsys, monkeypatch):
     pytest.importorskip("rich")
     monkeypatch.setattr("kvcache.cli.replay._DEMO", ["--requests", "100", "--verify"])
-    assert main(["demo"]) == 0
+    assert main(["demo", "--replay"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "Shown: 100 turns of interleaved chats" in out
     assert "had exactly its own K and V." in out
@@ -502,7 +502,11 @@ def test_zero_is_no_count(capsys, option):
             "'--fly' is unknown: expected an option that `kvcache replay --help`",
         ),
         (["replay", "--lim", "3"], "'--lim' is unknown"),
-        (["demo", "--json"], "'--json' is unknown"),
+        (["demo", "--fly"], "'--fly' is unknown"),
+        (["demo", "--replay", "--json"], "--json is given with --replay"),
+        (["demo", "--replay", "--users", "2"], "--users is given with --replay"),
+        (["demo", "--users", "0"], "--users is '0': expected a whole number from 1 to 1000"),
+        (["demo", "--plot", "no/such/a.png"], "--plot is 'no/such/a.png': expected an existing"),
         (["replay", "--limit"], "--limit: expected one argument"),
         (["replay", "--seed", "-1"], "--seed is '-1': expected a whole number from 0 to"),
         (["replay", "--num-blocks", "1"], "--num-blocks is '1': expected a whole number from 2"),

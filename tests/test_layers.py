@@ -38,7 +38,11 @@ MAY_IMPORT = {
     },
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
-    "kvcache.cli": {"kvcache", "kvcache.replay", "kvcache.worker"},
+    "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
+    "kvcache.cli": {
+        *("kvcache", "kvcache.demo", "kvcache.integrations", "kvcache.replay", "kvcache.serving"),
+        "kvcache.worker",
+    },
     "kvcache.__main__": {"kvcache.cli"},
 }
 TORCH_FREE = {

@@ -16,10 +16,11 @@ import sys
 from collections.abc import Sequence
 
 from kvcache.cli.bench import add_bench_options, run_bench
+from kvcache.cli.demo import add_demo_options, run_demo
 from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
 from kvcache.cli.parsing import add_replay_options
-from kvcache.cli.replay import run_demo, run_replay
+from kvcache.cli.replay import run_replay
 
 _INTERRUPTED = 130
 
@@ -73,13 +74,18 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
     _add_replay(commands)
     _add_bench(commands)
-    for name, command, text in (
-        ("demo", run_demo, "replay generated chats with verification, in about ten seconds"),
-        ("doctor", _doctor, "show what is installed and which native libraries are in use"),
-    ):
-        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        sub.set_defaults(command=command)
+    _add_demo(commands)
+    text = "show what is installed and which native libraries are in use"
+    sub = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(command=_doctor)
     return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    text = "serve chats by a real model in a pool too small for them, compared with a dense cache"
+    sub = commands.add_parser("demo", help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(command=run_demo)
+    add_demo_options(sub)
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:

@@ -41,7 +41,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         _asked("locked memory", _locked_memory),
     ]
     tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
-    extras = (("rich", _rich), ("matplotlib", _matplotlib))
+    extras = (("rich", _rich), ("matplotlib", _matplotlib), ("transformers", _transformers))
     return [*rows, *(_asked(name, ask) for name, ask in (*tools, *extras))]
 
 
@@ -149,17 +149,21 @@ def _nvcc() -> str:
 
 
 def _rich() -> str:
-    return _version("rich")
+    return _version("rich", "cli", "tables")
 
 
 def _matplotlib() -> str:
-    return _version("matplotlib")
+    return _version("matplotlib", "cli", "--plot")
 
 
-def _version(distribution: str) -> str:
+def _transformers() -> str:
+    return _version("transformers", "transformers", "kvcache demo")
+
+
+def _version(distribution: str, extra: str, purpose: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     try:
         return version(distribution)
     except PackageNotFoundError:
-        raise LookupError("pip install 'kvcache[cli]'") from None
+        raise LookupError(f"pip install 'kvcache[{extra}]', for {purpose}") from None

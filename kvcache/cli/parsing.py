@@ -106,7 +106,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--plot",
         metavar="FILE.png",
-        type=_plot_file,
+        type=plot_file,
         help="draw the course of the replay, or with --compare hit rates by size",
     )
 
@@ -130,7 +130,7 @@ def _sizes(text: str) -> tuple[int, ...]:
     return tuple(map(number("--sizes", 2, MAX_INT32), text.split(",")))
 
 
-def _plot_file(text: str) -> str:
+def plot_file(text: str) -> str:
     # os.path, not pathlib: a name too long for the system is then no folder, and no exception.
     folder = os.path.dirname(text) or "."
     if os.path.splitext(text)[1].lower() != ".png":

@@ -1,4 +1,4 @@
-"""The commands `kvcache replay` and `kvcache demo`."""
+"""The command `kvcache replay`, and the demo of it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def run_replay(args: argparse.Namespace) -> int:
     return _exit_code(report)
 
 
-def run_demo(_: argparse.Namespace) -> int:
-    """`kvcache demo`; returns the exit code."""
+def run_replay_demo() -> int:
+    """`kvcache demo --replay`; returns the exit code."""
     parser = argparse.ArgumentParser()
     options.add_replay_options(parser)
     args = parser.parse_args(_DEMO)
@@ -119,17 +119,17 @@ def _error_text(error: BaseException, path: str) -> str:
 def _require(args: argparse.Namespace) -> None:
     """MissingError for a module that the work needs, before it begins."""
     if not args.json:
-        _require_module("rich", "tables (--json works without it)", "pip install 'kvcache[cli]'")
+        require_module("rich", "tables (--json works without it)", "pip install 'kvcache[cli]'")
     if args.plot is not None:
-        _require_module("matplotlib", "--plot", "pip install 'kvcache[cli]'")
+        require_module("matplotlib", "--plot", "pip install 'kvcache[cli]'")
     if args.verify:
-        _require_module("torch", "--verify", "pip install torch")
+        require_module("torch", "--verify", "pip install torch")
     if args.device != "cpu":
-        _require_module("torch", f"--device {args.device}", "pip install torch")
+        require_module("torch", f"--device {args.device}", "pip install torch")
         _check_cuda(args.device)
 
 
-def _require_module(module: str, purpose: str, remedy: str) -> None:
+def require_module(module: str, purpose: str, remedy: str) -> None:
     if importlib.util.find_spec(module) is None:
         raise MissingError(f"{module} is not installed, which {purpose} needs: {remedy}")
 

@@ -1,0 +1,15 @@
+"""The demo: chats served by a real model in a pool too small for them, compared with a dense cache."""
+
+from kvcache.demo.chats import Chat, make_chats
+from kvcache.demo.report import DemoReport, report_table, summary
+from kvcache.demo.serve_chats import Course, serve_chats
+
+__all__ = [
+    "Chat",
+    "Course",
+    "DemoReport",
+    "make_chats",
+    "report_table",
+    "serve_chats",
+    "summary",
+]

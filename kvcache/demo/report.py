@@ -1,0 +1,111 @@
+"""The demo's figures, and how they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class DemoReport:
+    """What was served, and how it compares with a dense cache."""
+
+    model: str
+    requests: int
+    sequences: int
+    identical_sequences: int  # whose tokens are those of the model's own dense cache
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+    steps: int
+    seconds: float
+    kvcache_seconds: (
+        float  # of these, in this library: scheduling, tables, swaps; not K and V of layers
+    )
+    pool_bytes: int
+    host_bytes: int
+    dense_bytes: int  # of as many sequences at a time, each with room for its final length
+    swapped_out_sequences: int
+    recomputed_sequences: int
+    swapped_out_pages: int
+    swapped_in_pages: int
+    copied_pages: int
+    forked_sequences: int
+    evicted_blocks: int
+    dense_seconds: float  # of the model with its own cache, one sequence after the other
+
+    @property
+    def hit_rate(self) -> float:
+        """Of the prompts' tokens, those that were found in the cache."""
+        return self.cached_prompt_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Generated tokens."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """All figures, for JSON."""
+        return asdict(self) | {
+            "hit_rate": self.hit_rate,
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def report_table(report: DemoReport) -> Table:
+    """The figures as a table of rich."""
+    from rich.table import Table
+
+    table = Table(title=f"Chats served by {report.model}", show_header=False, min_width=60)
+    table.add_column("figure")
+    table.add_column("value", justify="right", style="cyan")
+    table.add_column("note")
+    for section in _sections(report):
+        for row in section:
+            table.add_row(*row)
+        table.add_section()
+    return table
+
+
+def summary(report: DemoReport) -> str:
+    """The result in a sentence."""
+    return f"identical to a dense cache: {report.identical_sequences:,} of {report.sequences:,} sequences"
+
+
+def _sections(report: DemoReport) -> list[list[tuple[str, str, str]]]:
+    share = report.kvcache_seconds / report.seconds if report.seconds else 0.0
+    times = report.dense_bytes / report.pool_bytes
+    return [
+        [
+            ("requests", f"{report.requests:,}", f"{report.sequences:,} sequences"),
+            ("generated tokens", f"{report.generated_tokens:,}", f"in {report.steps:,} steps"),
+            ("tokens/s", f"{report.tokens_per_second:,.0f}", f"{report.seconds:.1f} seconds"),
+            ("share of kvcache", f"{share:.1%}", "of the time: plans, tables, slots, swaps"),
+        ],
+        [
+            ("prompt tokens", f"{report.prompt_tokens:,}", ""),
+            ("prefix-hit rate", f"{report.hit_rate:.1%}", "found instead of computed"),
+            ("evicted blocks", f"{report.evicted_blocks:,}", "cached, taken for other content"),
+        ],
+        [
+            (
+                "preemptions",
+                f"{report.swapped_out_sequences + report.recomputed_sequences:,}",
+                f"{report.swapped_out_sequences:,} by swap, "
+                f"{report.recomputed_sequences:,} by recompute",
+            ),
+            ("pages out, in", f"{report.swapped_out_pages:,}, {report.swapped_in_pages:,}", "host"),
+            ("forks", f"{report.forked_sequences:,}", f"{report.copied_pages:,} pages copied"),
+        ],
+        [
+            ("pool", _mib(report.pool_bytes), f"and {_mib(report.host_bytes)} on the host"),
+            ("dense cache", _mib(report.dense_bytes), f"for as many at a time: {times:.1f} times"),
+        ],
+    ]
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.2f} MiB"

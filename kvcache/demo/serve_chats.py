@@ -1,0 +1,206 @@
+"""Serves chats by an engine, and compares every answer with the model's own dense cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kvcache.demo.chats import Chat, answer_length, make_chats
+from kvcache.demo.report import DemoReport
+from kvcache.serving import Engine, Generation, SamplingParams, State
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_HOST_SHARE = 4  # the host's tier, in pools
+
+
+@dataclass(slots=True)
+class Course:
+    """The state after each step; lists of one length."""
+
+    num_blocks: int = 0
+    held: list[int] = field(default_factory=list)  # blocks of sequences that are no hits
+    held_cached: list[int] = field(default_factory=list)  # blocks of sequences that can be hits
+    cached: list[int] = field(default_factory=list)  # free blocks that can be hits
+    hit_tokens: list[int] = field(default_factory=list)  # so far
+    prompt_tokens: list[int] = field(default_factory=list)  # so far, of the requests admitted
+    pages_out: list[int] = field(default_factory=list)  # so far
+    pages_in: list[int] = field(default_factory=list)  # so far
+    swapped: list[int] = field(default_factory=list)  # sequences on the host
+    waiting: list[int] = field(default_factory=list)  # sequences without a row
+
+
+def serve_chats(
+    model: PreTrainedModel,
+    name: str,
+    *,
+    num_users: int = 16,
+    num_turns: int = 4,
+    max_chat_tokens: int = 320,
+    seed: int = 0,
+    pool_share: float = 0.2,
+    course: Course | None = None,
+    on_step: Callable[[Engine, int], None] | None = None,
+    on_compared: Callable[[], None] | None = None,
+) -> DemoReport:
+    """Serves `num_users` chats at a time in a pool for `pool_share` of them, then compares.
+
+    Answers are greedy; a user who wants several gets them drawn by a seed. `on_step` gets the engine and
+    the number of turns that ended in the step, `on_compared` is called for each turn compared.
+    """
+    from kvcache.integrations.transformers import attach, layer_specs
+    from kvcache.memory_plan import plan_cache
+
+    max_chat_tokens = min(max_chat_tokens, model.config.get_text_config().max_position_embeddings)
+    sizes = {"max_model_len": max_chat_tokens, "max_num_batched_tokens": 256}
+    plan = plan_cache(layer_specs(model), 2**40, **sizes)
+    needed = num_users * plan.pages_per_request(max_chat_tokens)
+    num_pages = max(int(needed * pool_share), plan.pages_per_request(max_chat_tokens)) + 1
+    paged = attach(
+        model,
+        num_pages * plan.page_bytes,
+        max_num_seqs=3 * num_users,
+        host_budget=_HOST_SHARE * num_pages * plan.page_bytes,
+        eviction="learned",
+        host_write="back",
+        **sizes,
+    )
+    engine = Engine(paged)
+    chats = make_chats(num_users, num_turns, max_chat_tokens, engine.model.vocab_size, seed)
+    max_tokens = answer_length(num_turns, max_chat_tokens)
+    start = time.perf_counter()
+    try:
+        most_tokens = _serve(engine, chats, max_tokens, seed, course, on_step)
+    finally:
+        paged.detach()
+    seconds = time.perf_counter() - start
+    dense_start = time.perf_counter()
+    num_sequences = num_identical = 0
+    for chat in chats:
+        for turn, (prompt, answers) in enumerate(chat.turns):
+            params = _params(chat, turn, max_tokens, seed)
+            for index, answer in enumerate(answers):
+                num_sequences += 1
+                num_identical += answer == _dense_answer(model, prompt, params, index)
+            if on_compared is not None:
+                on_compared()
+    metrics, manager = engine.metrics, paged.cache.manager
+    token_bytes = sum(layer.bytes_per_token for layer in paged.cache.plan.layers)
+    return DemoReport(
+        model=name,
+        requests=metrics.requests,
+        sequences=num_sequences,
+        identical_sequences=num_identical,
+        prompt_tokens=metrics.prompt_tokens,
+        cached_prompt_tokens=metrics.cached_prompt_tokens,
+        generated_tokens=metrics.generated_tokens,
+        steps=metrics.steps,
+        seconds=seconds,
+        kvcache_seconds=metrics.schedule_seconds,
+        pool_bytes=num_pages * plan.page_bytes,
+        host_bytes=_HOST_SHARE * num_pages * plan.page_bytes,
+        dense_bytes=most_tokens * token_bytes,
+        swapped_out_sequences=metrics.swapped_out_sequences,
+        recomputed_sequences=metrics.recomputed_sequences,
+        swapped_out_pages=metrics.swapped_out_pages,
+        swapped_in_pages=metrics.swapped_in_pages,
+        copied_pages=metrics.copied_pages,
+        forked_sequences=metrics.forked_sequences,
+        evicted_blocks=manager.pool.num_evicted,
+        dense_seconds=time.perf_counter() - dense_start,
+    )
+
+
+def _serve(
+    engine: Engine,
+    chats: list[Chat],
+    max_tokens: int,
+    seed: int,
+    course: Course | None,
+    on_step: Callable[[Engine, int], None] | None,
+) -> int:
+    """Until every chat is over; the most tokens that sequences at one time have in the end."""
+    serving: dict[str, tuple[Chat, Generation]] = {}
+
+    def begin(chat: Chat) -> None:
+        params = _params(chat, len(chat.turns), max_tokens, seed)
+        generation = engine.add(chat.next_prompt(), params)
+        serving[generation.request_id] = (chat, generation)
+
+    most = 0
+    for chat in chats:
+        begin(chat)
+    while serving:
+        engine.step()
+        ended = [name for name, (_, generation) in serving.items() if generation.is_finished]
+        most = max(most, sum(_final_tokens(each) for _, each in serving.values()))
+        for name in ended:
+            chat, generation = serving.pop(name)
+            chat.end_turn(
+                generation.prompt.tolist(), [each.token_ids for each in generation.samples]
+            )
+            if not chat.is_over:
+                begin(chat)
+        if course is not None:
+            _note(course, engine)
+        if on_step is not None:
+            on_step(engine, len(ended))
+    return most
+
+
+def _final_tokens(generation: Generation) -> int:
+    params = generation.params
+    return params.n * (len(generation.prompt) + params.max_tokens)
+
+
+def _params(chat: Chat, turn: int, max_tokens: int, seed: int) -> SamplingParams:
+    if chat.num_samples == 1:
+        return SamplingParams(max_tokens=max_tokens)
+    return SamplingParams(
+        max_tokens=max_tokens, n=chat.num_samples, temperature=0.8, top_p=0.95, seed=seed + turn
+    )
+
+
+def _dense_answer(
+    model: PreTrainedModel, prompt: list[int], params: SamplingParams, index: int
+) -> list[int]:
+    """The answer by the model's own cache, token after token."""
+    import torch
+    from transformers import DynamicCache
+
+    from kvcache.serving.sampling import Sampler
+
+    sampler = Sampler(params, index)
+    cache = DynamicCache(config=model.config)
+    answer: list[int] = []
+    tokens = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        while len(answer) < params.max_tokens:
+            output = model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            answer.append(sampler.token(output.logits[0, -1]))
+            tokens = torch.tensor([[answer[-1]]], device=model.device)
+    return answer
+
+
+def _note(course: Course, engine: Engine) -> None:
+    pool, metrics, scheduler = engine.cache.manager.pool, engine.metrics, engine.scheduler
+    stats = engine.cache.manager.stats
+    ids = np.arange(1, pool.num_blocks)
+    is_held = pool.ref_counts(ids) > 0
+    is_cached = engine.cache.manager.hashes_of_blocks(ids).groups >= 0
+    course.num_blocks = pool.num_total
+    course.held.append(int((is_held & ~is_cached).sum()))
+    course.held_cached.append(int((is_held & is_cached).sum()))
+    course.cached.append(int((~is_held & is_cached).sum()))
+    course.hit_tokens.append(stats.hit_tokens)
+    course.prompt_tokens.append(stats.query_tokens)
+    course.pages_out.append(metrics.swapped_out_pages)
+    course.pages_in.append(metrics.swapped_in_pages)
+    course.swapped.append(sum(each.state is State.SWAPPED for each in scheduler.admitted))
+    course.waiting.append(len(scheduler.waiting))
