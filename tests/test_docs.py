@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import kvcache
-from kvcache import allocator, kinds, ops, transfer, worker
+from kvcache import allocator, kinds, ops, serving, transfer, worker
 from tests.shared import REPO
 
 DOCS = REPO / "docs"
@@ -43,7 +43,7 @@ def test_the_code_of_a_page_runs_in_order(page):
 
 def test_the_pages_that_promise_code_have_some():
     names = {page.name for page in WITH_CODE}
-    assert {"README.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
+    assert {"README.md", "serving.md", "tutorial.md", "coming_from.md", "hybrid_models.md"} <= names
 
 
 def test_an_error_in_a_page_names_its_line(tmp_path):
@@ -60,7 +60,9 @@ def referenced() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", [kvcache, allocator, kinds, worker, transfer], ids=lambda module: module.__name__
+    "module",
+    [kvcache, allocator, kinds, worker, transfer, serving],
+    ids=lambda module: module.__name__,
 )
 def test_every_public_name_is_in_the_reference(module):
     values = {name: getattr(module, name) for name in module.__all__}
