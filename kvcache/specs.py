@@ -16,7 +16,6 @@ MAX_GROUPS = 32  # kMaxGroups in csrc/ops/table_groups.h
 LAYOUTS = ("NHD", "HND")  # order in memory of tokens (N), heads (H), elements (D) in a block
 
 ELEMENT_BYTES = {
-    "float64": 8,
     "float32": 4,
     "float16": 2,
     "bfloat16": 2,
@@ -24,6 +23,7 @@ ELEMENT_BYTES = {
     "float8_e5m2": 1,
     "uint8": 1,
     "int8": 1,
+    "float64": 8,
 }
 
 

@@ -1,6 +1,6 @@
 """Tiny models with their own dense caches: what an engine's answers are compared with."""
 
-from functools import cache
+from functools import cache, wraps
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -26,6 +26,7 @@ def dense(name: str, num_layers: int = 4) -> PreTrainedModel:
     if name in RECURRENT:
         forward = model.forward
 
+        @wraps(forward)
         def in_float64(*args, **kwargs):
             with Float64():
                 return forward(*args, **kwargs)

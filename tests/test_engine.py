@@ -80,23 +80,24 @@ def mostly_right(answers, rng):
     return draft
 
 
-def check_all_the_ways(name, count, paged):
+def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
     """Every prompt by swap and by recompute, with drafts and without, and again from the cache."""
     model = dense(name)
     prompts = prompts_of(MODELS.index(name), count)
-    answers = [greedy(model, prompt, 40) for prompt in prompts]
+    answers = [greedy(model, prompt, max_tokens) for prompt in prompts]
     rng = np.random.default_rng(0)
     drafter = mostly_right(list(zip(prompts, answers)), rng)
     for preemption, drafts in (("swap", None), ("recompute", None), ("swap", drafter)):
-        engine = Engine(paged(name), preemption=preemption, drafter=drafts)
+        model_in_pool = paged(name, requests=requests, num_drafts=4 if drafts else 0)
+        engine = Engine(model_in_pool, preemption=preemption, drafter=drafts)
         for _ in range(2):
-            found = engine.generate(prompts, SamplingParams(max_tokens=40))
+            found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
             assert [each.samples[0].token_ids for each in found] == answers
         metrics = engine.metrics
         assert metrics.cached_prompt_tokens > 0
         if preemption == "recompute":
             assert metrics.recomputed_sequences > 0 == metrics.swapped_out_sequences
-        else:
+        elif not drafts:  # pages planned for drafts leave room
             assert metrics.swapped_out_sequences > 0 and metrics.swapped_in_pages > 0
         assert bool(drafts) == (metrics.accepted_drafts > 0)
         assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
@@ -104,7 +105,7 @@ def check_all_the_ways(name, count, paged):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_the_dense_cache(name, paged):
-    check_all_the_ways(name, 9, paged)
+    check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
 
 
 @pytest.mark.exhaustive
@@ -113,7 +114,7 @@ def test_answers_of_200_sequences_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 200, paged)
 
 
-@pytest.mark.parametrize("seed", range(18))
+@pytest.mark.parametrize("seed", range(9))
 def test_random_runs(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
 
@@ -158,16 +159,23 @@ def test_samples_share_the_prompts_blocks_and_copy_what_they_write(paged):
     assert engine.metrics.computed_tokens == 40 + 4 * 3
 
 
+# In `make test` a few, each with another kind of cache.
+SOME = [
+    pytest.param(name, marks=[] if name in ("llama", "gemma3", "bamba") else pytest.mark.exhaustive)
+    for name in MODELS[:6]
+]
+
+
 class TestDefectsAreNoticed:
     """Each part of the cache is broken in turn; answers must then differ."""
 
     def answers(self, name, break_it, drafter=None, **params):
-        model, prompts = dense(name), prompts_of(3, 9)
-        paged = tight(name)
+        model, prompts = dense(name), prompts_of(3, 7)
+        paged = tight(name, requests=1.3, num_drafts=4 if drafter else 0)
         break_it(paged.cache)
         try:
             engine = Engine(paged, drafter=drafter)
-            found = engine.generate(prompts, SamplingParams(max_tokens=40, **params))
+            found = engine.generate(prompts, SamplingParams(max_tokens=30, **params))
             right = True
             for prompt, each in zip(prompts, found):
                 for sample in each.samples:
@@ -177,11 +185,11 @@ class TestDefectsAreNoticed:
         finally:
             paged.detach()
 
-    @pytest.mark.parametrize("name", MODELS[:6])
+    @pytest.mark.parametrize("name", SOME)
     def test_nothing_broken(self, name):
         assert self.answers(name, lambda cache: None)[0]
 
-    @pytest.mark.parametrize("name", MODELS[:6])
+    @pytest.mark.parametrize("name", SOME)
     def test_a_slot_that_is_wrong(self, name):
         def break_it(cache):
             compute = cache.tables.compute_slot_mapping
@@ -193,7 +201,7 @@ class TestDefectsAreNoticed:
 
         assert not self.answers(name, break_it)[0]
 
-    @pytest.mark.parametrize("name", MODELS[:6])
+    @pytest.mark.parametrize("name", SOME)
     def test_a_swap_in_that_does_not_happen(self, name):
         def break_it(cache):
             cache.worker._swap_in = lambda moves, step: None
@@ -201,36 +209,34 @@ class TestDefectsAreNoticed:
         right, metrics = self.answers(name, break_it)
         assert metrics.swapped_in_pages and not right
 
-    @pytest.mark.parametrize("name", MODELS[:6])
+    @pytest.mark.parametrize("name", SOME)
     def test_a_copy_on_write_that_does_not_happen(self, name):
         def break_it(cache):
             cache.worker._copy = lambda moves: None
 
         # The copies of samples that draw the same: each writes what the others would.
-        drafter = mostly_right([(p, greedy(dense(name), p, 40)) for p in prompts_of(3, 9)], RNG())
+        drafter = mostly_right(
+            [(p, greedy(dense(name), p, 30)) for p in prompts_of(3, 7)], np.random.default_rng(0)
+        )
         right, metrics = self.answers(name, break_it, drafter=drafter, n=3)
         assert metrics.copied_pages and not right
 
-    @pytest.mark.parametrize("name", MODELS[:6])
+    @pytest.mark.parametrize("name", SOME)
     def test_rows_of_a_table_that_stay_as_they_were(self, name):
         def break_it(cache):
             apply, count = cache.tables.apply, [0]
 
             def stale(plan, num_blocks):
-                count[0] += 1
-                if count[0] % 5 == 4 and len(plan.append_rows):
+                if any(len(ids) > 1 for ids in plan.append_ids):
+                    count[0] += 1
                     for ids in plan.append_ids:
-                        if len(ids) > 1:
+                        if len(ids) > 1 and count[0] % 2:
                             ids[-1] = ids[0]
                 apply(plan, num_blocks)
 
             cache.tables.apply = stale
 
         assert not self.answers(name, break_it)[0]
-
-
-def RNG():
-    return np.random.default_rng(0)
 
 
 class TestLowPrecision:

@@ -676,7 +676,7 @@ def test_sizes_and_dtypes_of_mla_mean_what_they_mean_in_specs_and_storage():
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.complex64, torch.float64, torch.int32, torch.bool, "complex64"]
+    "dtype", [torch.complex64, torch.int64, torch.int32, torch.bool, "complex64"]
 )
 def test_a_dtype_that_no_cache_has_is_named(dtype):
     name = str(dtype).removeprefix("torch.")

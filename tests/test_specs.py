@@ -154,10 +154,10 @@ def test_a_layer_is_a_value():
         ({"replicated": "no"}, TypeError, "replicated is 'no': expected True or False"),
         ({"dtype": ["x"]}, TypeError, "dtype is ['x']: expected a torch.dtype or its name"),
         (
-            {"dtype": "float64"},
+            {"dtype": "int64"},
             ValueError,
-            "dtype is 'float64': expected one of float32, float16, bfloat16, float8_e4m3fn, "
-            "float8_e5m2, uint8, int8",
+            "dtype is 'int64': expected one of float32, float16, bfloat16, float8_e4m3fn, "
+            "float8_e5m2, uint8, int8, float64",
         ),
         (
             {"kind": "sliding_window"},

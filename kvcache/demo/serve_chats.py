@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvcache.demo.chats import Chat, answer_length, make_chats
 from kvcache.demo.report import DemoReport
-from kvcache.serving import Engine, Generation, SamplingParams, State
+from kvcache.serving import Engine, Generation, SamplingParams, State, pool_states
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -191,13 +189,11 @@ def _dense_answer(
 def _note(course: Course, engine: Engine) -> None:
     pool, metrics, scheduler = engine.cache.manager.pool, engine.metrics, engine.scheduler
     stats = engine.cache.manager.stats
-    ids = np.arange(1, pool.num_blocks)
-    is_held = pool.ref_counts(ids) > 0
-    is_cached = engine.cache.manager.hashes_of_blocks(ids).groups >= 0
+    states = pool_states(engine.cache.manager)
     course.num_blocks = pool.num_total
-    course.held.append(int((is_held & ~is_cached).sum()))
-    course.held_cached.append(int((is_held & is_cached).sum()))
-    course.cached.append(int((~is_held & is_cached).sum()))
+    course.held.append(states.held)
+    course.held_cached.append(states.held_cached)
+    course.cached.append(states.cached)
     course.hit_tokens.append(stats.hit_tokens)
     course.prompt_tokens.append(stats.query_tokens)
     course.pages_out.append(metrics.swapped_out_pages)

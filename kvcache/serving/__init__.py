@@ -4,6 +4,7 @@ from kvcache.serving.batch import Batch, Context
 from kvcache.serving.drafters import NgramDrafter
 from kvcache.serving.engine import Delta, Engine, Generation, Sample
 from kvcache.serving.metrics import Metrics
+from kvcache.serving.pool_states import PoolStates, pool_states
 from kvcache.serving.sampling import SamplingParams
 from kvcache.serving.scheduler import ScheduledStep, Scheduler
 from kvcache.serving.sequence import Sequence, State
@@ -16,10 +17,12 @@ __all__ = [
     "Generation",
     "Metrics",
     "NgramDrafter",
+    "PoolStates",
     "Sample",
     "SamplingParams",
     "ScheduledStep",
     "Scheduler",
     "Sequence",
     "State",
+    "pool_states",
 ]

@@ -193,6 +193,16 @@ class Engine:
         self.metrics.aborted_requests += 1
         return True
 
+    def stop(self, request_id: str, index: int) -> bool:
+        """Ends one sample of a request, as at a stop token; False where it has ended, and of beams."""
+        generation = self._generations.get(request_id)
+        if generation is None or generation.beams is not None or index >= len(generation.samples):
+            return False
+        if generation.samples[index].finish_reason is not None:
+            return False
+        self._end(generation.samples[index], "stop")
+        return True
+
     def generate(
         self,
         prompts: SequenceOf[SequenceOf[int] | np.ndarray],

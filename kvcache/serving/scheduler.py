@@ -130,6 +130,10 @@ class Scheduler:
             if not (asked and (swapped or self._is_short)):
                 new = self._new(budget)
         if not (asked or new or leaving):
+            if self.waiting and self.admitted:
+                # Beams that wait for each other hold all rows: one is computed again later.
+                self._recompute(max(self.admitted, key=lambda each: each.rank))
+                return self.schedule()
             if self.num_unfinished:
                 raise RuntimeError(
                     f"none of {self.num_unfinished} sequences has tokens to compute, or a row to get: "
@@ -180,6 +184,7 @@ class Scheduler:
         of the child's tokens will be its hit.
         """
         parent.num_rows = max(1, parent.num_rows - child.num_rows)
+        child.has_begun = True
         is_there = parent.state is State.RUNNING
         if is_there and self.manager.fork(parent.request, child.request) >= 0:
             child.state = State.RUNNING
@@ -257,7 +262,7 @@ class Scheduler:
     def _new(self, budget: int) -> list[tuple[Sequence, int]]:
         rows = self._max_num_rows - sum(each.num_rows for each in self.admitted)
         new = []
-        for sequence in self.waiting:
+        for sequence in sorted(self.waiting, key=lambda each: not each.has_begun):
             rows -= sequence.num_rows
             if rows < 0 or budget == 0:
                 break
@@ -315,26 +320,32 @@ class Scheduler:
             if sequence.state is State.WAITING:
                 self.waiting.remove(sequence)
                 self._insert(self.admitted, sequence)
+                sequence.has_begun = True
                 if sequence.num_cached_tokens is None:
                     sequence.num_cached_tokens = start
             sequence.state = State.RUNNING
         for sequence in refused:
             self.finish(sequence)
-        self._choose_victim(stuck)
+        self._choose_victim(stuck, nothing_done=not (entries or leaving or refused))
         step = self._in_flight = _scheduled(plan, entries, refused)
         return step
 
-    def _choose_victim(self, stuck: list[Sequence]) -> None:
-        """The running sequence of the last rank, if one that waits for blocks comes before it."""
-        running = [each for each in stuck if each.state is State.RUNNING]
-        self._is_short = bool(running)
-        if not running:
+    def _choose_victim(self, stuck: list[Sequence], nothing_done: bool) -> None:
+        """The running sequence of the last rank, if one that waits for blocks comes before it.
+
+        Also where no sequence was served: then those that hold blocks have nothing to compute, beams
+        that wait for one without blocks.
+        """
+        self._is_short = any(each.state is State.RUNNING for each in stuck)
+        if not (self._is_short or nothing_done):
             return
-        first = min(running, key=lambda each: each.rank)
+        first = min(stuck, key=lambda each: (each.state is not State.RUNNING, each.rank))
         behind = [
             each
             for each in self.admitted
-            if each.state is State.RUNNING and each is not first and each.rank >= first.rank
+            if each.state is State.RUNNING
+            and each is not first
+            and (nothing_done or each.rank >= first.rank)
         ]
         self._victim = max(behind, key=lambda each: each.rank, default=None)
 

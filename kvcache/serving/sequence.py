@@ -38,5 +38,6 @@ class Sequence:
     num_rows: int = 1
     drafts: list[int] = field(default_factory=list)
     state: State = State.WAITING
+    has_begun: bool = False  # it was admitted once, or forked; goes before those that have not
     num_preemptions: int = 0
     num_cached_tokens: int | None = None  # hit when it was first admitted; None before
