@@ -5,6 +5,8 @@ import logging
 
 import pytest
 
+pytest.importorskip("transformers")  # before what needs it is imported
+
 from kvcache.cli import main
 from kvcache.demo import Course, make_chats, serve_chats
 from kvcache.demo.chats import answer_length

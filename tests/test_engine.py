@@ -6,18 +6,23 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("transformers")  # before what needs it is imported
+
 from kvcache import plan_cache
 from kvcache.integrations.transformers import attach, layer_specs
+from kvcache.integrations.transformers.tiny_models import tiny_model
 from kvcache.serving import Engine, NgramDrafter, SamplingParams
-from tests.dense_models import MODELS, VOCAB_SIZE, beam_search, dense, greedy, logits_of
+from tests.dense_models import MODELS, VOCAB_SIZE, Float64, beam_search, dense, greedy, logits_of
 from tests.engine_driver import EngineRun
 
 logging.getLogger("transformers").setLevel(logging.ERROR)
 
 
-def tight(name, *, requests=1.7, host="8MiB", max_model_len=128, num_drafts=4, **options):
+def tight(
+    name, *, requests=1.7, host="8MiB", max_model_len=128, num_drafts=4, model=None, **options
+):
     """A model in a pool for so many requests of the greatest length."""
-    model = dense(name)
+    model = model or dense(name)
     sizes = {"num_speculative_tokens": num_drafts}
     plan = plan_cache(
         layer_specs(model, **sizes), 2**30, max_model_len=max_model_len, max_num_batched_tokens=64
@@ -93,8 +98,12 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
         for _ in range(2):
             found = engine.generate(prompts, SamplingParams(max_tokens=max_tokens))
             assert [each.samples[0].token_ids for each in found] == answers
+        longest = max(range(count), key=lambda i: len(prompts[i]))
+        for _ in range(2):  # alone, so that nothing pushes it out of the cache
+            (found,) = engine.generate([prompts[longest]], SamplingParams(max_tokens=max_tokens))
+            assert found.samples[0].token_ids == answers[longest]
         metrics = engine.metrics
-        assert metrics.cached_prompt_tokens > 0
+        assert found.num_cached_tokens > 0 and metrics.cached_prompt_tokens > 0
         if preemption == "recompute":
             assert metrics.recomputed_sequences > 0 == metrics.swapped_out_sequences
         elif not drafts:  # pages planned for drafts leave room
@@ -106,6 +115,24 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
 @pytest.mark.parametrize("name", MODELS)
 def test_answers_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name,preemption",
+    [("llama", "recompute"), ("gemma3", "swap"), ("deepseek_v3", "swap"), ("bamba", "swap")],
+)
+def test_answers_on_a_gpu_are_those_of_the_dense_cache(name, preemption, paged):
+    prompts = prompts_of(MODELS.index(name), 5)
+    answers = [greedy(dense(name), prompt, 16) for prompt in prompts]
+    model = tiny_model(name, dtype=torch.float64).to("cuda")
+    engine = Engine(paged(name, model=model, requests=1.3, num_drafts=0), preemption=preemption)
+    with Float64():
+        for _ in range(2):
+            found = engine.generate(prompts, SamplingParams(max_tokens=16))
+            assert [each.samples[0].token_ids for each in found] == answers
+    metrics = engine.metrics
+    assert metrics.swapped_out_sequences + metrics.recomputed_sequences > 0
 
 
 @pytest.mark.exhaustive
@@ -245,8 +272,6 @@ class TestLowPrecision:
     @torch.inference_mode()
     @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
     def test_logits(self, dtype):
-        from kvcache.integrations.transformers.tiny_models import tiny_model
-
         exact = tiny_model("llama", dtype=torch.float32)
         model = tiny_model("llama", dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         paged = attach(model, "2MiB", max_model_len=128, kv_cache_dtype=dtype)

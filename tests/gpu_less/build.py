@@ -34,6 +34,7 @@ TORCH_INDEX = os.environ.get(
     "KVCACHE_GPULESS_TORCH_INDEX", "https://download.pytorch.org/whl/cu130"
 )
 PACKAGES = ["setuptools>=77", "wheel", "numpy", "pybind11>=2.13", "ninja", "pytest", "hypothesis"]
+MODELS = "transformers>=5.23,<6"  # tests that need it are skipped without it
 
 
 class Unavailable(Exception):
@@ -109,8 +110,14 @@ def _environment() -> Path:
     """The Python of that environment, which is made at the first use."""
     folder = environment_folder()
     python = folder / "bin" / "python"
-    if python.exists() and _has_torch(python):
-        return python
+    if not python.exists() or not _has_torch(python):
+        _install_torch(folder, python)
+    with contextlib.suppress(Unavailable):
+        _call([str(python), "-m", "pip", "install", "--quiet", "--retries", "1", MODELS])
+    return python
+
+
+def _install_torch(folder: Path, python: Path) -> None:
     print(f"gpu-less: installing {TORCH} into {folder}, once (gigabytes)", flush=True)
     pip = [str(python), "-m", "pip", "install", "--quiet"]
     _call([sys.executable, "-m", "venv", str(folder)])
@@ -122,7 +129,6 @@ def _environment() -> Path:
         _call([*pip, "--force-reinstall", "--extra-index-url", TORCH_INDEX, TORCH])
     if not _has_torch(python):
         raise Unavailable(f"{TORCH} in {folder} is not a CUDA build of CUDA 13")
-    return python
 
 
 def _call(command: list[str]) -> None:

@@ -74,6 +74,9 @@ class CudaOnCpu(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
+        if torch.is_inference_mode_enabled() and func._can_decompose():
+            with self:  # otherwise torch has done so before it comes here
+                return func.decompose(*args, **kwargs)
         if not _is_ours(func, args, kwargs) or _is_one_copy(func, args, kwargs):
             return func(*args, **kwargs)
         stream = torch.cuda.current_stream().cuda_stream
