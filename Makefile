@@ -45,7 +45,7 @@ $(VENV)/.deps: pyproject.toml
 	touch $@
 
 $(VENV)/.built: $(VENV)/.deps setup.py kvcache/native/build.py $(NATIVE)
-	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,transformers,dev]"
+	$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[cli,serve,dev]"
 	touch $@
 
 lint: setup

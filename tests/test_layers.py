@@ -39,9 +39,10 @@ MAY_IMPORT = {
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
+    "kvcache.serve": {"kvcache.serving"},
     "kvcache.cli": {
-        *("kvcache", "kvcache.demo", "kvcache.integrations", "kvcache.replay", "kvcache.serving"),
-        "kvcache.worker",
+        *("kvcache", "kvcache.demo", "kvcache.integrations", "kvcache.replay", "kvcache.serve"),
+        *("kvcache.serving", "kvcache.worker"),
     },
     "kvcache.__main__": {"kvcache.cli"},
 }

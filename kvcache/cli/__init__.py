@@ -1,4 +1,4 @@
-"""The command `kvcache`: replay a workload, a demo, measurements, a look at the installation.
+"""The command `kvcache`: replay a workload, a demo, a server, measurements, a look at the installation.
 
 Exit codes: 0; 1 when verification found wrong KV, something is missing or the output cannot be
 written; 2 for wrong usage or a malformed trace; 130 when interrupted or when the output is
@@ -21,6 +21,7 @@ from kvcache.cli.errors import MissingError, OutputError, UsageError, quoted
 from kvcache.cli.output import say, show, writing
 from kvcache.cli.parsing import add_replay_options
 from kvcache.cli.replay import run_replay
+from kvcache.cli.serve import add_serve_options, run_serve
 
 _INTERRUPTED = 130
 
@@ -75,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_bench(commands)
     _add_demo(commands)
+    _add_serve(commands)
     text = "show what is installed and which native libraries are in use"
     sub = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
     sub.set_defaults(command=_doctor)
@@ -86,6 +88,13 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     sub = commands.add_parser("demo", help=text, description=text, allow_abbrev=False)
     sub.set_defaults(command=run_demo)
     add_demo_options(sub)
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    text = "serve a model at OpenAI's endpoints, with a page that shows its cache; a reference"
+    sub = commands.add_parser("serve", help=text, description=text, allow_abbrev=False)
+    sub.set_defaults(command=run_serve)
+    add_serve_options(sub)
 
 
 def _add_replay(commands: argparse._SubParsersAction) -> None:

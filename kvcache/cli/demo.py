@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.models import load_model
+from kvcache.cli.modules import require_module
 from kvcache.cli.output import show, writing
 from kvcache.cli.parsing import MAX_INT64, number, plot_file
-from kvcache.cli.replay import require_module, run_replay_demo
+from kvcache.cli.replay import run_replay_demo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from transformers import PreTrainedModel
 
     from kvcache.serving import Engine
 
@@ -76,7 +74,7 @@ def run_demo(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace) -> int:
     from kvcache import demo
 
-    model = _model(args.model)
+    model = load_model(args.model, "--model")
     users, turns = args.users or _USERS, args.turns or _TURNS
     course = None if args.plot is None else demo.Course()
     with _progress(users * turns, args.json) as (on_step, on_compared):
@@ -109,34 +107,6 @@ def _serve(args: argparse.Namespace) -> int:
         show(demo.report_table(report))
         show(demo.summary(report))
     return 0 if report.identical_sequences == report.sequences else 1
-
-
-def _model(name: str) -> PreTrainedModel:
-    """A tiny model in float64, so that no rounding tells answers apart; or a checkpoint's folder."""
-    import torch
-
-    # What transformers says of optional parts of its own means nothing here.
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    from kvcache.integrations.transformers.tiny_models import tiny_model, tiny_model_names
-
-    if name in tiny_model_names():
-        torch.set_num_threads(1)  # products so small are slower with more
-        return tiny_model(name, dtype=torch.float64)
-    if not os.path.isdir(name):
-        raise UsageError(
-            f"--model is {quoted(name)}: expected one of {', '.join(tiny_model_names())}, or a folder"
-        )
-    from transformers import AutoModelForCausalLM
-
-    try:
-        return AutoModelForCausalLM.from_pretrained(
-            name, dtype=torch.float32, local_files_only=True
-        ).eval()
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--model is {quoted(name)}: expected the folder of a checkpoint that transformers loads "
-            f"({error})"
-        ) from None
 
 
 @contextmanager

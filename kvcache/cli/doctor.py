@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+# Distribution -> the extra that it is of, and what wants it.
+_EXTRAS = {
+    "rich": ("cli", "tables"),
+    "matplotlib": ("cli", "--plot"),
+    "transformers": ("transformers", "kvcache demo and kvcache serve"),
+    "fastapi": ("serve", "kvcache serve"),
+    "uvicorn": ("serve", "kvcache serve"),
+    "prometheus-client": ("serve", "kvcache serve"),
+}
 
 
 def table(rows: list[tuple[str, str, bool]]) -> Table:
@@ -41,7 +52,7 @@ def diagnosis() -> list[tuple[str, str, bool]]:
         _asked("locked memory", _locked_memory),
     ]
     tools = (("C++ compiler", _compiler), ("ninja", _ninja), ("nvcc", _nvcc))
-    extras = (("rich", _rich), ("matplotlib", _matplotlib), ("transformers", _transformers))
+    extras = ((name, partial(_version, name, *of)) for name, of in _EXTRAS.items())
     return [*rows, *(_asked(name, ask) for name, ask in (*tools, *extras))]
 
 
@@ -146,18 +157,6 @@ def _nvcc() -> str:
     if home is None:
         raise LookupError("only CUDA builds want it")
     return f"{home / 'bin' / 'nvcc'}, compiles for {', '.join(build.cuda_archs())}"
-
-
-def _rich() -> str:
-    return _version("rich", "cli", "tables")
-
-
-def _matplotlib() -> str:
-    return _version("matplotlib", "cli", "--plot")
-
-
-def _transformers() -> str:
-    return _version("transformers", "transformers", "kvcache demo")
 
 
 def _version(distribution: str, extra: str, purpose: str) -> str:

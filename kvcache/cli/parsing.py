@@ -56,22 +56,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         action="append",
         help="run a Python file first, which registers attention kinds for --groups",
     )
-    for option, metavar, text in (
-        (
-            "--eviction",
-            "P",
-            "policy[:option=value]... that chooses the cached block to evict; default lru",
-        ),
-        ("--host-eviction", "P", "the same of the host tier"),
-        (
-            "--host-write",
-            "MODE",
-            "when cached blocks are offloaded: back (default; when evicted), through (at once), "
-            "selective[:N] (after N hits, default 2), or learned[:G] (when evicted, if so many "
-            "hits are expected of it, default 0.05)",
-        ),
-    ):
-        sub.add_argument(option, metavar=metavar, help=text)
+    add_policy_options(sub)
     sub.add_argument(
         "--compare",
         metavar="P,P",
@@ -109,6 +94,26 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         type=plot_file,
         help="draw the course of the replay, or with --compare hit rates by size",
     )
+
+
+def add_policy_options(sub: argparse.ArgumentParser) -> None:
+    """What `kvcache.cli.policies` reads."""
+    for option, metavar, text in (
+        (
+            "--eviction",
+            "P",
+            "policy[:option=value]... that chooses the cached block to evict; default lru",
+        ),
+        ("--host-eviction", "P", "the same of the host tier"),
+        (
+            "--host-write",
+            "MODE",
+            "when cached blocks are offloaded: back (default; when evicted), through (at once), "
+            "selective[:N] (after N hits, default 2), or learned[:G] (when evicted, if so many "
+            "hits are expected of it, default 0.05)",
+        ),
+    ):
+        sub.add_argument(option, metavar=metavar, help=text)
 
 
 def number(option: str, least: int, most: int) -> Callable[[str], int]:

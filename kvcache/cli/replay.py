@@ -18,8 +18,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from kvcache.cli import parsing as options
-from kvcache.cli.errors import MissingError, UsageError, quoted
+from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
+from kvcache.cli.policies import policy_options
 
 if TYPE_CHECKING:
     from kvcache.replay import ReplayReport, Series, Service, WorkloadRequest
@@ -92,7 +94,7 @@ def _import_files(args: argparse.Namespace) -> None:
     for path in args.imports or ():
         if not (path.endswith(".py") and os.path.isfile(path)):
             raise UsageError(f"--import is {quoted(path)}: expected an existing file, FILE.py")
-        _import("kvcache.kinds")  # where it is missing, the file is not to blame
+        import_module("kvcache.kinds")  # where it is missing, the file is not to blame
         name = f"kvcache_import:{os.path.realpath(path)}"
         if name in sys.modules:
             continue
@@ -126,25 +128,7 @@ def _require(args: argparse.Namespace) -> None:
         require_module("torch", "--verify", "pip install torch")
     if args.device != "cpu":
         require_module("torch", f"--device {args.device}", "pip install torch")
-        _check_cuda(args.device)
-
-
-def require_module(module: str, purpose: str, remedy: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise MissingError(f"{module} is not installed, which {purpose} needs: {remedy}")
-
-
-def _check_cuda(device: str) -> None:
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if count == 0:
-        raise UsageError(
-            f"--device is {device!r}: expected cpu, torch {torch.__version__} finds no CUDA device"
-        )
-    index = int(device.partition(":")[2] or 0)
-    if index >= count:
-        raise UsageError(f"--device is {device!r}: expected at most cuda:{count - 1}")
+        check_cuda(args.device)
 
 
 def _resolve(args: argparse.Namespace) -> None:
@@ -159,7 +143,7 @@ def _resolve(args: argparse.Namespace) -> None:
     args.concurrency = min(args.concurrency or default, args.num_blocks - 1)
     args.service = _service(args)
     if args.format is not None:
-        forms = _import("kvcache.replay").trace_forms()
+        forms = import_module("kvcache.replay").trace_forms()
         if not is_trace:
             raise UsageError(f"--format is {quoted(args.format)}: expected only with TRACE")
         if args.format not in forms:
@@ -169,11 +153,18 @@ def _resolve(args: argparse.Namespace) -> None:
     args.specs = None
     if args.groups is not None:
         try:
-            args.specs = _import("kvcache.replay.groups").parse_groups(args.groups, args.block_size)
+            args.specs = import_module("kvcache.replay.groups").parse_groups(
+                args.groups, args.block_size
+            )
         except ValueError as error:
             raise UsageError(f"--groups has {error}") from None
     _check_comparison(args)
-    args.policies = _policies(args)
+    if args.host_blocks == 1:
+        raise UsageError(
+            "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
+        )
+    args.policies = policy_options(args, "--host-blocks")
+    args.policies["num_host_blocks"] = args.host_blocks or 0
     if args.hash_block_size is not None:
         sizes = [spec.block_size for spec in args.specs or ()] or [args.block_size]
         if math.gcd(*sizes) % args.hash_block_size:
@@ -186,7 +177,7 @@ def _resolve(args: argparse.Namespace) -> None:
 def _service(args: argparse.Namespace) -> Service | None:
     if args.timed is None:
         return None
-    service = _import("kvcache.replay").Service
+    service = import_module("kvcache.replay").Service
     try:
         return service.parse(args.timed) if args.timed else service()
     except ValueError as error:
@@ -201,7 +192,7 @@ def _check_comparison(args: argparse.Namespace) -> None:
     for option, value in (("--eviction", args.eviction), ("--verify", args.verify)):
         if value:
             raise UsageError(f"{option} is given with --compare: expected one of them")
-    policies = _import("kvcache.replay.policies")
+    policies = import_module("kvcache.replay.policies")
     args.compared = args.compare.split(",") if args.compare else None
     for text in args.compared or ():
         try:
@@ -214,37 +205,8 @@ def _check_comparison(args: argparse.Namespace) -> None:
     args.concurrency = min(args.concurrency, args.sizes[0])
 
 
-def _policies(args: argparse.Namespace) -> dict:
-    """The replayer's options for eviction and the host tier."""
-    if args.host_blocks == 1:
-        raise UsageError(
-            "--host-blocks is 1: expected 2 or more (one is the null block), or 0: none"
-        )
-    found = {"num_host_blocks": args.host_blocks or 0}
-    for option, value, name in (
-        ("--eviction", args.eviction, "eviction"),
-        ("--host-eviction", args.host_eviction, "host_eviction"),
-        ("--host-write", args.host_write, None),
-    ):
-        if value is None:
-            continue
-        if option != "--eviction" and not args.host_blocks:
-            raise UsageError(f"{option} is {quoted(value)}: expected only with --host-blocks")
-        policies = _import("kvcache.replay.policies")
-        try:
-            if name is None:
-                found |= policies.parse_host_write(value)
-            else:
-                is_host = name == "host_eviction"
-                parse = policies.parse_host_eviction if is_host else policies.parse_eviction
-                found[name], found[f"{name}_options"] = parse(value)
-        except ValueError as error:
-            raise UsageError(f"{option} is {error}") from None
-    return found
-
-
 def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
-    replay = _import("kvcache.replay")
+    replay = import_module("kvcache.replay")
     series = replay.Series() if args.plot is not None else None
     verifier = _verifier(args)
     try:
@@ -272,14 +234,14 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             report = replayer.run(workload, name, advance)
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
-    except _import("kvcache.kinds").KindError as error:
+    except import_module("kvcache.kinds").KindError as error:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     return report, series
 
 
 def _compare(args: argparse.Namespace) -> int:
     """`kvcache replay --compare`; returns the exit code."""
-    replay = _import("kvcache.replay")
+    replay = import_module("kvcache.replay")
     policies = args.compared or replay.COMPARED
     name, workload = _workload(args)
     try:
@@ -327,19 +289,10 @@ def _and_host(args: argparse.Namespace) -> str:
     return f" and --host-blocks {args.host_blocks}" if args.host_blocks else ""
 
 
-def _import(name: str) -> ModuleType:
-    """Imports a module that needs the native libraries, which may have to be built first."""
-    try:
-        return importlib.import_module(name)
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise MissingError(f"{name} cannot be used: {reason} (see `kvcache doctor`)") from error
-
-
 def _verifier(args: argparse.Namespace) -> KVVerifier | None:
     if not args.verify:
         return None
-    verifier = _import("kvcache.replay.verifier")
+    verifier = import_module("kvcache.replay.verifier")
     try:
         return verifier.KVVerifier(
             **_groups(args),

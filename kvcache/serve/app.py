@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
 from kvcache.serve.engine_loop import Answer, EngineError, EngineLoop
 from kvcache.serve.metrics import metrics_text
@@ -23,6 +24,13 @@ from kvcache.serving import SamplingParams
 _CLOSED = 499  # the client went away; no one reads it
 
 
+# Fields of OpenAI's that may be given where they ask for nothing.
+_OF_NO_EFFECT: dict[str, object] = {
+    **{"frequency_penalty": 0, "presence_penalty": 0, "logprobs": False, "echo": False},
+    **{"best_of": 1, "logit_bias": {}, "tools": [], "store": False, "service_tier": "auto"},
+}
+
+
 class StreamOptions(BaseModel):
     """Of a streamed answer."""
 
@@ -30,13 +38,26 @@ class StreamOptions(BaseModel):
 
 
 class _Asked(BaseModel):
-    """What both endpoints take. Fields of OpenAI's that are not here are refused, not ignored."""
+    """What both endpoints take. Fields of OpenAI's that are not here are refused, not ignored, unless
+    they ask for nothing.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if value is not None and not (name in _OF_NO_EFFECT and value == _OF_NO_EFFECT[name])
+        }
+
     model: str
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] = 0.0
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=1)] | None = None  # not of OpenAI
     n: Annotated[int, Field(ge=1, le=128)] = 1
@@ -55,11 +76,23 @@ class AskedCompletion(_Asked):
     prompt: str | list[int] | list[str] | list[list[int]]
 
 
+class TextPart(BaseModel):
+    """A part of a message; other kinds than text are refused."""
+
+    type: Literal["text"]
+    text: str
+
+
 class Message(BaseModel):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str
+    content: str | list[TextPart]
+
+    def as_dict(self) -> dict[str, str]:
+        """Role and whole text."""
+        parts = [self.content] if isinstance(self.content, str) else [x.text for x in self.content]
+        return {"role": self.role, "content": "".join(parts)}
 
 
 class AskedChat(_Asked):
@@ -95,11 +128,19 @@ def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
     async def refuse(_: Request, error: AskError) -> Response:
         return _refusal(str(error), error.status)
 
+    @app.exception_handler(EngineError)
+    async def tell(_: Request, error: EngineError) -> Response:
+        return _refusal(str(error), 500)
+
     @app.exception_handler(RequestValidationError)
     async def refuse_body(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         field = ".".join(str(each) for each in first["loc"][1:])
         return _refusal(f"{field}: {first['msg']}" if field else first["msg"], 400)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_http(_: Request, error: HTTPException) -> Response:
+        return _refusal(str(error.detail), error.status_code)
 
     @app.post("/v1/completions")
     async def completions(asked: AskedCompletion, request: Request) -> Response:
@@ -139,7 +180,7 @@ class _Endpoints:
         return await self._serve(asked, asked.max_tokens or 16, prompts, form, request)
 
     async def chat(self, asked: AskedChat, request: Request) -> Response:
-        prompt = self._texts.encode_chat([message.model_dump() for message in asked.messages])
+        prompt = self._texts.encode_chat([message.as_dict() for message in asked.messages])
         form = _Form(self._model, "chatcmpl", "chat.completion", is_chat=True)
         most = self._loop.engine.cache.plan.max_model_len - len(prompt)
         max_tokens = asked.max_completion_tokens or asked.max_tokens or max(most, 1)

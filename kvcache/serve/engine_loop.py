@@ -66,6 +66,7 @@ class EngineLoop:
         self._answers: dict[str, Answer] = {}  # of the requests that are being served
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
         self._is_stopping = False
+        self._failure: EngineError | None = None  # of the thread itself: nothing is served any more
         self._last_snapshot = 0.0
         self._num_failures = 0
 
@@ -89,8 +90,10 @@ class EngineLoop:
         added: asyncio.Future[None] = events.create_future()
 
         def add(engine: Engine) -> None:
-            error = None
+            error = self._failure
             try:
+                if error is not None:
+                    raise error
                 answer.generation = engine.add(prompt, params, **options)
                 self._answers[answer.generation.request_id] = answer
             except Exception as raised:
@@ -118,6 +121,19 @@ class EngineLoop:
             self._tell(Delta(request_id, index, [], "stop"))
 
     def _run(self) -> None:
+        try:
+            self._serve()
+            self._give_up(EngineError("the server is stopping"))
+            self.state = snapshot(self.engine)
+        except Exception as error:
+            _log.exception("the engine's thread failed")
+            self._failure = EngineError(f"{type(error).__name__}: {error}")
+            for answer in self._answers.values():
+                answer.put(self._failure)
+            while not self._is_stopping:
+                self._hear(may_wait=True)
+
+    def _serve(self) -> None:
         while not self._is_stopping:
             self._hear(may_wait=self.engine.num_unfinished == 0)
             if self.engine.num_unfinished:
@@ -126,8 +142,6 @@ class EngineLoop:
             if now - self._last_snapshot >= _SNAPSHOT_SECONDS or not self.engine.num_unfinished:
                 self._last_snapshot = now
                 self.state = snapshot(self.engine)
-        self._give_up(EngineError("the server is stopping"))
-        self.state = snapshot(self.engine)
 
     def _hear(self, may_wait: bool) -> None:
         """Runs what callers asked for."""

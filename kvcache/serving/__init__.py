@@ -2,7 +2,8 @@
 
 from kvcache.serving.batch import Batch, Context
 from kvcache.serving.drafters import NgramDrafter
-from kvcache.serving.engine import Delta, Engine, Generation, Sample
+from kvcache.serving.engine import Engine
+from kvcache.serving.generation import Delta, Generation, Sample
 from kvcache.serving.metrics import Metrics
 from kvcache.serving.pool_states import PoolStates, pool_states
 from kvcache.serving.sampling import SamplingParams

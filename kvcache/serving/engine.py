@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -18,14 +17,14 @@ from kvcache.checks import instance, integers, shown
 from kvcache.serving.batch import Batch
 from kvcache.serving.beams import Beams
 from kvcache.serving.drafters import Drafter
+from kvcache.serving.generation import Delta, FinishReason, Generation, Sample
 from kvcache.serving.metrics import Metrics
 from kvcache.serving.sampling import Sampler, SamplingParams
 from kvcache.serving.scheduler import ScheduledStep, Scheduler
-from kvcache.serving.sequence import Sequence, State
+from kvcache.serving.sequence import State
 from kvcache.step import StepReport
 
 T = TypeVar("T")
-FinishReason = Literal["stop", "length", "abort", "refused"]
 
 
 class Model(Protocol):
@@ -36,55 +35,6 @@ class Model(Protocol):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Computes the batch's tokens, writes their K and V; logits [len(logits_indices), vocab_size]."""
-
-
-class Delta(NamedTuple):
-    """Tokens that a sample has got, and how it ended, if it did."""
-
-    request_id: str
-    index: int  # of the sample
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Sample(Sequence):
-    """One sample of a request, or one beam: a sequence that tokens are drawn for."""
-
-    generation: Generation | None = None
-    index: int = 0
-    sampler: Sampler | None = None
-    finish_reason: FinishReason | None = None
-    score: float | None = None  # of a beam: the sum of its tokens' log probabilities
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens behind the prompt."""
-        return self.request.token_ids[len(self.generation.prompt) :].tolist()
-
-
-@dataclass(eq=False, slots=True)
-class Generation:
-    """A request with its samples, `params.n` of them, or `params.beam_width` in the end."""
-
-    request_id: str
-    prompt: np.ndarray
-    params: SamplingParams
-    rank: tuple[int, int]
-    cache_salt: str | None
-    samples: list[Sample] = field(default_factory=list)
-    beams: Beams | None = None
-    num_sequences: int = 0  # made so far
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(sample.finish_reason is not None for sample in self.samples)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that were in the cache when the request was first admitted."""
-        return self.samples[0].num_cached_tokens or 0
 
 
 class Engine:
@@ -196,11 +146,10 @@ class Engine:
     def stop(self, request_id: str, index: int) -> bool:
         """Ends one sample of a request, as at a stop token; False where it has ended, and of beams."""
         generation = self._generations.get(request_id)
-        if generation is None or generation.beams is not None or index >= len(generation.samples):
+        samples = [] if generation is None or generation.beams else generation.samples
+        if index >= len(samples) or samples[index].finish_reason is not None:
             return False
-        if generation.samples[index].finish_reason is not None:
-            return False
-        self._end(generation.samples[index], "stop")
+        self._end(samples[index], "stop")
         return True
 
     def generate(
