@@ -137,7 +137,7 @@ def plan_cache(
     >>> plan_cache(layers, 2**20, max_model_len=4096)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
-    ValueError: budget_bytes is 1048576 (0.00 GiB): one request of max_model_len 4096 needs ...
+    ValueError: budget_bytes is 1048576 (1.00 MiB): one request of max_model_len 4096 needs ...
     >>> plan_cache(layers, 2**23, max_model_len=4096, fit_max_model_len=True).max_model_len
     160
     """
@@ -247,8 +247,8 @@ class _Demand:
         encoder = self.max_encoder_tokens
         encoder = f"and max_encoder_tokens {encoder} " if encoder else ""
         return (
-            f"budget_bytes is {_with_gib(budget)}: one request of max_model_len {max_model_len} "
-            f"{encoder}needs {_with_gib(needed)}, {_with_gib(needed - budget)} more; "
+            f"budget_bytes is {_with_unit(budget)}: one request of max_model_len {max_model_len} "
+            f"{encoder}needs {_with_unit(needed)}, {_with_unit(needed - budget)} more; "
             f"the budget holds a max_model_len of at most {fits}"
         )
 
@@ -408,5 +408,7 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _with_gib(num_bytes: int) -> str:
-    return f"{num_bytes} ({num_bytes / 2**30:.2f} GiB)"
+def _with_unit(num_bytes: int) -> str:
+    if num_bytes >= 2**30:
+        return f"{num_bytes} ({num_bytes / 2**30:.2f} GiB)"
+    return f"{num_bytes} ({num_bytes / 2**20:.2f} MiB)"

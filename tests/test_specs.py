@@ -736,8 +736,8 @@ def test_a_budget_too_small_says_what_is_missing_and_what_fits():
     with pytest.raises(ValueError) as caught:
         plan_cache(layers, 10**6, max_model_len=8192)
     assert str(caught.value) == (
-        "budget_bytes is 1000000 (0.00 GiB): one request of max_model_len 8192 needs "
-        "67174400 (0.06 GiB), 66174400 (0.06 GiB) more; "
+        "budget_bytes is 1000000 (0.95 MiB): one request of max_model_len 8192 needs "
+        "67174400 (64.06 MiB), 66174400 (63.11 MiB) more; "
         "the budget holds a max_model_len of at most 112"
     )
     assert plan_cache(layers, 67174400, max_model_len=8192).max_concurrency >= 1
@@ -747,8 +747,8 @@ def test_a_budget_that_holds_no_token():
     with pytest.raises(ValueError) as caught:
         plan_cache(attention("full_attention", 1), 0, max_model_len=1)
     assert str(caught.value) == (
-        "budget_bytes is 0 (0.00 GiB): one request of max_model_len 1 needs 131072 (0.00 GiB), "
-        "131072 (0.00 GiB) more; the budget holds a max_model_len of at most 0"
+        "budget_bytes is 0 (0.00 MiB): one request of max_model_len 1 needs 131072 (0.12 MiB), "
+        "131072 (0.12 MiB) more; the budget holds a max_model_len of at most 0"
     )
 
 
@@ -1018,7 +1018,7 @@ def test_the_largest_length_said_to_fit_fits_and_no_longer_one(case, part):
     budget = int(needed * part)
     with pytest.raises(ValueError) as caught:
         plan_cache(layers, budget, **arguments)
-    assert f", {needed - budget} (0.00 GiB) more;" in str(caught.value)
+    assert f", {needed - budget} ({(needed - budget) / 2**20:.2f} MiB) more;" in str(caught.value)
     fits = int(str(caught.value).rsplit(" ", 1)[1])
     assert 0 <= fits < arguments["max_model_len"]
     if fits:
@@ -1034,7 +1034,7 @@ def test_the_budget_said_to_be_needed_is_the_least(case):
     layers, arguments = case
     needed = least_budget(layers, arguments)
     assert plan_cache(layers, needed, **arguments).max_concurrency >= 1
-    with pytest.raises(ValueError, match=r", 1 \(0.00 GiB\) more"):
+    with pytest.raises(ValueError, match=r", 1 \(0.00 MiB\) more"):
         plan_cache(layers, needed - 1, **arguments)
 
 

@@ -113,8 +113,10 @@ def attach(
     host_budget = byte_count(host_budget, "host_budget", least=0)
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 2**20
-    if max_model_len is not None:
-        integer(max_model_len, "max_model_len", 1, longest)
+    if max_model_len is not None and integer(max_model_len, "max_model_len", least=1) > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}: expected at most {longest}, what the model is made for"
+        )
     shapes = layer_shapes(
         model,
         block_size=block_size,
