@@ -111,7 +111,10 @@ class AskError(Exception):
 
 
 def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
-    """The application; it starts `loop` and stops it."""
+    """The application, for any server of ASGI; it starts `loop` with itself, and stops it.
+
+    `texts`: tokens of prompts, texts of answers. `model_name`: what requests must ask for.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -56,7 +56,8 @@ class Answer:
 class EngineLoop:
     """Runs an engine in a thread: all calls of it are made there.
 
-    `start` and `stop` frame its life. `state` is what the cache holds, as of a moment ago.
+    The engine must not have been called before, since one thread calls it. `start` and `stop` frame its
+    life. `state` is what the cache holds, as of a moment ago.
     """
 
     def __init__(self, engine: Engine) -> None:
