@@ -9,9 +9,15 @@ import torch
 pytest.importorskip("transformers")  # before what needs it is imported
 
 from kvcache import plan_cache
-from kvcache.integrations.transformers import attach, layer_specs
+from kvcache.integrations.transformers import (
+    attach,
+    flashinfer_attention,
+    layer_specs,
+    paged_model,
+)
 from kvcache.integrations.transformers.tiny_models import tiny_model
 from kvcache.serving import Engine, NgramDrafter, SamplingParams
+from tests import flashinfer_stand_in
 from tests.dense_models import MODELS, VOCAB_SIZE, Float64, beam_search, dense, greedy, logits_of
 from tests.engine_driver import EngineRun
 
@@ -264,6 +270,59 @@ class TestDefectsAreNoticed:
             cache.tables.apply = stale
 
         assert not self.answers(name, break_it)[0]
+
+
+class TestFlashInfer:
+    """By a stand-in, in float64: every answer is the dense cache's, so pages, lengths and windows fit."""
+
+    @pytest.fixture
+    def served(self, monkeypatch):
+        wrapper = flashinfer_stand_in.install(monkeypatch)
+        monkeypatch.setattr(flashinfer_attention, "_DTYPES", (torch.float64,))
+        monkeypatch.setattr(flashinfer_attention, "_HEAD_SIZES", (16, 32))
+        return wrapper
+
+    @pytest.mark.parametrize("name,layers_served", [("llama", 4), ("gemma3", 4), ("bamba", 2)])
+    def test_answers(self, name, layers_served, served, paged, monkeypatch):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)  # on the CPU, too
+        self.check(name, layers_served, served, paged, dense(name))
+
+    @pytest.mark.gpu
+    def test_answers_on_a_gpu(self, served, paged):
+        model = tiny_model("gemma3", dtype=torch.float64).to("cuda")
+        self.check("gemma3", 4, served, paged, model)
+
+    def check(self, name, layers_served, served, paged, model):
+        prompts = prompts_of(MODELS.index(name), 5)
+        answers = [greedy(dense(name), prompt, 24) for prompt in prompts]
+        attached = paged(name, requests=1.3, model=model, attention="flashinfer")
+        kernels = attached._paged.kernels
+        assert sum(kernels.serves(layer) for layer in range(8)) == layers_served
+        engine = Engine(
+            attached, drafter=mostly_right(list(zip(prompts, answers)), np.random.default_rng(0))
+        )
+        for _ in range(2):
+            found = engine.generate(prompts, SamplingParams(max_tokens=24))
+            assert [each.samples[0].token_ids for each in found] == answers
+        assert served.num_runs == layers_served * engine.metrics.steps
+        assert engine.metrics.accepted_drafts > 0 < engine.metrics.cached_prompt_tokens
+
+    def test_layers_that_it_does_not_serve_are_pytorchs(self, served, paged, monkeypatch):
+        monkeypatch.setattr(paged_model, "_check_attention", lambda *_: None)
+        for name in ("deepseek_v3", "gpt_oss"):  # K wider than V; sinks
+            prompt = prompts_of(3, 1)[0]
+            engine = Engine(paged(name, attention="flashinfer"))
+            (found,) = engine.generate([prompt], SamplingParams(max_tokens=8))
+            assert found.samples[0].token_ids == greedy(dense(name), prompt, 8)
+        assert served.num_runs == 0
+
+    def test_what_cannot_be_is_told(self):
+        with pytest.raises(
+            ValueError, match="attention is 'flashinfer' for a model on cpu: expected"
+        ):
+            attach(dense("llama"), "1MiB", max_model_len=64, attention="flashinfer")
+        with pytest.raises(ValueError, match="attention is 'fast': expected sdpa or flashinfer"):
+            attach(dense("llama"), "1MiB", max_model_len=64, attention="fast")
 
 
 class TestLowPrecision:

@@ -2,8 +2,8 @@
 
 It is registered as "kvcache" with transformers' own interface. Attention itself is that of transformers:
 scaled-dot-product attention of PyTorch, or the model's own eager form where a layer has what that has
-not (sinks, capped scores). Outside of `PagedModel.forward` it is the same over the model's own tensors,
-so an attached model still runs and generates by itself.
+not (sinks, capped scores); FlashInfer's, where it was asked for. Outside of `PagedModel.forward` it is
+the same over the model's own tensors, so an attached model still runs and generates by itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvcache.integrations.transformers.flashinfer_attention import FlashInferAttention
 from kvcache.serving.batch import Batch
 
 NAME = "kvcache"
@@ -34,6 +35,9 @@ class Reader(Protocol):
 
     def parts_of(self, group: int) -> list[Part]:
         """How the batch is cut for attention in this group."""
+
+    def kernels_of(self, layer: int) -> FlashInferAttention | None:
+        """What computes the attention of a layer without its context; None: the context is gathered."""
 
 
 # The cache that a `PagedModel.forward` reads and writes; None outside.
@@ -112,6 +116,10 @@ def paged_attention(
     attend = _attention_of(module, options)
     if reader is None:
         return attend(module, query, key, value, attention_mask, **options)
+    kernels = reader.kernels_of(module.layer_idx)
+    if kernels is not None:
+        scale, softcap = options.get("scaling"), options.get("softcap")
+        return kernels.attend(module.layer_idx, query, scale, softcap), None
     num_tokens = query.shape[2]
     out = query.new_empty(num_tokens, query.shape[1], value.shape[-1])
     for queries, keys, mask in reader.parts_of(reader.group_of(module.layer_idx)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from importlib.util import find_spec
+from typing import Literal, Unpack
 from weakref import WeakKeyDictionary
 
 import torch
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvcache.allocator import PolicyArguments
 from kvcache.assembly import KVCache, build
-from kvcache.checks import byte_count, instance, integer
+from kvcache.checks import byte_count, instance, integer, shown
 from kvcache.integrations.transformers.attention import CURRENT, NAME, register
 from kvcache.integrations.transformers.layer_shapes import LayerShape, layer_shapes, specs_of
 from kvcache.integrations.transformers.mixers import mixers_of, unwrap, wrap
@@ -29,11 +30,15 @@ class PagedModel:
     back as it was.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, shapes: list[LayerShape]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: KVCache, shapes: list[LayerShape], attention: str
+    ) -> None:
         self.model = model
         self.cache = cache
         self.vocab_size = model.get_output_embeddings().weight.shape[0]
         self._paged = PagedCache(cache, shapes)
+        if attention == "flashinfer":
+            self._paged.use_flashinfer(_layers_with_sinks(model))
         # Four dimensions: masks are ready, and the attention function reads none.
         self._mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device)
         self._is_attached = True
@@ -81,6 +86,7 @@ def attach(
     host_budget: int | str = 0,
     num_speculative_tokens: int = 0,
     state_interval: int | None = None,
+    attention: Literal["sdpa", "flashinfer"] = "sdpa",
     **options: Unpack[PolicyArguments],
 ) -> PagedModel:
     """Puts a causal language model on a paged cache of `budget` bytes ("2GiB").
@@ -97,6 +103,8 @@ def attach(
     - `num_speculative_tokens`: drafts of a step at most, for models with recurrent layers; the others
       take any.
     - `state_interval`: of recurrent layers, as `plan_cache` takes it.
+    - `attention`: "sdpa": contexts are gathered, and attention is PyTorch's. "flashinfer": FlashInfer's
+      kernels read the pages, in layers that they serve (`FlashInferAttention`), on a GPU.
     - `options`: fields of `CacheOptions`, the eviction policy for example.
 
     TypeError or ValueError for wrong arguments and for models that nothing here can serve.
@@ -111,6 +119,7 @@ def attach(
     instance(model, PreTrainedModel, "model")
     budget = byte_count(budget, "budget")
     host_budget = byte_count(host_budget, "host_budget", least=0)
+    _check_attention(attention, model.device)
     config = model.config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or 2**20
     if max_model_len is not None and integer(max_model_len, "max_model_len", least=1) > longest:
@@ -151,8 +160,32 @@ def attach(
         if storage.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             ones = torch.ones(storage.num_layers, 1)
             storage.set_scales(ones, ones)
+    paged = PagedModel(model, cache, shapes, attention)
     _take(model)
-    return PagedModel(model, cache, shapes)
+    return paged
+
+
+def _check_attention(attention: str, device: torch.device) -> None:
+    if attention not in ("sdpa", "flashinfer"):
+        raise ValueError(f"attention is {shown(attention)}: expected sdpa or flashinfer")
+    if attention == "sdpa":
+        return
+    if device.type != "cuda":
+        raise ValueError(
+            f"attention is 'flashinfer' for a model on {device}: expected one on a GPU, or 'sdpa'"
+        )
+    if find_spec("flashinfer") is None:
+        raise ModuleNotFoundError(
+            "attention is 'flashinfer', which is not installed: pip install flashinfer-python"
+        )
+
+
+def _layers_with_sinks(model: PreTrainedModel) -> set[int]:
+    return {
+        module.layer_idx
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and getattr(module, "sinks", None) is not None
+    }
 
 
 def _take(model: PreTrainedModel) -> None:

@@ -1,0 +1,130 @@
+"""Attention by FlashInfer's kernels, which read pages where they lie; nothing is gathered."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from kvcache.assembly import KVCache
+from kvcache.serving.batch import Batch
+from kvcache.worker import AttentionMetadata, AttentionMetadataBuilder, KVStorage
+
+_KINDS = ("full_attention", "sliding_window")
+_DTYPES = (torch.float16, torch.bfloat16)
+_HEAD_SIZES = (64, 128, 256)
+_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
+
+
+class Place(NamedTuple):
+    """Where a layer's K and V lie: layer number `layer` of a group's storage."""
+
+    storage: KVStorage
+    layer: int
+    group: int
+
+
+class _Shape(NamedTuple):
+    """What a plan of FlashInfer depends on, besides the batch."""
+
+    group: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    scale: float | None
+    softcap: float | None
+    dtype: torch.dtype
+
+
+class FlashInferAttention:
+    """Attention over pages for the layers that FlashInfer serves.
+
+    Those are layers of full attention and of sliding windows, in half precision, with K and V of one of
+    the usual head sizes and without sinks. `serves` says of a layer whether it is one.
+    """
+
+    def __init__(
+        self, cache: KVCache, places: dict[int, Place], layers_with_sinks: set[int]
+    ) -> None:
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self._make_wrapper = BatchPrefillWithPagedKVCacheWrapper
+        self._places = {
+            layer: place
+            for layer, place in places.items()
+            if layer not in layers_with_sinks and _is_served(cache, place)
+        }
+        self._workspace = torch.empty(
+            _WORKSPACE_BYTES, dtype=torch.uint8, device=cache.pages.device
+        )
+        groups = sorted({place.group for place in self._places.values()})
+        self._builder = None
+        if groups:
+            self._builder = AttentionMetadataBuilder(cache.tables, groups=groups, flash_attn=False)
+        self._wrappers: dict[_Shape, object] = {}
+        self._planned: set[_Shape] = set()  # for the batch
+        self._metadata: AttentionMetadata | None = None
+        self._batch: Batch | None = None
+
+    def begin(self, batch: Batch | None) -> None:
+        """The batch of the forward pass to come; None: there is none."""
+        self._batch, self._metadata = batch, None
+        self._planned.clear()
+
+    def serves(self, layer: int) -> bool:
+        """Whether `attend` computes this layer."""
+        return layer in self._places
+
+    def attend(
+        self, layer: int, query: torch.Tensor, scale: float | None, softcap: float | None
+    ) -> torch.Tensor:
+        """[1, t, heads, size] of query [1, heads, t, size], the batch's tokens; K and V are written."""
+        storage, number, group = self._places[layer]
+        keys, values = storage.key_cache(number), storage.value_cache(number)
+        queries = query[0].transpose(0, 1).contiguous()
+        _, num_heads, head_size = queries.shape
+        shape = _Shape(
+            group, num_heads, keys.shape[2], head_size, scale, softcap or None, queries.dtype
+        )
+        wrapper = self._planned_wrapper(shape, keys.dtype)
+        return wrapper.run(queries, (keys, values))[None]
+
+    def _planned_wrapper(self, shape: _Shape, kv_dtype: torch.dtype) -> object:
+        """Planned once per batch, for all layers of a shape."""
+        if shape not in self._wrappers:
+            self._wrappers[shape] = self._make_wrapper(self._workspace, "NHD")
+        wrapper = self._wrappers[shape]
+        if shape in self._planned:
+            return wrapper
+        if self._metadata is None:
+            self._metadata = self._batch.metadata(self._builder)
+        batch, pages = self._metadata, self._metadata[shape.group]
+        wrapper.plan(
+            batch.query_start_loc_cpu,
+            pages.paged_kv_indptr_cpu,
+            pages.paged_kv_indices,
+            pages.paged_kv_last_page_len_cpu,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_size,
+            pages.block_size,
+            causal=True,
+            sm_scale=shape.scale,
+            window_left=-1 if pages.window is None else pages.window - 1,
+            logits_soft_cap=shape.softcap,
+            q_data_type=shape.dtype,
+            kv_data_type=kv_dtype,
+        )
+        self._planned.add(shape)
+        return wrapper
+
+
+def _is_served(cache: KVCache, place: Place) -> bool:
+    spec = cache.plan.groups[place.group]
+    keys, values = place.storage.key_cache(place.layer), place.storage.value_cache(place.layer)
+    return (
+        spec.kind in _KINDS
+        and keys.dtype in _DTYPES
+        and keys.shape == values.shape
+        and keys.shape[-1] in _HEAD_SIZES
+    )

@@ -1,0 +1,93 @@
+"""FlashInfer's paged attention in plain PyTorch: what its documents say of `plan` and `run`.
+
+The names and the order of the arguments are those of flashinfer-python 0.7.2. It checks what the real one
+needs: int32 indices, lengths on the host, one shape of K and V.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+import torch
+
+
+class BatchPrefillWithPagedKVCacheWrapper:
+    """Attention of a batch of requests, each with queries at its end, over pages."""
+
+    num_runs = 0
+
+    def __init__(self, float_workspace_buffer, kv_layout="NHD"):
+        assert float_workspace_buffer.dtype == torch.uint8 and kv_layout == "NHD"
+        self._plan = None
+
+    def plan(
+        self,
+        qo_indptr,
+        paged_kv_indptr,
+        paged_kv_indices,
+        paged_kv_last_page_len,
+        num_qo_heads,
+        num_kv_heads,
+        head_dim_qk,
+        page_size,
+        *,
+        causal=False,
+        sm_scale=None,
+        window_left=-1,
+        logits_soft_cap=None,
+        q_data_type=torch.float16,
+        kv_data_type=None,
+    ):
+        for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len):
+            assert lengths.device.type == "cpu" and lengths.dtype == torch.int32
+        assert paged_kv_indices.dtype == torch.int32
+        assert len(qo_indptr) == len(paged_kv_indptr) == len(paged_kv_last_page_len) + 1
+        assert len(paged_kv_indices) >= paged_kv_indptr[-1]
+        assert (paged_kv_last_page_len >= 1).all() and (paged_kv_last_page_len <= page_size).all()
+        assert causal
+        self._plan = dict(locals())
+
+    def run(self, q, paged_kv_cache):
+        type(self).num_runs += 1
+        plan, (keys, values) = self._plan, paged_kv_cache
+        assert q.shape == (plan["qo_indptr"][-1], plan["num_qo_heads"], plan["head_dim_qk"])
+        assert (q.dtype, keys.dtype) == (plan["q_data_type"], plan["kv_data_type"])
+        page = (plan["page_size"], plan["num_kv_heads"], plan["head_dim_qk"])
+        assert keys.shape[1:] == values.shape[1:] == page and q.is_contiguous()
+        out = torch.empty_like(q)
+        for i, last in enumerate(plan["paged_kv_last_page_len"].tolist()):
+            first, stop = plan["qo_indptr"][i : i + 2].tolist()
+            begin, end = plan["paged_kv_indptr"][i : i + 2].tolist()
+            pages = plan["paged_kv_indices"][begin:end].long()
+            length = (end - begin - 1) * plan["page_size"] + last
+            k, v = (
+                x[pages].reshape(-1, *x.shape[2:])[:length].transpose(0, 1).to(q.dtype)
+                for x in (keys, values)
+            )
+            out[first:stop] = self._attention(q[first:stop].transpose(0, 1), k, v).transpose(0, 1)
+        return out
+
+    def _attention(self, q, k, v):
+        """[heads, queries, size], of which the last one sees the last key."""
+        plan = self._plan
+        k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], dim=0) for x in (k, v))
+        scale = q.shape[-1] ** -0.5 if plan["sm_scale"] is None else plan["sm_scale"]
+        scores = q @ k.transpose(1, 2) * scale
+        if cap := plan["logits_soft_cap"]:
+            scores = cap * torch.tanh(scores / cap)
+        queries = torch.arange(k.shape[1] - q.shape[1], k.shape[1], device=q.device)[:, None]
+        seen = torch.arange(k.shape[1], device=q.device)
+        mask = seen <= queries
+        if plan["window_left"] >= 0:
+            mask &= seen >= queries - plan["window_left"]
+        return scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
+
+
+def install(monkeypatch):
+    """`import flashinfer` finds the stand-in, until the test ends."""
+    module = ModuleType("flashinfer")
+    module.__spec__ = ModuleSpec("flashinfer", None)
+    module.BatchPrefillWithPagedKVCacheWrapper = BatchPrefillWithPagedKVCacheWrapper
+    monkeypatch.setitem(sys.modules, "flashinfer", module)
+    monkeypatch.setattr(BatchPrefillWithPagedKVCacheWrapper, "num_runs", 0)
+    return BatchPrefillWithPagedKVCacheWrapper
