@@ -73,42 +73,42 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser("kvcache", description="The KV-cache layer of an LLM engine, at work.")
     commands = parser.add_subparsers(dest="name", metavar="COMMAND", required=True)
-    _add_replay(commands)
-    _add_bench(commands)
-    _add_demo(commands)
-    _add_serve(commands)
-    text = "show what is installed and which native libraries are in use"
-    sub = commands.add_parser("doctor", help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(command=_doctor)
+    for name, text, run, add_options in (
+        (
+            "replay",
+            "replay a trace of requests, or generated chats, against the prefix cache",
+            run_replay,
+            add_replay_options,
+        ),
+        (
+            "bench",
+            "measure how fast pages move here, beside one contiguous copy",
+            run_bench,
+            add_bench_options,
+        ),
+        (
+            "demo",
+            "serve chats by a real model in a pool too small for them, compared with a dense cache",
+            run_demo,
+            add_demo_options,
+        ),
+        (
+            "serve",
+            "serve a model at OpenAI's endpoints, with a page that shows its cache; a reference",
+            run_serve,
+            add_serve_options,
+        ),
+        (
+            "doctor",
+            "show what is installed and which native libraries are in use",
+            _doctor,
+            lambda sub: None,
+        ),
+    ):
+        sub = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(command=run)
+        add_options(sub)
     return parser
-
-
-def _add_demo(commands: argparse._SubParsersAction) -> None:
-    text = "serve chats by a real model in a pool too small for them, compared with a dense cache"
-    sub = commands.add_parser("demo", help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(command=run_demo)
-    add_demo_options(sub)
-
-
-def _add_serve(commands: argparse._SubParsersAction) -> None:
-    text = "serve a model at OpenAI's endpoints, with a page that shows its cache; a reference"
-    sub = commands.add_parser("serve", help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(command=run_serve)
-    add_serve_options(sub)
-
-
-def _add_replay(commands: argparse._SubParsersAction) -> None:
-    text = "replay a Mooncake trace, or generated chats, against the prefix cache"
-    sub = commands.add_parser("replay", help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(command=run_replay)
-    add_replay_options(sub)
-
-
-def _add_bench(commands: argparse._SubParsersAction) -> None:
-    text = "measure how fast pages move here, beside one contiguous copy"
-    sub = commands.add_parser("bench", help=text, description=text, allow_abbrev=False)
-    sub.set_defaults(command=run_bench)
-    add_bench_options(sub)
 
 
 def _doctor(_: argparse.Namespace) -> int:
