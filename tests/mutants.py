@@ -12,6 +12,8 @@ POOL, MANAGER, OPS = "csrc/core/pool/", "csrc/core/manager/", "csrc/ops/"
 GROUPS, EVICTION, HASHING = "csrc/core/groups/", "csrc/core/eviction/", "csrc/core/hashing/"
 WORKER = "csrc/worker/"
 TRANSFER, PY_WORKER = "kvcache/transfer/", "kvcache/worker/"
+SERVING, MODELS = "kvcache/serving/", "kvcache/integrations/transformers/"
+SERVE = "kvcache/serve/"
 
 # By file: its path, the test files that are tried first, and (old, new) of each mutant. `old` stands once
 # in the file.
@@ -508,6 +510,130 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
             ("if found.machine != machine:", "if False:"),
         ],
     ),
+    (
+        SERVING + "scheduler.py",
+        "engine demo",
+        [
+            ("self.manager.reject_tokens(sequence.request, num_rejected)", "pass"),
+            ("parent.num_rows = max(1, parent.num_rows - child.num_rows)", "pass"),
+            ("        if self._victim is sequence:\n            self._victim = None\n", ""),
+            ("if not (asked and (swapped or self._is_short)):", "if True:"),
+            (
+                "pending.append((count > 1, sequence, count))",
+                "pending.append((0, sequence, count))",
+            ),
+            ("most = min(most, sequence.max_tokens - 1)", "pass"),
+            ("(nothing_done or each.rank >= first.rank)", "True"),
+            ("queue[at - 1].rank > sequence.rank", "queue[at - 1].rank >= sequence.rank"),
+            ("num_logits.append(1 + len(drafts) if stop >= known else 0)", "num_logits.append(1)"),
+            ("key=lambda each: not each.has_begun", "key=lambda each: 0"),
+            ("request.num_tokens - num_cached, budget", "request.num_tokens, budget"),
+        ],
+    ),
+    (
+        SERVING + "engine.py",
+        "engine serve",
+        [
+            (
+                "if reason or i == len(drafts) or drafts[i] != token:",
+                "if reason or i == len(drafts):",
+            ),
+            ("elif len(picks) == room:", "elif len(picks) > room:"),
+            ("            self.scheduler.fail(step)\n", ""),
+            ("if count == 0 or has_changed:", "if count == 0:"),
+            (
+                "goes_on = self._fork(parent) if parent in parents[i + 1 :] else parent",
+                "goes_on = parent",
+            ),
+            ("if each not in parents:", "if False:"),
+            ("cache_salt=generation.cache_salt", "cache_salt=None"),
+            ("len(tokens) + params.max_tokens > most", "len(tokens) > most"),
+            ("            for beam in generation.beams.scores:\n", "            for beam in ():\n"),
+        ],
+    ),
+    (
+        SERVING + "beams.py",
+        "engine",
+        [
+            ("len(self._candidates) == len(self.scores)", "True"),
+            ("self.width + len(ends)", "self.width"),
+            ("self.best[-1].score >= going_on[0].score", "True"),
+            ("        self.best.sort(key=lambda ended: -ended.score)\n", ""),
+        ],
+    ),
+    (
+        SERVING + "sampling.py",
+        "engine",
+        [
+            ("hash((params.seed, nth))", "hash(params.seed)"),
+            ("ordered.cumsum(-1) - ordered >= top_p", "ordered.cumsum(-1) >= top_p"),
+            ("logits < least", "logits <= least"),
+            ("/ self._params.temperature", "* self._params.temperature"),
+        ],
+    ),
+    (
+        SERVING + "drafters.py",
+        "engine examples",
+        [("while at >= 0 and at % width:", "while False:")],
+    ),
+    (
+        MODELS + "attention.py",
+        "engine",
+        [
+            ("(seen >= firsts[:, None])", "True"),
+            ("np.minimum(columns, lengths[:, None] - 1)", "columns"),
+            ("if is_padded else None", "if False else None"),
+        ],
+    ),
+    (
+        MODELS + "mixers.py",
+        "engine",
+        [
+            ("compute(line[:, :known], None if begins", "compute(line[:, :known], None if True"),
+            ("(batch.query_lens == 1) & (batch.starts > 0)", "batch.query_lens == 1"),
+            ("pages[i, j + 1 : j + 2]", "pages[i, j : j + 1]"),
+        ],
+    ),
+    (
+        MODELS + "flashinfer_attention.py",
+        "engine",
+        [
+            ("pages.window - 1", "pages.window"),
+            ("        self._planned.clear()\n", ""),
+            ("if layer not in layers_with_sinks and", "if"),
+            ("sm_scale=shape.scale", "sm_scale=None"),
+        ],
+    ),
+    (
+        SERVE + "engine_loop.py",
+        "serve",
+        [
+            ("self.engine.abort(generation.request_id)", "pass"),
+            ("            answer.put(error)\n", ""),
+            ("self._num_failures = 0\n        for delta", "for delta"),
+            ("if self._num_failures == _MAX_FAILURES:", "if False:"),
+        ],
+    ),
+    (
+        SERVE + "texts.py",
+        "serve",
+        [
+            ("range(min(len(stop) - 1, len(safe)), 0, -1)", "range(1, len(stop))"),
+            ("whole[: min(found)]", "whole[: max(found)]"),
+            ('.rstrip("\\ufffd")', ""),
+        ],
+    ),
+    (
+        SERVE + "app.py",
+        "serve",
+        [
+            ("if await request.is_disconnected():", "if False:"),
+            ("answer.stop(delta.index)", "pass"),
+            ("number * self._num_samples + delta.index", "number"),
+            ('"cache_salt": asked.cache_salt', '"cache_salt": None'),
+            ("if token not in ends", "if True"),
+        ],
+    ),
 ]
 
 # Names of mutants that no test can notice -> why.
@@ -520,9 +646,17 @@ SURVIVORS = {
     "hash_index.cpp:5": "Python does not know the key: `make ctest` notices, with one that it knows.",
 }
 
+
+def _short(path: str) -> str:
+    """The file's name; with its folder where another file has the same."""
+    name = path.rpartition("/")[2]
+    is_alone = sum(other.endswith(f"/{name}") for other, *_ in _MUTANTS) == 1
+    return name if is_alone else "/".join(path.split("/")[-2:])
+
+
 # (name, path, old, new, test files) each.
 MUTANTS = [
-    (f"{path.rpartition('/')[2]}:{number}", path, old, new, tests)
+    (f"{_short(path)}:{number}", path, old, new, tests)
     for path, tests, changes in _MUTANTS
     for number, (old, new) in enumerate(changes, 1)
 ]
