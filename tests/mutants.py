@@ -512,7 +512,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         SERVING + "scheduler.py",
-        "engine demo",
+        "scheduler engine",
         [
             ("self.manager.reject_tokens(sequence.request, num_rejected)", "pass"),
             ("parent.num_rows = max(1, parent.num_rows - child.num_rows)", "pass"),

@@ -1,0 +1,237 @@
+"""The reference scheduler by itself: who is computed, who waits and who leaves. No model, no bytes."""
+
+import numpy as np
+import pytest
+
+from kvcache import KVCacheManager, Request
+from kvcache.serving import Scheduler, Sequence, State
+
+BLOCK = 16
+
+
+class Course:
+    """A scheduler whose steps all succeed, and whose sequences get a token wherever one is sampled."""
+
+    def __init__(self, num_blocks, budget=64, *, num_rows=8, host_blocks=0, preemption="swap"):
+        options = {"num_host_blocks": host_blocks} if host_blocks else {}
+        self.manager = KVCacheManager(
+            BLOCK,
+            num_blocks + 1,  # and the null block
+            256,
+            max_num_reqs=num_rows,
+            num_preallocate_tokens=0,
+            **options,
+        )
+        self.scheduler = Scheduler(
+            self.manager, max_num_batched_tokens=budget, preemption=preemption
+        )
+        self.num_added = 0
+
+    def add(self, num_tokens, priority=0, *, shares=(), **options):
+        """A sequence of tokens that no other has, behind those that it `shares`."""
+        own = 1_000 * (self.num_added + 1) + np.arange(num_tokens - len(shares))
+        request = Request(f"r{self.num_added}", [*shares, *own])
+        sequence = Sequence(request, rank=(priority, self.num_added), **options)
+        self.num_added += 1
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self):
+        """How many tokens each sequence computes in the next step."""
+        step = self.scheduler.schedule()
+        self.scheduler.complete(step)
+        for sequence, has_logits in zip(step.sequences, step.num_logits):
+            if has_logits:
+                self.scheduler.accept(sequence, [7])
+        self.manager.check_invariants()
+        return {s.request.request_id: len(ids) for s, ids in zip(step.sequences, step.token_ids)}
+
+    def until(self, holds, most=100):
+        for _ in range(most):
+            if holds():
+                return
+            self.step()
+        raise AssertionError("not within so many steps")
+
+
+class TestBudget:
+    def test_a_token_of_each_that_decodes_comes_before_prompts_of_a_better_rank(self):
+        course = Course(40, budget=8)
+        course.add(3, priority=1)
+        assert course.step() == {"r0": 3}
+        course.add(30, priority=0)
+        assert course.step() == {"r0": 1, "r1": 7}
+        assert course.step() == {"r0": 1, "r1": 7}
+
+    def test_what_is_cached_takes_none_of_it(self):
+        course = Course(40, budget=64)
+        first = course.add(64)
+        course.step()
+        for _ in range(2):
+            course.add(68, shares=first.request.token_ids[:64].tolist())
+        course.scheduler.finish(first)
+        course.scheduler.max_num_batched_tokens = 10
+        assert course.step() == {"r1": 4, "r2": 4}
+
+    def test_drafts_are_as_many_as_fit(self):
+        course = Course(40, budget=8)
+        one, other = course.add(3, max_tokens=7), course.add(3, max_tokens=100)
+        course.step()
+        one.drafts, other.drafts = [1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]
+        # Of the first, that 7 tokens are reached with one sampled behind them; of the other, the budget.
+        assert course.step() == {"r0": 3, "r1": 5}
+        assert (len(one.drafts), len(other.drafts)) == (0, 0)  # accepted as none
+
+
+class TestOrder:
+    def test_of_one_rank_the_first_goes_first(self):
+        course = Course(40, num_rows=1)
+        sequences = [Sequence(Request(f"s{i}", [i, 2, 3])) for i in range(3)]
+        for sequence in sequences:
+            course.scheduler.add(sequence)
+        for sequence in sequences:
+            course.step()
+            assert sequence.state is State.RUNNING
+            course.scheduler.finish(sequence)
+
+    def test_smaller_ranks_go_first(self):
+        course = Course(40, num_rows=1)
+        course.add(5, priority=2), course.add(5, priority=1), course.add(5, priority=3)
+        order = []
+        while course.scheduler.num_unfinished:
+            order += course.step()
+            course.scheduler.finish(course.scheduler.admitted[0])
+        assert order == ["r1", "r0", "r2"]
+
+    def test_those_that_have_begun_come_back_before_others_of_a_better_rank(self):
+        course = Course(4, preemption="recompute")
+        first, second = course.add(30, priority=1), course.add(30, priority=2)
+        course.until(lambda: second.num_preemptions == 1)
+        new = course.add(30, priority=0)
+        course.scheduler.finish(first)
+        course.step()  # there is room for one of them
+        assert (second.state, new.state) == (State.RUNNING, State.WAITING)
+
+
+class TestRows:
+    def test_a_request_keeps_rows_for_its_forks_and_no_longer(self):
+        course = Course(40, num_rows=3)
+        parent, other = course.add(20, num_rows=2), course.add(20, num_rows=2)
+        assert course.step() == {"r0": 20}
+        assert other.state is State.WAITING  # needs two rows, and one is left
+        child = Sequence(Request("child", parent.request.token_ids[:20]), rank=(0, 0))
+        assert course.scheduler.fork(parent, child)
+        third = course.add(20)
+        course.scheduler.finish(other)
+        course.step()
+        assert third.state is State.RUNNING
+
+    def test_a_fork_without_a_row_waits(self):
+        course = Course(40, num_rows=1)
+        parent = course.add(20)
+        course.step()
+        child = Sequence(Request("child", parent.request.token_ids), rank=(0, 1))
+        assert not course.scheduler.fork(parent, child)
+        assert child.state is State.WAITING
+        course.scheduler.finish(parent)
+        assert course.step() == {"child": 5}  # behind a cached block
+        course.scheduler.finish(child)
+        assert course.manager.pool.num_free == course.manager.pool.num_total
+
+
+class TestPreemption:
+    @pytest.mark.parametrize("preemption", ["swap", "recompute"])
+    def test_the_last_rank_leaves_and_comes_back(self, preemption):
+        course = Course(6, host_blocks=20, preemption=preemption)
+        first, second = course.add(40), course.add(40)
+        gone = State.SWAPPED if preemption == "swap" else State.WAITING
+        course.until(lambda: second.num_preemptions == 1)
+        assert (first.state, second.state) == (State.RUNNING, gone)
+        known = second.request.num_tokens
+        course.scheduler.finish(first)
+        course.until(lambda: second.state is State.RUNNING, most=2)
+        assert second.request.num_tokens >= known and second.num_preemptions == 1
+        counts = course.scheduler.num_swapped_out, course.scheduler.num_recomputed
+        assert counts == ((1, 0) if preemption == "swap" else (0, 1))
+
+    def test_without_room_on_the_host_it_is_computed_again(self):
+        course = Course(6, host_blocks=2)
+        _, second = course.add(40), course.add(40)
+        course.until(lambda: second.num_preemptions == 1)
+        assert course.scheduler.num_recomputed == 1 and second.state is State.WAITING
+
+    def test_none_of_a_better_rank_leaves(self):
+        """The one of the last rank waits for blocks itself: nobody is preempted for it."""
+        course = Course(6, preemption="recompute")
+        first, second = course.add(45), course.add(40, priority=1)
+        course.step()
+        course.until(lambda: first.state is not State.RUNNING or second.state is not State.RUNNING)
+        assert (first.state, second.state) == (State.RUNNING, State.WAITING)
+
+    def test_no_new_one_is_admitted_while_a_running_one_waits(self):
+        course = Course(4, preemption="recompute")
+        first, second = course.add(31), course.add(32, priority=-1)
+        course.step()  # both hold two blocks, and all
+        assert second.request.num_tokens == 33
+        new = course.add(1, priority=-2)
+        course.step()  # the second gets no block; the first is to leave
+        assert (first.state, second.state, new.state) == (
+            State.RUNNING,
+            State.RUNNING,
+            State.WAITING,
+        )
+        computed = course.step()
+        assert first.state is State.WAITING and computed["r1"] == 1
+        assert new.state is State.WAITING or "r2" in computed
+
+    def test_a_victim_that_ends_before_it_leaves_is_forgotten(self):
+        course = Course(4, preemption="recompute")
+        first, second = course.add(32), course.add(31, priority=1)
+        course.step()
+        course.step()
+        assert course.scheduler._victim is second
+        course.scheduler.finish(second)
+        assert course.step() == {"r0": 1}
+        assert course.scheduler.num_recomputed == 0 and first.num_preemptions == 0
+
+
+class TestErrors:
+    def test_a_step_at_a_time(self):
+        course = Course(8)
+        course.add(20)
+        step = course.scheduler.schedule()
+        with pytest.raises(RuntimeError, match=f"step {step.plan.step_id} is under way"):
+            course.scheduler.schedule()
+        course.scheduler.fail(step)
+        with pytest.raises(ValueError, match="step is not under way"):
+            course.scheduler.complete(step)
+        assert course.step() == {"r0": 20}
+
+    def test_what_is_added_twice(self):
+        course = Course(8)
+        sequence = course.add(20)
+        with pytest.raises(ValueError, match="sequence 'r0' is waiting: expected a new one"):
+            course.scheduler.add(sequence)
+
+    def test_more_rows_than_there_are(self):
+        course = Course(8, num_rows=2)
+        with pytest.raises(ValueError, match="sequence 'r0' needs 3 rows: expected at most 2"):
+            course.add(20, num_rows=3)
+        assert course.scheduler.num_unfinished == 0
+
+    def test_a_prompt_that_never_fits_is_refused(self):
+        course = Course(3)
+        sequence = course.add(60)
+        step = course.scheduler.schedule()
+        assert step.refused == [sequence] and step.sequences == []
+        course.scheduler.complete(step)
+        assert sequence.state is State.FINISHED and course.scheduler.schedule() is None
+
+    def test_sequences_that_wait_for_tokens(self):
+        course = Course(8)
+        sequence = course.add(20)
+        course.scheduler.complete(course.scheduler.schedule())
+        with pytest.raises(RuntimeError, match="none of 1 sequences has tokens to compute"):
+            course.scheduler.schedule()
+        course.scheduler.accept(sequence, [1])
+        assert course.step() == {"r0": 1}
