@@ -36,15 +36,16 @@ class SecretKey {
   uint64_t numbers_[10] = {};
 };
 
-// 32 bits of a hash, the same as long as the process lives; different hashes collide with a
-// probability of 2**-32.
-inline uint32_t tag_of(const Hash& hash) {
-  return static_cast<uint32_t>(SecretKey::of_process().fold(hash));
-}
+// 64 bits of a hash, the same as long as the process lives. Of hashes that nobody has searched for,
+// two collide with a probability of 2**-64: what is decided by tags then depends on no secret.
+inline uint64_t tag_of(const Hash& hash) { return SecretKey::of_process().fold(hash); }
 
-// The same with 64 bits, for hash tables.
+// 32 of them, where a collision costs time alone.
+inline uint32_t short_tag_of(const Hash& hash) { return static_cast<uint32_t>(tag_of(hash)); }
+
+// The same, for hash tables.
 struct HashOf {
-  size_t operator()(const Hash& hash) const { return SecretKey::of_process().fold(hash); }
+  size_t operator()(const Hash& hash) const { return tag_of(hash); }
 };
 
 }  // namespace kvcache

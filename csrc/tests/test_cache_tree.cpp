@@ -32,7 +32,7 @@ struct Cached {
     index.insert(id);
     numbers[id] = number;
     const BlockId parent = by_tag ? kNullBlock : index.find(hash_of(number / 2), 0);
-    const uint32_t tag = tag_of(hash_of(number / 2));
+    const uint64_t tag = tag_of(hash_of(number / 2));
     tree.add(id, parent, number == 1 ? nullptr : &tag, &changed);
     check_changes();
   }

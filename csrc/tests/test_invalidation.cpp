@@ -125,7 +125,7 @@ TEST(a_row_that_left_is_followed_by_its_hashes) {
   const Invalidation invalid = f.failed({20});
   CHECK(invalid.limits().empty());
   CHECK(invalid.blocks() == Ids({ids[0], ids[1], 20}));
-  CHECK_EQ(invalid.chains().roots.count(tag_of(hashes[0])), 1);
+  CHECK_EQ(invalid.chains().roots.count(short_tag_of(hashes[0])), 1);
 }
 
 TEST(an_onboard_from_a_failed_page_and_into_a_failed_block_is_invalid) {

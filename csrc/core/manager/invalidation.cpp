@@ -242,7 +242,7 @@ bool Invalidation::add_dropped(const TokenChain& chain, const CacheGroup& group,
   const int64_t end = (block + 1) * group.num_hashes;
   bool changed = false;
   // Others may have used it while it was found, and be found themselves.
-  if (!hashes.empty()) roots_.insert(tag_of(hashes[0]));
+  if (!hashes.empty()) roots_.insert(short_tag_of(hashes[0]));
   for (int64_t i = num_valid / context_.hash_block_size;
        i < std::min(end, static_cast<int64_t>(hashes.size())); ++i) {
     const Hash& hash = hashes[static_cast<size_t>(i)];

@@ -85,7 +85,7 @@ class Invalidation {
   std::unordered_map<BlockId, int64_t> blocks_;  // tokens of the prefix that are valid
   std::unordered_map<Hash, InvalidHash, HashOf> hashes_;
   std::unordered_set<BlockId> pages_;
-  std::unordered_set<uint32_t> roots_;  // tags, of chains that dropped blocks run in
+  std::unordered_set<uint32_t> roots_;  // short tags, of chains that dropped blocks run in
 };
 
 }  // namespace kvcache

@@ -50,12 +50,13 @@ const Block& BlockPool::at(BlockId id, const char* what) const {
   return blocks_[id];
 }
 
-void BlockPool::set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root) {
+void BlockPool::set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root) {
   Block& block = blocks_[id];
   block.older = block.younger = kNullBlock;
   block.group = group;
   block.epoch = epoch_;
-  lineage_[id] = {parent, root};
+  lineage_[id].set_parent(parent);
+  lineage_[id].root = root;
   ++num_cached_;
   if (group >= evicted_by_group_.size()) evicted_by_group_.resize(size_t{group} + 1);
   if (residency_) residency_->published(id);
@@ -212,15 +213,17 @@ void BlockPool::publish(const BlockId* ids, const Content& content, int64_t n, u
   check_publish(ids, n, group);
   const Soundness::Change change = this->change("publish");
   if (n == 0) return;
-  const uint32_t root = content.root ? tag_of(*content.root) : 0;
-  uint32_t lineage = tag_of(*content.parent);
+  const uint32_t root = content.root ? short_tag_of(*content.root) : 0;
+  uint64_t lineage = tag_of(*content.parent);
   for (int64_t i = 0; i < n; ++i) {
     const uint32_t tag = tags.next(i);
     Block& block = blocks_[ids[i]];
     const Hash& hash = content.hash(i);
-    const uint32_t parent = std::exchange(lineage, tag_of(hash));
-    if (!is_cached(block)) set_cached(ids[i], group, parent, content.root ? root : lineage);
-    lineage_[ids[i]].parent = parent;  // partial hashes were published without
+    const uint64_t parent = std::exchange(lineage, tag_of(hash));
+    if (!is_cached(block)) {
+      set_cached(ids[i], group, parent, content.root ? root : static_cast<uint32_t>(lineage));
+    }
+    lineage_[ids[i]].set_parent(parent);  // partial hashes were published without
     block.hash = hash;
     const bool is_first = index_.insert(tag, ids[i]);
     if (candidates_) {
@@ -248,7 +251,7 @@ void BlockPool::announce(const Content& content, int64_t n, uint8_t group) {
 
 Copied BlockPool::copied(BlockId id, bool is_chain) const {
   const Block& block = blocks_[id];
-  Copied copied{block.hash, block.group, lineage_[id].parent, lineage_[id].root, is_chain, {}};
+  Copied copied{block.hash, block.group, lineage_[id].parent(), lineage_[id].root, is_chain, {}};
   if (candidates_) copied.released_as = candidates_->policy().released_as(id);
   return copied;
 }
@@ -263,7 +266,7 @@ void BlockPool::publish_copy(BlockId id, const Copied& copied) {
   }
   const bool is_first = index_.insert(id);
   if (candidates_) {
-    notify_published(id, kNullBlock, copied.is_chain && copied.root != tag_of(copied.hash));
+    notify_published(id, kNullBlock, copied.is_chain && copied.root != short_tag_of(copied.hash));
     candidates_->policy().on_copy(id, copied.released_as);
   }
   if (is_first && events_ != nullptr) events_->stored_on_host(copied.hash, copied.group);
@@ -279,7 +282,7 @@ void BlockPool::publish_partial(BlockId id, const Hash& hash, const Hash& root, 
   }
   const Soundness::Change change = this->change("publish_partial");
   if (!is_cached(block)) {
-    set_cached(id, group, /*parent=*/0, tag_of(root));
+    set_cached(id, group, /*parent=*/0, short_tag_of(root));
     if (candidates_) candidates_->policy().on_publish(id, nullptr, group);
   }
   partial_.add(id, hash, group);

@@ -33,9 +33,10 @@
 
 namespace kvcache {
 
-// Invalid content by the tags of its hashes, and the roots of its chains.
+// Invalid content by the tags of its hashes, and the roots of its chains by short ones.
 struct InvalidChains {
-  std::unordered_set<uint32_t> hashes, roots;
+  std::unordered_set<uint64_t> hashes;
+  std::unordered_set<uint32_t> roots;
 };
 
 class BlockPool {
@@ -225,8 +226,8 @@ class BlockPool {
   }
   void take_evicted(int64_t n, BlockId* out);
   void check_publish(const BlockId* ids, int64_t n, uint8_t group);
-  void set_cached(BlockId id, uint8_t group, uint32_t parent, uint32_t root);
-  bool is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
+  void set_cached(BlockId id, uint8_t group, uint64_t parent, uint32_t root);
+  bool is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                     std::unordered_map<uint64_t, BlockId>* by_hash) const;
   void forget(BlockId id, bool evicted = false);  // drops all its hashes, and its place
   void forget_hashes(BlockId id, uint32_t tag);   // `tag`: what the index knows its hash by
@@ -261,8 +262,14 @@ class BlockPool {
   int64_t num_blocks_;
   ZeroedArray<Block> blocks_;
   ZeroedArray<Link> links_;
-  struct Lineage {  // tags of hashes of the block's chain
-    uint32_t parent, root;
+  struct Lineage {  // tags of hashes of the block's chain, in 12 bytes
+    uint32_t parent_upper, parent_lower, root;
+
+    uint64_t parent() const { return uint64_t{parent_upper} << 32 | parent_lower; }
+    void set_parent(uint64_t tag) {
+      parent_upper = static_cast<uint32_t>(tag >> 32);
+      parent_lower = static_cast<uint32_t>(tag);
+    }
   };
   ZeroedArray<Lineage> lineage_;  // of cached blocks
   HashIndex index_;

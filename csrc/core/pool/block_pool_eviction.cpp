@@ -63,7 +63,7 @@ void BlockPool::forget_place(BlockId id, bool evicted) {
   candidates_->set_idle(id, false);
   candidates_->policy().on_forget(id, hash_of(id), block.group, evicted);
   changed_.clear();
-  candidates_->tree().remove(id, lineage_[id].parent, &changed_);
+  candidates_->tree().remove(id, lineage_[id].parent(), &changed_);
 }
 
 // Blocks that are leaves, or are none any more, because of another one that came or has gone.
@@ -200,9 +200,9 @@ void BlockPool::notify_access(const BlockId* ids, int64_t n, const Access& acces
 
 void BlockPool::notify_published(BlockId id, BlockId parent, bool has_parent) {
   const Block& block = blocks_[id];
-  const uint32_t* parent_tag = has_parent ? &lineage_[id].parent : nullptr;
+  const uint64_t parent_tag = lineage_[id].parent();
   changed_.clear();
-  candidates_->tree().add(id, parent, parent_tag, &changed_);
+  candidates_->tree().add(id, parent, has_parent ? &parent_tag : nullptr, &changed_);
   update_changed();
   candidates_->policy().on_publish(id, &block.hash, block.group);
 }
@@ -211,7 +211,7 @@ std::vector<CacheTree::Member> BlockPool::published() const {
   std::vector<CacheTree::Member> members;
   for (BlockId id = 1; id < next_fresh_; ++id) {
     const Block& block = blocks_[id];
-    if (is_indexed(block)) members.push_back({id, tag_of(block.hash), lineage_[id].parent});
+    if (is_indexed(block)) members.push_back({id, tag_of(block.hash), lineage_[id].parent()});
   }
   return members;
 }

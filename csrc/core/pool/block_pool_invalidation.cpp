@@ -11,7 +11,7 @@ namespace {
 constexpr BlockId kUntouched = -1;
 constexpr BlockId kTouched = kNullBlock;
 
-uint64_t key_of(uint8_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
+uint64_t key_of(uint8_t group, uint64_t tag) { return uint64_t{group} << 56 ^ tag; }
 
 }  // namespace
 
@@ -42,7 +42,7 @@ void BlockPool::evict_derived(const InvalidChains& invalid, bool is_uniform) {
 }
 
 // Walks up the chain; what it finds out it notes in `by_hash`, so that a chain is walked once.
-bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& invalid,
+bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint64_t>& invalid,
                              std::unordered_map<uint64_t, BlockId>* by_hash) const {
   std::vector<uint64_t> path;
   BlockId verdict = kTouched;
@@ -50,11 +50,11 @@ bool BlockPool::is_untouched(BlockId id, const std::unordered_set<uint32_t>& inv
     const Block& block = blocks_[up];
     if (invalid.count(tag_of(block.hash)) != 0) break;
     path.push_back(key_of(block.group, tag_of(block.hash)));
-    if (tag_of(block.hash) == lineage_[up].root) {
+    if (short_tag_of(block.hash) == lineage_[up].root) {
       verdict = kUntouched;
       break;
     }
-    const auto parent = by_hash->find(key_of(block.group, lineage_[up].parent));
+    const auto parent = by_hash->find(key_of(block.group, lineage_[up].parent()));
     if (parent == by_hash->end()) break;
     if (parent->second <= kNullBlock) {
       verdict = parent->second;

@@ -9,7 +9,7 @@ namespace kvcache {
 
 namespace {
 
-uint64_t key_of(uint8_t group, uint32_t tag) { return uint64_t{group} << 32 | tag; }
+uint64_t key_of(uint8_t group, uint64_t tag) { return uint64_t{group} << 56 ^ tag; }
 uint64_t key_of(const Block& block) { return key_of(block.group, tag_of(block.hash)); }
 
 }  // namespace
@@ -34,7 +34,7 @@ BlockId CacheTree::block_at(uint64_t key) const {
   return found == entries_.end() ? kNullBlock : found->second.block;
 }
 
-void CacheTree::add(BlockId id, BlockId parent, const uint32_t* parent_tag,
+void CacheTree::add(BlockId id, BlockId parent, const uint64_t* parent_tag,
                     std::vector<BlockId>* changed) {
   const Block& block = blocks_[id];
   places_[id] = {};
@@ -55,7 +55,7 @@ void CacheTree::add(BlockId id, BlockId parent, const uint32_t* parent_tag,
   if (++places_[parent].num_children == 1 && is_alone(parent)) changed->push_back(parent);
 }
 
-void CacheTree::remove(BlockId id, uint32_t parent_tag, std::vector<BlockId>* changed) {
+void CacheTree::remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed) {
   const Block& block = blocks_[id];
   if (block.older == kNullBlock) return;  // in no ring
   Place& place = places_[id];
@@ -76,7 +76,7 @@ void CacheTree::remove(BlockId id, uint32_t parent_tag, std::vector<BlockId>* ch
   place.parent = kNullBlock;
 }
 
-void CacheTree::drop_child(BlockId id, uint32_t parent_tag, std::vector<BlockId>* changed) {
+void CacheTree::drop_child(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed) {
   const uint64_t key = key_of(blocks_[id].group, parent_tag);
   if (is_known(places_[id].parent, key)) return drop_child_of(places_[id].parent, changed);
   const auto found = entries_.find(key);

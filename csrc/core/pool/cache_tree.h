@@ -19,8 +19,9 @@ namespace kvcache {
 // is published after them, the hash has an entry in a map; that is rare, but for pools of copies,
 // whose blocks come with tags alone: there every hash has one.
 //
-// Hashes are known by their tags: where two of one group have the same, one may count a child of
-// the other as its own, and is evicted later than it could be.
+// Hashes are known by their tags: where two of one group have the same, which none that was not
+// searched for has, one may count a child of the other as its own, and is evicted later than it
+// could be.
 class CacheTree {
  public:
   CacheTree(const Block* blocks, int64_t num_blocks)
@@ -38,17 +39,17 @@ class CacheTree {
   // hash; null for the first block of a chain. `parent`: a block under that hash; the null block
   // where there is none or, in a tree that finds by tag, where it is not known. Adds other blocks
   // that have become leaves, or no longer are, to `changed`.
-  void add(BlockId id, BlockId parent, const uint32_t* parent_tag, std::vector<BlockId>* changed);
+  void add(BlockId id, BlockId parent, const uint64_t* parent_tag, std::vector<BlockId>* changed);
   // The block will leave the ring of its hash; it need not have been added. Adds blocks to
   // `changed` that will then have become leaves, or no longer be.
-  void remove(BlockId id, uint32_t parent_tag, std::vector<BlockId>* changed);
+  void remove(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
   void clear();
   size_t num_bytes() const;
   // Throws std::logic_error unless all that is counted agrees with these blocks: the published
   // ones, with the tags of their hashes and of their parents'.
   struct Member {
     BlockId id;
-    uint32_t tag, parent_tag;
+    uint64_t tag, parent_tag;
   };
   void check_invariants(const std::vector<Member>& members) const;
   // From now on parents are found by their tags. `members`: what is published.
@@ -73,7 +74,7 @@ class CacheTree {
   bool is_known(BlockId parent, uint64_t key) const;
   void adopt(BlockId id, uint64_t key);
   BlockId block_at(uint64_t key) const;
-  void drop_child(BlockId id, uint32_t parent_tag, std::vector<BlockId>* changed);
+  void drop_child(BlockId id, uint64_t parent_tag, std::vector<BlockId>* changed);
   void drop_child_of(BlockId parent, std::vector<BlockId>* changed);
 
   const Block* blocks_;

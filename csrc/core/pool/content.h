@@ -13,8 +13,9 @@ namespace kvcache {
 struct Copied {
   Hash hash;
   uint8_t group;
-  uint32_t parent, root;  // tags
-  bool is_chain;          // nothing finds it without its parent
+  uint64_t parent;  // tags
+  uint32_t root;
+  bool is_chain;  // nothing finds it without its parent
   ReleasedAs released_as;
 };
 
