@@ -1,6 +1,7 @@
 """The server: OpenAI's client, clients that go away, a model that fails, the page in a browser."""
 
 import asyncio
+import inspect
 import itertools
 import json
 import queue
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("fastapi")
 pytest.importorskip("openai")
+pytest.importorskip("httpx")
 
 import httpx
 import openai
@@ -22,6 +24,7 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcache.cli import main
+from kvcache.cli import serve as command
 from kvcache.integrations.transformers import attach
 from kvcache.serve import ByteTexts, EngineLoop, make_app
 from kvcache.serve.texts import AnswerText
@@ -472,6 +475,11 @@ def test_wrong_usage_is_one_line(options, expected, capsys):
     assert main(["serve", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvcache: ") and expected in error and error.count("\n") == 1
+
+
+def test_it_listens_to_this_machine_alone_unless_told():
+    (host,) = re.findall(r'"--host", "ADDRESS", "([^"]+)"', inspect.getsource(command))
+    assert host == "127.0.0.1"
 
 
 def test_a_port_that_is_taken(served, capsys):

@@ -123,5 +123,6 @@ def test_wheels_and_source_distributions_have_the_types():
     project = tomllib.loads((REPO / "pyproject.toml").read_text())
     patterns = project["tool"]["setuptools"]["package-data"]["kvcache"]
     shipped = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    assert shipped == {*STUBS, PACKAGE / "py.typed"}
-    assert "recursive-include kvcache *.pyi py.typed" in (REPO / "MANIFEST.in").read_text()
+    assert shipped == {*STUBS, PACKAGE / "py.typed", PACKAGE / "serve/page.html"}
+    included = "recursive-include kvcache *.pyi py.typed page.html"
+    assert included in (REPO / "MANIFEST.in").read_text()
