@@ -553,7 +553,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         SERVING + "beams.py",
-        "engine",
+        "sampling engine",
         [
             ("len(self._candidates) == len(self.scores)", "True"),
             ("self.width + len(ends)", "self.width"),
@@ -563,7 +563,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         SERVING + "sampling.py",
-        "engine",
+        "sampling engine",
         [
             ("hash((params.seed, nth))", "hash(params.seed)"),
             ("ordered.cumsum(-1) - ordered >= top_p", "ordered.cumsum(-1) >= top_p"),
@@ -573,7 +573,7 @@ _MUTANTS: list[tuple[str, str, list[tuple[str, str]]]] = [
     ),
     (
         SERVING + "drafters.py",
-        "engine examples",
+        "sampling",
         [("while at >= 0 and at % width:", "while False:")],
     ),
     (

@@ -275,6 +275,31 @@ class TestDefectsAreNoticed:
         assert not self.answers(name, break_it)[0]
 
 
+def test_prompts_of_one_token_begin_with_an_empty_state(paged):
+    """Pages that others have left are not read."""
+    engine = Engine(paged("bamba", requests=1.3))
+    prompts = [*prompts_of(2, 4), [7], [9]]
+    found = engine.generate(prompts, SamplingParams(max_tokens=6))
+    answers = [greedy(dense("bamba"), prompt, 6) for prompt in prompts]
+    assert [each.samples[0].token_ids for each in found] == answers
+    found = engine.generate([[11], [12]], SamplingParams(max_tokens=6))
+    answers = [greedy(dense("bamba"), prompt, 6) for prompt in ([11], [12])]
+    assert [each.samples[0].token_ids for each in found] == answers
+
+
+def test_beams_that_are_aborted_leave_nothing(paged):
+    engine = Engine(paged("llama", requests=3))
+    params = SamplingParams(max_tokens=30, beam_width=4)
+    for num_steps in range(12):
+        generation = engine.add(prompts_of(num_steps, 1)[0], params)
+        for _ in range(num_steps):
+            engine.step()
+        assert engine.abort(generation.request_id)
+        manager = engine.cache.manager
+        assert engine.scheduler.num_unfinished == 0
+        assert manager.pool.num_free == manager.pool.num_total
+
+
 class TestFlashInfer:
     """By a stand-in, in float64: every answer is the dense cache's, so pages, lengths and windows fit."""
 
@@ -300,6 +325,7 @@ class TestFlashInfer:
         answers = [greedy(dense(name), prompt, 24) for prompt in prompts]
         attached = paged(name, requests=1.3, model=model, attention="flashinfer")
         kernels = attached._paged.kernels
+        assert name != "gemma3" or model.config.query_pre_attn_scalar != model.config.head_dim
         assert sum(kernels.serves(layer) for layer in range(8)) == layers_served
         engine = Engine(
             attached, drafter=mostly_right(list(zip(prompts, answers)), np.random.default_rng(0))

@@ -86,11 +86,13 @@ class Served:
 
 
 @contextmanager
-def serving(**options):
+def serving(texts=None, **options):
     options = {"max_model_len": 256, "max_num_batched_tokens": 64, "host_budget": "2MiB"} | options
     engine = Engine(attach(dense("llama"), "1MiB", **options))
     loop = EngineLoop(engine)
-    config = uvicorn.Config(make_app(loop, ByteTexts(), "llama"), port=0, log_level="error")
+    config = uvicorn.Config(
+        make_app(loop, texts or ByteTexts(), "llama"), port=0, log_level="error"
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -190,6 +192,25 @@ class TestCompletions:
                 assert answer.choices[0].text == before
                 assert answer.choices[0].finish_reason == "stop"
                 assert answer.usage.completion_tokens < 40
+
+    def test_nothing_is_generated_behind_a_stop_text(self, served):
+        served.slow_seconds = 0.02
+        before = served.state()["metrics"]["generated_tokens"]
+        stop = dense_answer(GREETING, 40)[5]
+        list(served.complete(max_tokens=150, stop=stop, stream=True))
+        served.wait_until_empty()
+        assert served.state()["metrics"]["generated_tokens"] - before < 60
+
+    def test_the_token_that_ends_an_answer_is_not_shown(self):
+        token_ids = greedy(dense("llama"), ByteTexts().encode(GREETING), 30)
+        texts = ByteTexts()
+        texts.end_token_ids = (token_ids[20],)
+        first = token_ids.index(token_ids[20])
+        with serving(texts) as served:
+            answer = served.complete(max_tokens=30)
+        assert answer.choices[0].text == texts.decode(token_ids[:first])
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage.completion_tokens == first + 1
 
     def test_what_asks_for_nothing_is_taken(self, served):
         answer = served.complete(frequency_penalty=0, presence_penalty=0.0, echo=False, user="me")
@@ -428,7 +449,7 @@ def test_figures_as_prometheus_reads_them(served):
 class TestAnswerText:
     @pytest.mark.parametrize("stops", [[], ["lo w"], ["wor", "lo"], ["aab"], ["é"], ["x", "ld!"]])
     @pytest.mark.parametrize("text", ["hello wörld!", "aaab aaaab", "é€😀é€😀"])
-    @pytest.mark.parametrize("size", [1, 2, 3])
+    @pytest.mark.parametrize("size", [1, 2, 3, 100])
     def test_pieces_join_to_the_text_before_the_first_stop(self, text, stops, size):
         tokens = ByteTexts().encode(text)
         answer, shown = AnswerText(ByteTexts(), stops), ""

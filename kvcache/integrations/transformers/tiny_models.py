@@ -37,7 +37,7 @@ _MODELS: dict[str, tuple[str, dict[str, object]]] = {
         "gemma3_text",
         {
             "sliding_window": 24,
-            "query_pre_attn_scalar": 16,
+            "query_pre_attn_scalar": 8,
             "layer_types": [_LOCAL, _LOCAL, _LOCAL, _FULL],
         },
     ),

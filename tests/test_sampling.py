@@ -1,0 +1,115 @@
+"""The next token from logits: sampling, beams, drafts. No model."""
+
+import numpy as np
+import pytest
+import torch
+
+from kvcache import Request
+from kvcache.serving import NgramDrafter, SamplingParams
+from kvcache.serving.beams import Beams
+from kvcache.serving.sampling import Sampler
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0, 2.5])
+
+
+def drawn(count=2_000, **options):
+    """How often each token is drawn."""
+    sampler = Sampler(SamplingParams(**({"temperature": 1.0, "seed": 1} | options)), 0)
+    tokens = [sampler.token(LOGITS) for _ in range(count)]
+    return np.bincount(tokens, minlength=len(LOGITS)) / count
+
+
+class TestSampler:
+    @pytest.mark.parametrize("temperature", [0.3, 1.0, 4.0])
+    def test_tokens_come_as_often_as_their_weights_say(self, temperature):
+        wanted = (LOGITS / temperature).softmax(-1).numpy()
+        assert np.abs(drawn(temperature=temperature) - wanted).max() < 0.04
+
+    def test_top_k_leaves_the_likeliest(self):
+        assert drawn(top_k=1).tolist() == [0, 1, 0, 0, 0, 0]
+        found = drawn(top_k=3)
+        assert set(np.flatnonzero(found)) == {1, 3, 5}
+        wanted = LOGITS[[1, 3, 5]].softmax(-1).numpy()
+        assert np.abs(found[[1, 3, 5]] - wanted).max() < 0.04
+        assert np.count_nonzero(drawn(top_k=100, temperature=9.0)) == 6
+
+    def test_top_p_leaves_the_fewest_that_reach_it(self):
+        weights = LOGITS.softmax(-1)  # of 1, 5 and 3: 0.46, 0.28, 0.17
+        assert set(np.flatnonzero(drawn(top_p=0.4))) == {1}
+        assert set(np.flatnonzero(drawn(top_p=float(weights[1]) + 0.01))) == {1, 5}
+        assert set(np.flatnonzero(drawn(top_p=0.9))) == {1, 5, 3}
+
+    def test_samples_of_a_request_and_neighbouring_seeds_draw_unlike(self):
+        def tokens(seed, nth):
+            sampler = Sampler(SamplingParams(temperature=2.0, seed=seed), nth)
+            return tuple(sampler.token(LOGITS) for _ in range(40))
+
+        courses = {(seed, nth): tokens(seed, nth) for seed in range(4) for nth in range(4)}
+        assert len(set(courses.values())) == 16
+        assert courses[2, 3] == tokens(2, 3)
+
+
+class Line:
+    """A beam: its tokens behind the prompt."""
+
+    def __init__(self, *token_ids):
+        self.token_ids = list(token_ids)
+
+
+class TestBeams:
+    def test_as_many_go_on_as_the_width_though_the_likeliest_end(self):
+        first = Line()
+        beams = Beams(first, 2, 10, stop_token_ids=(1,))
+        assert beams.add_logits(first, LOGITS)
+        choices = beams.choose()
+        assert [choice.token for choice in choices] == [5, 3]
+        assert [ended.token_ids for ended in beams.best] == [[1]]
+
+    def test_it_waits_for_all_that_go_on(self):
+        one, other = Line(1), Line(5)
+        beams = Beams(Line(), 2, 10, ())
+        beams.scores = {one: -0.5, other: -0.6}
+        assert not beams.add_logits(one, LOGITS)
+        assert beams.add_logits(other, LOGITS)
+        choices = beams.choose()
+        assert [(choice.parent, choice.token) for choice in choices] == [(one, 1), (other, 1)]
+
+    def test_it_ends_where_no_going_on_can_be_better(self):
+        first = Line(3)
+        beams = Beams(Line(), 1, 10, stop_token_ids=(1,))
+        beams.scores = {first: 0.0}
+        beams.add_logits(first, LOGITS)
+        assert beams.choose() == [] and beams.best[0].token_ids == [3, 1]
+
+    def test_the_best_of_the_ended_stay(self):
+        first, second = Line(2, 2), Line(3, 3)
+        beams = Beams(Line(), 2, 3, ())
+        beams.scores = {first: -9.0, second: -1.0}
+        for beam in (first, second):
+            beams.add_logits(beam, LOGITS)
+        assert beams.choose() == []
+        assert [ended.token_ids for ended in beams.best] == [[3, 3, 1], [3, 3, 5]]
+
+
+class TestNgramDrafter:
+    @staticmethod
+    def plain(tokens, num_tokens, longest, shortest):
+        for size in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+            tail = tokens[-size:]
+            for at in range(len(tokens) - 1 - size, -1, -1):
+                if tokens[at : at + size] == tail:
+                    return tokens[at + size : at + size + num_tokens]
+        return []
+
+    @pytest.mark.parametrize("alphabet", [[1, 2], [0, 1, 256, 65_536, 16_777_216]])
+    def test_it_is_a_plain_search(self, alphabet):
+        """Tokens whose bytes are found across each other's, too."""
+        rng = np.random.default_rng(0)
+        drafter = NgramDrafter(3, longest=3, shortest=1)
+        num_found = 0
+        for _ in range(500):
+            tokens = rng.choice(alphabet, rng.integers(1, 20)).tolist()
+            found = drafter(Request("r", tokens))
+            assert found == self.plain(tokens, 3, 3, 1), tokens
+            num_found += bool(found)
+        assert num_found > 250
