@@ -150,7 +150,8 @@ def test_answers_of_many_sequences_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, NUM_SEQUENCES, paged)
 
 
-@pytest.mark.parametrize("seed", range(9))
+# Of the last three, beams wait for each other, or are computed again when others have ended them.
+@pytest.mark.parametrize("seed", [*range(9), 2867, 3006, 3338])
 def test_random_runs(seed):
     EngineRun(MODELS[seed % len(MODELS)], seed).run()
 
