@@ -15,7 +15,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -89,6 +89,10 @@ soak: setup
 	$(BIN)/cmake --build build/soak --target soak_manager
 	build/soak/soak_manager $(SECONDS)
 	$(BIN)/python -m tests.growth
+
+# In vLLM's own schedulers, in a virtual environment of its own with vLLM; once, some minutes to make it.
+test-vllm: setup
+	$(BIN)/python -m tests.vllm_environment
 
 # Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds.
 fuzz: setup

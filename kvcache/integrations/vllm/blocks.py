@@ -1,0 +1,44 @@
+"""Block ids in place of vLLM's lists of block objects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+
+class BlockIds(KVCacheBlocks):
+    """Ids of each group, int32[k]. The objects that vLLM knows are made for those who ask for them."""
+
+    def __init__(self, ids: Sequence[np.ndarray]) -> None:
+        self.ids = ids
+
+    @property
+    def blocks(self) -> tuple[list[KVCacheBlock], ...]:
+        """A block object for each id."""
+        return tuple(
+            [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in ids.tolist()]
+            for ids in self.ids
+        )
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """The ids of each group, or of some; None where there are none and `allow_none`."""
+        ids = self.ids if group_ids is None else [self.ids[group] for group in group_ids]
+        if allow_none and not any(map(len, ids)):
+            return None
+        return tuple(each.tolist() for each in ids)
+
+    def new_empty(self) -> KVCacheBlocks:
+        """As many groups without blocks."""
+        return KVCacheBlocks(tuple(() for _ in self.ids))
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        """Both, one behind the other."""
+        theirs = other.get_block_ids()
+        return BlockIds(
+            [np.concatenate([own, np.array(more, np.int32)]) for own, more in zip(self.ids, theirs)]
+        )

@@ -1,0 +1,545 @@
+"""vLLM's KVCacheManager, as its schedulers call it, over kvcache's.
+
+A request is quiet up to a number of tokens: until then it needs no block, fills none, and none of its
+blocks leaves a window, so nothing is asked. In most steps that is so for most requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+from vllm.v1.metrics.stats import PrefixCacheStats
+from vllm.v1.request import Request, RequestStatus
+
+from kvcache import allocator
+from kvcache.allocator import KVCacheManager
+from kvcache.integrations.vllm.blocks import BlockIds
+from kvcache.integrations.vllm.events import EventTranslator
+from kvcache.integrations.vllm.groups import group_specs
+from kvcache.step import Status
+
+_NEW = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+class VllmCacheManager:
+    """What vLLM's `Scheduler` calls `kv_cache_manager`.
+
+    `hash_bytes`: of vLLM's block hashes. `options`: fields of `CacheOptions`, the eviction policy for
+    example. ValueError for what kvcache does
+    not have: kinds of groups, context parallelism, sparse retention of prefixes.
+    """
+
+    retained_hit_group_ids: tuple[int, ...] = ()
+    mamba_shared_prefix_checkpoint = False
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        scheduler_block_size: int,
+        hash_block_size: int,
+        max_in_flight_tokens: int | None = None,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        num_prefill_lookahead: int = 0,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: object | None = None,
+        watermark: float = 0.0,
+        enable_mamba_shared_prefix_checkpoint: bool = False,
+        *,
+        hash_bytes: int = 32,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        _refuse(
+            {
+                "context parallelism": dcp_world_size * pcp_world_size > 1,
+                "MTP with several modules": num_prefill_lookahead > 1,
+                "prefix_cache_retention_interval (expected None)": (
+                    enable_caching
+                    and len(kv_cache_config.kv_cache_groups) > 1
+                    and kv_cache_config.prefix_cache_retention_interval is not None
+                ),
+                "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
+            }
+        )
+        groups = group_specs(kv_cache_config, use_eagle)
+        self.kv_cache_config = kv_cache_config
+        self.num_kv_cache_groups = len(groups)
+        self.max_model_len = max_model_len
+        self.enable_caching = enable_caching
+        self.use_eagle = use_eagle
+        self.log_stats = log_stats
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
+        self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
+        self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in groups))
+        self.native = KVCacheManager.for_groups(
+            groups,
+            kv_cache_config.num_blocks,
+            max_model_len,
+            hash_block_size=hash_block_size,
+            enable_caching=enable_caching,
+            hash_algorithm="engine:vllm",  # whichever it has chosen: requests come with their hashes
+            hash_bytes=hash_bytes,
+            num_preallocate_tokens=0,
+            enable_events=enable_kv_cache_events,
+            **(options or {}),
+        )
+        self.coordinator = _Coordinator(
+            self, [g.kv_cache_spec for g in kv_cache_config.kv_cache_groups]
+        )
+        self.block_pool = _BlockPool(self)
+        self._events = EventTranslator(kv_cache_config)
+        self._hash_size = hash_block_size
+        self._sizes = [group.block_size for group in groups]
+        self._windows = [g.options["window"] for g in groups if g.kind == "sliding_window"]
+        self._chunks = [g.options["chunk_size"] for g in groups if g.kind == "chunked_local"]
+        self._has_windows = bool(self._windows or self._chunks)
+        self._held: dict[str, _Held] = {}
+
+    # --- hits ---
+
+    def prefix_cache_lookup_enabled(self, request: Request) -> bool:
+        """Whether the request takes hits."""
+        return self.enable_caching and not request.skip_reading_prefix_cache
+
+    def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
+        """The longest cached prefix: its blocks, its tokens, and 0, since no group lags behind."""
+        if not self.prefix_cache_lookup_enabled(request):
+            return self.empty_kv_cache_blocks, 0, 0
+        ids, num_tokens = self.native.get_computed_blocks(self._native_request(request))
+        if num_tokens == 0:
+            return self.empty_kv_cache_blocks, 0, 0
+        return BlockIds(ids if self.num_kv_cache_groups > 1 else [ids]), num_tokens, 0
+
+    def get_computed_blocks_for_connector(
+        self, request: Request
+    ) -> tuple[KVCacheBlocks, int, int, bool]:
+        """The same; False: no group's hit differs from the others'."""
+        return *self.get_computed_blocks(request), False
+
+    def truncate_computed_blocks(
+        self, blocks: KVCacheBlocks, num_computed_tokens: int
+    ) -> KVCacheBlocks:
+        """The blocks of the first tokens alone."""
+        if num_computed_tokens == 0:
+            return self.empty_kv_cache_blocks
+        return BlockIds(
+            [ids[: num_computed_tokens // size] for ids, size in zip(_ids(blocks), self._sizes)]
+        )
+
+    # --- blocks of requests ---
+
+    def allocate_slots(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+        full_sequence_must_fit: bool = False,
+        reserved_blocks: int = 0,
+        has_scheduled_reqs: bool = True,
+        skip_zeroing_group_ids: tuple[int, ...] = (),
+    ) -> KVCacheBlocks | None:
+        """Slots for a request's next tokens; its new blocks, None where they do not fit."""
+        held = self._held.get(request.request_id)
+        if held is not None:
+            stop = request.num_computed_tokens + num_new_tokens
+            if stop + num_lookahead_tokens <= held.quiet_until:
+                return self.empty_kv_cache_blocks
+            return self._extend(request, held, stop, num_lookahead_tokens)
+        reserved = reserved_blocks
+        if has_scheduled_reqs and request.status in _NEW:
+            reserved += self.watermark_blocks
+        return self._admit(
+            request,
+            num_new_tokens,
+            num_new_computed_tokens,
+            _ids(new_computed_blocks) if num_new_computed_tokens else None,
+            num_lookahead_tokens,
+            num_external_computed_tokens,
+            delay_cache_blocks,
+            reserved,
+            full_sequence_must_fit,
+        )
+
+    def _extend(
+        self, request: Request, held: _Held, stop: int, num_lookahead_tokens: int
+    ) -> KVCacheBlocks | None:
+        native, ours, start = self.native, held.request, request.num_computed_tokens
+        lookahead = max(min(num_lookahead_tokens, self.max_model_len - stop), 0)
+        self._append_known(request, ours)
+        told = stop  # tokens that the native manager knows of behind this call; slots reach further
+        if self._has_windows and request.num_in_flight_tokens:
+            # Steps under way may lose their drafts, but not the first token: a window stays where they
+            # have not come to.
+            told = max(held.num_computed + 1, start - request.num_in_flight_tokens)
+        elif held.num_computed > start:  # drafts that were not accepted
+            native.reject_tokens(ours, held.num_computed - start)
+            held.num_computed = start
+        elif held.num_computed < start and self._has_windows:
+            # What leaves a window follows from where a call starts.
+            native.append_slots(ours, start - held.num_computed)
+            held.num_computed = start
+        ids = native.append_slots(ours, told - held.num_computed, stop - told + lookahead)
+        if ids is None:
+            return None
+        held.num_computed, held.num_known = told, ours.num_tokens
+        held.quiet_until = self._quiet_until(start, stop)
+        if told // self._hash_size < stop // self._hash_size:
+            held.quiet_until = 0  # a block is full, and no hit yet
+        if self.num_kv_cache_groups == 1:
+            return BlockIds((ids,)) if len(ids) else self.empty_kv_cache_blocks
+        return BlockIds(ids)
+
+    def _admit(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_hit_tokens: int,
+        hits: Sequence[np.ndarray] | None,
+        num_lookahead_tokens: int,
+        num_external: int,
+        is_delayed: bool,
+        num_reserved: int,
+        must_fit: bool,
+    ) -> KVCacheBlocks | None:
+        native, ours = self.native, self._native_request(request)
+        start = num_hit_tokens + num_external
+        lookahead = max(min(num_lookahead_tokens, self.max_model_len - start - num_new_tokens), 0)
+        external = {
+            "num_external_computed_tokens": num_external,
+            "delay_cache_blocks": is_delayed,
+            "read_cache": bool(hits),
+        }
+        if must_fit and not is_delayed:
+            fits = native.would_fit(
+                ours, num_new_tokens, whole=True, num_reserved_blocks=num_reserved, **external
+            )
+            if fits is not Status.SERVED and start + num_new_tokens < request.num_tokens:
+                return None
+        if num_reserved:
+            fits = native.would_fit(
+                ours,
+                num_new_tokens,
+                num_lookahead_tokens=lookahead,
+                num_reserved_blocks=num_reserved,
+                **external,
+            )
+            if fits is not Status.SERVED:
+                return None
+        if self.num_kv_cache_groups == 1:
+            computed = hits[0] if hits else ()
+        else:
+            computed = hits or ()
+        ids = native.allocate_slots(
+            ours,
+            num_new_tokens,
+            computed,
+            lookahead,
+            num_external,
+            is_delayed,
+            read_cache=bool(hits) if self.enable_caching else None,
+        )
+        if ids is None:
+            return None
+        held = self._held[request.request_id] = _Held(ours)
+        held.num_computed, held.num_known = start + num_new_tokens, ours.num_tokens
+        held.num_external, held.is_receiving = num_external, is_delayed
+        held.quiet_until = 0 if is_delayed else self._quiet_until(start, held.num_computed)
+        return BlockIds([ids] if self.num_kv_cache_groups == 1 else ids)
+
+    def _quiet_until(self, start: int, stop: int) -> int:
+        """Up to so many tokens nothing changes for a request whose last call computed [start, stop)."""
+        last = min(
+            stop if stop % size == 0 else stop // size * size + size - 1
+            for size in (*self._sizes, self._hash_size)
+        )
+        size = self._sizes[0]
+        for window in self._windows:  # until the first start whose window begins in a later block
+            num_dropped = max(start - window + 1, 0) // size
+            last = min(last, (num_dropped + 1) * size + window - 1)
+        for chunk in self._chunks:
+            last = min(last, (start // chunk + 1) * chunk)
+        return last
+
+    def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
+        """Ends the wait of a request whose external tokens have arrived, `num_computed_tokens` in all.
+
+        Blocks whose tokens became known become hits with the next call that asks for slots.
+        """
+        held = self._held.get(request.request_id)
+        if held is None or not held.is_receiving:
+            return
+        held.is_receiving = False
+        self._append_known(request, held.request)
+        num_missing = held.num_computed - num_computed_tokens
+        num_arrived = None if num_missing <= 0 else max(held.num_external - num_missing, 0)
+        held.num_computed = self.native.finish_receiving(held.request, num_arrived)
+        held.num_known = held.request.num_tokens
+
+    def free(self, request: Request) -> None:
+        """Releases the request's blocks; nothing for one that has none."""
+        held = self._taken(request)
+        if held is not None:
+            self.native.free(held.request)
+
+    def pop_blocks_for_free(self, request: Request) -> list[_Kept]:
+        """Takes the request's blocks from it; `block_pool.free_blocks` of the answer releases them."""
+        held = self._taken(request)
+        if held is None:
+            return []
+        self.native.free(held.request, keep_blocks=True)
+        return [_Kept(held.request)]
+
+    def _taken(self, request: Request) -> _Held | None:
+        """What is known of a request that ends, its tokens brought up to date."""
+        held = self._held.pop(request.request_id, None)
+        if held is None or held.is_receiving:
+            return held
+        # Drafts, and what steps under way compute, are no hits yet, but for what was made one before.
+        num_computed = min(
+            request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
+        )
+        num_cached = min(held.num_known, held.num_computed) // self._hash_size * self._hash_size
+        num_computed = max(num_computed, num_cached)
+        self._append_known(request, held.request)
+        if held.num_computed > num_computed:
+            self.native.reject_tokens(held.request, held.num_computed - num_computed)
+        elif held.num_computed < num_computed:
+            self.native.append_slots(
+                held.request, num_computed - held.num_computed
+            )  # has the slots
+        return held
+
+    # --- what it tells ---
+
+    @property
+    def usage(self) -> float:
+        """The share of blocks that are held."""
+        pool = self.native.pool
+        return 1.0 - pool.num_free / pool.num_total
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The blocks of a request, in all groups."""
+        held = self._held.get(request_id)
+        if held is None:
+            return self.empty_kv_cache_blocks
+        groups = range(self.num_kv_cache_groups)
+        return BlockIds([self.native.block_ids(held.request, group) for group in groups])
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Their ids."""
+        return self.get_blocks(request_id).get_block_ids()
+
+    def get_block_ids_for_computed_tokens(
+        self, request_id: str, num_computed_tokens: int
+    ) -> tuple[list[int], ...]:
+        """The ids of the blocks of the first tokens."""
+        ids = self.get_block_ids(request_id)
+        return tuple(own[: -(-num_computed_tokens // size)] for own, size in zip(ids, self._sizes))
+
+    def estimate_cached_tokens(self, request: Request) -> int:
+        """How many of the request's tokens are hits for others."""
+        if not self.enable_caching or request.request_id not in self._held:
+            return 0
+        num_tokens = min(request.num_computed_tokens, request.num_tokens)
+        return num_tokens // self._hash_size * self._hash_size
+
+    def record_prefix_cache_stats(self, request: Request, num_hits: int) -> None:
+        """Counts one lookup."""
+        if self.log_stats and self.prefix_cache_lookup_enabled(request):
+            self.prefix_cache_stats.record(
+                num_tokens=request.num_tokens,
+                num_hits=num_hits,
+                preempted=request.num_preemptions > 0,
+            )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """The counts since the last call."""
+        stats = self.prefix_cache_stats
+        if stats is not None:
+            self.prefix_cache_stats = PrefixCacheStats()
+        return stats
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """The events since the last call, as vLLM's own."""
+        if not self.enable_kv_cache_events:
+            return []
+        return [self._events.translate(event) for event in self.native.drain_events()]
+
+    # --- the cache as a whole ---
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets what is cached; False while a request holds blocks."""
+        if not self.native.reset_prefix_cache():
+            return False
+        if self.log_stats:
+            self.prefix_cache_stats.reset = True
+        return True
+
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
+        """Makes these blocks no hits any more."""
+        self.native.evict(sorted(block_ids))
+
+    # --- what groups of other kinds and their connectors need ---
+
+    def new_step_starts(self) -> None:
+        """Nothing to prepare."""
+
+    def remove_skipped_blocks(
+        self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
+    ) -> None:
+        """Nothing: blocks leave their windows with the calls that give slots."""
+
+    def take_new_block_ids(self) -> list[int]:
+        """None: no kind of group here needs cleared blocks."""
+        return []
+
+    def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
+        """Nothing: no kind of group here needs cleared blocks."""
+
+    def take_kv_cache_block_copies(self) -> tuple[list, list]:
+        """None: hits end with blocks."""
+        return [], []
+
+    def take_boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """None: no group keeps states."""
+        return {}
+
+    def finalize_partial_tail_offloads(self, request: Request) -> list[tuple[int, int, int]]:
+        """None: no group keeps states."""
+        return []
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """0 for each group, as vLLM's own."""
+        return [0] * self.num_kv_cache_groups
+
+    # --- requests ---
+
+    def _native_request(self, request: Request) -> allocator.Request:
+        """kvcache's request of a request of vLLM, its tokens brought up to date."""
+        ours = request.__dict__.get("_kvcache_request")
+        if ours is None:
+            ours = request._kvcache_request = allocator.Request(
+                request.request_id,
+                request._all_token_ids,
+                block_hashes=request.block_hashes if self.enable_caching else None,
+                read_cache=not request.skip_reading_prefix_cache,
+            )
+        else:
+            self._append_known(request, ours)
+        return ours
+
+    @staticmethod
+    def _append_known(request: Request, ours: allocator.Request) -> None:
+        num_known = ours.num_tokens
+        if num_known < request.num_tokens:
+            ours.append_tokens(request._all_token_ids[num_known:])
+
+
+class _Held:
+    """What is known of a request with blocks."""
+
+    __slots__ = (
+        "is_receiving",
+        "num_computed",
+        "num_external",
+        "num_known",
+        "quiet_until",
+        "request",
+    )
+
+    def __init__(self, request: allocator.Request) -> None:
+        self.request = request
+        self.num_computed = 0  # tokens with slots, as the native manager knows it
+        self.num_known = 0  # tokens that were known when it heard of the request last
+        self.quiet_until = 0  # up to so many tokens nothing changes
+        self.num_external = 0
+        self.is_receiving = False
+
+
+class _Kept:
+    """Blocks of a request that has ended, which are released later."""
+
+    def __init__(self, request: allocator.Request) -> None:
+        self.request = request
+
+
+class _BlockPool:
+    """What schedulers and connectors ask vLLM's BlockPool."""
+
+    def __init__(self, manager: VllmCacheManager) -> None:
+        self._manager = manager
+        self.null_block = KVCacheBlock(0, is_null=True)
+
+    def free_blocks(self, blocks: Iterable[_Kept]) -> None:
+        """Releases what `pop_blocks_for_free` took."""
+        for each in blocks:
+            self._manager.native.release_blocks(each.request)
+
+    def get_num_free_blocks(self) -> int:
+        """Blocks that can be taken."""
+        return self._manager.native.pool.num_free
+
+    def get_usage(self) -> float:
+        """The share of blocks that are held."""
+        return self._manager.usage
+
+
+class _GroupManager:
+    """What is asked of vLLM's manager of one group."""
+
+    def __init__(self, spec: KVCacheSpec) -> None:
+        self.kv_cache_spec = spec
+        self.block_size = spec.block_size
+
+
+class _Coordinator:
+    """What schedulers and connectors ask vLLM's coordinator."""
+
+    enable_partial_hash_hits = False
+    num_reprefillable_tokens = 0
+
+    def __init__(self, manager: VllmCacheManager, specs: list[KVCacheSpec]) -> None:
+        self._manager = manager
+        self.single_type_managers = tuple(map(_GroupManager, specs))
+
+    def get_num_blocks_to_allocate(
+        self, request_id: str, num_tokens: int, *_args: object, **_more: object
+    ) -> int:
+        """Blocks that a request with blocks lacks for so many tokens; windows free none of them."""
+        manager = self._manager
+        held = manager._held.get(request_id)
+        num_computed = 0 if held is None else held.num_computed
+        return sum(
+            max(-(-num_tokens // size) - -(-num_computed // size), 0) for size in manager._sizes
+        )
+
+
+def _ids(blocks: KVCacheBlocks) -> Sequence[np.ndarray]:
+    if isinstance(blocks, BlockIds):
+        return blocks.ids
+    return [np.array(ids, np.int32) for ids in blocks.get_block_ids()]
+
+
+def _refuse(unsupported: dict[str, bool]) -> None:
+    found = [name for name, is_there in unsupported.items() if is_there]
+    if found:
+        raise ValueError(
+            f"{', '.join(found)}: kvcache's scheduler for vLLM does not support this; leave it out, or "
+            "serve with vLLM's own scheduler"
+        )

@@ -1,0 +1,201 @@
+"""kvcache's manager in vLLM's own schedulers: the same decisions as with vLLM's own manager.
+
+`make test-vllm` runs this with vLLM; elsewhere it is skipped.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.request import Request
+
+from kvcache.integrations.vllm import AsyncScheduler, Scheduler, versions
+from kvcache.integrations.vllm.hashing import get_request_block_hasher
+from tests import vllm_schedulers
+from tests.shared import REPO
+from tests.vllm_schedulers import BLOCK, SideBySide, block_hasher, engine_config, make_scheduler
+
+TINY = {
+    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
+    **{
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
+        "max_position_embeddings": 4096,
+    },
+    **{"torch_dtype": "bfloat16", "rms_norm_eps": 1e-5},
+}
+MODELS = {
+    "llama": {
+        **TINY,
+        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2},
+        **{"tie_word_embeddings": False},
+    },
+    "gemma3": {
+        **TINY,
+        **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
+        **{"num_hidden_layers": 6, "query_pre_attn_scalar": 32},
+        **{"sliding_window": 128, "hidden_activation": "gelu_pytorch_tanh"},
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folders with the configurations of tiny models."""
+    folders = {}
+    for name, config in MODELS.items():
+        folder = tmp_path_factory.mktemp(name)
+        (folder / "config.json").write_text(json.dumps(config))
+        folders[name] = str(folder)
+    return folders
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_blocks", [40, 90, 300])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_decisions_with_full_attention(seed, num_blocks, is_async, models):
+    config = engine_config(models["llama"], is_async=is_async, events=not is_async)
+    counts = SideBySide(seed, config, ("full",), num_blocks).run(150)
+    assert counts["hit tokens"] > 0 and counts["aborts"] > 0
+    assert (counts["preemptions"] > 0) == (num_blocks < 100)
+
+
+@pytest.mark.parametrize("groups", ["window", "window full", "window window full", "chunked full"])
+def test_the_same_decisions_with_windows_where_there_is_room(groups, models):
+    config = engine_config(models["llama"])
+    counts = SideBySide(0, config, tuple(groups.split()), 2_000).run(100)
+    assert counts["hit tokens"] > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("groups", ["window", "window full", "chunked full"])
+def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
+    """Hits and preemptions differ from vLLM's there: blocks leave windows and are evicted in another
+    order. All requests end, and none holds a block then."""
+    config = engine_config(models["llama"], is_async=is_async)
+    counts = SideBySide(1, config, tuple(groups.split()), 120, exact=False).run(150)
+    assert counts["requests"] > 50
+
+
+@pytest.mark.parametrize("name", ["sha256_cbor", "xxhash_cbor", "sha256"])
+def test_hashes_are_vllms_byte_for_byte(name):
+    theirs, ours = block_hasher(name), get_request_block_hasher(BLOCK, get_hash_fn_by_name(name))
+    for options in ({}, {"cache_salt": "s"}, {"lora_request": LoRARequest("ad", 1, "/no/such")}):
+        requests = [
+            Request(
+                request_id="r",
+                prompt_token_ids=[7 * i % 1_000 for i in range(333)],
+                sampling_params=SamplingParams(max_tokens=9),
+                pooling_params=None,
+                block_hasher=hasher,
+                **options,
+            )
+            for hasher in (theirs, ours)
+        ]
+        for token in range(40):
+            for request in requests:
+                request.append_output_token_ids(token)
+        assert requests[0].block_hashes == requests[1].block_hashes
+        assert len(requests[0].block_hashes) == 23
+
+
+class TestRefusals:
+    """Before a request is served, in one line that says what to change."""
+
+    def test_a_kind_of_group(self, models, monkeypatch):
+        mamba = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(vllm_schedulers.torch.float32,))
+        monkeypatch.setitem(vllm_schedulers.SPECS, "mamba", lambda: mamba)
+        with pytest.raises(ValueError, match="KV cache group of MambaSpec: kvcache's scheduler"):
+            make_scheduler(Scheduler, engine_config(models["llama"]), ("mamba", "full"), 100)
+
+    def test_options(self, models):
+        config = engine_config(models["llama"], additional_config={"kvcache": {"evict": "lru"}})
+        with pytest.raises(TypeError, match="option 'evict' is unknown: expected one of"):
+            make_scheduler(Scheduler, config, ("full",), 100)
+        config = engine_config(models["llama"], additional_config={"kvcache": "learned"})
+        with pytest.raises(
+            ValueError, match="additional_config has 'learned' for kvcache: expected"
+        ):
+            make_scheduler(AsyncScheduler, config, ("full",), 100)
+
+    def test_a_version(self, monkeypatch):
+        monkeypatch.setattr(versions, "version", lambda name: "0.20.1")
+        with pytest.raises(ImportError, match=r"vLLM is 0.20.1: .* supports 0.32"):
+            versions.check_version()
+
+
+def test_the_eviction_policy_is_an_option(models):
+    config = engine_config(models["llama"], additional_config={"kvcache": {"eviction": "learned"}})
+    scheduler = make_scheduler(Scheduler, config, ("full",), 100)
+    assert scheduler.kv_cache_manager.native.options.eviction == "learned"
+
+
+PROGRAM = """
+import json, random, sys
+from tests import vllm_schedulers  # settings of the environment
+from vllm import LLM, SamplingParams
+folder, blocks, options = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+llm = LLM(
+    folder, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, dtype="float32",
+    max_model_len=1024, block_size=32, seed=0, num_gpu_blocks_override=blocks, disable_log_stats=False,
+    max_num_batched_tokens=256, max_num_seqs=16, prefix_caching_hash_algo="sha256_cbor",
+    prefix_cache_retention_interval=None, **options,
+)
+rng = random.Random(1)
+shared = [[rng.randrange(3, 512) for _ in range(300)] for _ in range(3)]
+answers, cached = [], 0
+for _ in range(2):
+    heads = [rng.choice(shared)[: rng.randrange(300)] for _ in range(24)]
+    tails = [[rng.randrange(3, 512) for _ in range(rng.randrange(1, 200))] for _ in range(24)]
+    prompts = [{"prompt_token_ids": head + tail} for head, tail in zip(heads, tails)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=rng.randrange(1, 60), ignore_eos=True, detokenize=False)
+        for _ in prompts
+    ]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    answers += [list(output.outputs[0].token_ids) for output in outputs]
+    cached += sum(output.num_cached_tokens for output in outputs)
+metrics = llm.get_metrics()
+preempted = sum(m.value for m in metrics if "preemptions" in m.name and hasattr(m, "value"))
+manager = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager
+print(json.dumps([answers, cached, preempted, type(manager).__name__, llm.reset_prefix_cache()]))
+"""
+
+
+def served(folder, num_blocks, **options):
+    """Answers, hit tokens, preemptions, the manager's class, and whether it ends empty."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, folder, str(num_blocks), json.dumps(options)],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name,num_blocks", [("llama", 40), ("gemma3", 160)])
+def test_a_model_says_the_same_in_a_tight_pool(name, num_blocks, models):
+    answers, cached, preempted, manager, _ = served(
+        models[name], num_blocks, async_scheduling=False
+    )
+    assert manager == "KVCacheManager" and preempted > 0 < cached
+    for options in (
+        {"scheduler_cls": "kvcache.integrations.vllm.Scheduler", "async_scheduling": False},
+        {"scheduler_cls": "kvcache.integrations.vllm.AsyncScheduler", "async_scheduling": True},
+    ):
+        ours, cached, preempted, manager, is_empty = served(models[name], num_blocks, **options)
+        assert ours == answers
+        assert manager == "VllmCacheManager" and preempted > 0 < cached and is_empty

@@ -1,0 +1,220 @@
+"""vLLM's own scheduler with its own cache manager and with kvcache's, side by side, without a model."""
+
+import collections
+import os
+import random
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched import async_scheduler
+from vllm.v1.core.sched import scheduler as vllm_scheduler
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvcache.integrations import vllm as ours
+
+BLOCK = 16
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+SPECS = {
+    "full": lambda: FullAttentionSpec(**SHAPE),
+    "window": lambda: SlidingWindowSpec(**SHAPE, sliding_window=100),
+    "chunked": lambda: ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+}
+PAIRS = {
+    False: (vllm_scheduler.Scheduler, ours.Scheduler),
+    True: (async_scheduler.AsyncScheduler, ours.AsyncScheduler),
+}
+
+
+def engine_config(model, *, is_async=False, events=False, **options):
+    """vLLM's configuration for a model's folder."""
+    if events:
+        options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    arguments = {
+        **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True},
+        **{"dtype": "bfloat16", "max_model_len": 2048, "block_size": 32, "seed": 0},
+        **{"max_num_seqs": 32, "max_num_batched_tokens": 256},
+    }
+    config = EngineArgs(model=model, **(arguments | options)).create_engine_config()
+    config.scheduler_config.async_scheduling = is_async
+    return config
+
+
+def make_scheduler(cls, config, groups, num_blocks):
+    """A scheduler of these kinds of groups; `num_blocks` with the null block."""
+    config.cache_config.num_gpu_blocks = num_blocks
+    config.cache_config.block_size = BLOCK
+    cache = KVCacheConfig(
+        num_blocks=num_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer{i}"], SPECS[kind]()) for i, kind in enumerate(groups)
+        ],
+        prefix_cache_retention_interval=None,
+    )
+    return cls(
+        vllm_config=config,
+        kv_cache_config=cache,
+        log_stats=True,
+        block_size=BLOCK,
+        hash_block_size=BLOCK,
+        structured_output_manager=StructuredOutputManager(config),
+    )
+
+
+def block_hasher(name="sha256_cbor"):
+    """vLLM's own hasher of blocks."""
+    function = get_hash_fn_by_name(name)
+    init_none_hash(function)
+    return get_request_block_hasher(BLOCK, function)
+
+
+def make_request(number, token_ids, hasher, max_tokens):
+    """A request that goes on to `max_tokens`."""
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    params.update_from_generation_config({}, None)
+    return Request(
+        request_id=f"r{number}",
+        prompt_token_ids=list(token_ids),
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=hasher,
+    )
+
+
+def answer(scheduler, scheduled, rng=None):
+    """A model's answer: one token of each request that is past its prompt, and accepted drafts."""
+    ids, sampled = list(scheduled.num_scheduled_tokens), []
+    for request_id in ids:
+        request = scheduler.requests[request_id]
+        is_done = request.num_computed_tokens >= request.num_tokens
+        tokens = [(request.num_tokens * 7919 + len(request_id)) % 500 + 3] if is_done else []
+        drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+        if is_done and drafts and rng is not None:
+            tokens = drafts[: rng.randrange(len(drafts) + 1)] + tokens
+        sampled.append(tokens)
+    return ModelRunnerOutput(
+        req_ids=ids,
+        req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+        sampled_token_ids=sampled,
+    )
+
+
+class SideBySide:
+    """Both schedulers under one random workload; every decision of each step is compared."""
+
+    def __init__(self, seed, config, groups, num_blocks, *, exact=True):
+        self.rng = random.Random(seed)
+        self.is_async = config.scheduler_config.async_scheduling
+        self.exact = exact
+        self.hasher = block_hasher()
+        self.pair = [
+            make_scheduler(cls, config, groups, num_blocks) for cls in PAIRS[self.is_async]
+        ]
+        self.counts = collections.Counter()
+        self.pending = [collections.deque(), collections.deque()]
+        self.live = [collections.Counter(), collections.Counter()]
+        self.heads = [
+            [self.rng.randrange(3, 500) for _ in range(self.rng.randrange(16, 200))]
+            for _ in range(4)
+        ]
+        for number, scheduler in enumerate(self.pair):
+            self._keep_events(number, scheduler)
+
+    def run(self, num_steps):
+        for _ in range(num_steps):
+            self._add()
+            self._step()
+        while any(scheduler.requests for scheduler in self.pair):
+            self._step()
+        for scheduler in self.pair:
+            assert scheduler.kv_cache_manager.usage < 1e-9, "blocks are still held"
+        live = [{key for key, count in each.items() if count > 0} for each in self.live]
+        assert not self.exact or live[0] == live[1], "events tell of other blocks"
+        assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
+        return self.counts
+
+    def _keep_events(self, number, scheduler):
+        take = scheduler.kv_cache_manager.take_events
+
+        def taken():
+            events = take()
+            for event in events:
+                sign = 1 if type(event).__name__ == "BlockStored" else -1
+                for block_hash in getattr(event, "block_hashes", ()):
+                    self.live[number][event.group_idx, block_hash] += sign
+                    self.counts["events"] += 1
+            return events
+
+        scheduler.kv_cache_manager.take_events = taken
+
+    def _add(self):
+        rng = self.rng
+        for _ in range(rng.randrange(3)):
+            if len(self.pair[0].requests) > 40:
+                return
+            head = rng.choice(self.heads)
+            tokens = head[: rng.randrange(len(head) + 1)]
+            tokens = tokens + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 120))]
+            max_tokens = rng.randrange(1, 60)
+            for scheduler in self.pair:
+                request = make_request(self.counts["requests"], tokens, self.hasher, max_tokens)
+                scheduler.add_request(request)
+            self.counts["requests"] += 1
+        if rng.random() < 0.05 and self.pair[0].requests:
+            victim = rng.choice(sorted(self.pair[0].requests))
+            for scheduler in self.pair:
+                scheduler.finish_requests(victim, RequestStatus.FINISHED_ABORTED)
+            self.counts["aborts"] += 1
+
+    def _step(self):
+        theirs, ours = outputs = [scheduler.schedule() for scheduler in self.pair]
+        if self.exact:
+            self._compare(theirs, ours)
+        for queue, scheduler, scheduled in zip(self.pending, self.pair, outputs):
+            queue.append((scheduled, answer(scheduler, scheduled)))
+            if len(queue) > self.is_async or not scheduled.num_scheduled_tokens:
+                scheduler.update_from_output(*queue.popleft())
+        self.pair[1].kv_cache_manager.native.check_invariants()
+        self.counts["steps"] += 1
+
+    def _compare(self, theirs, ours):
+        assert theirs.num_scheduled_tokens == ours.num_scheduled_tokens
+        assert (theirs.preempted_req_ids or set()) == (ours.preempted_req_ids or set())
+        for one, other in zip(theirs.scheduled_new_reqs, ours.scheduled_new_reqs):
+            assert one.req_id == other.req_id
+            assert one.num_computed_tokens == other.num_computed_tokens, "hits differ"
+            nulls = [
+                [[block_id == 0 for block_id in group] for group in each.block_ids]
+                for each in (one, other)
+            ]
+            assert nulls[0] == nulls[1], "other blocks are null"
+            self.counts["hit tokens"] += one.num_computed_tokens
+        one, other = theirs.scheduled_cached_reqs, ours.scheduled_cached_reqs
+        assert (one.req_ids, one.num_computed_tokens) == (other.req_ids, other.num_computed_tokens)
+        sizes = [
+            [ids and [len(group) for group in ids] for ids in each.new_block_ids]
+            for each in (one, other)
+        ]
+        assert sizes[0] == sizes[1]
+        self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
+        usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
+        assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"
