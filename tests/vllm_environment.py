@@ -49,7 +49,17 @@ def _install() -> None:
     print(f"installing {VLLM} into {FOLDER}, once", flush=True)
     _call([sys.executable, "-m", "venv", str(FOLDER)])
     torch = f"torch=={version('torch').partition('+')[0]}"
-    _pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", "pytest", "xxhash", torch)
+    _pip(
+        "--upgrade",
+        "pip",
+        "setuptools>=77",
+        "wheel",
+        "numpy",
+        "pytest",
+        "hypothesis",
+        "xxhash",
+        torch,
+    )
     _pip("--no-deps", VLLM)
     needed = _call([str(PYTHON), "-c", REQUIREMENTS]).splitlines()
     names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
