@@ -121,7 +121,10 @@ def check_all_the_ways(name, count, paged, max_tokens=40, requests=1.7):
         assert metrics.drafted_tokens > metrics.accepted_drafts or not drafts
 
 
-@pytest.mark.parametrize("name", MODELS)
+# The slowest two are left to the exhaustive form below, and to random runs.
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name not in ("falcon_h1", "qwen3_next")]
+)
 def test_answers_are_those_of_the_dense_cache(name, paged):
     check_all_the_ways(name, 5, paged, max_tokens=24, requests=1.3)
 
