@@ -259,7 +259,11 @@ class Driver:
             (1, self.release_blocks),
         ]
         if not self.has_state:
-            self.operations += [(2, self.allocate_slots), (3, self.append_slots)]
+            self.operations += [
+                (2, self.allocate_slots),
+                (3, self.append_slots),
+                (2, self.advance),
+            ]
         if not self.has_state or self.model.max_drafts:
             self.operations += [(1, self.reject)]
         self.weighted = [each for weight, each in self.operations for _ in range(weight)]
@@ -638,6 +642,44 @@ class Driver:
             found = [each.tolist() for each in ([found] if self.num_groups == 1 else found)]
         assert found == want
 
+    def advance(self) -> None:
+        choose, model = self.choose, self.model
+        rows = [row for row in self.rows(by_step=False) if choose.chance(2)]
+        spans, ahead = [], choose.pick([0, 0, 3])
+        for row in rows:
+            computed = model.rows[row].num_computed
+            most = min(model.num_slots(row), LONGEST - 1)
+            start = choose.integer(computed - model.most_rejected(row), max(most, computed))
+            count = choose.integer(
+                1, max(min(9, LONGEST - start, model.most_slots(start) - ahead), 1)
+            )
+            spans.append((start, start + count))
+        if any(
+            stop > LONGEST or stop - start + ahead > model.most_slots(start)
+            for start, stop in spans
+        ):
+            return
+        starts, stops = [start for start, _ in spans], [stop for _, stop in spans]
+        later = [
+            self.later_tokens(model.rows[row].request, choose.pick([0, 0, 2, 5])) for row in rows
+        ]
+        for row, more in zip(rows, later):
+            request, known = self.requests[row]
+            self.extend_hashes(request, known.tokens + more)
+        flat, counts = [each for more in later for each in more], [len(more) for more in later]
+        found = self.manager.advance(
+            rows, starts, stops, ahead, token_ids=flat, num_token_ids=counts
+        )
+        for row, start, stop, more, answer in zip(rows, starts, stops, later, found):
+            known = model.rows[row].request.tokens
+            known.extend(more)
+            want = model.append(row, stop - start, ahead, start)
+            if want is None:
+                del known[len(known) - len(more) :]
+            else:
+                want = tuple(want) if any(want) else ()
+            assert answer == want
+
     def reject(self) -> None:
         if not self.requests:
             return
@@ -818,6 +860,7 @@ class Driver:
             lambda: manager.step(num_reserved_blocks=-1),
             lambda: manager.append_slots(stranger, 1),
             lambda: manager.reject_tokens(stranger, 1),
+            lambda: manager.advance([len(self.tables) + 50], [0], [1]),
             lambda: manager.invalidate([0]),
             lambda: manager.invalidate([self.model.num_blocks]),
             lambda: manager.abort(self.model.num_steps),

@@ -575,11 +575,13 @@ class ModelManager:
         ]
         return row, [held.blocks[n:] for held, n in zip(self.rows[row].held, sizes)]
 
-    def append(self, row, count, lookahead):
+    def append(self, row, count, lookahead, start=None):
+        """`start`: where the call computes, which is where the row is or elsewhere."""
         state = self.rows[row]
+        start = state.num_computed if start is None else start
         sizes = [len(held.blocks) for held in state.held]
         known = len(state.request.tokens)
-        if self._serve(state, row, state.num_computed, count, lookahead, known) != SERVED:
+        if self._serve(state, row, start, count, lookahead, known) != SERVED:
             return None
         self._publish(state)
         return [held.blocks[n:] for held, n in zip(state.held, sizes)]
@@ -596,6 +598,20 @@ class ModelManager:
             if self.has_partial[g]:
                 kept = max(kept, held.num_partial * self.hash_size)
         return max(state.num_computed - kept, 0)
+
+    def num_slots(self, row):
+        """Tokens that the row's blocks have slots for, from the first on."""
+        state = self.rows[row]
+        return min(
+            (
+                state.num_computed
+                if group.pages == CIRCULAR
+                else len(held.blocks) * group.block_size
+                for group, held in zip(self.groups, state.held)
+                if group.pages in (TOKENS, CIRCULAR)
+            ),
+            default=FOREVER,
+        )
 
     def reject(self, row, count):
         self.rows[row].take_back(count)

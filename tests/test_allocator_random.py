@@ -59,7 +59,10 @@ class ManagerAgainstModel(RuleBasedStateMachine):
         self.run(data, operation)
 
     @precondition(lambda self: not self.driver.has_state)
-    @rule(data=st.data(), operation=st.sampled_from(["allocate_slots", "append_slots", "reject"]))
+    @rule(
+        data=st.data(),
+        operation=st.sampled_from(["allocate_slots", "append_slots", "advance", "reject"]),
+    )
     def one_request(self, data, operation):
         self.run(data, operation)
 

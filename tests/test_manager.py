@@ -949,3 +949,56 @@ def test_other_tokens_after_a_wait_have_hashes_of_their_own():
     assert plan.status.tolist() == [Status.SERVED]
     hashes = hash_blocks([*range(7), 70], 4)
     assert manager.find_hashes(hashes).device.tolist() == manager.block_ids(request)[:2].tolist()
+
+
+class TestAdvance:
+    """`reject_tokens` and `append_slots` of many requests, by positions."""
+
+    def admitted(self, num_blocks=11):
+        manager = KVCacheManager(4, num_blocks, 64, num_preallocate_tokens=0)
+        requests = [Request(f"r{i}", range(i, i + 6)) for i in range(3)]
+        for request in requests:
+            manager.allocate_slots(request, 6)
+        return manager, requests
+
+    def test_each_request_gets_what_it_lacks(self):
+        manager, requests = self.admitted()
+        before = [manager.block_ids(request).tolist() for request in requests]
+        answers = manager.advance([0, 1, 2], [6, 5, 8], [7, 9, 14])
+        assert answers[0] == ()
+        for request, blocks, answer in zip(requests[1:], before[1:], answers[1:]):
+            assert [len(ids) for ids in answer] == [len(answer[0])]
+            assert manager.block_ids(request).tolist() == blocks + answer[0]
+        assert [manager.num_computed_tokens(request) for request in requests] == [7, 9, 14]
+
+    def test_who_does_not_fit_stays_and_the_others_are_served(self):
+        manager, requests = self.admitted(num_blocks=8)
+        answers = manager.advance([0, 1, 2], [6, 6, 6], [7, 20, 9])
+        assert answers[0] == () and answers[1] is None and len(answers[2][0]) == 1
+        assert [manager.num_computed_tokens(request) for request in requests] == [7, 6, 9]
+
+    @pytest.mark.parametrize(
+        "starts,stops,message",
+        [
+            ([6, 9], [7, 10], "start of row 1 is 9: expected at most 8, the slots that it has"),
+            ([6, 6], [7, 6], "stop of row 1 is 6: expected more than its start, 6"),
+            ([6, 3], [7, 9], "num_rejected_tokens of row 1 is 3: expected at most 2"),
+            ([6, -1], [7, 1], "start of row 1 is -1: expected at least 0"),
+            ([6, 6], [7, 65], "65 tokens"),
+            ([6], [7], "rows has 2 .* starts has 1"),
+        ],
+    )
+    def test_refusals_change_nothing(self, starts, stops, message):
+        manager, requests = self.admitted()
+        with pytest.raises(ValueError, match=message):
+            manager.advance([0, 1], starts, stops)
+        assert [manager.num_computed_tokens(request) for request in requests] == [6, 6, 6]
+        manager.check_invariants()
+
+    def test_a_request_is_named_once(self):
+        manager, requests = self.admitted()
+        with pytest.raises(ValueError, match="rows names row 0 twice"):
+            manager.advance([0, 0], [6, 6], [7, 7])
+        with pytest.raises(ValueError, match="row 7"):
+            manager.advance([0, 7], [6, 0], [7, 1])
+        assert manager.num_computed_tokens(requests[0]) == 6

@@ -22,24 +22,18 @@ from kvcache.integrations.vllm import AsyncScheduler, Scheduler, versions
 from kvcache.integrations.vllm.hashing import get_request_block_hasher
 from tests import vllm_schedulers
 from tests.shared import REPO
-from tests.vllm_schedulers import BLOCK, SideBySide, block_hasher, engine_config, make_scheduler
+from tests.vllm_schedulers import (
+    BLOCK,
+    TINY,
+    TINY_LLAMA,
+    SideBySide,
+    block_hasher,
+    engine_config,
+    make_scheduler,
+)
 
-TINY = {
-    **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
-    **{
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 512,
-        "max_position_embeddings": 4096,
-    },
-    **{"torch_dtype": "bfloat16", "rms_norm_eps": 1e-5},
-}
 MODELS = {
-    "llama": {
-        **TINY,
-        **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 2},
-        **{"tie_word_embeddings": False},
-    },
+    "llama": TINY_LLAMA,
     "gemma3": {
         **TINY,
         **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"},
@@ -69,6 +63,22 @@ def test_the_same_decisions_with_full_attention(seed, num_blocks, is_async, mode
     counts = SideBySide(seed, config, ("full",), num_blocks).run(150)
     assert counts["hit tokens"] > 0 and counts["aborts"] > 0
     assert (counts["preemptions"] > 0) == (num_blocks < 100)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_decisions_with_drafts_where_nothing_is_evicted(seed, models):
+    config = engine_config(models["llama"], events=True)
+    counts = SideBySide(seed, config, ("full",), 3_000, drafts=True).run(150)
+    assert counts["hit tokens"] > 0 and counts["drafts"] > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_in_a_tight_pool_end_whole(seed, models):
+    """vLLM forgets what the drafts of a request's last step filled; here it is a hit, and what is evicted
+    differs from then on."""
+    config = engine_config(models["llama"])
+    counts = SideBySide(seed, config, ("full",), 40, exact=False, drafts=True).run(150)
+    assert counts["drafts"] > 0
 
 
 @pytest.mark.parametrize("groups", ["window", "window full", "window window full", "chunked full"])

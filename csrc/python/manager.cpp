@@ -346,6 +346,57 @@ py::object allocate(Manager& self, RequestRows& requests, const py::object& requ
   return as_python(slots);
 }
 
+// As lists per group, () where there are none.
+py::tuple as_lists(const std::vector<std::vector<BlockId>>& blocks) {
+  const bool any = std::any_of(blocks.begin(), blocks.end(),
+                               [](const std::vector<BlockId>& ids) { return !ids.empty(); });
+  if (!any) return py::tuple();
+  py::tuple out(blocks.size());
+  for (size_t g = 0; g < blocks.size(); ++g) {
+    py::list ids(blocks[g].size());
+    for (size_t i = 0; i < blocks[g].size(); ++i) ids[i] = py::int_(blocks[g][i]);
+    out[g] = std::move(ids);
+  }
+  return out;
+}
+
+// For each request None where it does not fit, else its new blocks.
+py::list advance(Manager& self, const py::object& rows, const py::object& starts,
+                 const py::object& stops, const py::object& num_lookahead_tokens,
+                 const py::object& token_ids, const py::object& num_token_ids) {
+  Int32Input named(rows, "rows"), first(starts, "starts"), last(stops, "stops");
+  Int32Input ids(token_ids, "token_ids"), num_ids(num_token_ids, "num_token_ids", 0);
+  const py::ssize_t n = named.size();
+  require_same_length(n, "rows", first.size(), "starts");
+  require_same_length(n, "rows", last.size(), "stops");
+  const int64_t num_lookahead = int_argument(num_lookahead_tokens, "num_lookahead_tokens");
+  if (ids.size() > 0) require_same_length(n, "rows", num_ids.size(), "num_token_ids");
+  if (calls_python(self)) ids.copy_values();
+  std::vector<RowAdvance> all(static_cast<size_t>(n));
+  int64_t num_named = 0;
+  for (size_t i = 0; i < all.size(); ++i) {
+    const int64_t k = ids.size() > 0 ? num_ids.data()[i] : 0;
+    all[i] = {named.data()[i], first.data()[i], last.data()[i], ids.data() + num_named, k};
+    num_named += k;
+  }
+  if (num_named != ids.size()) {
+    throw py::value_error("token_ids has " + std::to_string(ids.size()) + " entries: expected " +
+                          std::to_string(num_named) + ", the sum of num_token_ids");
+  }
+  self.take_ids(all.data(), all.size(), num_lookahead);
+  const Soundness::Change change = self.change("advance");
+  py::list answers(all.size());
+  for (size_t i = 0; i < all.size(); ++i) {
+    const Slots slots = self.advance(all[i], num_lookahead);
+    if (slots.status == Status::kServed) {
+      answers[i] = as_lists(slots.new_blocks);
+    } else {
+      answers[i] = py::none();
+    }
+  }
+  return answers;
+}
+
 // The row of the child; -1: there is none.
 int32_t fork(Manager& self, RequestRows& requests, const py::object& parent,
              const py::object& child) {
@@ -483,6 +534,7 @@ void bind_manager(py::module_& m) {
                            self.append(row, int_argument(num_tokens, "num_tokens"),
                                        int_argument(num_lookahead_tokens, "num_lookahead_tokens")));
            })
+      .def("advance", &advance)
       .def("reject",
            [](Manager& self, int32_t row, const py::object& num_tokens) {
              self.reject(row, int_argument(num_tokens, "num_tokens"));

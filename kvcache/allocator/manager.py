@@ -682,6 +682,31 @@ class KVCacheManager:
         ids = self._native.append(self.row(request), num_tokens, num_lookahead_tokens)
         return None if ids is None else self._by_group(ids)
 
+    def advance(
+        self,
+        rows: Ids,
+        starts: Ids,
+        stops: Ids,
+        num_lookahead_tokens: int = 0,
+        *,
+        token_ids: Ids = NO_IDS,
+        num_token_ids: Ids = NO_IDS,
+    ) -> list[tuple[list[int], ...] | None]:
+        """`reject_tokens` and `append_slots` of many requests in one call, by token positions.
+
+        A call of the engine computes the tokens [`starts[i]`, `stops[i]`) of the request in `rows[i]`,
+        which `allocate_slots` admitted: what it has behind the start is rejected, what is before it is
+        computed, and windows end there. Returns for each its new blocks, a list of ids per group, `()`
+        where none has any; None where they do not fit: that request stays as it is, and the others are
+        served. `token_ids` are the tokens that have become known, `num_token_ids[i]` of row i, one after
+        the other; a request that does not fit does not take its own. ValueError, before anything
+        changes, for a start beyond the request's slots, a stop not behind it, a row that is named twice,
+        and as `reject_tokens`.
+        """
+        return self._native.advance(
+            rows, starts, stops, num_lookahead_tokens, token_ids, num_token_ids
+        )
+
     def reject_tokens(self, request: Request, num_tokens: int) -> None:
         """Removes the last `num_tokens` tokens, drafts that were not accepted.
 

@@ -263,6 +263,24 @@ Slots Manager::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tok
   return server_.append(row, num_tokens, num_lookahead_tokens);
 }
 
+void Manager::take_ids(const RowAdvance* all, size_t size, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  rows_.begin_call();
+  for (size_t i = 0; i < size; ++i) checks_.check_advance(all[i], num_lookahead_tokens);
+  const auto tokens_of = [all](size_t i) {
+    return KnownTokens{all[i].row, all[i].ids, all[i].num_ids};
+  };
+  append_to_chains(size, tokens_of, [all](size_t i) { return all[i].stop; });
+}
+
+Slots Manager::advance(const RowAdvance& each, int64_t num_lookahead_tokens) {
+  const Call call(this);
+  const Soundness::Change change = this->change("advance");
+  const Slots slots = server_.advance(each.row, {each.start, each.stop, num_lookahead_tokens});
+  if (slots.status != Status::kServed) give_back({each.row, each.ids, each.num_ids});
+  return slots;
+}
+
 Slots Manager::append_known(const KnownTokens& tokens, int64_t num_lookahead_tokens) {
   const Call call(this);
   take_in(&tokens, 1, num_lookahead_tokens);
@@ -283,20 +301,26 @@ void Manager::take_in(const KnownTokens* all, size_t size, int64_t num_lookahead
   for (size_t i = 0; i < size; ++i) {
     checks_.check_append(all[i].row, all[i].n, /*least=*/0, num_lookahead_tokens);
   }
+  append_to_chains(
+      size, [all](size_t i) { return all[i]; },
+      [this, all](size_t i) { return rows_[all[i].row].num_computed + all[i].n; });
+}
+
+// `stop_of`: the tokens that the row is to have computed then.
+template <class TokensOf, class StopOf>
+void Manager::append_to_chains(size_t size, const TokensOf& tokens_of, const StopOf& stop_of) {
   size_t num_taken = 0;
   try {
     for (; num_taken < size; ++num_taken) {
-      const KnownTokens& each = all[num_taken];
+      const KnownTokens each = tokens_of(num_taken);
       rows_[each.row].chain->append(each.ids, each.n);
     }
     for (size_t i = 0; i < size; ++i) {
-      const Row& r = rows_[all[i].row];
-      if (r.num_computed + all[i].n >= r.next_publish) {
-        intake_.hash_ahead(*r.chain, /*reads=*/false);
-      }
+      const Row& r = rows_[tokens_of(i).row];
+      if (stop_of(i) >= r.next_publish) intake_.hash_ahead(*r.chain, /*reads=*/false);
     }
   } catch (...) {
-    for (size_t i = 0; i < num_taken; ++i) give_back(all[i]);
+    for (size_t i = 0; i < num_taken; ++i) give_back(tokens_of(i));
     throw;
   }
 }

@@ -123,6 +123,12 @@ class Manager {
   // Slots for num_tokens tokens more in a row that `allocate` gave.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens);
 
+  // The same of several rows by token positions. First the chains of all take the ids that have
+  // become known; where one is refused or a digest raises, those of none. Then each row is served
+  // or, where that does not fit, left as it was.
+  void take_ids(const RowAdvance* all, size_t size, int64_t num_lookahead_tokens);
+  Slots advance(const RowAdvance& each, int64_t num_lookahead_tokens);
+
   // The same for tokens that have become known: the chain takes them, unless they do not fit. The
   // answer does not name the new blocks.
   struct KnownTokens {
@@ -247,6 +253,8 @@ class Manager {
   };
 
   void take_in(const KnownTokens* all, size_t size, int64_t num_lookahead_tokens);
+  template <class TokensOf, class StopOf>
+  void append_to_chains(size_t size, const TokensOf& tokens_of, const StopOf& stop_of);
   Slots append_or_give_back(const KnownTokens& tokens, int64_t num_lookahead_tokens);
   std::vector<int64_t> external_hits(const StepRequest& request);
 

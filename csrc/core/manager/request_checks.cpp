@@ -333,6 +333,45 @@ void RequestChecks::check_append(int32_t row, int64_t num_tokens, int64_t least,
   check_places((*c_.rows)[row].num_computed, num_tokens + num_lookahead_tokens, "a row");
 }
 
+void RequestChecks::check_advance(const RowAdvance& each, int64_t num_lookahead_tokens) const {
+  const auto [row, start, stop, ids, num_ids] = each;
+  check_driver(row, /*by_step=*/false);
+  check_on_device(row);
+  check_not_receiving(row);
+  const auto what = [row = row](const char* name, int64_t value) {
+    return std::string(name) + " of row " + std::to_string(row) + " is " + std::to_string(value);
+  };
+  checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
+  if (!c_.rows->name(row)) {
+    throw std::invalid_argument("rows names row " + std::to_string(row) + " twice");
+  }
+  const int64_t num_computed = (*c_.rows)[row].num_computed;
+  if (start < 0) throw std::invalid_argument(what("start", start) + ": expected at least 0");
+  if (start < num_computed) check_rejected(row, num_computed - start);
+  int64_t num_slots = kMaxSize;
+  for (const CacheGroup& group : c_.setup->groups) {
+    if (!group.holds_tokens()) continue;
+    const int64_t size = c_.rows->blocks(row)[group.id].size() * group.block_size;
+    num_slots = std::min(num_slots, group.is_circular() ? num_computed : size);
+  }
+  if (start > num_slots) {
+    throw std::invalid_argument(what("start", start) + ": expected at most " +
+                                std::to_string(num_slots) + ", the slots that it has");
+  }
+  if (stop <= start) {
+    throw std::invalid_argument(what("stop", stop) + ": expected more than its start, " +
+                                std::to_string(start));
+  }
+  check_length(stop, "a row");
+  check_places(start, stop - start + num_lookahead_tokens, "a row");
+  const TokenChain& chain = *(*c_.rows)[row].chain;
+  // The last one may be sampled and never run.
+  if (num_ids > 0) check_length(chain.num_tokens() + num_ids - 1, "a request");
+  for (int64_t i = 0; i < num_ids && !chain.takes_placeholders(); ++i) {
+    if (ids[i] < 0) TokenIds::fail_negative(i, ids[i]);
+  }
+}
+
 void RequestChecks::check_fork(int32_t row, const TokenChain& child) const {
   const Row& parent = c_.rows->at(row);
   check_on_device(row);

@@ -73,6 +73,8 @@ class RequestChecks {
   void check_rejected(int32_t row, int64_t num_rejected) const;
   void check_append(int32_t row, int64_t num_tokens, int64_t least,
                     int64_t num_lookahead_tokens) const;
+  // Of a call that names its rows.
+  void check_advance(const RowAdvance& each, int64_t num_lookahead_tokens) const;
   // Tokens that come from elsewhere, behind a hit of num_hit tokens.
   void check_external(const NewRow& asked, int64_t num_hit) const;
   void check_receive(int32_t row, int64_t num_tokens) const;

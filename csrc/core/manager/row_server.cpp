@@ -335,10 +335,15 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
 
 Slots RowServer::append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens,
                         bool lists_new) {
+  return advance(row, span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens),
+                 lists_new);
+}
+
+Slots RowServer::advance(int32_t row, const Span& span, bool lists_new) {
   c_.plan->begin_direct();
   ServedRow served;
   served.row = row;
-  served.span = span_of(row, /*num_rejected=*/0, num_tokens, num_lookahead_tokens);
+  served.span = span;
   Slots slots{extend(&served), row, {}, {}};
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();

@@ -69,6 +69,8 @@ class RowServer {
   // `lists_new`: whether the answer names the new blocks.
   Slots append(int32_t row, int64_t num_tokens, int64_t num_lookahead_tokens,
                bool lists_new = true);
+  // Slots for the tokens of the span; those before it are computed, those behind it taken back.
+  Slots advance(int32_t row, const Span& span, bool lists_new = true);
   Slots fork(int32_t row, const std::shared_ptr<TokenChain>& child);
 
   // A row that has released its blocks goes on from what the device's cache has. An encoder's pages

@@ -59,4 +59,13 @@ struct StepRequest {
   }
 };
 
+// A call of the engine that computes a row's tokens [start, stop): tokens from `start` on that the
+// row has are taken back, and those before it are computed. `ids` have become known.
+struct RowAdvance {
+  int32_t row;
+  int64_t start, stop;
+  const int32_t* ids;
+  int64_t num_ids;
+};
+
 }  // namespace kvcache

@@ -10,16 +10,16 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 class BlockIds(KVCacheBlocks):
-    """Ids of each group, int32[k]. The objects that vLLM knows are made for those who ask for them."""
+    """Ids of each group: lists, or int32[k]. Block objects are made for those who ask for them."""
 
-    def __init__(self, ids: Sequence[np.ndarray]) -> None:
+    def __init__(self, ids: Sequence[list[int] | np.ndarray]) -> None:
         self.ids = ids
 
     @property
     def blocks(self) -> tuple[list[KVCacheBlock], ...]:
         """A block object for each id."""
         return tuple(
-            [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in ids.tolist()]
+            [KVCacheBlock(block_id, is_null=block_id == 0) for block_id in _listed(ids)]
             for ids in self.ids
         )
 
@@ -30,7 +30,7 @@ class BlockIds(KVCacheBlocks):
         ids = self.ids if group_ids is None else [self.ids[group] for group in group_ids]
         if allow_none and not any(map(len, ids)):
             return None
-        return tuple(each.tolist() for each in ids)
+        return tuple(map(_listed, ids))
 
     def new_empty(self) -> KVCacheBlocks:
         """As many groups without blocks."""
@@ -38,7 +38,23 @@ class BlockIds(KVCacheBlocks):
 
     def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
         """Both, one behind the other."""
-        theirs = other.get_block_ids()
-        return BlockIds(
-            [np.concatenate([own, np.array(more, np.int32)]) for own, more in zip(self.ids, theirs)]
-        )
+        return BlockIds([_listed(own) + more for own, more in zip(self.ids, other.get_block_ids())])
+
+
+class NewBlocks(BlockIds):
+    """A list of ids for each group, one of them not empty, as a request's new blocks are."""
+
+    def __init__(self, ids: tuple[list[int], ...]) -> None:
+        self.ids = ids
+
+    def get_block_ids(
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
+    ) -> tuple[list[int], ...] | None:
+        """As `BlockIds`."""
+        if group_ids is None:
+            return self.ids
+        return super().get_block_ids(allow_none, group_ids=group_ids)
+
+
+def _listed(ids: list[int] | np.ndarray) -> list[int]:
+    return ids if isinstance(ids, list) else ids.tolist()

@@ -1,12 +1,15 @@
 """vLLM's KVCacheManager, as its schedulers call it, over kvcache's.
 
-A request is quiet up to a number of tokens: until then it needs no block, fills none, and none of its
-blocks leaves a window, so nothing is asked. In most steps that is so for most requests.
+A request is quiet up to a number of tokens: until then it needs no block and none of its blocks leaves
+a window, so nothing is asked. In most steps that is so for most requests. Those of which it will not be
+so are known by the number of the step: one native call serves them as the step begins, before the
+scheduler asks for them one by one. Blocks that quiet requests fill become hits as soon as someone looks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +22,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvcache import allocator
 from kvcache.allocator import KVCacheManager
-from kvcache.integrations.vllm.blocks import BlockIds
+from kvcache.integrations.vllm.blocks import BlockIds, NewBlocks
 from kvcache.integrations.vllm.events import EventTranslator
 from kvcache.integrations.vllm.groups import group_specs
 from kvcache.step import Status
 
+_Calls = tuple[list["_Held"], list[int], list[int]]  # where they start, and where they stop
 _NEW = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -101,10 +105,24 @@ class VllmCacheManager:
         self._events = EventTranslator(kv_cache_config)
         self._hash_size = hash_block_size
         self._sizes = [group.block_size for group in groups]
-        self._windows = [g.options["window"] for g in groups if g.kind == "sliding_window"]
-        self._chunks = [g.options["chunk_size"] for g in groups if g.kind == "chunked_local"]
+        self._other_sizes = sorted({*self._sizes} - {self._sizes[0]})
+        self._chunks = {g.options["chunk_size"] for g in groups if g.kind == "chunked_local"}
+        self._windows = {
+            (g.options["window"], g.block_size) for g in groups if g.kind == "sliding_window"
+        }
         self._has_windows = bool(self._windows or self._chunks)
         self._held: dict[str, _Held] = {}
+        self._step = 0
+        self._due: defaultdict[int, list[_Held]] = defaultdict(list)  # by the number of the step
+        self._busy: dict[str, _Held] = {}  # those that were due, until the scheduler has asked
+        self._num_lookahead = 0  # of the last call
+        self._has_waiting = lambda: True
+        self._may_look = True  # whether hits may be looked up in this step
+        self._step_of_lookup = -1
+
+    def ask_who_waits(self, has_waiting: Callable[[], bool]) -> None:
+        """Before each step, whether requests wait: in steps without any nothing is looked up."""
+        self._has_waiting = has_waiting
 
     # --- hits ---
 
@@ -116,6 +134,9 @@ class VllmCacheManager:
         """The longest cached prefix: its blocks, its tokens, and 0, since no group lags behind."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
+        if self._step_of_lookup != self._step:  # those that run are asked for first
+            self._step_of_lookup = self._step
+            self._publish_filled(self._step)
         ids, num_tokens = self.native.get_computed_blocks(self._native_request(request))
         if num_tokens == 0:
             return self.empty_kv_cache_blocks, 0, 0
@@ -155,12 +176,24 @@ class VllmCacheManager:
         skip_zeroing_group_ids: tuple[int, ...] = (),
     ) -> KVCacheBlocks | None:
         """Slots for a request's next tokens; its new blocks, None where they do not fit."""
-        held = self._held.get(request.request_id)
+        request_id = request.request_id
+        if (
+            num_new_tokens == 1
+            and new_computed_blocks is None  # it runs
+            and request_id not in self._busy
+            and num_lookahead_tokens <= self._num_lookahead
+            and not self._may_look
+        ):
+            return self.empty_kv_cache_blocks
+        held = self._held.get(request_id)
         if held is not None:
-            stop = request.num_computed_tokens + num_new_tokens
-            if stop + num_lookahead_tokens <= held.quiet_until:
-                return self.empty_kv_cache_blocks
-            return self._extend(request, held, stop, num_lookahead_tokens)
+            held.stop = stop = request.num_computed_tokens + num_new_tokens
+            held.step = self._step
+            if stop + num_lookahead_tokens > held.quiet_until:
+                return self._extend(held, stop, num_lookahead_tokens)
+            if num_new_tokens > 1 or request_id in self._busy:
+                self._wait(held, stop + num_lookahead_tokens)  # for other steps than was thought
+            return self._take_ready(held)
         reserved = reserved_blocks
         if has_scheduled_reqs and request.status in _NEW:
             reserved += self.watermark_blocks
@@ -176,34 +209,135 @@ class VllmCacheManager:
             full_sequence_must_fit,
         )
 
-    def _extend(
-        self, request: Request, held: _Held, stop: int, num_lookahead_tokens: int
-    ) -> KVCacheBlocks | None:
-        native, ours, start = self.native, held.request, request.num_computed_tokens
+    def new_step_starts(self) -> None:
+        """Serves the requests that are known to need something in this step, in one native call."""
+        self._step += 1
+        self._may_look = self._has_waiting()
+        due = self._due.pop(self._step, None)
+        if due is None:
+            return
+        most = len(due) * self.num_kv_cache_groups * (2 + self._num_lookahead // min(self._sizes))
+        calls = self._next_calls(due)
+        if self.native.pool.num_free >= most:  # else the scheduler says who gets the last blocks
+            self._advance(*calls, self._num_lookahead)
+
+    def _next_calls(self, due: list[_Held]) -> _Calls:
+        """What the step will most likely ask for these requests.
+
+        Without those for which nothing will change, and those that the scheduler may cut.
+        """
+        calls: _Calls = [], [], []
+        rows, starts, stops = calls
+        step, lookahead, most = self._step, self._num_lookahead, self._sizes[0]
+        busy, has_windows = self._busy, self._has_windows
+        for held in due:
+            if held.due != step or held.is_receiving:
+                continue
+            held.due = 0  # it may be named twice
+            request = held.engine_request
+            busy[request.request_id] = held
+            start, num_pending = request.num_computed_tokens, request.num_output_placeholders
+            stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
+            if stop + lookahead <= held.quiet_until:  # it sat out a step
+                self._wait(held, stop + lookahead)
+            elif not start < stop <= start + most or stop + lookahead >= self.max_model_len:
+                pass  # a part of a prompt, or the end
+            elif (
+                num_pending
+                and start + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
+            ):
+                pass  # its last token is computed
+            else:
+                rows.append(held)
+                starts.append(self._start_of(request, held) if has_windows else start)
+                stops.append(stop)
+        return calls
+
+    def _extend(self, held: _Held, stop: int, num_lookahead_tokens: int) -> KVCacheBlocks | None:
+        self._num_lookahead = num_lookahead_tokens
         lookahead = max(min(num_lookahead_tokens, self.max_model_len - stop), 0)
-        self._append_known(request, ours)
-        told = stop  # tokens that the native manager knows of behind this call; slots reach further
-        if self._has_windows and request.num_in_flight_tokens:
-            # Steps under way may lose their drafts, but not the first token: a window stays where they
-            # have not come to.
-            told = max(held.num_computed + 1, start - request.num_in_flight_tokens)
-        elif held.num_computed > start:  # drafts that were not accepted
-            native.reject_tokens(ours, held.num_computed - start)
-            held.num_computed = start
-        elif held.num_computed < start and self._has_windows:
-            # What leaves a window follows from where a call starts.
-            native.append_slots(ours, start - held.num_computed)
-            held.num_computed = start
-        ids = native.append_slots(ours, told - held.num_computed, stop - told + lookahead)
-        if ids is None:
+        start = self._start_of(held.engine_request, held)
+        if not self._advance([held], [start], [stop], lookahead):
             return None
-        held.num_computed, held.num_known = told, ours.num_tokens
-        held.quiet_until = self._quiet_until(start, stop)
-        if told // self._hash_size < stop // self._hash_size:
-            held.quiet_until = 0  # a block is full, and no hit yet
-        if self.num_kv_cache_groups == 1:
-            return BlockIds((ids,)) if len(ids) else self.empty_kv_cache_blocks
-        return BlockIds(ids)
+        return self._take_ready(held)
+
+    def _take_ready(self, held: _Held) -> KVCacheBlocks:
+        """New blocks that the scheduler has not been told of."""
+        self._busy.pop(held.request.request_id, None)
+        ready, held.ready = held.ready, None
+        return self.empty_kv_cache_blocks if ready is None else ready
+
+    def _advance(
+        self, rows: list[_Held], starts: list[int], stops: list[int], lookahead: int
+    ) -> bool:
+        """Asks for slots, in one native call; whether all of them fit."""
+        if not rows:
+            return True
+        token_ids: list[int] = []
+        counts = []
+        for held in rows:
+            all_ids, num_known = held.engine_request._all_token_ids, held.num_known
+            counts.append(len(all_ids) - num_known)
+            token_ids += all_ids[num_known:]
+        answers = self.native.advance(
+            [held.row for held in rows],
+            starts,
+            stops,
+            lookahead,
+            token_ids=token_ids,
+            num_token_ids=counts,
+        )
+        fits, next_step, due_in, quiet_until = True, self._step + 1, self._due, self._quiet_until
+        for held, start, stop, count, ids in zip(rows, starts, stops, counts, answers):
+            if ids is None:
+                fits = False
+                continue
+            held.start, held.num_computed = start, stop
+            held.num_known += count
+            num_slots = stop + lookahead
+            held.quiet_until = last = quiet_until(start, num_slots)
+            held.due = due = next_step + last - num_slots if last > num_slots else next_step
+            due_in[due].append(held)
+            if ids:
+                held.ready = NewBlocks(ids) if held.ready is None else held.ready + NewBlocks(ids)
+        return fits
+
+    def _start_of(self, request: Request, held: _Held) -> int:
+        """Where a call begins: windows end there. Steps under way may lose their drafts, so that
+        windows stay where those begin; but not behind what is a hit."""
+        start = request.num_computed_tokens
+        if not self._has_windows or not request.num_in_flight_tokens:
+            return start
+        num_hits = held.num_published(self._hash_size) * self._hash_size
+        return max(start - request.num_in_flight_tokens, num_hits, held.start)
+
+    def _wait(self, held: _Held, num_slots: int) -> None:
+        """Until the request is not quiet any more, if each step computes one token."""
+        held.due = self._step + 1 + max(held.quiet_until - num_slots, 0)
+        self._due[held.due].append(held)
+
+    def _publish_filled(self, step: int | None) -> None:
+        """Makes blocks hits that quiet requests have filled, and those that they fill in this step.
+
+        `step`: the one that the scheduler is about to plan; None behind one.
+        """
+        size = self._hash_size
+        calls: _Calls = [], [], []
+        for held in self._held.values():
+            if held.is_receiving:
+                continue
+            request = held.engine_request
+            if held.step == step:
+                start, stop = self._start_of(request, held), held.stop
+            else:  # it is not asked for in this step, or not noted
+                stop = request.num_computed_tokens - request.num_output_placeholders
+                start = min(held.num_computed, stop - 1)
+            num_full = min(stop, len(request._all_token_ids)) // size
+            if num_full > held.num_published(size) and stop > held.start:
+                calls[0].append(held)
+                calls[1].append(start)
+                calls[2].append(stop)
+        self._advance(*calls, 0)
 
     def _admit(
         self,
@@ -256,22 +390,27 @@ class VllmCacheManager:
         )
         if ids is None:
             return None
-        held = self._held[request.request_id] = _Held(ours)
-        held.num_computed, held.num_known = start + num_new_tokens, ours.num_tokens
+        held = self._held[request.request_id] = _Held(request, ours)
+        held.row = native.row(ours)
+        held.start, held.num_computed = start, start + num_new_tokens
+        held.stop, held.num_known = held.num_computed, ours.num_tokens
         held.num_external, held.is_receiving = num_external, is_delayed
-        held.quiet_until = 0 if is_delayed else self._quiet_until(start, held.num_computed)
+        if not is_delayed:
+            held.quiet_until = self._quiet_until(start, held.num_computed + lookahead)
+            self._wait(held, held.num_computed + lookahead)
         return BlockIds([ids] if self.num_kv_cache_groups == 1 else ids)
 
-    def _quiet_until(self, start: int, stop: int) -> int:
-        """Up to so many tokens nothing changes for a request whose last call computed [start, stop)."""
-        last = min(
-            stop if stop % size == 0 else stop // size * size + size - 1
-            for size in (*self._sizes, self._hash_size)
-        )
+    def _quiet_until(self, start: int, num_slots: int) -> int:
+        """Up to so many slots nothing changes for a request that has these from its last call on, which
+        began at `start`."""
         size = self._sizes[0]
-        for window in self._windows:  # until the first start whose window begins in a later block
-            num_dropped = max(start - window + 1, 0) // size
-            last = min(last, (num_dropped + 1) * size + window - 1)
+        last = -(-num_slots // size) * size
+        for size in self._other_sizes:
+            last = min(last, -(-num_slots // size) * size)
+        for window, size in self._windows:  # until a start whose window begins in a later block
+            first = (max(start - window + 1, 0) // size + 1) * size + window - 1
+            if first < last:
+                last = first
         for chunk in self._chunks:
             last = min(last, (start // chunk + 1) * chunk)
         return last
@@ -289,7 +428,9 @@ class VllmCacheManager:
         num_missing = held.num_computed - num_computed_tokens
         num_arrived = None if num_missing <= 0 else max(held.num_external - num_missing, 0)
         held.num_computed = self.native.finish_receiving(held.request, num_arrived)
+        held.start = held.stop = held.num_computed
         held.num_known = held.request.num_tokens
+        self._busy[request.request_id] = held
 
     def free(self, request: Request) -> None:
         """Releases the request's blocks; nothing for one that has none."""
@@ -307,22 +448,22 @@ class VllmCacheManager:
 
     def _taken(self, request: Request) -> _Held | None:
         """What is known of a request that ends, its tokens brought up to date."""
+        self._busy.pop(request.request_id, None)
         held = self._held.pop(request.request_id, None)
         if held is None or held.is_receiving:
             return held
+        held.due = -1
         # Drafts, and what steps under way compute, are no hits yet, but for what was made one before.
         num_computed = min(
             request.num_computed_tokens - request.num_output_placeholders, request.num_tokens
         )
-        num_cached = min(held.num_known, held.num_computed) // self._hash_size * self._hash_size
-        num_computed = max(num_computed, num_cached)
+        num_cached = held.num_published(self._hash_size) * self._hash_size
+        num_computed = max(num_computed, num_cached, held.start)
         self._append_known(request, held.request)
         if held.num_computed > num_computed:
             self.native.reject_tokens(held.request, held.num_computed - num_computed)
         elif held.num_computed < num_computed:
-            self.native.append_slots(
-                held.request, num_computed - held.num_computed
-            )  # has the slots
+            self.native.append_slots(held.request, num_computed - held.num_computed)
         return held
 
     # --- what it tells ---
@@ -339,7 +480,7 @@ class VllmCacheManager:
         if held is None:
             return self.empty_kv_cache_blocks
         groups = range(self.num_kv_cache_groups)
-        return BlockIds([self.native.block_ids(held.request, group) for group in groups])
+        return BlockIds([self.native.block_ids(held.request, group).tolist() for group in groups])
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Their ids."""
@@ -379,6 +520,7 @@ class VllmCacheManager:
         """The events since the last call, as vLLM's own."""
         if not self.enable_kv_cache_events:
             return []
+        self._publish_filled(None)
         return [self._events.translate(event) for event in self.native.drain_events()]
 
     # --- the cache as a whole ---
@@ -396,9 +538,6 @@ class VllmCacheManager:
         self.native.evict(sorted(block_ids))
 
     # --- what groups of other kinds and their connectors need ---
-
-    def new_step_starts(self) -> None:
-        """Nothing to prepare."""
 
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
@@ -455,21 +594,39 @@ class _Held:
     """What is known of a request with blocks."""
 
     __slots__ = (
+        "due",
+        "engine_request",
         "is_receiving",
         "num_computed",
         "num_external",
         "num_known",
         "quiet_until",
+        "ready",
         "request",
+        "row",
+        "start",
+        "step",
+        "stop",
     )
 
-    def __init__(self, request: allocator.Request) -> None:
+    def __init__(self, engine_request: Request, request: allocator.Request) -> None:
+        self.engine_request = engine_request
         self.request = request
+        self.row = -1
+        self.start = 0  # where its last native call began
         self.num_computed = 0  # tokens with slots, as the native manager knows it
         self.num_known = 0  # tokens that were known when it heard of the request last
-        self.quiet_until = 0  # up to so many tokens nothing changes
+        self.stop = 0  # tokens that the scheduler's last call asked for,
+        self.step = 0  # in this step
+        self.quiet_until = 0  # up to so many slots nothing changes
+        self.due = 0  # the step in which that ends, if each computes one token
+        self.ready: BlockIds | None = None  # new blocks that the scheduler has not been told of
         self.num_external = 0
         self.is_receiving = False
+
+    def num_published(self, block_size: int) -> int:
+        """Blocks that are hits: their tokens were known and computed at the last native call."""
+        return min(self.num_known, self.num_computed) // block_size
 
 
 class _Kept:

@@ -35,6 +35,7 @@ class _WithManager:
             super().__init__(vllm_config, *args, **options)
         finally:
             vllm_scheduler.KVCacheManager = theirs
+        self.kv_cache_manager.ask_who_waits(lambda: bool(self.waiting))
 
 
 class Scheduler(_WithManager, vllm_scheduler.Scheduler):

@@ -1,0 +1,233 @@
+"""vLLM's schedule() with its own KV cache manager, with kvcache's, and with one that costs nothing.
+
+`python -m benchmarks.vllm_schedule [decode | prompts] [--json FILE]`, in an environment that has vLLM
+(`make bench-vllm`). They run in turns of 16 steps, over the same requests. Times are CPU times of the
+thread, medians; the manager's part is what the manager that costs nothing does not need.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched import scheduler as vllm_scheduler
+
+from kvcache.integrations import vllm as ours
+from kvcache.integrations.vllm.hashing import get_request_block_hasher
+from tests.vllm_schedulers import (
+    TINY_LLAMA,
+    answer,
+    block_hasher,
+    engine_config,
+    make_request,
+    make_scheduler,
+)
+
+IN_A_ROW = 16  # steps of one scheduler before the next one's turn: an engine has one
+GROUPS = {"1 full": ("full",), "5 windows + 1 full": ("window",) * 5 + ("full",)}
+
+
+class NoManager(KVCacheManager):
+    """vLLM's own until `is_armed`; from then on running requests get nothing, at no cost."""
+
+    is_armed = False
+
+    def allocate_slots(self, request: Any, *args: Any, **options: Any) -> Any:
+        if NoManager.is_armed:
+            return self.empty_kv_cache_blocks
+        return super().allocate_slots(request, *args, **options)
+
+
+class ShortCut(KVCacheManager):
+    """vLLM's own behind ten lines of Python: nothing is asked for a step that cannot change a block."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._quiet_until: dict[str, int] = {}
+
+    def allocate_slots(self, request: Any, num_new_tokens: int, *args: Any, **options: Any) -> Any:
+        stop = request.num_computed_tokens + num_new_tokens
+        if stop <= self._quiet_until.get(request.request_id, -1):
+            return self.empty_kv_cache_blocks
+        blocks = super().allocate_slots(request, num_new_tokens, *args, **options)
+        if blocks is not None:
+            self._quiet_until[request.request_id] = -(-(stop + 1) // 16) * 16 - 1
+        return blocks
+
+
+def scheduler_with(manager: type, *args: Any) -> Any:
+    """vLLM's scheduler with another manager class."""
+    theirs = vllm_scheduler.KVCacheManager
+    vllm_scheduler.KVCacheManager = manager
+    try:
+        return make_scheduler(vllm_scheduler.Scheduler, *args)
+    finally:
+        vllm_scheduler.KVCacheManager = theirs
+
+
+SCHEDULERS: dict[str, Callable[..., Any]] = {
+    "vLLM": lambda *args: scheduler_with(KVCacheManager, *args),
+    "vLLM behind a short cut": lambda *args: scheduler_with(ShortCut, *args),
+    "kvcache": lambda *args: make_scheduler(ours.Scheduler, *args),
+    "no manager": lambda *args: scheduler_with(NoManager, *args),
+}
+
+
+def decode(folder: str, num_requests: int, groups: str, num_steps: int = 160) -> dict[str, float]:
+    """Milliseconds of `schedule()` in decode steps of so many requests, by manager."""
+    prompt = 256
+    config = engine_config(
+        folder, max_model_len=4096, max_num_seqs=1024, max_num_batched_tokens=8192
+    )
+    num_blocks = len(GROUPS[groups]) * num_requests * (prompt + num_steps + 64) // 16 + 1000
+    NoManager.is_armed = False
+    schedulers = {
+        name: make(config, GROUPS[groups], num_blocks) for name, make in SCHEDULERS.items()
+    }
+    hasher = block_hasher()
+    for scheduler in schedulers.values():
+        rng = random.Random(0)
+        for i in range(num_requests):
+            tokens = [rng.randrange(3, 500) for _ in range(prompt + i % 16)]
+            scheduler.add_request(make_request(i, tokens, hasher, 3000))
+        while len(scheduler.running) < num_requests or any(
+            each.num_computed_tokens < each.num_prompt_tokens for each in scheduler.running
+        ):
+            scheduled = scheduler.schedule()
+            scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    rows: dict[str, list[float]] = {name: [] for name in schedulers}
+    gc.collect()
+    gc.freeze()
+    order = random.Random(0)
+    for _ in range(num_steps // IN_A_ROW):
+        for name in order.sample(list(schedulers), len(schedulers)):
+            scheduler = schedulers[name]
+            NoManager.is_armed = name == "no manager"
+            for _ in range(IN_A_ROW):
+                start = time.thread_time()
+                scheduled = scheduler.schedule()
+                rows[name].append(time.thread_time() - start)
+                scheduler.update_from_output(scheduled, answer(scheduler, scheduled))
+    return {name: statistics.median(times) * 1e3 for name, times in rows.items()}
+
+
+PROMPTS = {
+    "8k tokens, 512 new": (8_192, 512, 8, 5, 8 * 800, "1 full"),
+    "32k tokens, 512 new": (32_768, 512, 4, 4, 4 * 2_400, "1 full"),
+    "128k tokens, 512 new": (131_072, 512, 2, 4, 2 * 8_800, "1 full"),
+    "32k tokens, all new": (32_768, 512, 4, 3, 2_400, "1 full"),
+    "32k tokens, 512 new, 5 windows + 1 full": (
+        *(32_768, 512, 4, 4, 4 * 2_400),
+        "5 windows + 1 full",
+    ),
+}
+HASHES = {"vLLM, sha256": "sha256", "vLLM, sha256_cbor": "sha256_cbor", "kvcache": "sha256_cbor"}
+
+
+def prompts(folder: str, case: str) -> dict[str, list[float]]:
+    """Milliseconds of Request(), schedule(), update, and all, of requests that grow conversations."""
+    prompt, turn, num_chats, num_turns, num_blocks, groups = PROMPTS[case]
+    config = engine_config(
+        folder,
+        max_model_len=262_144,
+        max_num_batched_tokens=8192,
+        hf_overrides={"max_position_embeddings": 262_144},
+    )
+    found: dict[str, list[list[float]]] = {name: [] for name in HASHES}
+    hits = set()
+    for _ in range(2):
+        for name, algorithm in HASHES.items():
+            hasher = block_hasher(algorithm)
+            if name == "kvcache":
+                hasher = get_request_block_hasher(16, get_hash_fn_by_name(algorithm))
+            make = SCHEDULERS["kvcache" if name == "kvcache" else "vLLM"]
+            scheduler = make(config, GROUPS[groups], num_blocks * len(GROUPS[groups]))
+            rows, num_hits = _conversations(scheduler, hasher, prompt, turn, num_chats, num_turns)
+            found[name] += rows
+            hits.add(num_hits)
+    assert len(hits) == 1, f"hits differ: {hits}"
+    return {
+        name: [statistics.median(column) * 1e3 for column in zip(*rows)]
+        for name, rows in found.items()
+    }
+
+
+def _conversations(
+    scheduler: Any, hasher: Any, prompt: int, turn: int, num_chats: int, num_turns: int
+) -> tuple[list[tuple[float, ...]], int]:
+    rng = random.Random(0)
+    chats = [[rng.randrange(3, 500) for _ in range(prompt)] for _ in range(num_chats)]
+    gc.collect()
+    gc.freeze()
+    rows, num_hits = [], 0
+    for i in range(num_turns * num_chats):
+        chat = chats[i % num_chats]
+        chat += [rng.randrange(3, 500) for _ in range(turn)]
+        start = time.thread_time()
+        request = make_request(i, chat, hasher, 2)
+        made = time.thread_time() - start
+        scheduler.add_request(request)
+        asked = updated = 0.0
+        while scheduler.has_unfinished_requests():
+            start = time.thread_time()
+            scheduled = scheduler.schedule()
+            asked += time.thread_time() - start
+            num_hits += sum(each.num_computed_tokens for each in scheduled.scheduled_new_reqs)
+            answered = answer(scheduler, scheduled)
+            start = time.thread_time()
+            scheduler.update_from_output(scheduled, answered)
+            updated += time.thread_time() - start
+        scheduler.schedule()
+        if i >= num_chats:
+            rows.append((made, asked, updated, made + asked + updated))
+    return rows, num_hits
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=("decode", "prompts"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY_LLAMA))
+        if options.what != "prompts":
+            for groups in GROUPS:
+                for num_requests in (64, 256, 1024):
+                    times = decode(folder, num_requests, groups)
+                    floor = times["no manager"]
+                    parts = {name: ms - floor for name, ms in times.items() if name != "no manager"}
+                    results[f"{num_requests} running, {groups}"] = times
+                    print(
+                        f"{num_requests} running, {groups}: schedule() {floor:.2f} ms without a manager"
+                    )
+                    for name, part in parts.items():
+                        less = parts["vLLM"] / part
+                        print(f"  {name}: the manager's part {part:.3f} ms ({less:.1f}x less)")
+        if options.what != "decode":
+            for case in PROMPTS:
+                results[case] = found = prompts(folder, case)
+                print(case)
+                for name, row in found.items():
+                    less = found["vLLM, sha256_cbor"][3] / row[3]
+                    parts = ", ".join(f"{ms:.2f}" for ms in row[:3])
+                    print(
+                        f"  {name}: {row[3]:.2f} ms ({less:.1f}x less): "
+                        f"Request(), schedule(), update {parts}"
+                    )
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
