@@ -431,6 +431,12 @@ class ModelManager:
         """Whether the hit ends inside a block: besides its copy that is held until the step is over."""
         return any(each.source for each in self.hit_blocks(request, num_hit))
 
+    def _reads_beside(self, request, num_hit):
+        """Whether a row reads a page of the hit and writes another: of a copied block, of a state."""
+        held = self.hit_blocks(request, num_hit)
+        states = (each for group, each in zip(self.groups, held) if group.pages == STATE)
+        return self._copies(request, num_hit) or any(any(each.blocks) for each in states)
+
     def _is_about_to_hit(self, request, num_hit):
         """Whether an earlier row of this step fills blocks that the next step finds for the request."""
         if not request.reads or not self.caching or not self.any_cached:
@@ -485,7 +491,8 @@ class ModelManager:
     def would_fit_whole(self, request, chunk, lookahead, reserved, cap):
         """Whether all known tokens can be computed, chunk by chunk: now, later or never.
 
-        With the hits that were tried, but for those that are too much as they are copied from.
+        With the hits that were tried, but for those that are too much since the first chunk reads a page
+        of them and writes another: a row that computed these tokens itself has one for both.
         """
         statuses, tried = [], []
         for num_hit, _ in self._hits_to_try(request, cap):
@@ -493,7 +500,7 @@ class ModelManager:
             if first == SERVED:
                 return status, [num_hit]
             statuses.append(status)
-            if first != NEVER or not self._copies(request, num_hit):
+            if first != NEVER or not self._reads_beside(request, num_hit):
                 tried.append(num_hit)
             if not self._tries_less(request, num_hit, first):
                 break

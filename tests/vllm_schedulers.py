@@ -133,6 +133,83 @@ def answer(scheduler, scheduled):
     )
 
 
+class Contents:
+    """What a model would have written to each slot, and whether it would read what it needs.
+
+    KV of a token depends on all tokens up to it: a slot's content is a digest of these. Where a token is
+    not known yet, it is found by its request later.
+    """
+
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+        self.specs = [g.kv_cache_spec for g in scheduler.kv_cache_config.kv_cache_groups]
+        self.tables = {}  # request id -> ids of each group
+        self.digests = {}  # request id -> of its tokens so far
+        self.slots = {}  # (group, block, offset) -> digest, or (request id, position)
+        self.requests = {}
+
+    def apply(self, scheduled):
+        """Checks a step, as its worker would carry it out."""
+        for new in scheduled.scheduled_new_reqs:
+            self.tables[new.req_id] = [list(ids) for ids in new.block_ids]
+        cached = scheduled.scheduled_cached_reqs
+        for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
+            if request_id in cached.resumed_req_ids:
+                self.tables[request_id] = [list(each) for each in ids]
+            elif ids is not None:
+                for own, more in zip(self.tables[request_id], ids):
+                    own.extend(more)
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.requests[request_id] = self.scheduler.requests[request_id]
+            drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
+            stop = request.num_computed_tokens  # the scheduler has counted the step
+            self.write(request, stop - count, stop, drafts)
+        for request_id, count in scheduled.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            self.read(request, request.num_computed_tokens - count)
+
+    def digest(self, request, position, drafts=()):
+        known = request.num_tokens
+        digests = self.digests.setdefault(request.request_id, [])
+        while len(digests) < known:
+            token = request._all_token_ids[len(digests)]
+            digests.append(hash((digests[-1] if digests else 0, token)))
+        if position < known:
+            return digests[position]
+        if position - known >= len(drafts) or min(drafts) < 0:
+            return request.request_id, position
+        found = digests[-1]
+        for token in drafts[: position - known + 1]:
+            found = hash((found, token))
+        return found
+
+    def slots_of(self, request, positions):
+        for group, table in enumerate(self.tables[request.request_id]):
+            for position in positions:
+                block = table[position // BLOCK]
+                yield group, position, (group, block, position % BLOCK)
+
+    def write(self, request, start, stop, drafts):
+        for _, position, slot in self.slots_of(request, range(start, stop)):
+            assert slot[1] != 0, "a token is written to the null block"
+            self.slots[slot] = self.digest(request, position, drafts)
+
+    def read(self, request, start):
+        for group, position, slot in self.slots_of(request, range(start)):
+            spec = self.specs[group]
+            if position <= start - (getattr(spec, "sliding_window", None) or start + 1):
+                continue
+            chunk = getattr(spec, "attention_chunk_size", None)
+            if chunk and position < start // chunk * chunk:
+                continue
+            content = self.slots.get(slot)
+            if isinstance(content, tuple):
+                writer, at = content
+                content = self.digest(self.requests[writer], at)
+            wanted = self.digest(request, position)
+            assert content == wanted, f"{request.request_id} reads what is not there at {position}"
+
+
 class SideBySide:
     """Both schedulers under one random workload; every decision of each step is compared."""
 
@@ -145,6 +222,7 @@ class SideBySide:
         self.pair = [
             make_scheduler(cls, config, groups, num_blocks) for cls in PAIRS[self.is_async]
         ]
+        self.contents = [Contents(scheduler) for scheduler in self.pair]
         self.counts = collections.Counter()
         self.pending = [collections.deque(), collections.deque()]
         self.live = [collections.Counter(), collections.Counter()]
@@ -208,6 +286,8 @@ class SideBySide:
         theirs, ours = outputs = [scheduler.schedule() for scheduler in self.pair]
         if self.exact:
             self._compare(theirs, ours)
+        for contents, scheduled in zip(self.contents, outputs):
+            contents.apply(scheduled)
         for queue, scheduler, scheduled in zip(self.pending, self.pair, outputs):
             queue.append((scheduled, answer(scheduler, scheduled)))
             if len(queue) > self.is_async or not scheduled.num_scheduled_tokens:

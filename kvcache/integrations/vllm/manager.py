@@ -219,7 +219,7 @@ class VllmCacheManager:
         most = len(due) * self.num_kv_cache_groups * (2 + self._num_lookahead // min(self._sizes))
         calls = self._next_calls(due)
         if self.native.pool.num_free >= most:  # else the scheduler says who gets the last blocks
-            self._advance(*calls, self._num_lookahead)
+            self._advance(*calls, self._num_lookahead, is_ahead=True)
 
     def _next_calls(self, due: list[_Held]) -> _Calls:
         """What the step will most likely ask for these requests.
@@ -240,8 +240,10 @@ class VllmCacheManager:
             stop = len(request._all_token_ids) + len(request.spec_token_ids) + num_pending
             if stop + lookahead <= held.quiet_until:  # it sat out a step
                 self._wait(held, stop + lookahead)
+            elif len(request._all_token_ids) > start + 1:
+                pass  # a prompt: the scheduler may cut it, and what it does not compute is no hit
             elif not start < stop <= start + most or stop + lookahead >= self.max_model_len:
-                pass  # a part of a prompt, or the end
+                pass  # many drafts, or the end
             elif (
                 num_pending
                 and start + 2 - num_pending >= request.num_prompt_tokens + request.max_tokens
@@ -268,17 +270,30 @@ class VllmCacheManager:
         return self.empty_kv_cache_blocks if ready is None else ready
 
     def _advance(
-        self, rows: list[_Held], starts: list[int], stops: list[int], lookahead: int
+        self,
+        rows: list[_Held],
+        starts: list[int],
+        stops: list[int],
+        lookahead: int,
+        *,
+        is_ahead: bool = False,
     ) -> bool:
-        """Asks for slots, in one native call; whether all of them fit."""
+        """Asks for slots, in one native call; whether all of them fit.
+
+        `is_ahead`: the scheduler may come to another decision, so that no block becomes a hit whose last
+        token is not computed yet: that token is not told.
+        """
         if not rows:
             return True
         token_ids: list[int] = []
         counts = []
         for held in rows:
-            all_ids, num_known = held.engine_request._all_token_ids, held.num_known
-            counts.append(len(all_ids) - num_known)
-            token_ids += all_ids[num_known:]
+            request, num_known = held.engine_request, held.num_known
+            told = request._all_token_ids[num_known:]
+            if is_ahead and request.num_computed_tokens < num_known + len(told):
+                told = told[: max(request.num_computed_tokens - num_known, 0)]
+            counts.append(len(told))
+            token_ids += told
         answers = self.native.advance(
             [held.row for held in rows],
             starts,
