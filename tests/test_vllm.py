@@ -3,6 +3,7 @@
 `make test-vllm` runs this with vLLM; elsewhere it is skipped.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -15,7 +16,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import RSWASpec
 from vllm.v1.request import Request
 
 from kvcache.integrations.vllm import AsyncScheduler, Scheduler, versions
@@ -98,6 +99,35 @@ def test_windows_in_a_tight_pool_end_whole(groups, is_async, models):
     assert counts["requests"] > 50
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize(
+    "groups",
+    ["mamba align, full", "mamba all, full", "mamba align, mamba align, window, full"],
+)
+def test_the_same_decisions_with_states_where_there_is_room(groups, is_async, models):
+    config = engine_config(models["llama"], is_async=is_async)
+    counts = SideBySide(0, config, tuple(groups.split(", ")), 3_000).run(120)
+    assert counts["hit tokens"] > 0
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_blocks", [60, 150])
+@pytest.mark.parametrize("mode", ["align", "all"])
+def test_states_in_a_tight_pool_are_those_of_their_tokens(mode, num_blocks, is_async, models):
+    config = engine_config(models["llama"], is_async=is_async)
+    groups = (f"mamba {mode}", f"mamba {mode}", "full")
+    counts = SideBySide(2, config, groups, num_blocks, exact=False).run(150)
+    assert counts["requests"] > 40
+
+
+@pytest.mark.parametrize("groups", ["full", "window, full", "mamba none, full"])
+@pytest.mark.parametrize("num_blocks", [60, 3_000])
+def test_the_same_decisions_without_prefix_caching(num_blocks, groups, models):
+    config = engine_config(models["llama"], enable_prefix_caching=False)
+    counts = SideBySide(0, config, tuple(groups.split(", ")), num_blocks).run(100)
+    assert counts["hit tokens"] == 0 and (counts["preemptions"] > 0) == (num_blocks == 60)
+
+
 @pytest.mark.parametrize("name", ["sha256_cbor", "xxhash_cbor", "sha256"])
 def test_hashes_are_vllms_byte_for_byte(name):
     theirs, ours = block_hasher(name), get_request_block_hasher(BLOCK, get_hash_fn_by_name(name))
@@ -123,11 +153,27 @@ def test_hashes_are_vllms_byte_for_byte(name):
 class TestRefusals:
     """Before a request is served, in one line that says what to change."""
 
-    def test_a_kind_of_group(self, models, monkeypatch):
-        mamba = MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(vllm_schedulers.torch.float32,))
-        monkeypatch.setitem(vllm_schedulers.SPECS, "mamba", lambda: mamba)
-        with pytest.raises(ValueError, match="KV cache group of MambaSpec: kvcache's scheduler"):
-            make_scheduler(Scheduler, engine_config(models["llama"]), ("mamba", "full"), 100)
+    @pytest.mark.parametrize(
+        "spec,message",
+        [
+            (
+                RSWASpec(**vllm_schedulers.SHAPE, rswa_window=64),
+                "KV cache group of RSWASpec: kvcache's scheduler",
+            ),
+            (
+                dataclasses.replace(vllm_schedulers.state_spec("align"), num_speculative_blocks=2),
+                "keeps states of drafts, .*leave out --speculative-config",
+            ),
+            (
+                vllm_schedulers.state_spec("align", block_size=64),
+                "use --prefix-match-unit 64, or serve",
+            ),
+        ],
+    )
+    def test_kinds_of_groups(self, spec, message, models, monkeypatch):
+        monkeypatch.setitem(vllm_schedulers.SPECS, "other", lambda: spec)
+        with pytest.raises(ValueError, match=message):
+            make_scheduler(Scheduler, engine_config(models["llama"]), ("other", "full"), 100)
 
     def test_options(self, models):
         config = engine_config(models["llama"], additional_config={"kvcache": {"evict": "lru"}})

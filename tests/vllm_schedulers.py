@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
@@ -31,7 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvcache.integrations import vllm as ours
 
-BLOCK = 16
+BLOCK, LONGEST = 16, 2048  # tokens of a block, and of a request
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 TINY = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
@@ -52,7 +53,18 @@ SPECS = {
     "full": lambda: FullAttentionSpec(**SHAPE),
     "window": lambda: SlidingWindowSpec(**SHAPE, sliding_window=100),
     "chunked": lambda: ChunkedLocalAttentionSpec(**SHAPE, attention_chunk_size=64),
+    "mamba align": lambda: state_spec("align"),
+    "mamba all": lambda: state_spec("all"),
+    "mamba none": lambda: state_spec("none", block_size=LONGEST),
 }
+
+
+def state_spec(mode, block_size=BLOCK):
+    return MambaSpec(
+        block_size=block_size, shapes=((4,),), dtypes=(torch.float32,), mamba_cache_mode=mode
+    )
+
+
 PAIRS = {
     False: (vllm_scheduler.Scheduler, ours.Scheduler),
     True: (async_scheduler.AsyncScheduler, ours.AsyncScheduler),
@@ -65,7 +77,7 @@ def engine_config(model, *, is_async=False, events=False, **options):
         options["kv_events_config"] = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     arguments = {
         **{"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True},
-        **{"dtype": "bfloat16", "max_model_len": 2048, "block_size": 32, "seed": 0},
+        **{"dtype": "bfloat16", "max_model_len": LONGEST, "block_size": 32, "seed": 0},
         **{"max_num_seqs": 32, "max_num_batched_tokens": 256},
     }
     config = EngineArgs(model=model, **(arguments | options)).create_engine_config()
@@ -76,6 +88,8 @@ def engine_config(model, *, is_async=False, events=False, **options):
 def make_scheduler(cls, config, groups, num_blocks):
     """A scheduler of these kinds of groups; `num_blocks` with the null block."""
     config.cache_config.num_gpu_blocks = num_blocks
+    modes = {kind.partition(" ")[2] for kind in groups if kind.startswith("mamba")}
+    config.cache_config.mamba_cache_mode = modes.pop() if modes else "none"
     config.cache_config.block_size = BLOCK
     cache = KVCacheConfig(
         num_blocks=num_blocks,
@@ -85,12 +99,14 @@ def make_scheduler(cls, config, groups, num_blocks):
         ],
         prefix_cache_retention_interval=None,
     )
+    block_size = max(group.kv_cache_spec.block_size for group in cache.kv_cache_groups)
+    is_hashed = config.cache_config.enable_prefix_caching
     return cls(
         vllm_config=config,
         kv_cache_config=cache,
         log_stats=True,
-        block_size=BLOCK,
-        hash_block_size=BLOCK,
+        block_size=block_size,
+        hash_block_size=BLOCK if is_hashed else block_size,
         structured_output_manager=StructuredOutputManager(config),
     )
 
@@ -159,14 +175,18 @@ class Contents:
             elif ids is not None:
                 for own, more in zip(self.tables[request_id], ids):
                     own.extend(more)
+        spans = []
         for request_id, count in scheduled.num_scheduled_tokens.items():
             request = self.requests[request_id] = self.scheduler.requests[request_id]
             drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
             stop = request.num_computed_tokens  # the scheduler has counted the step
-            self.write(request, stop - count, stop, drafts)
-        for request_id, count in scheduled.num_scheduled_tokens.items():
-            request = self.requests[request_id]
-            self.read(request, request.num_computed_tokens - count)
+            spans.append((request, stop - count, stop, drafts))
+        for request, start, _, _ in spans:  # states are copied as a step begins
+            self.read_states(request, start)
+        for request, start, stop, drafts in spans:
+            self.write(request, start, stop, drafts)
+        for request, start, _, _ in spans:
+            self.read(request, start)
 
     def digest(self, request, position, drafts=()):
         known = request.num_tokens
@@ -185,11 +205,41 @@ class Contents:
 
     def slots_of(self, request, positions):
         for group, table in enumerate(self.tables[request.request_id]):
+            if isinstance(self.specs[group], MambaSpec):
+                continue
             for position in positions:
                 block = table[position // BLOCK]
                 yield group, position, (group, block, position % BLOCK)
 
+    def states_of(self, request, position):
+        """Where the state after the token at `position` is."""
+        for group, table in enumerate(self.tables[request.request_id]):
+            spec = self.specs[group]
+            if isinstance(spec, MambaSpec):
+                yield group, table[position // spec.block_size]
+
+    def read_states(self, request, start):
+        for group, block in self.states_of(request, start - 1) if start else ():
+            wanted = self.digest(request, start - 1)
+            found = self.resolved(self.slots.get((group, block)))
+            assert found == wanted, f"{request.request_id} goes on at {start} from another state"
+
+    def resolved(self, content):
+        """A digest, also of a token that was not known when it was written."""
+        if isinstance(content, tuple):
+            writer, at = content
+            return self.digest(self.requests[writer], at)
+        return content
+
     def write(self, request, start, stop, drafts):
+        ends = {stop - 1}
+        for spec in self.specs:
+            if getattr(spec, "mamba_cache_mode", None) == "all":
+                ends.update(range(start // BLOCK * BLOCK + BLOCK - 1, stop, BLOCK))
+        for end in sorted(ends):
+            for group, block in self.states_of(request, end):
+                assert block != 0, "a state is written to the null block"
+                self.slots[group, block] = self.digest(request, end, drafts)
         for _, position, slot in self.slots_of(request, range(start, stop)):
             assert slot[1] != 0, "a token is written to the null block"
             self.slots[slot] = self.digest(request, position, drafts)
@@ -202,12 +252,10 @@ class Contents:
             chunk = getattr(spec, "attention_chunk_size", None)
             if chunk and position < start // chunk * chunk:
                 continue
-            content = self.slots.get(slot)
-            if isinstance(content, tuple):
-                writer, at = content
-                content = self.digest(self.requests[writer], at)
             wanted = self.digest(request, position)
-            assert content == wanted, f"{request.request_id} reads what is not there at {position}"
+            assert self.resolved(self.slots.get(slot)) == wanted, (
+                f"{request.request_id} reads what is not there at {position}"
+            )
 
 
 class SideBySide:
@@ -325,5 +373,7 @@ class SideBySide:
         ]
         assert sizes[0] == sizes[1]
         self.counts["preemptions"] += len(theirs.preempted_req_ids or ())
+        if self.is_async and any(isinstance(spec, MambaSpec) for spec in self.contents[0].specs):
+            return  # vLLM keeps a state that a request has left until the step's output is there
         usages = [scheduler.kv_cache_manager.usage for scheduler in self.pair]
         assert abs(usages[0] - usages[1]) < 1e-9, "pools are used unlike"

@@ -472,7 +472,7 @@ void bind_manager(py::module_& m) {
           "lookup",
           [](Manager& self, TokenChain& chain, const std::optional<bool>& read_cache) {
             const PrefixHit& hit = self.lookup(chain, /*with_host=*/false, read_cache);
-            return py::make_tuple(per_group(hit.blocks), hit.num_tokens);
+            return py::make_tuple(per_group(hit.blocks), hit.num_tokens, hit.num_shared_tokens);
           },
           py::arg("chain"), py::arg("read_cache") = py::none())
       .def(

@@ -104,6 +104,7 @@ void bind_options(py::module_& m) {
       .def_readwrite("host_eviction", &ManagerOptions::host_eviction)
       .def_readwrite("host_write", &ManagerOptions::host_write)
       .def_readwrite("min_gain_to_write", &ManagerOptions::min_gain_to_write)
+      .def_readwrite("engine_copies_states", &ManagerOptions::engine_copies_states)
       .def_readwrite("computes_whole_prompt", &ManagerOptions::computes_whole_prompt)
       .def_readwrite("publishes_when_marked", &ManagerOptions::publishes_when_marked)
       .def_readwrite("caches_swapped_rows", &ManagerOptions::caches_swapped_rows);

@@ -67,6 +67,14 @@ class BlockHashes(NamedTuple):
     groups: np.ndarray
 
 
+class CachedPrefix(NamedTuple):
+    """The cached prefix of a request."""
+
+    block_ids: np.ndarray | list[np.ndarray]  # int32[k], of several groups one array each
+    num_tokens: int
+    num_shared_tokens: int  # tokens that all groups but those of recurrent states have
+
+
 class KVCacheManager:
     """Which blocks each request has, over one pool with prefix caching.
 
@@ -598,10 +606,8 @@ class KVCacheManager:
         """Ends the pins of a session; returns how many of its pinned blocks were evicted."""
         return self._native.unpin(checked_session(session))
 
-    def get_computed_blocks(
-        self, request: Request, *, read_cache: bool | None = None
-    ) -> tuple[np.ndarray | list[np.ndarray], int]:
-        """(block ids int32[k], number of their tokens) of the longest cached prefix; changes nothing.
+    def find_prefix(self, request: Request, *, read_cache: bool | None = None) -> CachedPrefix:
+        """The longest cached prefix; changes nothing.
 
         At most `num_tokens - 1` tokens, because the last one must be computed. Nothing with
         `read_cache=False`, be it this call's or, where that is None, the request's. For several groups
@@ -609,8 +615,15 @@ class KVCacheManager:
         are null.
         """
         reads = _choice(read_cache, "read_cache")
-        ids, num_tokens = self._native.lookup(self._chain(request), reads)
-        return self._by_group(ids), num_tokens
+        ids, num_tokens, num_shared_tokens = self._native.lookup(self._chain(request), reads)
+        return CachedPrefix(self._by_group(ids), num_tokens, num_shared_tokens)
+
+    def get_computed_blocks(
+        self, request: Request, *, read_cache: bool | None = None
+    ) -> tuple[np.ndarray | list[np.ndarray], int]:
+        """The block ids and the number of tokens of `find_prefix`."""
+        found = self.find_prefix(request, read_cache=read_cache)
+        return found.block_ids, found.num_tokens
 
     def allocate_slots(
         self,
@@ -636,7 +649,7 @@ class KVCacheManager:
 
         `read_cache`: as `get_computed_blocks` was called. ValueError for computed blocks with
         `read_cache=False` or without caching, for external tokens that leave none of the request to be
-        computed, and for a manager with a recurrent group.
+        computed, and for a manager with a recurrent group without `engine_copies_states`.
         """
         if len(self.groups) == 1:
             computed = [computed_blocks]

@@ -26,6 +26,7 @@ class PolicyArguments(TypedDict, total=False):
     hash_block_size: int | None
     watermark: float
     fence_frees: bool
+    engine_copies_states: bool
     enable_events: bool
     announce_reused: bool
     track_residency: bool
@@ -86,6 +87,13 @@ class CacheOptions:
     """Blocks that a request releases can be used again only when `report` has said that the steps
     planned so far are done. For workers that read a step's pages outside its stream, and where loads
     may fail; a worker on one stream needs no fences for its own steps."""
+
+    engine_copies_states: bool = False
+    """`allocate_slots`, `append_slots` and `advance` take recurrent groups: where a call moves a
+    request's state to a new page, the engine copies it there from the page that was the last of the
+    request's table. A page that is left so can be used again when the step that was issued last is
+    reported: such an engine calls `step()` before the calls of each of its own steps, and `report` for
+    the one before. With `step` alone, plans say what to copy."""
 
     enable_events: bool = False
     """`drain_events` returns what entered and left the cache."""
@@ -202,6 +210,7 @@ class CacheOptions:
             native.hash_block_size = self._integer("hash_block_size")
         native.hash_bytes = hash_bytes_of(self.hash_algorithm, self.hash_bytes)
         native.fence_frees = flag(self.fence_frees, "fence_frees")
+        native.engine_copies_states = flag(self.engine_copies_states, "engine_copies_states")
         native.enable_events = flag(self.enable_events, "enable_events")
         native.announce_reused = flag(self.announce_reused, "announce_reused")
         if self.announce_reused and not self.enable_events:

@@ -228,7 +228,7 @@ Slots Manager::allocate(const NewRow& asked, const std::vector<std::vector<Block
   const Call call(this);
   checks_.check_counts(asked, "num_tokens");
   checked_size("num_lookahead_tokens", num_lookahead_tokens, 0);
-  checks_.check_has_no_state("allocate_slots");
+  if (!setup_.options.engine_copies_states) checks_.check_has_no_state("allocate_slots");
   const std::shared_ptr<TokenChain>& chain = asked.chain;
   checks_.check_new(*chain, /*least_tokens=*/0);  // they may come later
   const bool any_computed =

@@ -307,7 +307,7 @@ void RowGrowth::move_state(ServedRow* served, const CacheGroup& group, BlockId p
       left_states_.push_back({served->row, group.id, each[first], served->span.start,
                               c_.rows->first_token(served->row, group, first)});
       spare.assign(each.blocks.begin() + first + 1, each.blocks.end());
-    } else if (served->span.start == 0) {  // else the state comes from elsewhere
+    } else if (served->span.start == 0 && c_.plan->is_step()) {  // else it comes from elsewhere
       c_.plan->zero(page);
     }
   }
@@ -325,10 +325,14 @@ void RowGrowth::replace_changed(int32_t row, const CacheGroup& group, int64_t fi
   }
 }
 
-void RowGrowth::release_left_states() {
+void RowGrowth::release_left_states(bool engine_copies) {
   for (const LeftState& left : left_states_) {
     c_.journal->note_dropped(left.row, (*c_.rows)[left.row], left.first_token, left.page);
     c_.note_access(left.row, &left.page, 1);
+    if (engine_copies) {
+      c_.frees->release_after(&left.page, 1, c_.journal->numbers().last_issued);
+      continue;
+    }
     // The step that is being made copies from it; outside of one, those issued may read it.
     const StepNumbers& steps = c_.journal->numbers();
     const int64_t last = c_.plan->is_step() ? steps.num_steps : steps.last_issued;

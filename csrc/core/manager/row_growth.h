@@ -59,7 +59,8 @@ class RowGrowth {
 
   // Pages that are left behind by the step that is being made.
   const std::vector<LeftState>& left_states() const { return left_states_; }
-  void release_left_states();
+  // `engine_copies`: from them, until the step that was issued last is over.
+  void release_left_states(bool engine_copies = false);
 
  private:
   void note_hits(const BlockId* ids, int64_t n);

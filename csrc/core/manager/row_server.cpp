@@ -202,10 +202,14 @@ Status RowServer::would_extend(int32_t row, int64_t num_tokens,
                    : rules_.of_running(c_.rows->blocks(row), span, r.may_share, r.by_step).status;
 }
 
-void RowServer::publish_served() {
+void RowServer::publish_left_states() {
   for (const RowGrowth::LeftState& left : growth_.left_states()) {
     parts_.publisher->publish_state(left.row, (*c_.groups)[left.group], left.num_tokens, left.page);
   }
+}
+
+void RowServer::publish_served() {
+  publish_left_states();
   for (const StepJournal::Served& served : c_.journal->last().rows) {
     parts_.publisher->publish(served.row);
   }
@@ -317,6 +321,7 @@ void RowServer::restart(int32_t row) {
 }
 
 Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num_lookahead_tokens) {
+  c_.plan->begin_direct();
   const int64_t start = hit.num_tokens + asked.num_external;
   ServedRow served;
   served.span = {start, start + asked.num_tokens, num_lookahead_tokens};  // not clipped: drafts
@@ -329,7 +334,7 @@ Slots RowServer::allocate(const NewRow& asked, const PrefixHit& hit, int64_t num
   }
   add_new_blocks(served.row, num_computed.data(), &slots);
   c_.rows->info(served.row).num_marked = hit.num_tokens;
-  parts_.publisher->publish(served.row);
+  publish_direct(served.row);
   return slots;
 }
 
@@ -348,8 +353,16 @@ Slots RowServer::advance(int32_t row, const Span& span, bool lists_new) {
   if (slots.status != Status::kServed) return slots;
   slots.copies = c_.plan->direct_pairs();
   if (lists_new) add_new_blocks(row, served.num_before.data(), &slots);
-  parts_.publisher->publish(row);
+  publish_direct(row);
   return slots;
+}
+
+void RowServer::publish_direct(int32_t row) {
+  if (!growth_.left_states().empty()) {
+    publish_left_states();
+    growth_.release_left_states(/*engine_copies=*/true);
+  }
+  parts_.publisher->publish(row);
 }
 
 // The row's blocks from from[g] on, in every group g.

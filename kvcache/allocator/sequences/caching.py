@@ -101,7 +101,7 @@ class SequenceCaching(SequenceTables):
         All is held from what the hit's end reads to the end of the prompt. With a window that is
         taken only where it is no more than a sequence may hold.
         """
-        hits, num_cached = self._native.lookup(tokens.chain)
+        hits, num_cached, _ = self._native.lookup(tokens.chain)
         window, num_tokens = self.sliding_window, len(tokens.ids)
         if window is not None and num_cached:
             first = num_skipped_blocks(num_cached, self.block_size, window)

@@ -25,6 +25,7 @@ from kvcache.allocator import KVCacheManager
 from kvcache.integrations.vllm.blocks import BlockIds, NewBlocks
 from kvcache.integrations.vllm.events import EventTranslator
 from kvcache.integrations.vllm.groups import group_specs
+from kvcache.integrations.vllm.states import StateGroups
 from kvcache.step import Status
 
 _Calls = tuple[list["_Held"], list[int], list[int]]  # where they start, and where they stop
@@ -35,8 +36,10 @@ class VllmCacheManager:
     """What vLLM's `Scheduler` calls `kv_cache_manager`.
 
     `hash_bytes`: of vLLM's block hashes. `options`: fields of `CacheOptions`, the eviction policy for
-    example. ValueError for what kvcache does
-    not have: kinds of groups, context parallelism, sparse retention of prefixes.
+    example. ValueError for what kvcache does not have: kinds of groups, states of drafts.
+
+    `prefix_cache_retention_interval` is not followed: which blocks of windows and which states stay is
+    the eviction policy's choice.
     """
 
     retained_hit_group_ids: tuple[int, ...] = ()
@@ -65,17 +68,12 @@ class VllmCacheManager:
     ) -> None:
         _refuse(
             {
-                "context parallelism": dcp_world_size * pcp_world_size > 1,
                 "MTP with several modules": num_prefill_lookahead > 1,
-                "prefix_cache_retention_interval (expected None)": (
-                    enable_caching
-                    and len(kv_cache_config.kv_cache_groups) > 1
-                    and kv_cache_config.prefix_cache_retention_interval is not None
-                ),
                 "metrics of single blocks (kv_cache_metrics)": metrics_collector is not None,
             }
         )
-        groups = group_specs(kv_cache_config, use_eagle)
+        groups = group_specs(kv_cache_config, use_eagle, dcp_world_size)
+        self._states = StateGroups(kv_cache_config, groups, enable_caching, hash_block_size)
         self.kv_cache_config = kv_cache_config
         self.num_kv_cache_groups = len(groups)
         self.max_model_len = max_model_len
@@ -86,16 +84,21 @@ class VllmCacheManager:
         self.prefix_cache_stats = PrefixCacheStats() if log_stats else None
         self.watermark_blocks = int(watermark * kv_cache_config.num_blocks)
         self.empty_kv_cache_blocks = KVCacheBlocks(tuple(() for _ in groups))
+        hashes = {}
+        if (
+            enable_caching
+        ):  # requests come with their hashes, by whichever algorithm vLLM has chosen
+            hashes = {"hash_algorithm": "engine:vllm", "hash_bytes": hash_bytes}
+            hashes["hash_block_size"] = hash_block_size
         self.native = KVCacheManager.for_groups(
             groups,
             kv_cache_config.num_blocks,
             max_model_len,
-            hash_block_size=hash_block_size,
             enable_caching=enable_caching,
-            hash_algorithm="engine:vllm",  # whichever it has chosen: requests come with their hashes
-            hash_bytes=hash_bytes,
             num_preallocate_tokens=0,
             enable_events=enable_kv_cache_events,
+            engine_copies_states=self._states.are_copied,
+            **hashes,
             **(options or {}),
         )
         self.coordinator = _Coordinator(
@@ -105,7 +108,9 @@ class VllmCacheManager:
         self._events = EventTranslator(kv_cache_config)
         self._hash_size = hash_block_size
         self._sizes = [group.block_size for group in groups]
-        self._other_sizes = sorted({*self._sizes} - {self._sizes[0]})
+        # Sizes of blocks that a request fills as it runs.
+        filled = sorted({g.block_size for g in groups if g.kind != "cross_attention"})
+        self._first_size, self._other_sizes = filled[0], filled[1:]
         self._chunks = {g.options["chunk_size"] for g in groups if g.kind == "chunked_local"}
         self._windows = {
             (g.options["window"], g.block_size) for g in groups if g.kind == "sliding_window"
@@ -131,16 +136,21 @@ class VllmCacheManager:
         return self.enable_caching and not request.skip_reading_prefix_cache
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        """The longest cached prefix: its blocks, its tokens, and 0, since no group lags behind."""
+        """The longest cached prefix: its blocks, its tokens, and the tokens that all groups but those of
+        states have, where these are more."""
         if not self.prefix_cache_lookup_enabled(request):
             return self.empty_kv_cache_blocks, 0, 0
         if self._step_of_lookup != self._step:  # those that run are asked for first
             self._step_of_lookup = self._step
             self._publish_filled(self._step)
-        ids, num_tokens = self.native.get_computed_blocks(self._native_request(request))
+        found = self.native.find_prefix(self._native_request(request))
+        ids, num_tokens = found.block_ids, found.num_tokens
+        junction = found.num_shared_tokens if self._states.any else 0
+        if junction <= num_tokens:
+            junction = 0
         if num_tokens == 0:
-            return self.empty_kv_cache_blocks, 0, 0
-        return BlockIds(ids if self.num_kv_cache_groups > 1 else [ids]), num_tokens, 0
+            return self.empty_kv_cache_blocks, 0, junction
+        return BlockIds(ids if self.num_kv_cache_groups > 1 else [ids]), num_tokens, junction
 
     def get_computed_blocks_for_connector(
         self, request: Request
@@ -207,14 +217,24 @@ class VllmCacheManager:
             delay_cache_blocks,
             reserved,
             full_sequence_must_fit,
+            num_encoder_tokens,
+            skip_zeroing_group_ids,
         )
 
     def new_step_starts(self) -> None:
         """Serves the requests that are known to need something in this step, in one native call."""
         self._step += 1
+        self._states.begin_step(self.native)
         self._may_look = self._has_waiting()
         due = self._due.pop(self._step, None)
         if due is None:
+            return
+        if (
+            self._states.are_copied
+        ):  # a state takes back no token that the scheduler does not compute
+            for held in due:
+                if held.due == self._step:
+                    self._busy[held.request.request_id] = held
             return
         most = len(due) * self.num_kv_cache_groups * (2 + self._num_lookahead // min(self._sizes))
         calls = self._next_calls(due)
@@ -277,11 +297,13 @@ class VllmCacheManager:
         lookahead: int,
         *,
         is_ahead: bool = False,
+        are_past: Sequence[bool] = (),
     ) -> bool:
         """Asks for slots, in one native call; whether all of them fit.
 
         `is_ahead`: the scheduler may come to another decision, so that no block becomes a hit whose last
-        token is not computed yet: that token is not told.
+        token is not computed yet: that token is not told. `are_past`: of each, whether an earlier step
+        has computed the tokens; empty: of none.
         """
         if not rows:
             return True
@@ -315,13 +337,24 @@ class VllmCacheManager:
             due_in[due].append(held)
             if ids:
                 held.ready = NewBlocks(ids) if held.ready is None else held.ready + NewBlocks(ids)
+        if self._states.any:
+            are_fresh = [not past for past in are_past] or [True] * len(rows)
+            for held, start, stop, ids, is_fresh in zip(rows, starts, stops, answers, are_fresh):
+                if ids is not None:
+                    self._states.note_new(ids)
+                    if is_fresh:
+                        self._states.note_filled(self.native, held.request, start, stop)
         return fits
 
     def _start_of(self, request: Request, held: _Held) -> int:
         """Where a call begins: windows end there. Steps under way may lose their drafts, so that
         windows stay where those begin; but not behind what is a hit."""
         start = request.num_computed_tokens
-        if not self._has_windows or not request.num_in_flight_tokens:
+        if (
+            not self._has_windows
+            or not request.num_in_flight_tokens
+            or self._states.are_copied  # without drafts
+        ):
             return start
         num_hits = held.num_published(self._hash_size) * self._hash_size
         return max(start - request.num_in_flight_tokens, num_hits, held.start)
@@ -338,6 +371,7 @@ class VllmCacheManager:
         """
         size = self._hash_size
         calls: _Calls = [], [], []
+        are_past = []
         for held in self._held.values():
             if held.is_receiving:
                 continue
@@ -347,12 +381,17 @@ class VllmCacheManager:
             else:  # it is not asked for in this step, or not noted
                 stop = request.num_computed_tokens - request.num_output_placeholders
                 start = min(held.num_computed, stop - 1)
+            if self._states.are_copied:
+                start = max(start, held.num_computed)
+                if start >= stop:
+                    continue
             num_full = min(stop, len(request._all_token_ids)) // size
             if num_full > held.num_published(size) and stop > held.start:
                 calls[0].append(held)
                 calls[1].append(start)
                 calls[2].append(stop)
-        self._advance(*calls, 0)
+                are_past.append(held.step != step)
+        self._advance(*calls, 0, are_past=are_past)
 
     def _admit(
         self,
@@ -365,8 +404,12 @@ class VllmCacheManager:
         is_delayed: bool,
         num_reserved: int,
         must_fit: bool,
+        num_encoder_tokens: int,
+        skip_zeroing: tuple[int, ...],
     ) -> KVCacheBlocks | None:
-        native, ours = self.native, self._native_request(request)
+        if hits and self._states.are_fresh(hits):
+            return None  # this step computes them: they are hits of the next one
+        native, ours = self.native, self._native_request(request, num_encoder_tokens)
         start = num_hit_tokens + num_external
         lookahead = max(min(num_lookahead_tokens, self.max_model_len - start - num_new_tokens), 0)
         external = {
@@ -410,15 +453,20 @@ class VllmCacheManager:
         held.start, held.num_computed = start, start + num_new_tokens
         held.stop, held.num_known = held.num_computed, ours.num_tokens
         held.num_external, held.is_receiving = num_external, is_delayed
+        new_ids = [ids] if self.num_kv_cache_groups == 1 else ids
+        if self._states.any:
+            self._states.note_new([each.tolist() for each in new_ids], skip_zeroing)
+            self._states.note_filled(native, ours, start, held.num_computed)
+            held.copied_states, held.step = self._states.last_of(hits), self._step
         if not is_delayed:
             held.quiet_until = self._quiet_until(start, held.num_computed + lookahead)
             self._wait(held, held.num_computed + lookahead)
-        return BlockIds([ids] if self.num_kv_cache_groups == 1 else ids)
+        return BlockIds(new_ids)
 
     def _quiet_until(self, start: int, num_slots: int) -> int:
         """Up to so many slots nothing changes for a request that has these from its last call on, which
         began at `start`."""
-        size = self._sizes[0]
+        size = self._first_size
         last = -(-num_slots // size) * size
         for size in self._other_sizes:
             last = min(last, -(-num_slots // size) * size)
@@ -476,7 +524,10 @@ class VllmCacheManager:
         num_computed = max(num_computed, num_cached, held.start)
         self._append_known(request, held.request)
         if held.num_computed > num_computed:
-            self.native.reject_tokens(held.request, held.num_computed - num_computed)
+            if (
+                not self._states.are_copied
+            ):  # a state takes no token back; its last step is computed
+                self.native.reject_tokens(held.request, held.num_computed - num_computed)
         elif held.num_computed < num_computed:
             self.native.append_slots(held.request, num_computed - held.num_computed)
         return held
@@ -495,7 +546,11 @@ class VllmCacheManager:
         if held is None:
             return self.empty_kv_cache_blocks
         groups = range(self.num_kv_cache_groups)
-        return BlockIds([self.native.block_ids(held.request, group).tolist() for group in groups])
+        ids = [self.native.block_ids(held.request, group).tolist() for group in groups]
+        if held.copied_states and held.step == self._step:
+            for group, column, block_id in held.copied_states:  # the worker copies from them
+                ids[group][column] = block_id
+        return BlockIds(ids)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Their ids."""
@@ -560,11 +615,18 @@ class VllmCacheManager:
         """Nothing: blocks leave their windows with the calls that give slots."""
 
     def take_new_block_ids(self) -> list[int]:
-        """None: no kind of group here needs cleared blocks."""
-        return []
+        """Blocks of attention that were given out since the last call, where these must be cleared."""
+        return self._states.take_new()
 
     def record_blocks_for_zeroing(self, request_id: str, start_token: int) -> None:
-        """Nothing: no kind of group here needs cleared blocks."""
+        """The request's blocks from this token on are given out anew, for clearing."""
+        held = self._held[request_id]
+        self._states.note_new(
+            [
+                self.native.block_ids(held.request, group)[start_token // size :].tolist()
+                for group, size in enumerate(self._sizes)
+            ]
+        )
 
     def take_kv_cache_block_copies(self) -> tuple[list, list]:
         """None: hits end with blocks."""
@@ -584,7 +646,7 @@ class VllmCacheManager:
 
     # --- requests ---
 
-    def _native_request(self, request: Request) -> allocator.Request:
+    def _native_request(self, request: Request, num_encoder_tokens: int = 0) -> allocator.Request:
         """kvcache's request of a request of vLLM, its tokens brought up to date."""
         ours = request.__dict__.get("_kvcache_request")
         if ours is None:
@@ -593,6 +655,7 @@ class VllmCacheManager:
                 request._all_token_ids,
                 block_hashes=request.block_hashes if self.enable_caching else None,
                 read_cache=not request.skip_reading_prefix_cache,
+                num_encoder_tokens=num_encoder_tokens,
             )
         else:
             self._append_known(request, ours)
@@ -609,6 +672,7 @@ class _Held:
     """What is known of a request with blocks."""
 
     __slots__ = (
+        "copied_states",
         "due",
         "engine_request",
         "is_receiving",
@@ -638,6 +702,8 @@ class _Held:
         self.ready: BlockIds | None = None  # new blocks that the scheduler has not been told of
         self.num_external = 0
         self.is_receiving = False
+        # (group, column, id) of the states that the step of its admission goes on from.
+        self.copied_states: list[tuple[int, int, int]] = []
 
     def num_published(self, block_size: int) -> int:
         """Blocks that are hits: their tokens were known and computed at the last native call."""
