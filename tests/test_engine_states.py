@@ -1,0 +1,200 @@
+"""`engine_copies_states`: calls outside of steps with groups of recurrent states."""
+
+import random
+
+import pytest
+
+from kvcache.allocator import KVCacheManager, Request
+from kvcache.specs import GroupSpec
+from kvcache.step import StepReport
+
+BLOCK = 4
+STATE, FULL = GroupSpec("recurrent", BLOCK), GroupSpec("full_attention", BLOCK)
+
+
+def make(num_blocks=20, groups=(STATE, FULL), **options):
+    options = {"num_preallocate_tokens": 0, "engine_copies_states": True} | options
+    return KVCacheManager.for_groups(list(groups), num_blocks, 64, **options)
+
+
+def tables(manager, request):
+    return [manager.block_ids(request, group).tolist() for group in range(len(manager.groups))]
+
+
+def test_without_the_option_calls_refuse_states():
+    with pytest.raises(ValueError, match="expected step to drive a manager with a recurrent group"):
+        make(engine_copies_states=False).allocate_slots(Request("r", range(9)), 4)
+
+
+def test_a_state_moves_to_the_column_of_the_last_token_and_those_between_are_null():
+    manager = make()
+    request = Request("r", range(20))
+    states, attention = manager.allocate_slots(request, 2)
+    assert len(states) == 1 and len(attention) == 1
+    states, attention = manager.append_slots(request, 1)  # in the same block: in place
+    assert len(states) == 0 and len(attention) == 0
+    states, attention = manager.append_slots(request, 13)
+    assert states.tolist()[:2] == [0, 0] and states[2] > 0 and len(attention) == 3
+    assert tables(manager, request)[0][:3] == [0, 0, 0]
+    manager.check_invariants()
+
+
+def test_a_page_that_a_state_left_waits_for_the_report_of_the_last_step():
+    manager = make()
+    request = Request("r", range(20))
+    first = manager.step()
+    manager.allocate_slots(request, 2)
+    num_free = manager.pool.num_free
+    manager.append_slots(request, 4)  # one page of a state, one of attention; one is left
+    assert manager.pool.num_free == num_free - 2
+    second = manager.step()
+    manager.report(StepReport(first.step_id, completed=True))
+    assert manager.pool.num_free == num_free - 1
+    manager.report(StepReport(second.step_id, completed=True))
+    manager.free(request)
+    assert manager.pool.num_free == manager.pool.num_total
+    manager.check_invariants()
+
+
+def test_a_state_at_the_end_of_a_block_is_a_hit_and_one_inside_is_not():
+    manager = make()
+    request = Request("a", range(12))
+    manager.allocate_slots(request, 4)  # ends at a block
+    manager.append_slots(request, 3)  # ends inside the second one
+    manager.append_slots(request, 5)  # ends at the third
+    manager.free(request)
+    ids, num_tokens = manager.get_computed_blocks(Request("b", range(12)))
+    assert num_tokens == 4 and [len(each) for each in ids] == [1, 1]
+    found = manager.find_prefix(Request("b", range(13)))
+    assert found.num_tokens == 12 and found.num_shared_tokens == 12
+    found = manager.find_prefix(Request("b", range(11)))
+    assert (found.num_tokens, found.num_shared_tokens) == (4, 8)  # the states lag behind
+
+
+def test_a_state_that_a_quiet_request_left_at_the_end_of_a_block_is_a_hit():
+    manager = make()
+    request = Request("a", range(3))
+    manager.allocate_slots(request, 3)
+    row = manager.row(request)
+    # The engine has computed token 3 without asking, and goes on behind it.
+    manager.advance([row], [4], [5], token_ids=[3, 4], num_token_ids=[2])
+    manager.free(request)
+    assert manager.get_computed_blocks(Request("b", range(6)))[1] == 4
+
+
+class Engine:
+    """Copies states as its step begins, writes them as it ends; contents are digests of tokens."""
+
+    def __init__(self, seed, num_blocks, groups):
+        self.rng = random.Random(seed)
+        self.manager = make(num_blocks, groups)
+        self.specs = list(groups)
+        self.slots, self.tables, self.requests = {}, {}, {}
+        self.num_computed, self.step_id = {}, None
+        self.hits = self.preemptions = 0
+        self.heads = [[self.rng.randrange(9) for _ in range(30)] for _ in range(3)]
+
+    def digest(self, tokens, count):
+        return hash(tuple(tokens[:count]))
+
+    def step(self, number):
+        manager, rng = self.manager, self.rng
+        plan = manager.step()
+        if self.step_id is not None:
+            manager.report(StepReport(self.step_id, completed=True))
+        self.step_id = plan.step_id
+        filled, spans = set(), []
+
+        def served(name, start, stop):
+            request = self.requests[name]
+            spans.append((name, start, stop))
+            ids = manager.block_ids(request, 0)
+            filled.update(ids[start // BLOCK : stop // BLOCK].tolist())
+
+        for name in sorted(self.requests, key=lambda _: rng.random()):
+            request, start = self.requests[name], self.num_computed[name]
+            stop = min(start + rng.choice([1, 1, 3, 4, 9]), request.num_tokens)
+            new = manager.append_slots(request, stop - start)
+            if new is None:  # it leaves, and comes back as another
+                self.preemptions += 1
+                manager.free(request)
+                del self.requests[name]
+                continue
+            for own, more in zip(self.tables[name], new):
+                own.extend(more.tolist())
+            self.num_computed[name] = stop
+            served(name, start, stop)
+        if len(self.requests) < 6 and rng.random() < 0.6:
+            self.admit(f"r{number}", filled, served)
+        self.check_reads(spans)
+        self.write(spans)
+        for name, _, stop in spans:
+            request = self.requests[name]
+            if stop == request.num_tokens and rng.random() < 0.5:
+                if stop < 60:
+                    request.append_tokens([rng.randrange(9)])
+                    continue
+                manager.free(request)
+                del self.requests[name]
+            elif rng.random() < 0.05 or stop == request.num_tokens:
+                manager.free(request)
+                del self.requests[name]
+        manager.check_invariants()
+
+    def admit(self, name, filled, served):
+        rng, manager = self.rng, self.manager
+        head = rng.choice(self.heads)
+        tokens = head[: rng.randrange(len(head))] + [
+            rng.randrange(9) for _ in range(rng.randrange(1, 20))
+        ]
+        request = Request(name, tokens)
+        ids, start = manager.get_computed_blocks(request)
+        if start and int(ids[0][-1]) in filled:
+            return  # this step computes the state
+        count = min(rng.choice([1, 4, 8, 30]), len(tokens) - start)
+        new = manager.allocate_slots(request, count, ids if start else ())
+        if new is None:
+            return
+        self.hits += start > 0
+        self.requests[name], self.num_computed[name] = request, start + count
+        self.tables[name] = [
+            ids[g].tolist() * bool(start) + new[g].tolist() for g in range(len(new))
+        ]
+        served(name, start, start + count)
+
+    def check_reads(self, spans):
+        for name, start, _ in spans:
+            tokens = self.requests[name].token_ids.tolist()
+            if start:
+                block = self.tables[name][0][(start - 1) // BLOCK]
+                assert self.slots[0, block] == self.digest(tokens, start), f"{name} at {start}"
+            for group in range(1, len(self.specs)):
+                window = self.specs[group].options.get("window", 99)
+                for at in range(max(start - window + 1, 0), start):
+                    block = self.tables[name][group][at // BLOCK]
+                    assert self.slots[group, block, at % BLOCK] == self.digest(tokens, at + 1)
+
+    def write(self, spans):
+        for name, start, stop in spans:
+            tokens = self.requests[name].token_ids.tolist()
+            self.slots[0, self.tables[name][0][(stop - 1) // BLOCK]] = self.digest(tokens, stop)
+            for group in range(1, len(self.specs)):
+                for at in range(start, stop):
+                    block = self.tables[name][group][at // BLOCK]
+                    assert block != 0
+                    self.slots[group, block, at % BLOCK] = self.digest(tokens, at + 1)
+
+
+@pytest.mark.parametrize("num_blocks", [25, 35, 400])
+@pytest.mark.parametrize(
+    "groups", [(STATE, FULL), (STATE, FULL, GroupSpec("sliding_window", BLOCK, {"window": 6}))]
+)
+def test_every_step_goes_on_from_the_state_of_its_tokens(groups, num_blocks):
+    hits = preemptions = 0
+    for seed in range(10):
+        print(f"seed {seed}, {num_blocks} blocks")
+        engine = Engine(seed, num_blocks, groups)
+        for number in range(150):
+            engine.step(number)
+        hits, preemptions = hits + engine.hits, preemptions + engine.preemptions
+    assert hits > 0 and (preemptions > 0) == (num_blocks < 400)
