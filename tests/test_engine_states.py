@@ -103,7 +103,7 @@ class Engine:
         if self.step_id is not None:
             manager.report(StepReport(self.step_id, completed=True))
         self.step_id = plan.step_id
-        filled, spans = set(), []
+        filled, spans, self.new = set(), [], set()
 
         def served(name, start, stop):
             request = self.requests[name]
@@ -122,6 +122,7 @@ class Engine:
                 continue
             for own, more in zip(self.tables[name], new):
                 own.extend(more.tolist())
+                self.new.update(more.tolist())
             self.num_computed[name] = stop
             served(name, start, stop)
         if len(self.requests) < 6 and rng.random() < 0.6:
@@ -160,14 +161,18 @@ class Engine:
         self.tables[name] = [
             ids[g].tolist() * bool(start) + new[g].tolist() for g in range(len(new))
         ]
+        self.new.update(*(each.tolist() for each in new))
         served(name, start, start + count)
 
     def check_reads(self, spans):
-        for name, start, _ in spans:
+        for name, start, stop in spans:
             tokens = self.requests[name].token_ids.tolist()
             if start:
                 block = self.tables[name][0][(start - 1) // BLOCK]
                 assert self.slots[0, block] == self.digest(tokens, start), f"{name} at {start}"
+                # New pages are cleared or copied to at the same time.
+                is_new = block in self.new and (stop - 1) // BLOCK != (start - 1) // BLOCK
+                assert not is_new, "a page is given out that a state is copied from"
             for group in range(1, len(self.specs)):
                 window = self.specs[group].options.get("window", 99)
                 for at in range(max(start - window + 1, 0), start):

@@ -14,6 +14,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched import async_scheduler
@@ -118,7 +119,7 @@ def block_hasher(name="sha256_cbor"):
     return get_request_block_hasher(BLOCK, function)
 
 
-def make_request(number, token_ids, hasher, max_tokens):
+def make_request(number, token_ids, hasher, max_tokens, **options):
     """A request that goes on to `max_tokens`."""
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     params.update_from_generation_config({}, None)
@@ -128,6 +129,7 @@ def make_request(number, token_ids, hasher, max_tokens):
         sampling_params=params,
         pooling_params=None,
         block_hasher=hasher,
+        **options,
     )
 
 
@@ -181,8 +183,16 @@ class Contents:
             drafts = scheduled.scheduled_spec_decode_tokens.get(request_id, [])
             stop = request.num_computed_tokens  # the scheduler has counted the step
             spans.append((request, stop - count, stop, drafts))
-        for request, start, _, _ in spans:  # states are copied as a step begins
-            self.read_states(request, start)
+        new = {request.req_id for request in scheduled.scheduled_new_reqs} | cached.resumed_req_ids
+        given = set()  # blocks that are cleared or copied to as the step begins
+        for each in scheduled.scheduled_new_reqs:
+            own = zip(each.block_ids, self.specs)
+            given.update(*(ids[each.num_computed_tokens // BLOCK :] for ids, _ in own))
+        for request_id, ids in zip(cached.req_ids, cached.new_block_ids):
+            if request_id not in new:
+                given.update(*(ids or ()))
+        for request, start, stop, _ in spans:  # states are copied then, too
+            self.read_states(request, start, stop, given)
         for request, start, stop, drafts in spans:
             self.write(request, start, stop, drafts)
         for request, start, _, _ in spans:
@@ -218,11 +228,13 @@ class Contents:
             if isinstance(spec, MambaSpec):
                 yield group, table[position // spec.block_size]
 
-    def read_states(self, request, start):
+    def read_states(self, request, start, stop, given):
         for group, block in self.states_of(request, start - 1) if start else ():
             wanted = self.digest(request, start - 1)
             found = self.resolved(self.slots.get((group, block)))
             assert found == wanted, f"{request.request_id} goes on at {start} from another state"
+            if (stop - 1) // BLOCK != (start - 1) // BLOCK:
+                assert block not in given, "a page is given out that a state is copied from"
 
     def resolved(self, content):
         """A digest, also of a token that was not known when it was written."""
@@ -274,6 +286,7 @@ class SideBySide:
         self.counts = collections.Counter()
         self.pending = [collections.deque(), collections.deque()]
         self.live = [collections.Counter(), collections.Counter()]
+        self.told = [{}, {}]
         self.heads = [
             [self.rng.randrange(3, 500) for _ in range(self.rng.randrange(16, 200))]
             for _ in range(4)
@@ -294,6 +307,8 @@ class SideBySide:
         # Where drafts are accepted in a request's last step, what they fill is a hit only here.
         is_same = live[0] <= live[1] if self.drafts else live[0] == live[1]
         assert not self.exact or is_same, "events tell of other blocks"
+        if self.exact and not self.drafts:
+            assert self.told[0] == self.told[1], "events tell something else of blocks"
         assert self.pair[0].reset_prefix_cache() and self.pair[1].reset_prefix_cache()
         return self.counts
 
@@ -303,6 +318,7 @@ class SideBySide:
         def taken():
             events = take()
             for event in events:
+                self.told[number].update(self._blocks_told(event))
                 sign = 1 if type(event).__name__ == "BlockStored" else -1
                 for block_hash in getattr(event, "block_hashes", ()):
                     self.live[number][event.group_idx, block_hash] += sign
@@ -310,6 +326,24 @@ class SideBySide:
             return events
 
         scheduler.kv_cache_manager.take_events = taken
+
+    @staticmethod
+    def _blocks_told(event):
+        """For each block that an event stores, all that it tells of it."""
+        if type(event).__name__ != "BlockStored":
+            return
+        size, parent = event.block_size, event.parent_block_hash
+        for i, block_hash in enumerate(event.block_hashes):
+            yield (
+                (event.group_idx, block_hash),
+                (
+                    *(parent, list(event.token_ids[i * size : (i + 1) * size]), size, event.medium),
+                    *(event.lora_name, event.lora_id, event.session_id),
+                    event.extra_keys and event.extra_keys[i],
+                    *(event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window),
+                ),
+            )
+            parent = block_hash
 
     def _add(self):
         rng = self.rng
@@ -320,8 +354,14 @@ class SideBySide:
             tokens = head[: rng.randrange(len(head) + 1)]
             tokens = tokens + [rng.randrange(3, 500) for _ in range(rng.randrange(1, 120))]
             max_tokens = rng.randrange(1, 60)
+            options = {}
+            if head is self.heads[0]:
+                options["cache_salt"] = rng.choice(["one", "two"])
+            elif head is self.heads[1]:
+                options["lora_request"] = LoRARequest("adapter", 7, "/no/such")
+            number = self.counts["requests"]
             for scheduler in self.pair:
-                request = make_request(self.counts["requests"], tokens, self.hasher, max_tokens)
+                request = make_request(number, tokens, self.hasher, max_tokens, **options)
                 scheduler.add_request(request)
             self.counts["requests"] += 1
         if rng.random() < 0.05 and self.pair[0].requests:

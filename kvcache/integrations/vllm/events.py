@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.distributed import kv_events
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import BlockHash, ExternalBlockHash, maybe_convert_block_hash
@@ -10,6 +12,7 @@ from vllm.v1.kv_cache_interface import (
     get_kv_cache_spec_kind,
     get_kv_cache_spec_sliding_window,
 )
+from vllm.v1.request import Request
 
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 
@@ -27,6 +30,26 @@ class EventTranslator:
             )
             for group in config.kv_cache_groups
         ]
+
+        self._adapter_ids: dict[str, int] = {}  # of LoRA adapters that requests have named
+
+    def labels_of(self, request: Request) -> dict[str, Any]:
+        """Options of kvcache's request, so that events of its blocks have their extra keys.
+
+        Those of prompt embeddings are left out.
+        """
+        labels: dict[str, Any] = {"session": request.session_id}
+        if request.prompt_embeds is not None:
+            return labels
+        if request.lora_request:
+            name = request.lora_request.lora_name
+            self._adapter_ids[name] = request.lora_request.adapter_id
+            labels["lora"] = (name, request.lora_request.lora_path)
+        labels["mm_items"] = [
+            (each.identifier, each.mm_position.offset, each.mm_position.length)
+            for each in request.mm_features
+        ]
+        return labels | {"cache_salt": request.cache_salt}
 
     def translate(self, event: CacheEvent) -> kv_events.KVCacheEvent:
         """One event of the device's pool."""
@@ -46,13 +69,24 @@ class EventTranslator:
             parent_block_hash=None if is_first else _external(event.parent_hash),
             token_ids=event.token_ids.tolist(),
             block_size=event.block_size,
-            lora_id=None,
+            lora_id=self._adapter_ids[event.lora[0]] if event.lora else None,
             medium=MEDIUM,
-            lora_name=None,
+            lora_name=event.lora[0] if event.lora else None,
+            extra_keys=_extra_keys(event),
+            session_id=event.session,
             group_idx=event.group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
         )
+
+
+def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
+    """An entry for each block; None where blocks are hashed in parts."""
+    if event.hash_block_size != event.block_size:
+        return None
+    if event.extra_keys is None:
+        return [None] * len(event.block_hashes)
+    return kv_cache_utils.to_event_extra_keys(event.extra_keys)
 
 
 def _hashes(event: BlockStored | BlockRemoved) -> list[ExternalBlockHash]:

