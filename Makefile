@@ -15,7 +15,7 @@ THREAD_TESTS := test_threads test_call_guard
 NATIVE := $(shell find csrc/core csrc/worker csrc/python csrc/ops -type f)
 CLANG_FORMAT_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 
-.PHONY: demo test test-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
+.PHONY: demo test test-vllm bench-vllm test-exhaustive planted-breaks mutants setup lint format ctest cuda-check gpu-less sanitize sanitize-thread soak fuzz dist bench docs gpu gpu-rehearsal clean
 
 demo: setup
 	$(BIN)/kvcache demo
@@ -90,9 +90,14 @@ soak: setup
 	build/soak/soak_manager $(SECONDS)
 	$(BIN)/python -m tests.growth
 
-# In vLLM's own schedulers, in a virtual environment of its own with vLLM; once, some minutes to make it.
+# In vLLM's own schedulers, in a virtual environment of its own with vLLM (of VLLM, a version); once, some
+# minutes to make it.
 test-vllm: setup
-	$(BIN)/python -m tests.vllm_environment
+	$(BIN)/python -m tests.vllm_environment $(VLLM:%=--vllm %)
+
+# vLLM's schedule() with its own manager and with kvcache's, in that environment.
+bench-vllm: setup
+	$(BIN)/python -m tests.vllm_environment $(VLLM:%=--vllm %) -m benchmarks.vllm_schedule
 
 # Public calls with wrong and hostile arguments, for SECONDS; prints its seed, and what it finds.
 fuzz: setup
