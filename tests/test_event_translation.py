@@ -27,6 +27,7 @@ from kvcache.router_events.wire import (
     wire_hash,
 )
 from tests.allocator_driver import MIXES, Chooser, Driver
+from tests.cache_user import cached, shown
 from tests.shared import sampled
 
 SEED = "vllm-none-hash"
@@ -35,28 +36,6 @@ SEED = "vllm-none-hash"
 def make(**options):
     options = {"enable_events": True, "num_preallocate_tokens": 0} | options
     return KVCacheManager(4, 30, 200, **options)
-
-
-def cached(manager):
-    """(medium, group, hash) of all that is cached, as the pools say it themselves."""
-    found = set()
-    for name, medium, pool in (
-        ("GPU", "gpu", manager.pool),
-        ("CPU", "cpu", manager.host_pool),
-    ):
-        if pool is None:
-            continue
-        known = manager.hashes_of_blocks(np.arange(1, pool.num_blocks), medium)
-        found |= {
-            (name, int(group), wire_hash(each.tobytes()))
-            for each, group in zip(known.hashes, known.groups)
-            if group >= 0
-        }
-    return found
-
-
-def shown(view):
-    return {(*place, each) for place in view.places for each in view.hashes(*place)}
 
 
 def through_bytes(events):

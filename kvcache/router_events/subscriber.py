@@ -216,18 +216,19 @@ class EventSubscriber:
         """Replays, where that is needed; it stays needed where it fails."""
         if not self._must_catch_up or time.monotonic() < self._retry_at:
             return
-        self._retry_at = time.monotonic() + self._replay_timeout_s  # where it fails
         try:
-            if not self._replay():
+            is_done = self._replay()
+            if not is_done:
                 self._begin_anew()
                 self._drop_queued()
-                if not self._replay():
-                    return  # it has begun anew once more
-            self._must_catch_up, self._retry_at = False, 0.0
+                is_done = self._replay()  # False: it has begun anew once more
+            self._must_catch_up = not is_done
         except ReplayTimeout as error:
             _log.warning("cache events were not replayed: %s", error)
+            self._retry_at = time.monotonic() + self._replay_timeout_s
         except WireError as error:
             self._note_malformed(error)
+            self._retry_at = time.monotonic() + self._replay_timeout_s
 
     def _replay(self) -> bool:
         """Applies what came behind the last batch; False where the publisher has another one there."""
