@@ -25,6 +25,7 @@ from vllm.distributed.kv_events import (
 from kvcache import GroupSpec, KVCacheManager, Request, StepReport
 from kvcache.integrations.vllm.events import MEDIUM
 from kvcache.router_events import CacheView, EventPublisher, EventSubscriber
+from kvcache.router_events.translator import EventTranslator
 from kvcache.router_events.wire import GPU, WireBatch, decode_batch, encode_batch
 from tests.cache_user import CacheUser, shown
 
@@ -69,6 +70,10 @@ def check_payload(payload):
     assert type(batch.ts) is float and batch.data_parallel_rank == 2
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(batch)) == msgspec.msgpack.decode(payload)
     return batch
+
+
+def through_bytes(events):
+    return decode_batch(encode_batch(WireBatch(0.0, events))).events
 
 
 def test_vllm_names_what_we_name():
@@ -129,12 +134,11 @@ def test_a_router_with_the_classes_of_vllm_reads_live_messages_and_replays(seed)
         assert next_seq == num_published and num_missed > 0
         assert view.hashes() == user.cached()
         ours = CacheView()
-        ours.apply(
-            decode_batch(encode_batch(WireBatch(0.0, publisher._translator.snapshot()))).events
-        )
-        for place, each in ((place, each) for place in ours.places for each in ours.hashes(*place)):
-            block = ours.block(each, *place)
-            assert view[place][each] == (block.parent, block.token_ids)
+        ours.apply(through_bytes(publisher._translator.snapshot()))
+        for place in ours.places:
+            for each in ours.hashes(*place):
+                block = ours.block(each, *place)
+                assert view[place][each] == (block.parent, block.token_ids)
         live.close(linger=0)
         asker.close(linger=0)
 
@@ -180,8 +184,6 @@ def test_all_optional_fields_are_those_of_vllm():
     for new in ([request], []):
         plan = manager.step(new=new)
         manager.report(StepReport(plan.step_id, completed=True))
-    from kvcache.router_events.translator import EventTranslator
-
     events = EventTranslator("vllm-none-hash").translate(manager.drain_events())
     batch = check_payload(encode_batch(WireBatch(1.0, events, 2)))
     first = batch.events[0]
@@ -213,8 +215,6 @@ def test_our_reader_follows_the_publisher_of_vllm(seed):
         topic="kv@a@b",
     )
     user = CacheUser(rng)
-    from kvcache.router_events.translator import EventTranslator
-
     translator = EventTranslator("vllm-none-hash")
 
     class Lossy(EventSubscriber):
