@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "kvcache.transfer": {"kvcache.ops", "kvcache.worker"},
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
-    "kvcache.serve": {"kvcache.serving"},
+    "kvcache.metrics": {"kvcache.allocator"},
+    "kvcache.serve": {"kvcache.metrics", "kvcache.serving"},
     "kvcache.cli": {
         *("kvcache", "kvcache.demo", "kvcache.integrations", "kvcache.replay", "kvcache.serve"),
         *("kvcache.serving", "kvcache.worker"),
@@ -57,6 +58,7 @@ TORCH_FREE = {
     "kvcache.memory_plan",
     "kvcache.allocator",
     "kvcache.router_events",
+    "kvcache.metrics",
     "kvcache.native",
     "kvcache.layouts",
     "kvcache.cli",

@@ -440,9 +440,13 @@ def test_figures_as_prometheus_reads_them(served):
     state = served.state()
     assert found["kvcache_requests_total",] == state["metrics"]["requests"] > 0
     assert found["kvcache_generated_tokens_total",] == state["metrics"]["generated_tokens"]
-    for tier in ("pool", "host"):
-        for name, count in state[tier].items():
-            assert found[f"kvcache_{tier}_blocks", name] == count
+    for tier, name in (("pool", "device"), ("host", "host")):
+        states = state[tier]
+        assert found["kvcache_blocks", name] == sum(states.values())
+        assert found["kvcache_cached_blocks", name] == states["cached"] + states["held_cached"]
+        assert found["kvcache_free_blocks", name] == states["cached"] + states["empty"]
+    assert found["kvcache_hit_tokens_total",] <= found["kvcache_query_tokens_total",]
+    assert found["kvcache_query_tokens_total",] > 0
     assert found["kvcache_sequences", "running"] == 0
 
 

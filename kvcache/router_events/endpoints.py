@@ -38,7 +38,7 @@ def _is_loopback(place: str) -> bool:
         return False  # a name, which may mean any address; or *
 
 
-def bound(socket: zmq.Socket, endpoint: str, name: str) -> str:
+def bound(socket: zmq.Socket[bytes], endpoint: str, name: str) -> str:
     """Binds, and returns where; OSError, with the socket closed, where that cannot be."""
     try:
         socket.ipv6 = "[" in endpoint

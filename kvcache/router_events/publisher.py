@@ -78,7 +78,7 @@ class EventPublisher:
         hwm: int = 100_000,
         max_queue_size: int = 100_000,
         allow_remote: bool = False,
-        context: zmq.Context | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         allow_remote = flag(allow_remote, "allow_remote")
         checked_endpoint(endpoint, "endpoint", allow_remote)
@@ -105,7 +105,7 @@ class EventPublisher:
         self._socket.maxmsgsize = _MOST_BYTES_OF_A_SUBSCRIPTION
         self.endpoint = bound(self._socket, endpoint, "endpoint")
         self.replay_endpoint: str | None = None
-        self._router: zmq.Socket | None = None
+        self._router: zmq.Socket[bytes] | None = None
         self._server: ReplayServer | None = None
         if replay_endpoint is not None:
             self._router = context.socket(zmq.ROUTER)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import zmq
 
@@ -15,8 +15,8 @@ class ReplayTimeout(Exception):
 
 
 def replay(
-    context: zmq.Context, endpoint: str, first: int, timeout_s: float
-) -> Iterator[tuple[int, bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int, timeout_s: float
+) -> Generator[tuple[int, bytes], None, None]:
     """(sequence number, payload) of the batches from `first` on, as far as the publisher has them.
 
     Each call is a connection of its own, so that no answer to an earlier one comes in between.

@@ -34,7 +34,11 @@ class ReplayServer:
     """Serves readers on a bound ROUTER socket. `snapshot`: the payload that stores everything."""
 
     def __init__(
-        self, socket: zmq.Socket, topic: bytes, buffer: ReplayBuffer, snapshot: Callable[[], bytes]
+        self,
+        socket: zmq.Socket[bytes],
+        topic: bytes,
+        buffer: ReplayBuffer,
+        snapshot: Callable[[], bytes],
     ) -> None:
         self._socket, self._topic, self._buffer = socket, topic, buffer
         self._make_snapshot = snapshot
@@ -43,7 +47,7 @@ class ReplayServer:
         self.num_replays = self.num_snapshots = self.num_refused = self.num_given_up = 0
 
     @staticmethod
-    def prepare(socket: zmq.Socket) -> None:
+    def prepare(socket: zmq.Socket[bytes]) -> None:
         """Options that must be set before the socket is bound."""
         socket.router_mandatory = True  # a full queue and a lost reader are told, not ignored
         socket.maxmsgsize = _MOST_BYTES_OF_A_FRAME

@@ -59,7 +59,7 @@ class EventSubscriber:
         topic: str = "",
         *,
         replay_timeout_s: float = 5.0,
-        context: zmq.Context | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         text(endpoint, "endpoint")
         if replay_endpoint is not None:

@@ -117,7 +117,7 @@ def wire_hash(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-def wire_hashes(event: BlockStored | BlockRemoved) -> list[int]:
+def wire_hashes(event: BlockStored | BlockRemoved) -> list[WireHash]:
     """Those of an event's blocks."""
     hashes = event.block_hashes
     if hashes.shape[1] < 8:

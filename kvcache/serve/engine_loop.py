@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+from kvcache.metrics import CacheMetrics
 from kvcache.serve.snapshot import snapshot
 from kvcache.serving import Delta, Engine, Generation, SamplingParams
 
@@ -57,12 +58,13 @@ class EngineLoop:
     """Runs an engine in a thread: all calls of it are made there.
 
     The engine must not have been called before, since one thread calls it. `start` and `stop` frame its
-    life. `state` is what the cache holds, as of a moment ago.
+    life. `state` is what the cache holds and `cache_metrics` what it counts, as of a moment ago.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.state: dict[str, Any] = snapshot(engine)
+        self.cache_metrics = CacheMetrics()
+        self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # of the requests that are being served
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
@@ -125,7 +127,7 @@ class EngineLoop:
         try:
             self._serve()
             self._give_up(EngineError("the server is stopping"))
-            self.state = snapshot(self.engine)
+            self._look()
         except Exception as error:
             _log.exception("the engine's thread failed")
             self._failure = EngineError(f"{type(error).__name__}: {error}")
@@ -142,7 +144,11 @@ class EngineLoop:
             now = time.monotonic()
             if now - self._last_snapshot >= _SNAPSHOT_SECONDS or not self.engine.num_unfinished:
                 self._last_snapshot = now
-                self.state = snapshot(self.engine)
+                self._look()
+
+    def _look(self) -> None:
+        self.state: dict[str, Any] = snapshot(self.engine)
+        self.cache_metrics.observe(self.engine.cache.manager)
 
     def _hear(self, may_wait: bool) -> None:
         """Runs what callers asked for."""
