@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 try:
     from prometheus_client.core import (
@@ -63,7 +64,7 @@ _POOLS = {
 _LOADS = {"num_loading_blocks": ("loading_blocks", "blocks that are being loaded from the host")}
 _PREFIX = "kvcache_"
 
-Values = dict[tuple[str, ...], object]  # values of labels -> what has the fields of a table above
+Values = Mapping[Any, object]  # values of labels -> what has the fields of a table above
 
 
 class CacheMetrics(Collector):

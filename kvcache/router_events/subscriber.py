@@ -214,14 +214,16 @@ class EventSubscriber:
 
     def _try_to_catch_up(self) -> None:
         """Replays, where that is needed; it stays needed where it fails."""
-        if not self._must_catch_up or time.monotonic() < self._retry_at:
+        if self._replay_endpoint is None or not self._must_catch_up:
+            return
+        if time.monotonic() < self._retry_at:
             return
         try:
-            is_done = self._replay()
+            is_done = self._replay(self._replay_endpoint)
             if not is_done:
                 self._begin_anew()
                 self._drop_queued()
-                is_done = self._replay()  # False: it has begun anew once more
+                is_done = self._replay(self._replay_endpoint)  # False: it has begun anew once more
             self._must_catch_up = not is_done
         except ReplayTimeout as error:
             _log.warning("cache events were not replayed: %s", error)
@@ -230,11 +232,11 @@ class EventSubscriber:
             self._note_malformed(error)
             self._retry_at = time.monotonic() + self._replay_timeout_s
 
-    def _replay(self) -> bool:
+    def _replay(self, endpoint: str) -> bool:
         """Applies what came behind the last batch; False where the publisher has another one there."""
         last = None if self._last_payload is None else self.next_seq - 1
         is_first = True
-        answers = replay(self._context, self._replay_endpoint, last or 0, self._replay_timeout_s)
+        answers = replay(self._context, endpoint, last or 0, self._replay_timeout_s)
         with closing(answers):
             for seq, payload in answers:
                 if is_first and seq == last:

@@ -135,7 +135,7 @@ def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
 
 
 def _keys_of_block(
-    hash_blocks: Sequence[tuple[tuple, ...] | None], hash_block_size: int
+    hash_blocks: Sequence[tuple[tuple[Any, ...], ...] | None], hash_block_size: int
 ) -> tuple[Any, ...] | None:
     found: dict[Any, None] = {}  # in order, each once
     for i, keys in enumerate(hash_blocks):
