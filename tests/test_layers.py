@@ -41,10 +41,10 @@ MAY_IMPORT = {
     "kvcache.replay": {"kvcache.allocator", "kvcache.worker"},
     "kvcache.demo": {"kvcache.integrations", "kvcache.memory_plan", "kvcache.serving"},
     "kvcache.metrics": {"kvcache.allocator"},
-    "kvcache.serve": {"kvcache.metrics", "kvcache.serving"},
+    "kvcache.serve": {"kvcache.metrics", "kvcache.router_events", "kvcache.serving"},
     "kvcache.cli": {
         *("kvcache", "kvcache.demo", "kvcache.integrations", "kvcache.replay", "kvcache.serve"),
-        *("kvcache.serving", "kvcache.worker"),
+        *("kvcache.router_events", "kvcache.serving", "kvcache.worker"),
     },
     "kvcache.__main__": {"kvcache.cli"},
 }

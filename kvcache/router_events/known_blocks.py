@@ -43,10 +43,9 @@ class GroupBlocks:
         self._blocks: dict[WireHash, KnownBlock] = {}
         self._removed: set[WireHash] = set()
 
-    def store(self, stored: WireStored) -> None:
-        """Blocks of the device, which come with their parent and tokens."""
+    def store(self, stored: WireStored, tokens: bytes) -> None:
+        """Blocks of the device, which come with their parent; the tokens as int32 bytes besides."""
         parent = stored.parent_block_hash
-        tokens = np.array(stored.token_ids, np.int32).tobytes()
         size = 4 * self._block_size
         for i, block_hash in enumerate(stored.block_hashes):
             block = self._blocks.get(block_hash)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from kvcache.allocator.hashing import hash_seed
 from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
 from kvcache.router_events.known_blocks import GroupBlocks
@@ -85,7 +87,7 @@ class EventTranslator:
             session_id=event.session,
             **group.labels,
         )
-        group.store(stored)
+        group.store(stored, event.token_ids.astype(np.int32, copy=False).tobytes())
         yield stored
 
     def _parent(self, event: BlockStored) -> WireHash | None:
