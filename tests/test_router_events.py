@@ -17,7 +17,15 @@ from kvcache import KVCacheManager, Request
 from kvcache.events import AllBlocksCleared, BlockStored
 from kvcache.router_events import EventPublisher, EventSubscriber
 from kvcache.router_events.replay_buffer import ReplayBuffer
-from kvcache.router_events.wire import WireCleared, decode_batch, decode_sequence, encode_sequence
+from kvcache.router_events.translator import EventTranslator
+from kvcache.router_events.wire import (
+    WireBatch,
+    WireCleared,
+    decode_batch,
+    decode_sequence,
+    encode_batch,
+    encode_sequence,
+)
 from tests.cache_user import CacheUser, shown
 from tests.shared import sampled
 
@@ -102,7 +110,7 @@ def test_a_message_has_three_frames_numbered_from_0(context, publisher):
         assert topic == b"kv@pod@model" and sequence == encode_sequence(i)
         assert batch.data_parallel_rank == 0 and before <= batch.ts <= time.time()
         assert batch.events[0].block_hashes == [i]
-    assert publisher.counts[:2] == (3, publisher._buffer.num_bytes)
+    wait_for(lambda: publisher.counts[:2] == (3, publisher._buffer.num_bytes))
 
 
 def test_no_events_are_no_message(publisher):
@@ -118,7 +126,7 @@ def test_what_waits_is_sent_when_the_publisher_closes(context):
         wait_for(lambda: reader.poll(0.01) or publisher.publish([tokens_event(1)]))
         for i in range(2, 300):
             publisher.publish([tokens_event(i)])
-        publisher.close()
+        publisher.close(timeout_s=DEADLINE_S)
         wait_for(lambda: reader.poll(0.01) or 299 in reader.view.hashes())
         assert reader.view.hashes() >= {*range(2, 300)} and reader.counts.gaps <= 1
 
@@ -258,10 +266,10 @@ def test_batches_are_replayed_from_a_number_on(context, publisher, num_delimiter
 
 
 def test_a_client_that_asks_and_answers_in_turn(context, publisher):
-    """A REQ socket takes the first answer alone; then it may ask for the next."""
+    """A REQ socket takes the first answer alone."""
     publish(publisher, 3)
-    asker = Asker(context, publisher, zmq.REQ)
     for i in range(3):
+        asker = Asker(context, publisher, zmq.REQ)
         asker.ask(encode_sequence(i))
         assert asker.socket.poll(DEADLINE_S * 1000)
         assert asker.socket.recv_multipart()[1] == encode_sequence(i)
@@ -441,6 +449,50 @@ def test_without_replay_a_gap_stays_and_is_said(context):
         publisher.publish([AllBlocksCleared()])
         wait_for(lambda: reader.poll(0.01) or reader.is_exact)
         assert len(reader.view) == 0
+
+
+def test_without_replay_numbers_that_fall_are_another_publisher(context):
+    stranger = context.socket(zmq.PUB)
+    stranger.bind("inproc://stranger")
+    with EventSubscriber("inproc://stranger", context=context) as reader:
+        time.sleep(0.1)
+        translator = EventTranslator("")
+        for number, first in ((0, 10), (1, 11), (2, 12), (0, 20), (1, 21), (4, 24), (3, 33)):
+            events = translator.translate([tokens_event(first)])
+            payload = encode_batch(WireBatch(0.0, events, 0))
+            stranger.send_multipart([b"", encode_sequence(number), payload])
+            wait_for(lambda f=first: reader.poll(0.01) or f in reader.view.hashes())
+            if number == 1:
+                assert reader.view.hashes() == {first - 1, first} and reader.is_exact
+        assert reader.view.hashes() == {33} and not reader.is_exact
+        assert reader.counts == (7, 2, 2, 0)
+    stranger.close()
+
+
+def test_without_replay_a_publisher_that_begins_anew_is_followed(context):
+    first = EventPublisher(LOCAL, context=context)
+    with EventSubscriber(first.endpoint, context=context) as reader:
+        time.sleep(0.2)
+        publish(first, 9)
+        wait_for(lambda: reader.poll(0.01) or reader.next_seq == 9)
+        first.close()
+        with restarted(first, context) as second:
+            wait_for(
+                lambda: reader.poll(0.01)
+                or second.publish([tokens_event(50)])
+                or 50 in reader.view.hashes()
+            )
+            assert reader.view.hashes() == {50}
+    assert reader.counts.restarts == 1
+
+
+def test_a_reader_that_got_everything_takes_the_publisher_for_the_same(context):
+    with EventPublisher(LOCAL, LOCAL, buffer_steps=3, context=context) as publisher:
+        publish(publisher, 10)
+        with reader_of(publisher, context) as reader:
+            for _ in range(3):
+                assert reader.catch_up() and reader.view.hashes() == {*range(10)}
+            assert publisher.counts.snapshots == 1 and reader.counts.restarts == 0
 
 
 def test_other_topics_and_malformed_messages_are_ignored(context):

@@ -163,17 +163,18 @@ class EventSubscriber:
             self._apply(seq, batch, payload)
 
     def _note_connections(self) -> bool:
-        """Whether there is a new connection: behind it there may be another publisher."""
+        """Whether a new connection asks for a replay: behind it there may be another publisher."""
         is_new = False
         while self._connections.poll(0):
             self._connections.recv_multipart()
             is_new |= self._is_connected
             self._is_connected = True
-        if is_new:
+        if is_new and not self._can_replay:
+            self.is_exact = False
+        elif is_new:
             self._drop_queued()
-            self._must_catch_up |= self._can_replay
-            self.is_exact &= self._can_replay
-        return is_new
+            self._must_catch_up = True
+        return is_new and self._can_replay
 
     def _drop_queued(self) -> None:
         """Messages that came before a replay is asked for say nothing that it does not."""
