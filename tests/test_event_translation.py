@@ -339,6 +339,9 @@ class Watched(Driver):
         self.reader.view.apply(through_bytes(self.reader.translator.translate(events)))
         view = self.reader.view
         assert shown(view) == cached(self.manager)
+        groups = self.reader.translator._groups.items()
+        known = {(number, each) for number, group in groups for each in group._blocks}
+        assert known == {(group, each) for _, group, each in shown(view)}  # no more is remembered
         self.check(view)
         if self.choose.chance(10):
             again = CacheView()
