@@ -43,7 +43,8 @@ MAY_IMPORT = {
     "kvcache.metrics": {"kvcache.allocator"},
     "kvcache.serve": {"kvcache.metrics", "kvcache.router_events", "kvcache.serving"},
     "kvcache.cli": {
-        *("kvcache", "kvcache.demo", "kvcache.integrations", "kvcache.replay", "kvcache.serve"),
+        *("kvcache", "kvcache.allocator", "kvcache.demo", "kvcache.integrations", "kvcache.replay"),
+        "kvcache.serve",
         *("kvcache.router_events", "kvcache.serving", "kvcache.worker"),
     },
     "kvcache.__main__": {"kvcache.cli"},

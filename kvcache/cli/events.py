@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError, quoted
@@ -10,7 +12,10 @@ from kvcache.cli.modules import require_module
 from kvcache.cli.output import say
 
 if TYPE_CHECKING:
+    from kvcache.allocator import KVCacheManager
     from kvcache.router_events import EventPublisher
+
+_SECONDS_TO_END = 60  # for what waits to be published when a replay ends
 
 
 def add_events_options(sub: argparse.ArgumentParser) -> None:
@@ -46,3 +51,26 @@ def open_publisher(args: argparse.Namespace) -> EventPublisher | None:
     replayed = f", replayed at {publisher.replay_endpoint}" if publisher.replay_endpoint else ""
     say(f"cache events at {publisher.endpoint}{replayed}")
     return publisher
+
+
+@contextmanager
+def events_published(
+    publisher: EventPublisher | None,
+    manager: KVCacheManager,
+    on_request: Callable[[], None] | None,
+) -> Iterator[Callable[[], None] | None]:
+    """Yields what to call after each request; it also publishes, where there is a publisher."""
+    if publisher is None:
+        yield on_request
+        return
+
+    def publish() -> None:
+        publisher.publish(manager.drain_events())
+        if on_request is not None:
+            on_request()
+
+    try:
+        yield publish
+        publisher.publish(manager.drain_events())
+    finally:
+        publisher.close(_SECONDS_TO_END)
