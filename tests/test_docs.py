@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import kvcache
-from kvcache import allocator, kinds, ops, serving, transfer, worker
+from kvcache import allocator, kinds, ops, router_events, serving, transfer, worker
 from tests.shared import REPO
 
 DOCS = REPO / "docs"
@@ -61,7 +61,7 @@ def referenced() -> set[str]:
 
 @pytest.mark.parametrize(
     "module",
-    [kvcache, allocator, kinds, worker, transfer, serving],
+    [kvcache, allocator, kinds, worker, transfer, serving, router_events],
     ids=lambda module: module.__name__,
 )
 def test_every_public_name_is_in_the_reference(module):

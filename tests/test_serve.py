@@ -23,6 +23,7 @@ import openai
 import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvcache import hash_blocks
 from kvcache.cli import main
 from kvcache.cli import serve as command
 from kvcache.integrations.transformers import attach
@@ -86,10 +87,10 @@ class Served:
 
 
 @contextmanager
-def serving(texts=None, **options):
+def serving(texts=None, publisher=None, **options):
     options = {"max_model_len": 256, "max_num_batched_tokens": 64, "host_budget": "2MiB"} | options
     engine = Engine(attach(dense("llama"), "1MiB", **options))
-    loop = EngineLoop(engine)
+    loop = EngineLoop(engine, publisher)
     config = uvicorn.Config(
         make_app(loop, texts or ByteTexts(), "llama"), port=0, log_level="error"
     )
@@ -440,10 +441,64 @@ def test_figures_as_prometheus_reads_them(served):
     state = served.state()
     assert found["kvcache_requests_total",] == state["metrics"]["requests"] > 0
     assert found["kvcache_generated_tokens_total",] == state["metrics"]["generated_tokens"]
-    for tier in ("pool", "host"):
-        for name, count in state[tier].items():
-            assert found[f"kvcache_{tier}_blocks", name] == count
+    for tier, name in (("pool", "device"), ("host", "host")):
+        states = state[tier]
+        assert found["kvcache_blocks", name] == sum(states.values())
+        assert found["kvcache_cached_blocks", name] == states["cached"] + states["held_cached"]
+        assert found["kvcache_free_blocks", name] == states["cached"] + states["empty"]
+    assert found["kvcache_hit_tokens_total",] <= found["kvcache_query_tokens_total",]
+    assert found["kvcache_query_tokens_total",] > 0
     assert found["kvcache_sequences", "running"] == 0
+
+
+class TestEvents:
+    def test_a_router_sees_the_cache(self):
+        pytest.importorskip("zmq")
+        from kvcache.router_events import EventPublisher, EventSubscriber
+        from kvcache.router_events.wire import wire_hash
+        from tests.cache_user import cached, shown
+
+        local = "tcp://127.0.0.1:0"
+        publisher = EventPublisher(local, local, topic="kv@a@llama")
+        with serving(publisher=publisher, enable_events=True) as served:
+            places = publisher.endpoint, publisher.replay_endpoint
+            with EventSubscriber(*places, topic="kv@a@llama") as reader:
+                for i in range(12):  # more than the pool holds
+                    served.complete(prompt=chr(97 + i) * 200, max_tokens=5)
+                served.wait_until_empty()
+                told = queue.SimpleQueue()
+                served.loop.call(lambda engine: told.put(cached(engine.cache.manager)))
+                expected = told.get(timeout=20)
+                assert {medium for medium, _, _ in expected} == {"GPU", "CPU"}
+                until = time.monotonic() + 20
+                while not (reader.catch_up() and shown(reader.view) == expected):
+                    assert time.monotonic() < until
+                prompt = ByteTexts().encode("l" * 200)
+                hashes = hash_blocks(prompt, 16)
+                assert reader.view.num_leading([wire_hash(each.tobytes()) for each in hashes]) == 12
+        with pytest.raises(RuntimeError, match="the publisher is closed"):
+            publisher.publish([])
+
+    def test_answers_go_on_where_events_fail(self):
+        pytest.importorskip("zmq")
+        from kvcache.router_events import EventPublisher
+
+        publisher = EventPublisher("tcp://127.0.0.1:0")
+        publisher.close()
+        with serving(publisher=publisher, enable_events=True) as served:
+            assert served.complete().choices[0].text == dense_answer(GREETING)
+
+    def test_events_need_a_manager_that_has_them(self):
+        pytest.importorskip("zmq")
+        from kvcache.router_events import EventPublisher
+
+        engine = Engine(attach(dense("llama"), "1MiB", max_model_len=256))
+        with (
+            EventPublisher("tcp://127.0.0.1:0") as publisher,
+            pytest.raises(ValueError, match="expected a manager with enable_events"),
+        ):
+            EngineLoop(engine, publisher)
+        engine.model.detach()
 
 
 class TestAnswerText:
@@ -488,6 +543,14 @@ class TestAnswerText:
         (["llama", "--preemption", "pray"], "--preemption: invalid choice: 'pray'"),
         (["llama", "--device", "tpu"], "--device is 'tpu': expected cpu, cuda or cuda:N"),
         (["llama", "--host", "no.such.host.invalid"], "--host is 'no.such.host.invalid'"),
+        (
+            ["llama", "--events-topic", "kv@a@b"],
+            "--events-topic is 'kv@a@b': expected only with --events",
+        ),
+        (
+            ["llama", "--port", "0", "--events", "nowhere"],
+            "--events: endpoint is 'nowhere': expected tcp://ADDRESS:PORT",
+        ),
         ([], "the following arguments are required: MODEL"),
     ],
     ids=lambda value: re.sub(r"\W+", "-", str(value))[:30],

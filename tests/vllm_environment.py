@@ -21,7 +21,7 @@ from tests.shared import REPO
 
 NEWEST = "0.32.0"
 FOLDERS = Path(os.environ.get("KVCACHE_VLLM_VENVS") or "~/.cache/kvcache/vllm").expanduser()
-TESTS = ["tests/test_vllm.py"]
+TESTS = sorted(str(each.relative_to(REPO)) for each in (REPO / "tests").glob("test_vllm*.py"))
 TEST_NEEDS = ("pytest", "hypothesis", "xxhash")
 # vLLM names them, and the tests do without.
 LEFT_OUT = ("torch", "torchaudio", "torchvision", "torchcodec", "opencv-python-headless")

@@ -18,7 +18,9 @@ _EXTRAS = {
     "transformers": ("transformers", "kvcache demo and kvcache serve"),
     "fastapi": ("serve", "kvcache serve"),
     "uvicorn": ("serve", "kvcache serve"),
-    "prometheus-client": ("serve", "kvcache serve"),
+    "prometheus-client": ("metrics", "kvcache serve"),
+    "msgspec": ("events", "--events"),
+    "pyzmq": ("events", "--events"),
 }
 
 

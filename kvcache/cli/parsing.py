@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 
 from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.events import add_events_options
 
 # As in kvcache.checks, which imports numpy: --help does without it.
 MAX_INT32 = 2**31 - 1
@@ -94,6 +95,7 @@ def add_replay_options(sub: argparse.ArgumentParser) -> None:
         type=plot_file,
         help="draw the course of the replay, or with --compare hit rates by size",
     )
+    add_events_options(sub)
 
 
 def add_policy_options(sub: argparse.ArgumentParser) -> None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from kvcache.cli import parsing as options
 from kvcache.cli.errors import UsageError, quoted
+from kvcache.cli.events import events_published, open_publisher
 from kvcache.cli.modules import check_cuda, import_module, require_module
 from kvcache.cli.output import progress, say, show, writing
 from kvcache.cli.policies import policy_options
@@ -189,7 +190,11 @@ def _check_comparison(args: argparse.Namespace) -> None:
         if args.sizes is not None:
             raise UsageError("--sizes is given without --compare: expected both, or --num-blocks")
         return
-    for option, value in (("--eviction", args.eviction), ("--verify", args.verify)):
+    for option, value in (
+        ("--eviction", args.eviction),
+        ("--verify", args.verify),
+        ("--events", args.events),
+    ):
         if value:
             raise UsageError(f"{option} is given with --compare: expected one of them")
     policies = import_module("kvcache.replay.policies")
@@ -209,6 +214,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
     replay = import_module("kvcache.replay")
     series = replay.Series() if args.plot is not None else None
     verifier = _verifier(args)
+    publisher = open_publisher(args)
     try:
         replayer = replay.Replayer(
             **_groups(args),
@@ -220,6 +226,7 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
             service=args.service,
             verifier=verifier,
             series=series,
+            enable_events=publisher is not None,
         )
     except MemoryError as error:
         raise UsageError(
@@ -230,8 +237,11 @@ def _replayed(args: argparse.Namespace) -> tuple[ReplayReport, Series | None]:
         raise UsageError(f"--groups is {quoted(args.groups)}: {error}") from None
     name, workload = _workload(args)
     try:
-        with _progress(args) as advance:
-            report = replayer.run(workload, name, advance)
+        with (
+            _progress(args) as advance,
+            events_published(publisher, replayer.manager, advance) as on_request,
+        ):
+            report = replayer.run(workload, name, on_request)
     except replay.TraceError as error:
         raise UsageError(str(error)) from None
     except import_module("kvcache.kinds").KindError as error:

@@ -8,6 +8,7 @@ import socket
 from typing import TYPE_CHECKING
 
 from kvcache.cli.errors import UsageError
+from kvcache.cli.events import add_events_options, open_publisher
 from kvcache.cli.models import load_model
 from kvcache.cli.modules import check_cuda, require_module
 from kvcache.cli.output import say
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from transformers import PreTrainedModel
 
+    from kvcache.router_events import EventPublisher
     from kvcache.serve import Texts
 
 _SECONDS_TO_END = 3  # of answers that are under way when the server stops
@@ -39,6 +41,7 @@ def add_serve_options(sub: argparse.ArgumentParser) -> None:
         text += f"; default {default or 'none'}"
         sub.add_argument(option, metavar=metavar, default=default, help=text)
     add_policy_options(sub)
+    add_events_options(sub)
     for option, least, most, default, text in (
         ("--port", 0, 65_535, 8_000, "0: any that is free"),
         ("--max-model-len", 1, MAX_INT32, None, "tokens of a prompt and its answer"),
@@ -71,7 +74,8 @@ def run_serve(args: argparse.Namespace) -> int:
     import uvicorn
 
     with _listening(args.host, args.port) as listener:
-        app = _app(args, options)
+        publisher = open_publisher(args)
+        app = _app(args, options | {"enable_events": publisher is not None}, publisher)
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         say(
@@ -98,7 +102,7 @@ def _listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _app(args: argparse.Namespace, options: dict) -> FastAPI:
+def _app(args: argparse.Namespace, options: dict, publisher: EventPublisher | None) -> FastAPI:
     model = load_model(args.model, "MODEL", args.dtype, args.device)
     from kvcache.integrations.transformers import attach
     from kvcache.serve import EngineLoop, make_app
@@ -120,7 +124,7 @@ def _app(args: argparse.Namespace, options: dict) -> FastAPI:
     except ValueError as error:
         raise UsageError(str(error)) from None
     engine = Engine(paged, preemption=args.preemption, drafter=drafter)
-    return make_app(EngineLoop(engine), _texts(args.model, model), _name(args.model))
+    return make_app(EngineLoop(engine, publisher), _texts(args.model, model), _name(args.model))
 
 
 def _byte_count(text: str) -> int | str:

@@ -160,7 +160,8 @@ def make_app(loop: EngineLoop, texts: Texts, model_name: str) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(metrics_text(loop.state), media_type="text/plain; version=0.0.4")
+        text = metrics_text(loop.state, loop.cache_metrics)
+        return Response(text, media_type="text/plain; version=0.0.4")
 
     @app.get("/state")
     async def state() -> Response:

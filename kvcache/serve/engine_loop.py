@@ -8,10 +8,14 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvcache.metrics import CacheMetrics
 from kvcache.serve.snapshot import snapshot
 from kvcache.serving import Delta, Engine, Generation, SamplingParams
+
+if TYPE_CHECKING:
+    from kvcache.router_events import EventPublisher
 
 _log = logging.getLogger(__name__)
 _MAX_FAILURES = 3  # steps in a row, after which what is being served is given up
@@ -57,12 +61,18 @@ class EngineLoop:
     """Runs an engine in a thread: all calls of it are made there.
 
     The engine must not have been called before, since one thread calls it. `start` and `stop` frame its
-    life. `state` is what the cache holds, as of a moment ago.
+    life. `state` is what the cache holds and `cache_metrics` what it counts, as of a moment ago.
+    `publisher`: gets the cache's events, and is closed by `stop`; ValueError where the engine's manager
+    has no `enable_events`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, publisher: EventPublisher | None = None) -> None:
+        if publisher is not None and not engine.cache.manager.options.enable_events:
+            raise ValueError("publisher is given: expected a manager with enable_events")
         self.engine = engine
-        self.state: dict[str, Any] = snapshot(engine)
+        self._publisher = publisher
+        self.cache_metrics = CacheMetrics()
+        self._look()
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._answers: dict[str, Answer] = {}  # of the requests that are being served
         self._thread = threading.Thread(target=self._run, name="kvcache engine", daemon=True)
@@ -79,6 +89,8 @@ class EngineLoop:
         """Ends what is being served, and the thread."""
         self._inbox.put(None)
         self._thread.join()
+        if self._publisher is not None:
+            self._publisher.close()
 
     def call(self, work: Callable[[Engine], object]) -> None:
         """Runs `work` in the engine's thread, some time later."""
@@ -125,7 +137,7 @@ class EngineLoop:
         try:
             self._serve()
             self._give_up(EngineError("the server is stopping"))
-            self.state = snapshot(self.engine)
+            self._look()
         except Exception as error:
             _log.exception("the engine's thread failed")
             self._failure = EngineError(f"{type(error).__name__}: {error}")
@@ -139,10 +151,15 @@ class EngineLoop:
             self._hear(may_wait=self.engine.num_unfinished == 0)
             if self.engine.num_unfinished:
                 self._step()
+                self._publish()
             now = time.monotonic()
             if now - self._last_snapshot >= _SNAPSHOT_SECONDS or not self.engine.num_unfinished:
                 self._last_snapshot = now
-                self.state = snapshot(self.engine)
+                self._look()
+
+    def _look(self) -> None:
+        self.state: dict[str, Any] = snapshot(self.engine)
+        self.cache_metrics.observe(self.engine.cache.manager)
 
     def _hear(self, may_wait: bool) -> None:
         """Runs what callers asked for."""
@@ -174,6 +191,16 @@ class EngineLoop:
         self._num_failures = 0
         for delta in deltas:
             self._tell(delta)
+
+    def _publish(self) -> None:
+        if self._publisher is None:
+            return
+        events = self.engine.cache.manager.drain_events()
+        try:
+            self._publisher.publish(events)
+        except RuntimeError:  # answers are worth more than events
+            _log.exception("cache events are not published any more")
+            self._publisher = None
 
     def _tell(self, delta: Delta) -> None:
         answer = self._answers.get(delta.request_id)

@@ -1,4 +1,4 @@
-"""A snapshot of the engine as Prometheus reads it."""
+"""The figures of the engine and its cache as Prometheus reads them."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvcache.metrics import CacheMetrics
 
 
-class _Collector:
-    """What is counted is a counter, what is held at the moment a gauge."""
+class _EngineCollector(Collector):
+    """A snapshot of the engine: counts, and sequences by state."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state
@@ -21,18 +24,6 @@ class _Collector:
             unit = " (seconds)" if name.endswith("_seconds") else ""
             text = f"{name.replace('_', ' ')} since the start{unit}"
             yield CounterMetricFamily(f"kvcache_{name}", text, value)
-        for tier in ("pool", "host"):
-            if state[tier] is not None:
-                blocks = GaugeMetricFamily(
-                    f"kvcache_{tier}_blocks", f"blocks of the {tier} by state", labels=["state"]
-                )
-                for name, count in state[tier].items():
-                    blocks.add_metric([name], count)
-                yield blocks
-        yield CounterMetricFamily("kvcache_evicted_blocks", "cached blocks taken", state["evicted"])
-        yield GaugeMetricFamily(
-            "kvcache_hit_rate", "hit tokens per queried token", state["hit_rate"]
-        )
         sequences = GaugeMetricFamily("kvcache_sequences", "sequences by state", labels=["state"])
         for name in ("running", "swapped", "waiting"):
             count = sum(each["state"] == name for each in state["sequences"])
@@ -40,8 +31,9 @@ class _Collector:
         yield sequences
 
 
-def metrics_text(state: dict[str, Any]) -> bytes:
-    """The text form of Prometheus."""
+def metrics_text(state: dict[str, Any], cache: CacheMetrics) -> bytes:
+    """The text form of Prometheus: the engine's snapshot, and what was observed of the cache."""
     registry = CollectorRegistry()
-    registry.register(_Collector(state))
+    registry.register(_EngineCollector(state))
+    registry.register(cache)
     return generate_latest(registry)

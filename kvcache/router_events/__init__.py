@@ -1,0 +1,28 @@
+"""Cache events for routers: a publisher on ZMQ with replay, and a subscriber with a view of the cache.
+
+Needs the packages `msgspec` and `pyzmq` (`pip install kvcache[events]`).
+"""
+
+try:
+    import msgspec as _msgspec  # noqa: F401
+    import zmq as _zmq  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name not in ("msgspec", "zmq"):
+        raise
+    raise ModuleNotFoundError(
+        "kvcache.router_events needs the packages msgspec and pyzmq: pip install 'kvcache[events]'",
+        name=error.name,
+    ) from None
+
+from kvcache.router_events.publisher import EventPublisher, PublisherCounts
+from kvcache.router_events.subscriber import EventSubscriber, SubscriberCounts
+from kvcache.router_events.view import CachedBlock, CacheView
+
+__all__ = [
+    "CacheView",
+    "CachedBlock",
+    "EventPublisher",
+    "EventSubscriber",
+    "PublisherCounts",
+    "SubscriberCounts",
+]

@@ -1,0 +1,124 @@
+"""The blocks that readers of a stream of events know, with what was said of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from kvcache.events import BlockStored
+from kvcache.router_events.chains import chains
+from kvcache.router_events.wire import CPU, GPU, WireHash, WireStored
+
+# As routers and vLLM call them; other kinds go by their own name.
+_WIRE_KINDS = {
+    "chunked_local": "chunked_local_attention",
+    "circular_window": "sliding_window",
+    "recurrent": "mamba",
+}
+_MEDIUM_BITS = {GPU: 1, CPU: 2}
+
+
+class KnownBlock:
+    """What is the same for a block on every medium. `tokens`: int32 bytes; b"": unknown."""
+
+    __slots__ = ("extra_keys", "lora_name", "mediums", "parent", "tokens")
+
+    def __init__(self) -> None:
+        self.parent: WireHash | None = None
+        self.tokens = b""
+        self.lora_name: str | None = None
+        self.extra_keys: tuple[Any, ...] | None = None
+        self.mediums = 0  # bits
+
+
+class GroupBlocks:
+    """Those of one cache group, by hash. A block stays known until `forget_removed`."""
+
+    def __init__(self, group: int, event: BlockStored) -> None:
+        self._group, self._block_size = group, event.block_size
+        self._kind = _WIRE_KINDS.get(event.group_kind, event.group_kind)
+        self._window = event.window
+        self._blocks: dict[WireHash, KnownBlock] = {}
+        self._removed: set[WireHash] = set()
+
+    def store(self, stored: WireStored, tokens: bytes) -> None:
+        """Blocks of the device, which come with their parent; the tokens as int32 bytes besides."""
+        parent = stored.parent_block_hash
+        size = 4 * self._block_size
+        for i, block_hash in enumerate(stored.block_hashes):
+            block = self._blocks.get(block_hash)
+            if block is None:
+                block = self._blocks[block_hash] = KnownBlock()
+            block.parent = parent
+            block.tokens = tokens[i * size : (i + 1) * size]
+            block.lora_name = stored.lora_name
+            block.extra_keys = None if stored.extra_keys is None else stored.extra_keys[i]
+            block.mediums |= _MEDIUM_BITS[GPU]
+            parent = block_hash
+
+    def store_on_host(self, hashes: Iterable[WireHash]) -> Iterator[WireStored]:
+        """Blocks that the host has from now on, with what is known of them from the device."""
+        hashes = list(hashes)
+        for block_hash in hashes:
+            self._blocks.setdefault(block_hash, KnownBlock()).mediums |= _MEDIUM_BITS[CPU]
+        yield from self._stored(hashes, CPU)
+
+    def remove(self, hashes: Iterable[WireHash], medium: str) -> None:
+        """Blocks that a medium no longer has."""
+        for block_hash in hashes:
+            block = self._blocks.get(block_hash)
+            if block is None:
+                continue
+            block.mediums &= ~_MEDIUM_BITS[medium]
+            if block.mediums == 0:
+                self._removed.add(block_hash)
+
+    def hashes(self, medium: str) -> list[WireHash]:
+        """Those of the blocks that a medium has."""
+        bit = _MEDIUM_BITS[medium]
+        return [each for each, block in self._blocks.items() if block.mediums & bit]
+
+    def forget_removed(self) -> None:
+        """Forgets blocks that no medium has. A step that evicts a block may write it to the host only
+        at its end, so this comes after all events of the step."""
+        for block_hash in self._removed:
+            if self._blocks[block_hash].mediums == 0:
+                del self._blocks[block_hash]
+        self._removed.clear()
+
+    def everything(self, medium: str) -> Iterator[WireStored]:
+        """All blocks that a medium has, for a reader that knows none."""
+        yield from self._stored(self.hashes(medium), medium)
+
+    def _stored(self, hashes: list[WireHash], medium: str) -> Iterator[WireStored]:
+        known = {each: self._blocks[each].parent for each in hashes if self._blocks[each].tokens}
+        for run in chains(known):
+            yield self._event(run, medium)
+        if unknown := [each for each in hashes if each not in known]:
+            yield self._event(unknown, medium)
+
+    def _event(self, run: list[WireHash], medium: str) -> WireStored:
+        blocks = [self._blocks[each] for each in run]
+        has_keys = any(block.extra_keys for block in blocks)
+        return WireStored(
+            run,
+            blocks[0].parent,
+            np.frombuffer(b"".join(block.tokens for block in blocks), np.int32).tolist(),
+            self._block_size,
+            lora_id=None,
+            medium=medium,
+            lora_name=blocks[0].lora_name,
+            extra_keys=[block.extra_keys for block in blocks] if has_keys else None,
+            **self.labels,
+        )
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """What every stored event of the group says of it."""
+        return {
+            "group_idx": self._group,
+            "kv_cache_spec_kind": self._kind,
+            "kv_cache_spec_sliding_window": self._window,
+        }

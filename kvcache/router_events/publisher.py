@@ -1,0 +1,243 @@
+"""Publishes the events of a manager to routers, in a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import zmq
+
+from kvcache.allocator.hashing import DEFAULT_SEED
+from kvcache.checks import MAX_INT64, flag, integer, number, shown, text
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvcache.router_events.endpoints import bound, checked_endpoint
+from kvcache.router_events.replay_buffer import ReplayBuffer
+from kvcache.router_events.replay_server import ReplayServer
+from kvcache.router_events.translator import EventTranslator
+from kvcache.router_events.wire import WireBatch, encode_batch, encode_sequence
+
+_log = logging.getLogger(__name__)
+_EVENT_TYPES = (BlockStored, BlockRemoved, AllBlocksCleared)
+_BUSY_POLL_MS = 5  # while a reader that replays takes nothing
+_QUEUE_CHECK_SECONDS = 0.1
+_MOST_BYTES_OF_A_SUBSCRIPTION = 4096
+
+
+class PublisherCounts(NamedTuple):
+    """What a publisher has done so far."""
+
+    batches: int
+    payload_bytes: int
+    replays: int  # that were begun
+    snapshots: int  # that were made for readers behind the buffer
+    refused_requests: int  # for replay, that were not of the format
+    given_up_replays: (
+        int  # of readers that went away, asked again, or took nothing while many waited
+    )
+
+
+class EventPublisher:
+    """Publishes cache events on ZMQ, and replays them; docs/events.md has the wire format.
+
+    `publish(manager.drain_events())` after each step. It only queues; a thread translates and sends.
+
+    `endpoint`: where readers subscribe. `replay_endpoint`: where they ask for what they missed; None for
+    no replay. Both are bound as they are given: each data-parallel rank needs its own. Other places than
+    the loopback, ipc and inproc need `allow_remote`: whoever reaches them reads the tokens of all
+    prompts. `topic`: "kv@POD@MODEL" for routers that expect it. `data_parallel_rank`: named in every
+    batch. `hash_seed`: the manager's. `buffer_steps`, `buffer_bytes`: the batches that can be replayed,
+    at most so many, and so many bytes; a reader that asks for older ones gets everything that is
+    cached. `hwm`: batches that wait for a slow reader; it misses those beyond. `max_queue_size`: batches
+    that wait for the thread; `publish` waits while there are as many. `context`: of ZMQ; None for the
+    process's own.
+
+    A publisher belongs to one manager, from the manager's first event on, and gets all of its events.
+
+    TypeError or ValueError for wrong arguments; OSError where an endpoint cannot be bound.
+
+    >>> with EventPublisher("tcp://127.0.0.1:0", topic="kv@pod-1@llama") as publisher:
+    ...     publisher.publish([AllBlocksCleared()])
+    """
+
+    def __init__(
+        self,
+        endpoint: str = "tcp://127.0.0.1:5557",
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        *,
+        data_parallel_rank: int = 0,
+        hash_seed: str = DEFAULT_SEED,
+        buffer_steps: int = 10_000,
+        buffer_bytes: int = 2**28,
+        hwm: int = 100_000,
+        max_queue_size: int = 100_000,
+        allow_remote: bool = False,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        allow_remote = flag(allow_remote, "allow_remote")
+        checked_endpoint(endpoint, "endpoint", allow_remote)
+        if replay_endpoint is not None:
+            checked_endpoint(replay_endpoint, "replay_endpoint", allow_remote)
+        self._topic = text(topic, "topic").encode()
+        self._rank = integer(data_parallel_rank, "data_parallel_rank")
+        self._buffer = ReplayBuffer(
+            integer(buffer_steps, "buffer_steps", least=1),
+            integer(buffer_bytes, "buffer_bytes", least=1, most=MAX_INT64),
+        )
+        hwm = integer(hwm, "hwm", least=1)
+        self._translator = EventTranslator(hash_seed)
+        size = integer(max_queue_size, "max_queue_size", least=1)
+        self._waiting: queue.Queue[tuple[float, list[CacheEvent]]] = queue.Queue(size)
+        self._num_bytes = 0
+        self._failure: BaseException | None = None
+        self._is_closing = False
+        self._close_by = 0.0  # of the monotonic clock
+
+        context = context or zmq.Context.instance()
+        self._socket = context.socket(zmq.PUB)
+        self._socket.sndhwm = hwm
+        self._socket.maxmsgsize = _MOST_BYTES_OF_A_SUBSCRIPTION
+        self.endpoint = bound(self._socket, endpoint, "endpoint")
+        self.replay_endpoint: str | None = None
+        self._router: zmq.Socket[bytes] | None = None
+        self._server: ReplayServer | None = None
+        if replay_endpoint is not None:
+            self._router = context.socket(zmq.ROUTER)
+            ReplayServer.prepare(self._router)
+            try:
+                self.replay_endpoint = bound(self._router, replay_endpoint, "replay_endpoint")
+            except OSError:
+                self._socket.close(linger=0)
+                raise
+            self._server = ReplayServer(self._router, self._topic, self._buffer, self._snapshot)
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="kvcache events", daemon=True)
+        self._thread.start()
+
+    def publish(self, events: Sequence[CacheEvent]) -> None:
+        """Queues the events of one `drain_events()`, whole, as one batch; no event, no batch.
+
+        TypeError for what is no event. RuntimeError when the publisher is closed, or its thread failed.
+        """
+        events = list(events)
+        for i, event in enumerate(events):
+            if not isinstance(event, _EVENT_TYPES):
+                raise TypeError(
+                    f"events[{i}] is {shown(event)}: expected an event of kvcache.events"
+                )
+        item = (time.time(), events)
+        while True:
+            self._check_open()
+            if not events:
+                return
+            try:
+                self._waiting.put(item, timeout=_QUEUE_CHECK_SECONDS)
+            except queue.Full:
+                continue  # unless the thread has failed
+            self._wake_up()
+            return
+
+    @property
+    def counts(self) -> PublisherCounts:
+        """What was done so far, as of a moment ago."""
+        server = self._server
+        replays = (
+            (server.num_replays, server.num_snapshots, server.num_refused, server.num_given_up)
+            if server
+            else (0, 0, 0, 0)
+        )
+        return PublisherCounts(self._buffer.stop, self._num_bytes, *replays)
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Publishes what waits, for at most about so many seconds, and stops; may be called again.
+
+        Replays that are under way end.
+        """
+        timeout_s = number(timeout_s, "timeout_s")
+        if self._is_closing:
+            return
+        self._close_by = time.monotonic() + timeout_s
+        self._is_closing = True
+        self._wake_up()
+        self._thread.join(timeout_s + 1)
+        self._wake.close()
+
+    def __enter__(self) -> EventPublisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError("the publisher's thread failed") from self._failure
+        if self._is_closing:
+            raise RuntimeError("the publisher is closed")
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is full, so the thread wakes up; or it has ended
+            self._wake.send(b"\0")
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            _log.exception("publishing cache events failed")
+            self._failure = error
+        finally:
+            remaining = max(self._close_by - time.monotonic(), 0.0)
+            self._socket.close(linger=int(remaining * 1000))
+            if self._router is not None:
+                self._router.close(linger=0)
+            self._woken.close()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._woken, zmq.POLLIN)
+        if self._router is not None:
+            poller.register(self._router, zmq.POLLIN)
+        while not self._is_closing:
+            is_busy = self._server is not None and self._server.is_busy
+            poller.poll(_BUSY_POLL_MS if is_busy else None)
+            self._clear_wake()
+            if not self._publish_some():
+                self._wake_up()  # there is more
+            if self._server is not None:
+                self._server.hear()
+                self._server.serve()
+        while time.monotonic() < self._close_by and not self._publish_some():
+            pass
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while self._woken.recv(4096):
+                pass
+
+    def _publish_some(self) -> bool:
+        """A number of batches, so that replays have their turn; whether no more wait."""
+        for _ in range(64):
+            try:
+                seconds, events = self._waiting.get_nowait()
+            except queue.Empty:
+                return True
+            translated = self._translator.translate(events)
+            payload = encode_batch(WireBatch(seconds, translated, self._rank))
+            self._socket.send_multipart(
+                [self._topic, encode_sequence(self._buffer.stop), payload], copy=False
+            )
+            self._buffer.append(payload)
+            self._num_bytes += len(payload)
+        return self._waiting.empty()
+
+    def _snapshot(self) -> bytes:
+        return encode_batch(WireBatch(time.time(), self._translator.snapshot(), self._rank))

@@ -1,0 +1,41 @@
+"""The last batches that were published, for readers that missed some."""
+
+from __future__ import annotations
+
+from collections import deque
+
+
+class ReplayBuffer:
+    """Payloads of consecutive sequence numbers, at most so many and of so many bytes in all.
+
+    The oldest go first. The last one stays, however large it is.
+    """
+
+    def __init__(self, max_batches: int, max_bytes: int) -> None:
+        self._max_batches, self._max_bytes = max_batches, max_bytes
+        self._payloads: deque[bytes] = deque()
+        self.first = 0  # sequence number of the oldest one
+        self.num_bytes = 0
+
+    @property
+    def stop(self) -> int:
+        """The next sequence number."""
+        return self.first + len(self._payloads)
+
+    def append(self, payload: bytes) -> None:
+        """Keeps the batch `stop`."""
+        self._payloads.append(payload)
+        self.num_bytes += len(payload)
+        while len(self._payloads) > 1 and (
+            len(self._payloads) > self._max_batches or self.num_bytes > self._max_bytes
+        ):
+            self.num_bytes -= len(self._payloads.popleft())
+            self.first += 1
+
+    def __getitem__(self, number: int) -> bytes:
+        """The batch of this sequence number. IndexError where it is not kept (any more)."""
+        if not self.first <= number < self.stop:
+            raise IndexError(
+                f"batch {number} is not kept: expected {self.first} to {self.stop - 1}"
+            )
+        return self._payloads[number - self.first]

@@ -1,0 +1,266 @@
+"""Subscribes to one publisher and keeps a view of its cache, over lost messages and restarts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import closing
+from typing import NamedTuple
+
+import zmq
+
+from kvcache.checks import number, text
+from kvcache.router_events.replay_client import ReplayTimeout, replay
+from kvcache.router_events.view import CacheView
+from kvcache.router_events.wire import (
+    WireBatch,
+    WireCleared,
+    WireError,
+    decode_batch,
+    decode_sequence,
+)
+
+_log = logging.getLogger(__name__)
+
+
+class SubscriberCounts(NamedTuple):
+    """What a subscriber has met so far."""
+
+    batches: int  # applied, replayed ones included
+    gaps: int  # in the numbers of what came
+    restarts: int  # of the publisher
+    malformed: int  # messages that were ignored
+
+
+class EventSubscriber:
+    """A view of one publisher's cache. No thread: `poll` takes in what has come.
+
+    `endpoint`, `replay_endpoint`: where the publisher is. Without the second, what is missed stays
+    missing. `topic`: batches of exactly this one; "" for all. `replay_timeout_s`: how long a replay may
+    be silent; after a failed one the next is tried no sooner. `context`: of ZMQ; None for the process's
+    own.
+
+    `view` is exact, as of `next_seq`, while `is_exact`: every batch before was applied, or one that
+    names everything. A batch that was lost is noticed when a later one comes, and replayed then, or
+    when `catch_up` asks. A publisher that begins anew is noticed by its numbers, and because each new
+    connection is followed by a replay, which begins with the last batch that was applied and compares it.
+
+    TypeError or ValueError for wrong arguments.
+
+    >>> with EventSubscriber("tcp://127.0.0.1:5557") as subscriber:
+    ...     subscriber.poll(timeout_s=0), len(subscriber.view)
+    (0, 0)
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        replay_endpoint: str | None = None,
+        topic: str = "",
+        *,
+        replay_timeout_s: float = 5.0,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
+    ) -> None:
+        text(endpoint, "endpoint")
+        if replay_endpoint is not None:
+            text(replay_endpoint, "replay_endpoint")
+        self._topic = text(topic, "topic").encode()
+        self._replay_timeout_s = number(replay_timeout_s, "replay_timeout_s")
+        self._replay_endpoint = replay_endpoint
+        self._context = context or zmq.Context.instance()
+        self.view = CacheView()
+        self.is_exact = False
+        self.next_seq = 0
+        self._last_payload: bytes | None = (
+            None  # of the batch before `next_seq`, if it can be replayed
+        )
+        self._last_live = -1  # the number that came last, not replayed
+        self._must_catch_up = replay_endpoint is not None
+        self._retry_at = 0.0  # of the monotonic clock
+        self._num_batches = self._num_gaps = self._num_restarts = self._num_malformed = 0
+
+        self._socket = self._context.socket(zmq.SUB)
+        try:
+            self._socket.linger = 0
+            self._socket.ipv6 = "[" in endpoint
+            self._connections = self._socket.get_monitor_socket(zmq.EVENT_CONNECTED)
+            self._is_connected = False
+            self._socket.subscribe(self._topic)
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ValueError(f"endpoint is {endpoint!r}: {error.strerror}") from None
+
+    def poll(self, timeout_s: float = 0.0) -> int:
+        """Applies what has come; returns the number of batches.
+
+        Waits for something at most `timeout_s`, and for a replay at most `replay_timeout_s` more.
+        """
+        before = self._num_batches
+        wait_ms = int(number(timeout_s, "timeout_s") * 1000)
+        self._note_connections()
+        self._try_to_catch_up()
+        while self._socket.poll(wait_ms if self._num_batches == before else 0):
+            self._take(self._socket.recv_multipart())
+            wait_ms = 0
+        return self._num_batches - before
+
+    def catch_up(self) -> bool:
+        """Asks for all that was published by now; whether the view is exact then.
+
+        ValueError without a replay endpoint.
+        """
+        if self._replay_endpoint is None:
+            raise ValueError("replay_endpoint is None: expected one, to catch up")
+        self._note_connections()
+        self._must_catch_up, self._retry_at = True, 0.0
+        self._try_to_catch_up()
+        return self.is_exact and not self._must_catch_up
+
+    @property
+    def counts(self) -> SubscriberCounts:
+        """What was met so far."""
+        return SubscriberCounts(
+            self._num_batches, self._num_gaps, self._num_restarts, self._num_malformed
+        )
+
+    def close(self) -> None:
+        """Ends the connection; the view stays."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._socket.close(linger=0)
+
+    def __enter__(self) -> EventSubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take(self, frames: list[bytes]) -> None:
+        if self._note_connections():
+            self._try_to_catch_up()
+            return  # it was published before the replay, or by the publisher before
+        try:
+            if len(frames) != 3:
+                raise WireError(f"message has {len(frames)} frames: expected 3")
+            topic, sequence, payload = frames
+            if self._topic and topic != self._topic:
+                return  # it only begins in the same way
+            seq, batch = decode_sequence(sequence), decode_batch(payload)
+        except WireError as error:
+            self._note_malformed(error)
+            return
+        if seq <= self._last_live:
+            self._begin_anew()
+        self._last_live = seq
+        if seq > self.next_seq:
+            self._num_gaps += 1
+            self._must_catch_up = self._can_replay
+        if self._must_catch_up:
+            self._try_to_catch_up()
+            return  # it was replayed, or will be
+        if seq >= self.next_seq:
+            self._apply(seq, batch, payload)
+
+    def _note_connections(self) -> bool:
+        """Whether a new connection asks for a replay: behind it there may be another publisher."""
+        is_new = False
+        while self._connections.poll(0):
+            self._connections.recv_multipart()
+            is_new |= self._is_connected
+            self._is_connected = True
+        if is_new and not self._can_replay:
+            self.is_exact = False
+        elif is_new:
+            self._drop_queued()
+            self._must_catch_up = True
+        return is_new and self._can_replay
+
+    def _drop_queued(self) -> None:
+        """Messages that came before a replay is asked for say nothing that it does not."""
+        self._last_live = -1
+        try:
+            while True:
+                self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            pass
+
+    def _note_malformed(self, error: WireError) -> None:
+        self._num_malformed += 1
+        _log.warning("a message of cache events is ignored: %s", error)
+
+    def _begin_anew(self) -> None:
+        self._num_restarts += 1
+        self._forget()
+        self._must_catch_up = self._can_replay
+
+    def _forget(self) -> None:
+        self.view.clear()
+        self.is_exact = False
+        self.next_seq, self._last_payload = 0, None
+
+    @property
+    def _can_replay(self) -> bool:
+        return self._replay_endpoint is not None
+
+    def _apply(self, seq: int, batch: WireBatch, payload: bytes) -> None:
+        is_jump = seq != self.next_seq
+        names_all = bool(batch.events) and isinstance(batch.events[0], WireCleared)
+        self.is_exact = names_all or seq == 0 or (self.is_exact and not is_jump)
+        self.view.apply(batch.events)
+        self.next_seq = seq + 1
+        # One that names everything is made for a replay: the batch of this number is another one.
+        self._last_payload = None if is_jump and names_all else payload
+        self._num_batches += 1
+
+    def _try_to_catch_up(self) -> None:
+        """Replays, where that is needed; it stays needed where it fails."""
+        if self._replay_endpoint is None or not self._must_catch_up:
+            return
+        if time.monotonic() < self._retry_at:
+            return
+        try:
+            is_done = self._replay(self._replay_endpoint)
+            if not is_done:
+                self._begin_anew()
+                self._drop_queued()
+                is_done = self._replay(self._replay_endpoint)  # False: it has begun anew once more
+            self._must_catch_up = not is_done
+        except ReplayTimeout as error:
+            _log.warning("cache events were not replayed: %s", error)
+            self._retry_at = time.monotonic() + self._replay_timeout_s
+        except WireError as error:
+            self._note_malformed(error)
+            self._retry_at = time.monotonic() + self._replay_timeout_s
+
+    def _replay(self, endpoint: str) -> bool:
+        """Applies what came behind the last batch; False where the publisher has another one there."""
+        last = None if self._last_payload is None else self.next_seq - 1
+        is_first = True
+        answers = replay(self._context, endpoint, last or 0, self._replay_timeout_s)
+        with closing(answers):
+            for seq, payload in answers:
+                if is_first and seq == last:
+                    is_first = False
+                    if payload != self._last_payload:
+                        return False
+                    continue
+                if is_first and last is None:
+                    self._forget()
+                is_first = False
+                self._apply_replayed(seq, payload)
+        if is_first:  # it has published nothing so far, or less than before
+            if self.next_seq > 0:
+                return False
+            self.is_exact = True
+        return True
+
+    def _apply_replayed(self, seq: int, payload: bytes) -> None:
+        if seq < self.next_seq:
+            raise WireError(f"replay has batch {seq}: expected {self.next_seq} or a later one")
+        try:
+            self._apply(seq, decode_batch(payload), payload)
+        except WireError as error:  # it would come again and again
+            self._note_malformed(error)
+            self.is_exact = False
+            self.next_seq, self._last_payload = seq + 1, payload

@@ -1,0 +1,146 @@
+"""Translates the events of a manager into those of the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from kvcache.allocator.hashing import hash_seed
+from kvcache.events import AllBlocksCleared, BlockRemoved, BlockStored, CacheEvent
+from kvcache.router_events.known_blocks import GroupBlocks
+from kvcache.router_events.wire import (
+    CPU,
+    GPU,
+    WireCleared,
+    WireEvent,
+    WireHash,
+    WireRemoved,
+    WireStored,
+    wire_hash,
+    wire_hashes,
+)
+
+_MEDIUMS = {"gpu": GPU, "cpu": CPU}
+_ENGINE = "engine:"  # such hashes come from the engine: their first blocks have no parent
+
+
+class EventTranslator:
+    """Translates one manager's events, in their order, and knows all that its readers know.
+
+    The manager's events of the host tier name hashes alone. Here they get the parents and tokens that
+    the device's events had, because every block of the host was on the device before. Where those
+    events were dropped (`AllBlocksCleared.num_dropped`), a host block has no parent and no tokens.
+
+    `seed`: the manager's `hash_seed`, from which the parent of first blocks follows: it is None on the
+    wire.
+    """
+
+    def __init__(self, seed: str) -> None:
+        self._seed = seed
+        hash_seed(seed, "hash_seed")  # its errors come at once
+        self._roots: dict[str, int] = {}  # by hash algorithm
+        self._groups: dict[int, GroupBlocks] = {}
+
+    def translate(self, events: Sequence[CacheEvent]) -> list[WireEvent]:
+        """What to publish of one `drain_events()`, whole."""
+        translated: list[WireEvent] = []
+        for i, event in enumerate(events):
+            if isinstance(event, BlockStored):
+                translated += self._stored(event)
+            elif isinstance(event, BlockRemoved):
+                translated.append(self._removed(event.group, wire_hashes(event), event.medium))
+            else:
+                following = events[i + 1] if i + 1 < len(events) else None
+                translated += self._cleared(event, following)
+        for group in self._groups.values():
+            group.forget_removed()
+        return translated
+
+    def snapshot(self) -> list[WireEvent]:
+        """Everything that is cached, for a reader that knows nothing, or what is no longer so."""
+        stored = (
+            each
+            for medium in _MEDIUMS.values()
+            for group in self._groups.values()
+            for each in group.everything(medium)
+        )
+        return [WireCleared(), *stored]
+
+    def _stored(self, event: BlockStored) -> Iterator[WireStored]:
+        group = self._groups.get(event.group)
+        if group is None:
+            group = self._groups[event.group] = GroupBlocks(event.group, event)
+        if event.medium == "cpu":
+            yield from group.store_on_host(wire_hashes(event))
+            return
+        stored = WireStored(
+            wire_hashes(event),
+            self._parent(event),
+            event.token_ids.tolist(),
+            event.block_size,
+            lora_id=None,
+            medium=GPU,
+            lora_name=None if event.lora is None else event.lora[0],
+            extra_keys=_extra_keys(event),
+            session_id=event.session,
+            **group.labels,
+        )
+        group.store(stored, event.token_ids.astype(np.int32, copy=False).tobytes())
+        yield stored
+
+    def _parent(self, event: BlockStored) -> WireHash | None:
+        if event.parent_hash is None:
+            return None
+        parent = wire_hash(event.parent_hash)
+        if event.hash_algorithm.startswith(_ENGINE):
+            return parent
+        if event.hash_algorithm not in self._roots:
+            root = hash_seed(self._seed, "hash_seed", event.hash_algorithm)
+            self._roots[event.hash_algorithm] = wire_hash(root)
+        return None if parent == self._roots[event.hash_algorithm] else parent
+
+    def _removed(self, group: int, hashes: list[WireHash], medium: str) -> WireRemoved:
+        if group in self._groups:
+            self._groups[group].remove(hashes, _MEDIUMS[medium])
+        return WireRemoved(hashes, _MEDIUMS[medium], group)
+
+    def _cleared(
+        self, event: AllBlocksCleared, following: CacheEvent | None
+    ) -> Iterable[WireEvent]:
+        """The wire clears all mediums at once. The manager clears them one after the other."""
+        is_followed = isinstance(following, AllBlocksCleared) and following.medium != event.medium
+        others = [medium for medium in _MEDIUMS if medium != event.medium]
+        has_others = any(
+            group.hashes(_MEDIUMS[medium]) for group in self._groups.values() for medium in others
+        )
+        removed = [
+            self._removed(number, hashes, event.medium)
+            for number, group in self._groups.items()
+            if (hashes := group.hashes(_MEDIUMS[event.medium]))
+        ]
+        if is_followed:
+            return []
+        return removed if has_others else [WireCleared()]
+
+
+def _extra_keys(event: BlockStored) -> list[tuple[Any, ...] | None] | None:
+    """One entry per block, untagged: names of adapters, (item, start), salts, digests of embeddings."""
+    if event.extra_keys is None:
+        return None
+    per_block = event.block_size // event.hash_block_size
+    return [
+        _keys_of_block(event.extra_keys[first : first + per_block], event.hash_block_size)
+        for first in range(0, len(event.extra_keys), per_block)
+    ]
+
+
+def _keys_of_block(
+    hash_blocks: Sequence[tuple[tuple[Any, ...], ...] | None], hash_block_size: int
+) -> tuple[Any, ...] | None:
+    found: dict[Any, None] = {}  # in order, each once
+    for i, keys in enumerate(hash_blocks):
+        for kind, value, *more in keys or ():
+            found[(value, more[0] + i * hash_block_size) if kind == "mm" else value] = None
+    return tuple(found) or None

@@ -1,0 +1,190 @@
+"""What Prometheus reads of a manager: the manager's own counts, that never fall."""
+
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvcache import KVCacheManager, Request, StepReport
+from kvcache.metrics import CacheMetrics
+from tests.cache_user import CacheUser
+
+
+def scrape(metrics):
+    """(name, values of labels) -> value, as Prometheus would parse the text."""
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(generate_latest(registry).decode())
+        for sample in family.samples
+    }
+
+
+def served(**options):
+    manager = KVCacheManager(4, 30, 200, num_preallocate_tokens=0, **options)
+    for name, last in (("a", 5), ("b", 6)):
+        request = Request(name, [*range(13), last])
+        plan = manager.step(new=[request])
+        manager.report(StepReport(plan.step_id, completed=True))
+        manager.free(request)
+    return manager
+
+
+def test_figures_are_what_the_manager_counts():
+    manager, metrics = served(), CacheMetrics()
+    assert scrape(metrics) == {}  # nothing was observed
+    metrics.observe(manager)
+    found = scrape(metrics)
+    expected = {
+        ("kvcache_queried_requests_total",): 2,
+        ("kvcache_query_tokens_total",): 28,
+        ("kvcache_hit_tokens_total",): 12,
+        ("kvcache_host_hit_tokens_total",): 0,
+        ("kvcache_query_blocks_total", "0", "full_attention"): 6,
+        ("kvcache_hit_blocks_total", "0", "full_attention"): 3,
+        ("kvcache_stored_blocks_total", "0", "full_attention"): 3,
+        ("kvcache_evicted_blocks_total", "0", "full_attention"): 0,
+        ("kvcache_broken_pins_total",): 0,
+        ("kvcache_blocks", "device"): 29,
+        ("kvcache_free_blocks", "device"): 29,
+        ("kvcache_cached_blocks", "device"): 3,
+        ("kvcache_pinned_blocks", "device"): 0,
+        ("kvcache_loading_blocks",): 0,
+    }
+    assert found == expected
+
+
+def test_a_manager_at_work_is_followed_on_both_tiers():
+    rng = random.Random(3)
+    user, metrics = CacheUser(rng), CacheMetrics({"engine": "e0"})
+    for _ in range(300):
+        user.work()
+    metrics.observe(user.manager)
+    found, stats = scrape(metrics), user.manager.stats
+    for group, counts in enumerate(stats.groups):
+        kind = user.manager.groups[group].kind
+        for name in ("query", "hit", "stored", "evicted"):
+            value = found[f"kvcache_{name}_blocks_total", "e0", str(group), kind]
+            assert value == getattr(counts, f"{name}_blocks")
+    for name in ("written", "unwritten", "declined", "loaded", "evicted"):
+        assert found[f"kvcache_host_{name}_blocks_total", "e0"] == getattr(
+            stats.host, f"{name}_blocks"
+        )
+    for name in ("swapped_out", "swapped_in"):
+        assert found[f"kvcache_{name}_blocks_total", "e0"] == getattr(stats.host, f"{name}_blocks")
+    assert found["kvcache_host_written_blocks_total", "e0"] > 0
+    assert found["kvcache_host_loaded_blocks_total", "e0"] > 0
+    for tier, pool in (("device", user.manager.pool), ("host", user.manager.host_pool)):
+        assert found["kvcache_blocks", "e0", tier] == pool.num_total
+        assert found["kvcache_cached_blocks", "e0", tier] == pool.num_cached
+        assert found["kvcache_free_blocks", "e0", tier] == pool.num_free
+
+
+def test_counters_never_fall():
+    metrics, manager = CacheMetrics(), served()
+    metrics.observe(manager)
+    manager.clear_stats()
+    metrics.observe(manager)
+    assert scrape(metrics)["kvcache_query_tokens_total",] == 28
+    manager.step(new=[Request("c", range(9))])
+    metrics.observe(manager)
+    metrics.observe(manager)
+    assert scrape(metrics)["kvcache_query_tokens_total",] == 37
+    metrics.observe(served())  # of another manager
+    assert scrape(metrics)["kvcache_query_tokens_total",] == 65
+    assert scrape(metrics)["kvcache_hit_tokens_total",] == 12 + 8 + 12
+
+
+def test_counters_never_fall_over_random_work():
+    rng, metrics, before = random.Random(11), CacheMetrics(), {}
+    user = CacheUser(rng)
+    for _ in range(400):
+        user.work()
+        if rng.random() < 0.05:
+            user.manager.clear_stats()
+        if rng.random() < 0.02:
+            user = CacheUser(rng)
+        if rng.random() < 0.5:
+            metrics.observe(user.manager)
+            found = scrape(metrics)
+            for key, value in found.items():
+                if key[0].endswith("_total"):
+                    assert value >= before.get(key, 0), key
+            before = found
+    assert before["kvcache_query_tokens_total",] > 1000
+
+
+def test_residency_is_two_histograms():
+    manager = KVCacheManager(4, 6, 64, num_preallocate_tokens=0, track_residency=True)
+    metrics = CacheMetrics()
+    for seconds, first in ((1, 0), (3, 100), (9, 200)):
+        manager.set_now(seconds)
+        request = Request(str(first), range(first, first + 17))
+        manager.step(new=[request])
+        manager.free(request)
+    metrics.observe(manager)
+    found, lifetime = scrape(metrics), manager.stats.lifetime
+    name = "kvcache_evicted_block_lifetime_seconds"
+    assert found[f"{name}_count",] == lifetime.count == 8
+    assert found[f"{name}_sum",] == lifetime.total_s == 4 * 2 + 4 * 6
+    bounds = {float(key[1]): value for key, value in found.items() if key[0] == f"{name}_bucket"}
+    assert (bounds[1.024], bounds[2.048], bounds[4.096], bounds[8.192]) == (0, 4, 4, 8)
+    assert [*bounds.values()] == sorted(bounds.values()) and bounds[float("inf")] == 8
+    assert found["kvcache_evicted_block_idle_seconds_count",] == 8
+    manager.clear_stats()
+    metrics.observe(manager)
+    assert scrape(metrics)[f"{name}_count",] == 8
+
+
+def test_figures_are_read_in_any_thread_and_observed_in_the_managers():
+    manager, metrics, told = served(), CacheMetrics(), []
+    metrics.observe(manager)
+
+    def elsewhere():
+        told.append(scrape(metrics)["kvcache_query_tokens_total",])
+        try:
+            metrics.observe(manager)
+        except RuntimeError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert told[0] == 28 and "thread" in told[1]
+    assert scrape(metrics)["kvcache_query_tokens_total",] == 28
+
+
+WITHOUT = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == BLOCKED:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Blocked())
+try:
+    import MODULE
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "blocked", "needed", "extra"),
+    [
+        ("kvcache.metrics", "prometheus_client", "package prometheus_client", "metrics"),
+        ("kvcache.router_events", "zmq", "packages msgspec and pyzmq", "events"),
+        ("kvcache.router_events", "msgspec", "packages msgspec and pyzmq", "events"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_its_extra(module, blocked, needed, extra):
+    code = WITHOUT.replace("MODULE", module).replace("BLOCKED", repr(blocked))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == f"{module} needs the {needed}: pip install 'kvcache[{extra}]'\n", done
