@@ -57,8 +57,8 @@ class GlooPeer:
 
 
 class NixlPeer:
-    """NIXL as it comes: one descriptor per fragment. The transport's agent is used, because each agent has
-    a thread that keeps a core busy."""
+    """NIXL as it comes: one descriptor per fragment, with the transport's agent: each agent has a thread
+    that keeps a core busy."""
 
     def __init__(self, transport: Transport, local: int, peer: str, remote: int) -> None:
         self.agent = transport.nixl._agent
