@@ -143,9 +143,10 @@ class Connection:
     @property
     def threads(self) -> list[threading.Thread]:
         """Those that end with it."""
-        return [flow.thread for flow in self._flows] + (
-            self.channel.threads if self.channel else []
-        )
+        found = [flow.thread for flow in self._flows]
+        for part in (self.channel, self.lane):
+            found += part.threads if part is not None else ()
+        return found
 
     def begin(
         self, kind: str, local: Spans, remote: Spans, notify: bytes, timeout_s: float

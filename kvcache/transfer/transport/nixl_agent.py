@@ -35,6 +35,10 @@ class Agent:
         with _network_devices(host):
             self._agent = nixl_agent(name, config)
 
+    def close(self) -> None:
+        """Ends the agent's thread, once the transfers under way have let go of it."""
+        self._agent = None
+
     def register(self, regions: list[Region]) -> list:
         """Registers memory; what `deregister` takes."""
         by_kind: dict[str, list[tuple[int, int, int, str]]] = {}
