@@ -1,0 +1,1 @@
+"""Transports: how bytes of registered memory move between the processes of two engines."""

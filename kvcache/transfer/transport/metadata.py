@@ -1,0 +1,110 @@
+"""What a peer needs to connect, as JSON that is checked in full."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from kvcache.checks import shown
+
+TRANSPORT_VERSION = 1
+MOST_METADATA = 16 << 20  # bytes
+MOST_NAME = 256  # characters
+LEAST_PIECE, MOST_PIECE = 1 << 12, 1 << 28  # bytes
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """A side's version, transport, name, address and memory.
+
+    incarnation: drawn at each start, so that a side that was started again is another one. regions:
+    (address, bytes). piece_bytes: of its staging memory; the smaller one of both sides is used.
+    """
+
+    transport: str
+    agent: str
+    incarnation: str
+    host: str
+    port: int
+    regions: list[list[int]]
+    piece_bytes: int
+    version: int = TRANSPORT_VERSION
+
+    def to_bytes(self) -> bytes:
+        """JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    def bounds(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64[r] each: where the regions begin, sorted, and end."""
+        table = np.array(sorted(self.regions), np.int64).reshape(-1, 2)
+        return table[:, 0], np.maximum.accumulate(table[:, 0] + table[:, 1])
+
+
+def parse_metadata(data: bytes, transport: str) -> Metadata:
+    """The inverse of `Metadata.to_bytes`.
+
+    ValueError or TypeError for what is no metadata, or that of another version or transport.
+    """
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise TypeError(f"metadata is {shown(data)}: expected bytes")
+    if len(data) > MOST_METADATA:
+        raise ValueError(f"metadata has {len(data)} bytes: expected at most {MOST_METADATA}")
+    try:
+        values = json.loads(bytes(data))
+    except (ValueError, RecursionError):
+        raise ValueError(f"metadata is {shown(bytes(data))}: expected JSON") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"metadata is {shown(values)}: expected a JSON object")
+    version = values.get("version")
+    if type(version) is not int or version != TRANSPORT_VERSION:
+        raise ValueError(
+            f"version of the metadata is {shown(version)}: expected {TRANSPORT_VERSION}, that of this "
+            "library"
+        )
+    if values.get("transport") != transport:
+        raise ValueError(
+            f"transport of the metadata is {shown(values.get('transport'))}: expected {transport!r}"
+        )
+    expected = {
+        "transport": str, "agent": str, "incarnation": str, "host": str, "port": int,
+        "regions": list, "piece_bytes": int, "version": int,
+    }  # fmt: skip
+    if values.keys() != expected.keys():
+        raise ValueError(
+            f"metadata has fields {shown(sorted(values))}: expected {sorted(expected)}"
+        )
+    for name, kind in expected.items():
+        if type(values[name]) is not kind:
+            raise ValueError(
+                f"{name} of the metadata is {shown(values[name])}: expected {kind.__name__}"
+            )
+    check_agent(values["agent"])
+    if not 0 < values["port"] < 2**16:
+        raise ValueError(f"port of the metadata is {values['port']}: expected 1 to 65535")
+    if not LEAST_PIECE <= values["piece_bytes"] <= MOST_PIECE:
+        raise ValueError(
+            f"piece_bytes of the metadata is {values['piece_bytes']}: "
+            f"expected {LEAST_PIECE} to {MOST_PIECE}"
+        )
+    for region in values["regions"]:
+        if (
+            not isinstance(region, list)
+            or [type(each) for each in region] != [int, int]
+            or not 0 < region[0] <= region[0] + region[1] < 2**62
+            or region[1] < 1
+        ):
+            raise ValueError(
+                f"regions of the metadata holds {shown(region)}: expected [address, bytes]"
+            )
+    return Metadata(**values)
+
+
+def check_agent(agent: str) -> str:
+    """A side's name: 1 to 256 printable characters. TypeError or ValueError."""
+    if not isinstance(agent, str):
+        raise TypeError(f"agent is {shown(agent)}: expected a string")
+    if not 0 < len(agent) <= MOST_NAME or not agent.isprintable():
+        raise ValueError(f"agent is {shown(agent)}: expected 1 to {MOST_NAME} printable characters")
+    return agent

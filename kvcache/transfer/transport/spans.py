@@ -1,0 +1,143 @@
+"""Fragments of one side of a transfer, factored, and cut into tiles of a piece of staging memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvcache.checks import MAX_INT32, as_array
+
+_NUM_HEADER = 2  # int64: numbers of bases and of runs
+_MOST = 2**62
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Fragments of memory: the product of `bases` and of runs.
+
+    bases: int64[d], addresses. offsets, length: int64[m], bytes. Fragment (d, m) is the `length[m]` bytes
+    from address `bases[d] + offsets[m]` on.
+
+    >>> spans = Spans(np.array([1000, 9000]), np.array([0, 64]), np.array([16, 32]))
+    >>> spans.num_fragments, spans.num_bytes, spans.addresses().tolist()
+    (4, 96, [1000, 1064, 9000, 9064])
+    """
+
+    bases: np.ndarray
+    offsets: np.ndarray
+    length: np.ndarray
+
+    @classmethod
+    def of(cls, addresses: np.ndarray, length: np.ndarray, name: str) -> Spans:
+        """One fragment per address. TypeError or ValueError unless both are int64[n], lengths above 0."""
+        columns = []
+        for values, what in ((addresses, name), (length, "length")):
+            array = as_array(values, what)
+            if array.size and array.dtype.kind not in "iu":
+                raise TypeError(f"{what} has dtype {array.dtype}: expected integers")
+            if array.ndim != 1:
+                raise ValueError(f"{what} has shape {list(array.shape)}: expected [n]")
+            columns.append(array.astype(np.int64))
+        if len(columns[0]) != len(columns[1]):
+            raise ValueError(
+                f"{name} has {len(columns[0])} entries, length {len(columns[1])}: expected as many"
+            )
+        return cls(np.zeros(1, np.int64), *columns).checked(name)
+
+    def checked(self, name: str) -> Spans:
+        """These spans. ValueError for a length below 1, or numbers whose sums an int64 does not hold."""
+        if len(self.length) and (least := int(self.length.min())) < 1:
+            raise ValueError(f"length of {name} holds {least}: expected 1 or more")
+        for values, what in ((self.bases, "bases"), (self.offsets, "offsets")):
+            if len(values) and max(-int(values.min()), int(values.max())) > _MOST:
+                raise ValueError(f"{what} of {name} holds a number above 2^62: expected an address")
+        total = float(self.length.sum(dtype=np.float64)) * len(self.bases)
+        if total > _MOST or max(len(self.bases), len(self.length)) > MAX_INT32:
+            raise ValueError(f"{name} has {total:g} bytes: expected fewer than 2^62")
+        return self
+
+    @property
+    def num_fragments(self) -> int:
+        """The number of fragments."""
+        return len(self.bases) * len(self.length)
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all fragments."""
+        return len(self.bases) * int(self.length.sum())
+
+    def addresses(self) -> np.ndarray:
+        """int64[d * m]: where each fragment begins, base by base. Long: use it for a tile."""
+        return np.add.outer(self.bases, self.offsets).ravel()
+
+    def tiles(self, piece_bytes: int) -> Iterator[Spans]:
+        """Spans of at most `piece_bytes` that together are these; runs longer than that are cut.
+
+        Two sides of a transfer, whose lengths are the same, are cut in the same way.
+        """
+        if self.num_fragments == 0:
+            return
+        offsets, length = _cut(self.offsets, self.length, piece_bytes)
+        together = max(1, min(len(self.bases), piece_bytes // int(length.max())))
+        ends = np.cumsum(length)
+        groups, first = [], 0
+        while first < len(length):
+            most = (int(ends[first - 1]) if first else 0) + piece_bytes // together
+            last = int(np.searchsorted(ends, most, "right"))
+            groups.append(slice(first, last))
+            first = last
+        for base in range(0, len(self.bases), together):
+            for group in groups:
+                yield Spans(self.bases[base : base + together], offsets[group], length[group])
+
+    def to_bytes(self) -> bytes:
+        """The form in which a peer gets them: little-endian int64."""
+        header = np.array([len(self.bases), len(self.length)])
+        columns = (header, self.bases, self.offsets, self.length)
+        return np.concatenate(columns).astype("<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Spans:
+        """The inverse of `to_bytes`. ValueError for bytes that are none of it."""
+        if len(data) % 8 or len(data) < 8 * _NUM_HEADER:
+            raise ValueError(f"spans have {len(data)} bytes: expected whole int64")
+        values = np.frombuffer(data, "<i8").astype(np.int64)
+        num_bases, num_runs = values[:_NUM_HEADER].tolist()
+        if min(num_bases, num_runs) < 0 or _NUM_HEADER + num_bases + 2 * num_runs != len(values):
+            raise ValueError(
+                f"spans say {num_bases} bases and {num_runs} runs, and have {len(values)} numbers"
+            )
+        columns = np.split(values[_NUM_HEADER:], [num_bases, num_bases + num_runs])
+        return cls(*columns).checked("spans")
+
+
+def _cut(offsets: np.ndarray, length: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """The runs, those longer than `most` bytes cut."""
+    parts = -(-length // most)
+    if int(parts.max()) == 1:
+        return offsets, length
+    before = np.arange(int(parts.sum())) - np.repeat(np.cumsum(parts) - parts, parts)
+    cut = np.repeat(length, parts) - before * most
+    return np.repeat(offsets, parts) + before * most, np.minimum(cut, most)
+
+
+def joined(local: Spans, remote: Spans) -> tuple[Spans, Spans]:
+    """Both sides, with runs joined that are contiguous on both, one behind the other.
+
+    >>> length = np.array([8, 8, 8])
+    >>> local, remote = Spans.of([0, 8, 16], length, "local"), Spans.of([32, 40, 64], length, "remote")
+    >>> [each.length.tolist() for each in joined(local, remote)]
+    [[16, 8], [16, 8]]
+    """
+    length = local.length
+    if len(length) < 2:
+        return local, remote
+    begins = np.ones(len(length), bool)
+    begins[1:] = (local.offsets[1:] != local.offsets[:-1] + length[:-1]) | (
+        remote.offsets[1:] != remote.offsets[:-1] + length[:-1]
+    )
+    first = np.flatnonzero(begins)
+    lengths = np.add.reduceat(length, first)
+    return tuple(Spans(side.bases, side.offsets[first], lengths) for side in (local, remote))
