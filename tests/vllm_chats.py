@@ -38,7 +38,7 @@ def chats(model, *, tier=None, connector=TIER, python=sys.executable, **options)
         text=True,
         cwd=REPO,
         env=os.environ | {"PYTHONPATH": str(REPO), "OMP_NUM_THREADS": "1"},
-        timeout=540,
+        timeout=200,
     )
     if done.returncode:
         raise ChatsFailed(done.stderr)
