@@ -56,11 +56,18 @@ class OffloadingConnector(of_vllm.OffloadingConnector):
         return results
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """As vLLM's; what a failed load was to bring is no hit any more."""
+        """As vLLM's; what a failed load was to bring is no hit any more, and its request loads no more.
+
+        vLLM's scheduler keeps blocks back for such a request as for one that computes. Another load of
+        it could wait for these for ever.
+        """
         scheduler = self.connector_scheduler
         for request_id in connector_output.failed_recving:
             status = scheduler._req_status.get(request_id)
-            for job_id in () if status is None else status.transfer_jobs:
+            if status is None:
+                continue
+            status.max_load_tokens = 0
+            for job_id in status.transfer_jobs:
                 if not scheduler._jobs[job_id].is_store:
                     scheduler.manager.distrust(scheduler._jobs[job_id].keys)
         super().update_connector_output(connector_output)
