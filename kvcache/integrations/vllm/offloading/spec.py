@@ -1,0 +1,77 @@
+"""The host tier as vLLM's `OffloadingSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvcache.integrations.vllm.offloading import metrics
+from kvcache.integrations.vllm.offloading.host_manager import HostManager
+from kvcache.integrations.vllm.offloading.host_worker import HostWorker
+from kvcache.integrations.vllm.offloading.options import HostTierOptions
+
+
+class KVCacheOffloadingSpec(OffloadingSpec):
+    """Makes the scheduler's manager, and a worker's mover. ValueError or TypeError for wrong options."""
+
+    @classmethod
+    def build_metric_definitions(
+        cls, extra_config: Mapping[str, Any]
+    ) -> dict[str, OffloadingMetricMetadata]:
+        """vLLM's metrics of a tier in host memory, and some more."""
+        return metrics.definitions()
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self.options = HostTierOptions.of(self.extra_config)
+        if config.canonical_layout:
+            raise ValueError(
+                "canonical_layout is true: expected false with kvcache's host tier, which keeps each "
+                "worker's bytes as they are"
+            )
+        num_bytes = (
+            config.worker_kv_bytes_per_block * config.parallel.world_size * self.blocks_per_chunk
+        )
+        self.num_chunks = self.options.cpu_bytes_to_use // max(num_bytes, 1)
+        if self.num_chunks < 1:
+            raise ValueError(
+                f"cpu_bytes_to_use is {self.options.cpu_bytes_to_use}: expected at least {num_bytes}, "
+                f"the bytes of a chunk of {self.blocks_per_chunk} blocks of all workers"
+            )
+        self.loads_may_fail = False  # kvcache's connector says so
+        self._manager: HostManager | None = None
+        self._worker: HostWorker | None = None
+
+    def get_manager(self) -> OffloadingManager:
+        """The scheduler's side."""
+        if self._manager is None:
+            self._manager = HostManager(
+                self.num_chunks,
+                self.options,
+                {
+                    group.group_id: group.tokens_per_block * self.blocks_per_chunk
+                    for group in self.config.groups
+                },
+                enable_events=self.kv_events_config.enable_kv_cache_events,
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        """A worker's side. ValueError where vLLM's own connector asks, to which a load cannot fail."""
+        if not self.loads_may_fail:
+            raise ValueError(
+                "kv_transfer_config has no kv_connector_module_path: expected "
+                "'kvcache.integrations.vllm.offloading', whose OffloadingConnector lets a load fail"
+            )
+        if self._worker is None:
+            self._worker = HostWorker(kv_caches, self.num_chunks, self.blocks_per_chunk)
+        return self._worker
